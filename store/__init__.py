@@ -1,0 +1,51 @@
+"""The memory: tables and the verbs over them. Knows no other room.
+
+`open_store(url)` returns the one object that proxy, trainer and face use. Every verb is synchronous, is one
+transaction, and returns frozen records.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from store.alarms import Alarms
+from store.calls import Calls
+from store.database import connect, ensure_schema
+from store.doors import Doors
+from store.groups import Groups
+from store.leases import Leases
+from store.policies import Policies
+from store.rounds import Rounds
+from store.trajectories import Trajectories
+
+__all__ = ["Store", "open_store"]
+
+
+class Store:
+    """The verbs, by noun."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+        self.calls = Calls(engine)
+        self.trajectories = Trajectories(engine)
+        self.groups = Groups(engine)
+        self.policies = Policies(engine)
+        self.rounds = Rounds(engine)
+        self.leases = Leases(engine)
+        self.doors = Doors(engine)
+        self.alarms = Alarms(engine)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._engine.dispose()
+
+
+def open_store(url: str) -> Store:
+    """Open the store at a database URL or an SQLite path; an empty database gets its schema.
+
+    Raises StoreError: SchemaMismatch where another version of Ratchet made the database, StoreUnavailable where
+    it does not answer.
+    """
+    engine = connect(url)
+    ensure_schema(engine)
+    return Store(engine)

@@ -1,0 +1,142 @@
+"""Opens the database and keeps its schema: SQLite (WAL) by default, PostgreSQL by URL.
+
+Promises: an empty database is created whole; one that another version of Ratchet made is refused with the remedy,
+never changed unasked; a transaction of a writer begins as a writer, so that SQLite never fails in the middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError, OperationalError
+
+from store.errors import SchemaMismatch, StoreError, StoreUnavailable
+
+HEAD = "0001"  # the newest migration; a test holds it equal to the migrations folder
+_MIGRATION_LOCK = 0x52415443  # advisory lock: one process at a time makes the schema
+
+
+def _url(text: str) -> sa.URL:
+    """Parse a store URL; a bare path means SQLite."""
+    if "://" not in text:
+        text = f"sqlite:///{text}"
+    try:
+        url = sa.make_url(text)
+    except sa.exc.ArgumentError as error:
+        raise StoreError(f"--store {text!r} is not a database URL; use a path or postgresql://...") from error
+    if url.drivername in ("postgresql", "postgres"):
+        url = url.set(drivername="postgresql+psycopg")
+    if url.get_backend_name() not in ("sqlite", "postgresql"):
+        raise StoreError(f"--store {url.drivername} is not supported; use sqlite:///PATH or postgresql://...")
+    return url
+
+
+def connect(store_url: str) -> sa.Engine:
+    """Return an engine for `store_url` without looking at the schema. SQLite folders are made."""
+    url = _url(store_url)
+    if url.get_backend_name() == "sqlite":
+        if url.database and url.database != ":memory:":
+            Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+        engine = sa.create_engine(
+            url,
+            connect_args={"timeout": 15, "check_same_thread": False},
+            json_serializer=_dump,
+            json_deserializer=_load,
+        )
+        sa.event.listen(engine, "connect", _prepare_sqlite)
+        return engine
+    try:
+        return sa.create_engine(url, pool_pre_ping=True, json_serializer=_dump, json_deserializer=_load)
+    except ModuleNotFoundError as error:
+        raise StoreError("PostgreSQL needs its driver: pip install 'ratchet-rl[postgres]'") from error
+
+
+def _dump(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _load(text: str | bytes) -> Any:
+    return msgspec.json.decode(text)
+
+
+def _prepare_sqlite(connection: Any, _: Any) -> None:
+    connection.isolation_level = None  # transactions are begun by `write`, not by the driver
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON", "busy_timeout=15000"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+@contextmanager
+def write(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """Open one write transaction; commit at the end, roll back on any error.
+
+    Raises StoreUnavailable when the database is down or stays locked.
+    """
+    try:
+        with engine.connect() as connection:
+            if engine.dialect.name == "sqlite":
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+            yield connection
+            connection.commit()
+    except OperationalError as error:
+        raise StoreUnavailable(f"the store did not answer: {error.orig}") from error
+
+
+@contextmanager
+def read(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """Open one read transaction, a single point in time. Raises StoreUnavailable when the database is down."""
+    try:
+        with engine.connect() as connection:
+            if engine.dialect.name == "sqlite":
+                connection.exec_driver_sql("BEGIN")
+            yield connection
+    except OperationalError as error:
+        raise StoreUnavailable(f"the store did not answer: {error.orig}") from error
+
+
+def schema_version(engine: sa.Engine) -> str | None:
+    """Return the newest migration that the database has seen; None for an empty database."""
+    with read(engine) as connection:
+        if not sa.inspect(connection).has_table("alembic_version"):
+            return None
+        version: str | None = connection.scalar(sa.text("SELECT version_num FROM alembic_version"))
+        return version
+
+
+def ensure_schema(engine: sa.Engine) -> None:
+    """Create the schema in an empty database; raise SchemaMismatch where another version of Ratchet made it."""
+    version = schema_version(engine)
+    if version is None:
+        migrate(engine)
+        version = schema_version(engine)
+    if version != HEAD:
+        raise SchemaMismatch(
+            f"the store {engine.url.render_as_string()} has schema {version}, this Ratchet needs {HEAD}: "
+            f"run `ratchet store migrate --store URL` (back it up first), or use the Ratchet that made it"
+        )
+
+
+def migrate(engine: sa.Engine) -> None:
+    """Bring the database to HEAD with Alembic; safe when several processes start at once."""
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    try:
+        with engine.connect() as connection:
+            if engine.dialect.name == "sqlite":
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+            else:
+                connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})")
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+            connection.commit()
+    except DBAPIError as error:
+        raise StoreUnavailable(f"the store could not be migrated: {error.orig}") from error

@@ -1,0 +1,38 @@
+"""Doors: what every running proxy says it serves and holds, so that the trainer knows when a version has drained."""
+
+from __future__ import annotations
+
+import msgspec
+import sqlalchemy as sa
+
+from store import schema
+from store.calls import insert_new
+from store.database import read, write
+from store.records import Door
+
+
+class Doors:
+    """The verbs over doors."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def beat(self, door: Door) -> None:
+        """Write what a proxy knows now."""
+        table = schema.doors
+        row = msgspec.structs.asdict(door) | {"live": dict(door.live), "pins": dict(door.pins)}
+        with write(self._engine) as connection:
+            insert_new(connection, table, [row])
+            connection.execute(sa.update(table).where(table.c.id == door.id).values(**row))
+
+    def open(self, since: float) -> list[Door]:
+        """Return the proxies heard of since then (Unix seconds)."""
+        table = schema.doors
+        with read(self._engine) as connection:
+            rows = connection.execute(sa.select(table).where(table.c.beat_at >= since)).all()
+        return [Door(**{name: getattr(row, name) for name in Door.__struct_fields__}) for row in rows]
+
+    def close(self, door_id: str) -> None:
+        """Forget a proxy that has stopped."""
+        with write(self._engine) as connection:
+            connection.execute(sa.delete(schema.doors).where(schema.doors.c.id == door_id))

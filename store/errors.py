@@ -1,0 +1,30 @@
+"""The store's errors.
+
+StoreError
+|-- SchemaMismatch     the database's schema is older or newer than this code
+|-- StoreUnavailable   the database does not answer (the caller may try again)
+|-- UnknownRecord      an id that the store does not hold
+`-- ForbiddenChange    a state change that the transition table does not allow
+"""
+
+from __future__ import annotations
+
+
+class StoreError(Exception):
+    """Root of everything that the store raises on purpose."""
+
+
+class SchemaMismatch(StoreError):
+    """The database was made by another version of Ratchet; the message names the remedy."""
+
+
+class StoreUnavailable(StoreError):
+    """The database cannot be reached or is locked; nothing was written."""
+
+
+class UnknownRecord(StoreError):
+    """No record has the given id."""
+
+
+class ForbiddenChange(StoreError):
+    """The transition table beside the state's enum has no such step."""

@@ -1,0 +1,159 @@
+"""Groups and their verdicts: formed of sealed trajectories, judged, then trained or dropped with a reason.
+
+Promises: forming takes each member exactly once, in one transaction; verdicts are only ever added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from store import schema
+from store.database import read, write
+from store.errors import ForbiddenChange, UnknownRecord
+from store.ids import new_id
+from store.records import Group, Verdict
+from store.states import GROUP_STEPS, GroupState, TrajectoryState, check
+from store.trajectories import drop as drop_trajectories
+
+
+class Groups:
+    """The verbs over groups and verdicts."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def form(self, key: str, alias: str, members: Sequence[str], now: float) -> Group:
+        """Make a group of sealed trajectories. Raises ForbiddenChange when one of them is no longer sealed."""
+        group = Group(
+            id=new_id("grp"),
+            key=key,
+            alias=alias,
+            state=GroupState.READY,
+            formed_at=now,
+            members=tuple(members),
+        )
+        runs = schema.trajectories
+        with write(self._engine) as connection:
+            connection.execute(
+                sa.insert(schema.groups).values(id=group.id, key=key, alias=alias, state=group.state, formed_at=now)
+            )
+            taken = connection.execute(
+                sa.update(runs)
+                .where(runs.c.id.in_(members), runs.c.state == TrajectoryState.SEALED)
+                .values(state=TrajectoryState.GROUPED, group_id=group.id)
+            )
+            if taken.rowcount != len(members):
+                raise ForbiddenChange(f"{len(members) - taken.rowcount} of {len(members)} members are not sealed")
+        return group
+
+    def ready(self, now: float, limit: int = 100) -> list[Group]:
+        """Return groups that wait for a judge and whose retry time has come, oldest first."""
+        groups = schema.groups
+        due = sa.or_(groups.c.retry_at.is_(None), groups.c.retry_at <= now)
+        return self._select(sa.and_(groups.c.state == GroupState.READY, due), limit)
+
+    def judged(self, alias: str, limit: int = 100) -> list[Group]:
+        """Return judged groups of an alias that wait for a round, oldest first."""
+        groups = schema.groups
+        return self._select(sa.and_(groups.c.state == GroupState.JUDGED, groups.c.alias == alias), limit)
+
+    def record(self, group_id: str, verdicts: Sequence[Verdict]) -> None:
+        """Add the verdicts of all members and move the group on. Raises ForbiddenChange where one is missing."""
+        group = self.get(group_id)
+        check(GROUP_STEPS, group.state, GroupState.JUDGED, f"group {group_id}")
+        scored = {verdict.trajectory_id for verdict in verdicts if verdict.score is not None}
+        if scored != set(group.members):
+            raise ForbiddenChange(f"group {group_id} has {len(group.members)} members, {len(scored)} of them scored")
+        with write(self._engine) as connection:
+            _add_verdicts(connection, verdicts)
+            _move(connection, group, GroupState.JUDGED)
+
+    def fail(self, group_id: str, verdicts: Sequence[Verdict], retry_at: float) -> None:
+        """Add what the judge managed, failures included; the group stays ready and is tried again at `retry_at`."""
+        groups = schema.groups
+        with write(self._engine) as connection:
+            _add_verdicts(connection, verdicts)
+            connection.execute(
+                sa.update(groups)
+                .where(groups.c.id == group_id)
+                .values(failures=groups.c.failures + 1, retry_at=retry_at)
+            )
+
+    def drop(self, group_id: str, reason: str) -> None:
+        """Put a group and its members aside with the reason."""
+        group = self.get(group_id)
+        check(GROUP_STEPS, group.state, GroupState.DROPPED, f"group {group_id}")
+        with write(self._engine) as connection:
+            _move(connection, group, GroupState.DROPPED, drop_reason=reason)
+            drop_trajectories(connection, group.members, reason)
+
+    def get(self, group_id: str) -> Group:
+        """Return one group. Raises UnknownRecord."""
+        found = self._select(schema.groups.c.id == group_id, 1)
+        if not found:
+            raise UnknownRecord(f"no group {group_id}")
+        return found[0]
+
+    def page(self, limit: int = 100, before: str | None = None) -> list[Group]:
+        """Return at most `limit` groups, newest first, older than the group id `before`."""
+        where = schema.groups.c.id < before if before else sa.true()
+        return self._select(where, min(limit, 1000), newest_first=True)
+
+    def verdicts(self, trajectory_ids: Sequence[str]) -> dict[str, Verdict]:
+        """Return the verdict that counts, the latest one with a score, per trajectory that has one."""
+        table = schema.verdicts
+        query = (
+            sa.select(table)
+            .where(table.c.trajectory_id.in_(list(trajectory_ids)), table.c.score.is_not(None))
+            .order_by(table.c.id)
+        )
+        with read(self._engine) as connection:
+            return {row.trajectory_id: _verdict(row) for row in connection.execute(query)}
+
+    def _select(self, where: sa.ColumnElement[bool], limit: int, newest_first: bool = False) -> list[Group]:
+        groups, runs = schema.groups, schema.trajectories
+        order = groups.c.id.desc() if newest_first else groups.c.id
+        with read(self._engine) as connection:
+            rows = connection.execute(sa.select(groups).where(where).order_by(order).limit(limit)).all()
+            members: dict[str, list[str]] = {}
+            named = sa.select(runs.c.group_id, runs.c.id).where(runs.c.group_id.in_([row.id for row in rows]))
+            for group_id, name in connection.execute(named.order_by(runs.c.id)):
+                members.setdefault(group_id, []).append(name)
+        return [
+            Group(
+                id=row.id,
+                key=row.key,
+                alias=row.alias,
+                state=GroupState(row.state),
+                formed_at=row.formed_at,
+                members=tuple(members.get(row.id, ())),
+                failures=row.failures,
+                drop_reason=row.drop_reason,
+            )
+            for row in rows
+        ]
+
+
+def _move(connection: sa.Connection, group: Group, state: GroupState, **values: str) -> None:
+    groups = schema.groups
+    moved = connection.execute(
+        sa.update(groups).where(groups.c.id == group.id, groups.c.state == group.state).values(state=state, **values)
+    )
+    if not moved.rowcount:
+        raise ForbiddenChange(f"group {group.id} was moved by another process")
+
+
+def _add_verdicts(connection: sa.Connection, verdicts: Sequence[Verdict]) -> None:
+    rows: list[dict[str, Any]] = [
+        msgspec.structs.asdict(verdict) | {"components": dict(verdict.components)} for verdict in verdicts
+    ]
+    if rows:
+        connection.execute(sa.insert(schema.verdicts), rows)
+
+
+def _verdict(row: Any) -> Verdict:
+    return Verdict(**{name: getattr(row, name) for name in Verdict.__struct_fields__})

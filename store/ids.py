@@ -1,0 +1,19 @@
+"""Ids that sort by time: a prefix, 48 bits of milliseconds and 80 random bits, in Crockford's base 32.
+
+Two ids made in the same millisecond are unordered but distinct. Nothing is derived from the host or process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+_LENGTH = 26
+
+
+def new_id(prefix: str) -> str:
+    """Return `prefix_` + 26 characters, e.g. `call_06f3...`; ids of later milliseconds sort after earlier ones."""
+    number = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
+    digits = [_ALPHABET[(number >> shift) & 31] for shift in range(5 * (_LENGTH - 1), -1, -5)]
+    return f"{prefix}_{''.join(digits)}"

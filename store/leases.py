@@ -1,0 +1,35 @@
+"""Leases: one owner at a time, for as long as it keeps renewing."""
+
+from __future__ import annotations
+
+import time
+
+import sqlalchemy as sa
+
+from store import schema
+from store.calls import insert_new
+from store.database import write
+
+
+class Leases:
+    """The verbs over leases. Owners are names that the caller makes unique, e.g. host, pid and a random part."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def acquire(self, name: str, owner: str, seconds: float) -> bool:
+        """Take or renew a lease for `seconds`; False when another owner holds it."""
+        table, now = schema.leases, time.time()
+        with write(self._engine) as connection:
+            insert_new(connection, table, [{"name": name, "owner": owner, "expires_at": now + seconds}])
+            free = sa.or_(table.c.owner == owner, table.c.expires_at < now)
+            taken = connection.execute(
+                sa.update(table).where(table.c.name == name, free).values(owner=owner, expires_at=now + seconds)
+            )
+            return bool(taken.rowcount)
+
+    def release(self, name: str, owner: str) -> None:
+        """Give a lease back; nothing happens where it is not held by `owner`."""
+        table = schema.leases
+        with write(self._engine) as connection:
+            connection.execute(sa.delete(table).where(table.c.name == name, table.c.owner == owner))

@@ -1,0 +1,111 @@
+"""Messages by content: one canonical form, one hash that names a message and all that came before it.
+
+Two ideas share the canonical form:
+- `hash` names the stored node: it covers everything the message says, tool-call ids included, and its parent.
+- `link_key` finds the trajectory that a request continues: it covers only what an agent cannot help echoing,
+  so that `content: null`, a missing `content`, re-ordered JSON arguments, new tool-call ids, added fields and
+  dropped reasoning all lead to the same key.
+
+Pure functions; no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from store.records import MessageNode
+
+ROOT = ""
+_HASH = "b2:"  # BLAKE2b, 16 bytes: the algorithm's name is part of every hash text
+
+_encode = msgspec.json.Encoder(order="sorted").encode
+
+
+def canonical(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message without null members, empty content and empty tool-call lists; arguments stay text."""
+    return {
+        name: value
+        for name, value in message.items()
+        if value is not None and not (name in ("content", "tool_calls") and not value)
+    }
+
+
+def _text(content: Any) -> Any:
+    """Return the plain text of content that is a string or a list of text parts only; anything else unchanged."""
+    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    return content
+
+
+def _arguments(text: Any) -> Any:
+    """Return tool-call arguments as a JSON value where they are JSON, else the text as it is."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+
+
+def _essence(message: Mapping[str, Any]) -> list[Any]:
+    """Return what every agent echoes of a message: role, text, and name and arguments of each tool call."""
+    calls = [
+        [call["function"].get("name"), _arguments(call["function"].get("arguments"))]
+        for call in message.get("tool_calls") or ()
+        if isinstance(call, dict) and isinstance(call.get("function"), dict)
+    ]
+    return [message.get("role"), _text(message.get("content")) or None, calls]
+
+
+def _digest(parent: str, body: bytes) -> str:
+    return _HASH + blake2b(parent.encode() + b"\0" + body, digest_size=16).hexdigest()
+
+
+def node(parent: str, message: Mapping[str, Any]) -> MessageNode:
+    """Return the content-addressed node of `message` under the node named `parent` (ROOT for the first)."""
+    body = _encode(canonical(message))
+    return MessageNode(hash=_digest(parent, body), parent=parent, role=str(message.get("role", "")), body=body)
+
+
+def path(messages: Iterable[Mapping[str, Any]]) -> tuple[MessageNode, ...]:
+    """Return the nodes of a whole message list, first message first."""
+    nodes: list[MessageNode] = []
+    for message in messages:
+        nodes.append(node(nodes[-1].hash if nodes else ROOT, message))
+    return tuple(nodes)
+
+
+def link_key(parent_key: str, message: Mapping[str, Any]) -> str:
+    """Return the linking key of `message` under a parent key (ROOT for the first message)."""
+    return _digest(parent_key, _encode(_essence(message)))
+
+
+def link_keys(messages: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the linking key of every message of a list, first message first."""
+    keys: list[str] = []
+    for message in messages:
+        keys.append(link_key(keys[-1] if keys else ROOT, message))
+    return tuple(keys)
+
+
+def tool_call_ids(message: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the ids of the tool calls in an assistant message; they break ties between equal answers."""
+    calls = message.get("tool_calls") or ()
+    return tuple(str(call["id"]) for call in calls if isinstance(call, dict) and call.get("id"))
+
+
+def tools_hash(tools: Any) -> tuple[str, bytes]:
+    """Return (hash, canonical JSON) of a request's tool list; ("", b"") where there is none."""
+    if not tools:
+        return "", b""
+    body = _encode(tools)
+    return _digest("tools", body), body
+
+
+def is_intact(stored: MessageNode) -> bool:
+    """Return whether a stored node's hash is the hash of its parent and body."""
+    return stored.hash == _digest(stored.parent, stored.body)

@@ -1,0 +1,290 @@
+"""The frozen records that cross room borders: what the proxy ships and what the trainer and the API read.
+
+Token ids travel as little-endian int32 bytes, logprobs as little-endian float32 bytes: `pack_*` and `unpack_*`
+are the only two ways in and out. Times are Unix seconds (float, UTC). A record that was read never changes.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from store.states import CallState, GroupState, PolicyState, RoundState, TrajectoryState
+
+BASE_VERSION = 0  # version 0 of every alias is the base model without an adapter
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A frozen record; `msgspec.structs.replace` makes changed copies."""
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Return token ids as little-endian int32 bytes."""
+    return _little_endian(array("i", ids)).tobytes()
+
+
+def unpack_ids(packed: bytes) -> tuple[int, ...]:
+    """Return the token ids of `pack_ids`."""
+    ids = array("i")
+    ids.frombytes(packed)
+    return tuple(_little_endian(ids))
+
+
+def pack_logprobs(logprobs: Iterable[float]) -> bytes:
+    """Return natural-log probabilities as little-endian float32 bytes."""
+    return _little_endian(array("f", logprobs)).tobytes()
+
+
+def unpack_logprobs(packed: bytes) -> tuple[float, ...]:
+    """Return the logprobs of `pack_logprobs`."""
+    logprobs = array("f")
+    logprobs.frombytes(packed)
+    return tuple(_little_endian(logprobs))
+
+
+def _little_endian(values: array[Any]) -> array[Any]:
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values
+
+
+# --- what the proxy ships -------------------------------------------------------------------------------------
+
+
+class MessageNode(Record, frozen=True):
+    """One message in its place: `hash` names it and everything before it; `body` is its canonical JSON."""
+
+    hash: str
+    parent: str
+    role: str
+    body: bytes
+
+
+class CallBegun(Record, frozen=True, tag="begun"):
+    """A call as it was when it arrived: identity, policy and sampling are fixed here and never later."""
+
+    call_id: str
+    trajectory_id: str
+    started_at: float
+    alias: str
+    version: int
+    dialect: str  # chat, completions, responses, messages
+    streamed: bool
+    linked_by: str  # how the trajectory was found: root, path, header, body, graph, graph+tool_ids, retry
+    prompt_node: str  # hash of the last message of the prompt ("" for prompts without messages)
+    tools_hash: str = ""
+    parent_call: str | None = None
+    parent_choice: int = 0
+    key_id: str | None = None
+    task: str | None = None
+    role: str | None = None
+    tags: tuple[str, ...] = ()
+    sampling: Mapping[str, Any] = {}  # the sampling parameters that were sent, e.g. temperature, top_p, seed
+    nodes: tuple[MessageNode, ...] = ()  # the messages of the prompt that this proxy has not shipped before
+    tools: bytes = b""  # canonical JSON of the tool list, where not shipped before
+
+
+class Choice(Record, frozen=True):
+    """One sampled answer: `ids` (n int32) and `logprobs` (n float32) are the engine's own, in order."""
+
+    index: int
+    finish_reason: str | None
+    ids: bytes
+    logprobs: bytes
+    reply_node: str = ""
+    link_key: str = ""
+    tool_call_ids: tuple[str, ...] = ()
+
+
+class CallEnded(Record, frozen=True, tag="ended"):
+    """A call's end. `begun` repeats its beginning, so that either record alone makes the row.
+
+    `context` says what `prompt_ids` holds: `root` and `fork` hold the whole prompt, `exact` only what came after
+    the parent's prompt and completion, which this prompt begins with, id for id.
+    """
+
+    begun: CallBegun
+    state: CallState
+    ended_at: float
+    status: int
+    context: str = "root"  # root, exact, fork
+    prompt_ids: bytes = b""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    first_byte_at: float | None = None
+    choices: tuple[Choice, ...] = ()
+    untrainable: str | None = None  # why no token of this call may carry loss, e.g. "no ids", "image", "echo"
+    error: str | None = None
+    upstream: str | None = None
+    nodes: tuple[MessageNode, ...] = ()  # the answers
+
+
+Shipment = CallBegun | CallEnded
+
+
+class OpenLeaf(Record, frozen=True):
+    """An answer that a coming request may continue, as the proxy needs it after a restart."""
+
+    trajectory_id: str
+    call_id: str
+    choice: int
+    alias: str
+    version: int
+    link_key: str
+    tool_call_ids: tuple[str, ...]
+    key_id: str | None
+    sequence: bytes  # every id of the context up to and with the answer (int32)
+    last_active_at: float
+
+
+class Door(Record, frozen=True):
+    """What one proxy knows and holds: the versions it serves and the trajectories pinned to each."""
+
+    id: str
+    url: str
+    live: Mapping[str, int]  # alias -> version that new trajectories begin on
+    pins: Mapping[str, int]  # "alias@version" -> open trajectories pinned to it
+    beat_at: float
+
+
+# --- what the trainer and the API read ------------------------------------------------------------------------
+
+
+class Call(Record, frozen=True):
+    """A recorded call with its tokens."""
+
+    id: str
+    trajectory_id: str
+    state: CallState
+    alias: str
+    version: int
+    dialect: str
+    streamed: bool
+    linked_by: str
+    parent_call: str | None
+    parent_choice: int
+    role: str | None
+    sampling: Mapping[str, Any]
+    prompt_node: str
+    tools_hash: str
+    context: str
+    prompt_ids: bytes
+    prompt_tokens: int
+    completion_tokens: int
+    started_at: float
+    first_byte_at: float | None
+    ended_at: float | None
+    status: int | None
+    untrainable: str | None
+    error: str | None
+    choices: tuple[Choice, ...]
+
+
+class Trajectory(Record, frozen=True):
+    """A trajectory without its content."""
+
+    id: str
+    alias: str
+    version: int
+    state: TrajectoryState
+    task: str | None
+    root_node: str
+    tools_hash: str
+    key_id: str | None
+    opened_at: float
+    last_active_at: float
+    sealed_at: float | None = None
+    group_id: str | None = None
+    round_id: str | None = None
+    drop_reason: str | None = None
+    calls: int = 0
+
+    @property
+    def group_key(self) -> str:
+        """Trajectories with equal keys are attempts at the same thing: the task, else the root prompt and tools."""
+        return f"task:{self.task}" if self.task else f"root:{self.root_node}:{self.tools_hash}"
+
+
+class Transcript(Record, frozen=True):
+    """A trajectory with its content: calls in order, and the messages of its longest final path."""
+
+    trajectory: Trajectory
+    calls: tuple[Call, ...]
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...]
+
+
+class Verdict(Record, frozen=True):
+    """What a judge said of one trajectory: a score, or the reason why there is none. Never both, never neither."""
+
+    trajectory_id: str
+    group_id: str | None
+    judge: str
+    judge_version: str  # hash of the judge's code and rubric
+    score: float | None = None
+    failure: str | None = None
+    explanation: str = ""
+    components: Mapping[str, float] = {}
+    cost: float | None = None  # money, where the price is known
+    latency: float = 0.0  # seconds
+    judged_at: float = 0.0
+
+
+class Group(Record, frozen=True):
+    """Attempts at the same thing, compared with each other."""
+
+    id: str
+    key: str
+    alias: str
+    state: GroupState
+    formed_at: float
+    members: tuple[str, ...]
+    failures: int = 0  # judge failures so far
+    drop_reason: str | None = None
+
+
+class Policy(Record, frozen=True):
+    """One version of an alias. Version 0 is the base model and has no adapter."""
+
+    alias: str
+    version: int
+    state: PolicyState
+    served_name: str  # the model name that vLLM knows it by
+    adapter: str | None
+    created_at: float
+    round_id: str | None = None
+    evidence: Mapping[str, Any] = {}
+
+
+class Round(Record, frozen=True):
+    """One training round."""
+
+    id: str
+    alias: str
+    state: RoundState
+    from_version: int
+    to_version: int | None
+    started_at: float
+    ended_at: float | None
+    checkpoint: str | None
+    metrics: Mapping[str, Any]
+    reason: str | None
+
+
+class Alarm(Record, frozen=True):
+    """Something that a person should know, with the reason in one sentence."""
+
+    name: str
+    reason: str
+    raised_at: float
+    last_at: float
+    count: int
+    cleared_at: float | None = None

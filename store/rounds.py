@@ -1,0 +1,181 @@
+"""Training rounds: started, then committed or abandoned.
+
+Promise: one transaction consumes the trajectories, records the checkpoint and registers the candidate. Whatever
+dies, and whenever, no trajectory is trained into two committed rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from store import schema
+from store.database import read, write
+from store.errors import ForbiddenChange, UnknownRecord
+from store.ids import new_id
+from store.records import Policy, Round
+from store.states import ROUND_STEPS, GroupState, PolicyState, RoundState, TrajectoryState, check
+
+
+class Rounds:
+    """The verbs over training rounds."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def start(self, alias: str, from_version: int) -> Round:
+        """Begin a round. A round that a dead trainer left open is abandoned: its work was never committed."""
+        started = Round(
+            id=new_id("rnd"),
+            alias=alias,
+            state=RoundState.STARTED,
+            from_version=from_version,
+            to_version=None,
+            started_at=time.time(),
+            ended_at=None,
+            checkpoint=None,
+            metrics={},
+            reason=None,
+        )
+        table = schema.rounds
+        with write(self._engine) as connection:
+            connection.execute(
+                sa.update(table)
+                .where(table.c.alias == alias, table.c.state == RoundState.STARTED)
+                .values(
+                    state=RoundState.ABANDONED,
+                    reason="the trainer stopped before the commit",
+                    ended_at=time.time(),
+                )
+            )
+            connection.execute(
+                sa.insert(table).values(
+                    id=started.id,
+                    alias=alias,
+                    state=started.state,
+                    from_version=from_version,
+                    started_at=started.started_at,
+                    metrics={},
+                )
+            )
+        return started
+
+    def next_version(self, alias: str) -> int:
+        """Return the number that the next version of an alias gets; numbers are never used twice."""
+        table = schema.policies
+        with read(self._engine) as connection:
+            newest = connection.scalar(sa.select(sa.func.max(table.c.version)).where(table.c.alias == alias))
+        return int(newest or 0) + 1
+
+    def commit(
+        self,
+        round_id: str,
+        *,
+        version: int,
+        checkpoint: str,
+        groups: Sequence[str],
+        metrics: Mapping[str, Any],
+    ) -> Policy:
+        """Consume the groups, record the checkpoint folder and register `version` as a candidate, all at once.
+
+        Raises ForbiddenChange when a group is not waiting for a round any more; then nothing is written.
+        """
+        current = self.get(round_id)
+        check(ROUND_STEPS, current.state, RoundState.COMMITTED, f"round {round_id}")
+        with write(self._engine) as connection:
+            _consume(connection, round_id, groups)
+            now = time.time()
+            connection.execute(
+                sa.update(schema.rounds)
+                .where(schema.rounds.c.id == round_id)
+                .values(
+                    state=RoundState.COMMITTED,
+                    to_version=version,
+                    ended_at=now,
+                    checkpoint=checkpoint,
+                    metrics=dict(metrics),
+                )
+            )
+            policy = Policy(
+                alias=current.alias,
+                version=version,
+                state=PolicyState.CANDIDATE,
+                served_name=f"{current.alias}@{version}",
+                adapter=checkpoint,
+                created_at=now,
+                round_id=round_id,
+            )
+            connection.execute(
+                sa.insert(schema.policies).values(
+                    alias=policy.alias,
+                    version=version,
+                    state=policy.state,
+                    served_name=policy.served_name,
+                    adapter=checkpoint,
+                    created_at=now,
+                    round_id=round_id,
+                    evidence={},
+                )
+            )
+        return policy
+
+    def abandon(self, round_id: str, reason: str) -> None:
+        """Give a round up; its groups wait for another one."""
+        check(ROUND_STEPS, self.get(round_id).state, RoundState.ABANDONED, f"round {round_id}")
+        table = schema.rounds
+        with write(self._engine) as connection:
+            connection.execute(
+                sa.update(table)
+                .where(table.c.id == round_id)
+                .values(state=RoundState.ABANDONED, reason=reason, ended_at=time.time())
+            )
+
+    def get(self, round_id: str) -> Round:
+        """Return one round. Raises UnknownRecord."""
+        found = self._select(schema.rounds.c.id == round_id, 1)
+        if not found:
+            raise UnknownRecord(f"no round {round_id}")
+        return found[0]
+
+    def newest_committed(self, alias: str) -> Round | None:
+        """Return the newest committed round of an alias; its checkpoint is where training goes on."""
+        table = schema.rounds
+        found = self._select(sa.and_(table.c.alias == alias, table.c.state == RoundState.COMMITTED), 1)
+        return found[0] if found else None
+
+    def page(self, alias: str | None = None, limit: int = 100, before: str | None = None) -> list[Round]:
+        """Return at most `limit` rounds, newest first, older than the round id `before`."""
+        table = schema.rounds
+        where = sa.and_(table.c.alias == alias if alias else sa.true(), table.c.id < before if before else sa.true())
+        return self._select(where, min(limit, 1000))
+
+    def _select(self, where: sa.ColumnElement[bool], limit: int) -> list[Round]:
+        table = schema.rounds
+        with read(self._engine) as connection:
+            rows = connection.execute(sa.select(table).where(where).order_by(table.c.id.desc()).limit(limit)).all()
+        return [
+            Round(
+                state=RoundState(row.state),
+                **{n: getattr(row, n) for n in Round.__struct_fields__ if n != "state"},
+            )
+            for row in rows
+        ]
+
+
+def _consume(connection: sa.Connection, round_id: str, group_ids: Sequence[str]) -> None:
+    groups, runs = schema.groups, schema.trajectories
+    moved = connection.execute(
+        sa.update(groups)
+        .where(groups.c.id.in_(group_ids), groups.c.state == GroupState.JUDGED)
+        .values(state=GroupState.TRAINED)
+    )
+    if moved.rowcount != len(group_ids):
+        raise ForbiddenChange(f"{len(group_ids) - moved.rowcount} of {len(group_ids)} groups do not wait for a round")
+    connection.execute(
+        sa.update(runs)
+        .where(runs.c.group_id.in_(group_ids), runs.c.state == TrajectoryState.GROUPED)
+        .values(state=TrajectoryState.TRAINED, round_id=round_id)
+    )

@@ -1,0 +1,240 @@
+"""The tables. Each uniqueness rule is a database constraint with the rule's sentence above it.
+
+Migrations live in `store/migrations`; a test proves that they lead to exactly these tables.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import sqlalchemy as sa
+
+from store.states import CallState, GroupState, PolicyState, RoundState, TrajectoryState
+
+metadata = sa.MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+_ID = sa.String(40)
+_HASH = sa.String(48)
+_TIME: sa.Double[float] = sa.Double()
+_JSON = sa.JSON()
+
+
+def _state(column: str, states: type[StrEnum]) -> sa.CheckConstraint:
+    listed = ", ".join(f"'{state}'" for state in states)
+    return sa.CheckConstraint(f"{column} IN ({listed})", name=f"{column}_known")
+
+
+# A message is stored once, whoever says it: its hash covers its parent and its content.
+messages = sa.Table(
+    "messages",
+    metadata,
+    sa.Column("hash", _HASH, primary_key=True),
+    sa.Column("parent", _HASH, nullable=False),
+    sa.Column("role", sa.String(32), nullable=False),
+    sa.Column("body", sa.LargeBinary, nullable=False),
+)
+
+# A tool list is stored once.
+toolsets = sa.Table(
+    "toolsets",
+    metadata,
+    sa.Column("hash", _HASH, primary_key=True),
+    sa.Column("body", sa.LargeBinary, nullable=False),
+)
+
+trajectories = sa.Table(
+    "trajectories",
+    metadata,
+    sa.Column("id", sa.String(128), primary_key=True),
+    sa.Column("alias", sa.String(128), nullable=False),
+    sa.Column("version", sa.Integer, nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("task", sa.Text),
+    sa.Column("root_node", _HASH, nullable=False),
+    sa.Column("tools_hash", _HASH, nullable=False),
+    sa.Column("key_id", sa.String(64)),
+    sa.Column("opened_at", _TIME, nullable=False),
+    sa.Column("last_active_at", _TIME, nullable=False),
+    sa.Column("sealed_at", _TIME),
+    sa.Column("group_id", _ID, sa.ForeignKey("groups.id")),
+    sa.Column("round_id", _ID, sa.ForeignKey("rounds.id")),
+    sa.Column("drop_reason", sa.Text),
+    sa.Column("successors", sa.Integer, nullable=False, server_default="0"),
+    _state("state", TrajectoryState),
+    # A trained trajectory names the one round that trained it; no other trajectory names any.
+    sa.CheckConstraint("(state = 'trained') = (round_id IS NOT NULL)", name="trained_once"),
+    # A dropped trajectory has a reason.
+    sa.CheckConstraint("(state = 'dropped') = (drop_reason IS NOT NULL)", name="drop_has_reason"),
+    sa.Index(None, "state", "last_active_at"),
+    sa.Index(None, "opened_at", "id"),
+    sa.Index(None, "group_id"),
+)
+
+calls = sa.Table(
+    "calls",
+    metadata,
+    sa.Column("id", _ID, primary_key=True),
+    sa.Column("trajectory_id", sa.String(128), sa.ForeignKey("trajectories.id"), nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("alias", sa.String(128), nullable=False),
+    sa.Column("version", sa.Integer, nullable=False),
+    sa.Column("dialect", sa.String(16), nullable=False),
+    sa.Column("streamed", sa.Boolean, nullable=False),
+    sa.Column("linked_by", sa.String(32), nullable=False),
+    sa.Column("parent_call", _ID),
+    sa.Column("parent_choice", sa.Integer, nullable=False),
+    sa.Column("key_id", sa.String(64)),
+    sa.Column("role", sa.String(128)),
+    sa.Column("tags", _JSON, nullable=False),
+    sa.Column("sampling", _JSON, nullable=False),
+    sa.Column("prompt_node", _HASH, nullable=False),
+    sa.Column("tools_hash", _HASH, nullable=False),
+    sa.Column("context", sa.String(8), nullable=False),
+    sa.Column("prompt_ids", sa.LargeBinary, nullable=False),
+    sa.Column("prompt_tokens", sa.Integer, nullable=False),
+    sa.Column("completion_tokens", sa.Integer, nullable=False),
+    sa.Column("started_at", _TIME, nullable=False),
+    sa.Column("first_byte_at", _TIME),
+    sa.Column("ended_at", _TIME),
+    sa.Column("status", sa.Integer),
+    sa.Column("upstream", sa.Text),
+    sa.Column("untrainable", sa.Text),
+    sa.Column("error", sa.Text),
+    _state("state", CallState),
+    sa.CheckConstraint("context IN ('root', 'exact', 'fork')", name="context_known"),
+    sa.Index(None, "trajectory_id", "started_at"),
+    sa.Index(None, "started_at", "id"),
+)
+
+# One row per sampled answer of a call; most calls have one.
+choices = sa.Table(
+    "choices",
+    metadata,
+    sa.Column("call_id", _ID, sa.ForeignKey("calls.id", ondelete="CASCADE"), primary_key=True),
+    sa.Column("choice", sa.Integer, primary_key=True),
+    sa.Column("finish_reason", sa.String(32)),
+    sa.Column("reply_node", _HASH, nullable=False),
+    sa.Column("link_key", _HASH, nullable=False),
+    sa.Column("tool_call_ids", _JSON, nullable=False),
+    sa.Column("ids", sa.LargeBinary, nullable=False),
+    sa.Column("logprobs", sa.LargeBinary, nullable=False),
+)
+
+groups = sa.Table(
+    "groups",
+    metadata,
+    sa.Column("id", _ID, primary_key=True),
+    sa.Column("key", sa.Text, nullable=False),
+    sa.Column("alias", sa.String(128), nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("formed_at", _TIME, nullable=False),
+    sa.Column("failures", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("retry_at", _TIME),
+    sa.Column("drop_reason", sa.Text),
+    _state("state", GroupState),
+    sa.CheckConstraint("(state = 'dropped') = (drop_reason IS NOT NULL)", name="drop_has_reason"),
+    sa.Index(None, "state", "formed_at"),
+)
+
+# Verdicts are only ever added; the latest one of a trajectory counts.
+verdicts = sa.Table(
+    "verdicts",
+    metadata,
+    sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
+    sa.Column("trajectory_id", sa.String(128), sa.ForeignKey("trajectories.id"), nullable=False),
+    sa.Column("group_id", _ID, sa.ForeignKey("groups.id")),
+    sa.Column("judge", sa.Text, nullable=False),
+    sa.Column("judge_version", sa.String(64), nullable=False),
+    sa.Column("score", sa.Double),
+    sa.Column("failure", sa.Text),
+    sa.Column("explanation", sa.Text, nullable=False),
+    sa.Column("components", _JSON, nullable=False),
+    sa.Column("cost", sa.Double),
+    sa.Column("latency", sa.Double, nullable=False),
+    sa.Column("judged_at", _TIME, nullable=False),
+    # A judge failure is a state, never a number: a verdict has a score or a failure, not both, not neither.
+    sa.CheckConstraint("(score IS NULL) <> (failure IS NULL)", name="score_or_failure"),
+    sa.Index(None, "trajectory_id", "id"),
+    sa.Index(None, "group_id"),
+)
+
+rounds = sa.Table(
+    "rounds",
+    metadata,
+    sa.Column("id", _ID, primary_key=True),
+    sa.Column("alias", sa.String(128), nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("from_version", sa.Integer, nullable=False),
+    sa.Column("to_version", sa.Integer),
+    sa.Column("started_at", _TIME, nullable=False),
+    sa.Column("ended_at", _TIME),
+    sa.Column("checkpoint", sa.Text),
+    sa.Column("metrics", _JSON, nullable=False),
+    sa.Column("reason", sa.Text),
+    _state("state", RoundState),
+    # A committed round has written a checkpoint and made a version.
+    sa.CheckConstraint(
+        "state <> 'committed' OR (checkpoint IS NOT NULL AND to_version IS NOT NULL)", name="commit_is_whole"
+    ),
+    sa.Index(None, "alias", "started_at"),
+)
+# At most one round of an alias is under way.
+sa.Index("uq_rounds_started", rounds.c.alias, unique=True, sqlite_where=rounds.c.state == "started",
+         postgresql_where=rounds.c.state == "started")  # fmt: skip
+
+policies = sa.Table(
+    "policies",
+    metadata,
+    sa.Column("alias", sa.String(128), primary_key=True),
+    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("served_name", sa.Text, nullable=False),
+    sa.Column("adapter", sa.Text),
+    sa.Column("created_at", _TIME, nullable=False),
+    sa.Column("round_id", _ID, sa.ForeignKey("rounds.id")),
+    sa.Column("evidence", _JSON, nullable=False),
+    _state("state", PolicyState),
+    # Version 0 is the base model; every other version has an adapter.
+    sa.CheckConstraint("(version = 0) = (adapter IS NULL)", name="base_has_no_adapter"),
+)
+# At most one version of an alias is live.
+sa.Index("uq_policies_live", policies.c.alias, unique=True, sqlite_where=policies.c.state == "live",
+         postgresql_where=policies.c.state == "live")  # fmt: skip
+
+# A lease is held by one owner until it expires; the holder renews it.
+leases = sa.Table(
+    "leases",
+    metadata,
+    sa.Column("name", sa.String(128), primary_key=True),
+    sa.Column("owner", sa.String(128), nullable=False),
+    sa.Column("expires_at", _TIME, nullable=False),
+)
+
+doors = sa.Table(
+    "doors",
+    metadata,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("url", sa.Text, nullable=False),
+    sa.Column("live", _JSON, nullable=False),
+    sa.Column("pins", _JSON, nullable=False),
+    sa.Column("beat_at", _TIME, nullable=False),
+)
+
+alarms = sa.Table(
+    "alarms",
+    metadata,
+    sa.Column("name", sa.String(128), primary_key=True),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("raised_at", _TIME, nullable=False),
+    sa.Column("last_at", _TIME, nullable=False),
+    sa.Column("count", sa.Integer, nullable=False),
+    sa.Column("cleared_at", _TIME),
+)

@@ -1,0 +1,103 @@
+"""Every state of every record, in one sentence each, with the steps that are allowed between them.
+
+`check` is the single gate: verbs call it (or put the allowed origins into their UPDATE) before they write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TypeVar
+
+from store.errors import ForbiddenChange
+
+
+class CallState(StrEnum):
+    """The life of one request to the proxy."""
+
+    BEGUN = "begun"  # forwarded; its end has not been seen yet
+    ANSWERED = "answered"  # the client got the whole answer
+    FAILED = "failed"  # the upstream or the proxy answered with an error
+    ABORTED = "aborted"  # the client left before the end; holds what was generated
+    INTERRUPTED = "interrupted"  # the proxy died in between; only its beginning is known
+
+
+class TrajectoryState(StrEnum):
+    """The life of one agent run, as the trainer sees it."""
+
+    OPEN = "open"  # more calls may come
+    SEALED = "sealed"  # complete; waits for a group
+    GROUPED = "grouped"  # member of a group; waits for its verdict and its round
+    TRAINED = "trained"  # its tokens are part of a committed round; never again trained
+    DROPPED = "dropped"  # will not be trained; `drop_reason` says why
+
+
+class GroupState(StrEnum):
+    """The life of a set of trajectories that are compared with each other."""
+
+    READY = "ready"  # complete; waits for the judge
+    JUDGED = "judged"  # every member has a verdict that counts
+    TRAINED = "trained"  # consumed by a committed round
+    DROPPED = "dropped"  # will not be trained; `drop_reason` says why
+
+
+class RoundState(StrEnum):
+    """The life of one training round: some groups, some optimiser steps, one new version."""
+
+    STARTED = "started"  # rows are being trained; nothing is decided
+    COMMITTED = "committed"  # checkpoint written, trajectories consumed, candidate registered: one transaction
+    ABANDONED = "abandoned"  # the trainer stopped before the commit; its groups wait for another round
+
+
+class PolicyState(StrEnum):
+    """The life of one adapter version of an alias."""
+
+    CANDIDATE = "candidate"  # on disk and registered; serves nobody
+    CANARY = "canary"  # serves a share of new trajectories
+    LIVE = "live"  # serves all other new trajectories; at most one per alias
+    RETIRED = "retired"  # was live; still addressable while its trajectories finish
+    REJECTED = "rejected"  # failed its proof or its gate
+
+
+TRAJECTORY_STEPS: Mapping[TrajectoryState, frozenset[TrajectoryState]] = {
+    TrajectoryState.OPEN: frozenset({TrajectoryState.SEALED}),
+    TrajectoryState.SEALED: frozenset({TrajectoryState.GROUPED, TrajectoryState.DROPPED}),
+    TrajectoryState.GROUPED: frozenset({TrajectoryState.TRAINED, TrajectoryState.DROPPED}),
+    TrajectoryState.TRAINED: frozenset(),
+    TrajectoryState.DROPPED: frozenset(),
+}
+
+GROUP_STEPS: Mapping[GroupState, frozenset[GroupState]] = {
+    GroupState.READY: frozenset({GroupState.JUDGED, GroupState.DROPPED}),
+    GroupState.JUDGED: frozenset({GroupState.TRAINED, GroupState.DROPPED}),
+    GroupState.TRAINED: frozenset(),
+    GroupState.DROPPED: frozenset(),
+}
+
+ROUND_STEPS: Mapping[RoundState, frozenset[RoundState]] = {
+    RoundState.STARTED: frozenset({RoundState.COMMITTED, RoundState.ABANDONED}),
+    RoundState.COMMITTED: frozenset(),
+    RoundState.ABANDONED: frozenset(),
+}
+
+POLICY_STEPS: Mapping[PolicyState, frozenset[PolicyState]] = {
+    PolicyState.CANDIDATE: frozenset({PolicyState.CANARY, PolicyState.LIVE, PolicyState.REJECTED}),
+    PolicyState.CANARY: frozenset({PolicyState.LIVE, PolicyState.REJECTED}),
+    PolicyState.LIVE: frozenset({PolicyState.RETIRED}),
+    PolicyState.RETIRED: frozenset({PolicyState.LIVE}),
+    PolicyState.REJECTED: frozenset({PolicyState.LIVE}),
+}
+
+_State = TypeVar("_State", bound=StrEnum)
+
+
+def check(steps: Mapping[_State, frozenset[_State]], old: _State, new: _State, what: str) -> None:
+    """Raise ForbiddenChange unless `old -> new` is in `steps`; `what` names the record in the message."""
+    if new not in steps[old]:
+        allowed = ", ".join(sorted(steps[old])) or "nothing"
+        raise ForbiddenChange(f"{what} is {old} and cannot become {new} (allowed from {old}: {allowed})")
+
+
+def origins(steps: Mapping[_State, frozenset[_State]], new: _State) -> tuple[_State, ...]:
+    """Return the states from which `new` may be reached, for the WHERE clause of a change."""
+    return tuple(state for state, reachable in steps.items() if new in reachable)

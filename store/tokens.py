@@ -1,0 +1,29 @@
+"""Token sequences from calls: each call stores only what is new, this module puts the whole back together.
+
+Pure functions; no I/O. A sequence is int32 little-endian bytes, as in the records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from store.records import Call
+
+
+def sequences(calls: Iterable[Call]) -> dict[tuple[str, int], bytes]:
+    """Return, per (call id, choice index), every id of the context up to and with that answer.
+
+    `calls` come in the order in which they began. An `exact` call whose parent is not among them is left out,
+    as its context cannot be known from here.
+    """
+    whole: dict[tuple[str, int], bytes] = {}
+    for call in calls:
+        prompt = call.prompt_ids
+        if call.context == "exact":
+            before = whole.get((call.parent_call or "", call.parent_choice))
+            if before is None:
+                continue
+            prompt = before + prompt
+        for choice in call.choices:
+            whole[call.id, choice.index] = prompt + choice.ids
+    return whole

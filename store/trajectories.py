@@ -1,0 +1,184 @@
+"""Trajectories: sealed when they are complete, read with their content, dropped with a reason.
+
+Grouping and training move them on; those verbs stand in `groups.py` and `rounds.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from store import schema
+from store.calls import load_calls
+from store.database import read, write
+from store.errors import ForbiddenChange, UnknownRecord
+from store.records import Call, Trajectory, Transcript
+from store.states import TRAJECTORY_STEPS, CallState, TrajectoryState, origins
+
+_PAGE_MOST = 1000
+
+
+class Trajectories:
+    """The verbs over trajectories."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def seal_idle(self, now: float, idle_seconds: float, lost_after: float = 3600.0) -> list[str]:
+        """Seal open trajectories that have been still for `idle_seconds`; return their ids.
+
+        A call under way keeps its trajectory open, unless it began more than `lost_after` seconds ago.
+        """
+        runs, calls = schema.trajectories, schema.calls
+        under_way = sa.exists().where(
+            calls.c.trajectory_id == runs.c.id,
+            calls.c.state == CallState.BEGUN,
+            calls.c.started_at > now - lost_after,
+        )
+        still = (
+            runs.c.state == TrajectoryState.OPEN,
+            runs.c.last_active_at <= now - idle_seconds,
+            ~under_way,
+        )
+        with write(self._engine) as connection:
+            return list(
+                connection.scalars(
+                    sa.update(runs)
+                    .where(*still)
+                    .values(state=TrajectoryState.SEALED, sealed_at=now)
+                    .returning(runs.c.id)
+                )
+            )
+
+    def seal(self, trajectory_id: str, now: float) -> Trajectory:
+        """Seal one trajectory now; sealing it again changes nothing. Raises UnknownRecord."""
+        runs = schema.trajectories
+        with write(self._engine) as connection:
+            connection.execute(
+                sa.update(runs)
+                .where(runs.c.id == trajectory_id, runs.c.state == TrajectoryState.OPEN)
+                .values(state=TrajectoryState.SEALED, sealed_at=now)
+            )
+        return self.get(trajectory_id)
+
+    def drop(self, trajectory_ids: Iterable[str], reason: str) -> None:
+        """Put trajectories aside for good. Raises ForbiddenChange where one is open, trained or already dropped."""
+        names = list(trajectory_ids)
+        with write(self._engine) as connection:
+            drop(connection, names, reason)
+
+    def get(self, trajectory_id: str) -> Trajectory:
+        """Return one trajectory without its content. Raises UnknownRecord."""
+        found = self._select(schema.trajectories.c.id == trajectory_id, 1)
+        if not found:
+            raise UnknownRecord(f"no trajectory {trajectory_id}")
+        return found[0]
+
+    def sealed(self, limit: int = 1000) -> list[Trajectory]:
+        """Return sealed trajectories, the longest waiting first."""
+        return self._select(schema.trajectories.c.state == TrajectoryState.SEALED, limit, oldest_first=True)
+
+    def page(self, limit: int = 100, before: str | None = None, state: str | None = None) -> list[Trajectory]:
+        """Return at most `limit` trajectories, newest first, opened before the trajectory `before`."""
+        runs = schema.trajectories
+        where: sa.ColumnElement[bool] = sa.true()
+        if before:
+            mark = self.get(before)
+            where = sa.tuple_(runs.c.opened_at, runs.c.id) < sa.tuple_(sa.literal(mark.opened_at), sa.literal(mark.id))
+        if state:
+            where = sa.and_(where, runs.c.state == state)
+        return self._select(where, min(limit, _PAGE_MOST))
+
+    def read(self, trajectory_id: str) -> Transcript:
+        """Return a trajectory with its calls and the messages of its last answered path. Raises UnknownRecord."""
+        trajectory = self.get(trajectory_id)
+        with read(self._engine) as connection:
+            calls = load_calls(connection, schema.calls.c.trajectory_id == trajectory_id)
+            messages = load_path(connection, _last_node(calls))
+            tools = _load_tools(connection, trajectory.tools_hash)
+        return Transcript(trajectory=trajectory, calls=tuple(calls), messages=messages, tools=tools)
+
+    def context_calls(self, transcript: Transcript) -> tuple[Call, ...]:
+        """Return the transcript's calls after those of earlier trajectories that they continue, oldest first."""
+        found = {call.id: call for call in transcript.calls}
+        with read(self._engine) as connection:
+            while missing := {c.parent_call for c in found.values() if c.parent_call and c.parent_call not in found}:
+                loaded = load_calls(connection, schema.calls.c.id.in_(missing))
+                if not loaded:
+                    break
+                found |= {call.id: call for call in loaded}
+        return tuple(sorted(found.values(), key=lambda call: (call.started_at, call.id)))
+
+    def counts(self) -> dict[str, int]:
+        """Return how many trajectories are in each state; states without any are 0."""
+        runs = schema.trajectories
+        with read(self._engine) as connection:
+            rows = connection.execute(sa.select(runs.c.state, sa.func.count()).group_by(runs.c.state)).all()
+        return {str(state): 0 for state in TrajectoryState} | {str(state): int(count) for state, count in rows}
+
+    def drop_counts(self) -> dict[str, int]:
+        """Return how many trajectories were dropped for each reason."""
+        runs = schema.trajectories
+        query = (
+            sa.select(runs.c.drop_reason, sa.func.count())
+            .where(runs.c.drop_reason.is_not(None))
+            .group_by(runs.c.drop_reason)
+        )
+        with read(self._engine) as connection:
+            return {str(reason): int(count) for reason, count in connection.execute(query)}
+
+    def _select(self, where: sa.ColumnElement[bool], limit: int, oldest_first: bool = False) -> list[Trajectory]:
+        runs = schema.trajectories
+        order = (runs.c.last_active_at, runs.c.id) if oldest_first else (runs.c.opened_at.desc(), runs.c.id.desc())
+        sized = sa.select(sa.func.count()).where(schema.calls.c.trajectory_id == runs.c.id).scalar_subquery()
+        query = sa.select(runs, sized.label("calls")).where(where).order_by(*order).limit(limit)
+        with read(self._engine) as connection:
+            return [_trajectory(row) for row in connection.execute(query)]
+
+
+def drop(connection: sa.Connection, names: Sequence[str], reason: str) -> None:
+    """Drop trajectories inside a transaction; all or none."""
+    runs = schema.trajectories
+    allowed = origins(TRAJECTORY_STEPS, TrajectoryState.DROPPED)
+    changed = connection.execute(
+        sa.update(runs)
+        .where(runs.c.id.in_(names), runs.c.state.in_(allowed))
+        .values(state=TrajectoryState.DROPPED, drop_reason=reason)
+    )
+    if changed.rowcount != len(names):
+        raise ForbiddenChange(f"{len(names) - changed.rowcount} of {len(names)} trajectories cannot be dropped now")
+
+
+def load_path(connection: sa.Connection, leaf: str) -> tuple[Mapping[str, Any], ...]:
+    """Return the messages from the first one to the one named `leaf`."""
+    table = schema.messages
+    start = sa.select(table.c.parent, table.c.body, sa.literal(0).label("depth")).where(table.c.hash == leaf)
+    chain = start.cte("chain", recursive=True)
+    parent = table.alias("up")
+    chain = chain.union_all(
+        sa.select(parent.c.parent, parent.c.body, chain.c.depth + 1).where(parent.c.hash == chain.c.parent)
+    )
+    bodies = connection.scalars(sa.select(chain.c.body).order_by(chain.c.depth.desc()))
+    return tuple(msgspec.json.decode(body) for body in bodies)
+
+
+def _last_node(calls: Sequence[Call]) -> str:
+    """Return the node of the last answer; of the last prompt where nothing was answered."""
+    for call in reversed(calls):
+        for choice in call.choices:
+            if choice.reply_node:
+                return choice.reply_node
+    return calls[-1].prompt_node if calls else ""
+
+
+def _load_tools(connection: sa.Connection, name: str) -> tuple[Mapping[str, Any], ...]:
+    body = connection.scalar(sa.select(schema.toolsets.c.body).where(schema.toolsets.c.hash == name))
+    return tuple(msgspec.json.decode(body)) if body else ()
+
+
+def _trajectory(row: Any) -> Trajectory:
+    names = [field for field in Trajectory.__struct_fields__ if field != "state"]
+    return Trajectory(state=TrajectoryState(row.state), **{name: getattr(row, name) for name in names})
