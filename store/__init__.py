@@ -12,6 +12,7 @@ from store.alarms import Alarms
 from store.calls import Calls
 from store.database import connect, ensure_schema
 from store.doors import Doors
+from store.errors import StoreError
 from store.groups import Groups
 from store.leases import Leases
 from store.policies import Policies
@@ -47,5 +48,9 @@ def open_store(url: str) -> Store:
     it does not answer.
     """
     engine = connect(url)
-    ensure_schema(engine)
+    try:
+        ensure_schema(engine)
+    except StoreError:
+        engine.dispose()
+        raise
     return Store(engine)

@@ -80,6 +80,11 @@ class Calls:
             found = load_calls(connection, table.c.id.in_(chosen.subquery().select()))
         return sorted(found, key=lambda call: call.id, reverse=True)
 
+    def message_count(self) -> int:
+        """Return how many distinct messages are stored."""
+        with read(self._engine) as connection:
+            return int(connection.scalar(sa.select(sa.func.count()).select_from(schema.messages)) or 0)
+
     def open_leaves(self, since: float, limit: int = 10_000) -> list[OpenLeaf]:
         """Return the answers of open trajectories active after `since` (Unix seconds), oldest first."""
         calls, answers, runs = schema.calls, schema.choices, schema.trajectories
@@ -138,7 +143,7 @@ def _begin(connection: sa.Connection, begun: CallBegun) -> None:
         return
     trajectory_id = _host_trajectory(connection, begun)
     row = msgspec.structs.asdict(begun)
-    for name in ("call_id", "task", "nodes", "tools"):
+    for name in ("call_id", "task", "purpose", "nodes", "tools"):
         row.pop(name)
     row |= {
         "id": begun.call_id,
@@ -178,6 +183,7 @@ def _host_trajectory(connection: sa.Connection, begun: CallBegun) -> str:
                 alias=begun.alias,
                 version=begun.version,
                 state=TrajectoryState.OPEN,
+                purpose=begun.purpose,
                 task=begun.task,
                 root_node=begun.prompt_node,
                 tools_hash=begun.tools_hash,

@@ -87,6 +87,7 @@ class CallBegun(Record, frozen=True, tag="begun"):
     task: str | None = None
     role: str | None = None
     tags: tuple[str, ...] = ()
+    purpose: str = "live"  # live: may be trained; eval: asked for by explicit version, never trained
     sampling: Mapping[str, Any] = {}  # the sampling parameters that were sent, e.g. temperature, top_p, seed
     nodes: tuple[MessageNode, ...] = ()  # the messages of the prompt that this proxy has not shipped before
     tools: bytes = b""  # canonical JSON of the tool list, where not shipped before
@@ -201,6 +202,7 @@ class Trajectory(Record, frozen=True):
     key_id: str | None
     opened_at: float
     last_active_at: float
+    purpose: str = "live"
     sealed_at: float | None = None
     group_id: str | None = None
     round_id: str | None = None

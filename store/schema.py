@@ -57,6 +57,7 @@ trajectories = sa.Table(
     sa.Column("alias", sa.String(128), nullable=False),
     sa.Column("version", sa.Integer, nullable=False),
     sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("purpose", sa.String(16), nullable=False),
     sa.Column("task", sa.Text),
     sa.Column("root_node", _HASH, nullable=False),
     sa.Column("tools_hash", _HASH, nullable=False),

@@ -112,6 +112,13 @@ class Trajectories:
                 found |= {call.id: call for call in loaded}
         return tuple(sorted(found.values(), key=lambda call: (call.started_at, call.id)))
 
+    def of_round(self, round_id: str, limit: int = 100) -> list[str]:
+        """Return the ids of trajectories that a round trained."""
+        runs = schema.trajectories
+        query = sa.select(runs.c.id).where(runs.c.round_id == round_id).order_by(runs.c.id).limit(limit)
+        with read(self._engine) as connection:
+            return list(connection.scalars(query))
+
     def counts(self) -> dict[str, int]:
         """Return how many trajectories are in each state; states without any are 0."""
         runs = schema.trajectories

@@ -125,6 +125,7 @@ def upgrade() -> None:
         sa.Column("alias", sa.String(length=128), nullable=False),
         sa.Column("version", sa.Integer(), nullable=False),
         sa.Column("state", sa.String(length=16), nullable=False),
+        sa.Column("purpose", sa.String(length=16), nullable=False),
         sa.Column("task", sa.Text(), nullable=True),
         sa.Column("root_node", sa.String(length=48), nullable=False),
         sa.Column("tools_hash", sa.String(length=48), nullable=False),

@@ -1,0 +1,120 @@
+"""Shipping: idempotent, complete, deduplicated, and never into a sealed trajectory."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from store import Store
+from store.errors import UnknownRecord
+from store.records import unpack_ids, unpack_logprobs
+from store.states import CallState, TrajectoryState
+from tests.records import QUESTION, TOOLS, answered_trajectory, begun, ended, tool_call
+
+
+def test_a_call_is_read_back_as_it_was_shipped(store: Store) -> None:
+    start = begun("call_1", "t1", task="find", role="planner", key_id="k1")
+    end = ended(start, tool_call(), prompt=(7, 8), ids=(9, 10, 11))
+    store.calls.ship([start, end])
+    call = store.calls.read("call_1")
+    assert call.state is CallState.ANSWERED
+    assert unpack_ids(call.prompt_ids) == (7, 8)
+    assert unpack_ids(call.choices[0].ids) == (9, 10, 11)
+    assert unpack_logprobs(call.choices[0].logprobs) == (-0.5, -0.5, -0.5)
+    assert call.choices[0].tool_call_ids == ("c1",)
+    transcript = store.trajectories.read("t1")
+    assert [message["role"] for message in transcript.messages] == ["system", "user", "assistant"]
+    assert transcript.tools == tuple(TOOLS)
+    assert transcript.trajectory.group_key == "task:find"
+
+
+def test_shipping_twice_changes_nothing(store: Store) -> None:
+    start = begun("call_1", "t1")
+    end = ended(start, tool_call())
+    store.calls.ship([start, end])
+    first = store.calls.read("call_1")
+    store.calls.ship([end, start, end])
+    assert store.calls.read("call_1") == first
+    assert len(store.calls.page()) == 1
+
+
+def test_an_end_alone_makes_the_whole_row(store: Store) -> None:
+    store.calls.ship([ended(begun("call_1", "t1"), tool_call())])
+    assert store.calls.read("call_1").state is CallState.ANSWERED
+
+
+def test_a_beginning_without_end_becomes_interrupted(store: Store) -> None:
+    start = begun("call_1", "t1")
+    answered_trajectory(store, "t2")
+    store.calls.ship([start])
+    store.calls.interrupt(["call_1", "call_t2"])
+    assert store.calls.read("call_1").state is CallState.INTERRUPTED
+    assert store.calls.read("call_t2").state is CallState.ANSWERED
+    store.calls.ship([ended(start, tool_call())])  # the end was in another journal after all
+    assert store.calls.read("call_1").state is CallState.ANSWERED
+
+
+def test_a_call_after_the_seal_opens_a_successor(store: Store) -> None:
+    answered_trajectory(store, "t1")
+    store.trajectories.seal("t1", now=9.0)
+    for call_id in ("call_2", "call_3"):
+        store.calls.ship([ended(begun(call_id, "t1", parent_call="call_t1"), tool_call(), context="exact")])
+    assert store.trajectories.get("t1~1").calls == 2
+    assert store.trajectories.get("t1").calls == 1
+    store.trajectories.seal("t1~1", now=10.0)
+    store.calls.ship([begun("call_4", "t1")])
+    assert store.trajectories.get("t1~2").state is TrajectoryState.OPEN
+
+
+def test_a_successor_can_read_the_context_that_it_continues(store: Store) -> None:
+    answered_trajectory(store, "t1")
+    store.trajectories.seal("t1", now=9.0)
+    store.calls.ship([ended(begun("call_2", "t1", parent_call="call_t1", at=5.0), tool_call(), context="exact")])
+    found = store.trajectories.context_calls(store.trajectories.read("t1~1"))
+    assert [call.id for call in found] == ["call_t1", "call_2"]
+
+
+def test_a_history_that_is_sent_again_is_stored_once(store: Store) -> None:
+    messages = list(QUESTION)
+    for turn in range(5):
+        start = begun(f"call_{turn}", "t1", messages, at=float(turn))
+        reply = {"role": "assistant", "content": f"answer {turn}"}
+        store.calls.ship([ended(start, reply, messages=messages)])
+        messages = [*messages, reply, {"role": "user", "content": f"more {turn}"}]
+    assert len(store.trajectories.read("t1").messages) == 2 + 5 + 4
+    assert store.calls.message_count() == 2 + 5 + 4
+
+
+def test_open_leaves_hold_the_whole_token_context(store: Store) -> None:
+    store.calls.ship([ended(begun("call_1", "t1"), tool_call(), prompt=(1, 2), ids=(3,))])
+    second = begun("call_2", "t1", parent_call="call_1", at=2.0)
+    store.calls.ship([ended(second, tool_call(), prompt=(4,), ids=(5,), context="exact")])
+    answered_trajectory(store, "gone")
+    store.trajectories.seal("gone", now=9.0)
+    leaves = store.calls.open_leaves(since=0.0)
+    assert [(leaf.call_id, unpack_ids(leaf.sequence)) for leaf in leaves] == [
+        ("call_1", (1, 2, 3)),
+        ("call_2", (1, 2, 3, 4, 5)),
+    ]
+
+
+def test_pages_go_backwards_without_gaps(store: Store) -> None:
+    for number in range(5):
+        answered_trajectory(store, f"{number}", at=float(number))
+    first = store.calls.page(limit=2)
+    second = store.calls.page(limit=2, before=first[-1].id)
+    assert [call.id for call in [*first, *second]] == ["call_4", "call_3", "call_2", "call_1"]
+    assert [call.id for call in store.calls.page(trajectory="3")] == ["call_3"]
+
+
+def test_an_unknown_call_is_an_error_with_its_id(store: Store) -> None:
+    with pytest.raises(UnknownRecord, match="call_9"):
+        store.calls.read("call_9")
+
+
+def test_a_failed_batch_writes_nothing(store: Store) -> None:
+    good = begun("call_1", "t1")
+    bad = msgspec.structs.replace(ended(begun("call_2", "t2"), tool_call()), context="nonsense")
+    with pytest.raises(Exception, match="context_known"):
+        store.calls.ship([good, bad])
+    assert store.calls.page() == []

@@ -1,0 +1,84 @@
+"""The schema: made once, by migrations only, and refused where it is another's."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+import store.database as database
+from store import open_store
+from store.errors import SchemaMismatch, StoreError, StoreUnavailable
+from store.schema import metadata
+
+
+def test_migrations_lead_to_exactly_the_tables(store_url: str) -> None:
+    engine = database.connect(store_url)
+    database.ensure_schema(engine)
+    with engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+    engine.dispose()
+
+
+def test_head_is_the_newest_migration() -> None:
+    folder = Path(database.__file__).parent / "migrations"
+    assert ScriptDirectory(str(folder)).get_current_head() == database.HEAD
+
+
+def test_many_processes_may_open_an_empty_store_at_once(store_url: str) -> None:
+    failures: list[Exception] = []
+
+    def use() -> None:
+        try:
+            open_store(store_url).close()
+        except StoreError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_a_store_of_another_version_is_refused_with_the_remedy(store_url: str) -> None:
+    open_store(store_url).close()
+    engine = database.connect(store_url)
+    with database.write(engine) as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    engine.dispose()
+    with pytest.raises(SchemaMismatch, match="ratchet store migrate"):
+        open_store(store_url)
+
+
+def test_a_database_that_is_away_is_said_to_be(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match="did not answer"):
+        open_store("postgresql://nobody@127.0.0.1:1/none")
+
+
+@pytest.mark.parametrize("url", ["mysql://x/y", "://"])
+def test_an_unknown_kind_of_store_is_refused(url: str) -> None:
+    with pytest.raises(StoreError, match="postgresql"):
+        open_store(url)
+
+
+def test_an_error_inside_a_transaction_rolls_it_back(store_url: str) -> None:
+    open_store(store_url).close()
+    engine = database.connect(store_url)
+
+    def fail_halfway() -> None:
+        with database.write(engine) as connection:
+            connection.execute(sa.insert(metadata.tables["leases"]).values(name="x", owner="y", expires_at=1.0))
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_halfway()
+    with database.read(engine) as connection:
+        assert connection.scalar(sa.select(sa.func.count()).select_from(metadata.tables["leases"])) == 0
+    engine.dispose()

@@ -1,0 +1,154 @@
+"""From sealed to trained: each trajectory once, each step allowed, each decision kept."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import sqlalchemy as sa
+
+from store import Store
+from store.errors import ForbiddenChange, UnknownRecord
+from store.records import Door, Verdict
+from store.states import GroupState, PolicyState, RoundState, TrajectoryState
+from tests.records import answered_trajectory, begun, judged_group
+
+
+def test_only_still_trajectories_are_sealed(store: Store) -> None:
+    answered_trajectory(store, "old", at=1.0)
+    answered_trajectory(store, "new", at=50.0)
+    store.calls.ship([begun("call_busy", "busy", at=1.0)])
+    assert store.trajectories.seal_idle(now=55.0, idle_seconds=10.0) == ["old"]
+    assert store.trajectories.seal_idle(now=55.0, idle_seconds=10.0) == []
+    assert store.trajectories.counts()["open"] == 2
+
+
+def test_a_trajectory_joins_one_group_only(store: Store) -> None:
+    for name in ("a", "b"):
+        answered_trajectory(store, name)
+    store.trajectories.seal_idle(now=10.0, idle_seconds=1.0)
+    store.groups.form("k", "agent", ["a", "b"], now=11.0)
+    with pytest.raises(ForbiddenChange, match="not sealed"):
+        store.groups.form("k", "agent", ["a"], now=12.0)
+    assert len(store.groups.page()) == 1
+
+
+def test_a_group_is_judged_only_when_every_member_has_a_score(store: Store) -> None:
+    for name in ("a", "b"):
+        answered_trajectory(store, name)
+    store.trajectories.seal_idle(now=10.0, idle_seconds=1.0)
+    group = store.groups.form("k", "agent", ["a", "b"], now=11.0)
+    scored = Verdict(trajectory_id="a", group_id=group.id, judge="j", judge_version="1", score=1.0)
+    failed = Verdict(trajectory_id="b", group_id=group.id, judge="j", judge_version="1", failure="no answer")
+    with pytest.raises(ForbiddenChange, match="1 of them scored"):
+        store.groups.record(group.id, [scored, failed])
+    store.groups.fail(group.id, [scored, failed], retry_at=20.0)
+    assert store.groups.ready(now=19.0) == []
+    assert store.groups.ready(now=20.0)[0].failures == 1
+    assert store.groups.verdicts(["a", "b"]) == {"a": scored}
+
+
+def test_a_verdict_is_a_score_or_a_failure(store: Store) -> None:
+    answered_trajectory(store, "a")
+    store.trajectories.seal("a", now=2.0)
+    group = store.groups.form("k", "agent", ["a"], now=3.0)
+    neither = Verdict(trajectory_id="a", group_id=group.id, judge="j", judge_version="1")
+    with pytest.raises(sa.exc.IntegrityError, match="score_or_failure"):
+        store.groups.fail(group.id, [neither], retry_at=1.0)
+
+
+def test_a_commit_consumes_its_groups_once(store: Store) -> None:
+    group = judged_group(store, ["a", "b"], [0.0, 1.0])
+    store.policies.register_base("agent", "base")
+    first = store.rounds.start("agent", 0)
+    candidate = store.rounds.commit(first.id, version=1, checkpoint="/c/0001", groups=[group.id], metrics={"loss": 0.1})
+    assert (candidate.state, candidate.served_name) == (PolicyState.CANDIDATE, "agent@1")
+    assert store.trajectories.get("a").state is TrajectoryState.TRAINED
+    assert store.trajectories.of_round(first.id) == ["a", "b"]
+    second = store.rounds.start("agent", 1)
+    with pytest.raises(ForbiddenChange, match="1 of 1 groups"):
+        store.rounds.commit(second.id, version=2, checkpoint="/c/0002", groups=[group.id], metrics={})
+    assert [policy.version for policy in store.policies.all("agent")] == [0, 1]
+    assert store.rounds.get(second.id).state is RoundState.STARTED
+
+
+def test_a_round_that_a_dead_trainer_left_is_abandoned(store: Store) -> None:
+    group = judged_group(store, ["a", "b"], [0.0, 1.0])
+    left = store.rounds.start("agent", 0)
+    store.rounds.start("agent", 0)
+    assert store.rounds.get(left.id).state is RoundState.ABANDONED
+    assert store.groups.get(group.id).state is GroupState.JUDGED
+    assert store.rounds.newest_committed("agent") is None
+
+
+def test_one_version_is_live_and_the_old_one_stays_addressable(store: Store) -> None:
+    store.policies.register_base("agent", "base")
+    group = judged_group(store, ["a", "b"], [0.0, 1.0])
+    held = store.rounds.start("agent", 0)
+    store.rounds.commit(held.id, version=1, checkpoint="/c/0001", groups=[group.id], metrics={})
+    store.policies.promote("agent", 1, {"proof": 0.001})
+    assert store.policies.live()["agent"].version == 1
+    assert store.policies.get("agent", 0).state is PolicyState.RETIRED
+    assert store.policies.get("agent", 1).evidence == {"proof": 0.001}
+    with pytest.raises(ForbiddenChange, match="live and cannot become live"):
+        store.policies.promote("agent", 1, {})
+    store.policies.promote("agent", 0, {"why": "rolled back"})
+    assert store.policies.live()["agent"].version == 0
+    store.policies.register_base("agent", "renamed")
+    assert store.policies.get("agent", 0).served_name == "renamed"
+
+
+def test_dropped_trajectories_are_counted_by_reason(store: Store) -> None:
+    group = judged_group(store, ["a", "b"], [1.0, 1.0])
+    store.groups.drop(group.id, "no_variance")
+    answered_trajectory(store, "c")
+    store.trajectories.seal("c", now=5.0)
+    store.trajectories.drop(["c"], "single")
+    assert store.trajectories.drop_counts() == {"no_variance": 2, "single": 1}
+    with pytest.raises(ForbiddenChange):
+        store.trajectories.drop(["c"], "again")
+
+
+def test_trajectory_pages_go_backwards_without_gaps(store: Store) -> None:
+    for number in range(5):
+        answered_trajectory(store, f"t{number}", at=float(number))
+    first = store.trajectories.page(limit=3)
+    second = store.trajectories.page(limit=3, before=first[-1].id)
+    assert [run.id for run in [*first, *second]] == ["t4", "t3", "t2", "t1", "t0"]
+
+
+def test_a_lease_has_one_owner_until_it_expires(store: Store) -> None:
+    assert store.leases.acquire("trainer", "one", seconds=0.2)
+    assert not store.leases.acquire("trainer", "two", seconds=0.2)
+    assert store.leases.acquire("trainer", "one", seconds=0.2)
+    time.sleep(0.25)
+    assert store.leases.acquire("trainer", "two", seconds=5.0)
+    store.leases.release("trainer", "one")
+    assert not store.leases.acquire("trainer", "one", seconds=1.0)
+
+
+def test_an_alarm_counts_up_and_stays_readable_after_it_is_cleared(store: Store) -> None:
+    store.alarms.raise_("no_signal", "first")
+    store.alarms.raise_("no_signal", "second")
+    (standing,) = store.alarms.standing()
+    assert (standing.reason, standing.count) == ("second", 2)
+    store.alarms.clear("no_signal")
+    assert store.alarms.standing() == []
+    assert store.alarms.all()[0].cleared_at is not None
+
+
+def test_doors_tell_what_they_hold_until_they_close(store: Store) -> None:
+    store.doors.beat(Door(id="d1", url="http://x", live={"agent": 1}, pins={"agent@0": 2}, beat_at=10.0))
+    store.doors.beat(Door(id="d1", url="http://x", live={"agent": 2}, pins={}, beat_at=11.0))
+    (door,) = store.doors.open(since=10.5)
+    assert (door.live, door.pins) == ({"agent": 2}, {})
+    store.doors.close("d1")
+    assert store.doors.open(since=0.0) == []
+
+
+def test_unknown_records_are_named(store: Store) -> None:
+    for ask in (store.trajectories.get, store.groups.get, store.rounds.get):
+        with pytest.raises(UnknownRecord, match="nothing_1"):
+            ask("nothing_1")
+    with pytest.raises(UnknownRecord, match="agent@3"):
+        store.policies.get("agent", 3)

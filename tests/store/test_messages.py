@@ -1,0 +1,74 @@
+"""What counts as the same message, and what its hash promises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from store.messages import is_intact, link_keys, path, tools_hash
+from tests.records import QUESTION, tool_call
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        {**tool_call(), "refusal": None},
+        {k: v for k, v in tool_call().items() if k != "content"},
+        {**tool_call(), "content": ""},
+        tool_call(arguments='{ "a":1 }'),
+        tool_call(call_id="another"),
+        {**tool_call(), "reasoning": "dropped by most agents", "provider_specific_fields": {"x": 1}},
+    ],
+    ids=["refusal null", "content missing", "content empty", "arguments re-serialised", "new ids", "added fields"],
+)
+def test_an_echoed_answer_keeps_its_linking_key(echo: dict[str, Any]) -> None:
+    assert link_keys([*QUESTION, echo])[-1] == link_keys([*QUESTION, tool_call()])[-1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [tool_call(arguments='{"a": 2}'), {"role": "assistant", "content": "x"}, {**tool_call(), "content": "thinking"}],
+    ids=["other arguments", "no call", "other text"],
+)
+def test_a_different_answer_has_another_linking_key(other: dict[str, Any]) -> None:
+    assert link_keys([*QUESTION, other])[-1] != link_keys([*QUESTION, tool_call()])[-1]
+
+
+def test_text_parts_and_plain_text_are_the_same_message() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert link_keys(parts) == link_keys([{"role": "user", "content": "ab"}])
+
+
+def test_argument_order_does_not_matter_and_json_is_compared_as_json() -> None:
+    one = link_keys([tool_call(arguments='{"a": 1, "b": [2]}')])
+    assert one == link_keys([tool_call(arguments='{"b":[2],"a":1}')])
+
+
+def test_malformed_arguments_are_compared_as_text() -> None:
+    assert link_keys([tool_call(arguments='{"a": ')]) != link_keys([tool_call(arguments='{"b": ')])
+
+
+def test_a_hash_covers_everything_before_it() -> None:
+    first = path([{"role": "user", "content": "a"}, {"role": "user", "content": "c"}])
+    second = path([{"role": "user", "content": "b"}, {"role": "user", "content": "c"}])
+    assert first[1].body == second[1].body
+    assert first[1].hash != second[1].hash
+    assert first[1].hash.startswith("b2:")
+
+
+def test_a_changed_body_is_found_out() -> None:
+    (stored,) = path([{"role": "user", "content": "a"}])
+    assert is_intact(stored)
+    assert not is_intact(msgspec.structs.replace(stored, body=b'{"role":"user","content":"z"}'))
+
+
+def test_tool_ids_are_kept_in_the_stored_message() -> None:
+    first, second = path([tool_call(call_id="one")]), path([tool_call(call_id="two")])
+    assert first[0].hash != second[0].hash
+
+
+def test_no_tools_have_no_hash() -> None:
+    assert tools_hash(None) == ("", b"")
+    assert tools_hash([]) == ("", b"")

@@ -1,0 +1,199 @@
+"""The trainer daemon: the loop that turns sealed trajectories into better versions.
+
+    component    consumes              produces                       waits for
+    ---------    --------------------  -----------------------------  ------------------------------
+    seal         open trajectories     sealed trajectories            idle time
+    group        sealed trajectories   ready groups, drops            group_size or group_wait_seconds
+    score        ready groups          judged groups, drops, alarms   the judge
+    train        judged groups         a committed round, candidate   groups_per_round or round_wait_seconds
+    publish      the newest candidate  the live version, or reject    vLLM
+    drain        old versions          free adapter slots             the doors
+
+Each step is a state change in the store: a crash at any point resumes there. If a step fails for a reason that
+waiting cannot mend, the daemon stops loudly with a non-zero exit, and a restart goes on from the last commit.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from store import Store, open_store
+from store.errors import StoreError, StoreUnavailable
+from store.records import Group, Policy
+from store.states import PolicyState
+from trainer import checkpoint
+from trainer.engine import Replica
+from trainer.errors import EngineUnreachable, TrainerError
+from trainer.grouping import plan_groups
+from trainer.judges.function import FunctionJudge
+from trainer.learner import Learner
+from trainer.lease import Lease
+from trainer.publisher import Publisher
+from trainer.school import STALE, School
+from trainer.scorekeeper import Scorekeeper
+from trainer.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+
+_BATCH = 200  # trajectories or groups looked at in one turn
+_DRAIN_EVERY = 2.0  # seconds
+_PAUSE_AFTER_OUTAGE = 2.0  # seconds
+
+
+class Daemon:
+    """The trainer of one alias. `turn` does whatever is due once; `run` repeats it until `stop` is set."""
+
+    def __init__(self, settings: TrainerSettings, store: Store, stop: threading.Event) -> None:
+        self._settings = settings
+        self._store = store
+        self._stop = stop
+        self._replicas = [Replica(url) for url in settings.vllm]
+        self._scorekeeper = Scorekeeper(
+            store,
+            FunctionJudge(settings.judge),
+            attempts=settings.judge_attempts,
+            retry_seconds=settings.judge_retry_seconds,
+            alarm_after=settings.no_signal_alarm,
+        )
+        self._school = School(store, settings.model, settings.checkpoints, scale_by_std=settings.scale_by_std)
+        self._publisher = Publisher(
+            store,
+            self._replicas,
+            alias=settings.model,
+            tolerance=settings.proof_tolerance,
+            keep_loaded=settings.keep_loaded,
+        )
+        checkpoint.sweep(settings.checkpoints)
+        self._version, resume_from = self._school.newest()
+        self._learner = Learner(
+            settings.base_model, settings.learner, workdir=settings.checkpoints.parent, resume_from=resume_from
+        )
+        self._first_judged: float | None = None
+        self._drained_at = 0.0
+        log.info("event=trainer_ready alias=%s version=%d judge=%s", settings.model, self._version, settings.judge)
+
+    def close(self) -> None:
+        """Close the connections to vLLM."""
+        for replica in self._replicas:
+            replica.close()
+
+    def run(self, lease: Lease) -> None:
+        """Work until `stop` is set. Raises what waiting cannot mend."""
+        while not self._stop.is_set():
+            lease.check()
+            try:
+                worked = self.turn(time.time())
+            except (StoreUnavailable, EngineUnreachable) as outage:
+                log.warning("event=outage reason=%r", str(outage))
+                self._stop.wait(_PAUSE_AFTER_OUTAGE)
+                continue
+            if not worked:
+                self._stop.wait(self._settings.poll_seconds)
+
+    def turn(self, now: float) -> bool:
+        """Do everything that is due once; return whether there was anything."""
+        self._store.trajectories.seal_idle(now, self._settings.seal_after_idle_seconds)
+        grouped = self._group(now)
+        scored = self._score(now)
+        trained = self._train(now)
+        published = self._publish()
+        self._drain(now)
+        return grouped or scored or trained or published
+
+    def _group(self, now: float) -> bool:
+        plan = plan_groups(
+            self._store.trajectories.sealed(limit=10 * _BATCH),
+            size=self._settings.group_size,
+            least=self._settings.group_least,
+            wait_seconds=self._settings.group_wait_seconds,
+            now=now,
+        )
+        for planned in plan.groups:
+            self._store.groups.form(planned.key, planned.alias, planned.members, now)
+        for reason in {reason for _, reason in plan.drops}:
+            self._store.trajectories.drop([name for name, why in plan.drops if why == reason], reason)
+        return bool(plan.groups)
+
+    def _score(self, now: float) -> bool:
+        ready = self._store.groups.ready(now, limit=_BATCH)
+        for group in ready:
+            if self._stop.is_set():
+                break
+            self._scorekeeper.score(group, [self._store.trajectories.read(name) for name in group.members], now)
+        return bool(ready)
+
+    def _train(self, now: float) -> bool:
+        waiting = self._fresh(self._store.groups.judged(self._settings.model, limit=_BATCH))
+        if not waiting:
+            self._first_judged = None
+            return False
+        self._first_judged = self._first_judged or now
+        enough = len(waiting) >= self._settings.groups_per_round
+        if not enough and now - self._first_judged < self._settings.round_wait_seconds:
+            return False
+        candidate = self._school.hold_round(self._learner, waiting[: self._settings.groups_per_round], self._version)
+        self._first_judged = None
+        if candidate is not None:
+            self._version = candidate.version
+        return True
+
+    def _fresh(self, groups: Sequence[Group]) -> list[Group]:
+        """Drop groups that were sampled too many versions ago; return the others."""
+        oldest = self._version - self._settings.max_staleness
+        fresh = []
+        for group in groups:
+            versions = [self._store.trajectories.get(name).version for name in group.members]
+            if min(versions) < oldest:
+                self._store.groups.drop(group.id, STALE)
+            else:
+                fresh.append(group)
+        return fresh
+
+    def _publish(self) -> bool:
+        """Publish the newest candidate. Older ones were overtaken while vLLM was away: they are rejected."""
+        policies = self._store.policies.all(self._settings.model)
+        candidates = [policy for policy in policies if policy.state is PolicyState.CANDIDATE]
+        for overtaken in candidates[:-1]:
+            self._store.policies.reject(overtaken.alias, overtaken.version, {"reason": "a newer version came first"})
+        if not candidates:
+            return False
+        self._publisher.publish(candidates[-1], self._probes(candidates[-1]), self._learner.score)
+        return True
+
+    def _probes(self, candidate: Policy) -> list[tuple[int, ...]]:
+        return self._school.probes(candidate)
+
+    def _drain(self, now: float) -> None:
+        if now - self._drained_at >= _DRAIN_EVERY:
+            self._drained_at = now
+            self._publisher.drain(now)
+
+
+def run(settings: TrainerSettings) -> int:
+    """Run the trainer until SIGTERM or SIGINT; return the exit code. Another trainer of the alias is waited for."""
+    stop = threading.Event()
+
+    def leave(signum: int, _: FrameType | None) -> None:
+        log.info("event=stopping signal=%s", signal.Signals(signum).name)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave)
+    try:
+        store = open_store(settings.store)
+        with Lease(store, f"trainer:{settings.model}", settings.lease_seconds) as lease:
+            if lease.wait(stop):
+                daemon = Daemon(settings, store, stop)
+                daemon.run(lease)
+                daemon.close()
+        store.close()
+    except (TrainerError, StoreError) as error:
+        log.error("event=trainer_stopped error=%s reason=%r", type(error).__name__, str(error))
+        return 1
+    log.info("event=trainer_stopped")
+    return 0

@@ -1,0 +1,76 @@
+"""The engine's control plane: one vLLM replica, asked over HTTP to load, unload, list and score adapters.
+
+The one module of the trainer that meets an HTTP client; foreign errors become EngineError here. A name is never loaded
+twice: vLLM keys its prefix cache by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from trainer.errors import AdapterRefused, EngineUnreachable
+
+
+class Replica:
+    """One vLLM server. `url` is without /v1. Times out after `timeout` seconds."""
+
+    def __init__(self, url: str, timeout: float = 60.0) -> None:
+        self.url = url
+        self._http = httpx.Client(base_url=url, timeout=timeout, trust_env=False)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def models(self) -> tuple[str, ...]:
+        """Return the names that the replica answers to, adapters included."""
+        return tuple(str(model["id"]) for model in self._ask("GET", "/v1/models").json()["data"])
+
+    def load(self, name: str, folder: Path) -> None:
+        """Load an adapter folder under a new name; a name that is already loaded is left as it is.
+
+        Raises AdapterRefused with vLLM's own words.
+        """
+        if name in self.models():
+            return
+        answer = self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise AdapterRefused(
+                f"{self.url} cannot load adapters at run time: start vLLM with --enable-lora and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True (`ratchet up` does)"
+            )
+        if answer.is_error:
+            raise AdapterRefused(f"{self.url} refused adapter {name} from {folder}: {answer.text[:500]}")
+
+    def unload(self, name: str) -> None:
+        """Unload an adapter; running calls finish. One that is not loaded is no error."""
+        self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+    def score(self, name: str, ids: Sequence[int]) -> tuple[float, ...]:
+        """Return the logprob at temperature 1 that `name` gives each id after those before it: (T,), the first is 0."""
+        body = {
+            "model": name,
+            "prompt": list(ids),
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+            "add_special_tokens": False,
+        }
+        answer = self._ask("POST", "/v1/completions", body)
+        if answer.is_error:
+            raise AdapterRefused(f"{self.url} could not score with {name}: {answer.text[:500]}")
+        found: list[Any] = answer.json()["choices"][0]["prompt_logprobs"]
+        return (0.0, *(float(entry[str(token)]["logprob"]) for entry, token in zip(found[1:], ids[1:], strict=True)))
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        try:
+            answer = self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise EngineUnreachable(f"vLLM at {self.url} does not answer ({error or type(error).__name__})") from error
+        if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+            raise EngineUnreachable(f"vLLM at {self.url} answered {answer.status_code}: {answer.text[:300]}")
+        return answer

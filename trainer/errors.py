@@ -1,0 +1,108 @@
+"""Every error that the trainer raises on purpose, as one tree.
+
+    TrainerError
+    ├── SettingError            a setting is out of its range; the message names the field
+    ├── RowError                a token row contradicts itself or does not fit the model
+    ├── ScoreError              a score is not a finite number
+    ├── ModelError
+    │   ├── ModelNotFound       the base model is neither a folder nor a reachable hub name
+    │   └── NotAModel           the folder is there, but no causal language model can be read from it
+    ├── LearningError
+    │   ├── NoLearningSignal    the round holds nothing that could move a weight
+    │   └── TrainingDiverged    the gradient is not finite; the step was not taken
+    ├── JudgeError              the judge cannot be loaded
+    ├── EngineError
+    │   ├── EngineUnreachable   vLLM does not answer; asking again may help
+    │   └── AdapterRefused      vLLM answered no
+    ├── LeaseLost               another trainer leads this alias
+    └── CheckpointError
+        ├── CheckpointExists    a checkpoint is immutable and the folder is taken
+        ├── CheckpointUnwritable  the disk is full or refuses the write; nothing half-written is left
+        ├── CheckpointDamaged   the folder is not a complete checkpoint
+        └── CheckpointMismatch  the checkpoint belongs to another model or other LoRA settings
+
+Messages name the setting, file or row, and the remedy. Foreign errors (OSError, those of transformers) are translated
+where they are met and kept as the cause.
+"""
+
+from __future__ import annotations
+
+
+class TrainerError(Exception):
+    """Anything that the trainer refuses or cannot do."""
+
+
+class SettingError(TrainerError):
+    """A setting is out of its range."""
+
+
+class RowError(TrainerError):
+    """A token row contradicts itself or does not fit the model."""
+
+
+class ScoreError(TrainerError):
+    """A score is not a finite number."""
+
+
+class ModelError(TrainerError):
+    """The base model cannot be used."""
+
+
+class ModelNotFound(ModelError):
+    """The base model is neither a folder nor a reachable hub name."""
+
+
+class NotAModel(ModelError):
+    """The folder is there, but no causal language model can be read from it."""
+
+
+class LearningError(TrainerError):
+    """A round could not be learnt from."""
+
+
+class NoLearningSignal(LearningError):
+    """The round holds nothing that could move a weight."""
+
+
+class TrainingDiverged(LearningError):
+    """The gradient is not finite; the step was not taken."""
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint could not be written or read."""
+
+
+class CheckpointExists(CheckpointError):
+    """A checkpoint is immutable and the folder is taken."""
+
+
+class CheckpointUnwritable(CheckpointError):
+    """The disk is full or refuses the write; nothing half-written is left."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """The folder is not a complete checkpoint."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """The checkpoint belongs to another model or other LoRA settings."""
+
+
+class JudgeError(TrainerError):
+    """The judge cannot be loaded, or its signature is not one."""
+
+
+class EngineError(TrainerError):
+    """vLLM did not do what it was asked."""
+
+
+class EngineUnreachable(EngineError):
+    """vLLM does not answer, or fails; asking again may help."""
+
+
+class AdapterRefused(EngineError):
+    """vLLM answered and refused the adapter; asking again does not help."""
+
+
+class LeaseLost(TrainerError):
+    """Another trainer leads this alias."""

@@ -1,0 +1,56 @@
+"""Grouping: which sealed trajectories are compared with each other, and which are put aside.
+
+A pure function of the waiting trajectories and the time. Attempts at the same task under the same alias belong
+together, in the order in which they were sealed; versions may differ within a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from store.records import Trajectory
+
+EVALUATION = "eval"  # asked for by explicit version: a measurement, never training data
+SINGLE = "single"  # nobody else tried the same task in time
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedGroup:
+    """A group to be formed: its key, its alias and its members' ids."""
+
+    key: str
+    alias: str
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupingPlan:
+    """What to do with the waiting trajectories; those that it does not name go on waiting."""
+
+    groups: tuple[PlannedGroup, ...]
+    drops: tuple[tuple[str, str], ...]  # (trajectory id, reason)
+
+
+def plan_groups(
+    waiting: Sequence[Trajectory], *, size: int, least: int, wait_seconds: float, now: float
+) -> GroupingPlan:
+    """Return the groups of `size` that are complete, smaller ones that waited long enough, and the drops."""
+    groups: list[PlannedGroup] = []
+    drops = [(run.id, EVALUATION) for run in waiting if run.purpose != "live"]
+    buckets: dict[tuple[str, str], list[Trajectory]] = {}
+    for run in waiting:
+        if run.purpose == "live":
+            buckets.setdefault((run.alias, run.group_key), []).append(run)
+    for (alias, key), runs in buckets.items():
+        runs.sort(key=lambda run: (run.sealed_at or 0.0, run.id))
+        whole = len(runs) - len(runs) % size
+        parts = [runs[start : start + size] for start in range(0, whole, size)]
+        rest = runs[whole:]
+        tired = bool(rest) and now - (rest[0].sealed_at or now) >= wait_seconds
+        if tired and len(rest) >= least:
+            parts.append(rest)
+        groups.extend(PlannedGroup(key, alias, tuple(run.id for run in part)) for part in parts)
+        if tired and len(rest) < least:
+            drops.extend((run.id, SINGLE) for run in rest)
+    return GroupingPlan(groups=tuple(groups), drops=tuple(drops))

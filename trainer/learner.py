@@ -1,0 +1,242 @@
+"""The learner: token rows in, a better LoRA adapter out.
+
+Promises: only tokens that the engine sampled carry loss; a round either moves the weights or says why it cannot; a
+learner resumed from a checkpoint is bitwise the one that never stopped (same machine, same settings); a checkpoint is
+whole or absent. Blind to algorithms: it sees ids, masks, logprobs, advantages and temperatures. Does not group, judge,
+choose rows, or serve. One process, one thread at a time. Torch is imported when a Learner is made, not before.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer import checkpoint
+from trainer.errors import NoLearningSignal, RowError
+from trainer.learner_settings import LearnerSettings
+from trainer.tokens import TokenRow, split_by_budget
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.loss import Micro
+
+__all__ = ["Learner", "LearnerSettings", "RoundReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """What one round did.
+
+    loss, grad_norm            means over the round's optimiser steps; the norm is before clipping
+    entropy                    of the policy at the trained tokens, mean in nats
+    clip_share                 of the trained tokens, those that the ratio's clip silenced
+    tokens_trained, rows, optimiser_steps  counts
+    step                       optimiser steps since the first round
+    logprob_abs_diff_mean/max  |trainer - engine| over the compared tokens, before the first step
+    tokens_compared            trained tokens of rows with `importance`; 0 makes the two above 0 without meaning
+    importance_truncated_share of the compared tokens, those whose importance weight met its cap
+    seconds                    wall time of the round
+    weight_change              L2 norm of what was added to the LoRA parameters
+    """
+
+    loss: float
+    grad_norm: float
+    entropy: float
+    clip_share: float
+    tokens_trained: int
+    rows: int
+    optimiser_steps: int
+    step: int
+    logprob_abs_diff_mean: float
+    logprob_abs_diff_max: float
+    tokens_compared: int
+    importance_truncated_share: float
+    seconds: float
+    weight_change: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """How far the trainer's logprobs lie from the engine's, over the comparable trained tokens."""
+
+    mean: float
+    largest: float
+    tokens: int
+    truncated_share: float
+
+
+class Learner:
+    """A base model, its LoRA adapter and the optimiser between them.
+
+    `base_model` is a folder or a hub name; `workdir` takes whatever the libraries below write; `resume_from` is a
+    checkpoint folder that `save` made. Raises ModelNotFound, NotAModel, CheckpointDamaged or CheckpointMismatch.
+    """
+
+    def __init__(
+        self,
+        base_model: str,
+        settings: LearnerSettings,
+        *,
+        workdir: Path,
+        resume_from: Path | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        # huggingface_hub reads it once, when it is first imported, so it is set before any import that leads there.
+        os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+        import torch
+
+        from trainer import learner_state, loss
+
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        self._settings = settings
+        self._clock = clock
+        self._trainer = loss.build(base_model, settings, workdir / "trl")
+        self._step = learner_state.read(self._trainer, settings, resume_from) if resume_from else 0
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps taken since the first round, over all restarts."""
+        return self._step
+
+    def train_round(self, rows: Sequence[TokenRow]) -> RoundReport:
+        """Learn from the rows once.
+
+        Raises NoLearningSignal when no row could move a weight, RowError when a row does not fit the model (both before
+        anything changes), TrainingDiverged when a gradient is not finite.
+        """
+        began = self._clock()
+        self._check_signal(rows)
+        for row in rows:
+            self._check_fits(row.ids, row.temperature, row.trajectory_id)
+        before = {name: p.detach().clone() for name, p in self._trainer.lora_parameters().items()}
+        # All logprobs of the round's first policy come before its first step.
+        prepared = [self._trainer.prepare(part) for part in self._parts(rows)]
+        gap = mismatch([micro for micros in prepared for micro in micros], self._settings.truncate_importance_at)
+        steps = []
+        for micros in prepared:
+            steps.append(self._trainer.optimiser_step(micros))
+            self._step += 1
+        tokens = sum(step.tokens for step in steps)
+        return RoundReport(
+            loss=sum(step.loss for step in steps) / len(steps),
+            grad_norm=sum(step.grad_norm for step in steps) / len(steps),
+            entropy=sum(step.entropy_sum for step in steps) / tokens,
+            clip_share=sum(step.clipped_sum for step in steps) / tokens,
+            tokens_trained=tokens,
+            rows=len(rows),
+            optimiser_steps=len(steps),
+            step=self._step,
+            logprob_abs_diff_mean=gap.mean,
+            logprob_abs_diff_max=gap.largest,
+            tokens_compared=gap.tokens,
+            importance_truncated_share=gap.truncated_share,
+            seconds=self._clock() - began,
+            weight_change=self._distance_from(before),
+        )
+
+    def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool = True) -> list[tuple[float, ...]]:
+        """Logprobs at temperature 1 of every token of each sequence, (T,) each; the first token's is 0.0.
+
+        Under the current adapter, or under the base model with `adapter=False`. Raises RowError for a sequence that
+        does not fit the model.
+        """
+        sequences = [tuple(row.ids if isinstance(row, TokenRow) else row) for row in rows]
+        scored: list[tuple[float, ...]] = [()] * len(sequences)
+        # A sequence of fewer than two tokens has nothing to score.
+        for index, ids in enumerate(sequences):
+            self._check_fits(ids, 1.0, f"number {index}")
+            scored[index] = (0.0,) * len(ids)
+        longer = [index for index, ids in enumerate(sequences) if len(ids) > 1]
+        lengths = [len(sequences[index]) for index in longer]
+        for batch in split_by_budget(lengths, self._settings.token_budget):
+            members = [longer[place] for place in batch]
+            for index, logprobs in zip(
+                members, self._score_batch([sequences[i] for i in members], adapter), strict=True
+            ):
+                scored[index] = logprobs
+        return scored
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint to the new `folder`, loadable by vLLM as an adapter and by `resume_from`.
+
+        Raises CheckpointExists or CheckpointUnwritable; nothing half-written is left.
+        """
+        from trainer import learner_state
+
+        checkpoint.write_atomically(
+            folder, lambda aside: learner_state.write(self._trainer, self._settings, self._step, aside)
+        )
+
+    def _check_signal(self, rows: Sequence[TokenRow]) -> None:
+        if not rows:
+            raise NoLearningSignal("the round has no rows")
+        # Without a gradient AdamW would still move the weights, by the momentum of earlier rounds.
+        if not self._settings.kl and not any(row.has_signal for row in rows):
+            raise NoLearningSignal(
+                f"all advantages of the round's {len(rows)} rows are 0: no score differed in its group"
+            )
+
+    def _check_fits(self, ids: Sequence[int], temperature: float, name: str) -> None:
+        config = self._trainer.model.config.get_text_config()
+        vocabulary = self._trainer.model.get_input_embeddings().weight.shape[0]
+        longest = getattr(config, "max_position_embeddings", None)
+        if not all(0 <= token < vocabulary for token in ids):
+            raise RowError(f"row of trajectory {name}: a token id is outside the base model's {vocabulary} ids")
+        if longest is not None and len(ids) > longest:
+            raise RowError(f"row of trajectory {name}: {len(ids)} tokens exceed the base model's {longest} positions")
+        if temperature != 1.0 and getattr(config, "final_logit_softcapping", None):
+            raise RowError(
+                f"row of trajectory {name}: temperature {temperature} cannot be applied to a base model that caps its "
+                "logits; sample at temperature 1"
+            )
+
+    def _parts(self, rows: Sequence[TokenRow]) -> list[list[TokenRow]]:
+        """The rows of each optimiser step: shuffled by seed and step, sizes as even as they can be, none empty."""
+        count = min(self._settings.steps_per_round, len(rows))
+        if count == 1:
+            return [list(rows)]
+        shuffled = list(rows)
+        random.Random(f"{self._settings.seed}/{self._step}").shuffle(shuffled)
+        return [shuffled[part::count] for part in range(count)]
+
+    def _score_batch(self, sequences: Sequence[tuple[int, ...]], adapter: bool) -> list[tuple[float, ...]]:
+        micro = self._collate_for_scoring(sequences)
+        logprobs = self._trainer.token_logprobs(micro, adapter=adapter).tolist()  # (N, T)
+        return [(0.0, *row[: len(ids) - 1]) for ids, row in zip(sequences, logprobs, strict=True)]
+
+    def _collate_for_scoring(self, sequences: Sequence[tuple[int, ...]]) -> Micro:
+        from trainer import loss
+
+        rows = [TokenRow("", ids, (0, *(1,) * (len(ids) - 1)), (0.0,) * len(ids), advantage=0.0) for ids in sequences]
+        return loss.collate(rows, pad_id=0, device=self._trainer.accelerator.device)
+
+    def _distance_from(self, before: dict[str, torch.Tensor]) -> float:
+        after = self._trainer.lora_parameters()
+        return math.sqrt(sum(float((after[name].detach() - tensor).pow(2).sum()) for name, tensor in before.items()))
+
+
+def mismatch(micros: Sequence[Micro], cap: float | None) -> Mismatch:
+    """Compare trainer and engine over prepared micro-batches. Rows without `importance` are not comparable."""
+    from trainer.loss import importance_ratio
+
+    total, largest, truncated, tokens = 0.0, 0.0, 0, 0
+    for micro in micros:
+        compared = (micro["tool_mask"] == 1) & micro["importance"]  # (N, T)
+        gap = (micro["old_per_token_logps"] - micro["sampling_per_token_logps"])[compared].abs()  # (K,)
+        if not gap.numel():
+            continue
+        total += float(gap.sum())
+        largest = max(largest, float(gap.max()))
+        tokens += gap.numel()
+        if cap is not None:
+            truncated += int((importance_ratio(micro)[compared] > cap).sum())
+    return Mismatch(total / max(tokens, 1), largest, tokens, truncated / max(tokens, 1))

@@ -1,0 +1,146 @@
+"""What a learner's checkpoint folder holds, written and read back.
+
+    adapter_config.json, adapter_model.safetensors   the adapter, as vLLM and peft load it
+    learner/lora.safetensors                         the same weights in fp32, as they are trained
+    learner/optimizer.pt, scheduler.pt, rng.pt       the rest of what makes the next step what it would have been
+    learner/state.json                               step and the settings that shape the weights
+
+Promises that a resumed learner is bitwise the one that was saved. Everything is serialised in memory and written as
+plain bytes, because a full disk then is an OSError with its number. Does not decide where or when to save.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy
+import safetensors.torch
+import torch
+from peft import get_peft_model_state_dict
+
+from trainer import checkpoint
+from trainer.errors import CheckpointDamaged, CheckpointMismatch
+from trainer.learner_settings import LearnerSettings
+from trainer.loss import RecordedGRPOTrainer
+
+FOLDER = "learner"
+
+# Settings that decide which weights there are; a checkpoint of other ones cannot be continued.
+_SHAPING = ("rank", "alpha", "target_modules")
+
+
+def write(trainer: RecordedGRPOTrainer, settings: LearnerSettings, step: int, folder: Path) -> None:
+    """Write adapter and learner state into the existing, empty `folder`."""
+    _write_adapter(trainer, folder)
+    inner = folder / FOLDER
+    inner.mkdir()
+    weights = {name: p.detach().cpu().contiguous() for name, p in trainer.lora_parameters().items()}
+    (inner / "lora.safetensors").write_bytes(safetensors.torch.save(weights))
+    _write_torch(inner / "optimizer.pt", trainer.optimizer.state_dict())
+    _write_torch(inner / "scheduler.pt", trainer.lr_scheduler.state_dict())
+    _write_torch(inner / "rng.pt", _rng_state())
+    state = {"step": step, "settings": asdict(settings)}
+    (inner / "state.json").write_text(json.dumps(state, indent=2, default=list) + "\n")
+
+
+def read(trainer: RecordedGRPOTrainer, settings: LearnerSettings, folder: Path) -> int:
+    """Put the state saved in `folder` into the trainer; returns the global step.
+
+    Raises CheckpointDamaged or CheckpointMismatch, before anything is changed.
+    """
+    inner = folder / FOLDER
+    if not checkpoint.complete(folder) or not (inner / "state.json").is_file():
+        raise CheckpointDamaged(f"{folder} is not a complete checkpoint of a learner; resume from another one")
+    state = json.loads((inner / "state.json").read_text())
+    _check_settings(settings, state["settings"], folder)
+    weights = safetensors.torch.load((inner / "lora.safetensors").read_bytes())
+    parameters = trainer.lora_parameters()
+    if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in parameters.items()}:
+        raise CheckpointMismatch(
+            f"{folder} holds the adapter of another base model: its layers differ; resume it there"
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    trainer.optimizer.load_state_dict(_read_torch(inner / "optimizer.pt"))
+    trainer.lr_scheduler.load_state_dict(_read_torch(inner / "scheduler.pt"))
+    _set_learning_rate(trainer, settings.learning_rate)
+    _set_rng_state(_read_torch(inner / "rng.pt"))
+    return int(state["step"])
+
+
+def _write_adapter(trainer: RecordedGRPOTrainer, folder: Path) -> None:
+    """The adapter for serving: bf16 beside a bf16 base on the GPU, fp32 on the CPU.
+
+    vLLM casts an adapter to the dtype it serves in, so fp32 there would only be twice the bytes. On the CPU the served
+    logprobs are compared with an fp32 trainer's, and nothing is rounded before vLLM does.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    dtype = torch.float32 if trainer.accelerator.device.type == "cpu" else torch.bfloat16
+    # Asking peft for embeddings would make it look up the base model's configuration, on the hub if it has to.
+    adapter = get_peft_model_state_dict(model, save_embedding_layers=False)
+    weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in adapter.items()}
+    (folder / "adapter_model.safetensors").write_bytes(safetensors.torch.save(weights, metadata={"format": "pt"}))
+    config = model.peft_config["default"].to_dict()
+    config["inference_mode"] = True
+    text = json.dumps(config, indent=2, sort_keys=True, default=_plain)
+    (folder / "adapter_config.json").write_text(text + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """Sets become sorted lists, and what remains (enumerations) its own text."""
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)
+
+
+def _check_settings(settings: LearnerSettings, saved: dict[str, Any], folder: Path) -> None:
+    now = json.loads(json.dumps(asdict(settings), default=list))
+    for field in _SHAPING:
+        if now[field] != saved[field]:
+            raise CheckpointMismatch(
+                f"{folder} was trained with {field} {saved[field]!r}, the setting is {now[field]!r}: "
+                f"set {field} back, or start anew without resuming"
+            )
+
+
+def _set_learning_rate(trainer: RecordedGRPOTrainer, learning_rate: float) -> None:
+    """The saved optimiser brings its own learning rate; the one that the user now asks for wins."""
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = group["initial_lr"] = learning_rate
+    scheduler = trainer.lr_scheduler.scheduler  # accelerate's wrapper around torch's
+    scheduler.base_lrs = [learning_rate] * len(scheduler.base_lrs)
+
+
+def _rng_state() -> dict[str, Any]:
+    """Lists and tensors only, so that reading it back needs no pickled code."""
+    generator: Any = numpy.random.get_state(legacy=True)
+    algorithm, keys, *rest = generator
+    return {
+        "python": random.getstate(),
+        "numpy": (algorithm, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _write_torch(path: Path, value: Any) -> None:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    path.write_bytes(buffer.getbuffer())
+
+
+def _read_torch(path: Path) -> Any:
+    # weights_only: a checkpoint is data, and loading it must never run code.
+    return torch.load(path, map_location="cpu", weights_only=True)

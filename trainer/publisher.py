@@ -1,0 +1,126 @@
+"""Publishing: from a candidate on disk to the live version on every replica, and old versions out again.
+
+Order: load everywhere under a new name, prove everywhere, flip in the store, wait for the doors, drain, unload.
+Promises: no version becomes live that a replica does not serve as the trainer made it; no version is unloaded while a
+trajectory is pinned to it. Does not train and does not decide whether a version is better.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from store import Store
+from store.records import BASE_VERSION, Policy
+from store.states import PolicyState
+from trainer.engine import Replica
+from trainer.errors import AdapterRefused
+from trainer.proof import Proof, prove
+
+log = logging.getLogger(__name__)
+
+Score = Callable[[Sequence[Sequence[int]]], list[tuple[float, ...]]]
+
+DOOR_SILENCE = 10.0  # seconds after which a proxy that does not beat counts as gone
+
+
+class Publisher:
+    """Moves the newest candidate of one alias to live, or rejects it with the reason."""
+
+    def __init__(
+        self, store: Store, replicas: Sequence[Replica], *, alias: str, tolerance: float, keep_loaded: int
+    ) -> None:
+        self._store = store
+        self._replicas = replicas
+        self._alias = alias
+        self._tolerance = tolerance
+        self._keep_loaded = keep_loaded
+
+    def publish(self, candidate: Policy, probes: Sequence[Sequence[int]], score: Score) -> bool:
+        """Load, prove and promote a candidate; return whether it is live now.
+
+        `probes` are id sequences, `score` the trainer's own logprobs for them. Raises EngineUnreachable when a replica
+        does not answer: the candidate stays one, and publishing it again is safe.
+        """
+        live = self._store.policies.live().get(self._alias)
+        if live is None:
+            raise AdapterRefused(f"alias {self._alias} has no base version in the store: start `ratchet proxy` first")
+        if candidate.adapter is None:
+            raise AdapterRefused(f"{candidate.served_name} has no adapter folder")
+        expected = score(probes)
+        proofs: dict[str, Proof] = {}
+        for replica in self._replicas:
+            try:
+                replica.load(candidate.served_name, Path(candidate.adapter))
+                proofs[replica.url] = self._prove(replica, candidate, live, probes, expected)
+            except AdapterRefused as refusal:
+                return self._reject(candidate, str(refusal), proofs)
+            if not proofs[replica.url].holds:
+                return self._reject(candidate, f"{replica.url}: {proofs[replica.url].reason}", proofs)
+        self._store.policies.promote(self._alias, candidate.version, _evidence(proofs))
+        self._store.alarms.clear(f"swap_refused:{self._alias}")
+        worst = max((proof.served_vs_trainer for proof in proofs.values()), default=0.0)
+        log.info("event=policy_live policy=%s replaces=%s proof_nats=%.5f", candidate.served_name, live.version, worst)
+        return True
+
+    def drain(self, now: float) -> list[str]:
+        """Unload old versions that nobody needs any more; return their names.
+
+        A version goes when every open door serves a newer one, none has a trajectory pinned to it, and it is not among
+        the newest `keep_loaded` old ones.
+        """
+        doors = self._store.doors.open(now - DOOR_SILENCE)
+        policies = self._store.policies.all(self._alias)
+        live = next((policy.version for policy in policies if policy.state is PolicyState.LIVE), BASE_VERSION)
+        if any(door.live.get(self._alias) != live for door in doors):
+            return []
+        old = [p for p in policies if p.state in (PolicyState.RETIRED, PolicyState.REJECTED) and p.adapter]
+        pinned = {name for door in doors for name, count in door.pins.items() if count}
+        spare = [p for p in old[: len(old) - self._keep_loaded or None] if f"{p.alias}@{p.version}" not in pinned]
+        unloaded = []
+        for replica in self._replicas:
+            served = set(replica.models())
+            for policy in spare:
+                if policy.served_name in served:
+                    replica.unload(policy.served_name)
+                    unloaded.append(policy.served_name)
+                    log.info("event=policy_unloaded policy=%s replica=%s", policy.served_name, replica.url)
+        return unloaded
+
+    def _prove(
+        self,
+        replica: Replica,
+        candidate: Policy,
+        live: Policy,
+        probes: Sequence[Sequence[int]],
+        expected: Sequence[Sequence[float]],
+    ) -> Proof:
+        trainer_new: list[float] = []
+        served_new: list[float] = []
+        served_old: list[float] = []
+        for ids, logprobs in zip(probes, expected, strict=True):
+            trainer_new += logprobs[1:]
+            served_new += replica.score(candidate.served_name, ids)[1:]
+            served_old += self._score_live(replica, live, ids)[1:]
+        return prove(trainer_new, served_new, served_old, tolerance=self._tolerance)
+
+    def _score_live(self, replica: Replica, live: Policy, ids: Sequence[int]) -> tuple[float, ...]:
+        """Score under the live version, loading it again where the replica was restarted."""
+        if live.adapter is not None:
+            replica.load(live.served_name, Path(live.adapter))
+        return replica.score(live.served_name, ids)
+
+    def _reject(self, candidate: Policy, reason: str, proofs: dict[str, Proof]) -> bool:
+        self._store.policies.reject(self._alias, candidate.version, _evidence(proofs) | {"reason": reason})
+        self._store.alarms.raise_(f"swap_refused:{self._alias}", f"{candidate.served_name} was not made live: {reason}")
+        log.error("event=policy_rejected policy=%s reason=%r", candidate.served_name, reason)
+        for replica in self._replicas:
+            if candidate.served_name in replica.models():
+                replica.unload(candidate.served_name)
+        return False
+
+
+def _evidence(proofs: dict[str, Proof]) -> dict[str, object]:
+    return {"proof": {url: dataclasses.asdict(proof) for url, proof in proofs.items()}}

@@ -1,0 +1,156 @@
+"""Rows: the token sequences that a trajectory gives to the learner.
+
+A trajectory whose calls are token-exact continuations of each other is one row, however many calls it took. Where the
+context forked, a further row begins. Promises: every trained token is one that the engine sampled in an answered call
+of this trajectory, and it is trained in exactly one row; whatever is left out is counted with its reason. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from store.records import Call, Choice, unpack_ids, unpack_logprobs
+from store.states import CallState
+from trainer.tokens import TokenRow
+
+_Key = tuple[str, int]  # call id, choice index
+
+# Sampling parameters that bend the distribution, with the values that leave it alone.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "top_p": (None, 1, 1.0),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0, 0.0),
+    "presence_penalty": (None, 0, 0.0),
+    "frequency_penalty": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
+    "logit_bias": (None, {}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a trajectory and the sampled tokens that are in none of them, by reason."""
+
+    rows: tuple[TokenRow, ...]
+    untrained: Mapping[str, int]
+
+
+def build_rows(trajectory_id: str, calls: Sequence[Call], advantage: float) -> Rows:
+    """Return the rows of a trajectory, all with the same advantage.
+
+    `calls` are the trajectory's own and those of earlier trajectories that it continues, in the order in which they
+    began; only its own carry loss.
+    """
+    untrained: Counter[str] = Counter()
+    spans: dict[_Key, _Span] = {}
+    own: dict[_Key, _Span] = {}
+    continued = {(call.parent_call, call.parent_choice) for call in calls}
+    for call in calls:
+        for choice in call.choices:
+            key = (call.id, choice.index)
+            parent = spans.get((call.parent_call or "", call.parent_choice)) if call.context == "exact" else None
+            if call.context == "exact" and parent is None:
+                untrained["context unknown"] += _size(choice)
+                continue
+            spans[key] = span = _Span(call, choice, parent)
+            if call.trajectory_id != trajectory_id:
+                continue
+            reason = why_untrainable(call, choice) or _why_left_out(call, key, continued)
+            if reason:
+                untrained[reason] += _size(choice)
+            else:
+                own[key] = span
+    return Rows(rows=tuple(_cover(trajectory_id, own, advantage)), untrained=dict(untrained))
+
+
+def why_untrainable(call: Call, choice: Choice) -> str | None:
+    """Return why no token of this answer may carry loss; None where all may."""
+    if call.state is not CallState.ANSWERED:
+        return str(call.state)
+    if call.untrainable:
+        return call.untrainable
+    if not choice.ids:
+        return "no ids"
+    if len(choice.ids) != len(choice.logprobs):
+        return "ids and logprobs differ in number"
+    if call.sampling.get("temperature") == 0:
+        return "greedy"
+    return None
+
+
+def _why_left_out(call: Call, key: _Key, continued: set[tuple[str | None, int]]) -> str | None:
+    """Of several answers to one call, only those that the agent went on with earn the trajectory's score."""
+    return "answer not taken" if len(call.choices) > 1 and key not in continued else None
+
+
+def _size(choice: Choice) -> int:
+    return len(choice.ids) // 4
+
+
+class _Span:
+    """One answer in its context: a link of a chain of token-exact continuations."""
+
+    def __init__(self, call: Call, choice: Choice, parent: _Span | None) -> None:
+        self.key: _Key = (call.id, choice.index)
+        self.parent = parent
+        self.prompt = unpack_ids(call.prompt_ids)
+        self.ids = unpack_ids(choice.ids)
+        self.logprobs = unpack_logprobs(choice.logprobs)
+        temperature = call.sampling.get("temperature")
+        neutral = all(call.sampling.get(name) in values for name, values in _NEUTRAL.items())
+        self.sampled_at = (1.0 if temperature is None else float(temperature), neutral)
+
+    def chain(self) -> list[_Span]:
+        """Return the spans from the first one to this one."""
+        found: list[_Span] = []
+        span: _Span | None = self
+        while span is not None:
+            found.append(span)
+            span = span.parent
+        return found[::-1]
+
+
+def _cover(trajectory_id: str, own: Mapping[_Key, _Span], advantage: float) -> list[TokenRow]:
+    """Cover every trainable span by one row: the last ones first, so that long chains become single rows.
+
+    A row has one temperature; a chain that changed it gives one row for each.
+    """
+    rows: list[TokenRow] = []
+    covered: set[_Key] = set()
+    for key in reversed(list(own)):
+        if key in covered:
+            continue
+        chain = own[key].chain()
+        while remaining := [span for span in chain if span.key in own and span.key not in covered]:
+            sampled_at = remaining[-1].sampled_at
+            trained = {span.key for span in remaining if span.sampled_at == sampled_at}
+            last = max(place for place, span in enumerate(chain) if span.key in trained)
+            rows.append(_row(trajectory_id, chain[: last + 1], trained, sampled_at, advantage))
+            covered |= trained
+    return rows[::-1]
+
+
+def _row(
+    trajectory_id: str, chain: Sequence[_Span], trained: set[_Key], sampled_at: tuple[float, bool], advantage: float
+) -> TokenRow:
+    ids: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    for span in chain:
+        ids += span.prompt + span.ids
+        carries = span.key in trained
+        mask += [0] * len(span.prompt) + [int(carries)] * len(span.ids)
+        logprobs += [0.0] * len(span.prompt) + (list(span.logprobs) if carries else [0.0] * len(span.ids))
+    temperature, neutral = sampled_at
+    return TokenRow(
+        trajectory_id=trajectory_id,
+        ids=tuple(ids),
+        mask=tuple(mask),
+        logprobs=tuple(logprobs),
+        advantage=advantage,
+        temperature=temperature,
+        importance=neutral,
+    )

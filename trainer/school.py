@@ -1,0 +1,132 @@
+"""One round of school: judged groups in, a committed checkpoint and a candidate version out.
+
+Promises: the trajectories are consumed in the transaction that records the checkpoint; whatever stops a round before
+that leaves them waiting, and the learner is then made anew from the last committed checkpoint, so nothing is trained
+twice. Does not choose when a round begins and does not publish.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from store import Store
+from store.records import BASE_VERSION, Group, Policy, Transcript
+from trainer import checkpoint
+from trainer.advantage import group_advantages
+from trainer.errors import CheckpointDamaged, NoLearningSignal
+from trainer.learner import RoundReport
+from trainer.rows import Rows, build_rows
+from trainer.tokens import TokenRow
+
+log = logging.getLogger(__name__)
+
+UNTRAINABLE = "untrainable"
+STALE = "stale"
+PROBES = 4  # sequences that a swap is proven on
+PROBE_TOKENS = 512  # of each probe at most
+
+
+class Pupil(Protocol):
+    """What a round needs of a learner; `trainer.learner.Learner` is one."""
+
+    def train_round(self, rows: Sequence[TokenRow]) -> RoundReport: ...
+
+    def score(self, rows: Sequence[TokenRow | Sequence[int]]) -> list[tuple[float, ...]]: ...
+
+    def save(self, folder: Path) -> None: ...
+
+
+class School:
+    """Runs the rounds of one alias."""
+
+    def __init__(self, store: Store, alias: str, checkpoints: Path, *, scale_by_std: bool) -> None:
+        self._store = store
+        self._alias = alias
+        self._checkpoints = checkpoints
+        self._scale_by_std = scale_by_std
+
+    def newest(self) -> tuple[int, Path | None]:
+        """Return (version, checkpoint) where training goes on, (0, None) before the first round.
+
+        The store decides, not the newest folder. Raises CheckpointDamaged when that checkpoint is not whole.
+        """
+        done = self._store.rounds.newest_committed(self._alias)
+        if done is None or done.checkpoint is None or done.to_version is None:
+            return BASE_VERSION, None
+        folder = Path(done.checkpoint)
+        if not checkpoint.complete(folder):
+            raise CheckpointDamaged(f"{folder}, the newest checkpoint of {self._alias}, is missing or not whole")
+        return done.to_version, folder
+
+    def rows(self, members: Sequence[Transcript], scores: Sequence[float]) -> list[Rows]:
+        """Return the rows of a judged group's members, with their advantages."""
+        advantages = group_advantages(scores, scale_by_std=self._scale_by_std)
+        return [
+            build_rows(member.trajectory.id, self._store.trajectories.context_calls(member), advantage)
+            for member, advantage in zip(members, advantages, strict=True)
+        ]
+
+    def hold_round(self, pupil: Pupil, groups: Sequence[Group], from_version: int) -> Policy | None:
+        """Train on the groups and commit; None when they held nothing to train on, and were dropped for it."""
+        held = self._store.rounds.start(self._alias, from_version)
+        rows, untrained, used = self._collect(groups)
+        try:
+            report = pupil.train_round(rows)
+        except NoLearningSignal as nothing:
+            self._store.rounds.abandon(held.id, str(nothing))
+            for group in used:
+                self._store.groups.drop(group.id, UNTRAINABLE)
+            self._store.alarms.raise_(f"no_signal:{self._alias}", f"round {held.id}: {nothing}; left out: {untrained}")
+            return None
+        version = self._store.rounds.next_version(self._alias)
+        folder = self._checkpoints / f"{version:04d}"
+        if folder.exists():  # written by a trainer that died before the commit: no row names it
+            shutil.rmtree(folder)
+        pupil.save(folder)
+        metrics = dataclasses.asdict(report) | {"groups": len(used), "untrained_tokens": untrained} | self._reward(used)
+        candidate = self._store.rounds.commit(
+            held.id,
+            version=version,
+            checkpoint=str(folder.absolute()),
+            groups=[group.id for group in used],
+            metrics=metrics,
+        )
+        log.info(
+            "event=round_committed round=%s policy=%s@%d groups=%d rows=%d tokens=%d reward=%.3f loss=%.4f "
+            "mismatch_nats=%.5f seconds=%.1f",
+            held.id, self._alias, version, len(used), report.rows, report.tokens_trained, metrics["reward"],
+            report.loss, report.logprob_abs_diff_mean, report.seconds,
+        )  # fmt: skip
+        return candidate
+
+    def probes(self, candidate: Policy) -> list[tuple[int, ...]]:
+        """Return id sequences that the candidate was trained on: where a swap must show."""
+        found: list[tuple[int, ...]] = []
+        for name in self._store.trajectories.of_round(candidate.round_id or "", limit=4 * PROBES):
+            transcript = self._store.trajectories.read(name)
+            built = build_rows(name, self._store.trajectories.context_calls(transcript), 0.0)
+            found += [row.ids[:PROBE_TOKENS] for row in built.rows]
+        return found[:PROBES]
+
+    def _collect(self, groups: Sequence[Group]) -> tuple[list[TokenRow], dict[str, int], list[Group]]:
+        rows: list[TokenRow] = []
+        untrained: Counter[str] = Counter()
+        for group in groups:
+            members = [self._store.trajectories.read(name) for name in group.members]
+            verdicts = self._store.groups.verdicts(group.members)
+            scores = [verdicts[name].score or 0.0 for name in group.members]
+            for built in self.rows(members, scores):
+                rows += built.rows
+                untrained.update(built.untrained)
+        return rows, dict(untrained), list(groups)
+
+    def _reward(self, groups: Sequence[Group]) -> dict[str, float]:
+        names = [name for group in groups for name in group.members]
+        scores = [verdict.score or 0.0 for verdict in self._store.groups.verdicts(names).values()]
+        return {"reward": sum(scores) / len(scores) if scores else 0.0, "trajectories": len(names)}

@@ -1,0 +1,62 @@
+"""The trainer's settings: parsed once at the door, passed on as values, never read again.
+
+Unknown names are errors. Torch is not imported here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from trainer.learner_settings import LearnerSettings
+
+_LEARNER_FIELDS = {field.name for field in dataclasses.fields(LearnerSettings)}
+
+
+class TrainerSettings(BaseModel):
+    """What the trainer daemon needs to know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    store: str = Field(description="URL or SQLite path of the store")
+    model: str = Field(description="alias that agents ask for; versions are alias@1, alias@2, ...")
+    base_model: str = Field(description="folder or hub name of the base model, the one that vLLM serves")
+    vllm: tuple[str, ...] = Field(min_length=1, description="base URL of every vLLM replica, without /v1")
+    checkpoints: Path = Field(description="folder that gets one folder per version; vLLM must be able to read it")
+    judge: str = Field(pattern=r"^[\w.]+:\w+$", description="the judge, as module:function")
+    judge_attempts: int = Field(3, ge=1, description="tries before a group is dropped as judge_failed")
+    judge_retry_seconds: float = Field(5.0, ge=0, description="pause before a failed judge is asked again")
+    seal_after_idle_seconds: float = Field(60.0, gt=0, description="a trajectory this still is complete")
+    group_size: int = Field(8, ge=2, description="attempts at one task that are compared with each other")
+    group_least: int = Field(2, ge=2, description="smallest group that is worth comparing")
+    group_wait_seconds: float = Field(300.0, gt=0, description="a smaller group is formed after this long")
+    scale_by_std: bool = Field(True, description="divide advantages by the group's standard deviation")
+    groups_per_round: int = Field(16, ge=1, description="groups with a learning signal that start a round")
+    round_wait_seconds: float = Field(600.0, gt=0, description="a round starts with fewer groups after this long")
+    max_staleness: int = Field(8, ge=0, description="groups sampled more versions ago than this are dropped")
+    no_signal_alarm: int = Field(5, ge=1, description="groups in a row without variance that raise an alarm")
+    proof_tolerance: float = Field(0.1, gt=0, description="mean |served - trainer| logprob that proves a swap, nats")
+    keep_loaded: int = Field(2, ge=0, description="retired versions that stay loaded in vLLM")
+    lease_seconds: float = Field(30.0, gt=0, description="another trainer takes over this long after this one died")
+    poll_seconds: float = Field(0.25, gt=0, description="pause between looks at the store when there is no work")
+    learner: LearnerSettings = Field(default_factory=LearnerSettings, description="the LoRA learner")
+
+    @field_validator("learner", mode="before")
+    @classmethod
+    def _known_names(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            for name in value:
+                if name not in _LEARNER_FIELDS:
+                    raise ValueError(f"unknown setting {name}; known: {', '.join(sorted(_LEARNER_FIELDS))}")
+        return value
+
+    @field_validator("vllm")
+    @classmethod
+    def _plain_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} is not an http(s) URL, such as http://127.0.0.1:8000")
+        return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
