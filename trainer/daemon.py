@@ -49,7 +49,7 @@ class Daemon:
     """The trainer of one alias. `turn` does whatever is due once; `run` repeats it until `stop` is set."""
 
     def __init__(self, settings: TrainerSettings, store: Store, stop: threading.Event) -> None:
-        self._settings = settings
+        self.settings = settings
         self._store = store
         self._stop = stop
         self._replicas = [Replica(url) for url in settings.vllm]
@@ -70,7 +70,7 @@ class Daemon:
         )
         checkpoint.sweep(settings.checkpoints)
         self._version, resume_from = self._school.newest()
-        self._learner = Learner(
+        self.learner = Learner(
             settings.base_model, settings.learner, workdir=settings.checkpoints.parent, resume_from=resume_from
         )
         self._first_judged: float | None = None
@@ -93,11 +93,11 @@ class Daemon:
                 self._stop.wait(_PAUSE_AFTER_OUTAGE)
                 continue
             if not worked:
-                self._stop.wait(self._settings.poll_seconds)
+                self._stop.wait(self.settings.poll_seconds)
 
     def turn(self, now: float) -> bool:
         """Do everything that is due once; return whether there was anything."""
-        self._store.trajectories.seal_idle(now, self._settings.seal_after_idle_seconds)
+        self._store.trajectories.seal_idle(now, self.settings.seal_after_idle_seconds)
         grouped = self._group(now)
         scored = self._score(now)
         trained = self._train(now)
@@ -108,9 +108,9 @@ class Daemon:
     def _group(self, now: float) -> bool:
         plan = plan_groups(
             self._store.trajectories.sealed(limit=10 * _BATCH),
-            size=self._settings.group_size,
-            least=self._settings.group_least,
-            wait_seconds=self._settings.group_wait_seconds,
+            size=self.settings.group_size,
+            least=self.settings.group_least,
+            wait_seconds=self.settings.group_wait_seconds,
             now=now,
         )
         for planned in plan.groups:
@@ -128,15 +128,15 @@ class Daemon:
         return bool(ready)
 
     def _train(self, now: float) -> bool:
-        waiting = self._fresh(self._store.groups.judged(self._settings.model, limit=_BATCH))
+        waiting = self._fresh(self._store.groups.judged(self.settings.model, limit=_BATCH))
         if not waiting:
             self._first_judged = None
             return False
         self._first_judged = self._first_judged or now
-        enough = len(waiting) >= self._settings.groups_per_round
-        if not enough and now - self._first_judged < self._settings.round_wait_seconds:
+        enough = len(waiting) >= self.settings.groups_per_round
+        if not enough and now - self._first_judged < self.settings.round_wait_seconds:
             return False
-        candidate = self._school.hold_round(self._learner, waiting[: self._settings.groups_per_round], self._version)
+        candidate = self._school.hold_round(self.learner, waiting[: self.settings.groups_per_round], self._version)
         self._first_judged = None
         if candidate is not None:
             self._version = candidate.version
@@ -144,7 +144,7 @@ class Daemon:
 
     def _fresh(self, groups: Sequence[Group]) -> list[Group]:
         """Drop groups that were sampled too many versions ago; return the others."""
-        oldest = self._version - self._settings.max_staleness
+        oldest = self._version - self.settings.max_staleness
         fresh = []
         for group in groups:
             versions = [self._store.trajectories.get(name).version for name in group.members]
@@ -156,13 +156,13 @@ class Daemon:
 
     def _publish(self) -> bool:
         """Publish the newest candidate. Older ones were overtaken while vLLM was away: they are rejected."""
-        policies = self._store.policies.all(self._settings.model)
+        policies = self._store.policies.all(self.settings.model)
         candidates = [policy for policy in policies if policy.state is PolicyState.CANDIDATE]
         for overtaken in candidates[:-1]:
             self._store.policies.reject(overtaken.alias, overtaken.version, {"reason": "a newer version came first"})
         if not candidates:
             return False
-        self._publisher.publish(candidates[-1], self._probes(candidates[-1]), self._learner.score)
+        self._publisher.publish(candidates[-1], self._probes(candidates[-1]), self.learner.score)
         return True
 
     def _probes(self, candidate: Policy) -> list[tuple[int, ...]]:

@@ -43,14 +43,18 @@ def plan_groups(
         if run.purpose == "live":
             buckets.setdefault((run.alias, run.group_key), []).append(run)
     for (alias, key), runs in buckets.items():
-        runs.sort(key=lambda run: (run.sealed_at or 0.0, run.id))
+        runs.sort(key=lambda run: (_sealed_at(run), run.id))
         whole = len(runs) - len(runs) % size
         parts = [runs[start : start + size] for start in range(0, whole, size)]
         rest = runs[whole:]
-        tired = bool(rest) and now - (rest[0].sealed_at or now) >= wait_seconds
+        tired = bool(rest) and now - _sealed_at(rest[0]) >= wait_seconds
         if tired and len(rest) >= least:
             parts.append(rest)
         groups.extend(PlannedGroup(key, alias, tuple(run.id for run in part)) for part in parts)
         if tired and len(rest) < least:
             drops.extend((run.id, SINGLE) for run in rest)
     return GroupingPlan(groups=tuple(groups), drops=tuple(drops))
+
+
+def _sealed_at(run: Trajectory) -> float:
+    return run.last_active_at if run.sealed_at is None else run.sealed_at

@@ -90,6 +90,8 @@ class Learner:
     ) -> None:
         # huggingface_hub reads it once, when it is first imported, so it is set before any import that leads there.
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+        # The learner often shares its cores with the engine; OpenMP threads that spin while they wait then cost tenfold.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
         import torch
 

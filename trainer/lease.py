@@ -22,7 +22,7 @@ class Lease:
         self._store = store
         self._name = name
         self._seconds = seconds
-        self._owner = new_id(f"pid{os.getpid()}")
+        self.owner = new_id(f"pid{os.getpid()}")
         self._stop = threading.Event()
         self._lost = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
@@ -30,7 +30,7 @@ class Lease:
     def wait(self, stop: threading.Event) -> bool:
         """Wait until the lease is ours; False when `stop` came first."""
         waiting = False
-        while not self._store.leases.acquire(self._name, self._owner, self._seconds):
+        while not self._store.leases.acquire(self._name, self.owner, self._seconds):
             if not waiting:
                 log.info("event=lease_waiting name=%s", self._name)
                 waiting = True
@@ -54,12 +54,12 @@ class Lease:
         if self._thread.is_alive():
             self._thread.join()
         if not self._lost.is_set():
-            self._store.leases.release(self._name, self._owner)
+            self._store.leases.release(self._name, self.owner)
 
     def _renew(self) -> None:
         while not self._stop.wait(self._seconds / 4):
             try:
-                if not self._store.leases.acquire(self._name, self._owner, self._seconds):
+                if not self._store.leases.acquire(self._name, self.owner, self._seconds):
                     self._lost.set()
                     return
             except StoreUnavailable as error:

@@ -50,7 +50,7 @@ def _is_folder(model: str) -> bool:
 
 
 def _why_not(model: str, is_folder: bool, error: Exception) -> ModelNotFound | NotAModel:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     if is_folder:
         return NotAModel(
             f"{model} cannot be read as a causal language model with its tokenizer: {reason}; "

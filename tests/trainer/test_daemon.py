@@ -1,0 +1,235 @@
+"""The daemon, from shipped calls to a live version: a real learner on a tiny model, a real store, a scripted engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from store import Store, open_store
+from store.records import Policy
+from store.states import GroupState, RoundState, TrajectoryState
+from tests.records import begun, ended
+from tests.trainer import judge_samples
+from tests.trainer.scripted_engine import ScriptedEngine
+from trainer.checkpoint import newest_complete
+from trainer.daemon import Daemon
+from trainer.errors import CheckpointDamaged, LeaseLost
+from trainer.learner import Learner, LearnerSettings, RoundReport
+from trainer.lease import Lease
+from trainer.school import School
+from trainer.settings import TrainerSettings
+from trainer.tokens import TokenRow
+
+
+class Power:
+    """A power cut, right after the checkpoint is on disk and before the commit."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    def train_round(self, rows: Sequence[TokenRow]) -> RoundReport:
+        return self._learner.train_round(rows)
+
+    def score(self, rows: Sequence[TokenRow | Sequence[int]]) -> list[tuple[float, ...]]:
+        return self._learner.score(rows)
+
+    def save(self, folder: Path) -> None:
+        self._learner.save(folder)
+        raise KeyboardInterrupt
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(str(tmp_path / "store.db"))
+    opened.policies.register_base("agent", "base")
+    judge_samples.by_answer.clear()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[ScriptedEngine]:
+    made = ScriptedEngine(lambda name, ids: [0.0] * len(ids))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make_daemon(
+    store: Store, engine: ScriptedEngine, tiny_model: Path, tmp_path: Path
+) -> Iterator[Callable[[], Daemon]]:
+    made: list[Daemon] = []
+
+    def make() -> Daemon:
+        settings = TrainerSettings(
+            store=str(tmp_path / "store.db"),
+            model="agent",
+            base_model=str(tiny_model),
+            vllm=(engine.url,),
+            checkpoints=tmp_path / "checkpoints",
+            judge="tests.trainer.judge_samples:scripted",
+            group_size=2,
+            groups_per_round=2,
+            learner=LearnerSettings(learning_rate=1e-2),
+        )
+        daemon = Daemon(settings, store, threading.Event())
+        made.append(daemon)
+
+        def served(name: str, ids: Sequence[int]) -> Sequence[float]:
+            newest = list(engine.loaded)[-1:] == [name]  # older versions answer like the base
+            return daemon.learner.score([ids], adapter=newest)[0]
+
+        engine.scorer = served
+        return daemon
+
+    yield make
+    for daemon in made:
+        daemon.close()
+
+
+def agents_work(store: Store, task: str, scores: Sequence[float]) -> list[str]:
+    """One-call trajectories of one task, with the scores that the judge will give them."""
+    names = []
+    for number, score in enumerate(scores):
+        name = f"{task}-{number}"
+        judge_samples.by_answer[name] = score
+        start = begun(f"call_{name}", name, task=task)
+        ids = (10 + number, 11, 2)
+        reply = {"role": "assistant", "content": name}
+        store.calls.ship([ended(start, reply, prompt=(5, 6, 7), ids=ids)])
+        names.append(name)
+    return names
+
+
+def test_shipped_calls_become_a_live_version_that_is_proven_to_be_served(
+    store: Store, make_daemon: Callable[[], Daemon], engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    trained = agents_work(store, "a", [0.0, 1.0]) + agents_work(store, "b", [1.0, 0.0])
+    agents_work(store, "flat", [1.0, 1.0])
+    daemon = make_daemon()
+    daemon.turn(1000.0)
+    assert {store.trajectories.get(name).state for name in trained} == {TrajectoryState.TRAINED}
+    assert store.trajectories.drop_counts() == {"no_variance": 2}
+    live = store.policies.live()["agent"]
+    assert live.version == 1
+    assert list(engine.loaded) == ["agent@1"]
+    (held,) = store.rounds.page("agent")
+    assert (held.state, held.metrics["reward"], held.metrics["groups"]) == (RoundState.COMMITTED, 0.5, 2)
+    assert held.metrics["weight_change"] > 0
+    assert held.checkpoint == str(newest_complete(tmp_path / "checkpoints"))
+
+
+def test_a_round_waits_for_enough_groups_but_not_for_ever(store: Store, make_daemon: Callable[[], Daemon]) -> None:
+    agents_work(store, "a", [0.0, 1.0])
+    daemon = make_daemon()
+    daemon.turn(1000.0)
+    assert store.rounds.page("agent") == []
+    daemon.turn(1000.0 + 601.0)
+    assert store.policies.live()["agent"].version == 1
+
+
+def test_a_restarted_trainer_goes_on_from_the_last_commit(
+    store: Store, make_daemon: Callable[[], Daemon], tmp_path: Path
+) -> None:
+    agents_work(store, "a", [0.0, 1.0])
+    agents_work(store, "b", [0.0, 1.0])
+    make_daemon().turn(1000.0)
+    agents_work(store, "c", [0.0, 1.0])
+    agents_work(store, "d", [0.0, 1.0])
+    again = make_daemon()
+    assert again.learner.step == 1
+    again.turn(2000.0)
+    assert store.policies.live()["agent"].version == 2
+    assert [round.from_version for round in store.rounds.page("agent")] == [1, 0]
+
+
+def test_a_power_cut_between_checkpoint_and_commit_trains_nothing_twice(
+    store: Store, make_daemon: Callable[[], Daemon], tiny_model: Path, tmp_path: Path
+) -> None:
+    names = agents_work(store, "a", [0.0, 1.0]) + agents_work(store, "b", [0.0, 1.0])
+    daemon = make_daemon()
+    waiting = TrainerSettings.model_validate(daemon.settings.model_dump() | {"groups_per_round": 9})
+    Daemon(waiting, store, threading.Event()).turn(1000.0)
+    groups = store.groups.judged("agent")
+    school = School(store, "agent", tmp_path / "checkpoints", scale_by_std=True)
+    with pytest.raises(KeyboardInterrupt):
+        school.hold_round(Power(daemon.learner), groups, 0)
+    assert newest_complete(tmp_path / "checkpoints") is not None
+    assert {store.groups.get(group.id).state for group in groups} == {GroupState.JUDGED}
+
+    again = make_daemon()
+    assert again.learner.step == 0
+    again.turn(1000.0)
+    assert {store.trajectories.get(name).state for name in names} == {TrajectoryState.TRAINED}
+    assert [(held.state, held.to_version) for held in store.rounds.page("agent")] == [
+        (RoundState.COMMITTED, 1),
+        (RoundState.ABANDONED, None),
+    ]
+
+
+def test_a_damaged_checkpoint_stops_the_trainer_with_its_path(
+    store: Store, make_daemon: Callable[[], Daemon], tmp_path: Path
+) -> None:
+    agents_work(store, "a", [0.0, 1.0])
+    agents_work(store, "b", [0.0, 1.0])
+    make_daemon().turn(1000.0)
+    (tmp_path / "checkpoints" / "0001" / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointDamaged, match="0001"):
+        make_daemon()
+
+
+def test_groups_that_are_too_old_are_dropped_as_stale(store: Store, make_daemon: Callable[[], Daemon]) -> None:
+    for task in "abcd":
+        agents_work(store, task, [0.0, 1.0])
+    daemon = make_daemon()
+    strict = TrainerSettings.model_validate(daemon.settings.model_dump() | {"max_staleness": 0})
+    trainer = Daemon(strict, store, threading.Event())
+    trainer.turn(1000.0)
+    trainer.turn(1001.0)
+    assert store.trajectories.drop_counts() == {"stale": 4}
+    trainer.close()
+
+
+def test_a_candidate_that_a_dead_trainer_left_is_published_by_the_next(
+    store: Store, make_daemon: Callable[[], Daemon], engine: ScriptedEngine
+) -> None:
+    agents_work(store, "a", [0.0, 1.0])
+    agents_work(store, "b", [0.0, 1.0])
+    daemon = make_daemon()
+    waiting = TrainerSettings.model_validate(daemon.settings.model_dump() | {"groups_per_round": 9})
+    idle = Daemon(waiting, store, threading.Event())
+    idle.turn(1000.0)
+    school = School(store, "agent", daemon.settings.checkpoints, scale_by_std=True)
+    left = school.hold_round(daemon.learner, store.groups.judged("agent"), 0)
+    assert isinstance(left, Policy)
+    make_daemon().turn(1001.0)
+    assert store.policies.live()["agent"].version == 1
+    idle.close()
+
+
+def test_one_trainer_leads_and_another_takes_over(store: Store) -> None:
+    stop = threading.Event()
+    with Lease(store, "trainer:agent", seconds=5.0) as first:
+        assert first.wait(stop)
+        second = Lease(store, "trainer:agent", seconds=5.0)
+        threading.Timer(0.1, stop.set).start()
+        assert not second.wait(stop)
+    with Lease(store, "trainer:agent", seconds=5.0) as third:
+        assert third.wait(threading.Event())
+
+
+def test_a_trainer_whose_lease_was_taken_stops(store: Store) -> None:
+    with Lease(store, "trainer:agent", seconds=0.2) as lease:
+        assert lease.wait(threading.Event())
+        lease.check()
+        for _ in range(100):  # whoever may write to the store can take it
+            store.leases.release("trainer:agent", lease.owner)
+            if store.leases.acquire("trainer:agent", "thief", seconds=60.0):
+                break
+        with pytest.raises(LeaseLost):  # noqa: PT012  the renewing thread needs a moment to find out
+            for _ in range(200):
+                lease.check()
+                threading.Event().wait(0.01)

@@ -1,0 +1,112 @@
+"""Judges are suspects: a failure is a state, a flat group is loud."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from store import Store, open_store
+from store.records import Group
+from store.states import GroupState
+from tests.records import answered_trajectory
+from tests.trainer import judge_samples
+from trainer.errors import JudgeError
+from trainer.judges.function import FunctionJudge
+from trainer.scorekeeper import Scorekeeper
+
+HERE = "tests.trainer.judge_samples"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(str(tmp_path / "store.db"))
+    yield opened
+    opened.close()
+
+
+def ready_group(store: Store, answers: dict[str, Any]) -> Group:
+    """A ready group whose members said the keys of `answers`; the scripted judge gives the values."""
+    judge_samples.by_answer.clear()
+    judge_samples.by_answer.update(answers)
+    start = len(store.trajectories.page())
+    names = [f"t{start + number}" for number in range(len(answers))]
+    for name, answer in zip(names, answers, strict=True):
+        answered_trajectory(store, name, answer)
+    store.trajectories.seal_idle(now=100.0, idle_seconds=1.0)
+    return store.groups.form("k", "agent", names, now=101.0)
+
+
+def keeper(store: Store, **changes: Any) -> Scorekeeper:
+    settings: dict[str, Any] = {"attempts": 2, "retry_seconds": 5.0, "alarm_after": 2} | changes
+    return Scorekeeper(store, FunctionJudge(f"{HERE}:scripted"), **settings)
+
+
+def score(store: Store, keep: Scorekeeper, group: Group, now: float = 102.0) -> Group:
+    keep.score(store.groups.get(group.id), [store.trajectories.read(name) for name in group.members], now)
+    return store.groups.get(group.id)
+
+
+def test_a_function_gets_only_what_it_names(store: Store) -> None:
+    group = ready_group(store, {"Oslo": 0, "Rome!": 0})
+    verdicts = FunctionJudge(f"{HERE}:length").judge(group.id, [store.trajectories.read(n) for n in group.members])
+    assert [verdict.score for verdict in verdicts] == [4.0, 5.0]
+    assert len(verdicts[0].judge_version) == 16
+
+
+def test_components_and_explanation_are_kept(store: Store) -> None:
+    rich = {"score": 0.5, "components": {"format": 1}, "explanation": "half right"}
+    group = score(store, keeper(store), ready_group(store, {"a": rich, "b": True}))
+    verdict = store.groups.verdicts(group.members)[group.members[0]]
+    assert (verdict.score, verdict.components, verdict.explanation) == (0.5, {"format": 1.0}, "half right")
+    assert group.state is GroupState.JUDGED
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [ValueError("no idea"), None, float("nan"), "high", {"components": {}}, {"score": 1, "components": {"x": "y"}}],
+    ids=["exception", "nothing", "nan", "text", "no score", "bad component"],
+)
+def test_a_judge_failure_is_never_a_score(store: Store, bad: Any) -> None:
+    group = score(store, keeper(store), ready_group(store, {"a": 1.0, "b": bad}))
+    assert (group.state, group.failures) == (GroupState.READY, 1)
+    assert list(store.groups.verdicts(group.members)) == [group.members[0]]
+
+
+def test_a_group_that_cannot_be_judged_is_dropped_loudly_not_scored_zero(store: Store) -> None:
+    group = ready_group(store, {"a": ValueError("no idea"), "b": 1.0})
+    keep = keeper(store)
+    score(store, keep, group)
+    group = score(store, keep, group, now=110.0)
+    assert (group.state, group.drop_reason) == (GroupState.DROPPED, "judge_failed")
+    (alarm,) = store.alarms.standing()
+    assert "no idea" in alarm.reason
+    assert "dropped, not scored 0" in alarm.reason
+
+
+def test_groups_without_variance_are_an_alarm_that_names_judge_score_and_group(store: Store) -> None:
+    keep = keeper(store)
+    first = score(store, keep, ready_group(store, {"a": 0.0, "b": 0.0}))
+    assert (first.drop_reason, store.alarms.standing()) == ("no_variance", [])
+    second = score(store, keep, ready_group(store, {"c": 0.0, "d": 0.0}))
+    (alarm,) = store.alarms.standing()
+    assert alarm.reason.startswith(f"last 2 groups: no variance, judge {HERE}:scripted gave 0 to all 4 trajectories")
+    assert second.id in alarm.reason
+    score(store, keep, ready_group(store, {"e": 0.0, "f": 1.0}))
+    assert store.alarms.standing() == []
+
+
+@pytest.mark.parametrize(
+    ("entry_point", "says"),
+    [
+        ("no.such.module:judge", "no.such"),
+        (f"{HERE}:missing", "missing"),
+        (f"{HERE}:not_a_function", "not a function"),
+        (f"{HERE}:needs_more", "may take trajectory, response, task"),
+    ],
+)
+def test_a_judge_that_cannot_be_used_is_refused_at_start(entry_point: str, says: str) -> None:
+    with pytest.raises(JudgeError, match=says):
+        FunctionJudge(entry_point)

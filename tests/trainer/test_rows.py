@@ -1,0 +1,113 @@
+"""Which tokens are trained: those that the engine sampled in this trajectory's answered calls, each once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from store.records import Call, Choice, pack_ids, pack_logprobs
+from store.states import CallState
+from trainer.rows import build_rows
+
+
+def choice(ids: tuple[int, ...], index: int = 0, logprobs: tuple[float, ...] | None = None) -> Choice:
+    sampled = logprobs if logprobs is not None else tuple(-0.5 for _ in ids)
+    return Choice(index=index, finish_reason="stop", ids=pack_ids(ids), logprobs=pack_logprobs(sampled))
+
+
+def call(name: str, prompt: tuple[int, ...], *answers: Choice, **changes: Any) -> Call:
+    values: dict[str, Any] = {
+        "id": name, "trajectory_id": "t", "state": CallState.ANSWERED, "alias": "a", "version": 1, "dialect": "chat",
+        "streamed": False, "linked_by": "root", "parent_call": None, "parent_choice": 0, "role": None,
+        "sampling": {"temperature": 1.0}, "prompt_node": "", "tools_hash": "", "context": "root",
+        "prompt_ids": pack_ids(prompt), "prompt_tokens": len(prompt), "completion_tokens": 0, "started_at": 0.0,
+        "first_byte_at": None, "ended_at": 1.0, "status": 200, "untrainable": None, "error": None, "choices": answers,
+    }  # fmt: skip
+    return Call(**(values | changes))
+
+
+def test_token_exact_calls_are_one_row() -> None:
+    calls = [
+        call("1", (1, 2), choice((3, 4))),
+        call("2", (5,), choice((6,)), parent_call="1", context="exact"),
+        call("3", (7, 8), choice((9,)), parent_call="2", context="exact"),
+    ]
+    (row,) = build_rows("t", calls, 0.5).rows
+    assert row.ids == (1, 2, 3, 4, 5, 6, 7, 8, 9)
+    assert row.mask == (0, 0, 1, 1, 0, 1, 0, 0, 1)
+    assert row.logprobs == (0, 0, -0.5, -0.5, 0, -0.5, 0, 0, -0.5)
+    assert row.advantage == 0.5
+
+
+def test_a_fork_begins_a_row_of_its_own() -> None:
+    calls = [
+        call("1", (1, 2), choice((3,))),
+        call("2", (1, 9, 9), choice((6,)), parent_call="1", context="fork"),
+    ]
+    rows = build_rows("t", calls, 1.0).rows
+    assert [(row.ids, row.mask) for row in rows] == [((1, 2, 3), (0, 0, 1)), ((1, 9, 9, 6), (0, 0, 0, 1))]
+
+
+def test_a_shared_context_is_trained_once() -> None:
+    calls = [
+        call("1", (1,), choice((2,))),
+        call("2", (3,), choice((4,)), parent_call="1", context="exact"),
+        call("3", (5,), choice((6,)), parent_call="1", context="exact"),
+    ]
+    rows = build_rows("t", calls, 1.0).rows
+    assert sum(sum(row.mask) for row in rows) == 3
+    trained = [token for row in rows for token, mark in zip(row.ids, row.mask, strict=True) if mark]
+    assert sorted(trained) == [2, 4, 6]
+
+
+def test_a_continued_trajectory_trains_only_its_own_tokens() -> None:
+    earlier = call("1", (1,), choice((2,)), trajectory_id="before")
+    own = call("2", (3,), choice((4,)), parent_call="1", context="exact")
+    (row,) = build_rows("t", [earlier, own], 1.0).rows
+    assert (row.ids, row.mask) == ((1, 2, 3, 4), (0, 0, 0, 1))
+
+
+def test_what_may_not_be_trained_is_counted_with_its_reason() -> None:
+    calls = [
+        call("1", (1,), choice((2, 3)), state=CallState.ABORTED),
+        call("2", (1,), choice((2,)), sampling={"temperature": 0}),
+        call("3", (1,), choice((2, 3, 4), logprobs=(-1.0,))),
+        call("4", (1,), choice((2,)), untrainable="image"),
+        call("5", (1,), choice((2,)), context="exact", parent_call="lost"),
+    ]
+    built = build_rows("t", calls, 1.0)
+    assert built.rows == ()
+    assert built.untrained == {
+        "aborted": 2,
+        "greedy": 1,
+        "ids and logprobs differ in number": 3,
+        "image": 1,
+        "context unknown": 1,
+    }
+
+
+def test_of_several_answers_the_one_that_the_agent_took_is_trained() -> None:
+    calls = [
+        call("1", (1,), choice((2,)), choice((3,), index=1)),
+        call("2", (4,), choice((5,)), parent_call="1", parent_choice=1, context="exact"),
+    ]
+    built = build_rows("t", calls, 1.0)
+    assert [row.ids for row in built.rows] == [(1, 3, 4, 5)]
+    assert built.untrained == {"answer not taken": 1}
+
+
+def test_a_row_has_one_temperature() -> None:
+    calls = [
+        call("1", (1,), choice((2,)), sampling={"temperature": 0.5}),
+        call("2", (3,), choice((4,)), parent_call="1", context="exact", sampling={}),
+    ]
+    rows = build_rows("t", calls, 1.0).rows
+    assert {(row.temperature, row.ids, row.mask) for row in rows} == {
+        (1.0, (1, 2, 3, 4), (0, 0, 0, 1)),
+        (0.5, (1, 2), (0, 1)),
+    }
+
+
+def test_a_bent_distribution_gets_no_importance_weight() -> None:
+    (bent,) = build_rows("t", [call("1", (1,), choice((2,)), sampling={"top_p": 0.9})], 1.0).rows
+    (plain,) = build_rows("t", [call("1", (1,), choice((2,)), sampling={"top_p": 1, "top_k": -1})], 1.0).rows
+    assert (bent.importance, plain.importance) == (False, True)
