@@ -32,6 +32,10 @@ class Doors:
             rows = connection.execute(sa.select(table).where(table.c.beat_at >= since)).all()
         return [Door(**{name: getattr(row, name) for name in Door.__struct_fields__}) for row in rows]
 
+    def shipped_until(self, now: float, since: float) -> float:
+        """Return the moment up to which every open proxy has shipped what it recorded; `now` where none is open."""
+        return min([now, *(door.shipped_until for door in self.open(since))])
+
     def close(self, door_id: str) -> None:
         """Forget a proxy that has stopped."""
         with write(self._engine) as connection:

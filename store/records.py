@@ -153,6 +153,7 @@ class Door(Record, frozen=True):
     url: str
     live: Mapping[str, int]  # alias -> version that new trajectories begin on
     pins: Mapping[str, int]  # "alias@version" -> open trajectories pinned to it
+    shipped_until: float  # everything that it recorded before this moment is in the store
     beat_at: float
 
 

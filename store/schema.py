@@ -226,6 +226,7 @@ doors = sa.Table(
     sa.Column("url", sa.Text, nullable=False),
     sa.Column("live", _JSON, nullable=False),
     sa.Column("pins", _JSON, nullable=False),
+    sa.Column("shipped_until", _TIME, nullable=False),
     sa.Column("beat_at", _TIME, nullable=False),
 )
 

@@ -33,7 +33,7 @@ from trainer.grouping import plan_groups
 from trainer.judges.function import FunctionJudge
 from trainer.learner import Learner
 from trainer.lease import Lease
-from trainer.publisher import Publisher
+from trainer.publisher import DOOR_SILENCE, Publisher
 from trainer.school import STALE, School
 from trainer.scorekeeper import Scorekeeper
 from trainer.settings import TrainerSettings
@@ -97,7 +97,9 @@ class Daemon:
 
     def turn(self, now: float) -> bool:
         """Do everything that is due once; return whether there was anything."""
-        self._store.trajectories.seal_idle(now, self.settings.seal_after_idle_seconds)
+        # Stillness is counted in what the proxies have shipped, not in what the clock says: a record may be on its way.
+        shipped = self._store.doors.shipped_until(now, since=now - DOOR_SILENCE)
+        self._store.trajectories.seal_idle(shipped, self.settings.seal_after_idle_seconds)
         grouped = self._group(now)
         scored = self._score(now)
         trained = self._train(now)
@@ -136,7 +138,9 @@ class Daemon:
         enough = len(waiting) >= self.settings.groups_per_round
         if not enough and now - self._first_judged < self.settings.round_wait_seconds:
             return False
-        candidate = self._school.hold_round(self.learner, waiting[: self.settings.groups_per_round], self._version)
+        # The newest first: where more comes in than can be trained, the rest grows stale, not what is used.
+        newest = waiting[-self.settings.groups_per_round :]
+        candidate = self._school.hold_round(self.learner, newest, self._version)
         self._first_judged = None
         if candidate is not None:
             self._version = candidate.version

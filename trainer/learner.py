@@ -90,7 +90,7 @@ class Learner:
     ) -> None:
         # huggingface_hub reads it once, when it is first imported, so it is set before any import that leads there.
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-        # The learner often shares its cores with the engine; OpenMP threads that spin while they wait then cost tenfold.
+        # The learner often shares its cores with the engine; OpenMP threads that spin while they wait are costly then.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
         import torch
@@ -118,7 +118,7 @@ class Learner:
         began = self._clock()
         self._check_signal(rows)
         for row in rows:
-            self._check_fits(row.ids, row.temperature, row.trajectory_id)
+            self._check_fits(row.ids, f"row of trajectory {row.trajectory_id}", row.temperature)
         before = {name: p.detach().clone() for name, p in self._trainer.lora_parameters().items()}
         # All logprobs of the round's first policy come before its first step.
         prepared = [self._trainer.prepare(part) for part in self._parts(rows)]
@@ -152,19 +152,16 @@ class Learner:
         does not fit the model.
         """
         sequences = [tuple(row.ids if isinstance(row, TokenRow) else row) for row in rows]
-        scored: list[tuple[float, ...]] = [()] * len(sequences)
-        # A sequence of fewer than two tokens has nothing to score.
         for index, ids in enumerate(sequences):
-            self._check_fits(ids, 1.0, f"number {index}")
-            scored[index] = (0.0,) * len(ids)
+            self._check_fits(ids, f"sequence {index}")
+        # A sequence of fewer than two tokens has nothing to score.
+        scored: list[tuple[float, ...]] = [(0.0,) * len(ids) for ids in sequences]
         longer = [index for index, ids in enumerate(sequences) if len(ids) > 1]
-        lengths = [len(sequences[index]) for index in longer]
-        for batch in split_by_budget(lengths, self._settings.token_budget):
+        for batch in split_by_budget([len(sequences[index]) for index in longer], self._settings.token_budget):
             members = [longer[place] for place in batch]
-            for index, logprobs in zip(
-                members, self._score_batch([sequences[i] for i in members], adapter), strict=True
-            ):
-                scored[index] = logprobs
+            logprobs = self._score_batch([sequences[index] for index in members], adapter)
+            for index, row_logprobs in zip(members, logprobs, strict=True):
+                scored[index] = row_logprobs
         return scored
 
     def save(self, folder: Path) -> None:
@@ -187,17 +184,17 @@ class Learner:
                 f"all advantages of the round's {len(rows)} rows are 0: no score differed in its group"
             )
 
-    def _check_fits(self, ids: Sequence[int], temperature: float, name: str) -> None:
+    def _check_fits(self, ids: Sequence[int], what: str, temperature: float = 1.0) -> None:
         config = self._trainer.model.config.get_text_config()
         vocabulary = self._trainer.model.get_input_embeddings().weight.shape[0]
         longest = getattr(config, "max_position_embeddings", None)
         if not all(0 <= token < vocabulary for token in ids):
-            raise RowError(f"row of trajectory {name}: a token id is outside the base model's {vocabulary} ids")
+            raise RowError(f"{what}: a token id is outside the base model's {vocabulary} ids")
         if longest is not None and len(ids) > longest:
-            raise RowError(f"row of trajectory {name}: {len(ids)} tokens exceed the base model's {longest} positions")
+            raise RowError(f"{what}: {len(ids)} tokens exceed the base model's {longest} positions")
         if temperature != 1.0 and getattr(config, "final_logit_softcapping", None):
             raise RowError(
-                f"row of trajectory {name}: temperature {temperature} cannot be applied to a base model that caps its "
+                f"{what}: temperature {temperature} cannot be applied to a base model that caps its "
                 "logits; sample at temperature 1"
             )
 
@@ -211,15 +208,13 @@ class Learner:
         return [shuffled[part::count] for part in range(count)]
 
     def _score_batch(self, sequences: Sequence[tuple[int, ...]], adapter: bool) -> list[tuple[float, ...]]:
-        micro = self._collate_for_scoring(sequences)
-        logprobs = self._trainer.token_logprobs(micro, adapter=adapter).tolist()  # (N, T)
-        return [(0.0, *row[: len(ids) - 1]) for ids, row in zip(sequences, logprobs, strict=True)]
-
-    def _collate_for_scoring(self, sequences: Sequence[tuple[int, ...]]) -> Micro:
         from trainer import loss
 
+        # The rows are only scored: all tokens but the first count, and the recorded logprobs are never read.
         rows = [TokenRow("", ids, (0, *(1,) * (len(ids) - 1)), (0.0,) * len(ids), advantage=0.0) for ids in sequences]
-        return loss.collate(rows, pad_id=0, device=self._trainer.accelerator.device)
+        micro = loss.collate(rows, pad_id=0, device=self._trainer.accelerator.device)
+        logprobs = self._trainer.token_logprobs(micro, adapter=adapter).tolist()  # (N, T)
+        return [(0.0, *row[: len(ids) - 1]) for ids, row in zip(sequences, logprobs, strict=True)]
 
     def _distance_from(self, before: dict[str, torch.Tensor]) -> float:
         after = self._trainer.lora_parameters()

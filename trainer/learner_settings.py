@@ -35,7 +35,8 @@ class LearnerSettings:
     token_budget                 padded tokens per micro-batch: memory, never the result
     gradient_checkpointing       trade a third more time for much less activation memory
     seed                         of the adapter's first weights and of the shuffle
-    threads                      CPU threads of torch, None = torch's own choice
+    threads                      CPU threads of torch, None = torch's own choice; 1 is by far the fastest for models of
+                                 a few million parameters, and where the engine runs on the same cores
     """
 
     rank: int = 8

@@ -32,7 +32,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from trainer import policy_model
-from trainer.errors import TrainingDiverged
+from trainer.errors import SettingError, TrainingDiverged
 from trainer.learner_settings import LearnerSettings
 from trainer.tokens import TokenRow, split_by_budget
 from trainer.trl_without_vllm import GRPOConfig, GRPOTrainer
@@ -249,6 +249,7 @@ def build(base_model: str, settings: LearnerSettings, output_dir: Path) -> Recor
     """The trainer over a fresh LoRA adapter, on the GPU in bf16 if there is one, else on the CPU in fp32.
 
     LoRA parameters are fp32 on both: under AdamW at 1e-5 most updates are below bf16's resolution and would be lost.
+    Raises ModelNotFound, NotAModel, or SettingError for target_modules that the model does not have.
     """
     on_cpu = not torch.cuda.is_available()
     model, tokenizer = policy_model.load(base_model, dtype=torch.float32 if on_cpu else torch.bfloat16)
@@ -278,4 +279,10 @@ def build(base_model: str, settings: LearnerSettings, output_dir: Path) -> Recor
         report_to="none",
         save_strategy="no",
     )
-    return RecordedGRPOTrainer(model, args, tokenizer, lora, settings)
+    try:
+        return RecordedGRPOTrainer(model, args, tokenizer, lora, settings)
+    except ValueError as error:  # peft knows no such layer, or TRL cannot train it
+        raise SettingError(
+            f"learner setting target_modules is {targets!r}, which does not fit {base_model}: {error}; "
+            'use "all-linear" or names of its linear layers, such as q_proj'
+        ) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import fmean
 
 
@@ -29,19 +30,29 @@ class Proof:
 
 
 def prove(
-    trainer_new: Sequence[float], served_new: Sequence[float], served_old: Sequence[float], *, tolerance: float
+    trainer_new: Sequence[float],
+    served_new: Sequence[float],
+    served_old: Sequence[float | None],
+    *,
+    tolerance: float,
 ) -> Proof:
-    """Compare (T,) logprobs of the probe tokens under the new version, as trained and as served, and the old one's.
+    """Compare (T,) logprobs of the same tokens under the new version, as trained and as served, and the old one's.
 
-    Holds when the served ones lie within `tolerance` of the trainer's on average, are not the old version's, and are
-    nearer to the trainer's than the old ones wherever the step is larger than the noise between the two machines.
+    None in `served_old`: the old version holds the token too unlikely to tell. Holds when the served ones lie within
+    `tolerance` of the trainer's on average, are not the old version's, and are nearer to the trainer's than the old
+    ones wherever the step is larger than the noise between the two machines.
     """
-    near = [abs(a - b) for a, b in zip(served_new, trainer_new, strict=True)]
-    moved = [abs(a - b) for a, b in zip(served_new, served_old, strict=True)]
-    before = [abs(a - b) for a, b in zip(served_old, trainer_new, strict=True)]
+    near = [abs(new - trained) for new, trained in zip(served_new, trainer_new, strict=True)]
+    known = [
+        (abs(new - old), abs(old - trained))
+        for new, old, trained in zip(served_new, served_old, trainer_new, strict=True)
+        if old is not None
+    ]
     if not near:
         return Proof("there was no probe to compare", 0, 0.0, 0.0, 0.0, 0.0)
-    error, change, old_error = fmean(near), fmean(moved), fmean(before)
+    error = fmean(near)
+    change = fmean(moved for moved, _ in known) if known else inf
+    old_error = fmean(before for _, before in known) if known else inf
     reason = None
     if error > tolerance:
         reason = f"served logprobs lie {error:.4f} nats from the trainer's, more than the tolerance of {tolerance}"

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 Score = Callable[[Sequence[Sequence[int]]], list[tuple[float, ...]]]
 
+_TOKENS = 3  # likeliest next tokens compared after each probe
+_OLD_TOKENS = 20  # of the live version, so that those are among them; vLLM gives no more by default
 DOOR_SILENCE = 10.0  # seconds after which a proxy that does not beat counts as gone
 
 
@@ -41,20 +43,19 @@ class Publisher:
     def publish(self, candidate: Policy, probes: Sequence[Sequence[int]], score: Score) -> bool:
         """Load, prove and promote a candidate; return whether it is live now.
 
-        `probes` are id sequences, `score` the trainer's own logprobs for them. Raises EngineUnreachable when a replica
-        does not answer: the candidate stays one, and publishing it again is safe.
+        `probes` are id sequences, `score` the trainer's own logprobs of every id of a sequence. Raises
+        EngineUnreachable when a replica does not answer: the candidate stays one, and publishing it again is safe.
         """
         live = self._store.policies.live().get(self._alias)
         if live is None:
             raise AdapterRefused(f"alias {self._alias} has no base version in the store: start `ratchet proxy` first")
         if candidate.adapter is None:
             raise AdapterRefused(f"{candidate.served_name} has no adapter folder")
-        expected = score(probes)
         proofs: dict[str, Proof] = {}
         for replica in self._replicas:
             try:
                 replica.load(candidate.served_name, Path(candidate.adapter))
-                proofs[replica.url] = self._prove(replica, candidate, live, probes, expected)
+                proofs[replica.url] = self._prove(replica, candidate, live, probes, score)
             except AdapterRefused as refusal:
                 return self._reject(candidate, str(refusal), proofs)
             if not proofs[replica.url].holds:
@@ -79,8 +80,8 @@ class Publisher:
         old = [p for p in policies if p.state in (PolicyState.RETIRED, PolicyState.REJECTED) and p.adapter]
         pinned = {name for door in doors for name, count in door.pins.items() if count}
         spare = [p for p in old[: len(old) - self._keep_loaded or None] if f"{p.alias}@{p.version}" not in pinned]
-        unloaded = []
-        for replica in self._replicas:
+        unloaded: list[str] = []
+        for replica in self._replicas if spare else ():
             served = set(replica.models())
             for policy in spare:
                 if policy.served_name in served:
@@ -90,27 +91,21 @@ class Publisher:
         return unloaded
 
     def _prove(
-        self,
-        replica: Replica,
-        candidate: Policy,
-        live: Policy,
-        probes: Sequence[Sequence[int]],
-        expected: Sequence[Sequence[float]],
+        self, replica: Replica, candidate: Policy, live: Policy, probes: Sequence[Sequence[int]], score: Score
     ) -> Proof:
-        trainer_new: list[float] = []
-        served_new: list[float] = []
-        served_old: list[float] = []
-        for ids, logprobs in zip(probes, expected, strict=True):
-            trainer_new += logprobs[1:]
-            served_new += replica.score(candidate.served_name, ids)[1:]
-            served_old += self._score_live(replica, live, ids)[1:]
-        return prove(trainer_new, served_new, served_old, tolerance=self._tolerance)
-
-    def _score_live(self, replica: Replica, live: Policy, ids: Sequence[int]) -> tuple[float, ...]:
-        """Score under the live version, loading it again where the replica was restarted."""
-        if live.adapter is not None:
+        """Compare the next-token logprobs after each probe: as served, as trained, and as the live version has them."""
+        if live.adapter is not None:  # a replica that was restarted has lost it
             replica.load(live.served_name, Path(live.adapter))
-        return replica.score(live.served_name, ids)
+        served = replica.next_logprobs(candidate.served_name, probes, _TOKENS)
+        old = replica.next_logprobs(live.served_name, probes, _OLD_TOKENS)
+        places = [(place, token) for place, likeliest in enumerate(served) for token in likeliest]
+        trained = score([(*probes[place], token) for place, token in places])
+        return prove(
+            trainer_new=[logprobs[-1] for logprobs in trained],
+            served_new=[served[place][token] for place, token in places],
+            served_old=[old[place].get(token) for place, token in places],
+            tolerance=self._tolerance,
+        )
 
     def _reject(self, candidate: Policy, reason: str, proofs: dict[str, Proof]) -> bool:
         self._store.policies.reject(self._alias, candidate.version, _evidence(proofs) | {"reason": reason})

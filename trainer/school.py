@@ -28,8 +28,10 @@ log = logging.getLogger(__name__)
 
 UNTRAINABLE = "untrainable"
 STALE = "stale"
-PROBES = 4  # sequences that a swap is proven on
-PROBE_TOKENS = 512  # of each probe at most
+# A swap is proven on so many contexts of so many trained rows, each of at most so many tokens.
+_PROBED_ROWS = 6
+_PROBES_A_ROW = 3
+_PROBE_TOKENS = 512
 
 
 class Pupil(Protocol):
@@ -106,13 +108,16 @@ class School:
         return candidate
 
     def probes(self, candidate: Policy) -> list[tuple[int, ...]]:
-        """Return id sequences that the candidate was trained on: where a swap must show."""
+        """Return contexts from which the candidate's trained tokens were sampled: where a swap must show."""
         found: list[tuple[int, ...]] = []
-        for name in self._store.trajectories.of_round(candidate.round_id or "", limit=4 * PROBES):
+        for name in self._store.trajectories.of_round(candidate.round_id or "", limit=2 * _PROBED_ROWS):
             transcript = self._store.trajectories.read(name)
-            built = build_rows(name, self._store.trajectories.context_calls(transcript), 0.0)
-            found += [row.ids[:PROBE_TOKENS] for row in built.rows]
-        return found[:PROBES]
+            for row in build_rows(name, self._store.trajectories.context_calls(transcript), 0.0).rows:
+                sampled = [place for place, carries in enumerate(row.mask[:_PROBE_TOKENS]) if carries]
+                found += [
+                    row.ids[: sampled[len(sampled) * part // _PROBES_A_ROW]] for part in range(_PROBES_A_ROW) if sampled
+                ]
+        return found[: _PROBED_ROWS * _PROBES_A_ROW]
 
     def _collect(self, groups: Sequence[Group]) -> tuple[list[TokenRow], dict[str, int], list[Group]]:
         rows: list[TokenRow] = []

@@ -138,8 +138,10 @@ def test_an_alarm_counts_up_and_stays_readable_after_it_is_cleared(store: Store)
 
 
 def test_doors_tell_what_they_hold_until_they_close(store: Store) -> None:
-    store.doors.beat(Door(id="d1", url="http://x", live={"agent": 1}, pins={"agent@0": 2}, beat_at=10.0))
-    store.doors.beat(Door(id="d1", url="http://x", live={"agent": 2}, pins={}, beat_at=11.0))
+    store.doors.beat(
+        Door(id="d1", url="http://x", live={"agent": 1}, pins={"agent@0": 2}, shipped_until=1.0, beat_at=10.0)
+    )
+    store.doors.beat(Door(id="d1", url="http://x", live={"agent": 2}, pins={}, shipped_until=1.0, beat_at=11.0))
     (door,) = store.doors.open(since=10.5)
     assert (door.live, door.pins) == ({"agent": 2}, {})
     store.doors.close("d1")

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Scorer = Callable[[str, Sequence[int]], Sequence[float]]
+Scorer = Callable[[str, Sequence[int]], float]
 
 
 class ScriptedEngine:
-    """An HTTP server on a free port; `scorer(name, ids)` gives T logprobs, the first of which is ignored."""
+    """An HTTP server on a free port; `scorer(name, ids)` gives the logprob of the last id."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer = scorer
@@ -64,7 +64,12 @@ class ScriptedEngine:
             self.loaded.pop(body["lora_name"], None)
             self.log.append(f"unload {body['lora_name']}")
             return 200, {}
-        ids = body["prompt"]
-        logprobs = self.scorer(body["model"], ids)
-        entries = [{str(token): {"logprob": value}} for token, value in zip(ids, logprobs, strict=True)]
-        return 200, {"choices": [{"prompt_logprobs": [None, *entries[1:]]}]}
+        choices = [
+            {"index": index, "logprobs": {"top_logprobs": [self._likeliest(body["model"], ids, body["logprobs"])]}}
+            for index, ids in enumerate(body["prompt"])
+        ]
+        return 200, {"choices": choices}
+
+    def _likeliest(self, name: str, ids: Sequence[int], most: int) -> dict[str, float]:
+        """The scripted `most` likeliest next tokens are always the ids 3, 4, 5, ..."""
+        return {f"token_id:{token}": self.scorer(name, (*ids, token)) for token in range(3, 3 + most)}

@@ -52,7 +52,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def engine() -> Iterator[ScriptedEngine]:
-    made = ScriptedEngine(lambda name, ids: [0.0] * len(ids))
+    made = ScriptedEngine(lambda name, ids: 0.0)
     yield made
     made.close()
 
@@ -78,9 +78,9 @@ def make_daemon(
         daemon = Daemon(settings, store, threading.Event())
         made.append(daemon)
 
-        def served(name: str, ids: Sequence[int]) -> Sequence[float]:
+        def served(name: str, ids: Sequence[int]) -> float:
             newest = list(engine.loaded)[-1:] == [name]  # older versions answer like the base
-            return daemon.learner.score([ids], adapter=newest)[0]
+            return daemon.learner.score([ids], adapter=newest)[0][-1]
 
         engine.scorer = served
         return daemon

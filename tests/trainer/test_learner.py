@@ -26,6 +26,7 @@ from trainer.errors import (
     RowError,
     SettingError,
     TrainerError,
+    TrainingDiverged,
 )
 from trainer.learner import Learner, RoundReport
 from trainer.learner_settings import LearnerSettings
@@ -202,6 +203,30 @@ def test_a_row_that_does_not_fit_the_model_is_refused_by_name(make_learner: Lear
         learner.train_round([foreign])
     with pytest.raises(RowError, match="1025 tokens exceed the base model's 1024 positions"):
         learner.score([(5,) * 1025])
+
+
+def test_a_step_that_is_not_finite_is_not_taken(make_learner: LearnerMaker, tmp_path: Path) -> None:
+    learner = make_learner()
+    before = adapter_of(learner, tmp_path / "0001")
+    with pytest.raises(TrainingDiverged, match="the step was not taken"):
+        learner.train_round([build_row(1, advantage=3e38), build_row(2, advantage=3e38)])
+    assert_bitwise_equal(adapter_of(learner, tmp_path / "0002"), before)
+    assert learner.train_round(build_rows(2)).grad_norm < 100
+
+
+def test_later_steps_of_a_round_are_clipped_against_its_first_policy(make_learner: LearnerMaker) -> None:
+    learner = make_learner(replace(SETTINGS, learning_rate=0.1, steps_per_round=4))
+    row = build_row(1, advantage=1.0)
+    report = learner.train_round([row] * 4)
+    assert report.optimiser_steps == 4
+    assert 0.1 < report.clip_share < 0.75
+    assert learner.train_round([row] * 2).optimiser_steps == 2
+
+
+def test_layers_that_the_model_does_not_have_are_refused(make_learner: LearnerMaker) -> None:
+    for modules in (("no_such_layer",), ("q_proj", "lm_head")):
+        with pytest.raises(SettingError, match=r"target_modules is .* does not fit"):
+            make_learner(replace(SETTINGS, target_modules=modules))
 
 
 def test_a_missing_model_and_a_folder_that_is_none_are_told_apart(tmp_path: Path) -> None:

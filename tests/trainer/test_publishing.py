@@ -21,10 +21,9 @@ from trainer.publisher import Publisher
 PROBES = [(1, 2, 3), (4, 5)]
 
 
-def honest(name: str, ids: Sequence[int]) -> list[float]:
+def honest(name: str, ids: Sequence[int]) -> float:
     """Every version has logprobs of its own; the base has -1.0 everywhere."""
-    version = int(name.partition("@")[2] or 0)
-    return [-1.0 - 0.1 * version] * len(ids)
+    return -1.0 - 0.1 * int(name.partition("@")[2] or 0)
 
 
 @pytest.fixture
@@ -58,14 +57,12 @@ def candidate(store: Store, version: int) -> Policy:
 
 
 def publish(publisher: Publisher, policy: Policy) -> bool:
-    return publisher.publish(
-        policy, PROBES, lambda probes: [(0.0, *honest(policy.served_name, ids)[1:]) for ids in probes]
-    )
+    return publisher.publish(policy, PROBES, lambda probes: [(0.0, honest(policy.served_name, ids)) for ids in probes])
 
 
 def beat(store: Store, live: int, **pins: int) -> None:
     named = {f"agent@{name[1:]}": count for name, count in pins.items()}
-    store.doors.beat(Door(id="d", url="u", live={"agent": live}, pins=named, beat_at=time.time()))
+    store.doors.beat(Door(id="d", url="u", live={"agent": live}, pins=named, shipped_until=1.0, beat_at=time.time()))
 
 
 def test_a_proven_candidate_is_loaded_everywhere_before_it_is_live(

@@ -26,6 +26,7 @@ def upgrade() -> None:
         sa.Column("url", sa.Text(), nullable=False),
         sa.Column("live", sa.JSON(), nullable=False),
         sa.Column("pins", sa.JSON(), nullable=False),
+        sa.Column("shipped_until", sa.Double(), nullable=False),
         sa.Column("beat_at", sa.Double(), nullable=False),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_doors")),
     )

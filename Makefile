@@ -1,0 +1,36 @@
+# Every target sets up what it needs. `make demo` and `make test` are the two that a newcomer wants.
+PYTHON ?= python3
+SEED ?= 1
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check e2e bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
+
+venv: ## set up .venv (once; again when pyproject.toml changes)
+	@sh deploy/venv.sh "$(PYTHON)" "$(VENV)"
+
+demo: venv ## an unmodified agent gets better, on real vLLM; SEED=2 changes the seed
+	@$(BIN)/ratchet demo --seed $(SEED) $(DEMO_ARGS)
+
+test: venv ## every test, the real vLLM among them
+	@$(BIN)/python -m pytest
+
+check: venv ## lint, format, types, import contracts
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+e2e: venv ## only the tests on the real vLLM
+	@$(BIN)/python -m pytest -m e2e
+
+bench: venv ## measure the proxy beside the machine's floor
+	@$(BIN)/python -m benchmarks
+
+clean: ## remove the environment, caches and the demo's state
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist *.egg-info .ratchet/demo

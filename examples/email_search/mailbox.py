@@ -1,0 +1,123 @@
+"""The mailbox: mails in a SQLite file with an FTS5 index, and the synthetic mails that fill it offline.
+
+A mailbox is opened read-only in spirit: `search` and `read` never write. The synthetic mails are a pure function of
+the seed. Fetching real mail is `hub.py`'s work; turning calls of a model into searches is `tools.py`'s.
+"""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from examples.email_search.words import CITIES, ID_FIRST, ID_SECOND, MONTHS, PEOPLE, TOPICS
+
+TODAY = "2026-06-30"
+USER_EMAIL = "robin@example.com"
+MAX_HITS = 3
+BODIES = (
+    "The {topic} is in {city} in {month}.",
+    "In {month} we meet in {city} for the {topic}.",
+    "{city} has the {topic} in {month}.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mail:
+    """One mail. `date` is an ISO day; `body` is the text that `read_email` returns."""
+
+    message_id: str
+    sender: str
+    subject: str
+    body: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticMail:
+    """A made mail with the facts that questions ask for: who wrote about what, in which city and month."""
+
+    mail: Mail
+    person: str
+    topic: str
+    city: str
+    month: str
+
+
+def synthetic_mails(seed: int) -> list[SyntheticMail]:
+    """One mail for each of the 30 people x 20 topics; ids, facts and order follow from `seed` alone."""
+    rng = random.Random(seed)
+    pairs = [(person, topic) for person in PEOPLE for topic in TOPICS]
+    ids = rng.sample([f"{first}-{second}" for first in ID_FIRST for second in ID_SECOND], len(pairs))
+    rng.shuffle(pairs)
+    return [_synthetic_mail(rng, name, *pair) for name, pair in zip(ids, pairs, strict=True)]
+
+
+def _synthetic_mail(rng: random.Random, message_id: str, person: str, topic: str) -> SyntheticMail:
+    city, month = rng.choice(CITIES), rng.choice(MONTHS)
+    body = rng.choice(BODIES).format(topic=topic, city=city, month=month)
+    day = f"2026-{rng.randint(1, 6):02d}-{rng.randint(1, 28):02d}"
+    mail = Mail(message_id, f"{person.lower()}@example.com", f"{person}: {topic} update", body, day)
+    return SyntheticMail(mail, person, topic, city, month)
+
+
+class Mailbox:
+    """A mailbox file (or `:memory:`) that can be searched and read from the thread that opened it."""
+
+    def __init__(self, path: str | Path) -> None:
+        if str(path) != ":memory:" and not Path(path).is_file():
+            raise FileNotFoundError(f"no mailbox at {path}: run `python -m examples.email_search build-db` first")
+        self._db = sqlite3.connect(str(path))
+
+    @classmethod
+    def build(cls, path: str | Path, mails: Iterable[Mail]) -> Mailbox:
+        """Writes `mails` into a new mailbox at `path`, replacing an older one only when all are in."""
+        if str(path) == ":memory:":
+            box = cls(path)
+            _fill(box._db, mails)
+            return box
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside = target.with_name(target.name + ".new")
+        aside.unlink(missing_ok=True)
+        db = sqlite3.connect(str(aside))
+        try:
+            _fill(db, mails)
+        finally:
+            db.close()
+        aside.replace(target)
+        return cls(target)
+
+    def search(self, keywords: list[str], limit: int = MAX_HITS) -> list[tuple[str, str]]:
+        """(message_id, subject) of the mails that hold every keyword, best match first, at most `limit`."""
+        query = " ".join('"' + _storable(word).replace('"', '""') + '"' for word in keywords)
+        sql = "SELECT message_id, subject FROM mail WHERE mail MATCH ? ORDER BY rank, rowid LIMIT ?"
+        return [(row[0], row[1]) for row in self._db.execute(sql, (query, limit))]
+
+    def read(self, message_id: str) -> str | None:
+        """The body of one mail, None where no mail has that id."""
+        row = self._db.execute("SELECT body FROM body WHERE message_id = ?", (_storable(message_id),)).fetchone()
+        return None if row is None else str(row[0])
+
+    def __len__(self) -> int:
+        return int(self._db.execute("SELECT count(*) FROM body").fetchone()[0])
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._db.close()
+
+
+def _storable(text: str) -> str:
+    """What a model may write and SQLite cannot take, replaced: lone surrogates and NUL."""
+    return text.encode("utf-8", "replace").decode("utf-8").replace("\x00", " ")
+
+
+def _fill(db: sqlite3.Connection, mails: Iterable[Mail]) -> None:
+    db.execute("CREATE VIRTUAL TABLE mail USING fts5(message_id UNINDEXED, sender, subject, body)")
+    db.execute("CREATE TABLE body (message_id TEXT PRIMARY KEY, date TEXT NOT NULL, body TEXT NOT NULL)")
+    for mail in mails:
+        db.execute("INSERT INTO mail VALUES (?, ?, ?, ?)", (mail.message_id, mail.sender, mail.subject, mail.body))
+        db.execute("INSERT INTO body VALUES (?, ?, ?)", (mail.message_id, mail.date, mail.body))
+    db.commit()

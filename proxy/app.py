@@ -1,0 +1,95 @@
+"""The proxy, put together. Reading `create_app` is reading the proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from starlette.types import ASGIApp
+
+from proxy.bell import Bell
+from proxy.chat import ChatCompletions
+from proxy.health import Health
+from proxy.journal import Journal
+from proxy.linking import Links
+from proxy.metrics import Metrics
+from proxy.middleware import Errors, Keys
+from proxy.models import Models
+from proxy.passthrough import PassThrough
+from proxy.policy import PolicyBook
+from proxy.recorder import Recorder
+from proxy.routing import Lifespan, Routes
+from proxy.settings import ProxySettings
+from proxy.shipper import Shipper
+from proxy.upstream import Upstream
+from store import Store
+from store.errors import StoreError
+
+log = logging.getLogger("ratchet.proxy")
+
+
+def create_app(settings: ProxySettings, store: Store, upstream: Upstream, url: str = "") -> ASGIApp:
+    """Return the proxy as an ASGI application; its services run from the lifespan's start to its end.
+
+    `url` is where this proxy is reached; the trainer reads it in the store's doors.
+    """
+    from proxy.operator import create_operator  # FastAPI takes a while to import; the proxy's parts do not
+
+    metrics, bell = Metrics(), Bell()
+    links = Links(settings.idle_seconds, settings.most_trajectories)
+    journal = Journal(settings.journal, settings.journal_limit, settings.segment_bytes, metrics, bell)
+    recorder = Recorder(journal, metrics, strict=settings.capture == "strict")
+    shipper = Shipper(journal, store, metrics, bell, on_dead_letter=recorder.forget_known)
+    book = PolicyBook(
+        (settings.model,),
+        store,
+        upstream,
+        metrics,
+        url,
+        pins=lambda now: links.pins(now, settings.pin_idle_seconds),
+        shipped_until=shipper.shipped_until,
+    )
+    metrics.journal_bytes.set_function(lambda: journal.bytes)
+    metrics.unshipped.set_function(lambda: shipper.backlog)
+
+    chat = ChatCompletions(book, links, recorder, upstream, metrics, settings.body_limit)
+    models = Models(book)
+    health = Health(book, upstream, journal, shipper)
+    routes = Routes(
+        {
+            ("POST", "/chat/completions"): chat,
+            ("GET", "/models"): models,
+            ("GET", "/metrics"): metrics,
+            ("GET", "/health/live"): health.live,
+            ("GET", "/health/ready"): health.ready,
+            ("GET", "/health/backlog"): health.backlog,
+        },
+        models=models,
+        mounts={"/api": create_operator(store, shipper, links)},
+        rest=PassThrough(book, upstream, settings.body_limit),
+    )
+    app = Errors(Keys(routes, settings.key_hashes))
+    return Lifespan(app, [upstream, journal, shipper, Memory(links, store, settings.idle_seconds), book])
+
+
+class Memory:
+    """Gives the links their memory back after a restart; a store that does not answer leaves it empty."""
+
+    def __init__(self, links: Links, store: Store, idle_seconds: float) -> None:
+        self._links = links
+        self._store = store
+        self._idle_seconds = idle_seconds
+
+    async def start(self) -> None:
+        """Take up the open answers of the store, once the journal has been replayed into it."""
+        now = time.time()
+        try:
+            leaves = await asyncio.to_thread(self._store.calls.open_leaves, now - self._idle_seconds)
+        except StoreError as error:
+            log.warning("event=memory_not_restored reason=%r", str(error))
+            return
+        self._links.restore(leaves, now)
+
+    async def stop(self) -> None:
+        """Nothing to end."""

@@ -1,0 +1,78 @@
+"""The few ASGI moves that every route needs: read a body, look up a header, send JSON.
+
+Does no routing and knows nothing of models or calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from proxy.errors import BodyTooLarge, ClientLeft
+
+JSON = (b"content-type", b"application/json")
+
+TRAJECTORY = "ratchet.trajectory"  # scope keys that the routes set
+PATH = "ratchet.path"
+KEY_ID = "ratchet.key_id"
+
+Headers = list[tuple[bytes, bytes]]
+
+
+async def read_body(receive: Receive, limit: int) -> bytes:
+    """Return the whole request body. Raises BodyTooLarge above `limit` bytes, ClientLeft on a disconnect."""
+    message = await receive()
+    if message["type"] == "http.request" and not message.get("more_body"):
+        body: bytes = message.get("body", b"")
+        if len(body) > limit:
+            raise _too_large(limit)
+        return body
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+        if not message.get("more_body"):
+            return b"".join(parts)
+        message = await receive()
+
+
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the request body is larger than {limit} bytes (the proxy's setting body_limit)")
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """Return a request header (name in lower case) as text; None where it is absent or empty."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return value.decode("latin-1").strip() or None
+    return None
+
+
+def headers_of(scope: Scope) -> dict[bytes, bytes]:
+    """Return the request headers by lower-case name; of repeated ones the last."""
+    return dict(scope["headers"])
+
+
+async def send_bytes(send: Send, status: int, body: bytes, headers: Headers) -> None:
+    """Send a whole response whose headers lack only the length."""
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [*headers, (b"content-length", b"%d" % len(body))],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_json(send: Send, status: int, value: Any, headers: Headers | None = None) -> None:
+    """Send a value as JSON."""
+    await send_bytes(send, status, msgspec.json.encode(value), [JSON, *(headers or [])])

@@ -1,0 +1,291 @@
+"""POST /v1/chat/completions: the hot path.
+
+One call, in order: read the request; fix trajectory, policy version and sampling; journal the beginning; forward;
+pass the answer on as it comes, without what the client did not ask for; make the end durable; send the last byte.
+A client that leaves stops the upstream at once, and what was generated is recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+
+from starlette.types import Receive, Scope, Send
+
+from proxy import identity, request
+from proxy.asgi import KEY_ID, headers_of, read_body, send_bytes
+from proxy.capture import Capture
+from proxy.disconnect import Watch
+from proxy.errors import UpstreamBroke, UpstreamError, to_openai_error, with_openai_shape
+from proxy.exchange import Exchange
+from proxy.linking import Link, Links
+from proxy.metrics import Metrics
+from proxy.policy import PolicyBook
+from proxy.recorder import End, Recorder
+from proxy.request import ChatRequest
+from proxy.sse import DONE, Events
+from proxy.upstream import Answer, Upstream
+from store import messages as canon
+from store.ids import new_id
+from store.records import BASE_VERSION, CallBegun, MessageNode
+from store.states import CallState
+
+log = logging.getLogger("ratchet.proxy")
+
+PATH = "/v1/chat/completions"
+_LARGE = 256 * 1024  # bytes; larger bodies are read in a thread
+_RETRIED = (408, 409, 429)  # and every 5xx: what the SDKs try again
+_KEPT_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
+
+_Understood = tuple[ChatRequest, tuple[MessageNode, ...], tuple[str, ...]]
+
+
+class ChatCompletions:
+    """The endpoint; its collaborators are given once."""
+
+    def __init__(
+        self,
+        book: PolicyBook,
+        links: Links,
+        recorder: Recorder,
+        upstream: Upstream,
+        metrics: Metrics,
+        body_limit: int,
+    ) -> None:
+        self._book = book
+        self._links = links
+        self._recorder = recorder
+        self._upstream = upstream
+        self._metrics = metrics
+        self._body_limit = body_limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived = time.perf_counter()
+        body = await read_body(receive, self._body_limit)
+        understood = await asyncio.to_thread(_understand, body) if len(body) > _LARGE else _understand(body)
+        headers = headers_of(scope)
+        exchange = self._open(scope, headers, understood, body, arrived)
+        self._metrics.under_way.inc()
+        with Watch(receive) as watch:
+            try:
+                await self._serve(exchange, identity.trace(headers), send, watch)
+            except UpstreamError as error:
+                await self._fail(exchange, error, send, watch)
+            except asyncio.CancelledError:
+                self._abandon(exchange, "the client left" if watch.left else "the proxy was stopped")
+                if not watch.left:
+                    raise
+                watch.forgive()
+            finally:
+                self._metrics.under_way.dec()
+                self._metrics.call_seconds.observe(time.perf_counter() - arrived)
+
+    def _open(
+        self,
+        scope: Scope,
+        headers: dict[bytes, bytes],
+        understood: _Understood,
+        body: bytes,
+        arrived: float,
+    ) -> Exchange:
+        """Fix the call's identity, version and sampling, and journal its beginning. Nothing here waits."""
+        asked, nodes, keys = understood
+        alias, wanted = self._book.choose(asked.model)
+        link = self._links.find(identity.evidence(scope, headers, asked, keys, (alias, wanted), body))
+        version = next(known for known in (link.version, wanted, self._book.live(alias)) if known is not None)
+        link = Link(link.trajectory_id, version, link.linked_by, link.parent)
+        now = time.time()
+        self._links.begin(link, alias, version, now)
+        self._metrics.links.labels(link.linked_by).inc()
+        task, role, tags = identity.labels(headers)
+        begun = CallBegun(
+            call_id=new_id("call"),
+            trajectory_id=link.trajectory_id,
+            started_at=now,
+            alias=alias,
+            version=version,
+            dialect="chat",
+            streamed=asked.streamed,
+            linked_by=link.linked_by,
+            prompt_node=nodes[-1].hash,
+            tools_hash=asked.tools_hash,
+            parent_call=link.parent.call_id if link.parent else None,
+            parent_choice=link.parent.choice if link.parent else 0,
+            key_id=scope[KEY_ID],
+            task=task,
+            role=role,
+            tags=tags,
+            purpose="live" if wanted is None else "eval",
+            sampling=asked.sampling,
+        )
+        return Exchange(
+            request=asked,
+            opened=self._recorder.begin(asked, link, begun, nodes, keys[-1]),
+            capture=Capture(
+                f"{alias}@{version}",
+                asks_ids=asked.asks_ids,
+                asks_logprobs=asked.asks_logprobs,
+                asks_usage=asked.asks_usage,
+            ),
+            request_id=identity.request_id(headers, begun.call_id),
+            attempt=(scope[KEY_ID], body),
+            arrived=arrived,
+        )
+
+    async def _serve(self, exchange: Exchange, trace: dict[str, str], send: Send, watch: Watch) -> None:
+        answer = await self._forward(exchange, trace)
+        try:
+            if answer.status != 200:
+                await self._refuse(exchange, answer, send, watch)
+            elif exchange.request.streamed:
+                await self._stream(exchange, answer, send, watch)
+            else:
+                await self._whole(exchange, answer, send, watch)
+        finally:
+            answer.close()
+
+    async def _forward(self, exchange: Exchange, trace: dict[str, str]) -> Answer:
+        """Send the call to its replica; load the adapter there first where the replica does not know it."""
+        begun = exchange.opened.begun
+        served = self._book.served(begun.alias, begun.version)
+        body = exchange.request.outgoing(served)
+        url = exchange.url = self._upstream.place(begun.trajectory_id)
+        sent = time.perf_counter()
+        try:
+            answer = await self._upstream.post_json(url, PATH, body, trace)
+            if answer.status != 404 or begun.version == BASE_VERSION:
+                return answer
+            folder = await self._book.adapter(begun.alias, begun.version)
+            if folder is None:
+                return answer
+            answer.close()
+            await self._load(url, served, folder)
+            return await self._upstream.post_json(url, PATH, body, trace)
+        finally:
+            exchange.upstream_seconds += time.perf_counter() - sent
+
+    async def _load(self, url: str, served: str, folder: str) -> None:
+        try:
+            await self._upstream.load_adapter(url, served, folder)
+        except UpstreamError:
+            self._metrics.adapter_loads.labels("failed").inc()
+            raise
+        self._metrics.adapter_loads.labels("loaded").inc()
+        log.info("event=adapter_loaded upstream=%s name=%s", url, served)
+
+    async def _whole(self, exchange: Exchange, answer: Answer, send: Send, watch: Watch) -> None:
+        waited = time.perf_counter()
+        body = await answer.read()
+        exchange.upstream_seconds += time.perf_counter() - waited
+        exchange.first_byte_at = time.time()
+        read = exchange.capture.whole
+        payload = await asyncio.to_thread(read, body) if len(body) > _LARGE else read(body)
+        await _wait(self._end(exchange, CallState.ANSWERED, 200))
+        await self._last(exchange, 200, payload, exchange.headers(), send, watch)
+
+    async def _stream(self, exchange: Exchange, answer: Answer, send: Send, watch: Watch) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": exchange.headers(streamed=True)})
+        exchange.started = True
+        self._metrics.overhead_seconds.observe(exchange.overhead())
+        events = Events()
+        pieces = answer.pieces()
+        async for piece in pieces:
+            out, done = _client_events(exchange.capture, events, piece)
+            if out:
+                await send({"type": "http.response.body", "body": b"".join(out), "more_body": True})
+                if exchange.first_byte_at is None:
+                    exchange.first_byte_at = time.time()
+                    self._metrics.first_byte_seconds.observe(time.perf_counter() - exchange.arrived)
+            if done:
+                break
+        else:
+            raise UpstreamBroke(f"upstream {answer.url} ended its stream without [DONE]")
+        broken = exchange.capture.error
+        await _wait(self._end(exchange, CallState.FAILED if broken else CallState.ANSWERED, 200, broken))
+        watch.stop()
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        with contextlib.suppress(TimeoutError, UpstreamError):
+            async with asyncio.timeout(1.0):  # read to the end, so that the connection can be used again
+                async for _ in pieces:
+                    pass
+
+    async def _refuse(self, exchange: Exchange, answer: Answer, send: Send, watch: Watch) -> None:
+        """Pass on an upstream's error: its status, its body, and when to come back."""
+        body, message = with_openai_shape(answer.status, await answer.read())
+        self._metrics.upstream_errors.labels(f"status_{answer.status // 100}xx").inc()
+        headers = exchange.headers()
+        headers += [(n.encode(), answer.headers[n].encode()) for n in _KEPT_HEADERS if n in answer.headers]
+        await _wait(self._end(exchange, CallState.FAILED, answer.status, message))
+        await self._last(exchange, answer.status, body, headers, send, watch)
+
+    async def _fail(self, exchange: Exchange, error: UpstreamError, send: Send, watch: Watch) -> None:
+        """The upstream failed us: an error answer, or an error event where the answer has begun."""
+        self._metrics.upstream_errors.labels(error.code or "other").inc()
+        log.warning("event=call_failed call=%s reason=%r", exchange.opened.begun.call_id, str(error))
+        payload = to_openai_error(error)
+        if not exchange.over:
+            await _wait(self._end(exchange, CallState.FAILED, 200 if exchange.started else error.status, str(error)))
+        if exchange.started:
+            watch.stop()
+            await send({"type": "http.response.body", "body": b"data: " + payload + b"\n\n"})
+        else:
+            await self._last(exchange, error.status, payload, exchange.headers(), send, watch)
+
+    def _abandon(self, exchange: Exchange, reason: str) -> None:
+        """The call ends without its client; what was generated so far is recorded."""
+        if not exchange.over:
+            self._end(exchange, CallState.ABORTED, 499, reason)
+
+    def _end(
+        self, exchange: Exchange, state: CallState, status: int, error: str | None = None
+    ) -> asyncio.Future[bool] | None:
+        """Record the end, once; return what the last byte has to wait for."""
+        exchange.over = True
+        now = time.time()
+        end = End(state, status, now, exchange.first_byte_at, error, exchange.url)
+        leaves, durable = self._recorder.end(exchange.opened, exchange.capture, end)
+        self._links.end(exchange.opened.link, leaves, now)
+        if state == CallState.ABORTED or status in _RETRIED or status >= 500:
+            self._links.unanswered(exchange.opened.link, identity.attempt(*exchange.attempt))
+        self._metrics.trajectories.set(len(self._links))
+        return durable
+
+    async def _last(
+        self,
+        exchange: Exchange,
+        status: int,
+        body: bytes,
+        headers: Sequence[tuple[bytes, bytes]],
+        send: Send,
+        watch: Watch,
+    ) -> None:
+        self._metrics.overhead_seconds.observe(exchange.overhead())
+        watch.stop()
+        await send_bytes(send, status, body, list(headers))
+
+
+def _understand(body: bytes) -> _Understood:
+    """Return the request, its message nodes and its link keys. Raises BadRequest."""
+    asked = request.read(body)
+    return asked, canon.path(asked.messages), canon.link_keys(asked.messages)
+
+
+def _client_events(capture: Capture, events: Events, piece: bytes) -> tuple[list[bytes], bool]:
+    """Return the events of `piece` in the client's form, and whether the stream is done."""
+    out: list[bytes] = []
+    for data, raw in events.feed(piece):
+        if data is None:
+            out.append(raw)
+        elif data == DONE:
+            return out, True
+        elif (kept := capture.chunk(data)) is not None:
+            out.append(b"data: " + kept + b"\n\n")
+    return out, False
+
+
+async def _wait(durable: asyncio.Future[bool] | None) -> None:
+    if durable is not None:
+        await durable

@@ -1,0 +1,55 @@
+"""Notices that a client has left while its answer is still being made, and cancels the work for it at once."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+from starlette.types import Receive
+
+
+class Watch:
+    """Inside the block, a disconnect cancels the block's task and sets `left`.
+
+    The block catches the CancelledError: with `left` set it records what it has and calls `forgive`; otherwise the
+    server itself wants the task to end.
+    """
+
+    __slots__ = ("_listener", "_task", "left")
+
+    def __init__(self, receive: Receive) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "only inside a task"
+        self._task: asyncio.Task[None] | None = task
+        self._listener = asyncio.get_running_loop().create_task(_disconnect(receive))
+        self.left = False
+
+    def __enter__(self) -> Watch:
+        self._listener.add_done_callback(self._gone)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """From here on the client may leave unnoticed: the rest is ours to finish."""
+        self._task = None
+        self._listener.cancel()
+
+    def forgive(self) -> None:
+        """Take back the cancellation that the disconnect caused."""
+        task = asyncio.current_task()
+        if task is not None:
+            task.uncancel()
+
+    def _gone(self, listener: asyncio.Task[None]) -> None:
+        if self._task is not None and not listener.cancelled():
+            self.left = True
+            self._task.cancel()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,138 @@
+"""The proxy's errors, each with the HTTP answer that it becomes.
+
+    ProxyError
+    |-- BadRequest            400  the body is not what the route takes
+    |-- WrongKey              401  no key, or one that is not known
+    |-- NotFound              404  no such route, record or model; the message lists what exists
+    |-- BodyTooLarge          413
+    |-- NotReady              503  the proxy cannot answer yet; the client may try again (retry-after)
+    |-- UpstreamError
+    |   |-- UpstreamUnreachable  502  no connection; the message names the upstream
+    |   |-- UpstreamBroke        502  the answer broke off or cannot be read
+    |   `-- UpstreamTimeout      504  no whole answer in time
+    `-- StartError            the proxy cannot start; the message names the setting and the remedy
+
+`ClientLeft` is no answer at all: nobody is there to read one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class ProxyError(Exception):
+    """Root of everything that the proxy raises on purpose."""
+
+    status = 500
+    kind = "server_error"
+    code: str | None = None
+    retry_after: int | None = None  # seconds
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code or self.code
+
+
+class BadRequest(ProxyError):
+    """The request's body or headers are not what the route takes."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class WrongKey(ProxyError):
+    """The request has no API key, or one that this proxy does not know."""
+
+    status = 401
+    kind = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NotFound(ProxyError):
+    """No such route, record or model."""
+
+    status = 404
+    kind = "invalid_request_error"
+
+
+class BodyTooLarge(ProxyError):
+    """The body is above the `body_limit` setting."""
+
+    status = 413
+    kind = "invalid_request_error"
+
+
+class NotReady(ProxyError):
+    """Something that the answer needs is not there yet."""
+
+    status = 503
+    kind = "service_unavailable"
+    retry_after = 1
+
+
+class UpstreamError(ProxyError):
+    """vLLM did not answer as it should."""
+
+    status = 502
+    kind = "upstream_error"
+
+
+class UpstreamUnreachable(UpstreamError):
+    """There is no connection to vLLM."""
+
+    code = "upstream_unreachable"
+
+
+class UpstreamBroke(UpstreamError):
+    """vLLM's answer broke off, or is not what vLLM answers."""
+
+    code = "upstream_broke"
+
+
+class UpstreamTimeout(UpstreamError):
+    """vLLM did not answer within the `request_timeout` setting."""
+
+    status = 504
+    code = "upstream_timeout"
+
+
+class StartError(ProxyError):
+    """The proxy cannot start."""
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before it had sent its request."""
+
+
+def to_openai_error(error: ProxyError) -> bytes:
+    """Return the error as OpenAI's JSON body."""
+    return openai_error(str(error), error.kind, param=error.param, code=error.code)
+
+
+def openai_error(message: str, kind: str, *, param: str | None = None, code: str | int | None = None) -> bytes:
+    """Return `{"error": {message, type, param, code}}` as JSON."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def with_openai_shape(status: int, body: bytes) -> tuple[bytes, str]:
+    """Return an upstream's error body in OpenAI's shape, and its message.
+
+    A body that has the shape stays byte for byte; anything else (a load balancer's page, vLLM's older flat form)
+    is wrapped, so that a client can always read `error.message`.
+    """
+    try:
+        parsed: Any = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        parsed = None
+    if isinstance(parsed, dict):
+        inner = parsed.get("error")
+        if isinstance(inner, dict) and isinstance(inner.get("message"), str):
+            return body, inner["message"]
+        message = next((str(parsed[name]) for name in ("message", "detail", "error") if parsed.get(name)), None)
+    else:
+        message = body[:2000].decode("utf-8", "replace").strip()
+    message = message or f"the upstream answered {status} without a message"
+    return openai_error(message, "upstream_error", code=status), message

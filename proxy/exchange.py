@@ -1,0 +1,51 @@
+"""One call in the making: what was asked, where it belongs, what has come of it so far. Holds; decides nothing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from proxy.asgi import JSON, Headers
+from proxy.capture import Capture
+from proxy.recorder import Opened
+from proxy.request import ChatRequest
+
+SSE = (b"content-type", b"text/event-stream; charset=utf-8")
+
+
+@dataclass(slots=True)
+class Exchange:
+    """The state of one call. `arrived` and `upstream_seconds` are on the monotonic clock."""
+
+    request: ChatRequest
+    opened: Opened
+    capture: Capture
+    request_id: bytes
+    attempt: tuple[str | None, bytes]  # (key, body): what an SDK's retry repeats
+    arrived: float
+    upstream_seconds: float = 0.0
+    url: str | None = None
+    started: bool = False  # the client has the response's head
+    over: bool = False  # its end is recorded
+    first_byte_at: float | None = None
+
+    @property
+    def policy(self) -> str:
+        """`alias@version`."""
+        return f"{self.opened.begun.alias}@{self.opened.begun.version}"
+
+    def overhead(self) -> float:
+        """Return the seconds so far that were not spent waiting for the upstream."""
+        return max(0.0, time.perf_counter() - self.arrived - self.upstream_seconds)
+
+    def headers(self, *, streamed: bool = False) -> Headers:
+        """Return the response headers that every captured call has."""
+        begun = self.opened.begun
+        return [
+            SSE if streamed else JSON,
+            (b"x-request-id", self.request_id),
+            (b"x-ratchet-call", begun.call_id.encode()),
+            (b"x-ratchet-trajectory", begun.trajectory_id.encode()),
+            (b"x-ratchet-policy", self.policy.encode()),
+            (b"x-ratchet-overhead-ms", b"%.3f" % (self.overhead() * 1000)),
+        ]

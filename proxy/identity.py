@@ -1,0 +1,93 @@
+"""Reads from a request's path, headers and body who it is: its explicit trajectory, task, role, tags, retry."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from hashlib import blake2b
+
+from starlette.types import Scope
+
+from proxy.asgi import KEY_ID, TRAJECTORY
+from proxy.errors import BadRequest
+from proxy.linking import Evidence
+from proxy.request import ChatRequest
+
+_ID = re.compile(r"[A-Za-z0-9._:~@+=-]{1,100}")
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+RETRY = b"x-stainless-retry-count"
+
+
+def evidence(
+    scope: Scope,
+    headers: Mapping[bytes, bytes],
+    request: ChatRequest,
+    keys: tuple[str, ...],
+    asked: tuple[str, int | None],
+    body: bytes,
+) -> Evidence:
+    """Return what the request says about where it belongs. Raises BadRequest for an id that cannot be one."""
+    explicit, by = _explicit(scope, headers, request)
+    key_id = scope[KEY_ID]
+    again = headers.get(RETRY, b"0") not in (b"0", b"")
+    return Evidence(
+        alias=asked[0],
+        version=asked[1],
+        messages=request.messages,
+        keys=keys,
+        key_id=key_id,
+        explicit=explicit,
+        explicit_by=by,
+        retry=attempt(key_id, body) if again else None,
+    )
+
+
+def attempt(key_id: str | None, body: bytes) -> tuple[str | None, bytes]:
+    """Return what names an SDK's attempt: retries repeat the body byte for byte under the same key."""
+    return key_id, blake2b(body, digest_size=16).digest()
+
+
+def _explicit(scope: Scope, headers: Mapping[bytes, bytes], request: ChatRequest) -> tuple[str | None, str]:
+    for by, value in (
+        ("path", scope[TRAJECTORY]),
+        ("header", _text(headers, b"x-ratchet-trajectory") or _text(headers, b"x-session-id")),
+        ("body", request.trajectory),
+    ):
+        if value:
+            if not _ID.fullmatch(value):
+                raise BadRequest(
+                    f"trajectory id {value[:120]!r} (from the {by}) must be 1 to 100 of the characters "
+                    f"A-Z a-z 0-9 . _ : ~ @ + = -"
+                )
+            return value, by
+    return None, ""
+
+
+def request_id(headers: Mapping[bytes, bytes], call_id: str) -> bytes:
+    """Return the client's own request id where it is usable, else the call's id."""
+    given = headers.get(b"x-request-id", b"")
+    return given if _REQUEST_ID.fullmatch(given) else call_id.encode()
+
+
+def labels(headers: Mapping[bytes, bytes]) -> tuple[str | None, str | None, tuple[str, ...]]:
+    """Return (task, role, tags) that the client gave."""
+    tags = (_text(headers, b"x-ratchet-tags") or "").split(",")
+    role = _text(headers, b"x-ratchet-role")
+    return (
+        _text(headers, b"x-ratchet-task"),
+        role[:128] if role else None,
+        tuple(tag.strip() for tag in tags if tag.strip())[:32],
+    )
+
+
+def trace(headers: Mapping[bytes, bytes]) -> dict[str, str]:
+    """Return the tracing headers, which go on to vLLM."""
+    return {
+        name.decode(): headers[name].decode("latin-1") for name in (b"traceparent", b"tracestate") if name in headers
+    }
+
+
+def _text(headers: Mapping[bytes, bytes], name: bytes) -> str | None:
+    value = headers.get(name)
+    return (value.decode("utf-8", "replace").strip() or None) if value else None

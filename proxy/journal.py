@@ -1,0 +1,239 @@
+"""The journal: what was answered is on this disk before the client sees the end of it.
+
+Promises:
+- `commit` resolves to True only after fdatasync; all that wait at the same time share one.
+- `write` (the beginning of a call) is handed to the writer before the call is forwarded and reaches the kernel with
+  the next turn of the writer, without a sync of its own: it survives a kill of this process at once, and a power
+  cut from the next group commit on.
+- A full or broken disk never fails a call: `commit` resolves to False, the records are held in memory and tried
+  again with every batch and every second, and an alarm stands until they are written. Only when that memory
+  (`_MOST_HELD`) is full as well are the oldest given up, and counted.
+
+One folder belongs to one proxy (a lock says so). Old segments are never appended to. Shipping is `shipper.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from proxy.bell import Bell
+from proxy.errors import StartError
+from proxy.metrics import Metrics
+from proxy.segments import MAGIC, frame, read_position, segment_numbers, segment_path
+from store.records import Shipment
+
+log = logging.getLogger("ratchet.proxy")
+
+ALARM = "proxy_journal"
+_MOST_HELD = 32 * 2**20  # bytes of records in memory while the disk fails
+
+_Entry = tuple[bytes, "asyncio.Future[bool] | None"]
+
+
+class Journal:
+    """Append-only segments and the one thread that writes them."""
+
+    def __init__(self, folder: Path, most_bytes: int, segment_bytes: int, metrics: Metrics, bell: Bell) -> None:
+        self.folder = folder
+        self.first = 1  # the first segment of this process; older ones are another's
+        self.bytes = 0
+        self.taken = 0  # records since the start
+        self.lost = 0  # those given up
+        self.fresh = threading.Event()  # set when there is something to ship
+        self._most_bytes = most_bytes
+        self._segment_bytes = segment_bytes
+        self._metrics = metrics
+        self._bell = bell
+        self._entries: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._held: deque[bytes] = deque()
+        self._held_bytes = 0
+        self._number = 0
+        self._file = -1
+        self._offset = 0
+        self._place = threading.Lock()  # guards number, offset and bytes, which the shipper reads
+        self._lock = -1
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self) -> None:
+        """Take the folder and begin. Raises StartError where it cannot be used or another proxy has it."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StartError(
+                f"journal {self.folder} is in use by another proxy: give this one another --journal folder"
+            ) from None
+        except OSError as error:
+            raise StartError(
+                f"journal {self.folder} cannot be used: {error}; give a writable --journal folder"
+            ) from error
+        numbers = segment_numbers(self.folder)
+        self.bytes = sum(segment_path(self.folder, number).stat().st_size for number in numbers)
+        self._number = max([*numbers, read_position(self.folder).segment])
+        self.first = self._number + 1
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Write and sync what is left, and let go of the folder."""
+        self._entries.put(None)
+        await asyncio.to_thread(self._thread.join)
+        os.close(self._lock)
+
+    def write(self, record: Shipment) -> None:
+        """Append without waiting."""
+        self.taken += 1
+        self._entries.put((frame(record), None))
+
+    def commit(self, record: Shipment) -> asyncio.Future[bool]:
+        """Append; the future says whether it is durable."""
+        assert self._loop is not None, "start() comes first"
+        future: asyncio.Future[bool] = self._loop.create_future()
+        self.taken += 1
+        self._entries.put((frame(record), future))
+        return future
+
+    def place(self) -> tuple[int, int]:
+        """Return (segment number, offset) behind the last written record."""
+        with self._place:
+            return self._number, self._offset
+
+    def remove(self, number: int) -> None:
+        """Delete a segment that has been shipped. Raises OSError."""
+        path = segment_path(self.folder, number)
+        size = path.stat().st_size
+        path.unlink()
+        with self._place:
+            self.bytes -= size
+
+    # --- the writer's thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        going = True
+        while going:
+            batch: list[_Entry] = []
+            try:
+                entry = self._entries.get(timeout=1.0 if self._held else None)
+                while entry is not None:
+                    batch.append(entry)
+                    entry = self._entries.get_nowait()
+                going = False
+            except queue.Empty:
+                pass
+            if batch or self._held:
+                self._turn(batch)
+        self._close()
+
+    def _turn(self, batch: Sequence[_Entry]) -> None:
+        """Write one batch, with a sync where someone waits for it."""
+        waiting = [future for _, future in batch if future is not None]
+        frames = [*self._held, *(data for data, _ in batch)]
+        try:
+            self._append(frames, sync=bool(waiting))
+        except OSError as error:
+            self._metrics.journal_errors.inc()
+            self._bell.ring(
+                ALARM,
+                f"the journal {self.folder} cannot be written: {error}; calls go on, their records wait in memory: "
+                f"free space on that disk or raise journal_limit",
+            )
+            self._close()
+            self._hold([data for data, _ in batch])
+            self._resolve(waiting, durable=False)
+            return
+        if self._held:
+            self._held.clear()
+            self._held_bytes = 0
+            self._bell.still(ALARM)
+        self._resolve(waiting, durable=True)
+        self.fresh.set()
+
+    def _append(self, frames: Sequence[bytes], sync: bool) -> None:
+        data = b"".join(frames)
+        if self.bytes + len(data) > self._most_bytes:
+            raise OSError(f"it holds {self.bytes} bytes of at most {self._most_bytes}")
+        if self._file >= 0 and os.fstat(self._file).st_nlink == 0:
+            raise OSError("its segment was deleted")
+        if self._file >= 0 and self._offset + len(data) > self._segment_bytes and self._offset > len(MAGIC):
+            self._close()
+        if self._file < 0:
+            self._open()
+        _write_all(self._file, data)
+        if sync:
+            began = time.perf_counter()
+            os.fdatasync(self._file)
+            self._metrics.commit_seconds.observe(time.perf_counter() - began)
+        with self._place:
+            self._offset += len(data)
+            self.bytes += len(data)
+
+    def _open(self) -> None:
+        """Begin the next segment; its name is durable before its content counts."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        number = self._number + 1
+        path = segment_path(self.folder, number)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        try:
+            _write_all(file, MAGIC)
+            folder = os.open(self.folder, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError:
+            os.close(file)
+            path.unlink(missing_ok=True)
+            raise
+        with self._place:
+            self._file, self._number, self._offset = file, number, len(MAGIC)
+            self.bytes += len(MAGIC)
+
+    def _close(self) -> None:
+        """End the current segment; a torn frame behind the last good one is cut off where that is possible."""
+        if self._file < 0:
+            return
+        file, self._file = self._file, -1
+        try:
+            os.ftruncate(file, self._offset)
+            os.fdatasync(file)
+        except OSError as error:
+            log.warning("event=journal_close_failed reason=%r", str(error))
+        finally:
+            os.close(file)
+
+    def _hold(self, frames: Sequence[bytes]) -> None:
+        for data in frames:
+            self._held.append(data)
+            self._held_bytes += len(data)
+        while self._held_bytes > _MOST_HELD:
+            self._held_bytes -= len(self._held.popleft())
+            self.lost += 1
+            self._metrics.lost.inc()
+
+    def _resolve(self, waiting: Sequence[asyncio.Future[bool]], durable: bool) -> None:
+        if not waiting or self._loop is None or self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(_settle, waiting, durable)
+
+
+def _settle(waiting: Sequence[asyncio.Future[bool]], durable: bool) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(durable)
+
+
+def _write_all(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]

@@ -1,0 +1,127 @@
+"""The operator API under /api: what was recorded, judged and trained, and the finishing of trajectories.
+
+Lists are pages by key: `limit`, and `before` = the last id of the page before. Packed tokens come out as lists.
+Reads the store in threads; never on the path of a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import Response
+
+from proxy.errors import openai_error
+from proxy.linking import Links
+from proxy.shipper import Shipper
+from store import Store
+from store.errors import ForbiddenChange, StoreError, StoreUnavailable, UnknownRecord
+from store.records import Call, Record, unpack_ids, unpack_logprobs
+
+_Limit = Annotated[int, Query(ge=1, le=1000)]
+_SETTLE_SECONDS = 5.0
+
+_STATUS: dict[type[StoreError], int] = {UnknownRecord: 404, ForbiddenChange: 409, StoreUnavailable: 503}
+
+
+def create_operator(store: Store, shipper: Shipper, links: Links) -> FastAPI:
+    """Return the operator application."""
+    api = FastAPI(title="Ratchet operator API", version="1")
+
+    @api.exception_handler(StoreError)
+    async def refuse(_: Request, error: StoreError) -> Response:
+        status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
+        return Response(openai_error(str(error), type(error).__name__), status, media_type="application/json")
+
+    @api.get("/calls")
+    def calls(
+        limit: _Limit = 100, before: str | None = None, trajectory: str | None = None, state: str | None = None
+    ) -> Response:
+        """Calls, newest first."""
+        return _page([_call(call) for call in store.calls.page(limit, before, trajectory, state)])
+
+    @api.get("/calls/{call_id}")
+    def call(call_id: str) -> Response:
+        """One call with its tokens."""
+        return _json(_call(store.calls.read(call_id)))
+
+    @api.get("/trajectories")
+    def trajectories(limit: _Limit = 100, before: str | None = None, state: str | None = None) -> Response:
+        """Trajectories without content, newest first."""
+        return _page([_plain(found) for found in store.trajectories.page(limit, before, state)])
+
+    @api.get("/trajectories/{trajectory_id}")
+    def trajectory(trajectory_id: str) -> Response:
+        """One trajectory with its calls and messages."""
+        found = store.trajectories.read(trajectory_id)
+        return _json(
+            _plain(found.trajectory)
+            | {"calls": [_call(call) for call in found.calls], "messages": found.messages, "tools": found.tools}
+        )
+
+    @api.post("/trajectories/{trajectory_id}/finish")
+    async def finish(trajectory_id: str) -> Response:
+        """Seal a trajectory: it is complete. Waits until every call of it that has ended is in the store."""
+        if not await asyncio.to_thread(shipper.settle, _SETTLE_SECONDS):
+            raise StoreUnavailable("the store has not taken all calls yet; finish the trajectory again in a moment")
+        sealed = await asyncio.to_thread(store.trajectories.seal, trajectory_id, time.time())
+        links.forget(trajectory_id)
+        return _json(_plain(sealed))
+
+    @api.get("/groups")
+    def groups(limit: _Limit = 100, before: str | None = None) -> Response:
+        """Groups, newest first."""
+        return _page([_plain(group) for group in store.groups.page(limit, before)])
+
+    @api.get("/groups/{group_id}")
+    def group(group_id: str) -> Response:
+        """One group with its members' verdicts."""
+        found = store.groups.get(group_id)
+        verdicts = store.groups.verdicts(found.members)
+        return _json(_plain(found) | {"verdicts": {name: _plain(verdict) for name, verdict in verdicts.items()}})
+
+    @api.get("/policies")
+    def policies(alias: str | None = None) -> Response:
+        """Every policy version, oldest first."""
+        return _page([_plain(policy) for policy in store.policies.all(alias)])
+
+    @api.get("/training")
+    def training(alias: str | None = None) -> Response:
+        """Training rounds, and how many trajectories are in each state."""
+        return _json(
+            {
+                "rounds": [_plain(found) for found in store.rounds.page(alias)],
+                "trajectories": store.trajectories.counts(),
+                "dropped": store.trajectories.drop_counts(),
+            }
+        )
+
+    @api.get("/alarms")
+    def alarms(standing: bool = False) -> Response:
+        """Alarms, the latest first."""
+        return _page([_plain(alarm) for alarm in (store.alarms.standing() if standing else store.alarms.all())])
+
+    return api
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _page(rows: list[dict[str, Any]]) -> Response:
+    return _json({"data": rows})
+
+
+def _plain(record: Record) -> dict[str, Any]:
+    return msgspec.structs.asdict(record)
+
+
+def _call(call: Call) -> dict[str, Any]:
+    choices = [
+        _plain(choice) | {"ids": unpack_ids(choice.ids), "logprobs": unpack_logprobs(choice.logprobs)}
+        for choice in call.choices
+    ]
+    return _plain(call) | {"prompt_ids": unpack_ids(call.prompt_ids), "choices": choices}

@@ -1,0 +1,226 @@
+"""Which policy version serves: the proxy's copy of the store's policies, and its word on what it still needs.
+
+Two tasks: one renews the copy every `refresh_seconds` (a store that does not answer leaves the last copy in use),
+the other tells the store about once a second, and at once after a change, which versions are live here and how many
+trajectories hold each. What it tells was true at one moment: live versions and pins are read together.
+
+At start it asks the replicas for the base model and registers it; until an alias has a live version, calls get 503.
+The copy belongs to the event loop's thread; each task has a thread of its own for the synchronous store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from proxy.errors import NotFound, NotReady, UpstreamError
+from proxy.metrics import Metrics
+from proxy.upstream import Upstream
+from store import Store
+from store.errors import StoreError
+from store.ids import new_id
+from store.records import Door, Policy
+from store.states import PolicyState
+
+log = logging.getLogger("ratchet.proxy")
+
+_T = TypeVar("_T")
+
+_ALL_EVERY = 2.0  # seconds between looks at all versions; the live ones are looked at more often
+
+
+class PolicyBook:
+    """The versions of each alias, and the beat of this door.
+
+    At a given time `pins` says how many trajectories hold each version, and `shipped_until` before which moment
+    everything recorded is in the store.
+    """
+
+    def __init__(
+        self,
+        aliases: Sequence[str],
+        store: Store,
+        upstream: Upstream,
+        metrics: Metrics,
+        url: str,
+        pins: Callable[[float], dict[str, int]],
+        shipped_until: Callable[[float], float],
+        refresh_seconds: float = 0.2,
+        beat_seconds: float = 1.0,
+    ) -> None:
+        self.aliases = tuple(aliases)
+        self.heard_at = 0.0  # when the store answered last, monotonic seconds
+        self._store = store
+        self._upstream = upstream
+        self._metrics = metrics
+        self._door = new_id("door")
+        self._url = url
+        self._pins = pins
+        self._shipped_until = shipped_until
+        self._refresh_seconds = refresh_seconds
+        self._beat_seconds = beat_seconds
+        self._live: dict[str, int] = {}
+        self._versions: dict[tuple[str, int], Policy] = {}
+        self._all_at = 0.0
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._threads = [ThreadPoolExecutor(1, name) for name in ("policies", "beat")]
+
+    # --- questions of the hot path ----------------------------------------------------------------------------
+
+    def choose(self, model: str) -> tuple[str, int | None]:
+        """Return (alias, version asked for) of a model name. Raises NotFound, NotReady."""
+        alias, at, number = model.partition("@")
+        if alias not in self.aliases:
+            raise self._unknown(model)
+        if alias not in self._live:
+            raise NotReady(f"model {alias} is not ready: no base model is known yet; is vLLM running and the store up?")
+        if not at:
+            return alias, None
+        if not number.isdecimal() or (alias, int(number)) not in self._versions:
+            raise self._unknown(model)
+        return alias, int(number)
+
+    def live(self, alias: str) -> int:
+        """Return the version that new trajectories of a known alias begin on."""
+        return self._live[alias]
+
+    def served(self, alias: str, version: int) -> str:
+        """Return the name that vLLM knows a version by."""
+        known = self._versions.get((alias, version))
+        return known.served_name if known else f"{alias}@{version}"
+
+    def known(self) -> Iterable[Policy]:
+        """Return every version that can be asked for, by alias and version."""
+        return [self._versions[key] for key in sorted(self._versions)]
+
+    async def adapter(self, alias: str, version: int) -> str | None:
+        """Return the adapter folder of a version; None for the base model or where nobody knows it."""
+        known = self._versions.get((alias, version))
+        if known is None:
+            try:
+                known = await self._ask(0, lambda: self._store.policies.get(alias, version))
+            except StoreError:
+                return None
+        return known.adapter
+
+    def readiness(self) -> list[str]:
+        """Return what is missing before calls can be served; empty when nothing is."""
+        missing = [f"no live version of {alias}: vLLM has not been reached yet" for alias in self.aliases
+                   if alias not in self._live]  # fmt: skip
+        if time.monotonic() - self.heard_at > 5.0:
+            missing.append("the store does not answer")
+        return missing
+
+    def _unknown(self, model: str) -> NotFound:
+        exist = ", ".join([*self.aliases, *(f"{p.alias}@{p.version}" for p in self.known())])
+        return NotFound(
+            f"the model {model!r} does not exist; there are: {exist}", param="model", code="model_not_found"
+        )
+
+    # --- the two tasks ----------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin both tasks; the first look is waited for, so that a warm start serves at once."""
+        with contextlib.suppress(StoreError):
+            await self._look()
+        self._tasks = [
+            asyncio.create_task(work(), name=name)
+            for name, work in (("policies", self._refresh), ("discover", self._discover), ("beat", self._beat))
+        ]
+
+    async def stop(self) -> None:
+        """End the tasks and tell the store that this door is closed."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            await asyncio.wait_for(self._ask(1, lambda: self._store.doors.close(self._door)), 2.0)
+        except (StoreError, TimeoutError) as error:
+            log.warning("event=door_not_closed reason=%r", str(error))
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _refresh(self) -> None:
+        while True:
+            await asyncio.sleep(self._refresh_seconds)
+            try:
+                await self._look()
+            except Exception as error:  # noqa: BLE001 -- whatever ails the store, the last copy stays in use
+                self._metrics.store_up.set(0)
+                log.warning("event=policies_not_read reason=%r", str(error))
+
+    async def _look(self) -> None:
+        found = await self._ask(0, self._store.policies.live)
+        live = {alias: found[alias].version for alias in self.aliases if alias in found}
+        known = {(policy.alias, policy.version) for policy in found.values()}
+        if not known <= self._versions.keys() or time.monotonic() - self._all_at > _ALL_EVERY:
+            everything = await self._ask(0, self._store.policies.all)
+            self._versions = {
+                (policy.alias, policy.version): policy
+                for policy in everything
+                if policy.alias in self.aliases and policy.state != PolicyState.REJECTED
+            }
+            self._all_at = time.monotonic()
+        self.heard_at = time.monotonic()
+        self._metrics.store_up.set(1)
+        if live != self._live:
+            log.info("event=live_versions %s", " ".join(f"{alias}={version}" for alias, version in live.items()))
+            for alias, version in live.items():
+                self._metrics.live_version.labels(alias).set(version)
+            self._live = live
+            self._changed.set()
+
+    async def _discover(self) -> None:
+        """Find the base model and register it, trying until both the replica and the store answer."""
+        told = ""
+        while True:
+            try:
+                base = await self._base_model()
+                for alias in self.aliases:
+                    await self._ask(0, partial(self._store.policies.register_base, alias, base))
+                self._all_at = 0.0
+                await self._look()
+                return
+            except Exception as error:  # noqa: BLE001 -- tried again until both answer
+                if str(error) != told:
+                    told = str(error)
+                    log.warning("event=base_model_not_found reason=%r", told)
+            await asyncio.sleep(0.5)
+
+    async def _base_model(self) -> str:
+        """Return the served name of the model that is nobody's adapter. Raises UpstreamError."""
+        url = self._upstream.urls[0]
+        cards = await self._upstream.models(url)
+        for card in cards:
+            if not card.get("parent") and isinstance(card.get("id"), str):
+                return str(card["id"])
+        raise UpstreamError(f"upstream {url} lists no base model")
+
+    async def _beat(self) -> None:
+        while True:
+            self._changed.clear()
+            now = time.time()
+            door = Door(
+                id=self._door,
+                url=self._url,
+                live=dict(self._live),
+                pins=self._pins(now),
+                shipped_until=self._shipped_until(now),
+                beat_at=now,
+            )
+            try:
+                await self._ask(1, partial(self._store.doors.beat, door))
+            except Exception as error:  # noqa: BLE001 -- as above; the next beat says it all again
+                log.warning("event=beat_failed reason=%r", str(error))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), self._beat_seconds)
+
+    async def _ask(self, thread: int, verb: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads[thread], verb)

@@ -1,0 +1,180 @@
+"""Turns a call into records, and says when they are safe.
+
+The promise: under `capture: strict`, what `end` gives to wait for resolves only when the call is durable in the
+journal, or the journal has said that it cannot be (it then holds the record and rings the alarm). Under `relaxed`
+there is nothing to wait for.
+Neither way can recording fail a call: whatever goes wrong here is logged and counted, and the client gets its answer.
+
+Messages that are durable already are not written again; a bounded memory knows which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from proxy.capture import Capture
+from proxy.journal import Journal
+from proxy.linking import Leaf, Link, Sequence32
+from proxy.metrics import Metrics
+from proxy.request import ChatRequest
+from store import messages as canon
+from store.records import CallBegun, CallEnded, Choice, MessageNode
+from store.states import CallState
+
+log = logging.getLogger("ratchet.proxy")
+
+_MOST_KNOWN = 50_000
+
+
+@dataclass(slots=True)
+class End:
+    """How a call ended, as far as the exchange saw it. Times are Unix seconds."""
+
+    state: CallState
+    status: int
+    ended_at: float
+    first_byte_at: float | None = None
+    error: str | None = None
+    upstream: str | None = None
+
+
+@dataclass(slots=True)
+class Opened:
+    """A call under way: its record, its link, and what only the request knows."""
+
+    begun: CallBegun
+    link: Link
+    last_key: str  # link key of the prompt's last message
+    untrainable: str | None
+    nodes: tuple[MessageNode, ...]  # all of the prompt
+
+
+class Recorder:
+    """Writes beginnings and ends of calls."""
+
+    def __init__(self, journal: Journal, metrics: Metrics, *, strict: bool) -> None:
+        self._journal = journal
+        self._metrics = metrics
+        self._strict = strict
+        self._known: OrderedDict[str, None] = OrderedDict()
+
+    def forget_known(self) -> None:
+        """Write every message again from now on: a record that carried some was put aside."""
+        self._known.clear()
+
+    def begin(
+        self, request: ChatRequest, link: Link, begun: CallBegun, nodes: tuple[MessageNode, ...], last_key: str
+    ) -> Opened:
+        """Journal the beginning of a call; it is not waited for."""
+        begun = msgspec.structs.replace(
+            begun,
+            nodes=tuple(node for node in nodes if node.hash not in self._known),
+            tools=b"" if request.tools_hash in self._known else request.tools,
+        )
+        try:
+            self._journal.write(begun)
+        except Exception as error:
+            log.exception("event=record_failed call=%s reason=%r", begun.call_id, str(error))
+        return Opened(begun, link, last_key, request.untrainable, nodes)
+
+    def end(self, opened: Opened, capture: Capture, end: End) -> tuple[list[Leaf], asyncio.Future[bool] | None]:
+        """Hand the end of a call to the journal; return its answers, and what the client's last byte waits for."""
+        try:
+            record, leaves = assemble(opened, capture, end)
+            self._count(record)
+            future = self._journal.commit(record)
+            hashes = [node.hash for node in (*opened.nodes, *record.nodes)]
+            if opened.begun.tools_hash:
+                hashes.append(opened.begun.tools_hash)
+            future.add_done_callback(lambda done: self._know(hashes, done))
+        except Exception as error:
+            log.exception("event=record_failed call=%s reason=%r", opened.begun.call_id, str(error))
+            self._metrics.lost.inc()
+            return [], None
+        return leaves, future if self._strict else None
+
+    def _know(self, hashes: Iterable[str], done: asyncio.Future[bool]) -> None:
+        """Remember which messages are durable; a future that was cancelled or failed proves nothing."""
+        if done.cancelled() or not done.result():
+            return
+        for name in hashes:
+            self._known[name] = None
+            self._known.move_to_end(name)
+        while len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def _count(self, record: CallEnded) -> None:
+        metrics = self._metrics
+        metrics.calls.labels(record.begun.alias, str(record.state)).inc()
+        metrics.tokens.labels("prompt").inc(record.prompt_tokens)
+        metrics.tokens.labels("completion").inc(record.completion_tokens)
+        context = "untrainable" if record.untrainable else record.context
+        metrics.context_tokens.labels(context).inc(record.completion_tokens)
+        if record.untrainable:
+            metrics.mark_untrainable(record.untrainable)
+
+
+def assemble(opened: Opened, capture: Capture, end: End) -> tuple[CallEnded, list[Leaf]]:
+    """Return the record of an ended call, and its answers as leaves that coming requests may continue."""
+    begun, parent = opened.begun, opened.link.parent
+    prompt = capture.prompt_ids
+    context, new_ids = ("fork" if parent else "root"), prompt
+    if parent is not None and parent.sequence.begins(prompt):
+        context, new_ids = "exact", prompt[parent.sequence.length :]
+    choices, nodes, leaves = [], [], []
+    for answered in capture.choices:
+        message = answered.message()
+        node = canon.node(begun.prompt_node, message)
+        ids, logprobs = answered.packed()
+        choice = Choice(
+            index=answered.index,
+            finish_reason=answered.finish_reason,
+            ids=ids,
+            logprobs=logprobs,
+            reply_node=node.hash,
+            link_key=canon.link_key(opened.last_key, message),
+            tool_call_ids=canon.tool_call_ids(message),
+        )
+        choices.append(choice)
+        nodes.append(node)
+        if answered.has_content():
+            leaves.append(_leaf(begun, choice, prompt, end.ended_at))
+    failed = end.state == CallState.FAILED
+    record = CallEnded(
+        begun=begun,
+        state=end.state,
+        ended_at=end.ended_at,
+        status=end.status,
+        context=context,
+        prompt_ids=new_ids,
+        prompt_tokens=capture.prompt_tokens,
+        completion_tokens=sum(len(answered.ids) for answered in capture.choices) or capture.completion_tokens,
+        first_byte_at=end.first_byte_at,
+        choices=tuple(choices),
+        untrainable=opened.untrainable or ("failed" if failed else capture.untrainable()),
+        error=end.error,
+        upstream=end.upstream,
+        nodes=tuple(nodes),
+    )
+    return record, leaves
+
+
+def _leaf(begun: CallBegun, choice: Choice, prompt: bytes, now: float) -> Leaf:
+    whole = prompt + choice.ids if prompt and choice.ids else b""
+    return Leaf(
+        trajectory_id=begun.trajectory_id,
+        call_id=begun.call_id,
+        choice=choice.index,
+        version=begun.version,
+        link_key=choice.link_key,
+        tool_call_ids=choice.tool_call_ids,
+        key_id=begun.key_id,
+        sequence=Sequence32.of(whole),
+        born_at=now,
+    )

@@ -1,0 +1,132 @@
+"""A chat request, read once: what the client asked for, and the body that goes to vLLM in its place.
+
+Promises: fields that the proxy does not know reach vLLM byte for byte; the messages are never changed. Only the
+first level is taken apart; everything else stays raw JSON until it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from proxy.errors import BadRequest
+from store import messages as canon
+
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "max_tokens",
+    "max_completion_tokens", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "ignore_eos", "tool_choice", "response_format", "structured_outputs", "chat_template_kwargs",
+)  # fmt: skip
+
+_ALIEN_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file")
+
+_fields = msgspec.json.Decoder(dict[str, Raw])
+_messages = msgspec.json.Decoder(list[dict[str, Any]])
+_encode = msgspec.json.Encoder().encode
+
+_TRUE = Raw(b"true")
+_ZERO = Raw(b"0")
+
+
+@dataclass(slots=True)
+class ChatRequest:
+    """One request as it came in. `asks_*` say which of the captured fields the client wants for itself."""
+
+    fields: dict[str, Raw]
+    model: str
+    messages: list[dict[str, Any]]
+    streamed: bool
+    asks_ids: bool
+    asks_logprobs: bool
+    asks_usage: bool
+    stream_options: dict[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    tools_hash: str = ""
+    tools: bytes = b""
+    trajectory: str | None = None
+    untrainable: str | None = None
+
+    def outgoing(self, served_name: str) -> bytes:
+        """Return the body for vLLM: the served model, and the request for ids, logprobs and usage."""
+        fields = dict(self.fields)
+        fields["model"] = Raw(_encode(served_name))
+        fields["return_token_ids"] = _TRUE
+        fields["logprobs"] = _TRUE
+        fields.setdefault("top_logprobs", _ZERO)
+        if self.streamed:
+            fields["stream_options"] = Raw(_encode({**self.stream_options, "include_usage": True}))
+        return _encode(fields)
+
+
+def read(body: bytes) -> ChatRequest:
+    """Return the request in a JSON body. Raises BadRequest with the field that is wrong."""
+    try:
+        fields = _fields.decode(body)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"the body is not a JSON object: {error}") from error
+    model = _value(fields, "model")
+    if not isinstance(model, str) or not model:
+        raise BadRequest("`model` must be the name of a model", param="model")
+    try:
+        messages = _messages.decode(fields["messages"])
+    except KeyError:
+        raise BadRequest("`messages` is missing", param="messages") from None
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"`messages` must be a list of objects: {error}", param="messages") from error
+    if not messages:
+        raise BadRequest("`messages` is empty", param="messages")
+    streamed = _value(fields, "stream") is True
+    options = _value(fields, "stream_options") if streamed else None
+    options = options if isinstance(options, dict) else {}
+    tools_hash, tools = _tools(bytes(fields["tools"])) if "tools" in fields else ("", b"")
+    return ChatRequest(
+        fields=fields,
+        model=model,
+        messages=messages,
+        streamed=streamed,
+        asks_ids=_value(fields, "return_token_ids") is True,
+        asks_logprobs=_value(fields, "logprobs") is True,
+        asks_usage=options.get("include_usage") is True,
+        stream_options=options,
+        sampling={name: _value(fields, name) for name in SAMPLING if name in fields},
+        tools_hash=tools_hash,
+        tools=tools,
+        trajectory=_trajectory(fields),
+        untrainable=_untrainable(fields, messages),
+    )
+
+
+def _value(fields: Mapping[str, Raw], name: str) -> Any:
+    return msgspec.json.decode(fields[name]) if name in fields else None
+
+
+@lru_cache(maxsize=64)
+def _tools(raw: bytes) -> tuple[str, bytes]:
+    """Return (hash, canonical JSON) of a tool list; agents send the same one with every call."""
+    return canon.tools_hash(msgspec.json.decode(raw))
+
+
+def _trajectory(fields: Mapping[str, Raw]) -> str | None:
+    metadata = _value(fields, "metadata")
+    named = metadata.get("trajectory_id") if isinstance(metadata, dict) else None
+    return named if isinstance(named, str) and named else None
+
+
+def _untrainable(fields: Mapping[str, Raw], messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return why the answer's tokens may not be trained, as far as the request tells."""
+    if _value(fields, "echo") is True:
+        return "echo"
+    if _value(fields, "use_beam_search") is True:
+        return "beam search"
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            for part in content:
+                if isinstance(part, dict) and part.get("type") in _ALIEN_PARTS:
+                    return "image" if "image" in str(part["type"]) else str(part["type"])
+    return None

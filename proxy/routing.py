@@ -1,0 +1,101 @@
+"""From a path to an endpoint: one dictionary, with the prefixes `/t/{trajectory}` and `/v1` taken off first.
+
+An endpoint is an ASGI application. What the prefix said is in the scope under `asgi.TRAJECTORY`, the bare path
+under `asgi.PATH`. Also here: the start and stop of services with the server (ASGI's lifespan).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+from urllib.parse import unquote
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from proxy.asgi import PATH, TRAJECTORY
+from proxy.errors import NotFound, ProxyError
+
+log = logging.getLogger("ratchet.proxy")
+
+
+class Routes:
+    """Exact routes first, then mounted applications by prefix, then whatever else is under /v1."""
+
+    def __init__(
+        self, routes: Mapping[tuple[str, str], ASGIApp], models: ASGIApp, mounts: Mapping[str, ASGIApp], rest: ASGIApp
+    ) -> None:
+        self._routes = routes
+        self._models = models
+        self._mounts = mounts
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise NotFound(f"{scope['type']} is not served here")
+        path: str = scope["path"]
+        for prefix, mounted in self._mounts.items():
+            if path == prefix or path.startswith(prefix + "/"):
+                await mounted({**scope, "root_path": prefix}, receive, send)
+                return
+        scope[TRAJECTORY], path = split_trajectory(path)
+        versioned = path.startswith("/v1/")
+        scope[PATH] = path = path[3:] if versioned else path
+        endpoint = self._routes.get((scope["method"], path))
+        if endpoint is None and path.startswith("/models/") and scope["method"] == "GET":
+            endpoint = self._models
+        if endpoint is None and versioned:
+            endpoint = self._rest
+        if endpoint is None:
+            raise NotFound(f"no route {scope['method']} {scope['path']}", code="unknown_route")
+        await endpoint(scope, receive, send)
+
+
+def split_trajectory(path: str) -> tuple[str | None, str]:
+    """Return (trajectory, rest) of `/t/{trajectory}/rest`; (None, path) for any other path."""
+    if not path.startswith("/t/"):
+        return None, path
+    name, slash, rest = path[3:].partition("/")
+    if not name or not slash:
+        return None, path
+    return unquote(name), "/" + rest
+
+
+class Service(Protocol):
+    """Something that runs as long as the server does."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class Lifespan:
+    """Starts services in order when the server starts, stops them in reverse order when it ends."""
+
+    def __init__(self, app: ASGIApp, services: Sequence[Service]) -> None:
+        self._app = app
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        running: list[Service] = []
+        await receive()
+        try:
+            for service in self._services:
+                await service.start()
+                running.append(service)
+        except ProxyError as error:
+            await self._stop(running)
+            log.error("event=start_failed reason=%r", str(error))
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self._stop(running)
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _stop(self, running: list[Service]) -> None:
+        for service in reversed(running):
+            await service.stop()

@@ -1,0 +1,131 @@
+"""The journal's files: framed records in numbered segments, and the reading of them.
+
+A frame is length (u32), CRC-32 of the payload (u32), payload (MessagePack of a `store.records.Shipment`). A segment
+begins with a magic that names the format. A crash may leave a torn frame at a segment's end: reading stops there
+and says so; everything before it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from store.records import Shipment
+
+MAGIC = b"RATCHET1"
+_HEAD = struct.Struct("<II")
+_MOST_FRAME = 2**30
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Shipment).decode
+
+
+class Position(msgspec.Struct, frozen=True):
+    """How far the store has the journal. `open` names the calls that have begun before it and not ended."""
+
+    segment: int = 0
+    offset: int = 0
+    open: tuple[str, ...] = ()
+
+
+def read_position(folder: Path) -> Position:
+    """Return how far the folder's journal has been shipped; without a readable position, not at all."""
+    try:
+        return msgspec.json.decode((folder / "position").read_bytes(), type=Position)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return Position()
+
+
+def write_position(folder: Path, position: Position) -> None:
+    """Keep the position. Not synced: after a power cut some records are shipped again. Raises OSError."""
+    aside = folder / "position.new"
+    aside.write_bytes(msgspec.json.encode(position))
+    os.replace(aside, folder / "position")
+
+
+def frame(record: Shipment) -> bytes:
+    """Return a record as one frame."""
+    payload = _encode(record)
+    return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    """Return the path of a segment."""
+    return folder / f"{number:012d}.journal"
+
+
+def segment_numbers(folder: Path) -> list[int]:
+    """Return the numbers of the segments in a folder, oldest first."""
+    return sorted(int(path.stem) for path in folder.glob("*.journal") if path.stem.isdigit())
+
+
+@dataclass(slots=True, frozen=True)
+class Reading:
+    """What a read of a segment gave: records, the offset behind the last one, and what stands there.
+
+    `end`: "more" (read on), "end" (nothing follows), "torn" (an unfinished frame, as a crash leaves it), "damaged"
+    (a whole frame with a wrong checksum, or bytes that are no frame).
+    """
+
+    records: list[Shipment]
+    offset: int
+    end: str
+
+
+def read_segment(path: Path, offset: int, most_bytes: int, until: int | None = None) -> Reading:
+    """Read records from `offset`, about `most_bytes` of them, never past `until`. Raises OSError."""
+    with path.open("rb") as file:
+        if offset == 0:
+            magic = file.read(len(MAGIC))
+            if magic != MAGIC:
+                return Reading([], 0, "torn" if MAGIC.startswith(magic) else "damaged")
+            offset = len(MAGIC)
+        file.seek(offset)
+        room = None if until is None else max(0, until - offset)
+        data = file.read(most_bytes if room is None else min(most_bytes, room))
+        records, used, end = _frames(data)
+        if end == "torn" and not records:  # one record larger than `most_bytes`
+            length = _length(data)
+            data += file.read(length if room is None else min(length, room - len(data)))
+            records, used, end = _frames(data)
+        at_end = not file.read(1) if room is None else len(data) >= room
+    if not at_end and end in ("end", "torn"):
+        end = "more"
+    return Reading(records, offset + used, end)
+
+
+def _length(data: bytes) -> int:
+    """Return how many bytes the frame at the head of `data` takes at most."""
+    if len(data) < _HEAD.size:
+        return _MOST_FRAME
+    length: int = _HEAD.unpack_from(data)[0]
+    return min(length, _MOST_FRAME) + _HEAD.size
+
+
+def _frames(data: bytes) -> tuple[list[Shipment], int, str]:
+    """Return the whole records at the head of `data`, the bytes they take, and what follows."""
+    records: list[Shipment] = []
+    at = 0
+    while at < len(data):
+        if len(data) - at < _HEAD.size:
+            return records, at, "torn"
+        length, checksum = _HEAD.unpack_from(data, at)
+        if length > _MOST_FRAME:
+            return records, at, "damaged"
+        start = at + _HEAD.size
+        if len(data) - start < length:
+            return records, at, "torn"
+        payload = data[start : start + length]
+        if zlib.crc32(payload) != checksum:
+            return records, at, "damaged"
+        try:
+            records.append(_decode(payload))
+        except msgspec.DecodeError:
+            return records, at, "damaged"
+        at = start + length
+    return records, at, "end"

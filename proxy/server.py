@@ -1,0 +1,107 @@
+"""Runs one proxy until it is told to stop: what `ratchet proxy` calls.
+
+SIGTERM and SIGINT stop the listening, let running calls end (`drain_timeout`), then write, ship and close; a second
+SIGINT does not wait. The port is taken before anything else, so that a busy one is an error with a remedy.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from proxy.app import create_app
+from proxy.errors import StartError
+from proxy.settings import ProxySettings
+from proxy.upstream import Upstream
+from store import open_store
+
+log = logging.getLogger("ratchet.proxy")
+
+
+def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = None) -> None:
+    """Serve until a signal; `on_listening` gets the URL once calls are taken.
+
+    Raises StartError (port, journal) and store.errors.StoreError (database) with the remedy in the message.
+    """
+    listener = _listen(settings.host, settings.port)
+    host, port = settings.host, listener.getsockname()[1]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    store = open_store(settings.store)
+    key = settings.upstream_key.get_secret_value() if settings.upstream_key else None
+    upstream = Upstream(settings.upstreams, settings.request_timeout, settings.connect_timeout, key)
+    server = _Server(
+        uvicorn.Config(
+            create_app(settings, store, upstream, url),
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,  # longer than the clients' pools keep connections
+            timeout_graceful_shutdown=int(settings.drain_timeout) + 1,
+            backlog=2048,
+        ),
+        lambda: _started(url, on_listening),
+    )
+    handlers = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        listener.close()
+        store.close()
+    if not server.started:
+        raise StartError(f"the proxy could not start: {server.reason or 'see its log'}")
+    log.info("event=stopped url=%s", url)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server that says when it serves, and why it could not."""
+
+    reason: str | None = None
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_started()
+
+
+def _started(url: str, on_listening: Callable[[str], None] | None) -> None:
+    gc.collect()
+    gc.freeze()  # what was imported stays; collections need not walk it
+    log.info("event=listening url=%s", url)
+    if on_listening is not None:
+        on_listening(url)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the port. Raises StartError where it is busy or the host is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise StartError(
+            f"port {port} on {host} cannot be used: {error}; choose another --port, or 0 for any"
+        ) from error
+    listener.set_inheritable(True)
+    return listener
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """uvicorn raises the signal again after its graceful stop; by then it has been obeyed."""

@@ -1,0 +1,90 @@
+"""What the proxy can be told. Read once at the door; passed on as values; unknown keys are errors.
+
+API keys come from the environment only and are kept as SHA-256: a settings dump shows no secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+
+KEYS_VARIABLE = "RATCHET_API_KEYS"
+UPSTREAM_KEY_VARIABLE = "RATCHET_UPSTREAM_API_KEY"
+
+
+class ProxySettings(BaseModel):
+    """The settings of one proxy process. Sizes are bytes, times are seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    upstreams: tuple[str, ...] = Field(min_length=1)  # base URLs of the vLLM replicas, without /v1
+    model: str = Field(min_length=1, max_length=100)  # the alias that agents ask for
+    store: str  # database URL or SQLite path
+    journal: Path  # folder of the journal; one proxy per folder
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)  # 0 takes any free port
+    capture: Literal["strict", "relaxed"] = "strict"
+    key_hashes: frozenset[str] = frozenset()  # SHA-256 hex of the keys that may come in; empty lets everyone in
+    upstream_key: SecretStr | None = None  # sent to vLLM as bearer token
+    idle_seconds: float = Field(default=900.0, gt=0)  # an open trajectory is forgotten after this much silence
+    pin_idle_seconds: float = Field(default=30.0, gt=0)  # a trajectory holds its version for this long
+    most_trajectories: int = Field(default=10_000, ge=1)  # remembered for linking
+    body_limit: int = Field(default=64 * 2**20, ge=1024)
+    journal_limit: int = Field(default=4 * 2**30, ge=2**16)  # all segments together
+    segment_bytes: int = Field(default=8 * 2**20, ge=2**12)
+    request_timeout: float = Field(default=600.0, gt=0)
+    connect_timeout: float = Field(default=5.0, gt=0)
+    drain_timeout: float = Field(default=30.0, gt=0)  # at stop: for running calls to end
+
+    @field_validator("upstreams")
+    @classmethod
+    def _plain_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"upstream {url!r} is not a URL; write it like http://127.0.0.1:8001")
+        return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
+
+    @field_validator("model")
+    @classmethod
+    def _bare_alias(cls, alias: str) -> str:
+        if "@" in alias:
+            raise ValueError(f"model {alias!r} has an @, which separates alias and version; choose another alias")
+        return alias
+
+    @model_validator(mode="after")
+    def _open_doors_have_keys(self) -> Self:
+        if not self.key_hashes and not _is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host} can be reached from other machines and no API key is set: set {KEYS_VARIABLE} "
+                f"to one or more keys, separated by commas, or use host 127.0.0.1"
+            )
+        return self
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str], **values: Any) -> ProxySettings:
+        """Return the settings from `values` and the secrets from `environ`. Raises pydantic's ValidationError."""
+        keys = [key.strip() for key in environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
+        if keys:
+            values["key_hashes"] = frozenset(hash_key(key.encode()) for key in keys)
+        if environ.get(UPSTREAM_KEY_VARIABLE):
+            values["upstream_key"] = environ[UPSTREAM_KEY_VARIABLE]
+        return cls(**values)
+
+
+def hash_key(key: bytes) -> str:
+    """Return the SHA-256 of an API key as hex; its first 16 characters are the key's id in records."""
+    return hashlib.sha256(key).hexdigest()
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

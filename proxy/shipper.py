@@ -1,0 +1,223 @@
+"""Moves the journal into the store, in order, as often as it takes.
+
+Promises: a record leaves the journal only after the store has it; shipping twice changes nothing (the store goes by
+call id); while the store is down nothing is lost and nothing waits for it; a record that the store refuses for good
+goes to `dead-letters.jsonl` beside the journal, with the reason, a counter and an alarm, and the rest goes on.
+Calls that an earlier proxy process began and never ended become `interrupted` once its segments are shipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from proxy.bell import Bell
+from proxy.journal import Journal
+from proxy.metrics import Metrics
+from proxy.segments import Position, read_position, read_segment, segment_numbers, segment_path, write_position
+from store import Store
+from store.errors import SchemaMismatch, StoreUnavailable
+from store.records import CallBegun, CallEnded, Shipment
+
+log = logging.getLogger("ratchet.proxy")
+
+DEAD_LETTERS = "dead-letters.jsonl"
+DEAD_LETTER_ALARM = "proxy_dead_letters"
+DAMAGE_ALARM = "proxy_journal_damaged"
+_BATCH_BYTES = 2**20
+_LINGER = 0.02  # seconds to let a batch grow
+_LONGEST_WAIT = 5.0  # seconds between tries while the store is down
+
+
+class Shipper:
+    """The one thread between journal and store."""
+
+    def __init__(
+        self, journal: Journal, store: Store, metrics: Metrics, bell: Bell, on_dead_letter: Callable[[], None]
+    ) -> None:
+        self.replayed = threading.Event()  # set when the segments of earlier processes are in the store
+        self.moved = 0  # records taken out of the journal since the start, earlier processes' included
+        self.replays = 0  # those of earlier processes
+        self._journal = journal
+        self._store = store
+        self._metrics = metrics
+        self._bell = bell
+        self._on_dead_letter = on_dead_letter
+        self._position = Position()
+        self._marks: deque[tuple[int, float]] = deque(maxlen=100_000)  # (records taken, when)
+        self._until = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shipper", daemon=True)
+
+    @property
+    def backlog(self) -> int:
+        """Records of this process that the store does not have yet."""
+        return max(0, self._journal.taken - self._journal.lost - (self.moved - self.replays))
+
+    def shipped_until(self, now: float) -> float:
+        """Return the latest known moment before which everything recorded is in the store (Unix seconds).
+
+        To be asked regularly, from the thread that records: each time it notes how much there was at `now`.
+        """
+        if not self.replayed.is_set():
+            return 0.0  # what earlier processes left is not there yet
+        self._marks.append((self._journal.taken, now))
+        done = self._journal.taken - self.backlog
+        while self._marks and self._marks[0][0] <= done:
+            self._until = self._marks.popleft()[1]
+        return self._until
+
+    async def start(self) -> None:
+        """Begin, where an earlier process stopped. Waits a little for its segments to be shipped."""
+        self._position = read_position(self._journal.folder)
+        self._thread.start()
+        await asyncio.to_thread(self.replayed.wait, 10.0)
+
+    async def stop(self, most_seconds: float = 5.0) -> None:
+        """Ship what is there, within `most_seconds`; the rest stays in the journal for the next start."""
+        await asyncio.to_thread(self.settle, most_seconds)
+        self._stop.set()
+        self._journal.fresh.set()
+        await asyncio.to_thread(self._thread.join, most_seconds)
+
+    def settle(self, most_seconds: float) -> bool:
+        """Wait until the store has everything recorded so far; return whether it has."""
+        mark = self._journal.taken
+        until = time.monotonic() + most_seconds
+        self._journal.fresh.set()
+        while not self.replayed.is_set() or self._journal.taken - self.backlog < mark:
+            if time.monotonic() > until or not self._thread.is_alive():
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _run(self) -> None:
+        wait = 0.1
+        while not self._stop.is_set():
+            try:
+                busy, failed = self._turn(), False
+                wait = 0.1
+            except Exception as error:  # noqa: BLE001 -- nothing has moved; whatever it is, it is tried again
+                busy, failed = False, True
+                self._metrics.ship_failures.inc()
+                log.warning("event=ship_failed retry_seconds=%.1f reason=%r", wait, str(error))
+            self._bell.deliver(self._store)
+            if failed:
+                self._stop.wait(wait)
+                wait = min(wait * 2, _LONGEST_WAIT)
+            elif not busy:
+                self._journal.fresh.wait(1.0)
+                self._journal.fresh.clear()
+                self._stop.wait(_LINGER)
+
+    def _turn(self) -> bool:
+        """Ship one batch; return whether there may be more. Raises StoreError, OSError; then nothing has moved."""
+        at = self._position
+        newest, newest_offset = self._journal.place()
+        numbers = [n for n in segment_numbers(self._journal.folder) if n >= max(at.segment, 1)]
+        if not numbers or numbers[0] > newest:
+            self._finish_replay()
+            return False
+        number = numbers[0]
+        if number >= self._journal.first:
+            self._finish_replay()
+            at = self._position
+        offset = at.offset if number == at.segment else 0
+        current = number == newest and number >= self._journal.first
+        path = segment_path(self._journal.folder, number)
+        reading = read_segment(path, offset, _BATCH_BYTES, newest_offset if current else None)
+        self._ship(reading.records)
+        self._advance(number, reading.offset, reading.records)
+        if number < self._journal.first:
+            self.replays += len(reading.records)
+        self.moved += len(reading.records)
+        if reading.end == "more":
+            return True
+        if current:
+            return self._journal.place() != (number, reading.offset)
+        self._leave(number, reading.end, reading.offset)
+        return True
+
+    def _leave(self, number: int, end: str, offset: int) -> None:
+        """Delete a segment that is in the store; keep one that is damaged, for a person to see."""
+        if end == "damaged":
+            path = segment_path(self._journal.folder, number)
+            path.rename(path.with_suffix(".damaged"))
+            self._bell.ring(DAMAGE_ALARM, f"{path.with_suffix('.damaged')} cannot be read from byte {offset} on")
+        else:
+            self._journal.remove(number)
+
+    def _finish_replay(self) -> None:
+        """The earlier processes' segments are shipped: what they began and never ended was interrupted."""
+        if self.replayed.is_set():
+            return
+        if self._position.open:
+            self._store.calls.interrupt(self._position.open)
+            log.info("event=interrupted calls=%d", len(self._position.open))
+            self._write_position(msgspec.structs.replace(self._position, open=()))
+        self.replayed.set()
+
+    def _ship(self, records: Sequence[Shipment]) -> None:
+        if not records:
+            return
+        try:
+            self._store.calls.ship(records)
+        except (StoreUnavailable, SchemaMismatch):
+            self._metrics.store_up.set(0)
+            raise
+        except Exception as error:  # noqa: BLE001 -- one bad record must not stop the others, whatever is wrong with it
+            log.warning("event=batch_refused records=%d reason=%r", len(records), str(error))
+            self._store.policies.live()  # raises where the store is what is wrong
+            self._ship_one_by_one(records)
+        self._metrics.store_up.set(1)
+        self._metrics.shipped.inc(len(records))
+
+    def _ship_one_by_one(self, records: Sequence[Shipment]) -> None:
+        for record in records:
+            try:
+                self._store.calls.ship([record])
+            except (StoreUnavailable, SchemaMismatch):
+                raise
+            except Exception as error:  # noqa: BLE001 -- as above; the record and the reason are kept
+                self._put_aside(record, error)
+
+    def _put_aside(self, record: Shipment, error: Exception) -> None:
+        begun = record if isinstance(record, CallBegun) else record.begun
+        line = {
+            "at": time.time(),
+            "call": begun.call_id,
+            "reason": f"{type(error).__name__}: {error}"[:2000],
+            "record": base64.b64encode(msgspec.msgpack.encode(record)).decode(),
+        }
+        path = self._journal.folder / DEAD_LETTERS
+        with path.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+        self._metrics.dead_letters.inc()
+        self._bell.ring(DEAD_LETTER_ALARM, f"the store refuses a record of call {begun.call_id}: see {path}")
+        self._on_dead_letter()
+
+    def _advance(self, segment: int, offset: int, records: Sequence[Shipment]) -> None:
+        if (segment, offset) == (self._position.segment, self._position.offset):
+            return
+        still_open = dict.fromkeys(self._position.open)
+        for record in records:
+            if isinstance(record, CallEnded):
+                still_open.pop(record.begun.call_id, None)
+            else:
+                still_open[record.call_id] = None
+        self._write_position(Position(segment, offset, tuple(still_open)))
+
+    def _write_position(self, position: Position) -> None:
+        """Keep the position; without a disk in memory only, since shipping again changes nothing."""
+        self._position = position
+        try:
+            write_position(self._journal.folder, position)
+        except OSError as error:
+            log.warning("event=position_not_written reason=%r", str(error))

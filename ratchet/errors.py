@@ -1,0 +1,60 @@
+"""Every error that the face raises on purpose. Each message names the thing and the remedy.
+
+FaceError
+|-- SettingsError    ratchet.yaml, a RATCHET_* variable or an option holds what it must not
+|-- EngineMissing    vLLM cannot be started from here
+|-- ModelMissing     the base model is no model folder and no hub name
+|-- PortBusy         a port that the user chose is taken
+|-- DiskFull         the state folder has too little room
+|-- AlreadyRunning   another `ratchet up` holds the project
+|-- NotRunning       the command needs a running project
+|-- RoomDied         a process ended that should run
+|-- RoomSlow         a process did not become ready in time
+`-- DemoFailed       the demo's agent could not do its work
+"""
+
+from __future__ import annotations
+
+
+class FaceError(Exception):
+    """Root of everything that the face raises on purpose."""
+
+
+class SettingsError(FaceError):
+    """A setting is unknown or out of its range."""
+
+
+class EngineMissing(FaceError):
+    """vLLM cannot be started from here."""
+
+
+class ModelMissing(FaceError):
+    """The base model is no model folder and no hub name."""
+
+
+class PortBusy(FaceError):
+    """A port that the user chose is taken."""
+
+
+class DiskFull(FaceError):
+    """The state folder has too little room."""
+
+
+class AlreadyRunning(FaceError):
+    """Another `ratchet up` holds the project."""
+
+
+class NotRunning(FaceError):
+    """The command needs a running project."""
+
+
+class RoomDied(FaceError):
+    """A process ended that should run; the message holds the end of its log."""
+
+
+class RoomSlow(FaceError):
+    """A process did not become ready in time; the message holds the end of its log."""
+
+
+class DemoFailed(FaceError):
+    """The demo's agent could not do its work."""

@@ -1,0 +1,44 @@
+"""What the commands share: options with one meaning everywhere, and settings with options laid over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from ratchet.settings import Settings
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+project = click.option("--project", metavar="NAME", help="Project, and name of its state folder.  [default: default]")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print data as JSON.")
+store_url = click.option("--store", metavar="URL", help="Store: a database URL or an SQLite path.")
+alias = click.option("--model", metavar="ALIAS", help="Name that agents give as `model`.  [default: policy]")
+base_model = click.option("--base-model", metavar="PATH", help="Model that learns: a folder or a hub name.")
+judge = click.option(
+    "--judge", metavar="MODULE:FUNCTION", help="Judge of trajectories; without one nothing is trained."
+)
+
+
+def settings_of(context: click.Context, values: dict[str, Any]) -> Settings:
+    """Read the settings with options laid over them; `values` maps `proxy.port` to what --port was given.
+
+    None is not set. Raises SettingsError, which names the option.
+    """
+    from ratchet.settings import load
+
+    named = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    options = {
+        tuple(key.split(".")): (named.get(key.rpartition(".")[2], f"option for {key}"), value)
+        for key, value in values.items()
+    }
+    return load(context.obj, options)
+
+
+def emit(content: Any) -> None:
+    """Print data as JSON."""
+    import json
+
+    click.echo(json.dumps(content, indent=2, default=str))

@@ -1,0 +1,123 @@
+"""The commands for a whole project: up, down, status, doctor."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from ratchet import options
+
+
+@click.command()
+@options.project
+@options.base_model
+@options.alias
+@options.judge
+@options.store_url
+@click.option("--port", type=int, help="Port of the proxy, the one that agents use.  [default: 8000]")
+@click.option("--vllm-port", type=int, help="Port of vLLM.  [default: 8001]")
+@click.option("--detach", is_flag=True, help="Return once all is ready; `ratchet down` stops it.")
+@options.as_json
+@click.pass_context
+def up(context: click.Context, /, detach: bool, as_json: bool, vllm_port: int | None, **given: Any) -> None:
+    """Start vLLM, proxy and trainer of a project, and hold them.
+
+    Nothing is left behind when it ends, whatever ends it. Without a judge, calls are recorded and nothing is trained.
+
+    \b
+    Example:
+      ratchet up --base-model Qwen/Qwen2.5-0.5B-Instruct --judge my_agent.judge:judge
+    """
+    from ratchet import up as starting
+
+    values = {
+        "project": given["project"],
+        "base_model": given["base_model"],
+        "model": given["model"],
+        "store": given["store"],
+        "trainer.judge": given["judge"],
+        "proxy.port": given["port"],
+        "vllm.port": vllm_port,
+    }
+    settings = options.settings_of(context, values)
+    if not detach:
+        starting.run(settings)
+        return
+    # The same command line again, without --detach: one way to start, whoever holds it.
+    running = starting.run_detached(settings, [argument for argument in sys.argv[1:] if argument != "--detach"])
+    if as_json:
+        options.emit(running)
+    else:
+        click.echo(f"base_url: {running['base_url']}   model: {settings.model}   (`ratchet down` stops everything)")
+
+
+@click.command()
+@options.project
+@options.as_json
+@click.pass_context
+def down(context: click.Context, project: str | None, as_json: bool) -> None:
+    """Stop everything that `up` started, by its recorded pids. Stopping what is stopped is no error.
+
+    \b
+    Example:
+      ratchet down --project mail
+    """
+    from ratchet import up as starting
+
+    settings = options.settings_of(context, {"project": project})
+    stopped = starting.down(settings)
+    if as_json:
+        options.emit({"project": settings.project, "stopped": stopped})
+    elif stopped:
+        click.echo(f"project {settings.project}: stopped {', '.join(stopped)}")
+    else:
+        click.echo(f"project {settings.project}: nothing was running")
+
+
+@click.command()
+@options.project
+@options.as_json
+@click.pass_context
+def status(context: click.Context, project: str | None, as_json: bool) -> None:
+    """Show rooms, ports, versions, trajectories by state, rounds and alarms.
+
+    \b
+    Example:
+      ratchet status --json
+    """
+    from ratchet import status as looking
+
+    found = looking.collect(options.settings_of(context, {"project": project}))
+    if as_json:
+        options.emit(found)
+    else:
+        click.echo("\n".join(looking.lines(found)))
+
+
+@click.command()
+@options.project
+@options.base_model
+@options.as_json
+@click.pass_context
+def doctor(context: click.Context, project: str | None, base_model: str | None, as_json: bool) -> int:
+    """Prove that learning can happen: vLLM, capture, gradient, swap. Each line passes, or fails with its remedy.
+
+    Needs a project that is up; without one it proves what can be proven and says what it could not.
+
+    \b
+    Example:
+      ratchet up --base-model ./model --detach && ratchet doctor
+    """
+    from ratchet import doctor as proving
+
+    settings = options.settings_of(context, {"project": project, "base_model": base_model})
+    findings = []
+    for finding in proving.examine(settings):
+        findings.append(finding)
+        if not as_json:
+            click.echo(finding.line())
+    if as_json:
+        options.emit([finding.as_data() for finding in findings])
+    return 0 if all(finding.passed for finding in findings) else 1

@@ -1,0 +1,195 @@
+"""The commands for one room alone: proxy and trainer; and for what the store holds: store, policies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ratchet import options
+
+_LOG_LINE = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+
+@click.command()
+@click.option("--upstream", "upstreams", multiple=True, metavar="URL", help="A vLLM replica; repeat for more.")
+@options.alias
+@options.store_url
+@click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
+@click.option("--port", type=int, help="Port to listen on.  [default: 8000]")
+@click.option("--capture", type=click.Choice(["strict", "relaxed"]), help="When a call is durable.  [default: strict]")
+@click.option("--journal", type=click.Path(path_type=Path), help="Folder of the journal, one per proxy.")
+@options.project
+@click.pass_context
+def proxy(
+    context: click.Context,
+    upstreams: tuple[str, ...],
+    model: str | None,
+    store: str | None,
+    host: str | None,
+    port: int | None,
+    capture: str | None,
+    journal: Path | None,
+    project: str | None,
+) -> None:
+    """Run the proxy alone, in front of vLLM replicas that run elsewhere.
+
+    \b
+    Example:
+      ratchet proxy --upstream http://127.0.0.1:8001 --model mail --store mail.db --port 8000
+    """
+    import logging
+
+    values: dict[str, Any] = {"project": project, "model": model, "store": store}
+    values |= {"proxy.host": host, "proxy.port": port, "proxy.capture": capture}
+    settings = options.settings_of(context, values)
+    derived: dict[str, Any] = {"upstreams": upstreams, "journal": journal}
+    own = settings.proxy_settings(**{key: value for key, value in derived.items() if value})
+    logging.basicConfig(level=logging.INFO, format=_LOG_LINE)
+    from proxy.server import serve
+
+    serve(own, lambda url: click.echo(f"base_url: {url}/v1   model: {own.model}", err=True))
+
+
+@click.command()
+@options.store_url
+@options.alias
+@options.base_model
+@options.judge
+@click.option("--vllm", multiple=True, metavar="URL", help="A vLLM replica; repeat for more.")
+@options.project
+@click.pass_context
+def trainer(
+    context: click.Context,
+    store: str | None,
+    model: str | None,
+    base_model: str | None,
+    judge: str | None,
+    vllm: tuple[str, ...],
+    project: str | None,
+) -> int:
+    """Run the trainer alone, beside a proxy and vLLM replicas that run elsewhere.
+
+    \b
+    Example:
+      ratchet trainer --store mail.db --model mail --base-model ./model --judge mail.judge:judge --vllm http://127.0.0.1:8001
+    """
+    import logging
+
+    values: dict[str, Any] = {"project": project, "model": model, "store": store, "base_model": base_model}
+    values["trainer.judge"] = judge
+    settings = options.settings_of(context, values)
+    if not settings.has_judge:
+        raise click.UsageError("no judge is named: give --judge MODULE:FUNCTION, or set trainer.judge")
+    from ratchet.engine import check_model
+
+    derived: dict[str, Any] = {"vllm": vllm} if vllm else {}
+    own = settings.trainer_settings(base_model=check_model(settings.base_model), **derived)
+    logging.basicConfig(level=logging.INFO, format=_LOG_LINE)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    from trainer.daemon import run
+
+    return run(own)
+
+
+@click.group()
+def store() -> None:
+    """Care for the database.
+
+    \b
+    Example:
+      ratchet store verify --store mail.db
+    """
+
+
+@store.command()
+@options.store_url
+@options.project
+@click.pass_context
+def migrate(context: click.Context, store: str | None, project: str | None) -> None:
+    """Bring the database to the schema of this version. Back it up first.
+
+    \b
+    Example:
+      ratchet store migrate --store postgresql://ratchet@db/ratchet
+    """
+    from store.database import HEAD, connect, schema_version
+    from store.database import migrate as bring_to_head
+
+    engine = connect(options.settings_of(context, {"store": store, "project": project}).store_url)
+    before = schema_version(engine)
+    bring_to_head(engine)
+    engine.dispose()
+    click.echo(f"schema {before or 'none'} -> {HEAD}" if before != HEAD else f"schema {HEAD}: nothing to do")
+
+
+@store.command()
+@options.store_url
+@options.project
+@options.as_json
+@click.pass_context
+def verify(context: click.Context, store: str | None, project: str | None, as_json: bool) -> int:
+    """Re-derive the hash of every stored message. Fails if one is damaged or has lost its parent.
+
+    \b
+    Example:
+      ratchet store verify --json
+    """
+    from store.verification import verify as re_derive
+
+    found = re_derive(options.settings_of(context, {"store": store, "project": project}).store_url)
+    if as_json:
+        options.emit(
+            {"messages": found.messages, "damaged": found.damaged, "orphaned": found.orphaned, "sound": found.sound}
+        )
+    else:
+        click.echo(f"{found.messages} messages: {len(found.damaged)} damaged, {len(found.orphaned)} without parent")
+        for name in (*found.damaged, *found.orphaned):
+            click.echo(f"  {name}")
+    return 0 if found.sound else 1
+
+
+@click.group()
+def policies() -> None:
+    """Look at the versions of a model.
+
+    \b
+    Example:
+      ratchet policies list --model mail
+    """
+
+
+@policies.command("list")
+@options.alias
+@options.store_url
+@options.project
+@options.as_json
+@click.pass_context
+def list_policies(
+    context: click.Context, model: str | None, store: str | None, project: str | None, as_json: bool
+) -> None:
+    """List every version: state, what vLLM knows it by, its adapter, and why it is what it is.
+
+    \b
+    Example:
+      ratchet policies list --model mail --json
+    """
+    from datetime import UTC, datetime
+
+    import msgspec
+
+    from store import open_store
+
+    settings = options.settings_of(context, {"store": store, "project": project})
+    opened = open_store(settings.store_url)
+    found = opened.policies.all(model)
+    opened.close()
+    if as_json:
+        options.emit([msgspec.to_builtins(policy) for policy in found])
+        return
+    for policy in found:
+        made = datetime.fromtimestamp(policy.created_at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        click.echo(f"{policy.alias}@{policy.version}  {policy.state:<9}  {made}  {policy.adapter or 'base model'}")
+    if not found:
+        click.echo("no versions yet: nothing has run on this store")

@@ -1,0 +1,160 @@
+"""The rooms of a project as processes: the command of each, its environment, and how to see that it is ready.
+
+Promises that the rooms get exactly the settings that `up` resolved, through one file without secrets; secrets reach
+them by variable only. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from ratchet import engine, ports
+from ratchet.settings import OTHER_VARIABLES, PREFIX, Settings
+
+_PROBE_TIMEOUT = 3.0  # seconds
+_DRAIN = 4.0  # seconds that running calls get when `up` stops
+_TRAINER_READY = b"event=trainer_ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """One process to run: `ready` is asked until it says yes; `grace` is what it gets to end, in seconds."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    ready: Callable[[], bool]
+    start_timeout: float
+    grace: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `up` starts: the rooms, where they listen, and what to tell the user about ports that had to move."""
+
+    rooms: tuple[Room, ...]
+    vllm: engine.Engine
+    vllm_url: str
+    proxy_url: str
+    notes: tuple[str, ...]
+    settings: Settings  # with the ports that were chosen
+
+    @property
+    def base_url(self) -> str:
+        """What agents set as their base_url."""
+        return f"{self.proxy_url}/v1"
+
+
+def plan(settings: Settings, *, config: Path) -> Plan:
+    """Return the rooms of a project; `config` is where the resolved settings will be written.
+
+    Raises EngineMissing, ModelMissing, PortBusy or SettingsError.
+    """
+    engine.check_installed(settings)
+    engine.check_model(settings.base_model)
+    settings, notes = _with_ports(settings)
+    proxy_url = f"http://{_reachable(_proxy_host(settings))}:{settings.proxy['port']}"
+    vllm_url = f"http://{_reachable(settings.vllm.host)}:{settings.vllm.port}"
+    vllm = engine.plan(settings, settings.vllm.port)
+    rooms = [_vllm_room(settings, vllm, vllm_url), _proxy_room(settings, proxy_url, config)]
+    if settings.has_judge:
+        rooms.append(_trainer_room(settings, config))
+    else:
+        notes.append("no judge is named (trainer.judge): calls are recorded, nothing is trained")
+    return Plan(tuple(rooms), vllm, vllm_url, proxy_url, tuple(notes), settings)
+
+
+def write_resolved(settings: Settings, file: Path) -> None:
+    """Write the settings for the rooms. No secret is a setting, so none is written."""
+    file.write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
+
+
+def _with_ports(settings: Settings) -> tuple[Settings, list[str]]:
+    """Return the settings with free ports, and a note for each port that moved."""
+    notes: list[str] = []
+    proxy = settings.proxy_settings()
+    proxy_port = ports.choose(
+        "proxy", "proxy.port", proxy.host, proxy.port, fixed=settings.chosen("proxy", "port"), taken=set()
+    )
+    vllm = settings.vllm
+    fixed = settings.chosen("vllm", "port")
+    vllm_port = ports.choose("vllm", "vllm.port", vllm.host, vllm.port, fixed=fixed, taken={proxy_port})
+    for name, wanted, got in (("proxy", proxy.port, proxy_port), ("vllm", vllm.port, vllm_port)):
+        if wanted not in (got, 0):
+            who = ports.holder(wanted)
+            held = f"held by pid {who.pid}" if who else "taken"
+            notes.append(f"{name}: port {wanted} is {held}; using {got}")
+    changes = {
+        "vllm": vllm.model_copy(update={"port": vllm_port}),
+        # vLLM waits with its own end for the proxy's, so this bounds how long stopping takes.
+        "proxy": {**settings.proxy, "port": proxy_port, "drain_timeout": min(proxy.drain_timeout, _DRAIN)},
+    }
+    return settings.model_copy(update=changes), notes
+
+
+def _proxy_host(settings: Settings) -> str:
+    return settings.proxy_settings().host
+
+
+def _reachable(host: str) -> str:
+    """Return an address at which a server that listens on `host` can be asked from this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
+def _vllm_room(settings: Settings, vllm: engine.Engine, url: str) -> Room:
+    environment = _without_settings(os.environ) | dict(vllm.environment)
+    return Room(
+        name="vllm",
+        command=vllm.arguments,
+        environment={name: value for name, value in environment.items() if name not in OTHER_VARIABLES},
+        ready=lambda: _answers(f"{url}/health"),
+        start_timeout=settings.vllm.start_timeout,
+        grace=8.0,
+    )
+
+
+def _proxy_room(settings: Settings, url: str, config: Path) -> Room:
+    return Room(
+        name="proxy",
+        command=(sys.executable, "-m", "ratchet", "--config", str(config), "proxy"),
+        environment=_without_settings(os.environ),
+        ready=lambda: _answers(f"{url}/health/ready"),
+        start_timeout=settings.vllm.start_timeout,
+        grace=_DRAIN + 4.0,
+    )
+
+
+def _trainer_room(settings: Settings, config: Path) -> Room:
+    log = settings.state.log("trainer")
+    return Room(
+        name="trainer",
+        command=(sys.executable, "-m", "ratchet", "--config", str(config), "trainer"),
+        environment=_without_settings(os.environ),
+        ready=lambda: _TRAINER_READY in log.read_bytes(),
+        start_timeout=settings.vllm.start_timeout,
+        grace=10.0,
+    )
+
+
+def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the variables that the resolved settings already hold."""
+    return {name: value for name, value in environ.items() if not name.startswith(PREFIX) or name in OTHER_VARIABLES}
+
+
+def _answers(url: str) -> bool:
+    """Return whether a GET is answered with 200. Proxies of the environment are not asked."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=_PROBE_TIMEOUT) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError, ValueError):
+        return False

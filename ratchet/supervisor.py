@@ -1,0 +1,211 @@
+"""The supervisor: starts the rooms of one project, watches them, stops them.
+
+    with Supervisor(settings) as project:        # returns when every room is ready
+        agent(base_url=project.plan.base_url)
+        project.check()                          # raises RoomDied if a room has ended
+
+Promises: one supervisor a project; nothing outlives it, however it ends; a room that dies, while starting or later, is
+named with the end of its log, and the others are stopped, vLLM last, so that nothing recorded is lost. What it does is
+told through `on_event`; it prints nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import IO, Literal, Self
+
+from ratchet import __version__, engine, pidfile, rooms
+from ratchet.child import Child
+from ratchet.errors import AlreadyRunning, RoomDied, RoomSlow
+from ratchet.leftovers import end_leftovers
+from ratchet.rooms import Plan
+from ratchet.settings import Settings
+
+_POLL = 0.1  # seconds
+_STOP_WITHIN = 18.0  # seconds for all rooms together; `down` waits 20
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What the supervisor does: `seconds` since the start of the room, or of the whole."""
+
+    kind: Literal["note", "starting", "waiting", "ready", "all_ready", "stopping", "stopped"]
+    room: str = ""
+    text: str = ""
+    seconds: float = 0.0
+
+
+def _ignore(_: Event) -> None:
+    pass
+
+
+class Supervisor:
+    """The rooms of one project. `on_event` is called in the thread of `start` and `stop`."""
+
+    def __init__(self, settings: Settings, on_event: Callable[[Event], None] = _ignore) -> None:
+        self.settings = settings
+        self.state = settings.state
+        self._on_event = on_event
+        self._children: list[Child] = []
+        self._lock: IO[str] | None = None
+        self._plan: Plan | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """What was started. Only after `prepare` or `start`."""
+        if self._plan is None:
+            raise RuntimeError("the supervisor has not been prepared")
+        return self._plan
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The pid of each room that was started."""
+        return {child.room.name: child.pid for child in self._children}
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def prepare(self) -> Plan:
+        """Check everything that can be checked, take the project, choose ports; start nothing yet.
+
+        Raises DiskFull, AlreadyRunning, EngineMissing, ModelMissing, PortBusy or SettingsError.
+        """
+        engine.check_installed(self.settings)
+        engine.check_model(self.settings.base_model)
+        self.state.make(min_free_mb=self.settings.min_free_mb)
+        self._take_project()
+        for name in end_leftovers(self.state):
+            self._on_event(Event("note", text=f"{name} was left over from a run that was killed; it is stopped now"))
+        self._plan = rooms.plan(self.settings, config=self.state.resolved)
+        for note in self._plan.notes:
+            self._on_event(Event("note", text=note))
+        return self._plan
+
+    def start(self) -> None:
+        """Start every room and return when all are ready. Raises what `prepare` does, RoomDied or RoomSlow."""
+        if self._plan is None:
+            self.prepare()
+        began = time.monotonic()
+        self._prepare_store()
+        rooms.write_resolved(self.plan.settings, self.state.resolved)
+        for room in self.plan.rooms:
+            self._on_event(Event("starting", room.name))
+            self._children.append(Child(room, self.state))
+        self._record()
+        self._wait_until_ready()
+        self._record(ready=True)
+        self._on_event(Event("all_ready", text=self.plan.base_url, seconds=time.monotonic() - began))
+
+    def check(self) -> None:
+        """Raise RoomDied if a room has ended."""
+        for child in self._children:
+            if child.exit_code is not None:
+                raise RoomDied(
+                    f"{child.room.name} (pid {child.pid}) {child.ending()}; the others are being stopped. "
+                    f"Its log is {child.log}; it ends with:\n{child.tail()}"
+                )
+
+    def watch(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Return when `stopped` says so. Raises RoomDied as soon as a room has ended."""
+        while not stopped():
+            self.check()
+            time.sleep(_POLL)
+
+    def stop(self) -> None:
+        """Stop every room; safe at any moment and more than once."""
+        began = time.monotonic()
+        if self._children:
+            self._on_event(Event("stopping"))
+        # vLLM last: until then the proxy ends its running calls and drains its journal.
+        last = [child for child in self._children if child.room.name == "vllm"]
+        first = [child for child in self._children if child not in last]
+        for children in (first, last):
+            for child in children:
+                child.begin_stop()
+            for child in children:
+                child.finish_stop(began + _STOP_WITHIN)
+                self._on_event(Event("stopped", child.room.name, seconds=time.monotonic() - began))
+        self._children.clear()
+        if self._lock is not None:
+            pidfile.remove(self.state.running)
+            pidfile.remove(self.state.pid("up"))
+            self._lock.close()
+            self._lock = None
+
+    def _take_project(self) -> None:
+        lock = self.state.lock.open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            other = pidfile.read(self.state.pid("up"))
+            pid = f"pid {other.pid}" if other else "another process"
+            raise AlreadyRunning(
+                f"project {self.settings.project} is already up ({pid}): use it, stop it with "
+                f"`ratchet down --project {self.settings.project}`, or choose another --project"
+            ) from None
+        self._lock = lock
+        pidfile.write(self.state.pid("up"), os.getpid())
+
+    def _prepare_store(self) -> None:
+        """Make the schema and version 0 before the rooms look at either."""
+        from store import open_store
+
+        store = open_store(self.settings.store_url)
+        store.policies.register_base(self.settings.model, engine.served_name(self.settings.model))
+        store.close()
+
+    def _wait_until_ready(self) -> None:
+        waiting = list(self._children)
+        while waiting:
+            self.check()
+            for child in tuple(waiting):
+                seconds = time.monotonic() - child.started_at
+                if child.room.ready():
+                    waiting.remove(child)
+                    self._on_event(Event("ready", child.room.name, seconds=seconds))
+                elif seconds > child.room.start_timeout:
+                    raise RoomSlow(
+                        f"{child.room.name} was not ready within {child.room.start_timeout:.0f} s "
+                        f"(vllm.start_timeout). Its log is {child.log}; it ends with:\n{child.tail()}"
+                    )
+                else:
+                    self._on_event(Event("waiting", child.room.name, seconds=seconds))
+            time.sleep(_POLL)
+
+    def _record(self, *, ready: bool = False) -> None:
+        """Write what runs, for `status`, `doctor` and `up --detach`."""
+        record = {
+            "pid": os.getpid(),
+            "ready": ready,
+            "version": __version__,
+            "project": self.settings.project,
+            "model": self.settings.model,
+            "base_model": self.settings.base_model,
+            "base_url": self.plan.base_url,
+            "proxy_url": self.plan.proxy_url,
+            "vllm_url": self.plan.vllm_url,
+            "vllm_command": str(self.plan.vllm),
+            "store": self.settings.store_url.partition("@")[2] or self.settings.store_url,
+            "started_at": time.time(),
+            "rooms": self.pids,
+        }
+        aside = self.state.running.with_suffix(".new")
+        aside.write_text(json.dumps(record, indent=2) + "\n")
+        aside.replace(self.state.running)

@@ -1,0 +1,94 @@
+"""`ratchet up` and `ratchet down`: the rooms of a project, in the foreground or behind it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ratchet import interrupts, pidfile
+from ratchet.errors import AlreadyRunning, FaceError
+from ratchet.folders import StateFolder
+from ratchet.leftovers import end_leftovers, end_supervisor
+from ratchet.settings import Settings
+from ratchet.supervisor import Supervisor
+from ratchet.terminal import Display
+
+_SUPERVISOR_TIME = 20.0  # seconds for an `up` to stop its rooms
+_POLL = 0.1
+
+
+def run(settings: Settings) -> None:
+    """Start the rooms and hold them until Ctrl-C, SIGTERM, or the death of one."""
+    interrupts.install()
+    with Display() as show:
+        supervisor = Supervisor(settings, show)
+        try:
+            plan = supervisor.prepare()
+            print(f"vLLM: {plan.vllm}", flush=True)
+            supervisor.start()
+            print(f"base_url: {plan.base_url}   model: {settings.model}   (Ctrl-C stops everything)", flush=True)
+            supervisor.watch()
+        finally:
+            supervisor.stop()
+
+
+def run_detached(settings: Settings, arguments: Sequence[str]) -> dict[str, Any]:
+    """Start `ratchet up` behind the terminal with the same arguments; return what runs once all is ready.
+
+    Raises what ended it, with the end of its log.
+    """
+    state = settings.state
+    running = pidfile.running(state.pid("up"))
+    if running is not None:
+        raise AlreadyRunning(f"project {settings.project} is already up (pid {running.pid}); `ratchet down` stops it")
+    state.make(min_free_mb=settings.min_free_mb)
+    log = state.log("up")
+    with log.open("wb") as output:
+        behind = subprocess.Popen(
+            [sys.executable, "-m", "ratchet", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=os.environ,
+            start_new_session=True,
+        )
+    with Display():
+        try:
+            while not (found := read_running(state)).get("ready"):
+                if behind.poll() is not None:
+                    said = log.read_text(errors="replace").strip()
+                    raise FaceError(said.rpartition("ratchet: ")[2] or f"it ended without a word; its log is {log}")
+                time.sleep(_POLL)
+        except BaseException:
+            behind.terminate()
+            raise
+    # It outlives this process: nobody waits for it here.
+    behind.returncode = 0
+    return found
+
+
+def down(settings: Settings) -> list[str]:
+    """End everything that the project's pid files name; return what was ended."""
+    state = settings.state
+    rooms = [name for name in ("vllm", "proxy", "trainer") if pidfile.running(state.pid(name))]
+    pids = {name: birth.pid for name in rooms if (birth := pidfile.read(state.pid(name)))}
+    supervisor = end_supervisor(state, within=_SUPERVISOR_TIME)
+    end_leftovers(state)
+    ended = [f"{name} (pid {pid})" for name, pid in pids.items()]
+    return ([f"up (pid {supervisor})"] if supervisor else []) + ended
+
+
+def read_running(state: StateFolder) -> dict[str, Any]:
+    """Return what `up` wrote about what it started; empty where nothing runs."""
+    if pidfile.running(state.pid("up")) is None:
+        return {}
+    try:
+        content = json.loads(state.running.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,1 @@
+"""Tests of the example agent, its world, its judge and its policy. No engine is started here."""

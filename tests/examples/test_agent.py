@@ -1,0 +1,169 @@
+"""The agent is an ordinary one: what it imports, what it sends, how its rollouts end."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import examples.email_search
+from examples.email_search.__main__ import DATABASE
+from examples.email_search.agent import Rollout, run_tasks, shuffled
+from examples.email_search.mailbox import TODAY, USER_EMAIL, Mailbox
+from examples.email_search.tasks import Task, read_tasks
+from examples.email_search.tools import TOOLS
+from tests.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
+
+PACKAGE = Path(examples.email_search.__file__).parent
+SDK_HEADERS = {"accept", "accept-encoding", "authorization", "connection", "content-length", "content-type", "host"}
+
+
+def imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            names.add(node.module or "")
+    return names
+
+
+async def run(box: Mailbox, task: Task, model: ScriptedModel, **more: Any) -> list[Rollout]:
+    options: dict[str, Any] = {"attempts": 1, "concurrency": 1, "max_turns": 3, **more}
+    return await run_tasks([task], base_url=model.base_url, api_key="sk-test", model="m", box=box, **options)
+
+
+def test_no_file_of_the_example_imports_a_room_of_ratchet() -> None:
+    for path in PACKAGE.glob("*.py"):
+        assert not {name.split(".")[0] for name in imports(path)} & {"ratchet", "proxy", "store", "trainer"}, path
+
+
+def test_the_agent_and_all_that_it_imports_need_only_the_sdk_and_the_standard_library() -> None:
+    seen, open_files = set(), ["agent"]
+    while open_files:
+        name = open_files.pop()
+        seen.add(name)
+        for module in imports(PACKAGE / f"{name}.py"):
+            if module.startswith("examples.email_search."):
+                open_files += [module.rsplit(".", 1)[1]] if module.rsplit(".", 1)[1] not in seen else []
+            else:
+                assert module.split(".")[0] in sys.stdlib_module_names | {"openai"}, module
+    assert seen == {"agent", "mailbox", "prompt", "tasks", "tools", "words"}
+
+
+async def test_a_request_holds_nothing_that_is_not_the_sdks_or_the_apis(box: Mailbox, task: Task) -> None:
+    with ScriptedModel(lambda _: completion(tool_call("return_final_answer", '{"answer": "x"}'))) as model:
+        await run(box, task, model)
+    ((headers, body),) = model.requests
+    own = {key for key in headers if not key.startswith("x-stainless-")} - SDK_HEADERS
+    assert own == {"user-agent"}
+    assert headers["authorization"] == "Bearer sk-test"
+    assert headers["user-agent"].startswith("AsyncOpenAI/")
+    assert set(body) == {"model", "messages", "tools", "temperature", "max_tokens"}
+    assert body["tools"] == list(TOOLS)
+    assert "ratchet" not in json.dumps([headers, body]).lower()
+
+
+async def test_the_prompt_carries_turns_date_and_address(box: Mailbox, task: Task) -> None:
+    with ScriptedModel(lambda _: completion({"role": "assistant", "content": "no"})) as model:
+        await run(box, task, model, max_turns=7)
+    system, user = model.requests[0][1]["messages"]
+    assert "7 turns" in system["content"]
+    assert TODAY in system["content"]
+    assert USER_EMAIL in system["content"]
+    assert user == {"role": "user", "content": task.question}
+
+
+def perfect(task: Task) -> Any:
+    """Searches, reads and answers."""
+
+    def reply(messages: list[dict[str, Any]]) -> Reply:
+        turn = sum(message["role"] == "assistant" for message in messages)
+        if turn == 0:
+            return completion(tool_call("search_inbox", json.dumps({"keywords": [task.person, task.topic]})))
+        if turn == 1:
+            found = json.loads(messages[-1]["content"])[0]["message_id"]
+            return completion(tool_call("read_email", json.dumps({"message_id": found})))
+        return completion(tool_call("return_final_answer", json.dumps({"answer": task.answer})))
+
+    return reply
+
+
+async def test_a_right_answer_is_a_success_with_its_figures(box: Mailbox, task: Task) -> None:
+    with ScriptedModel(perfect(task)) as model:
+        (rollout,) = await run(box, task, model)
+    assert rollout.success
+    assert (rollout.end, rollout.turns, rollout.tool_calls, rollout.tool_failures) == ("answer", 3, 3, {})
+    assert (rollout.prompt_tokens, rollout.completion_tokens) == (15, 6)
+    assert rollout.models == ("served@v3",)
+    assert rollout.answer == rollout.correct_answer == task.answer
+
+
+async def test_running_out_of_turns_is_recorded(box: Mailbox, task: Task) -> None:
+    with ScriptedModel(lambda _: completion(tool_call("search_inbox", '{"keywords": ["nothing"]}'))) as model:
+        (rollout,) = await run(box, task, model)
+    assert (rollout.end, rollout.turns, rollout.tool_failures) == ("ran_out_of_turns", 3, {"no_hits": 3})
+    assert not rollout.success
+
+
+@pytest.mark.parametrize(("text", "failures"), [("It is Oslo.", {}), ("<tool_call>\n{", {"malformed_json": 1})])
+async def test_a_text_ends_the_rollout(box: Mailbox, task: Task, text: str, failures: dict[str, int]) -> None:
+    with ScriptedModel(lambda _: completion({"role": "assistant", "content": text})) as model:
+        (rollout,) = await run(box, task, model)
+    assert (rollout.end, rollout.answer, rollout.tool_failures) == ("text", None, failures)
+
+
+async def test_an_api_error_ends_one_rollout_and_not_the_run(box: Mailbox, task: Task) -> None:
+    error: Reply = (400, {"error": {"message": "no such model", "type": "invalid_request_error"}})
+    with ScriptedModel(lambda _: error) as model:
+        rollouts = await run(box, task, model, attempts=3)
+    assert [rollout.end for rollout in rollouts] == ["api_error"] * 3
+    assert "no such model" in rollouts[0].errors[0]
+
+
+async def test_arguments_that_are_no_json_are_told_to_the_model(box: Mailbox, task: Task) -> None:
+    with ScriptedModel(lambda _: completion(tool_call("read_email", '{"message_id": '))) as model:
+        (rollout,) = await run(box, task, model)
+    assert rollout.tool_failures == {"malformed_json": 3}
+    assert model.requests[-1][1]["messages"][-1]["content"] == '{"error": "arguments are not JSON"}'
+
+
+async def test_an_endless_run_stops_when_told_and_finishes_what_it_began(home: Path, task: Task) -> None:
+    stop, box = asyncio.Event(), Mailbox(home / DATABASE)
+    seen: list[int] = []
+
+    def on_result(rollout: Rollout) -> None:
+        seen.append(rollout.index)
+        if len(seen) == 10:
+            stop.set()
+
+    with ScriptedModel(perfect(task)) as model:
+        rollouts = await run_tasks(
+            shuffled(read_tasks(home, "train"), 0),
+            base_url=model.base_url,
+            api_key="x",
+            model="m",
+            box=box,
+            attempts=2,
+            concurrency=4,
+            on_result=on_result,
+            stop=stop,
+        )
+    box.close()
+    assert 10 <= len(rollouts) <= 14
+    assert sorted(seen) == sorted(rollout.index for rollout in rollouts)
+    assert all(rollout.end == "answer" for rollout in rollouts)
+
+
+def test_the_order_of_tasks_follows_from_the_seed(home: Path) -> None:
+    tasks = read_tasks(home, "train")
+    first = [task.id for task, _ in zip(shuffled(tasks, 3), range(900), strict=False)]
+    assert first == [task.id for task, _ in zip(shuffled(tasks, 3), range(900), strict=False)]
+    assert first[:450] != first[450:]
+    assert set(first[:450]) == set(first[450:]) == {task.id for task in tasks}

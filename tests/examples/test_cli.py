@@ -1,0 +1,145 @@
+"""The verbs: what they write, and what they say when something is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.email_search.__main__ import DATABASE, main
+from examples.email_search.agent import Rollout
+from examples.email_search.mailbox import Mailbox
+from examples.email_search.progress import RunningMeans, metrics
+from examples.email_search.tasks import read_tasks
+from tests.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
+
+ROOT = Path(__file__).parents[2]
+ALWAYS_OSLO = '{"answer": "Oslo"}'
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Any:
+    with ScriptedModel(lambda _: completion(tool_call("return_final_answer", ALWAYS_OSLO))) as model:
+        monkeypatch.setenv("OPENAI_BASE_URL", model.base_url)
+        monkeypatch.setenv("OPENAI_API_KEY", "x")
+        yield model
+
+
+def test_test_writes_rows_and_a_summary_of_all_held_out_tasks(
+    home: Path, tmp_path: Path, server: ScriptedModel
+) -> None:
+    out, summary = tmp_path / "rows.jsonl", tmp_path / "deep" / "summary.json"
+    arguments = ["test", "--home", str(home), "--model", "m", "--concurrency", "8"]
+    assert main([*arguments, "--out", str(out), "--json", str(summary)]) == 0
+    rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    tasks = read_tasks(home, "test")
+    figures = json.loads(summary.read_text("utf-8"))
+    assert {row["question"] for row in rows} == {task.question for task in tasks}
+    assert figures["rollouts"] == len(rows) == len(tasks)
+    assert figures["success"] == round(sum(task.answer == "Oslo" for task in tasks) / len(tasks), 4)
+    assert figures["models"] == ["served@v3"]
+    assert figures["ends"] == {"answer": len(tasks)}
+
+
+def test_train_tries_each_task_several_times_and_tells_of_each_round(
+    home: Path, tmp_path: Path, server: ScriptedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "--home", str(home), "--model", "m", "--out", str(tmp_path / "rows.jsonl")]
+    assert main([*arguments, "--tasks-per-round", "3", "--attempts", "4", "--rounds", "2", "--concurrency", "5"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text("utf-8").splitlines()]
+    ids = [row["task_id"] for row in rows]
+    assert len(ids) == 24
+    assert {ids.count(one) for one in ids} == {4}
+    told = capsys.readouterr().err
+    assert "round=1 rollouts=12" in told
+    assert "round=2 rollouts=12" in told
+    assert "24/24" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [(["test", "--model", "m"], "OPENAI_BASE_URL"), (["train"], "OPENAI_MODEL")],
+)
+def test_what_is_missing_is_named(
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    missing: str,
+) -> None:
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    monkeypatch.delenv("OPENAI_MODEL", raising=False)
+    assert main([*arguments, "--home", str(home)]) == 1
+    assert missing in capsys.readouterr().err
+
+
+def test_without_a_mailbox_the_remedy_is_named(
+    tmp_path: Path, server: ScriptedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["test", "--home", str(tmp_path), "--model", "m"]) == 1
+    assert "build-db" in capsys.readouterr().err
+
+
+def test_a_server_that_refuses_everything_is_a_failed_run(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal: Reply = (404, {"error": {"message": "the model m does not exist"}})
+    with ScriptedModel(lambda _: refusal) as model:
+        monkeypatch.setenv("OPENAI_BASE_URL", model.base_url)
+        assert main(["test", "--home", str(home), "--model", "m", "--tasks", "4"]) == 1
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_each_metric_has_its_own_divisor() -> None:
+    ended: dict[str, Any] = {"answer": None, "tool_calls": 1, "tool_failures": {}, "prompt_tokens": 9, "seconds": 1.0}
+    shared: dict[str, Any] = {"index": 0, "task_id": "t", "question": "q", "correct_answer": "a", "models": ()}
+    good = Rollout(**shared, **ended, success=True, end="answer", turns=3, completion_tokens=30, errors=())
+    lost = Rollout(**shared, **ended, success=False, end="api_error", turns=0, completion_tokens=0, errors=("x",))
+    means = RunningMeans()
+    means.add(metrics(good))
+    means.add(metrics(lost))
+    assert means.means() == {
+        "success": 0.5,
+        "turns": 3.0,
+        "tool_failures": 0.0,
+        "seconds": 1.0,
+        "completion_tokens": 30.0,
+    }
+
+
+def build_from_hub(tmp_path: Path, *names: str) -> subprocess.CompletedProcess[str]:
+    """Runs `build-db --source hub` in a process of its own: `datasets` reads its cache folders when imported."""
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "examples.email_search", "build-db", "--source", "hub", "--home", str(tmp_path)]
+    return subprocess.run([*command, "--dataset", *names], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_mails_and_questions_load_through_datasets(tmp_path: Path) -> None:
+    mails, questions = tmp_path / "mails", tmp_path / "questions"
+    mails.mkdir()
+    questions.mkdir()
+    mail = {"Message_ID": "<1@thyme>", "From": "steve@example.com", "Subject": "NERC letter", "Body": "By Monday."}
+    (mails / "train.jsonl").write_text(json.dumps({**mail, "Date": "1999-12-11"}) + "\n", "utf-8")
+    (questions / "train.jsonl").write_text(json.dumps({"question": "When?", "answer": "Monday"}) + "\n", "utf-8")
+    done = build_from_hub(tmp_path, str(mails), str(questions))
+    assert done.returncode == 0, done.stderr
+    box = Mailbox(tmp_path / DATABASE)
+    assert box.search(["NERC", "Monday"]) == [("<1@thyme>", "NERC letter")]
+    body = box.read("<1@thyme>")
+    box.close()
+    assert body is not None
+    assert "date: 1999-12-11" in body
+    assert read_tasks(tmp_path, "train")[0].answer == "Monday"
+
+
+def test_an_unreachable_hub_is_said_honestly_and_writes_nothing(tmp_path: Path) -> None:
+    done = build_from_hub(tmp_path, "nobody/no-such-mails")
+    assert done.returncode == 1
+    assert "cannot load data set nobody/no-such-mails" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / DATABASE).exists()

@@ -1,0 +1,111 @@
+"""The shipped policy: its tokenizer, its template, its size; and that the script that makes it runs."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import examples.email_search
+from examples.email_search.chat_format import render
+from examples.email_search.demonstrations import MIXED, Stage, draw, tools
+from examples.email_search.make_policy import Shape, make_policy
+from examples.email_search.words import ENTITIES
+
+POLICY = Path(examples.email_search.__file__).parent / "policy"
+Messages = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(POLICY)
+
+
+@pytest.fixture(scope="module")
+def episodes() -> list[Messages]:
+    rng, stages = random.Random(0), [Stage.made(77)]
+    return [draw(stages, rng, MIXED) for _ in range(200)]
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def test_the_policy_is_small_and_overrides_no_sampling() -> None:
+    assert sum(path.stat().st_size for path in POLICY.iterdir()) < 5_000_000
+    generation = json.loads((POLICY / "generation_config.json").read_text("utf-8"))
+    assert not {"temperature", "top_p", "top_k", "min_p", "do_sample", "repetition_penalty"} & set(generation)
+    assert json.loads((POLICY / "config.json").read_text("utf-8"))["model_type"] == "llama"
+
+
+def test_every_copied_word_is_one_token_wherever_it_stands(tokenizer: Any) -> None:
+    for word in ENTITIES:
+        (token,) = ids(tokenizer, word)
+        assert token in ids(tokenizer, f"about {word}?")
+        assert token in ids(tokenizer, json.dumps({"answer": word}))
+
+
+@pytest.mark.parametrize("with_tools", [True, False])
+def test_the_shipped_template_renders_as_the_policy_was_trained(
+    tokenizer: Any, episodes: list[Messages], with_tools: bool
+) -> None:
+    given = tools() if with_tools else None
+    for messages in episodes[:50]:
+        text = tokenizer.apply_chat_template(messages, tools=given, tokenize=False)
+        assert text == render(messages, given)
+        assert ("<tools>" in text) is with_tools
+
+
+def test_any_text_survives_the_tokenizer(tokenizer: Any, episodes: list[Messages]) -> None:
+    texts = [render(messages, tools()) for messages in episodes] + ["Grüße, 你好 42\t\n  <b>", "x" * 50, ""]
+    for text in texts:
+        assert tokenizer.decode(ids(tokenizer, text)) == text
+
+
+def test_a_next_prompt_begins_with_the_last_prompt_and_its_completion(tokenizer: Any, episodes: list[Messages]) -> None:
+    continued = 0
+    for messages in episodes:
+        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        for turn, later in pairwise(turns):
+            before = prompt(tokenizer, messages[:turn])
+            said = render(messages[turn : turn + 1], None).removeprefix("<|im_start|>assistant\n").removesuffix("\n")
+            sampled = before + ids(tokenizer, said)
+            assert prompt(tokenizer, parsed(messages[:later]))[: len(sampled)] == sampled
+            continued += 1
+    assert continued > 100
+
+
+def prompt(tokenizer: Any, messages: Messages) -> list[int]:
+    text = tokenizer.apply_chat_template(messages, tools=tools(), tokenize=False, add_generation_prompt=True)
+    return ids(tokenizer, text)
+
+
+def parsed(messages: Messages) -> Messages:
+    """The messages with tool-call arguments as objects, which is how an engine hands them to the template."""
+    copied: Messages = json.loads(json.dumps(messages))
+    for message in copied:
+        for call in message.get("tool_calls", []):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return copied
+
+
+def test_the_script_makes_a_policy_that_loads_and_is_the_same_twice(tmp_path: Path, tokenizer: Any) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    shape = Shape(hidden=32, layers=1, heads=1)
+    for name in ("a", "b"):
+        assert make_policy(tmp_path / name, steps=3, shape=shape)["parameters"] > 0
+    torch.set_num_threads(threads)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b")]
+    assert weights[0] == weights[1]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "a").config.hidden_size == 32
+    assert AutoTokenizer.from_pretrained(tmp_path / "a").get_vocab() == tokenizer.get_vocab()

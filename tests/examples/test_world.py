@@ -1,0 +1,120 @@
+"""Mailbox, tools and tasks: each failure has its class, and the splits share nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from examples.email_search.demonstrations import MIXED, Stage, draw
+from examples.email_search.mailbox import Mail, Mailbox, synthetic_mails
+from examples.email_search.tasks import TEST_PAIRS, TRAIN_PAIRS, Task, matches, read_tasks
+from examples.email_search.tools import TOOLS, call_tool
+from examples.email_search.words import ENTITIES
+
+
+def test_a_search_finds_the_mail_and_reading_it_gives_the_answer(box: Mailbox, task: Task) -> None:
+    hits = json.loads(call_tool(box, "search_inbox", json.dumps({"keywords": [task.person, task.topic]})).content)
+    assert [hit["message_id"] for hit in hits] == [task.message_id]
+    assert task.answer in call_tool(box, "read_email", json.dumps({"message_id": task.message_id})).content
+
+
+def test_the_final_answer_is_given_back(box: Mailbox) -> None:
+    result = call_tool(box, "return_final_answer", '{"answer": "Oslo"}')
+    assert (result.answer, result.failure) == ("Oslo", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "failure"),
+    [
+        ("search_inbox", '{"keywords": ["bud', "malformed_json"),
+        ("search_mail", "{}", "unknown_tool"),
+        ("search_inbox", '{"keywords": ["budget"], "max_results": 5}', "unexpected_argument"),
+        ("read_email", "{}", "missing_argument"),
+        ("search_inbox", '{"keywords": "budget"}', "wrong_type"),
+        ("search_inbox", '{"keywords": []}', "wrong_type"),
+        ("read_email", '{"message_id": 7}', "wrong_type"),
+        ("read_email", "[1]", "wrong_type"),
+        ("search_inbox", '{"keywords": ["budget", "email"]}', "no_hits"),
+        ("read_email", '{"message_id": "oslo-paris"}', "no_such_message"),
+    ],
+)
+def test_each_wrong_call_has_its_class_and_never_raises(box: Mailbox, name: str, arguments: str, failure: str) -> None:
+    result = call_tool(box, name, arguments)
+    assert result.failure == failure
+    assert result.answer is None
+
+
+@pytest.mark.parametrize("keyword", ['"', "a OR b", "NEAR(", "*", "", "body:x", "\x00", "\ud800"])
+def test_no_keyword_is_taken_for_search_syntax(box: Mailbox, keyword: str) -> None:
+    assert call_tool(box, "search_inbox", json.dumps({"keywords": [keyword]})).failure == "no_hits"
+
+
+def test_a_thousand_keywords_are_only_no_hit(box: Mailbox) -> None:
+    assert call_tool(box, "search_inbox", json.dumps({"keywords": ["budget"] * 999 + ["x"]})).failure == "no_hits"
+
+
+def test_a_failed_build_leaves_the_old_mailbox(tmp_path: Path) -> None:
+    path, mail = tmp_path / "box.sqlite", Mail("a", "x@example.com", "s", "b", "2026-01-01")
+    Mailbox.build(path, [mail]).close()
+    with pytest.raises(Exception, match="UNIQUE"):
+        Mailbox.build(path, [mail, mail])
+    box = Mailbox(path)
+    assert len(box) == 1
+    box.close()
+
+
+def test_schemas_name_every_argument_as_required() -> None:
+    for tool in TOOLS:
+        parameters = tool["function"]["parameters"]
+        assert parameters["required"] == list(parameters["properties"])
+
+
+def test_mails_follow_from_the_seed() -> None:
+    assert synthetic_mails(3) == synthetic_mails(3) != synthetic_mails(4)
+
+
+def test_splits_are_large_and_share_no_pair_question_or_mail(home: Path) -> None:
+    train, test = read_tasks(home, "train"), read_tasks(home, "test")
+    assert len(train) >= 400
+    assert len(test) >= 150
+    for field in ("id", "question", "message_id"):
+        values = [getattr(task, field) for task in train + test]
+        assert len(set(values)) == len(values)
+    assert {(task.person, task.topic) for task in test} == set(TEST_PAIRS)
+    assert not set(TEST_PAIRS) & set(TRAIN_PAIRS)
+
+
+def test_no_demonstration_is_about_a_held_out_pair() -> None:
+    rng, stages = random.Random(0), [Stage.made(1), Stage.made(2)]
+    for _ in range(500):
+        question = draw(stages, rng, MIXED)[1]["content"]
+        words = {word for word in question.replace("?", "").split() if word in ENTITIES}
+        assert any(words == set(pair) for pair in TRAIN_PAIRS)
+
+
+def test_a_broken_task_file_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "a"}\n{"question": "q"}\n', "utf-8")
+    with pytest.raises(ValueError, match=r"train\.jsonl:2 is no task"):
+        read_tasks(tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    ("given", "right", "expected"),
+    [
+        ("Oslo", "Oslo", True),
+        (" oslo. ", "Oslo", True),
+        ("It is in Oslo.", "Oslo", True),
+        ("Osloer", "Oslo", False),
+        ("not Oslo", "Oslo", False),
+        ("Oslo or Paris", "Oslo", False),
+        ("Oslo, Paris", "Oslo", False),
+        ("", "Oslo", False),
+        (None, "Oslo", False),
+        ("May", "May", True),
+    ],
+)
+def test_an_answer_counts_between_word_borders_and_alone(given: str | None, right: str, expected: bool) -> None:
+    assert matches(given, right, {"Oslo", "Paris", "May"}) is expected

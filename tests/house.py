@@ -1,0 +1,148 @@
+"""What the code says of itself, for the tests that hold the documents true, and the README's file tree.
+
+`python -m tests.house` rewrites the tree in README.md from the first sentence of each file's docstring.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+BEGIN, END = "<!-- tree -->\n```text\n", "```\n<!-- /tree -->"
+ROOMS = ("proxy", "store", "trainer", "ratchet", "examples")
+_WIDTH = 118
+
+# Files without a docstring, and folders that are told as one.
+NOTES = {
+    ".ci/run": "what must pass before a change lands: make check, make test",
+    ".gitignore": "",
+    "CHANGELOG.md": "what changed, by version",
+    "CONTRIBUTING.md": "how to work on it",
+    "Dockerfile": "images: proxy (no torch) and trainer",
+    ".dockerignore": "",
+    "LICENSE": "Apache-2.0",
+    "Makefile": "demo, test, check, e2e, bench",
+    "README.md": "this page",
+    "pyproject.toml": "dependencies, extras, lint, types, import contracts",
+    "benchmarks": "what it costs, measured",
+    "deploy": "the environment's set-up",
+    "docs": "architecture, commands, configuration, metrics",
+    "tests": "claims, by room; tests/e2e runs the real vLLM",
+    "store/migrations": "the schema, step by step (Alembic)",
+    "examples/email_search/policy": "the tiny policy that make_policy.py reproduces",
+}
+
+
+def files() -> list[str]:
+    """Return every file of the project: tracked, or new and not ignored; sorted, folders with their rooms."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return sorted(name for name in set(listed.stdout.splitlines()) if (ROOT / name).is_file())
+
+
+def tree() -> str:
+    """Return the file tree, one line per file of a room and per folder elsewhere."""
+    lines: list[str] = []
+    told: set[str] = set()
+    for name in files():
+        entry = _entry(name)
+        if entry in told:
+            continue
+        told.add(entry)
+        room = entry.split("/")[0]
+        if room in ROOMS and room not in told:
+            told.add(room)
+            lines.append(_line(0, f"{room}/", first_sentence(ROOT / room / "__init__.py")))
+        if not entry.endswith("__init__.py") or entry.count("/") > 1:
+            lines.append(_line(entry.count("/"), _label(entry), comment(entry)))
+    return "\n".join(lines) + "\n"
+
+
+def _entry(name: str) -> str:
+    """Return what a file is shown as: itself, or the folder that stands for it."""
+    parts = name.split("/")
+    folders = ["/".join(parts[:end]) for end in range(1, len(parts))]
+    return next((folder for folder in folders if folder in NOTES), name)
+
+
+def _label(entry: str) -> str:
+    parts = entry.split("/")
+    if entry in NOTES and (ROOT / entry).is_dir():
+        return parts[-1] + "/"
+    return "/".join(parts[-2:]) if parts[-1] == "__init__.py" or parts[0].startswith(".") else parts[-1]
+
+
+def comment(entry: str) -> str:
+    """Return the comment of one file or folder."""
+    if entry in NOTES:
+        return NOTES[entry]
+    return first_sentence(ROOT / entry) if entry.endswith(".py") else ""
+
+
+def first_sentence(file: Path) -> str:
+    """Return the first sentence of a module's docstring, without its full stop."""
+    text = ast.get_docstring(ast.parse(file.read_text())) or ""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return paragraph.split(". ")[0].rstrip(".:")
+
+
+def _line(depth: int, label: str, said: str) -> str:
+    left = f"{'  ' * depth}{label}"
+    line = f"{left:<26}{said}".rstrip()
+    return line if len(line) <= _WIDTH else line[: _WIDTH - 4].rsplit(" ", 1)[0].rstrip(",;:") + " ..."
+
+
+def settings_rows() -> Iterator[tuple[str, str, str]]:
+    """Yield (dotted key, default as in YAML, description) of every setting."""
+    from proxy.settings import ProxySettings
+    from ratchet.layers import leaves
+    from ratchet.settings import Settings, VllmSettings, known_keys
+    from trainer.settings import TrainerSettings
+
+    sections: dict[str, Any] = {"vllm": VllmSettings, "proxy": ProxySettings, "trainer": TrainerSettings}
+    for path in leaves(known_keys()):
+        if path[:2] == ("trainer", "learner"):
+            yield ".".join(path), _shown(_learner_default(path[-1])), ""
+            continue
+        model = Settings if len(path) == 1 else sections[path[0]]
+        field = model.model_fields[path[-1]]
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        yield ".".join(path), _shown(default), field.description or ""
+
+
+def _learner_default(name: str) -> Any:
+    from trainer.learner_settings import LearnerSettings
+
+    return next(field.default for field in dataclasses.fields(LearnerSettings) if field.name == name)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, (tuple, frozenset)):
+        value = list(value)
+    return f"`{value if isinstance(value, (str, Path)) else json.dumps(value)}`"
+
+
+def write_tree() -> None:
+    """Put the tree into the README."""
+    text = README.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    README.write_text(before + BEGIN + tree() + END + after)
+
+
+if __name__ == "__main__":
+    write_tree()

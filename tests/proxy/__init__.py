@@ -1,0 +1,1 @@
+"""Claims about the front door, on real servers."""

@@ -1,0 +1,102 @@
+"""A scripted vLLM, a store and a proxy between them, each real; and clients that are the `openai` package."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from proxy.app import create_app
+from proxy.settings import ProxySettings
+from proxy.upstream import Upstream
+from store import Store, open_store
+from tests.proxy.scripted_vllm import ScriptedVllm
+from tests.proxy.servers import eventually, served
+
+
+@pytest.fixture(scope="session")
+def scripted() -> Iterator[tuple[ScriptedVllm, str]]:
+    """One scripted vLLM for all tests, and where it answers."""
+    app = ScriptedVllm()
+    with served(app) as url:
+        yield app, url
+
+
+@pytest.fixture
+def vllm(scripted: tuple[ScriptedVllm, str]) -> ScriptedVllm:
+    """The scripted vLLM, as if just started."""
+    scripted[0].restart()
+    return scripted[0]
+
+
+@pytest.fixture
+def vllm_url(scripted: tuple[ScriptedVllm, str], vllm: ScriptedVllm) -> str:
+    """Where the scripted vLLM answers."""
+    return scripted[1]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """A fresh SQLite store."""
+    opened = open_store(str(tmp_path / "store.db"))
+    yield opened
+    opened.close()
+
+
+class Proxy:
+    """A running proxy and the two ways to talk to it."""
+
+    def __init__(self, url: str, store: Store) -> None:
+        self.url = url
+        self.store = store
+        self.http = httpx.Client(base_url=url, timeout=20)
+        self.clients: list[openai.OpenAI] = []
+
+    def agent(self, key: str = "k", path: str = "/v1", **options: Any) -> openai.OpenAI:
+        """An agent's client."""
+        client = openai.OpenAI(base_url=self.url + path, api_key=key, **{"max_retries": 0, "timeout": 20.0, **options})
+        self.clients.append(client)
+        return client
+
+    def settled(self) -> None:
+        """Wait until everything recorded is in the store."""
+        eventually(lambda: self.http.get("/health/backlog").json()["unshipped_records"] == 0)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.http.close()
+        for client in self.clients:
+            client.close()
+
+
+Start = Callable[..., Proxy]
+
+
+@pytest.fixture
+def start(vllm_url: str, store: Store, tmp_path: Path) -> Iterator[Start]:
+    """Start a proxy with settings; all stop with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(ready: bool = True, **settings: Any) -> Proxy:
+            values = {"upstreams": (vllm_url,), "model": "agent", "store": "-", "journal": tmp_path / "journal"}
+            chosen = ProxySettings(**(values | settings))
+            upstream = Upstream(chosen.upstreams, chosen.request_timeout, chosen.connect_timeout)
+            url = stack.enter_context(served(create_app(chosen, store, upstream, "http://test")))
+            proxy = Proxy(url, store)
+            stack.callback(proxy.close)
+            if ready:
+                eventually(lambda: proxy.http.get("/health/ready").status_code == 200)
+            return proxy
+
+        yield begin
+
+
+@pytest.fixture
+def proxy(start: Start) -> Proxy:
+    """A proxy with default settings, ready."""
+    return start()

@@ -1,0 +1,311 @@
+"""A real server that answers in vLLM's exact shapes, with scripted words instead of a model.
+
+A token is a byte (0 to 255); 256 and 257 begin and end a turn, so that a prompt that repeats an answer word for word
+begins with its tokens. Directives in the last message say how to answer: `#say=WORDS` (dots for spaces), `#tokens=N`,
+`#tool=NAME` (`#drift` samples its arguments in another spacing than the template renders), `#delay=SECONDS` per
+token, `#status=CODE`, `#cut=N` breaks off after N tokens, `#fault=N` puts an error event there, `#noids`,
+`#nologprobs`, `#short` (one logprob too few), `#html` (an error that is a page).
+
+Run alone: `python -m tests.proxy.scripted_vllm PORT`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+TURN, END = 256, 257
+_DIRECTIVE = re.compile(r"#(\w+)(?:=([^\s#]+))?")
+
+Json = dict[str, Any]
+
+
+def render(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the prompt's token ids: the chat template and the tokenizer in one."""
+    ids: list[int] = []
+    for message in messages:
+        text = message.get("content") or ""
+        text = text if isinstance(text, str) else "".join(part.get("text", "<image>") for part in text)
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            text += tool_text(function["name"], json.loads(function["arguments"]))
+        ids += [TURN, *f"{message['role']}\n{text}".encode(), END]
+    return [*ids, TURN, *b"assistant\n"]
+
+
+def tool_text(name: str, arguments: Any, drift: bool = False) -> str:
+    """Return a tool call as the model writes it."""
+    text = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>{text.replace(': ', ':') if drift else text}</tool_call>"
+
+
+def logprob(place: int) -> float:
+    """Return the logprob of the token at a place of an answer."""
+    return -0.5 - (place % 7) / 8
+
+
+class ScriptedVllm:
+    """The ASGI application. `calls` holds the bodies that came in, `aborted` counts answers nobody waited for."""
+
+    def __init__(self, base: str = "tiny-base") -> None:
+        self.base = base
+        self._numbers = itertools.count()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget everything, adapters too, as a process that has just started."""
+        self.adapters: dict[str, str] = {}
+        self.calls: list[Json] = []
+        self.loads: list[str] = []
+        self.aborted = 0
+        self.failures_left = 0  # so many calls are answered with 503 first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            for kind in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{kind}.complete"})
+            return
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        path = scope["path"]
+        if path == "/v1/models":
+            await _json(send, 200, self._models())
+        elif path == "/v1/load_lora_adapter":
+            await self._load(json.loads(body), send)
+        elif path == "/v1/chat/completions":
+            await self._chat(json.loads(body), receive, send)
+        else:
+            await _json(send, 200, {"path": path, "body": body.decode()})
+
+    def _models(self) -> Json:
+        cards = [{"id": self.base, "object": "model", "created": 1, "owned_by": "vllm", "root": "x", "parent": None}]
+        return {
+            "object": "list",
+            "data": [*cards, *({**cards[0], "id": n, "parent": self.base} for n in self.adapters)],
+        }
+
+    async def _load(self, body: Json, send: Send) -> None:
+        if body["lora_name"] in self.adapters:
+            await _error(send, 400, f"The lora adapter '{body['lora_name']}' has already been loaded.")
+            return
+        await asyncio.sleep(0.01)
+        self.loads.append(body["lora_name"])
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        await _json(send, 200, "Success: LoRA adapter added successfully.")
+
+    async def _chat(self, body: Json, receive: Receive, send: Send) -> None:
+        self.calls.append(body)
+        script = dict(_DIRECTIVE.findall(_last_text(body["messages"])))
+        if body["model"] not in (self.base, *self.adapters):
+            await _error(send, 404, f"The model `{body['model']}` does not exist.", "NotFoundError")
+        elif self.failures_left > 0:
+            self.failures_left -= 1
+            await _error(send, 503, "overloaded", headers=[(b"retry-after-ms", b"20"), (b"retry-after", b"1")])
+        elif "html" in script:
+            await _send(send, 502, b"<html>bad gateway</html>", [(b"content-type", b"text/html")])
+        elif "status" in script:
+            await _error(send, int(script["status"]), "scripted failure", headers=[(b"retry-after", b"7")])
+        else:
+            await self._answer(body, script, receive, send)
+
+    async def _answer(self, body: Json, script: Mapping[str, str], receive: Receive, send: Send) -> None:
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            choices = [_Choice(index, self._words(script), body, script) for index in range(body.get("n") or 1)]
+            head = {"id": f"chatcmpl-{next(self._numbers)}", "created": int(time.time()), "model": body["model"]}
+            prompt = render(body["messages"])
+            delay = float(script.get("delay", 0))
+            if body.get("stream"):
+                await self._stream(body, script, head, prompt, choices, delay, gone, send)
+                return
+            for _ in choices[0].steps if delay else ():
+                await asyncio.wait([gone], timeout=delay)
+                if gone.done():
+                    self.aborted += 1
+                    return
+            await _json(send, 200, _whole(body, script, head, prompt, choices))
+        finally:
+            gone.cancel()
+
+    def _words(self, script: Mapping[str, str]) -> str:
+        if "tool" in script:
+            return tool_text(script["tool"], {"q": "budget", "n": 2}, "drift" in script)
+        if "tokens" in script:
+            return "x" * int(script["tokens"])
+        return script.get("say", f"answer.{next(self._numbers)}").replace(".", " ")
+
+    async def _stream(
+        self,
+        body: Json,
+        script: Mapping[str, str],
+        head: Json,
+        prompt: list[int],
+        choices: Sequence[_Choice],
+        delay: float,
+        gone: asyncio.Future[None],
+        send: Send,
+    ) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-type", b"text/event-stream; charset=utf-8")],
+            }
+        )
+        head = {**head, "object": "chat.completion.chunk"}
+        for choice in choices:
+            first = {"index": choice.index, "delta": {"role": "assistant", "content": ""}}
+            first |= {"logprobs": None, "finish_reason": None}
+            await _event(send, {**head, "choices": [first], "prompt_token_ids": _wanted(body, script, prompt)})
+        for place, step in enumerate(step for choice in choices for step in choice.steps):
+            if delay:
+                await asyncio.wait([gone], timeout=delay)
+            if gone.done():
+                self.aborted += 1
+                return
+            if script.get("cut") == str(place):
+                raise ConnectionAbortedError("scripted")
+            if script.get("fault") == str(place):
+                await _event(send, {"error": {"message": "scripted fault", "type": "InternalServerError", "code": 500}})
+                break
+            await _event(send, {**head, "choices": [step]})
+        if (body.get("stream_options") or {}).get("include_usage"):
+            await _event(send, {**head, "choices": [], "usage": _usage(prompt, choices)})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+class _Choice:
+    """One scripted answer in both forms."""
+
+    def __init__(self, index: int, words: str, body: Json, script: Mapping[str, str]) -> None:
+        self.index = index
+        self.ids = [*words.encode(), END]
+        called = re.fullmatch(r"<tool_call>(.*)</tool_call>", words)
+        self.message: Json = {
+            "role": "assistant",
+            "content": words,
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+        }
+        self.message |= {"function_call": None, "reasoning": None}
+        self.finish = "stop"
+        if called:
+            parsed = json.loads(called[1])
+            function = {"name": parsed["name"], "arguments": json.dumps(parsed["arguments"])}
+            call = {"id": f"chatcmpl-tool-{time.time_ns()}{index}", "type": "function", "function": function}
+            self.message |= {"content": None, "tool_calls": [call]}
+            self.finish = "tool_calls"
+        self.steps = list(self._steps(body, script))
+
+    def _steps(self, body: Json, script: Mapping[str, str]) -> Iterator[Json]:
+        """The streamed choices, one per token; a tool call's markup has empty deltas."""
+        calls = self.message.get("tool_calls")
+        for place, token in enumerate(self.ids):
+            last = place == len(self.ids) - 1
+            delta: Json = {} if last or calls else {"content": chr(token)}
+            if calls and place == 5:
+                named = {"name": calls[0]["function"]["name"], "arguments": ""}
+                delta = {"tool_calls": [{**calls[0], "index": 0, "function": named}]}
+            if calls and place in (9, 10):
+                text = calls[0]["function"]["arguments"]
+                text = text[:4] if place == 9 else text[4:]
+                delta = {"tool_calls": [{"index": 0, "function": {"arguments": text}}]}
+            step: Json = {"index": self.index, "delta": delta, "finish_reason": self.finish if last else None}
+            step["logprobs"] = _logprobs(body, script, [token], place)
+            step["token_ids"] = _wanted(body, script, [token])
+            yield {**step, "stop_reason": None} if last else step
+
+
+def _whole(body: Json, script: Mapping[str, str], head: Json, prompt: list[int], choices: Sequence[_Choice]) -> Json:
+    return {
+        **head,
+        "object": "chat.completion",
+        "choices": [
+            {
+                "index": choice.index,
+                "message": choice.message,
+                "logprobs": _logprobs(body, script, choice.ids, 0),
+                "finish_reason": choice.finish,
+                "stop_reason": None,
+                "token_ids": _wanted(body, script, choice.ids),
+            }
+            for choice in choices
+        ],
+        "service_tier": None,
+        "usage": _usage(prompt, choices),
+        "prompt_logprobs": None,
+        "prompt_token_ids": _wanted(body, script, prompt),
+        "kv_transfer_params": None,
+        "a_field_of_tomorrow": {"kept": 1.50},
+    }
+
+
+def _wanted(body: Json, script: Mapping[str, str], ids: list[int]) -> list[int] | None:
+    return ids if body.get("return_token_ids") and "noids" not in script else None
+
+
+def _logprobs(body: Json, script: Mapping[str, str], ids: list[int], place: int) -> Json | None:
+    if not body.get("logprobs") or "nologprobs" in script:
+        return None
+    rows = [
+        {"token": chr(i), "logprob": logprob(place + k), "bytes": [i % 256], "top_logprobs": []}
+        for k, i in enumerate(ids)
+    ]
+    return {"content": rows[:-1] if "short" in script else rows}
+
+
+def _usage(prompt: list[int], choices: Sequence[_Choice]) -> Json:
+    made = sum(len(choice.ids) for choice in choices)
+    return {"prompt_tokens": len(prompt), "completion_tokens": made, "total_tokens": len(prompt) + made}
+
+
+def _last_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    content = messages[-1].get("content") or ""
+    return content if isinstance(content, str) else " ".join(part.get("text", "") for part in content)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _event(send: Send, value: Json) -> None:
+    data = b"data: " + json.dumps(value).encode() + b"\n\n"
+    await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def _json(send: Send, status: int, value: Any, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    await _send(send, status, json.dumps(value).encode(), [(b"content-type", b"application/json"), *headers])
+
+
+async def _error(
+    send: Send, status: int, message: str, kind: str = "BadRequestError", headers: Sequence[tuple[bytes, bytes]] = ()
+) -> None:
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    await _json(send, status, {"error": error}, headers)
+
+
+async def _send(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+if __name__ == "__main__":
+    import uvicorn
+
+    uvicorn.run(ScriptedVllm(), port=int(sys.argv[1]), http="httptools", loop="uvloop", log_level="critical")

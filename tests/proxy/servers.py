@@ -1,0 +1,99 @@
+"""Real servers for tests: an ASGI application on uvicorn in a thread, and a proxy in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def served(app: ASGIApp, port: int = 0) -> Iterator[str]:
+    """Serve an application in a thread; the value is its URL."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    config = uvicorn.Config(
+        app, http="httptools", loop="uvloop", log_config=None, access_log=False, timeout_graceful_shutdown=1, ws="none"
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        eventually(lambda: server.started or not thread.is_alive(), 10)
+        assert server.started, "the server did not start"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(15)
+        listener.close()
+    assert not thread.is_alive(), "the server did not stop"
+
+
+class ProxyProcess:
+    """A proxy in its own process, as `ratchet proxy` runs it."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        program = (
+            "import json, sys; from proxy.server import serve; from proxy.settings import ProxySettings; "
+            "settings = ProxySettings.read({}, **json.loads(sys.argv[1])); "
+            "serve(settings, lambda url: print(url, flush=True))"
+        )
+        values = {"model": "agent", "port": 0, "journal": str(folder / "journal"), "store": str(folder / "store.db")}
+        log = folder / "proxy.log"
+        with log.open("a") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program, json.dumps(values | settings)],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        assert self._process.stdout is not None
+        self.url = self._process.stdout.readline().strip()
+        assert self.url, log.read_text()
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> int:
+        """SIGTERM; return the exit status."""
+        return self._end(signal.SIGTERM)
+
+    def _end(self, number: int) -> int:
+        os.kill(self.pid, number)
+        status = self._process.wait(20)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        return status
+
+
+def eventually(claim: Callable[[], Any], seconds: float = 5.0) -> Any:
+    """Return the claim's first true value; fail when it does not become true in time."""
+    until = time.monotonic() + seconds
+    while True:
+        value = claim()
+        if value:
+            return value
+        assert time.monotonic() < until, "it did not become true in time"
+        time.sleep(0.01)

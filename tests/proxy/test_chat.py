@@ -1,0 +1,270 @@
+"""What an agent sees, and what is recorded of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from store.records import Call, unpack_ids, unpack_logprobs
+from store.states import CallState
+from tests.proxy.conftest import Proxy, Start
+from tests.proxy.scripted_vllm import END, ScriptedVllm, logprob, render
+from tests.proxy.servers import eventually, served
+
+TOOLS: Any = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
+
+
+def ask(text: str) -> Any:
+    return [{"role": "user", "content": text}]
+
+
+def last_call(proxy: Proxy) -> Call:
+    proxy.settled()
+    return proxy.store.calls.page(1)[0]
+
+
+def tokens(call: Call, choice: int = 0) -> tuple[int, ...]:
+    return unpack_ids(call.choices[choice].ids)
+
+
+def test_a_plain_call_is_answered_and_recorded_with_the_engines_tokens(proxy: Proxy) -> None:
+    answer = proxy.agent().chat.completions.create(model="agent", messages=ask("#say=hello.there"), temperature=0.7)
+    assert answer.choices[0].message.content == "hello there"
+    assert answer.model == "agent@0"
+    call = last_call(proxy)
+    assert (call.state, call.context, call.linked_by, call.untrainable) == (CallState.ANSWERED, "root", "root", None)
+    assert unpack_ids(call.prompt_ids) == tuple(render(ask("#say=hello.there")))
+    assert tokens(call) == (*b"hello there", END)
+    assert unpack_logprobs(call.choices[0].logprobs) == pytest.approx([logprob(k) for k in range(12)])
+    assert call.sampling["temperature"] == 0.7
+    assert (call.prompt_tokens, call.completion_tokens) == (len(unpack_ids(call.prompt_ids)), 12)
+    found = proxy.store.trajectories.read(call.trajectory_id)
+    assert [m["content"] for m in found.messages] == ["#say=hello.there", "hello there"]
+
+
+def test_a_streamed_call_comes_as_it_is_generated_and_is_recorded_like_a_plain_one(proxy: Proxy) -> None:
+    times, text = [], ""
+    with proxy.agent().chat.completions.create(
+        model="agent", messages=ask("#say=slow.words #delay=0.03"), stream=True
+    ) as stream:
+        for chunk in stream:
+            times.append(time.monotonic())
+            text += chunk.choices[0].delta.content or ""
+            assert chunk.model == "agent@0"
+    assert text == "slow words"
+    assert times[-1] - times[0] > 0.2
+    call = last_call(proxy)
+    assert (call.streamed, call.state, tokens(call)) == (True, CallState.ANSWERED, (*b"slow words", END))
+    assert len(unpack_logprobs(call.choices[0].logprobs)) == 11
+    assert call.first_byte_at is not None
+    assert call.ended_at is not None
+    assert call.first_byte_at < call.ended_at - 0.1
+
+
+def test_the_client_sees_nothing_that_it_did_not_ask_for(proxy: Proxy) -> None:
+    body = {"model": "agent", "messages": ask("#say=hi")}
+    plain = proxy.http.post("/v1/chat/completions", json=body).json()
+    assert "prompt_token_ids" not in plain
+    assert "token_ids" not in plain["choices"][0]
+    assert plain["choices"][0]["logprobs"] is None
+    assert plain["a_field_of_tomorrow"] == {"kept": 1.5}
+    streamed = proxy.http.post("/v1/chat/completions", json={**body, "stream": True}).text
+    assert "token_ids" not in streamed
+    assert "usage" not in streamed
+    assert '"logprob"' not in streamed
+    events = [json.loads(line[6:]) for line in streamed.split("\n\n")[:-2]]
+    assert [e["choices"][0]["delta"].get("content") for e in events] == ["", "h", "i", None]
+
+
+def test_the_client_sees_what_it_asked_for(proxy: Proxy) -> None:
+    body = {"model": "agent", "messages": ask("#say=hi"), "logprobs": True, "return_token_ids": True}
+    plain = proxy.http.post("/v1/chat/completions", json=body).json()
+    assert plain["choices"][0]["token_ids"] == [*b"hi", END]
+    assert plain["prompt_token_ids"] == render(body["messages"])
+    assert len(plain["choices"][0]["logprobs"]["content"]) == 3
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = proxy.http.post("/v1/chat/completions", json={**body, **options}).text
+    assert streamed.count('"logprob"') == 3
+    assert '"completion_tokens": 3' in streamed
+    assert tokens(last_call(proxy)) == (*b"hi", END)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_tool_calls_are_recorded_with_all_their_tokens(proxy: Proxy, streamed: bool) -> None:
+    agent = proxy.agent()
+    question = ask("#tool=search")
+    if streamed:
+        parts = agent.chat.completions.create(model="agent", messages=question, tools=TOOLS, stream=True)
+        deltas = [part.choices[0].delta.tool_calls for part in parts if part.choices[0].delta.tool_calls]
+        assert "".join(d[0].function.arguments or "" for d in deltas if d[0].function) == '{"q": "budget", "n": 2}'
+    else:
+        answer = agent.chat.completions.create(model="agent", messages=question, tools=TOOLS)
+        assert answer.choices[0].message.tool_calls
+    call = last_call(proxy)
+    assert (
+        bytes(tokens(call)[:-1]).decode()
+        == '<tool_call>{"name": "search", "arguments": {"q": "budget", "n": 2}}</tool_call>'
+    )
+    assert call.choices[0].finish_reason == "tool_calls"
+    assert len(call.choices[0].tool_call_ids) == 1
+    found = proxy.store.trajectories.read(call.trajectory_id)
+    assert found.messages[-1]["tool_calls"][0]["function"]["name"] == "search"
+    assert found.tools == tuple(TOOLS)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_every_choice_of_n_is_recorded(proxy: Proxy, streamed: bool) -> None:
+    body = {"model": "agent", "messages": ask("hi"), "n": 3, "stream": streamed}
+    assert proxy.http.post("/v1/chat/completions", json=body).status_code == 200
+    call = last_call(proxy)
+    assert [choice.index for choice in call.choices] == [0, 1, 2]
+    assert len({choice.ids for choice in call.choices}) == 3
+    assert call.untrainable is None
+
+
+@pytest.mark.parametrize(
+    ("text", "extra", "reason"),
+    [
+        ("#noids", {}, "no prompt token ids"),
+        ("#nologprobs", {}, "no logprobs"),
+        ("#short #say=abc", {}, "4 token ids but 3 logprobs"),
+        ("hi", {"echo": True}, "echo"),
+    ],
+)
+def test_what_is_not_exact_is_marked_and_never_padded(proxy: Proxy, text: str, extra: Any, reason: str) -> None:
+    assert (
+        proxy.http.post("/chat/completions", json={"model": "agent", "messages": ask(text), **extra}).status_code == 200
+    )
+    call = last_call(proxy)
+    assert call.untrainable == reason
+    if reason != "echo":
+        assert (call.choices[0].ids, call.choices[0].logprobs) == (b"", b"")
+
+
+def test_images_are_recorded_and_marked(proxy: Proxy) -> None:
+    parts: Any = [
+        {"type": "text", "text": "see"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}},
+    ]
+    proxy.agent().chat.completions.create(model="agent", messages=[{"role": "user", "content": parts}])
+    assert last_call(proxy).untrainable == "image"
+
+
+def test_unknown_fields_and_sampling_reach_vllm_unchanged(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    body = {"model": "agent", "messages": ask("hi"), "min_p": 0.05, "a_field_of_tomorrow": [1, {"x": 1.50}]}
+    proxy.http.post("/v1/chat/completions", json=body)
+    sent = vllm.calls[-1]
+    assert {name: sent[name] for name in body if name != "model"} == {k: v for k, v in body.items() if k != "model"}
+    assert (sent["model"], sent["return_token_ids"], sent["logprobs"], sent["top_logprobs"]) == (
+        "tiny-base",
+        True,
+        True,
+        0,
+    )
+
+
+def test_every_call_says_who_it_is(proxy: Proxy) -> None:
+    answer = proxy.http.post(
+        "/v1/chat/completions", json={"model": "agent", "messages": ask("hi")}, headers={"x-request-id": "mine-1"}
+    )
+    assert answer.headers["x-request-id"] == "mine-1"
+    assert answer.headers["x-ratchet-policy"] == "agent@0"
+    assert 0 < float(answer.headers["x-ratchet-overhead-ms"]) < 1000
+    call = last_call(proxy)
+    assert answer.headers["x-ratchet-call"] == call.id
+    assert answer.headers["x-ratchet-trajectory"] == call.trajectory_id
+
+
+def test_an_upstreams_error_keeps_its_status_body_and_retry_after(proxy: Proxy) -> None:
+    answer = proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": ask("#status=429")})
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+    assert answer.json()["error"] == {
+        "message": "scripted failure",
+        "type": "BadRequestError",
+        "param": None,
+        "code": 429,
+    }
+    call = last_call(proxy)
+    assert (call.state, call.status, call.error) == (CallState.FAILED, 429, "scripted failure")
+    page = proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": ask("#html")})
+    assert (page.status_code, page.json()["error"]["message"]) == (502, "<html>bad gateway</html>")
+
+
+@pytest.mark.parametrize("how", ["cut", "fault"])
+def test_a_failure_in_mid_stream_is_told_and_recorded(proxy: Proxy, how: str) -> None:
+    seen = ""
+    stream = proxy.agent().chat.completions.create(model="agent", messages=ask(f"#say=abcdef #{how}=3"), stream=True)
+    with pytest.raises(openai.APIError):  # noqa: PT012 -- the words before it count as well
+        for chunk in stream:
+            seen += chunk.choices[0].delta.content or ""
+    assert seen == "abc"
+    call = last_call(proxy)
+    assert (call.state, tokens(call)) == (CallState.FAILED, tuple(b"abc"))
+    assert call.untrainable == "failed"
+
+
+def test_an_upstream_that_is_gone_is_named(start: Start, vllm: ScriptedVllm) -> None:
+    with served(ScriptedVllm()) as url:
+        proxy = start(upstreams=(url,))
+    answer = proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": ask("hi")})
+    assert answer.status_code == 502
+    assert url in answer.json()["error"]["message"]
+    ready = proxy.http.get("/health/ready")
+    assert ready.status_code == 503
+    assert url in ready.json()["missing"][0]
+    assert last_call(proxy).state == CallState.FAILED
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"{broken", 400, "not a JSON object"),
+        (b"[]", 400, "not a JSON object"),
+        (b'{"model": "agent"}', 400, "messages"),
+        (b'{"model": "agent", "messages": []}', 400, "empty"),
+        (b'{"model": "agent", "messages": ["x"]}', 400, "messages"),
+        (b'{"messages": []}', 400, "model"),
+        (b'{"model": "gpt-9", "messages": [{"role": "user"}]}', 404, "there are: agent, agent@0"),
+        (b'{"model": "agent@7", "messages": [{"role": "user"}]}', 404, "agent@0"),
+        (b'{"model": "agent", "pad": "' + b"x" * 5000 + b'"}', 413, "larger than 4096 bytes"),
+    ],
+)
+def test_bad_requests_are_told_what_is_wrong(start: Start, body: bytes, status: int, says: str) -> None:
+    proxy = start(body_limit=4096)
+    answer = proxy.http.post("/v1/chat/completions", content=body)
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert says in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_leaves_stops_the_upstream_and_is_recorded(
+    proxy: Proxy, vllm: ScriptedVllm, streamed: bool
+) -> None:
+    body = {"model": "agent", "messages": ask("#tokens=1000 #delay=0.02"), "stream": streamed}
+    timeout = httpx.Timeout(5, read=0.3)
+    began = time.monotonic()
+    if streamed:
+        with proxy.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            for _, _ in zip(answer.iter_lines(), range(12), strict=False):
+                pass
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            proxy.http.post("/v1/chat/completions", json=body, timeout=timeout)
+    eventually(lambda: vllm.aborted == 1, 2)
+    assert time.monotonic() - began < 3
+    proxy.settled()
+    call = eventually(lambda: proxy.store.calls.page(1, state="aborted"))[0]
+    assert [set(unpack_ids(choice.ids)) for choice in call.choices] == ([{120}] if streamed else [])
+    assert proxy.agent().chat.completions.create(model="agent", messages=ask("#say=still.here")).choices
+
+
+def test_a_large_body_is_served(proxy: Proxy) -> None:
+    answer = proxy.agent().chat.completions.create(model="agent", messages=ask("y" * 600_000 + " #say=ok"))
+    assert answer.choices[0].message.content == "ok"
+    assert last_call(proxy).prompt_tokens > 600_000

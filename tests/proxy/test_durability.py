@@ -1,0 +1,160 @@
+"""An answered call is a recorded call: kill -9, dead databases, broken disks, stops."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import sqlite3
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from store import Store, open_store
+from store.states import CallState
+from tests.proxy.conftest import Proxy, Start
+from tests.proxy.servers import ProxyProcess, eventually
+
+BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
+KILLS = 10
+
+
+def ready(url: str) -> bool:
+    return httpx.get(url + "/health/ready", timeout=5).status_code == 200
+
+
+def load(url: str, stop: threading.Event, answered: set[str], number: int) -> None:
+    """Call until the proxy dies; remember every call whose end was seen."""
+    with httpx.Client(base_url=url, timeout=5) as client:
+        turn = number
+        while not stop.is_set():
+            turn += 1
+            body = BODY | {"stream": bool(turn % 2)}
+            try:
+                with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                    text = answer.read().decode()
+                    if answer.status_code == 200 and (not turn % 2 or text.endswith("data: [DONE]\n\n")):
+                        answered.add(answer.headers["x-ratchet-call"])
+            except httpx.HTTPError:
+                return
+
+
+def test_kill_9_in_mid_load_loses_no_answered_call_and_doubles_none(vllm_url: str, tmp_path: Path) -> None:
+    answered: set[str] = set()
+    for kill in range(KILLS):
+        proxy = ProxyProcess(tmp_path, upstreams=[vllm_url])
+        eventually(partial(ready, proxy.url), 10)
+        stop = threading.Event()
+        with ThreadPoolExecutor(6) as pool:
+            for number in range(6):
+                pool.submit(load, proxy.url, stop, answered, number)
+            time.sleep(0.25 + 0.037 * kill)
+            proxy.kill()
+            stop.set()
+    last = ProxyProcess(tmp_path, upstreams=[vllm_url])
+    assert last.stop() == 0
+    store = open_store(str(tmp_path / "store.db"))
+    rows: dict[str, CallState] = {}
+    while page := store.calls.page(1000, before=min(rows, default=None)):
+        assert not rows.keys() & {call.id for call in page}
+        rows |= {call.id: call.state for call in page}
+    store.close()
+    assert len(answered) > 20 * KILLS
+    assert answered <= {name for name, state in rows.items() if state == CallState.ANSWERED}
+    assert CallState.BEGUN not in rows.values()
+
+
+def test_a_locked_database_fails_no_call_and_gets_everything_later(proxy: Proxy, tmp_path: Path) -> None:
+    blocker = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+    blocker.execute("BEGIN EXCLUSIVE")
+    for _ in range(20):
+        assert proxy.http.post("/v1/chat/completions", json=BODY).status_code == 200
+    assert proxy.http.get("/health/backlog").json()["unshipped_records"] == 40
+    blocker.rollback()
+    blocker.close()
+    proxy.settled()
+    assert len(proxy.store.calls.page(100, state="answered")) == 20
+
+
+def test_a_dead_database_never_fails_a_call(start: Start, vllm_url: str, tmp_path: Path) -> None:
+    folder = tmp_path / "db"
+    folder.mkdir()
+    store = open_store(str(folder / "store.db"))
+    process = ProxyProcess(tmp_path, upstreams=[vllm_url], store=str(folder / "store.db"))
+    eventually(lambda: ready(process.url))
+    store.close()
+    for name in folder.iterdir():  # the disk under the database is gone
+        name.write_bytes(b"not a database any more" * 1000)
+    with httpx.Client(base_url=process.url) as client:
+        for _ in range(20):
+            assert client.post("/v1/chat/completions", json=BODY).status_code == 200
+        assert client.get("/health/live").status_code == 200
+        backlog = client.get("/health/backlog").json()
+    assert backlog["unshipped_records"] > 0
+    assert process.stop() == 0
+    rescued = ProxyProcess(tmp_path, upstreams=[vllm_url])  # a new, empty database gets what the journal kept
+    assert rescued.stop() == 0
+    store = open_store(str(tmp_path / "store.db"))
+    assert len(store.calls.page(100, state="answered")) == 20
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["full", "gone"])
+def test_a_broken_disk_never_fails_a_call_and_gets_everything_later(vllm_url: str, tmp_path: Path, kind: str) -> None:
+    process = ProxyProcess(tmp_path, upstreams=[vllm_url])
+    eventually(lambda: ready(process.url))
+    sizes = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+    if kind == "full":  # for journal and database both
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1200, sizes[1]))
+    else:
+        shutil.rmtree(tmp_path / "journal")
+        (tmp_path / "journal").write_text("in the way")
+    with httpx.Client(base_url=process.url) as client:
+        for _ in range(20):
+            assert client.post("/v1/chat/completions", json=BODY).status_code == 200
+        assert "ratchet_journal_errors_total 0.0" not in client.get("/metrics").text
+        if kind == "full":
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, sizes)
+        else:
+            (tmp_path / "journal").unlink()
+        store = open_store(str(tmp_path / "store.db"))
+        eventually(lambda: len(store.calls.page(100, state="answered")) == 20, 10)
+        eventually(lambda: [a for a in store.alarms.all() if a.name == "proxy_journal"])
+        eventually(lambda: not store.alarms.standing())
+        store.close()
+    assert process.stop() == 0
+
+
+def test_a_stop_lets_running_calls_end_and_ships_them(vllm_url: str, tmp_path: Path, store: Store) -> None:
+    process = ProxyProcess(tmp_path, upstreams=[vllm_url])
+    eventually(lambda: ready(process.url))
+    slow = BODY | {"messages": [{"role": "user", "content": "#tokens=20 #delay=0.03"}], "stream": True}
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(httpx.post, process.url + "/v1/chat/completions", json=slow, timeout=10)
+        time.sleep(0.2)
+        assert process.stop() == 0
+        assert call.result().text.endswith("data: [DONE]\n\n")
+    assert [c.state for c in store.calls.page(9)] == [CallState.ANSWERED]
+    assert store.doors.open(time.time() - 60) == []
+
+
+def test_relaxed_capture_records_too(start: Start) -> None:
+    proxy = start(capture="relaxed")
+    assert proxy.http.post("/v1/chat/completions", json=BODY).status_code == 200
+    proxy.settled()
+    assert len(proxy.store.calls.page(9, state="answered")) == 1
+
+
+def test_a_messages_bytes_are_written_once(start: Start, tmp_path: Path) -> None:
+    proxy = start()
+    messages: list[Any] = [{"role": "system", "content": "s" * 20_000}, {"role": "user", "content": "hi"}]
+    for _ in range(20):
+        assert proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": messages}).status_code == 200
+    written = sum(path.stat().st_size for path in (tmp_path / "journal").glob("*.journal"))
+    prompts = 20 * 4 * 20_050  # the token ids of every call, four bytes each
+    assert written - prompts < 20_000 * 5

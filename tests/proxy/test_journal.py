@@ -1,0 +1,180 @@
+"""The journal's files and their way into the store, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from proxy.bell import Bell
+from proxy.errors import StartError
+from proxy.journal import ALARM, Journal
+from proxy.metrics import Metrics
+from proxy.segments import MAGIC, frame, read_segment, segment_numbers, segment_path
+from proxy.shipper import DEAD_LETTERS, Shipper
+from store import Store
+from store.records import CallBegun, CallEnded
+from store.states import CallState
+from tests import records
+from tests.proxy.servers import eventually
+
+REPLY = {"role": "assistant", "content": "Oslo"}
+
+
+def pair(name: str) -> tuple[CallBegun, CallEnded]:
+    begun = records.begun(f"call_{name}", f"traj_{name}")
+    return begun, records.ended(begun, REPLY)
+
+
+Open = Callable[..., Journal]
+
+
+@pytest.fixture
+async def journal(tmp_path: Path) -> AsyncIterator[Open]:
+    """Open journals in one folder; all are stopped with the test."""
+    opened: list[Journal] = []
+
+    def begin(most_bytes: int = 2**20, segment_bytes: int = 2**16, folder: str = "journal") -> Journal:
+        opened.append(Journal(tmp_path / folder, most_bytes, segment_bytes, Metrics(), Bell()))
+        return opened[-1]
+
+    yield begin
+    for one in opened:
+        if one._thread.is_alive():
+            await one.stop()
+
+
+def shipping(journal: Journal, store: Store) -> Shipper:
+    return Shipper(journal, store, journal._metrics, journal._bell, on_dead_letter=lambda: None)
+
+
+@pytest.mark.parametrize("cut", [1, 7, 8, 9, 20])
+def test_a_torn_tail_ends_the_reading_and_nothing_before_it_is_lost(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "000000000001.journal"
+    whole = MAGIC + frame(pair("a")[0]) + frame(pair("b")[1])
+    path.write_bytes(whole + frame(pair("c")[0])[:cut])
+    reading = read_segment(path, 0, 2**20)
+    assert reading.records == [pair("a")[0], pair("b")[1]]
+    assert (reading.offset, reading.end) == (len(whole), "torn")
+
+
+def test_a_flipped_bit_is_damage_and_not_read_over(tmp_path: Path) -> None:
+    path = tmp_path / "000000000001.journal"
+    data = bytearray(MAGIC + frame(pair("a")[0]) + frame(pair("b")[0]))
+    data[-5] ^= 1
+    path.write_bytes(data)
+    reading = read_segment(path, 0, 2**20)
+    assert (len(reading.records), reading.end) == (1, "damaged")
+
+
+def test_reading_in_pieces_gives_the_same_records(tmp_path: Path) -> None:
+    path = tmp_path / "000000000001.journal"
+    written = [record for n in range(30) for record in pair(str(n))]
+    path.write_bytes(MAGIC + b"".join(frame(record) for record in written))
+    found, offset, end = [], 0, "more"
+    while end == "more":
+        reading = read_segment(path, offset, 300)  # smaller than one record
+        found += reading.records
+        offset, end = reading.offset, reading.end
+    assert (found, end) == (written, "end")
+
+
+async def test_a_commit_is_on_disk_when_it_resolves(journal: Open) -> None:
+    opened = journal()
+    await opened.start()
+    opened.write(pair("a")[0])
+    assert await asyncio.gather(*(opened.commit(pair(str(n))[1]) for n in range(50))) == [True] * 50
+    assert len(read_segment(segment_path(opened.folder, 1), 0, 2**20).records) == 51
+
+
+async def test_one_folder_belongs_to_one_proxy(journal: Open) -> None:
+    await journal().start()
+    with pytest.raises(StartError, match="another --journal folder"):
+        await journal().start()
+
+
+async def test_segments_are_shipped_and_deleted(journal: Open, store: Store) -> None:
+    opened = journal(segment_bytes=4096)
+    await opened.start()
+    shipper = shipping(opened, store)
+    await shipper.start()
+    for n in range(40):
+        opened.write(pair(str(n))[0])
+        await opened.commit(pair(str(n))[1])
+    await shipper.stop()
+    assert len(store.calls.page(100)) == 40
+    assert len(segment_numbers(opened.folder)) == 1
+    assert shipper.backlog == 0
+    assert shipper.shipped_until(5.0) == 5.0
+    opened.write(pair("late")[0])
+    assert shipper.shipped_until(6.0) == 5.0
+
+
+async def test_a_restart_ships_what_was_left_and_interrupts_what_never_ended(journal: Open, store: Store) -> None:
+    first = journal()
+    await first.start()
+    first.write(pair("lost")[0])
+    await first.commit(pair("done")[1])
+    await first.stop()
+    second = journal()
+    await second.start()
+    shipper = shipping(second, store)
+    await shipper.start()
+    states = {call.id: call.state for call in store.calls.page(9)}
+    assert states == {"call_lost": CallState.INTERRUPTED, "call_done": CallState.ANSWERED}
+    await second.commit(pair("next")[1])
+    await shipper.stop()
+    assert len(store.calls.page(9)) == 3
+    await second.stop()
+    third = journal()
+    await third.start()
+    assert third._number >= 2  # numbers go on even where every segment was deleted
+    again = shipping(third, store)
+    await again.start()
+    await again.stop()
+    assert len(store.calls.page(9)) == 3
+
+
+async def test_a_full_journal_holds_records_and_writes_them_later(journal: Open, store: Store) -> None:
+    opened = journal(most_bytes=3000)
+    await opened.start()
+    results = [await opened.commit(pair(str(n))[1]) for n in range(10)]
+    assert results[0] is True
+    assert results[-1] is False
+    shipper = shipping(opened, store)
+    opened._segment_bytes = 100  # so that what is shipped can be deleted
+    await shipper.start()
+    await asyncio.to_thread(eventually, lambda: [a for a in store.alarms.all() if a.name == ALARM])
+    opened._most_bytes = 2**20
+    await asyncio.to_thread(eventually, lambda: len(store.calls.page(100)) == 10)
+    await asyncio.to_thread(eventually, lambda: not store.alarms.standing())
+    await shipper.stop()
+
+
+async def test_a_deleted_folder_is_noticed_and_made_again(journal: Open) -> None:
+    opened = journal()
+    await opened.start()
+    assert await opened.commit(pair("a")[1])
+    shutil.rmtree(opened.folder)
+    assert await opened.commit(pair("b")[1]) is False
+    assert await opened.commit(pair("c")[1]) is True
+    (number,) = segment_numbers(opened.folder)
+    assert read_segment(segment_path(opened.folder, number), 0, 2**20).records == [pair("b")[1], pair("c")[1]]
+
+
+async def test_a_record_that_the_store_refuses_is_put_aside_and_the_rest_goes_on(journal: Open, store: Store) -> None:
+    opened = journal()
+    await opened.start()
+    shipper = shipping(opened, store)
+    bad = msgspec.structs.replace(pair("bad")[1], context="nonsense")
+    await asyncio.gather(*(opened.commit(record) for record in (pair("a")[1], bad, pair("b")[1])))
+    await shipper.start()
+    await asyncio.to_thread(eventually, lambda: [a for a in store.alarms.standing() if "call_bad" in a.reason])
+    await shipper.stop()
+    assert {call.id for call in store.calls.page(9)} == {"call_a", "call_b"}
+    (line,) = (opened.folder / DEAD_LETTERS).read_bytes().splitlines()
+    assert msgspec.json.decode(line)["call"] == "call_bad"

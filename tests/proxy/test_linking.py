@@ -1,0 +1,271 @@
+"""Which trajectory a call belongs to: claims on the memory itself, and on a running proxy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from proxy.errors import BadRequest
+from proxy.linking import Evidence, Leaf, Link, Links, Sequence32
+from store import messages as canon
+from store.records import OpenLeaf, pack_ids, unpack_ids
+from store.states import CallState
+from tests.proxy.conftest import Proxy, Start
+from tests.proxy.scripted_vllm import ScriptedVllm, render
+
+Message = dict[str, Any]
+USER: Message = {"role": "user", "content": "hi"}
+REPLY: Message = {"role": "assistant", "content": "hello"}
+NEXT: Message = {"role": "user", "content": "and now?"}
+
+
+def asked(messages: list[Message], key: str = "k", **more: Any) -> Evidence:
+    values = {"alias": "agent", "version": None, "messages": messages, "keys": canon.link_keys(messages), "key_id": key}
+    return Evidence(**(values | more))
+
+
+def answered(links: Links, prompt: list[Message], reply: Message, now: float = 1.0, key: str = "k") -> Link:
+    """A first call with this prompt that got this reply."""
+    link = links.find(asked(prompt, key))
+    links.begin(link, "agent", link.version or 0, now)
+    leaf = Leaf(
+        trajectory_id=link.trajectory_id,
+        call_id=f"call_of_{link.trajectory_id}",
+        choice=0,
+        version=link.version or 0,
+        link_key=canon.link_keys([*prompt, reply])[-1],
+        tool_call_ids=canon.tool_call_ids(reply),
+        key_id=key,
+        sequence=Sequence32.of(pack_ids([1, 2, 3])),
+        born_at=now,
+    )
+    links.end(link, [leaf], now)
+    return link
+
+
+def tool_reply(arguments: str, call_id: str = "call_1", **more: Any) -> Message:
+    call = {"id": call_id, "type": "function", "function": {"name": "search", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call], **more}
+
+
+@pytest.fixture
+def links() -> Links:
+    return Links(idle_seconds=900, most_runs=100)
+
+
+@pytest.mark.parametrize(
+    ("given", "echoed"),
+    [
+        (tool_reply('{"a": 1, "b": 2}'), tool_reply('{"a": 1, "b": 2}', content=None)),
+        (tool_reply('{"a": 1, "b": 2}', content=None), tool_reply('{"b":2,"a":1}', content="")),
+        (tool_reply("{}"), tool_reply("{ }", refusal=None, name="x", provider_specific_fields={})),
+        (tool_reply("{}"), tool_reply("{}", call_id="rewritten")),
+        (REPLY, {**REPLY, "content": [{"type": "text", "text": "hello"}]}),
+        ({**REPLY, "reasoning": "hm"}, {**REPLY, "refusal": None, "tool_calls": []}),
+    ],
+)
+def test_an_answer_is_known_again_however_the_agent_echoes_it(links: Links, given: Message, echoed: Message) -> None:
+    first = answered(links, [USER], given)
+    found = links.find(asked([USER, echoed, NEXT]))
+    assert found.trajectory_id == first.trajectory_id
+    assert found.linked_by.startswith("graph")
+
+
+def test_parallel_runs_of_one_prompt_never_merge(links: Links) -> None:
+    runs = {answered(links, [USER], REPLY).trajectory_id for _ in range(8)}
+    assert len(runs) == 8
+
+
+def test_equal_answers_are_told_apart_by_tool_ids(links: Links) -> None:
+    runs = [answered(links, [USER], tool_reply("{}", f"call_{n}")).trajectory_id for n in range(5)]
+    for n in (3, 0, 4, 1, 2):
+        found = links.find(asked([USER, tool_reply("{}", f"call_{n}"), NEXT]))
+        assert (found.trajectory_id, found.linked_by) == (runs[n], "graph+tool_ids")
+
+
+def test_equal_answers_without_ids_are_each_continued_once(links: Links) -> None:
+    runs = {answered(links, [USER], REPLY, now=float(n)).trajectory_id for n in range(4)}
+    continued = set()
+    for _ in range(4):
+        found = links.find(asked([USER, REPLY, NEXT]))
+        links.begin(found, "agent", 0, 9.0)
+        continued.add(found.trajectory_id)
+    assert continued == runs
+
+
+def test_the_same_key_is_preferred_among_equal_answers(links: Links) -> None:
+    mine = answered(links, [USER], REPLY, now=1.0, key="mine")
+    answered(links, [USER], REPLY, now=2.0, key="other")
+    assert links.find(asked([USER, REPLY, NEXT], key="mine")).trajectory_id == mine.trajectory_id
+
+
+def test_the_deepest_answer_decides(links: Links) -> None:
+    first = answered(links, [USER], REPLY)
+    second = answered(links, [USER, REPLY, NEXT], tool_reply("{}"))
+    assert second.trajectory_id == first.trajectory_id
+    found = links.find(asked([USER, REPLY, NEXT, tool_reply("{}"), {"role": "tool", "content": "x"}]))
+    assert found.parent is not None
+    assert found.parent.tool_call_ids == ("call_1",)
+
+
+def test_an_answer_that_we_did_not_give_begins_a_new_run(links: Links) -> None:
+    answered(links, [USER], REPLY)
+    assert links.find(asked([USER, {**REPLY, "content": "hello?"}, NEXT])).linked_by == "root"
+
+
+def test_a_retry_of_an_unanswered_attempt_is_the_same_run_and_each_attempt_counts_once(links: Links) -> None:
+    attempt = ("k", b"body")
+    lost = []
+    for _ in range(2):
+        link = links.find(asked([USER]))
+        links.begin(link, "agent", 3, 1.0)
+        links.end(link, [], 1.0)
+        links.unanswered(link, attempt)
+        lost.append(link.trajectory_id)
+    again = [links.find(asked([USER], retry=attempt)) for _ in range(3)]
+    assert [link.trajectory_id for link in again[:2]] == lost
+    assert [link.linked_by for link in again] == ["retry", "retry", "root"]
+    assert again[0].version == 3
+
+
+def test_an_explicit_id_wins_and_a_contradicting_version_is_refused(links: Links) -> None:
+    answered(links, [USER], REPLY)
+    link = links.find(asked([USER, REPLY, NEXT], explicit="mine", explicit_by="header"))
+    assert (link.trajectory_id, link.parent, link.linked_by) == ("mine", None, "header")
+    links.begin(link, "agent", 1, 1.0)
+    assert links.find(asked([USER], explicit="mine", explicit_by="path")).version == 1
+    with pytest.raises(BadRequest, match="runs on agent@1"):
+        links.find(asked([USER], explicit="mine", explicit_by="path", version=2))
+
+
+def test_memory_is_bounded_and_still_runs_are_forgotten() -> None:
+    links = Links(idle_seconds=10, most_runs=50)
+    for n in range(200):
+        answered(links, [USER], {**REPLY, "content": str(n)}, now=float(n))
+    assert len(links) <= 50
+    assert links.find(asked([USER, {**REPLY, "content": "5"}, NEXT])).linked_by == "root"
+    assert links.find(asked([USER, {**REPLY, "content": "199"}, NEXT])).linked_by == "graph"
+
+
+def test_a_finished_run_is_forgotten(links: Links) -> None:
+    link = answered(links, [USER], REPLY)
+    links.forget(link.trajectory_id)
+    assert links.find(asked([USER, REPLY, NEXT])).linked_by == "root"
+    assert links.pins(1.0, 30) == {}
+
+
+def test_pins_count_runs_that_are_active_or_under_way(links: Links) -> None:
+    answered(links, [USER], REPLY, now=1.0)
+    running = links.find(asked([USER]))
+    links.begin(running, "agent", 4, 1.0)
+    assert links.pins(2.0, 30) == {"agent@0": 1, "agent@4": 1}
+    assert links.pins(100.0, 30) == {"agent@4": 1}
+
+
+def test_a_restored_answer_is_continued(links: Links) -> None:
+    leaf = OpenLeaf(
+        trajectory_id="traj_old",
+        call_id="call_old",
+        choice=0,
+        alias="agent",
+        version=2,
+        link_key=canon.link_keys([USER, REPLY])[-1],
+        tool_call_ids=(),
+        key_id="k",
+        sequence=pack_ids([7, 8]),
+        last_active_at=5.0,
+    )
+    links.restore([leaf], 6.0)
+    found = links.find(asked([USER, REPLY, NEXT]))
+    assert (found.trajectory_id, found.version) == ("traj_old", 2)
+    assert found.parent is not None
+    assert found.parent.sequence.begins(pack_ids([7, 8, 9]))
+    assert not found.parent.sequence.begins(pack_ids([7, 9, 8]))
+    assert not found.parent.sequence.begins(pack_ids([7]))
+
+
+# --- through a running proxy ----------------------------------------------------------------------------------
+
+
+def run(agent: openai.OpenAI, first: str, turns: int) -> list[Any]:
+    """An agent that knows nothing of us: it asks, echoes, asks again."""
+    messages: list[Any] = [{"role": "user", "content": first}]
+    for turn in range(turns):
+        answer = agent.chat.completions.create(model="agent", messages=messages)
+        messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": f"turn {turn} {first}"}]
+    return messages
+
+
+def test_a_run_of_many_turns_is_one_trajectory_and_stores_each_token_once(proxy: Proxy) -> None:
+    messages = run(proxy.agent(), "start", 5)
+    proxy.settled()
+    calls = proxy.store.calls.page(10)[::-1]
+    assert len({call.trajectory_id for call in calls}) == 1
+    assert [call.context for call in calls] == ["root", "exact", "exact", "exact", "exact"]
+    assert [call.linked_by for call in calls] == ["root", "graph", "graph", "graph", "graph"]
+    stored = sum((unpack_ids(call.prompt_ids) + unpack_ids(call.choices[0].ids) for call in calls), ())
+    assert stored == tuple(render(messages[:-2])) + unpack_ids(calls[-1].choices[0].ids)
+
+
+def test_a_context_that_drifted_is_a_fork_and_keeps_its_own_prompt(proxy: Proxy) -> None:
+    messages = run(proxy.agent(), "#tool=search #drift", 2)
+    proxy.settled()
+    call = proxy.store.calls.page(1)[0]
+    assert (call.context, call.linked_by) == ("fork", "graph+tool_ids")
+    assert unpack_ids(call.prompt_ids) == tuple(render(messages[:-2]))
+    exact = run(proxy.agent(), "#tool=search", 2)
+    proxy.settled()
+    assert exact
+    assert proxy.store.calls.page(1)[0].context == "exact"
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "body", "by"),
+    [
+        ("/t/job-7/v1/chat/completions", {}, {}, "path"),
+        ("/t/job-7/chat/completions", {}, {}, "path"),
+        ("/v1/chat/completions", {"x-ratchet-trajectory": "job-7"}, {}, "header"),
+        ("/v1/chat/completions", {"x-session-id": "job-7"}, {}, "header"),
+        ("/v1/chat/completions", {}, {"metadata": {"trajectory_id": "job-7"}}, "body"),
+    ],
+)
+def test_ids_are_accepted_wherever_they_stand(proxy: Proxy, path: str, headers: Any, body: Any, by: str) -> None:
+    more = {"x-ratchet-task": "sums", "x-ratchet-role": "planner", "x-ratchet-tags": "a, b"}
+    for _ in range(2):
+        request = {"model": "agent", "messages": [USER], **body}
+        answer = proxy.http.post(path, json=request, headers=headers | more)
+        assert answer.headers["x-ratchet-trajectory"] == "job-7"
+    proxy.settled()
+    assert {(c.trajectory_id, c.linked_by, c.role) for c in proxy.store.calls.page(9)} == {("job-7", by, "planner")}
+    assert proxy.store.trajectories.get("job-7").task == "sums"
+
+
+def test_an_id_that_cannot_be_one_is_refused(proxy: Proxy) -> None:
+    answer = proxy.http.post("/t/a%20b/v1/chat/completions", json={"model": "agent", "messages": [USER]})
+    assert answer.status_code == 400
+    assert "trajectory id" in answer.json()["error"]["message"]
+
+
+def test_an_sdks_retries_are_one_trajectory(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    vllm.failures_left = 2
+    answer = proxy.agent(max_retries=3).chat.completions.create(model="agent", messages=[USER])  # type: ignore[list-item]
+    assert answer.choices
+    proxy.settled()
+    calls = proxy.store.calls.page(9)[::-1]
+    assert len({call.trajectory_id for call in calls}) == 1
+    assert [call.linked_by for call in calls] == ["root", "retry", "retry"]
+    assert [call.state for call in calls] == [CallState.FAILED, CallState.FAILED, CallState.ANSWERED]
+
+
+def test_runs_are_continued_after_a_restart_of_the_proxy(start: Start, tmp_path: Any) -> None:
+    first = start()
+    messages = run(first.agent(), "start", 2)
+    first.settled()
+    second = start(journal=tmp_path / "journal-2")
+    second.agent().chat.completions.create(model="agent", messages=messages)
+    second.settled()
+    call = second.store.calls.page(1)[0]
+    assert (call.linked_by, call.context) == ("graph", "exact")
+    assert len({c.trajectory_id for c in second.store.calls.page(9)}) == 1

@@ -1,0 +1,130 @@
+"""Which version serves: pinned per trajectory, loaded where it is missing, told to the trainer."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.upstream import Upstream
+from tests.proxy.conftest import Proxy, Start
+from tests.proxy.scripted_vllm import ScriptedVllm
+from tests.proxy.servers import eventually
+
+
+def promote(proxy: Proxy, version: int) -> None:
+    """Register a version with an adapter and make it live, as the trainer does; wait until the proxy knows."""
+    begun = proxy.store.rounds.start("agent", version - 1)
+    proxy.store.rounds.commit(begun.id, version=version, checkpoint=f"/adapters/{version}", groups=[], metrics={})
+    proxy.store.policies.promote("agent", version, {})
+    eventually(lambda: any(d.live.get("agent") == version for d in proxy.store.doors.open(time.time() - 2)))
+
+
+def test_a_trajectory_finishes_on_the_version_it_began_with(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    agent = proxy.agent()
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    first = agent.chat.completions.create(model="agent", messages=messages)
+    promote(proxy, 1)
+    messages += [first.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
+    second = agent.chat.completions.create(model="agent", messages=messages)
+    other = agent.chat.completions.create(model="agent", messages=messages[:1])
+    assert (first.model, second.model, other.model) == ("agent@0", "agent@0", "agent@1")
+    assert [call["model"] for call in vllm.calls if call["model"] in (vllm.base, "agent@1")][-1] == "agent@1"
+    assert vllm.calls[1]["model"] == vllm.base
+
+
+def test_an_unknown_adapter_is_loaded_once_before_the_first_byte(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    promote(proxy, 1)
+    with ThreadPoolExecutor(8) as pool:
+        body = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
+        answers = list(pool.map(lambda n: proxy.http.post("/v1/chat/completions", json=body), range(8)))
+    assert [answer.status_code for answer in answers] == [200] * 8
+    assert {answer.headers["x-ratchet-policy"] for answer in answers} == {"agent@1"}
+    assert vllm.loads == ["agent@1"]
+    vllm.restart()  # it has forgotten its adapters
+    assert proxy.http.post("/v1/chat/completions", json=body | {"stream": True}).status_code == 200
+    assert vllm.loads == ["agent@1"]
+
+
+def test_a_version_can_be_asked_for_by_name(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    promote(proxy, 1)
+    answer = proxy.agent().chat.completions.create(model="agent@0", messages=[{"role": "user", "content": "hi"}])
+    assert answer.model == "agent@0"
+    assert vllm.calls[-1]["model"] == vllm.base
+
+
+def test_flips_under_load_fail_no_call_and_mix_no_trajectory(proxy: Proxy) -> None:
+    def rollout(number: int) -> set[str]:
+        messages: list[Any] = [{"role": "user", "content": f"task {number % 3}"}]
+        models = set()
+        for _ in range(6):
+            answer = proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": messages})
+            assert answer.status_code == 200, answer.text
+            models.add(answer.headers["x-ratchet-policy"])
+            messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
+        return models
+
+    with ThreadPoolExecutor(8) as pool:
+        runs = [pool.submit(rollout, number) for number in range(60)]
+        for version in (1, 2, 3):
+            promote(proxy, version)
+        seen = [run.result() for run in runs]
+    assert {len(models) for models in seen} == {1}
+    proxy.settled()
+    calls = proxy.store.calls.page(1000)
+    assert len(calls) == 360
+    assert len({call.trajectory_id for call in calls}) == 60
+    assert {call.context for call in calls} == {"root", "exact"}
+
+
+def test_models_lists_the_alias_and_every_version(proxy: Proxy) -> None:
+    promote(proxy, 1)
+    for path in ("/v1/models", "/models", "/t/x/v1/models"):
+        assert [card["id"] for card in proxy.http.get(path).json()["data"]] == ["agent", "agent@0", "agent@1"]
+    assert proxy.agent().models.retrieve("agent@1").id == "agent@1"
+    gone = proxy.http.get("/v1/models/other")
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_the_trainer_sees_when_a_version_has_drained(start: Start) -> None:
+    proxy = start(pin_idle_seconds=2)
+    proxy.agent().chat.completions.create(model="agent", messages=[{"role": "user", "content": "hi"}])
+    door = eventually(lambda: [d for d in proxy.store.doors.open(time.time() - 2) if d.pins == {"agent@0": 1}])[0]
+    assert (door.live, door.url) == ({"agent": 0}, "http://test")
+    drained = eventually(lambda: [d for d in proxy.store.doors.open(time.time() - 2) if d.pins == {}])[0]
+    assert drained.shipped_until == drained.beat_at
+
+
+def test_without_vllm_calls_get_503_until_it_comes(start: Start) -> None:
+    proxy = start(ready=False, upstreams=("http://127.0.0.1:9",))
+    answer = proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": [{"role": "user"}]})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    missing = " ".join(proxy.http.get("/health/ready").json()["missing"])
+    assert "no live version of agent" in missing
+    assert "http://127.0.0.1:9" in missing
+    assert proxy.http.get("/health/live").status_code == 200
+
+
+def test_a_trajectory_stays_with_its_replica() -> None:
+    replicas = Upstream([f"http://replica-{n}" for n in range(4)])
+    places = {name: replicas.place(name) for name in (f"traj_{n}" for n in range(200))}
+    assert places == {name: replicas.place(name) for name in places}
+    assert {list(places.values()).count(url) > 20 for url in replicas.urls} == {True}
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+def test_agents_cannot_change_the_adapters(proxy: Proxy, path: str, vllm: ScriptedVllm) -> None:
+    body = {"lora_name": "agent@9", "lora_path": str(Path("/tmp"))}
+    assert proxy.http.post(path, json=body).status_code == 404
+    assert vllm.loads == []
+
+
+def test_other_routes_pass_through_with_the_alias_resolved(proxy: Proxy) -> None:
+    answer = proxy.http.post("/v1/embeddings?x=1", json={"model": "agent", "input": "a", "n": 1.50})
+    assert answer.json() == {"path": "/v1/embeddings", "body": '{"model":"tiny-base","input":"a","n":1.5}'}
+    proxy.settled()
+    assert proxy.store.calls.page(9) == []
+    assert proxy.http.get("/nowhere").json()["error"]["code"] == "unknown_route"

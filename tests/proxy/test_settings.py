@@ -1,0 +1,69 @@
+"""Settings and keys: what is refused is refused with the remedy."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from proxy.errors import StartError
+from proxy.server import serve
+from proxy.settings import ProxySettings, hash_key
+from tests.proxy.conftest import Start
+from tests.proxy.servers import ROOT
+
+VALUES: Any = {"upstreams": ("http://127.0.0.1:1",), "model": "agent", "store": "s.db", "journal": Path("j")}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"host": "0.0.0.0"}, "RATCHET_API_KEYS"),
+        ({"model": "a@1"}, "choose another alias"),
+        ({"upstreams": ("127.0.0.1:8000",)}, "write it like http://"),
+        ({"upstreams": ()}, "upstreams"),
+        ({"captur": "strict"}, "captur"),
+        ({"capture": "maybe"}, "capture"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_remedy(change: Any, says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        ProxySettings(**(VALUES | change))
+
+
+def test_keys_come_from_the_environment_and_are_kept_as_hashes() -> None:
+    settings = ProxySettings.read({"RATCHET_API_KEYS": "sesame, two"}, **VALUES, host="0.0.0.0")
+    assert settings.key_hashes == {hash_key(b"sesame"), hash_key(b"two")}
+    assert "sesame" not in repr(settings)
+
+
+def test_unknown_keys_get_401_and_known_ones_an_answer(start: Start) -> None:
+    proxy = start(ready=False, key_hashes=frozenset({hash_key(b"good")}))
+    assert proxy.http.get("/v1/models").json()["error"]["code"] == "invalid_api_key"
+    assert proxy.http.get("/api/calls", headers={"authorization": "Bearer bad"}).status_code == 401
+    assert proxy.http.get("/v1/models", headers={"authorization": "Bearer good"}).status_code == 200
+    assert proxy.http.get("/v1/models", headers={"x-api-key": "good"}).status_code == 200
+    assert proxy.http.get("/health/live").status_code == 200
+
+
+def test_a_busy_port_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        values = VALUES | {"store": str(tmp_path / "s.db"), "journal": tmp_path / "j", "port": taken.getsockname()[1]}
+        with pytest.raises(StartError, match="another --port"):
+            serve(ProxySettings(**values))
+
+
+def test_the_proxy_imports_no_torch_and_starts_quickly() -> None:
+    program = (
+        "import time; t = time.perf_counter(); import proxy.app, proxy.server; took = time.perf_counter() - t; "
+        "import sys, proxy.operator; print(took); sys.exit('torch' in sys.modules or 'trainer' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 1.0  # 0.4 s on an idle machine

@@ -1,0 +1,19 @@
+"""Reading server-sent events in any pieces."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.sse import Events
+
+STREAM = b'data: {"a":1}\n\n: ping\n\nevent: x\ndata: one\ndata: two\n\ndata:[DONE]\n\n'
+DATA = [b'{"a":1}', None, b"one\ntwo", b"[DONE]"]
+
+
+@pytest.mark.parametrize("ending", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_events_are_the_same_in_any_pieces_and_line_endings(size: int, ending: bytes) -> None:
+    stream = STREAM.replace(b"\n", ending) + (b": end" if ending == b"\r" else b"")
+    events = Events()
+    found = [data for at in range(0, len(stream), size) for data, _ in events.feed(stream[at : at + size])]
+    assert found == DATA

@@ -1,0 +1,89 @@
+"""The vLLM command: what is in it, and what is told before it would fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ratchet import engine
+from ratchet.errors import EngineMissing, ModelMissing
+from ratchet.settings import Settings, load
+from tests.ratchet.project import Project
+
+
+def settings(base_model: str, **vllm: object) -> Settings:
+    return load(
+        options={("base_model",): ("", base_model), **{("vllm", k): ("", v) for k, v in vllm.items()}}, environ={}
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "template", "parser"),
+    [
+        ({"model_type": "qwen3"}, "", "hermes"),
+        ({"model_type": "llama"}, "{{ '<tool_call>' }}", "hermes"),
+        ({"model_type": "llama"}, "", "llama3_json"),
+        ({"model_type": "llama4"}, "", "llama4_pythonic"),
+        ({"model_type": "mistral"}, "", "mistral"),
+        ({"model_type": "qwen3_moe"}, "<tool_call>\n<function=", "qwen3_coder"),
+        ({"model_type": "unheard_of"}, "", None),
+    ],
+)
+def test_the_tool_parser_follows_the_template_then_the_family(
+    tmp_path: Path, config: dict[str, str], template: str, parser: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if template:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    assert engine.tool_call_parser(str(tmp_path)) == parser
+
+
+def test_a_hub_name_tells_its_family() -> None:
+    assert engine.tool_call_parser("Qwen/Qwen2.5-0.5B-Instruct") == "hermes"
+    assert engine.tool_call_parser("meta-llama/Llama-3.2-1B-Instruct") == "llama3_json"
+
+
+def test_the_command_allows_adapters_at_run_time_and_keeps_the_models_sampling_out(project: Project) -> None:
+    plan = engine.plan(settings(str(project.folder / "model"), max_loras=3), 8235, gpu=False)
+    command = str(plan)
+    assert command.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=True")
+    for part in (
+        "--served-model-name policy@0",
+        "--port 8235",
+        "--enable-lora --max-lora-rank 16 --max-loras 3 --max-cpu-loras 6",
+        "--logprobs-mode processed_logprobs",
+        "--generation-config vllm",
+        "--enable-auto-tool-choice --tool-call-parser hermes",
+        "--enforce-eager",
+        "VLLM_CPU_KVCACHE_SPACE=1",
+        "HF_HUB_OFFLINE=1",
+    ):
+        assert part in command
+
+
+def test_a_gpu_shares_its_memory_with_the_trainer(project: Project) -> None:
+    command = str(engine.plan(settings(str(project.folder / "model")), 8235, gpu=True))
+    assert "--gpu-memory-utilization 0.5" in command
+    assert "--enforce-eager" not in command
+
+
+def test_the_users_own_arguments_come_last(project: Project) -> None:
+    plan = engine.plan(settings(str(project.folder / "model"), extra_args=("--seed", "3")), 8235, gpu=False)
+    assert plan.arguments[-2:] == ("--seed", "3")
+
+
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [("config.json", "no config.json"), ("model.safetensors", "no weights"), ("tokenizer.json", "no tokenizer")],
+)
+def test_a_folder_that_is_no_model_is_told_by_what_it_lacks(project: Project, missing: str, told: str) -> None:
+    (project.folder / "model" / missing).unlink()
+    with pytest.raises(ModelMissing, match=told):
+        engine.check_model(str(project.folder / "model"))
+
+
+def test_a_vllm_that_cannot_be_started_is_told(project: Project) -> None:
+    with pytest.raises(EngineMissing, match=r"vllm\.command: /nowhere/vllm was not found"):
+        engine.check_installed(settings(str(project.folder / "model"), command=("/nowhere/vllm",)))

@@ -1,0 +1,76 @@
+"""Settings: layers, and errors that name file, key and the nearest known key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ratchet.errors import SettingsError
+from ratchet.settings import Settings, load
+
+
+def read(tmp_path: Path, text: str, **environ: str) -> Settings:
+    file = tmp_path / "ratchet.yaml"
+    file.write_text(text)
+    return load(file, environ=environ)
+
+
+def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
+    file = tmp_path / "ratchet.yaml"
+    file.write_text("project: mail\nproxy: {port: 9000, host: 127.0.0.2}\nvllm: {max_loras: 6}")
+    options = {("proxy", "port"): ("--port", 9200), ("model",): ("--model", None)}
+    settings = load(file, options, {"RATCHET_PROXY__PORT": "9100", "RATCHET_VLLM__MAX_LORAS": "8"})
+    proxy = settings.proxy_settings({})
+    assert (proxy.port, proxy.host, settings.vllm.max_loras) == (9200, "127.0.0.2", 8)
+    assert (settings.project, settings.model, proxy.capture) == ("mail", "policy", "strict")
+    assert settings.chosen("proxy", "port")
+    assert not settings.chosen("vllm", "port")
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "told"),
+    [
+        ("prject: a", {}, "ratchet.yaml: unknown key prject; the nearest known key is project"),
+        ("proxy: {prt: 1}", {}, "unknown key proxy.prt; the nearest known key is proxy.port"),
+        ("trainer: {learner: {lerning_rate: 1}}", {}, "the nearest known key is trainer.learner.learning_rate"),
+        ("trainer: {rank: 4}", {}, "unknown key trainer.rank; the nearest known key is trainer.learner.rank"),
+        ("proxy: {store: a.db}", {}, "unknown key proxy.store; the nearest known key is store"),
+        ("proxy: 8000", {}, "proxy is a section"),
+        ("vllm: {port: {a: 1}}", {}, "vllm.port: input should be a valid integer"),
+        ("vllm: {port: many}", {}, "ratchet.yaml: vllm.port: input should be a valid integer"),
+        ("trainer: {learner: {rank: 0}}", {}, "learner setting rank is 0"),
+        ("proxy: {host: 0.0.0.0}", {}, "RATCHET_API_KEYS"),
+        ("a: [", {}, "is not YAML"),
+        ("- a", {}, "must hold keys and values"),
+        ("", {"RATCHET_PROXY__PRT": "1"}, "variable RATCHET_PROXY__PRT: unknown key proxy.prt"),
+        ("", {"RATCHET_PROXY": "1"}, "names a section"),
+        ("", {"RATCHET_VLLM__PORT": "x"}, "variable RATCHET_VLLM__PORT: vllm.port"),
+    ],
+)
+def test_a_wrong_setting_names_its_place_and_the_nearest_key(
+    tmp_path: Path, text: str, environ: dict[str, str], told: str
+) -> None:
+    with pytest.raises(SettingsError) as error:
+        read(tmp_path, text, **environ)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"none\.yaml: cannot be read: No such file"):
+        load(tmp_path / "none.yaml", environ={})
+
+
+def test_lists_and_mappings_can_be_given_by_variable(tmp_path: Path) -> None:
+    environ = {"RATCHET_VLLM__EXTRA_ARGS": "[--seed, '3']", "RATCHET_VLLM__ENV": "{OMP_NUM_THREADS: '2'}"}
+    vllm = read(tmp_path, "", **environ).vllm
+    assert vllm.extra_args == ("--seed", "3")
+    assert vllm.env == {"OMP_NUM_THREADS": "2"}
+
+
+def test_learner_settings_reach_the_trainer(tmp_path: Path) -> None:
+    settings = read(tmp_path, "trainer: {judge: a.b:c, learner: {rank: 4, learning_rate: 1e-3}}")
+    trainer = settings.trainer_settings(base_model="m")
+    assert (trainer.learner.rank, trainer.learner.learning_rate, trainer.judge) == (4, 1e-3, "a.b:c")
+    assert trainer.vllm == ("http://127.0.0.1:8001",)

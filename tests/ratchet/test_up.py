@@ -1,0 +1,176 @@
+"""`ratchet up` and `ratchet down` with real processes; only vLLM is scripted (tests/ratchet/scripted_vllm.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.ratchet.project import Project, is_alive, wait_for
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for the end of a command; return its exit code and what it said."""
+    said, _ = process.communicate(timeout=30)
+    return process.returncode, said
+
+
+def test_up_says_the_vllm_command_and_the_base_url_and_ctrl_c_stops_all_with_130(project: Project) -> None:
+    up = project.up()
+    pids = project.pids()
+    url = f"http://127.0.0.1:{project.content['proxy']['port']}"
+    with urllib.request.urlopen(f"{url}/health/ready", timeout=5) as answer:
+        assert answer.status == 200
+    up.send_signal(signal.SIGINT)
+    code, said = finish(up)
+    assert code == 130
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" in said
+    assert "--enable-lora" in said
+    assert f"base_url: {url}/v1" in said
+    assert "no judge is named" in said
+    assert "Traceback" not in said
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+def test_nothing_outlives_a_sigkill_of_up(project: Project) -> None:
+    up = project.up(SCRIPTED_VLLM="ignores_sigterm")
+    pids = project.pids()
+    assert len(pids) == 5  # two rooms, two leashes, and what vLLM started in a session of its own
+    assert all(is_alive(pid) for pid in pids)
+    up.kill()
+    up.communicate()
+    wait_for("all have ended", lambda: not any(is_alive(pid) for pid in pids))
+
+
+def test_an_up_after_a_killed_one_ends_what_is_left_and_starts(project: Project) -> None:
+    first = project.up()
+    left = project.pids()
+    leash = int((project.state / "run" / "vllm.leash.pid").read_text().split()[0])
+    os.kill(leash, signal.SIGSTOP)  # a leash that cannot act
+    first.kill()
+    first.communicate()
+    second = project.up()
+    assert not [pid for pid in left[:-1] if is_alive(pid)]
+    second.send_signal(signal.SIGTERM)
+    code, said = finish(second)
+    assert code == 143
+    assert "left over from a run that was killed" in said
+
+
+def test_down_ends_all_and_is_idempotent(project: Project) -> None:
+    detached = project.run("up", "--detach", "--json")
+    assert detached.returncode == 0, detached.stdout
+    pids = project.pids()
+    assert json.loads(detached.stdout)["base_url"].endswith("/v1")
+    status = json.loads(project.run("status", "--json").stdout)
+    assert status["ready"]
+    assert status["rooms"]["proxy"]["pid"] in pids
+    assert status["store"]["live"] == {"model": "policy", "version": 0}
+    began = time.monotonic()
+    down = project.run("down")
+    assert time.monotonic() - began < 20
+    assert down.returncode == 0
+    assert "vllm (pid" in down.stdout
+    assert not [pid for pid in pids if is_alive(pid)]
+    again = project.run("down")
+    assert (again.returncode, again.stdout) == (0, "project default: nothing was running\n")
+
+
+def test_a_second_up_is_refused_and_names_the_first(project: Project) -> None:
+    up = project.up()
+    second = project.run("up")
+    assert second.returncode == 1
+    assert f"already up (pid {up.pid})" in second.stdout
+    assert all(is_alive(pid) for pid in project.pids())
+    up.send_signal(signal.SIGINT)
+    finish(up)
+
+
+def test_a_room_that_dies_while_starting_is_named_with_the_end_of_its_log(project: Project) -> None:
+    up = project.run("up", SCRIPTED_VLLM="dies_at_start")
+    assert up.returncode == 1
+    assert "vllm (pid" in up.stdout
+    assert "exited with code 1" in up.stdout
+    assert "RuntimeError: the scripted weights do not fit" in up.stdout
+    assert str(project.state / "logs" / "vllm.log") in up.stdout
+    assert "Traceback" not in up.stdout
+    assert "nothing was running" in project.run("down").stdout
+
+
+def test_a_room_that_dies_later_stops_all_with_a_word(project: Project) -> None:
+    up = project.up(SCRIPTED_VLLM="dies_later")
+    pids = project.pids()
+    code, said = finish(up)
+    assert code == 1
+    assert "vllm (pid" in said
+    assert "was ended by SIGKILL" in said
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+def test_a_detached_up_that_fails_says_why(project: Project) -> None:
+    up = project.run("up", "--detach", SCRIPTED_VLLM="dies_at_start")
+    assert up.returncode == 1
+    assert "the scripted weights do not fit" in up.stdout
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.5, 1.2])
+def test_ctrl_c_while_starting_leaves_nothing(project: Project, moment: float) -> None:
+    up = project.start("up")
+    wait_for("up has begun", (project.state / "run" / "up.pid").exists)
+    time.sleep(moment)
+    children = [int(f.read_text().split()[0]) for f in (project.state / "run").glob("*.pid") if f.name != "up.pid"]
+    up.send_signal(signal.SIGINT)
+    code, said = finish(up)
+    assert code == 130, said
+    assert "Traceback" not in said
+    assert not [pid for pid in children if is_alive(pid)]
+    assert not project.helper.exists() or not is_alive(int(project.helper.read_text()))
+
+
+def test_a_busy_port_that_was_chosen_names_who_holds_it(project: Project) -> None:
+    with socket.create_server(("127.0.0.1", project.content["proxy"]["port"])):
+        up = project.run("up")
+    assert up.returncode == 1
+    assert f"held by pid {os.getpid()}" in up.stdout
+    assert "set proxy.port to a free port" in up.stdout
+
+
+def test_a_full_disk_is_told_before_anything_starts(project: Project) -> None:
+    project.write(min_free_mb=10**9)
+    up = project.run("up")
+    assert up.returncode == 1
+    assert "min_free_mb" in up.stdout
+    assert not (project.state / "run" / "vllm.pid").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"vllm": {"command": ["no-such-vllm"]}}, "no-such-vllm was not found"),
+        ({"base_model": "./nowhere"}, "there is no such folder"),
+        ({"base_model": "."}, "it has no config.json"),
+        ({"base_model": None}, "give --base-model"),
+        ({"trainer": {"learner": {"rnk": 4}}}, "the nearest known key is trainer.learner.rank"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_remedy(project: Project, change: dict[str, object], told: str) -> None:
+    project.write(**change)
+    up = project.run("up")
+    assert up.returncode == 1
+    assert told in up.stdout
+    assert up.stdout.count("\n") == 1
+
+
+def test_no_secret_reaches_a_file(project: Project) -> None:
+    up = project.up(RATCHET_API_KEYS="sk-very-secret", RATCHET_UPSTREAM_API_KEY="sk-also-secret")
+    files = [file for file in Path(project.state).rglob("*") if file.is_file()]
+    assert not [file for file in files if b"-secret" in file.read_bytes()]
+    up.send_signal(signal.SIGINT)
+    finish(up)
