@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 DEMO_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check e2e bench clean
+.PHONY: help venv demo test check e2e bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
@@ -30,7 +30,10 @@ e2e: venv ## only the tests on the real vLLM
 	@$(BIN)/python -m pytest -m e2e
 
 bench: venv ## measure the proxy beside the machine's floor
-	@$(BIN)/python -m benchmarks
+	@$(BIN)/python -m benchmarks.proxy_overhead
+
+docs: venv ## rewrite what is made from code: the README tree, docs/commands.md
+	@$(BIN)/python -m tests.house
 
 clean: ## remove the environment, caches and the demo's state
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist *.egg-info .ratchet/demo

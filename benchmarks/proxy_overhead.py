@@ -60,8 +60,9 @@ async def many(url: str, body: dict[str, Any], calls: int, concurrency: int) -> 
     left = iter(range(calls))
 
     async def worker(session: aiohttp.ClientSession) -> None:
-        for _ in left:
-            seconds.append(await one(session, url, body))
+        for _ in left:  # shared: a call is made by whoever is free
+            took = await one(session, url, body)
+            seconds.append(took)
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         await asyncio.gather(*(worker(session) for _ in range(concurrency)))
@@ -145,12 +146,14 @@ def main() -> None:
     if options.json:
         print(json.dumps([{name: getattr(cost, name) for name in Cost.__dataclass_fields__} for cost in costs]))
         return
-    print(f"{'':26} {'straight p50/p99 ms':>21} {'proxy p50/p99 ms':>18} {'added p50/p99 ms':>18} {'proxy CPU us':>13}")
+    print(f"{'':24} {'straight p50, p99':>18} {'proxy p50, p99':>18} {'added p50, p99 ms':>18} {'proxy CPU us':>13}")
     for cost in costs:
-        print(
-            f"{cost.kind:26} {cost.straight_p50:11.2f} /{cost.straight_p99:8.2f} {cost.proxy_p50:9.2f} /{cost.proxy_p99:7.2f}"
-            f" {cost.added_p50:9.2f} /{cost.added_p99:7.2f} {cost.cpu_us:13.0f}"
+        pairs = (
+            (cost.straight_p50, cost.straight_p99),
+            (cost.proxy_p50, cost.proxy_p99),
+            (cost.added_p50, cost.added_p99),
         )
+        print(f"{cost.kind:24} " + " ".join(f"{a:9.2f} {b:8.2f}" for a, b in pairs) + f" {cost.cpu_us:13.0f}")
     stream = costs[-1]
     print(f"per streamed chunk: {(stream.cpu_us - costs[1].cpu_us) / options.chunks:.1f} us of proxy CPU")
 

@@ -19,7 +19,7 @@ from proxy import identity, request
 from proxy.asgi import KEY_ID, headers_of, read_body, send_bytes
 from proxy.capture import Capture
 from proxy.disconnect import Watch
-from proxy.errors import UpstreamBroke, UpstreamError, to_openai_error, with_openai_shape
+from proxy.errors import BadRequest, UpstreamBroke, UpstreamError, to_openai_error, with_openai_shape
 from proxy.exchange import Exchange
 from proxy.linking import Link, Links
 from proxy.metrics import Metrics
@@ -80,6 +80,8 @@ class ChatCompletions:
                     raise
                 watch.forgive()
             finally:
+                if not exchange.over:  # a defect of ours; the run must not stay under way for ever
+                    self._end(exchange, CallState.FAILED, 500, "the proxy failed")
                 self._metrics.under_way.dec()
                 self._metrics.call_seconds.observe(time.perf_counter() - arrived)
 
@@ -269,8 +271,11 @@ class ChatCompletions:
 
 def _understand(body: bytes) -> _Understood:
     """Return the request, its message nodes and its link keys. Raises BadRequest."""
-    asked = request.read(body)
-    return asked, canon.path(asked.messages), canon.link_keys(asked.messages)
+    try:
+        asked = request.read(body)
+        return asked, canon.path(asked.messages), canon.link_keys(asked.messages)
+    except (TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise BadRequest(f"the request has a field of the wrong kind: {error}") from error
 
 
 def _client_events(capture: Capture, events: Events, piece: bytes) -> tuple[list[bytes], bool]:

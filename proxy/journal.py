@@ -93,15 +93,17 @@ class Journal:
 
     def write(self, record: Shipment) -> None:
         """Append without waiting."""
+        data = frame(record)
         self.taken += 1
-        self._entries.put((frame(record), None))
+        self._entries.put((data, None))
 
     def commit(self, record: Shipment) -> asyncio.Future[bool]:
         """Append; the future says whether it is durable."""
         assert self._loop is not None, "start() comes first"
+        data = frame(record)
         future: asyncio.Future[bool] = self._loop.create_future()
         self.taken += 1
-        self._entries.put((frame(record), future))
+        self._entries.put((data, future))
         return future
 
     def place(self) -> tuple[int, int]:

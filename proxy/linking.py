@@ -61,6 +61,7 @@ class Leaf:
     key_id: str | None
     sequence: Sequence32
     born_at: float
+    named: bool | None = None  # whether its version was asked for by name; None after a restart, when nobody knows
     extended: bool = False
 
 
@@ -123,16 +124,24 @@ class Links:
                 )
             leaf, _ = self._parent(asked, asked.explicit)
             return Link(asked.explicit, run.version if run else None, asked.explicit_by, leaf)
-        if asked.retry and (waiting := self._attempts.get(asked.retry)):
-            earlier = waiting.popleft()
-            if not waiting:
-                del self._attempts[asked.retry]
-            run = self._runs.get(earlier.trajectory_id)
-            return Link(earlier.trajectory_id, run.version if run else earlier.version, "retry", earlier.parent)
+        if asked.retry and (earlier := self._earlier(asked.retry)):
+            return earlier
         leaf, by = self._parent(asked, None)
         if leaf is not None:
             return Link(leaf.trajectory_id, leaf.version, by, leaf)
         return Link(new_id("traj"), None, "root")
+
+    def _earlier(self, attempt: tuple[str | None, bytes]) -> Link | None:
+        """Return an unanswered attempt with this key and body whose run is still remembered; each is given once."""
+        waiting = self._attempts.pop(attempt, None)
+        while waiting:
+            link = waiting.popleft()
+            run = self._runs.get(link.trajectory_id)
+            if run is not None:
+                if waiting:
+                    self._attempts[attempt] = waiting
+                return Link(link.trajectory_id, run.version, "retry", link.parent)
+        return None
 
     def _parent(self, asked: Evidence, trajectory: str | None) -> tuple[Leaf | None, str]:
         """Return the answer that the request continues, and how it was found."""
@@ -154,6 +163,8 @@ class Links:
             return False
         if trajectory is not None:
             return leaf.trajectory_id == trajectory
+        if leaf.named not in (None, asked.version is not None):
+            return False  # an evaluation and an agent at work may say the same words; they are not one run
         return asked.version is None or asked.version == leaf.version
 
     def begin(self, link: Link, alias: str, version: int, now: float) -> None:

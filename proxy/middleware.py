@@ -7,7 +7,7 @@ import logging
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from proxy.asgi import JSON, KEY_ID, Headers, header, send_bytes
-from proxy.errors import ClientLeft, ProxyError, WrongKey, to_openai_error
+from proxy.errors import ClientLeft, ProxyError, WrongKey, openai_error, to_openai_error
 from proxy.settings import hash_key
 
 log = logging.getLogger("ratchet.proxy")
@@ -40,6 +40,11 @@ class Errors:
             if error.retry_after is not None:
                 headers.append((b"retry-after", b"%d" % error.retry_after))
             await send_bytes(send, error.status, to_openai_error(error), headers)
+        except Exception:  # the outermost door: a defect of ours is told in the shape that clients read
+            if started:
+                raise
+            log.exception("event=defect path=%s", scope["path"])
+            await send_bytes(send, 500, openai_error("the proxy failed; its log says why", "server_error"), [JSON])
 
 
 class Keys:

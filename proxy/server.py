@@ -10,6 +10,7 @@ import gc
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from types import FrameType
 
@@ -81,6 +82,7 @@ class _Server(uvicorn.Server):
 
 def _started(url: str, on_listening: Callable[[str], None] | None) -> None:
     gc.collect()
+    sys.setswitchinterval(0.0005)  # the loop gets the interpreter back soon while the shipper works
     gc.freeze()  # what was imported stays; collections need not walk it
     log.info("event=listening url=%s", url)
     if on_listening is not None:

@@ -32,7 +32,7 @@ DEAD_LETTERS = "dead-letters.jsonl"
 DEAD_LETTER_ALARM = "proxy_dead_letters"
 DAMAGE_ALARM = "proxy_journal_damaged"
 _BATCH_BYTES = 2**20
-_LINGER = 0.02  # seconds to let a batch grow
+_LINGER = 0.1  # seconds to let a batch grow: most calls then end in the batch that they begin in
 _LONGEST_WAIT = 5.0  # seconds between tries while the store is down
 
 
@@ -54,6 +54,7 @@ class Shipper:
         self._marks: deque[tuple[int, float]] = deque(maxlen=100_000)  # (records taken, when)
         self._until = 0.0
         self._stop = threading.Event()
+        self._hurry = threading.Event()  # set while someone waits for the store to have everything
         self._thread = threading.Thread(target=self._run, name="shipper", daemon=True)
 
     @property
@@ -91,7 +92,14 @@ class Shipper:
         """Wait until the store has everything recorded so far; return whether it has."""
         mark = self._journal.taken
         until = time.monotonic() + most_seconds
+        self._hurry.set()
         self._journal.fresh.set()
+        try:
+            return self._settled(mark, until)
+        finally:
+            self._hurry.clear()
+
+    def _settled(self, mark: int, until: float) -> bool:
         while not self.replayed.is_set() or self._journal.taken - self.backlog < mark:
             if time.monotonic() > until or not self._thread.is_alive():
                 return False
@@ -115,7 +123,7 @@ class Shipper:
             elif not busy:
                 self._journal.fresh.wait(1.0)
                 self._journal.fresh.clear()
-                self._stop.wait(_LINGER)
+                self._hurry.wait(_LINGER)
 
     def _turn(self) -> bool:
         """Ship one batch; return whether there may be more. Raises StoreError, OSError; then nothing has moved."""
@@ -168,7 +176,7 @@ class Shipper:
         if not records:
             return
         try:
-            self._store.calls.ship(records)
+            self._store.calls.ship(_without_ended_beginnings(records))
         except (StoreUnavailable, SchemaMismatch):
             self._metrics.store_up.set(0)
             raise
@@ -221,3 +229,9 @@ class Shipper:
             write_position(self._journal.folder, position)
         except OSError as error:
             log.warning("event=position_not_written reason=%r", str(error))
+
+
+def _without_ended_beginnings(records: Sequence[Shipment]) -> list[Shipment]:
+    """Leave out beginnings whose end is here too: the end repeats them."""
+    ended = {record.begun.call_id for record in records if isinstance(record, CallEnded)}
+    return [record for record in records if isinstance(record, CallEnded) or record.call_id not in ended]

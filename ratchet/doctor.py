@@ -24,6 +24,8 @@ from ratchet.settings import Settings
 from ratchet.up import read_running
 
 _WAIT_FOR_RECORD = 10.0  # seconds
+_ANY_IDS = tuple(range(1, 25))  # where no call was captured; every vocabulary has them
+_PROBES = 8  # prefixes after which the next token's logprobs are compared
 _TOLERANCE = 0.1  # nats, mean over the probe: bfloat16 serving against fp32 training
 
 
@@ -176,7 +178,7 @@ def _gradient(
         own = dict(settings.trainer.get("learner", {}))
         # A step that shows: real rates move the logprobs by less than bfloat16 can tell.
         learner = Learner(base_model, LearnerSettings(**(own | {"learning_rate": 3e-3})), workdir=folder)
-        ids = captured or tuple(range(1, 25))
+        ids = captured or _ANY_IDS
         scored = learner.score([ids, ids[::-1]])
         rows = [
             TokenRow("doctor", row, (0, *(1,) * (len(row) - 1)), tuple(logprobs), advantage=advantage)
@@ -207,23 +209,25 @@ def _swap(
         return Finding("swap", False, "not proven: there is no trained adapter", "mend the gradient first")
     from trainer.engine import Replica
     from trainer.errors import TrainerError
-    from trainer.proof import prove
+    from trainer.publisher import prove_served
 
-    probe = captured or tuple(range(1, 25))
+    ids = captured or _ANY_IDS
+    probes = [ids[:end] for end in range(len(ids), 1, -max(1, len(ids) // _PROBES))]
+    tolerance = float(settings.trainer.get("proof_tolerance", _TOLERANCE))
     name = f"{settings.model}@doctor-{time.time_ns()}"
     replica = Replica(running["vllm_url"])
     try:
         learner.save(folder / "adapter")
         replica.load(name, folder / "adapter")
-        served = replica.score(name, probe)[1:]
-        base = replica.score(engine.served_name(settings.model), probe)[1:]
-        replica.unload(name)
+        names = (name, engine.served_name(settings.model))
+        try:
+            proof = prove_served(replica, names, probes, learner.score, tolerance=tolerance)
+        finally:
+            replica.unload(name)
     except TrainerError as error:
         return Finding("swap", False, str(error), f"look at {settings.state.log('vllm')}")
     finally:
         replica.close()
-    tolerance = float(settings.trainer.get("proof_tolerance", _TOLERANCE))
-    proof = prove(learner.score([probe])[0][1:], served, base, tolerance=tolerance)
     if not proof.holds:
         return Finding(
             "swap", False, str(proof.reason), "check that vLLM serves the same base model as the trainer loads"

@@ -33,6 +33,7 @@ def main(arguments: list[str]) -> int:
     """Run the command on the leash; return its exit code."""
     grace, command = float(arguments[0]), arguments[1:]
     wake = _wake_on(signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the supervisor starts it with signals held back
     if _LINUX:
         # Orphans of the room become children of the leash, so that it finds them whatever group they are in.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)

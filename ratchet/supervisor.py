@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Literal, Self
 
-from ratchet import __version__, engine, pidfile, rooms
+from ratchet import __version__, engine, interrupts, pidfile, rooms
 from ratchet.child import Child
 from ratchet.errors import AlreadyRunning, RoomDied, RoomSlow
 from ratchet.leftovers import end_leftovers
@@ -106,7 +106,8 @@ class Supervisor:
         rooms.write_resolved(self.plan.settings, self.state.resolved)
         for room in self.plan.rooms:
             self._on_event(Event("starting", room.name))
-            self._children.append(Child(room, self.state))
+            with interrupts.held_back():  # a child that was started is a child that will be stopped
+                self._children.append(Child(room, self.state))
         self._record()
         self._wait_until_ready()
         self._record(ready=True)

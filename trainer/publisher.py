@@ -55,7 +55,10 @@ class Publisher:
         for replica in self._replicas:
             try:
                 replica.load(candidate.served_name, Path(candidate.adapter))
-                proofs[replica.url] = self._prove(replica, candidate, live, probes, score)
+                if live.adapter is not None:  # a replica that was restarted has lost it
+                    replica.load(live.served_name, Path(live.adapter))
+                names = (candidate.served_name, live.served_name)
+                proofs[replica.url] = prove_served(replica, names, probes, score, tolerance=self._tolerance)
             except AdapterRefused as refusal:
                 return self._reject(candidate, str(refusal), proofs)
             if not proofs[replica.url].holds:
@@ -90,23 +93,6 @@ class Publisher:
                     log.info("event=policy_unloaded policy=%s replica=%s", policy.served_name, replica.url)
         return unloaded
 
-    def _prove(
-        self, replica: Replica, candidate: Policy, live: Policy, probes: Sequence[Sequence[int]], score: Score
-    ) -> Proof:
-        """Compare the next-token logprobs after each probe: as served, as trained, and as the live version has them."""
-        if live.adapter is not None:  # a replica that was restarted has lost it
-            replica.load(live.served_name, Path(live.adapter))
-        served = replica.next_logprobs(candidate.served_name, probes, _TOKENS)
-        old = replica.next_logprobs(live.served_name, probes, _OLD_TOKENS)
-        places = [(place, token) for place, likeliest in enumerate(served) for token in likeliest]
-        trained = score([(*probes[place], token) for place, token in places])
-        return prove(
-            trainer_new=[logprobs[-1] for logprobs in trained],
-            served_new=[served[place][token] for place, token in places],
-            served_old=[old[place].get(token) for place, token in places],
-            tolerance=self._tolerance,
-        )
-
     def _reject(self, candidate: Policy, reason: str, proofs: dict[str, Proof]) -> bool:
         self._store.policies.reject(self._alias, candidate.version, _evidence(proofs) | {"reason": reason})
         self._store.alarms.raise_(f"swap_refused:{self._alias}", f"{candidate.served_name} was not made live: {reason}")
@@ -115,6 +101,26 @@ class Publisher:
             if candidate.served_name in replica.models():
                 replica.unload(candidate.served_name)
         return False
+
+
+def prove_served(
+    replica: Replica, names: tuple[str, str], probes: Sequence[Sequence[int]], score: Score, *, tolerance: float
+) -> Proof:
+    """Compare the next-token logprobs after each probe (ids) under the (new, old) names that a replica serves.
+
+    `score` gives the trainer's own logprobs of every id of a sequence, under the new version.
+    """
+    new, old = names
+    served = replica.next_logprobs(new, probes, _TOKENS)
+    before = replica.next_logprobs(old, probes, _OLD_TOKENS)
+    places = [(place, token) for place, likeliest in enumerate(served) for token in likeliest]
+    trained = score([(*probes[place], token) for place, token in places])
+    return prove(
+        trainer_new=[logprobs[-1] for logprobs in trained],
+        served_new=[served[place][token] for place, token in places],
+        served_old=[before[place].get(token) for place, token in places],
+        tolerance=tolerance,
+    )
 
 
 def _evidence(proofs: dict[str, Proof]) -> dict[str, object]:

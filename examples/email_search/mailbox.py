@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,12 +65,16 @@ def _synthetic_mail(rng: random.Random, message_id: str, person: str, topic: str
 
 
 class Mailbox:
-    """A mailbox file (or `:memory:`) that can be searched and read from the thread that opened it."""
+    """A mailbox file (or `:memory:`) that can be searched and read from the thread that opened it.
+
+    `close()` closes the file; a mailbox that nobody holds any more is closed by itself.
+    """
 
     def __init__(self, path: str | Path) -> None:
         if str(path) != ":memory:" and not Path(path).is_file():
             raise FileNotFoundError(f"no mailbox at {path}: run `python -m examples.email_search build-db` first")
         self._db = sqlite3.connect(str(path))
+        self.close = weakref.finalize(self, self._db.close)
 
     @classmethod
     def build(cls, path: str | Path, mails: Iterable[Mail]) -> Mailbox:
@@ -103,10 +108,6 @@ class Mailbox:
 
     def __len__(self) -> int:
         return int(self._db.execute("SELECT count(*) FROM body").fetchone()[0])
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._db.close()
 
 
 def _storable(text: str) -> str:

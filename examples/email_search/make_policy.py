@@ -216,7 +216,7 @@ def _schedule(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / 40) * max(0.02, min(1.0, 2.0 * (1 - step / steps)))
 
 
-def make_policy(out: Path, *, seed: int = 0, steps: int = 1600, shape: Shape | None = None) -> dict[str, float]:
+def make_policy(out: Path, *, seed: int = 0, steps: int = 1300, shape: Shape | None = None) -> dict[str, float]:
     """Writes the policy folder `out` and returns what was measured: parameters, held-out copying, seconds."""
     import torch
 
@@ -243,14 +243,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.email_search.make_policy", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the policy to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1600, help="optimiser steps of the warm start")
+    parser.add_argument("--steps", type=int, default=1300, help="optimiser steps of the warm start")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads for torch")
-    parser.add_argument("--layers", type=int, default=4)
     chosen = parser.parse_args(arguments)
     import torch
 
     torch.set_num_threads(chosen.threads)
-    figures = make_policy(chosen.out, seed=chosen.seed, steps=chosen.steps, shape=Shape(layers=chosen.layers))
+    figures = make_policy(chosen.out, seed=chosen.seed, steps=chosen.steps)
     print(" ".join(f"{name}={value:.4g}" for name, value in figures.items()))
 
 

@@ -74,6 +74,20 @@ class Proxy:
             client.close()
 
 
+@contextlib.contextmanager
+def running(vllm_url: str, store: Store, folder: Path, ready: bool = True, **settings: Any) -> Iterator[Proxy]:
+    """A proxy in a thread of this process, with its journal in `folder`."""
+    values = {"upstreams": (vllm_url,), "model": "agent", "store": "-", "journal": folder / "journal"}
+    chosen = ProxySettings(**(values | settings))
+    upstream = Upstream(chosen.upstreams, chosen.request_timeout, chosen.connect_timeout)
+    with served(create_app(chosen, store, upstream, "http://test")) as url:
+        proxy = Proxy(url, store)
+        if ready:
+            eventually(lambda: proxy.http.get("/health/ready").status_code == 200)
+        yield proxy
+        proxy.close()
+
+
 Start = Callable[..., Proxy]
 
 
@@ -81,19 +95,7 @@ Start = Callable[..., Proxy]
 def start(vllm_url: str, store: Store, tmp_path: Path) -> Iterator[Start]:
     """Start a proxy with settings; all stop with the test."""
     with contextlib.ExitStack() as stack:
-
-        def begin(ready: bool = True, **settings: Any) -> Proxy:
-            values = {"upstreams": (vllm_url,), "model": "agent", "store": "-", "journal": tmp_path / "journal"}
-            chosen = ProxySettings(**(values | settings))
-            upstream = Upstream(chosen.upstreams, chosen.request_timeout, chosen.connect_timeout)
-            url = stack.enter_context(served(create_app(chosen, store, upstream, "http://test")))
-            proxy = Proxy(url, store)
-            stack.callback(proxy.close)
-            if ready:
-                eventually(lambda: proxy.http.get("/health/ready").status_code == 200)
-            return proxy
-
-        yield begin
+        yield lambda **settings: stack.enter_context(running(vllm_url, store, tmp_path, **settings))
 
 
 @pytest.fixture

@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from store import open_store
 from store.records import Call, unpack_ids, unpack_logprobs
 from store.states import CallState
-from tests.proxy.conftest import Proxy, Start
+from tests.proxy.conftest import Proxy, Start, running
 from tests.proxy.scripted_vllm import END, ScriptedVllm, logprob, render
 from tests.proxy.servers import eventually, served
 
 TOOLS: Any = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module")
+def door(scripted: tuple[ScriptedVllm, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    """One proxy for all of this module."""
+    folder = tmp_path_factory.mktemp("door")
+    store = open_store(str(folder / "store.db"))
+    with running(scripted[1], store, folder, body_limit=2**20) as proxy:
+        yield proxy
+    store.close()
+
+
+@pytest.fixture
+def proxy(door: Proxy, vllm: ScriptedVllm) -> Proxy:
+    """The module's proxy, before a vLLM that has just started."""
+    assert vllm.calls == []
+    return door
 
 
 def ask(text: str) -> Any:
@@ -228,14 +247,17 @@ def test_an_upstream_that_is_gone_is_named(start: Start, vllm: ScriptedVllm) -> 
         (b'{"model": "agent"}', 400, "messages"),
         (b'{"model": "agent", "messages": []}', 400, "empty"),
         (b'{"model": "agent", "messages": ["x"]}', 400, "messages"),
+        (b'{"model": "agent", "messages": [{"role": "assistant", "tool_calls": 5}]}', 400, "wrong kind"),
+        (b'{"model": "agent", "messages": [' + b"[" * 3000, 400, "wrong kind"),
+        (b'{"model": 5, "messages": []}', 400, "model"),
+        (b"\xff\xfe", 400, "not a JSON object"),
         (b'{"messages": []}', 400, "model"),
         (b'{"model": "gpt-9", "messages": [{"role": "user"}]}', 404, "there are: agent, agent@0"),
         (b'{"model": "agent@7", "messages": [{"role": "user"}]}', 404, "agent@0"),
-        (b'{"model": "agent", "pad": "' + b"x" * 5000 + b'"}', 413, "larger than 4096 bytes"),
+        (b'{"model": "agent", "pad": "' + b"x" * 2**20 + b'"}', 413, "larger than 1048576 bytes"),
     ],
 )
-def test_bad_requests_are_told_what_is_wrong(start: Start, body: bytes, status: int, says: str) -> None:
-    proxy = start(body_limit=4096)
+def test_bad_requests_are_told_what_is_wrong(proxy: Proxy, body: bytes, status: int, says: str) -> None:
     answer = proxy.http.post("/v1/chat/completions", content=body)
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -258,8 +280,8 @@ def test_a_client_that_leaves_stops_the_upstream_and_is_recorded(
             proxy.http.post("/v1/chat/completions", json=body, timeout=timeout)
     eventually(lambda: vllm.aborted == 1, 2)
     assert time.monotonic() - began < 3
-    proxy.settled()
-    call = eventually(lambda: proxy.store.calls.page(1, state="aborted"))[0]
+    eventually(lambda: last_call(proxy).state == CallState.ABORTED)
+    call = last_call(proxy)
     assert [set(unpack_ids(choice.ids)) for choice in call.choices] == ([{120}] if streamed else [])
     assert proxy.agent().chat.completions.create(model="agent", messages=ask("#say=still.here")).choices
 

@@ -56,6 +56,18 @@ def test_a_version_can_be_asked_for_by_name(proxy: Proxy, vllm: ScriptedVllm) ->
     assert vllm.calls[-1]["model"] == vllm.base
 
 
+def test_an_evaluation_and_an_agent_at_work_never_share_a_trajectory(proxy: Proxy) -> None:
+    messages: list[Any] = [{"role": "user", "content": "#say=yes"}]
+    for model in ("agent@0", "agent"):
+        proxy.http.post("/v1/chat/completions", json={"model": model, "messages": messages})
+    messages += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "sure?"}]
+    for model in ("agent", "agent@0"):
+        proxy.http.post("/v1/chat/completions", json={"model": model, "messages": messages})
+    proxy.settled()
+    runs = proxy.store.trajectories.page(9)
+    assert {(run.purpose, run.calls) for run in runs} == {("eval", 2), ("live", 2)}
+
+
 def test_flips_under_load_fail_no_call_and_mix_no_trajectory(proxy: Proxy) -> None:
     def rollout(number: int) -> set[str]:
         messages: list[Any] = [{"role": "user", "content": f"task {number % 3}"}]

@@ -85,10 +85,10 @@ class Project:
         self._started.append(process)
         return process
 
-    def run(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        """Run `ratchet ARGUMENTS` to its end; stdout and stderr come together."""
+    def run(self, *arguments: str, seconds: float = 60, **environ: str) -> subprocess.CompletedProcess[str]:
+        """Run `ratchet ARGUMENTS` to its end, `seconds` at most; stdout and stderr come together."""
         process = self.start(*arguments, **environ)
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=seconds)
         return subprocess.CompletedProcess(arguments, process.returncode, said)
 
     def up(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:

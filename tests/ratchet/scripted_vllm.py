@@ -1,8 +1,8 @@
 """A scripted stand-in for vLLM's API server: no model, the same way to be started, asked and ended.
 
 Answers /health and /v1/models. Starts a helper in a session of its own, as far from its parent as an engine process can
-get, and writes the helper's pid into $SCRIPTED_VLLM_HELPER. $SCRIPTED_VLLM says what goes wrong: `dies_at_start`,
-`dies_later`, `ignores_sigterm`.
+get, and writes the helper's pid into $SCRIPTED_VLLM_HELPER. $SCRIPTED_VLLM says what goes wrong: `dies_at_start`
+or `ignores_sigterm`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -31,8 +30,6 @@ def main() -> None:
     if script == "ignores_sigterm":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     start_helper(stubborn=script == "ignores_sigterm")
-    if script == "dies_later":
-        threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     serve(arguments.port, arguments.served_model_name)
 
 

@@ -105,8 +105,9 @@ def test_a_room_that_dies_while_starting_is_named_with_the_end_of_its_log(projec
 
 
 def test_a_room_that_dies_later_stops_all_with_a_word(project: Project) -> None:
-    up = project.up(SCRIPTED_VLLM="dies_later")
+    up = project.up()
     pids = project.pids()
+    os.kill(project.running()["rooms"]["vllm"], signal.SIGKILL)
     code, said = finish(up)
     assert code == 1
     assert "vllm (pid" in said

