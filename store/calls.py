@@ -6,7 +6,7 @@ was sealed opens a successor trajectory, so that nothing is lost and nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,6 +21,15 @@ from store.states import CallState, TrajectoryState
 from store.tokens import sequences
 
 _PAGE_MOST = 1000
+_IN_MOST = 500  # values in one IN (...)
+_BEGUN_COLUMNS = (
+    "started_at", "alias", "version", "dialect", "streamed", "linked_by", "prompt_node", "tools_hash",
+    "parent_call", "parent_choice", "key_id", "role",
+)  # fmt: skip
+_ENDED_COLUMNS = (
+    "state", "ended_at", "first_byte_at", "status", "context", "prompt_ids", "prompt_tokens", "completion_tokens",
+    "untrainable", "error", "upstream",
+)  # fmt: skip
 
 
 class Calls:
@@ -36,12 +45,13 @@ class Calls:
         """
         with write(self._engine) as connection:
             _add_messages(connection, records)
-            for record in records:
-                if isinstance(record, CallBegun):
-                    _begin(connection, record)
-                else:
-                    _begin(connection, record.begun)
-                    _end(connection, record)
+            # The first record of a kind counts; those that follow it in the batch repeat it.
+            begun = {one.call_id: one for one in map(_begun_of, reversed(records))}
+            ended = {one.begun.call_id: one for one in reversed(records) if isinstance(one, CallEnded)}
+            known = _states(connection, list(begun))
+            _begin(connection, [one for one in reversed(begun.values()) if one.call_id not in known])
+            awaited = (CallState.BEGUN, CallState.INTERRUPTED)
+            _end(connection, [end for name, end in ended.items() if known.get(name, CallState.BEGUN) in awaited])
 
     def interrupt(self, call_ids: Iterable[str]) -> None:
         """Mark calls whose proxy died before their end; calls that have an end stay as they are."""
@@ -116,6 +126,10 @@ class Calls:
         ]
 
 
+def _begun_of(record: Shipment) -> CallBegun:
+    return record if isinstance(record, CallBegun) else record.begun
+
+
 def insert_new(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]]) -> None:
     """Insert rows, leaving those whose primary key exists as they are."""
     if not rows:
@@ -128,7 +142,7 @@ def _add_messages(connection: sa.Connection, records: Sequence[Shipment]) -> Non
     nodes: dict[str, MessageNode] = {}
     toolsets: dict[str, bytes] = {}
     for record in records:
-        begun = record if isinstance(record, CallBegun) else record.begun
+        begun = _begun_of(record)
         for node in (*begun.nodes, *(record.nodes if isinstance(record, CallEnded) else ())):
             nodes[node.hash] = node
         if begun.tools:
@@ -137,26 +151,82 @@ def _add_messages(connection: sa.Connection, records: Sequence[Shipment]) -> Non
     insert_new(connection, schema.toolsets, [{"hash": name, "body": body} for name, body in toolsets.items()])
 
 
-def _begin(connection: sa.Connection, begun: CallBegun) -> None:
-    """Insert the call's row unless it is there, with its trajectory where that is new."""
-    if connection.scalar(sa.select(schema.calls.c.id).where(schema.calls.c.id == begun.call_id)):
+def _states(connection: sa.Connection, names: Sequence[str]) -> dict[str, str]:
+    """Return the state of each of these calls that is there."""
+    return _look_up(connection, sa.select(schema.calls.c.id, schema.calls.c.state), names)
+
+
+def _look_up(connection: sa.Connection, pairs: sa.Select[str, str], names: Sequence[str]) -> dict[str, str]:
+    """Return {first column: second column} of the rows whose first column is among `names`."""
+    column = pairs.selected_columns[0]
+    found: dict[str, str] = {}
+    for start in range(0, len(names), _IN_MOST):
+        chosen = pairs.where(column.in_(names[start : start + _IN_MOST]))
+        found |= {row[0]: row[1] for row in connection.execute(chosen)}
+    return found
+
+
+def _begin(connection: sa.Connection, calls: Sequence[CallBegun]) -> None:
+    """Insert the rows of calls that are not there, with their trajectories where those are new."""
+    if not calls:
         return
-    trajectory_id = _host_trajectory(connection, begun)
-    row = msgspec.structs.asdict(begun)
-    for name in ("call_id", "task", "purpose", "nodes", "tools"):
-        row.pop(name)
-    row |= {
-        "id": begun.call_id,
-        "trajectory_id": trajectory_id,
-        "state": CallState.BEGUN,
-        "tags": list(begun.tags),
-        "sampling": dict(begun.sampling),
-        "context": "root",
-        "prompt_ids": b"",
-        "prompt_tokens": 0,
-        "completion_tokens": 0,
+    hosts = _host_trajectories(connection, calls)
+    rows = []
+    for begun in calls:
+        row = {name: getattr(begun, name) for name in _BEGUN_COLUMNS}
+        row |= {
+            "id": begun.call_id,
+            "trajectory_id": hosts[begun.call_id],
+            "state": CallState.BEGUN,
+            "tags": list(begun.tags),
+            "sampling": dict(begun.sampling),
+            "context": "root",
+            "prompt_ids": b"",
+            "prompt_tokens": 0,
+            "completion_tokens": 0,
+        }
+        rows.append(row)
+    connection.execute(sa.insert(schema.calls), rows)
+
+
+def _host_trajectories(connection: sa.Connection, calls: Sequence[CallBegun]) -> dict[str, str]:
+    """Return, by call id, the open trajectory that takes the call; make those that are new."""
+    runs = schema.trajectories
+    # Locked where the database locks rows: nobody may seal one of these before the calls are in it.
+    open_or_not = sa.select(runs.c.id, runs.c.state).with_for_update()
+    states = _look_up(connection, open_or_not, sorted({begun.trajectory_id for begun in calls}))
+    hosts: dict[str, str] = {}
+    new: dict[str, CallBegun] = {}
+    touched: dict[str, float] = {}
+    for begun in calls:
+        name = begun.trajectory_id
+        hosts[begun.call_id] = name
+        if name in states and states[name] != TrajectoryState.OPEN:
+            hosts[begun.call_id] = _host_trajectory(connection, begun)
+        elif name in states or name in new:
+            touched[name] = max(begun.started_at, touched.get(name, 0.0))
+        else:
+            new[name] = begun
+    if new:
+        connection.execute(sa.insert(runs), [_new_trajectory(name, begun) for name, begun in new.items()])
+    _touch(connection, touched)
+    return hosts
+
+
+def _new_trajectory(name: str, begun: CallBegun) -> dict[str, Any]:
+    return {
+        "id": name,
+        "alias": begun.alias,
+        "version": begun.version,
+        "state": TrajectoryState.OPEN,
+        "task": begun.task,
+        "purpose": begun.purpose,
+        "root_node": begun.prompt_node,
+        "tools_hash": begun.tools_hash,
+        "key_id": begun.key_id,
+        "opened_at": begun.started_at,
+        "last_active_at": begun.started_at,
     }
-    connection.execute(sa.insert(schema.calls).values(row))
 
 
 def _host_trajectory(connection: sa.Connection, begun: CallBegun) -> str:
@@ -177,70 +247,58 @@ def _host_trajectory(connection: sa.Connection, begun: CallBegun) -> str:
                 sa.update(runs).where(runs.c.id == begun.trajectory_id).values(successors=runs.c.successors + 1)
             )
     if found is None:
-        connection.execute(
-            sa.insert(runs).values(
-                id=trajectory_id,
-                alias=begun.alias,
-                version=begun.version,
-                state=TrajectoryState.OPEN,
-                purpose=begun.purpose,
-                task=begun.task,
-                root_node=begun.prompt_node,
-                tools_hash=begun.tools_hash,
-                key_id=begun.key_id,
-                opened_at=begun.started_at,
-                last_active_at=begun.started_at,
-            )
-        )
+        connection.execute(sa.insert(runs), [_new_trajectory(trajectory_id, begun)])
     else:
-        _touch(connection, trajectory_id, begun.started_at)
+        _touch(connection, {trajectory_id: begun.started_at})
     return trajectory_id
 
 
-def _touch(connection: sa.Connection, trajectory_id: str, at: float) -> None:
+def _touch(connection: sa.Connection, times: Mapping[str, float]) -> None:
+    """Note that trajectories were active at these times."""
     runs = schema.trajectories
-    connection.execute(
-        sa.update(runs).where(runs.c.id == trajectory_id, runs.c.last_active_at < at).values(last_active_at=at)
-    )
-
-
-def _end(connection: sa.Connection, ended: CallEnded) -> None:
-    """Write the call's end once; an end that is already there stays."""
-    table = schema.calls
-    written = connection.execute(
-        sa.update(table)
-        .where(table.c.id == ended.begun.call_id, table.c.state.in_([CallState.BEGUN, CallState.INTERRUPTED]))
-        .values(
-            state=ended.state,
-            ended_at=ended.ended_at,
-            first_byte_at=ended.first_byte_at,
-            status=ended.status,
-            context=ended.context,
-            prompt_ids=ended.prompt_ids,
-            prompt_tokens=ended.prompt_tokens,
-            completion_tokens=ended.completion_tokens,
-            untrainable=ended.untrainable,
-            error=ended.error,
-            upstream=ended.upstream,
-        )
-    )
-    if not written.rowcount:
-        return
-    if ended.choices:
+    if times:
         connection.execute(
-            sa.insert(schema.choices),
-            [
-                {name: value for name, value in msgspec.structs.asdict(choice).items() if name != "index"}
-                | {
-                    "call_id": ended.begun.call_id,
-                    "choice": choice.index,
-                    "tool_call_ids": list(choice.tool_call_ids),
-                }
-                for choice in ended.choices
-            ],
+            sa.update(runs)
+            .where(runs.c.id == sa.bindparam("run"), runs.c.last_active_at < sa.bindparam("at"))
+            .values(last_active_at=sa.bindparam("at")),
+            [{"run": name, "at": at} for name, at in times.items()],
         )
-    trajectory_id = connection.scalar(sa.select(table.c.trajectory_id).where(table.c.id == ended.begun.call_id))
-    _touch(connection, str(trajectory_id), ended.ended_at)
+
+
+def _end(connection: sa.Connection, ends: Sequence[CallEnded]) -> None:
+    """Write the ends of calls that are there without one."""
+    if not ends:
+        return
+    table = schema.calls
+    connection.execute(
+        sa.update(table)
+        .where(table.c.id == sa.bindparam("call"))
+        .values({name: sa.bindparam(f"new_{name}") for name in _ENDED_COLUMNS}),
+        [{"call": end.begun.call_id} | {f"new_{name}": getattr(end, name) for name in _ENDED_COLUMNS} for end in ends],
+    )
+    answers = [
+        {
+            "call_id": end.begun.call_id,
+            "choice": choice.index,
+            "finish_reason": choice.finish_reason,
+            "reply_node": choice.reply_node,
+            "link_key": choice.link_key,
+            "tool_call_ids": list(choice.tool_call_ids),
+            "ids": choice.ids,
+            "logprobs": choice.logprobs,
+        }
+        for end in ends
+        for choice in end.choices
+    ]
+    if answers:
+        connection.execute(sa.insert(schema.choices), answers)
+    names = [end.begun.call_id for end in ends]
+    hosts = _look_up(connection, sa.select(table.c.id, table.c.trajectory_id), names)
+    times: dict[str, float] = {}
+    for end in ends:
+        host = hosts[end.begun.call_id]
+        times[host] = max(end.ended_at, times.get(host, 0.0))
+    _touch(connection, times)
 
 
 def load_calls(connection: sa.Connection, where: sa.ColumnElement[bool]) -> list[Call]:
@@ -249,8 +307,8 @@ def load_calls(connection: sa.Connection, where: sa.ColumnElement[bool]) -> list
         sa.select(schema.calls).where(where).order_by(schema.calls.c.started_at, schema.calls.c.id)
     ).all()
     answers: dict[str, list[Choice]] = {}
-    for chunk in range(0, len(rows), 500):
-        names = [row.id for row in rows[chunk : chunk + 500]]
+    for chunk in range(0, len(rows), _IN_MOST):
+        names = [row.id for row in rows[chunk : chunk + _IN_MOST]]
         found = sa.select(schema.choices).where(schema.choices.c.call_id.in_(names)).order_by(schema.choices.c.choice)
         for answer in connection.execute(found):
             answers.setdefault(answer.call_id, []).append(_choice(answer))

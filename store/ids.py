@@ -1,11 +1,12 @@
 """Ids that sort by time: a prefix, 48 bits of milliseconds and 80 random bits, in Crockford's base 32.
 
-Two ids made in the same millisecond are unordered but distinct. Nothing is derived from the host or process.
+Two ids made in the same millisecond are unordered but distinct. Nothing is derived from the host or process;
+the random part is no secret (Python's generator, which seeds itself anew after a fork).
 """
 
 from __future__ import annotations
 
-import os
+import random
 import time
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
@@ -14,6 +15,6 @@ _LENGTH = 26
 
 def new_id(prefix: str) -> str:
     """Return `prefix_` + 26 characters, e.g. `call_06f3...`; ids of later milliseconds sort after earlier ones."""
-    number = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
+    number = (time.time_ns() // 1_000_000) << 80 | random.getrandbits(80)
     digits = [_ALPHABET[(number >> shift) & 31] for shift in range(5 * (_LENGTH - 1), -1, -5)]
     return f"{prefix}_{''.join(digits)}"
