@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ratchet import pidfile
 from ratchet.folders import StateFolder
+from ratchet.leftovers import kill_tree
 from ratchet.rooms import Room
 
 _LEASH = Path(__file__).with_name("leash.py")
@@ -90,7 +91,7 @@ class Child:
             for path in self._pids:
                 process = pidfile.running(path)
                 if process is not None:
-                    process.kill()
+                    kill_tree(process)
             self._leash.wait()
         for path in self._pids:
             pidfile.remove(path)

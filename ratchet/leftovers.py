@@ -34,9 +34,7 @@ def end_leftovers(state: StateFolder) -> list[str]:
             _quietly(running[0].resume)  # a suspended process would not hear it
     _, alive = psutil.wait_procs(found, timeout=_LEASH_TIME)
     for process in alive:
-        for descendant in _below(process):
-            _quietly(descendant.kill)
-        _quietly(process.kill)
+        kill_tree(process)
     psutil.wait_procs(alive, timeout=_KILL_TIME)
     for room in ROOMS:
         for name in (room, f"{room}.leash"):
@@ -60,6 +58,12 @@ def end_supervisor(state: StateFolder, within: float) -> int | None:
         _quietly(last.kill)
     pidfile.remove(state.pid("up"))
     return process.pid
+
+
+def kill_tree(process: psutil.Process) -> None:
+    """Kill a process and everything below it."""
+    for one in (*_below(process), process):
+        _quietly(one.kill)
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:

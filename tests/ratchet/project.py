@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from ratchet.leftovers import kill_tree
+
 ROOT = Path(__file__).parents[2]
 SCRIPTED_VLLM = Path(__file__).with_name("scripted_vllm.py")
 
@@ -120,7 +122,7 @@ class Project:
         for name in ("up", "vllm.leash", "proxy.leash", "trainer.leash", "vllm", "proxy", "trainer"):
             file = self.state / "run" / f"{name}.pid"
             if file.exists() and is_alive(pid := int(file.read_text().split()[0])):
-                os.kill(pid, signal.SIGKILL)
+                kill_tree(psutil.Process(pid))
         if self.helper.exists() and is_alive(pid := int(self.helper.read_text())):
             os.kill(pid, signal.SIGKILL)
         for process in self._started:
