@@ -149,7 +149,7 @@ class Demo:
         return (
             waiting["open"] == 0
             and waiting["sealed"] < trainer.group_size
-            and not store.groups.ready(time.time())
+            and not store.groups.ready(alias, time.time())
             and len(store.groups.judged(alias)) < trainer.groups_per_round
             and not any(policy.state is PolicyState.CANDIDATE for policy in store.policies.all(alias))
             and not any(held.state is RoundState.STARTED for held in store.rounds.page(alias, limit=1))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.errors import EngineMissing, ModelMissing
+from ratchet.secrecy import shown_arguments, shown_variables
 from ratchet.settings import Settings
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -60,8 +61,9 @@ class Engine:
     environment: Mapping[str, str]
 
     def __str__(self) -> str:
-        """The command as one can type it."""
-        return shlex.join([*(f"{name}={value}" for name, value in self.environment.items()), *self.arguments])
+        """The command as one can type it; values that look secret are hidden."""
+        environment = [f"{name}={value}" for name, value in shown_variables(self.environment).items()]
+        return shlex.join([*environment, *shown_arguments(self.arguments)])
 
 
 def plan(settings: Settings, port: int, *, gpu: bool | None = None) -> Engine:
@@ -104,12 +106,22 @@ def check_installed(settings: Settings) -> None:
 
 
 def check_model(model: str | None) -> str:
-    """Return the base model, a folder as its full path. Raises ModelMissing."""
+    """Return the base model: a folder as its full path, or a hub name. Raises ModelMissing.
+
+    What looks like a path must be one: it starts with `.`, `/` or `~`, or its first part is a folder here.
+    """
     if not model:
         raise ModelMissing("no base model is named: give --base-model (a folder or a hub name), or set base_model")
     folder = Path(model).expanduser()
     if not folder.exists():
-        if _HUB_NAME.fullmatch(model) and not model.startswith("."):
+        first = Path(model.partition("/")[0])
+        if model.startswith((".", "/", "~")) or first.is_dir():
+            beside = f"; the folder {first.resolve()} is there, and has none" if first.is_dir() else ""
+            raise ModelMissing(
+                f"base model {model}: there is no such folder, looked for at {folder.absolute()}{beside}; name the "
+                "folder that holds config.json, weights and tokenizer, or a hub name"
+            )
+        if _HUB_NAME.fullmatch(model):
             return model
         raise ModelMissing(
             f"base model {model}: there is no such folder, and a hub name looks like Qwen/Qwen2.5-0.5B-Instruct"
@@ -121,6 +133,11 @@ def check_model(model: str | None) -> str:
     if not (folder / "tokenizer.json").is_file() and not any(folder.glob("tokenizer*")):
         raise ModelMissing(f"base model {folder} has no tokenizer: there is no tokenizer.json in it")
     return str(folder.resolve())
+
+
+def is_folder(model: str) -> bool:
+    """Return whether what `check_model` returned is a folder; else it is a hub name."""
+    return Path(model).is_absolute()
 
 
 def tool_call_parser(model: str) -> str | None:

@@ -1,4 +1,7 @@
-"""Where a project's state lives: `.ratchet/<project>/`. Names only; nothing is read or written but the folders."""
+"""Where a project's state lives: `.ratchet/<project>/`. Names only; nothing is read or written but the folders.
+
+The state folder is for its owner alone (0700): it holds what agents said.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,8 @@ class StateFolder:
     def make(self, *, min_free_mb: int) -> None:
         """Make the folders. Raises DiskFull where fewer than `min_free_mb` megabytes are free or writing fails."""
         try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.root.chmod(0o700)
             for folder in (self.root / "logs", self.root / "run", self.journal):
                 folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.root).free

@@ -7,7 +7,6 @@ is no error.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 
 import psutil
@@ -50,12 +49,10 @@ def end_supervisor(state: StateFolder, within: float) -> int | None:
         pidfile.remove(state.pid("up"))
         return None
     _quietly(process.terminate)
-    deadline = time.monotonic() + within
-    while pidfile.running(state.pid("up")) is not None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    last = pidfile.running(state.pid("up"))
-    if last is not None:
-        _quietly(last.kill)
+    # Its pid file goes before it does: the process itself is waited for.
+    _, alive = psutil.wait_procs([process], timeout=within)
+    if alive:
+        _quietly(process.kill)
     pidfile.remove(state.pid("up"))
     return process.pid
 

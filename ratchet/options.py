@@ -37,6 +37,17 @@ def settings_of(context: click.Context, values: dict[str, Any]) -> Settings:
     return load(context.obj, options)
 
 
+def running_settings_of(context: click.Context, values: dict[str, Any]) -> Settings:
+    """Read the settings as `settings_of` does, with model and store of what the project runs, or ran last.
+
+    Options win over what runs. Raises SettingsError.
+    """
+    from ratchet.last_run import adopt
+
+    given = {key for key, value in values.items() if value is not None}
+    return adopt(settings_of(context, values), given)
+
+
 def emit(content: Any) -> None:
     """Print data as JSON."""
     import json

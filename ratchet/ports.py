@@ -56,8 +56,11 @@ def holder(port: int) -> Holder | None:
 def choose(name: str, setting: str, host: str, port: int, *, fixed: bool, taken: set[int]) -> int:
     """Return the port for a room: `port` if it is free, else the next free one unless the user fixed it.
 
-    `taken` are ports that other rooms of this project are about to use. Raises PortBusy, naming the holder.
+    0 takes any free port. `taken` are ports that other rooms of this project are about to use. Raises PortBusy, naming
+    the holder.
     """
+    if port == 0:
+        return _any_free(host, taken)
     if port not in taken and is_free(host, port):
         return port
     if fixed:
@@ -70,3 +73,14 @@ def choose(name: str, setting: str, host: str, port: int, *, fixed: bool, taken:
         if candidate not in taken and is_free(host, candidate):
             return candidate
     raise PortBusy(f"{name}: no free port from {port} to {port + _TRIES - 1}; set {setting} to a free port")
+
+
+def _any_free(host: str, taken: set[int]) -> int:
+    """Return a port that the system calls free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    while True:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+            port = int(probe.getsockname()[1])
+        if port not in taken:
+            return port

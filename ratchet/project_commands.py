@@ -89,7 +89,7 @@ def status(context: click.Context, project: str | None, as_json: bool) -> None:
     """
     from ratchet import status as looking
 
-    found = looking.collect(options.settings_of(context, {"project": project}))
+    found = looking.collect(options.running_settings_of(context, {"project": project}))
     if as_json:
         options.emit(found)
     else:
@@ -112,7 +112,7 @@ def doctor(context: click.Context, project: str | None, base_model: str | None, 
     """
     from ratchet import doctor as proving
 
-    settings = options.settings_of(context, {"project": project, "base_model": base_model})
+    settings = options.running_settings_of(context, {"project": project, "base_model": base_model})
     findings = []
     for finding in proving.examine(settings):
         findings.append(finding)

@@ -117,7 +117,7 @@ def migrate(context: click.Context, store: str | None, project: str | None) -> N
     from store.database import HEAD, connect, schema_version
     from store.database import migrate as bring_to_head
 
-    engine = connect(options.settings_of(context, {"store": store, "project": project}).store_url)
+    engine = connect(options.running_settings_of(context, {"store": store, "project": project}).store_url)
     before = schema_version(engine)
     bring_to_head(engine)
     engine.dispose()
@@ -138,7 +138,7 @@ def verify(context: click.Context, store: str | None, project: str | None, as_js
     """
     from store.verification import verify as re_derive
 
-    found = re_derive(options.settings_of(context, {"store": store, "project": project}).store_url)
+    found = re_derive(options.running_settings_of(context, {"store": store, "project": project}).store_url)
     if as_json:
         options.emit(
             {"messages": found.messages, "damaged": found.damaged, "orphaned": found.orphaned, "sound": found.sound}
@@ -181,7 +181,7 @@ def list_policies(
 
     from store import open_store
 
-    settings = options.settings_of(context, {"store": store, "project": project})
+    settings = options.running_settings_of(context, {"store": store, "project": project})
     opened = open_store(settings.store_url)
     found = opened.policies.all(model)
     opened.close()

@@ -1,7 +1,7 @@
 """The rooms of a project as processes: the command of each, its environment, and how to see that it is ready.
 
 Promises that the rooms get exactly the settings that `up` resolved, through one file without secrets; secrets reach
-them by variable only. Starts nothing.
+them by variable only, the password of the store among them. Starts nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 
 import yaml
 
-from ratchet import engine, ports
+from ratchet import addresses, engine, ports
+from ratchet.secrecy import has_password, shown_arguments, shown_store, shown_variables
 from ratchet.settings import OTHER_VARIABLES, PREFIX, Settings
 
 _PROBE_TIMEOUT = 3.0  # seconds
@@ -59,10 +60,12 @@ def plan(settings: Settings, *, config: Path) -> Plan:
     Raises EngineMissing, ModelMissing, PortBusy or SettingsError.
     """
     engine.check_installed(settings)
-    engine.check_model(settings.base_model)
+    model = engine.check_model(settings.base_model)
     settings, notes = _with_ports(settings)
-    proxy_url = f"http://{_reachable(_proxy_host(settings))}:{settings.proxy['port']}"
-    vllm_url = f"http://{_reachable(settings.vllm.host)}:{settings.vllm.port}"
+    if not engine.is_folder(model):
+        notes.append(f"base model {model}: no folder of that name here; taken as a hub name")
+    proxy_url = addresses.url(settings.proxy_settings().host, settings.proxy["port"])
+    vllm_url = addresses.url(settings.vllm.host, settings.vllm.port)
     vllm = engine.plan(settings, settings.vllm.port)
     rooms = [_vllm_room(settings, vllm, vllm_url), _proxy_room(settings, proxy_url, config)]
     if settings.has_judge:
@@ -73,8 +76,13 @@ def plan(settings: Settings, *, config: Path) -> Plan:
 
 
 def write_resolved(settings: Settings, file: Path) -> None:
-    """Write the settings for the rooms. No secret is a setting, so none is written."""
-    file.write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
+    """Write the settings for the rooms, without what is secret: they get the store's password by variable."""
+    content = settings.model_dump(mode="json")
+    content["vllm"]["env"] = shown_variables(settings.vllm.env)
+    content["vllm"]["extra_args"] = list(shown_arguments(settings.vllm.extra_args))
+    content["store"] = settings.store and shown_store(settings.store)
+    file.touch(mode=0o600)
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
 
 
 def _with_ports(settings: Settings) -> tuple[Settings, list[str]]:
@@ -100,16 +108,6 @@ def _with_ports(settings: Settings) -> tuple[Settings, list[str]]:
     return settings.model_copy(update=changes), notes
 
 
-def _proxy_host(settings: Settings) -> str:
-    return settings.proxy_settings().host
-
-
-def _reachable(host: str) -> str:
-    """Return an address at which a server that listens on `host` can be asked from this machine."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"[{host}]" if ":" in host else host
-
-
 def _vllm_room(settings: Settings, vllm: engine.Engine, url: str) -> Room:
     environment = _without_settings(os.environ) | dict(vllm.environment)
     return Room(
@@ -126,7 +124,7 @@ def _proxy_room(settings: Settings, url: str, config: Path) -> Room:
     return Room(
         name="proxy",
         command=(sys.executable, "-m", "ratchet", "--config", str(config), "proxy"),
-        environment=_without_settings(os.environ),
+        environment=_for_a_room(settings),
         ready=lambda: _answers(f"{url}/health/ready"),
         start_timeout=settings.vllm.start_timeout,
         grace=_DRAIN + 4.0,
@@ -138,11 +136,19 @@ def _trainer_room(settings: Settings, config: Path) -> Room:
     return Room(
         name="trainer",
         command=(sys.executable, "-m", "ratchet", "--config", str(config), "trainer"),
-        environment=_without_settings(os.environ),
+        environment=_for_a_room(settings),
         ready=lambda: _TRAINER_READY in log.read_bytes(),
         start_timeout=settings.vllm.start_timeout,
         grace=10.0,
     )
+
+
+def _for_a_room(settings: Settings) -> dict[str, str]:
+    """Return the environment of a room that uses the store."""
+    environment = _without_settings(os.environ)
+    if has_password(settings.store_url):
+        environment[f"{PREFIX}STORE"] = settings.store_url
+    return environment
 
 
 def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 
+from ratchet.addresses import is_loopback, url
 from ratchet.folders import StateFolder
 from ratchet.layers import Layers, explain
 
@@ -37,8 +38,8 @@ class VllmSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     command: tuple[str, ...] = Field((), description="program that starts vLLM's API server; empty: this Python's vLLM")
-    host: str = Field("127.0.0.1", description="address that vLLM listens on")
-    port: int = Field(8001, ge=1, le=65535, description="port of vLLM; agents do not use it")
+    host: str = Field("127.0.0.1", description="address of this machine alone that vLLM listens on")
+    port: int = Field(8001, ge=0, le=65535, description="port of vLLM, which agents do not use; 0 takes any free one")
     dtype: str = Field("auto", description="number type of the weights, as vLLM's --dtype")
     max_model_len: int | None = Field(None, ge=1, description="longest context in tokens; null: the model's own")
     max_num_seqs: int | None = Field(None, ge=1, description="calls generated at once; null: vLLM's own")
@@ -54,6 +55,25 @@ class VllmSettings(BaseModel):
     start_timeout: float = Field(900.0, gt=0, description="seconds until vLLM must be ready")
     extra_args: tuple[str, ...] = Field((), description="further arguments of vLLM's server, given last")
     env: dict[str, str] = Field(default_factory=dict, description="further environment variables of vLLM")
+
+    @field_validator("host")
+    @classmethod
+    def _is_not_open(cls, host: str) -> str:
+        if not is_loopback(host):
+            raise ValueError(
+                f"{host} can be reached from other machines, and whoever reaches vLLM can load adapters and pause it; "
+                "use 127.0.0.1 or ::1, and proxy.host for agents on other machines"
+            )
+        return host
+
+    @field_validator("extra_args")
+    @classmethod
+    def _leaves_the_address_alone(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        for argument in arguments:
+            name = argument.partition("=")[0]
+            if name in ("--host", "--port", "--uds"):
+                raise ValueError(f"{name} is chosen by Ratchet; set vllm.host or vllm.port")
+        return arguments
 
 
 class Settings(BaseModel):
@@ -103,7 +123,7 @@ class Settings(BaseModel):
         from proxy.settings import ProxySettings
 
         derived = {
-            "upstreams": (f"http://{self.vllm.host}:{self.vllm.port}",),
+            "upstreams": (url(self.vllm.host, self.vllm.port),),
             "model": self.model,
             "store": self.store_url,
             "journal": self.state.journal,
@@ -117,7 +137,7 @@ class Settings(BaseModel):
         from trainer.settings import TrainerSettings
 
         derived = {
-            "vllm": (f"http://{self.vllm.host}:{self.vllm.port}",),
+            "vllm": (url(self.vllm.host, self.vllm.port),),
             "model": self.model,
             "base_model": self.base_model,
             "store": self.store_url,

@@ -11,20 +11,21 @@ told through `on_event`; it prints nothing.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import IO, Literal, Self
+from typing import Literal, Self
 
-from ratchet import __version__, engine, interrupts, pidfile, rooms
+from ratchet import __version__, engine, hub, interrupts, rooms
 from ratchet.child import Child
-from ratchet.errors import AlreadyRunning, RoomDied, RoomSlow
+from ratchet.errors import RoomDied, RoomSlow
 from ratchet.leftovers import end_leftovers
+from ratchet.project_lock import ProjectLock
 from ratchet.rooms import Plan
+from ratchet.secrecy import shown_store
 from ratchet.settings import Settings
 
 _POLL = 0.1  # seconds
@@ -46,14 +47,19 @@ def _ignore(_: Event) -> None:
 
 
 class Supervisor:
-    """The rooms of one project. `on_event` is called in the thread of `start` and `stop`."""
+    """The rooms of one project. `on_event` is called in the thread of `start` and `stop`.
 
-    def __init__(self, settings: Settings, on_event: Callable[[Event], None] = _ignore) -> None:
+    `lock` is the project's, where the caller has taken it already; `stop` lets it go.
+    """
+
+    def __init__(
+        self, settings: Settings, on_event: Callable[[Event], None] = _ignore, lock: ProjectLock | None = None
+    ) -> None:
         self.settings = settings
         self.state = settings.state
         self._on_event = on_event
         self._children: list[Child] = []
-        self._lock: IO[str] | None = None
+        self._lock = lock
         self._plan: Plan | None = None
 
     @property
@@ -87,9 +93,12 @@ class Supervisor:
         Raises DiskFull, AlreadyRunning, EngineMissing, ModelMissing, PortBusy or SettingsError.
         """
         engine.check_installed(self.settings)
-        engine.check_model(self.settings.base_model)
+        model = engine.check_model(self.settings.base_model)
         self.state.make(min_free_mb=self.settings.min_free_mb)
-        self._take_project()
+        if self._lock is None:
+            self._lock = ProjectLock(self.state)
+        if not engine.is_folder(model):
+            hub.check(model)
         for name in end_leftovers(self.state):
             self._on_event(Event("note", text=f"{name} was left over from a run that was killed; it is stopped now"))
         self._plan = rooms.plan(self.settings, config=self.state.resolved)
@@ -144,25 +153,8 @@ class Supervisor:
                 self._on_event(Event("stopped", child.room.name, seconds=time.monotonic() - began))
         self._children.clear()
         if self._lock is not None:
-            pidfile.remove(self.state.running)
-            pidfile.remove(self.state.pid("up"))
-            self._lock.close()
+            self._lock.release()
             self._lock = None
-
-    def _take_project(self) -> None:
-        lock = self.state.lock.open("a")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            other = pidfile.read(self.state.pid("up"))
-            pid = f"pid {other.pid}" if other else "another process"
-            raise AlreadyRunning(
-                f"project {self.settings.project} is already up ({pid}): use it, stop it with "
-                f"`ratchet down --project {self.settings.project}`, or choose another --project"
-            ) from None
-        self._lock = lock
-        pidfile.write(self.state.pid("up"), os.getpid())
 
     def _prepare_store(self) -> None:
         """Make the schema and version 0 before the rooms look at either."""
@@ -203,7 +195,7 @@ class Supervisor:
             "proxy_url": self.plan.proxy_url,
             "vllm_url": self.plan.vllm_url,
             "vllm_command": str(self.plan.vllm),
-            "store": self.settings.store_url.partition("@")[2] or self.settings.store_url,
+            "store": shown_store(self.settings.store_url),
             "started_at": time.time(),
             "rooms": self.pids,
         }

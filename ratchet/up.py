@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ratchet import interrupts, pidfile
-from ratchet.errors import AlreadyRunning, FaceError
+from ratchet.errors import FaceError
 from ratchet.folders import StateFolder
 from ratchet.leftovers import end_leftovers, end_supervisor
+from ratchet.project_lock import already_running
 from ratchet.settings import Settings
 from ratchet.supervisor import Supervisor
 from ratchet.terminal import Display
@@ -43,10 +44,10 @@ def run_detached(settings: Settings, arguments: Sequence[str]) -> dict[str, Any]
     Raises what ended it, with the end of its log.
     """
     state = settings.state
-    running = pidfile.running(state.pid("up"))
-    if running is not None:
-        raise AlreadyRunning(f"project {settings.project} is already up (pid {running.pid}); `ratchet down` stops it")
+    if pidfile.running(state.pid("up")) is not None:
+        raise already_running(state)
     state.make(min_free_mb=settings.min_free_mb)
+    interrupts.install()
     log = state.log("up")
     with log.open("wb") as output:
         behind = subprocess.Popen(
@@ -59,17 +60,31 @@ def run_detached(settings: Settings, arguments: Sequence[str]) -> dict[str, Any]
         )
     with Display():
         try:
-            while not (found := read_running(state)).get("ready"):
+            while not _is_ready(found := read_running(state), behind.pid):
                 if behind.poll() is not None:
                     said = log.read_text(errors="replace").strip()
                     raise FaceError(said.rpartition("ratchet: ")[2] or f"it ended without a word; its log is {log}")
                 time.sleep(_POLL)
         except BaseException:
             behind.terminate()
+            _wait_or_kill(behind)
             raise
     # It outlives this process: nobody waits for it here.
     behind.returncode = 0
     return found
+
+
+def _is_ready(running: dict[str, Any], pid: int) -> bool:
+    """Return whether what runs is what was just started, and ready."""
+    return running.get("pid") == pid and bool(running.get("ready"))
+
+
+def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(_SUPERVISOR_TIME)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def down(settings: Settings) -> list[str]:
@@ -84,11 +99,12 @@ def down(settings: Settings) -> list[str]:
 
 
 def read_running(state: StateFolder) -> dict[str, Any]:
-    """Return what `up` wrote about what it started; empty where nothing runs."""
-    if pidfile.running(state.pid("up")) is None:
+    """Return what `up` wrote about what it started; empty where nothing runs, also if a killed `up` left its file."""
+    process = pidfile.running(state.pid("up"))
+    if process is None:
         return {}
     try:
         content = json.loads(state.running.read_text())
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    return content if isinstance(content, dict) and content.get("pid") == process.pid else {}

@@ -1,7 +1,8 @@
 """Calls: shipped in by the proxy, read by everyone.
 
 Promises: shipping is idempotent by call id and one transaction per batch; a call that arrives after its trajectory
-was sealed opens a successor trajectory, so that nothing is lost and nothing is trained twice.
+was grouped or finished opens a successor trajectory, so that nothing is lost and nothing is trained twice; so does one
+of another version or purpose, so that no trajectory mixes them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from store.states import CallState, TrajectoryState
 from store.tokens import sequences
 
 _PAGE_MOST = 1000
+IDLE = "idle"  # why a trajectory was sealed: it was still
+FINISH = "finish"  # somebody said that it is complete
 _IN_MOST = 500  # values in one IN (...)
 _BEGUN_COLUMNS = (
     "started_at", "alias", "version", "dialect", "streamed", "linked_by", "prompt_node", "tools_hash",
@@ -99,7 +102,14 @@ class Calls:
         """Return the answers of open trajectories active after `since` (Unix seconds), oldest first."""
         calls, answers, runs = schema.calls, schema.choices, schema.trajectories
         query = (
-            sa.select(calls, answers.c.choice, answers.c.link_key, answers.c.tool_call_ids, runs.c.last_active_at)
+            sa.select(
+                calls,
+                runs.c.purpose,
+                answers.c.choice,
+                answers.c.link_key,
+                answers.c.tool_call_ids,
+                runs.c.last_active_at,
+            )
             .join(answers, answers.c.call_id == calls.c.id)
             .join(runs, runs.c.id == calls.c.trajectory_id)
             .where(runs.c.state == TrajectoryState.OPEN, runs.c.last_active_at >= since, answers.c.link_key != "")
@@ -119,6 +129,7 @@ class Calls:
                 link_key=row.link_key,
                 tool_call_ids=tuple(row.tool_call_ids),
                 key_id=row.key_id,
+                purpose=row.purpose,
                 sequence=known.get((row.id, row.choice), b""),
                 last_active_at=row.last_active_at,
             )
@@ -191,66 +202,98 @@ def _begin(connection: sa.Connection, calls: Sequence[CallBegun]) -> None:
 
 def _host_trajectories(connection: sa.Connection, calls: Sequence[CallBegun]) -> dict[str, str]:
     """Return, by call id, the open trajectory that takes the call; make those that are new."""
-    runs = schema.trajectories
-    # Locked where the database locks rows: nobody may seal one of these before the calls are in it.
-    open_or_not = sa.select(runs.c.id, runs.c.state).with_for_update()
-    states = _look_up(connection, open_or_not, sorted({begun.trajectory_id for begun in calls}))
+    known = _runs(connection, sorted({begun.trajectory_id for begun in calls}))
     hosts: dict[str, str] = {}
     new: dict[str, CallBegun] = {}
     touched: dict[str, float] = {}
     for begun in calls:
         name = begun.trajectory_id
         hosts[begun.call_id] = name
-        if name in states and states[name] != TrajectoryState.OPEN:
-            hosts[begun.call_id] = _host_trajectory(connection, begun)
-        elif name in states or name in new:
+        first = new.get(name)
+        if name in known and not _takes(known[name], begun):
+            hosts[begun.call_id] = _successor(connection, begun)
+        elif name in known or (first and (first.version, first.purpose) == (begun.version, begun.purpose)):
             touched[name] = max(begun.started_at, touched.get(name, 0.0))
+        elif first:  # the trajectory is made in this batch, on another version
+            _add_trajectories(connection, {name: new.pop(name)})
+            known |= _runs(connection, [name])
+            hosts[begun.call_id] = _successor(connection, begun)
         else:
             new[name] = begun
-    if new:
-        connection.execute(sa.insert(runs), [_new_trajectory(name, begun) for name, begun in new.items()])
+    _add_trajectories(connection, new)
+    _reopen(connection, [name for name in touched if name in known and known[name].state == TrajectoryState.SEALED])
     _touch(connection, touched)
     return hosts
 
 
-def _new_trajectory(name: str, begun: CallBegun) -> dict[str, Any]:
-    return {
-        "id": name,
-        "alias": begun.alias,
-        "version": begun.version,
-        "state": TrajectoryState.OPEN,
-        "task": begun.task,
-        "purpose": begun.purpose,
-        "root_node": begun.prompt_node,
-        "tools_hash": begun.tools_hash,
-        "key_id": begun.key_id,
-        "opened_at": begun.started_at,
-        "last_active_at": begun.started_at,
-    }
-
-
-def _host_trajectory(connection: sa.Connection, begun: CallBegun) -> str:
-    """Return the id of the open trajectory for this call: the named one, a new one, or a sealed one's successor."""
+def _runs(connection: sa.Connection, names: Sequence[str]) -> dict[str, Any]:
+    """Return the rows of trajectories by id, locked where the database locks rows: nobody may seal one meanwhile."""
     runs = schema.trajectories
-    found = connection.execute(
-        sa.select(runs.c.state, runs.c.successors).where(runs.c.id == begun.trajectory_id)
-    ).one_or_none()
-    trajectory_id = begun.trajectory_id
-    if found is not None and found.state != TrajectoryState.OPEN:
-        latest = f"{trajectory_id}~{found.successors}"
-        state = connection.scalar(sa.select(runs.c.state).where(runs.c.id == latest)) if found.successors else None
-        if state == TrajectoryState.OPEN:
-            trajectory_id, found = latest, found
-        else:
-            trajectory_id, found = f"{begun.trajectory_id}~{found.successors + 1}", None
-            connection.execute(
-                sa.update(runs).where(runs.c.id == begun.trajectory_id).values(successors=runs.c.successors + 1)
-            )
-    if found is None:
-        connection.execute(sa.insert(runs), [_new_trajectory(trajectory_id, begun)])
-    else:
-        _touch(connection, {trajectory_id: begun.started_at})
-    return trajectory_id
+    found: dict[str, Any] = {}
+    columns = (runs.c.id, runs.c.state, runs.c.sealed_by, runs.c.version, runs.c.purpose, runs.c.successors)
+    for start in range(0, len(names), _IN_MOST):
+        query = sa.select(*columns).where(runs.c.id.in_(names[start : start + _IN_MOST])).with_for_update()
+        found |= {row.id: row for row in connection.execute(query)}
+    return found
+
+
+def _takes(run: Any, begun: CallBegun) -> bool:
+    """Return whether a trajectory may take a further call.
+
+    It must be open, or sealed only for being still; and of the call's version and purpose, since a trajectory has one
+    of each.
+    """
+    still = run.state == TrajectoryState.SEALED and run.sealed_by == IDLE
+    same = (run.version, run.purpose) == (begun.version, begun.purpose)
+    return bool(same and (run.state == TrajectoryState.OPEN or still))
+
+
+def _successor(connection: sa.Connection, begun: CallBegun) -> str:
+    """Return the successor of a closed trajectory that takes the call: the latest one, or a new one."""
+    runs = schema.trajectories
+    count = int(connection.scalar(sa.select(runs.c.successors).where(runs.c.id == begun.trajectory_id)) or 0)
+    latest = f"{begun.trajectory_id}~{count}"
+    known = _runs(connection, [latest]) if count else {}
+    if latest in known and _takes(known[latest], begun):
+        _reopen(connection, [latest])
+        _touch(connection, {latest: begun.started_at})
+        return latest
+    name = f"{begun.trajectory_id}~{count + 1}"
+    connection.execute(sa.update(runs).where(runs.c.id == begun.trajectory_id).values(successors=count + 1))
+    _add_trajectories(connection, {name: begun})
+    return name
+
+
+def _reopen(connection: sa.Connection, names: Sequence[str]) -> None:
+    runs = schema.trajectories
+    if names:
+        connection.execute(
+            sa.update(runs)
+            .where(runs.c.id.in_(names), runs.c.state == TrajectoryState.SEALED)
+            .values(state=TrajectoryState.OPEN, sealed_at=None, sealed_by=None)
+        )
+
+
+def _add_trajectories(connection: sa.Connection, new: Mapping[str, CallBegun]) -> None:
+    """Make trajectories, each with the values of its first call."""
+    rows = [
+        {
+            "id": name,
+            "alias": begun.alias,
+            "version": begun.version,
+            "state": TrajectoryState.OPEN,
+            "task": begun.task,
+            "purpose": begun.purpose,
+            "root_node": begun.prompt_node,
+            "tools_hash": begun.tools_hash,
+            "key_id": begun.key_id,
+            "opened_at": begun.started_at,
+            "last_active_at": begun.started_at,
+        }
+        for name, begun in new.items()
+    ]
+    if rows:
+        connection.execute(sa.insert(schema.trajectories), rows)
 
 
 def _touch(connection: sa.Connection, times: Mapping[str, float]) -> None:

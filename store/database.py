@@ -6,6 +6,8 @@ never changed unasked; a transaction of a writer begins as a writer, so that SQL
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from store.errors import SchemaMismatch, StoreError, StoreUnavailable
 
 HEAD = "0001"  # the newest migration; a test holds it equal to the migrations folder
+_WAL_SECONDS = 15.0
 _MIGRATION_LOCK = 0x52415443  # advisory lock: one process at a time makes the schema
 
 
@@ -67,9 +70,23 @@ def _load(text: str | bytes) -> Any:
 def _prepare_sqlite(connection: Any, _: Any) -> None:
     connection.isolation_level = None  # transactions are begun by `write`, not by the driver
     cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON", "busy_timeout=15000"):
+    # FULL: a commit is on the disk when it returns, since the proxy's journal is deleted after it.
+    for pragma in ("busy_timeout=15000", "synchronous=FULL", "foreign_keys=ON"):
         cursor.execute(f"PRAGMA {pragma}")
+    _use_wal(cursor)
     cursor.close()
+
+
+def _use_wal(cursor: Any) -> None:
+    """Switch to WAL; SQLite does not wait by itself while another connection makes the same switch."""
+    until = time.monotonic() + _WAL_SECONDS
+    while cursor.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.02)
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from store.calls import insert_new
 from store.database import read, write
 from store.records import Door
 
+_FORGOTTEN = 3600.0  # seconds of silence after which a proxy that was killed is forgotten
+
 
 class Doors:
     """The verbs over doors."""
@@ -23,18 +25,20 @@ class Doors:
         row = msgspec.structs.asdict(door) | {"live": dict(door.live), "pins": dict(door.pins)}
         with write(self._engine) as connection:
             insert_new(connection, table, [row])
+            connection.execute(sa.delete(table).where(table.c.beat_at < door.beat_at - _FORGOTTEN))
             connection.execute(sa.update(table).where(table.c.id == door.id).values(**row))
 
-    def open(self, since: float) -> list[Door]:
-        """Return the proxies heard of since then (Unix seconds)."""
+    def open(self, alias: str, since: float) -> list[Door]:
+        """Return the proxies that serve an alias and were heard of since then (Unix seconds)."""
         table = schema.doors
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(table).where(table.c.beat_at >= since)).all()
-        return [Door(**{name: getattr(row, name) for name in Door.__struct_fields__}) for row in rows]
+        doors = [Door(**{name: getattr(row, name) for name in Door.__struct_fields__}) for row in rows]
+        return [door for door in doors if alias in door.live]
 
-    def shipped_until(self, now: float, since: float) -> float:
+    def shipped_until(self, alias: str, now: float, since: float) -> float:
         """Return the moment up to which every open proxy has shipped what it recorded; `now` where none is open."""
-        return min([now, *(door.shipped_until for door in self.open(since))])
+        return min([now, *(door.shipped_until for door in self.open(alias, since))])
 
     def close(self, door_id: str) -> None:
         """Forget a proxy that has stopped."""

@@ -50,11 +50,11 @@ class Groups:
                 raise ForbiddenChange(f"{len(members) - taken.rowcount} of {len(members)} members are not sealed")
         return group
 
-    def ready(self, now: float, limit: int = 100) -> list[Group]:
-        """Return groups that wait for a judge and whose retry time has come, oldest first."""
+    def ready(self, alias: str, now: float, limit: int = 100) -> list[Group]:
+        """Return an alias's groups that wait for a judge and whose retry time has come, oldest first."""
         groups = schema.groups
         due = sa.or_(groups.c.retry_at.is_(None), groups.c.retry_at <= now)
-        return self._select(sa.and_(groups.c.state == GroupState.READY, due), limit)
+        return self._select(sa.and_(groups.c.alias == alias, groups.c.state == GroupState.READY, due), limit)
 
     def judged(self, alias: str, limit: int = 100) -> list[Group]:
         """Return judged groups of an alias that wait for a round, oldest first."""

@@ -142,6 +142,7 @@ class OpenLeaf(Record, frozen=True):
     link_key: str
     tool_call_ids: tuple[str, ...]
     key_id: str | None
+    purpose: str
     sequence: bytes  # every id of the context up to and with the answer (int32)
     last_active_at: float
 
@@ -205,6 +206,7 @@ class Trajectory(Record, frozen=True):
     last_active_at: float
     purpose: str = "live"
     sealed_at: float | None = None
+    sealed_by: str | None = None  # idle, or finish: somebody said that it is complete
     group_id: str | None = None
     round_id: str | None = None
     drop_reason: str | None = None

@@ -88,9 +88,9 @@ class Rounds:
         with write(self._engine) as connection:
             _consume(connection, round_id, groups)
             now = time.time()
-            connection.execute(
+            settled = connection.execute(
                 sa.update(schema.rounds)
-                .where(schema.rounds.c.id == round_id)
+                .where(schema.rounds.c.id == round_id, schema.rounds.c.state == RoundState.STARTED)
                 .values(
                     state=RoundState.COMMITTED,
                     to_version=version,
@@ -99,6 +99,8 @@ class Rounds:
                     metrics=dict(metrics),
                 )
             )
+            if not settled.rowcount:
+                raise ForbiddenChange(f"round {round_id} was settled by another process")
             policy = Policy(
                 alias=current.alias,
                 version=version,

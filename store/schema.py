@@ -65,6 +65,7 @@ trajectories = sa.Table(
     sa.Column("opened_at", _TIME, nullable=False),
     sa.Column("last_active_at", _TIME, nullable=False),
     sa.Column("sealed_at", _TIME),
+    sa.Column("sealed_by", sa.String(16)),
     sa.Column("group_id", _ID, sa.ForeignKey("groups.id")),
     sa.Column("round_id", _ID, sa.ForeignKey("rounds.id")),
     sa.Column("drop_reason", sa.Text),

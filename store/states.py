@@ -26,7 +26,7 @@ class TrajectoryState(StrEnum):
     """The life of one agent run, as the trainer sees it."""
 
     OPEN = "open"  # more calls may come
-    SEALED = "sealed"  # complete; waits for a group
+    SEALED = "sealed"  # complete; waits for a group; opens again if it was only still and a call comes after all
     GROUPED = "grouped"  # member of a group; waits for its verdict and its round
     TRAINED = "trained"  # its tokens are part of a committed round; never again trained
     DROPPED = "dropped"  # will not be trained; `drop_reason` says why
@@ -61,7 +61,7 @@ class PolicyState(StrEnum):
 
 TRAJECTORY_STEPS: Mapping[TrajectoryState, frozenset[TrajectoryState]] = {
     TrajectoryState.OPEN: frozenset({TrajectoryState.SEALED}),
-    TrajectoryState.SEALED: frozenset({TrajectoryState.GROUPED, TrajectoryState.DROPPED}),
+    TrajectoryState.SEALED: frozenset({TrajectoryState.OPEN, TrajectoryState.GROUPED, TrajectoryState.DROPPED}),
     TrajectoryState.GROUPED: frozenset({TrajectoryState.TRAINED, TrajectoryState.DROPPED}),
     TrajectoryState.TRAINED: frozenset(),
     TrajectoryState.DROPPED: frozenset(),

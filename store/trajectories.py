@@ -12,7 +12,7 @@ import msgspec
 import sqlalchemy as sa
 
 from store import schema
-from store.calls import load_calls
+from store.calls import FINISH, IDLE, load_calls
 from store.database import read, write
 from store.errors import ForbiddenChange, UnknownRecord
 from store.records import Call, Trajectory, Transcript
@@ -27,8 +27,8 @@ class Trajectories:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    def seal_idle(self, now: float, idle_seconds: float, lost_after: float = 3600.0) -> list[str]:
-        """Seal open trajectories that have been still for `idle_seconds`; return their ids.
+    def seal_idle(self, alias: str, now: float, idle_seconds: float, lost_after: float = 3600.0) -> list[str]:
+        """Seal an alias's open trajectories that have been still for `idle_seconds`; return their ids.
 
         A call under way keeps its trajectory open, unless it began more than `lost_after` seconds ago.
         """
@@ -39,6 +39,7 @@ class Trajectories:
             calls.c.started_at > now - lost_after,
         )
         still = (
+            runs.c.alias == alias,
             runs.c.state == TrajectoryState.OPEN,
             runs.c.last_active_at <= now - idle_seconds,
             ~under_way,
@@ -48,7 +49,7 @@ class Trajectories:
                 connection.scalars(
                     sa.update(runs)
                     .where(*still)
-                    .values(state=TrajectoryState.SEALED, sealed_at=now)
+                    .values(state=TrajectoryState.SEALED, sealed_at=now, sealed_by=IDLE)
                     .returning(runs.c.id)
                 )
             )
@@ -60,7 +61,7 @@ class Trajectories:
             connection.execute(
                 sa.update(runs)
                 .where(runs.c.id == trajectory_id, runs.c.state == TrajectoryState.OPEN)
-                .values(state=TrajectoryState.SEALED, sealed_at=now)
+                .values(state=TrajectoryState.SEALED, sealed_at=now, sealed_by=FINISH)
             )
         return self.get(trajectory_id)
 
@@ -77,9 +78,25 @@ class Trajectories:
             raise UnknownRecord(f"no trajectory {trajectory_id}")
         return found[0]
 
-    def sealed(self, limit: int = 1000) -> list[Trajectory]:
-        """Return sealed trajectories, the longest waiting first."""
-        return self._select(schema.trajectories.c.state == TrajectoryState.SEALED, limit, oldest_first=True)
+    def sealed(self, alias: str, limit: int = 1000) -> list[Trajectory]:
+        """Return an alias's sealed trajectories, the longest waiting first."""
+        runs = schema.trajectories
+        where = sa.and_(runs.c.state == TrajectoryState.SEALED, runs.c.alias == alias)
+        return self._select(where, limit, oldest_first=True)
+
+    def cut_off(self, trajectory_ids: Sequence[str]) -> set[str]:
+        """Return those whose last call was ended by a machine, not by the agent or the policy.
+
+        That is a call that the upstream or the proxy failed (status 500 and above), or whose end nobody saw.
+        """
+        calls = schema.calls
+        last = sa.select(sa.func.max(calls.c.id)).where(calls.c.trajectory_id.in_(trajectory_ids))
+        unseen = calls.c.state.in_([CallState.BEGUN, CallState.INTERRUPTED])
+        query = sa.select(calls.c.trajectory_id).where(
+            calls.c.id.in_(last.group_by(calls.c.trajectory_id)), sa.or_(unseen, calls.c.status >= 500)
+        )
+        with read(self._engine) as connection:
+            return set(connection.scalars(query))
 
     def page(self, limit: int = 100, before: str | None = None, state: str | None = None) -> list[Trajectory]:
         """Return at most `limit` trajectories, newest first, opened before the trajectory `before`."""

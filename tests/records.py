@@ -99,7 +99,7 @@ def judged_group(store: Store, names: Sequence[str], scores: Sequence[float], *,
     """Ship, seal, group and judge one-call trajectories."""
     for name in names:
         answered_trajectory(store, name, task=task)
-    store.trajectories.seal_idle(now=100.0, idle_seconds=1.0)
+    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
     group = store.groups.form(f"task:{task}", "agent", names, now=101.0)
     verdicts = [
         Verdict(trajectory_id=name, group_id=group.id, judge="rule", judge_version="1", score=score)

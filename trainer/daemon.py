@@ -16,6 +16,7 @@ waiting cannot mend, the daemon stops loudly with a non-zero exit, and a restart
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -23,12 +24,12 @@ from collections.abc import Sequence
 from types import FrameType
 
 from store import Store, open_store
-from store.errors import StoreError, StoreUnavailable
-from store.records import Group, Policy
+from store.errors import ForbiddenChange, StoreError, StoreUnavailable
+from store.records import BASE_VERSION, Group
 from store.states import PolicyState
 from trainer import checkpoint
 from trainer.engine import Replica
-from trainer.errors import EngineUnreachable, TrainerError
+from trainer.errors import EngineUnreachable, TrainerError, TrainingDiverged
 from trainer.grouping import plan_groups
 from trainer.judges.function import FunctionJudge
 from trainer.learner import Learner
@@ -42,17 +43,20 @@ log = logging.getLogger(__name__)
 
 _BATCH = 200  # trajectories or groups looked at in one turn
 _DRAIN_EVERY = 2.0  # seconds
+_STALE_ALARM = 4  # rounds' worth of groups
 _PAUSE_AFTER_OUTAGE = 2.0  # seconds
 
 
 class Daemon:
     """The trainer of one alias. `turn` does whatever is due once; `run` repeats it until `stop` is set."""
 
-    def __init__(self, settings: TrainerSettings, store: Store, stop: threading.Event) -> None:
+    def __init__(
+        self, settings: TrainerSettings, store: Store, stop: threading.Event, upstream_key: str | None = None
+    ) -> None:
         self.settings = settings
         self._store = store
         self._stop = stop
-        self._replicas = [Replica(url) for url in settings.vllm]
+        self._replicas = [Replica(url, key=upstream_key) for url in settings.vllm]
         self._scorekeeper = Scorekeeper(
             store,
             FunctionJudge(settings.judge),
@@ -69,13 +73,21 @@ class Daemon:
             keep_loaded=settings.keep_loaded,
         )
         checkpoint.sweep(settings.checkpoints)
-        self._version, resume_from = self._school.newest()
-        self.learner = Learner(
-            settings.base_model, settings.learner, workdir=settings.checkpoints.parent, resume_from=resume_from
-        )
+        self._version, self.learner = self._make_learner()
+        self._spoilt = False  # the learner holds steps that no commit stands for
         self._first_judged: float | None = None
+        self._stale = 0  # groups in a row that were too old
         self._drained_at = 0.0
         log.info("event=trainer_ready alias=%s version=%d judge=%s", settings.model, self._version, settings.judge)
+
+    def _make_learner(self) -> tuple[int, Learner]:
+        """Return the newest committed version and a learner that stands exactly there."""
+        version, resume_from = self._school.newest()
+        settings = self.settings
+        learner = Learner(
+            settings.base_model, settings.learner, workdir=settings.checkpoints.parent, resume_from=resume_from
+        )
+        return version, learner
 
     def close(self) -> None:
         """Close the connections to vLLM."""
@@ -98,8 +110,9 @@ class Daemon:
     def turn(self, now: float) -> bool:
         """Do everything that is due once; return whether there was anything."""
         # Stillness is counted in what the proxies have shipped, not in what the clock says: a record may be on its way.
-        shipped = self._store.doors.shipped_until(now, since=now - DOOR_SILENCE)
-        self._store.trajectories.seal_idle(shipped, self.settings.seal_after_idle_seconds)
+        alias = self.settings.model
+        shipped = self._store.doors.shipped_until(alias, now, since=now - DOOR_SILENCE)
+        self._store.trajectories.seal_idle(alias, shipped, self.settings.seal_after_idle_seconds)
         grouped = self._group(now)
         scored = self._score(now)
         trained = self._train(now)
@@ -108,21 +121,26 @@ class Daemon:
         return grouped or scored or trained or published
 
     def _group(self, now: float) -> bool:
+        waiting = self._store.trajectories.sealed(self.settings.model, limit=10 * _BATCH)
         plan = plan_groups(
-            self._store.trajectories.sealed(limit=10 * _BATCH),
+            waiting,
+            cut_off=self._store.trajectories.cut_off([run.id for run in waiting]) if waiting else frozenset(),
             size=self.settings.group_size,
             least=self.settings.group_least,
             wait_seconds=self.settings.group_wait_seconds,
             now=now,
         )
-        for planned in plan.groups:
-            self._store.groups.form(planned.key, planned.alias, planned.members, now)
-        for reason in {reason for _, reason in plan.drops}:
-            self._store.trajectories.drop([name for name, why in plan.drops if why == reason], reason)
+        try:
+            for reason in {reason for _, reason in plan.drops}:
+                self._store.trajectories.drop([name for name, why in plan.drops if why == reason], reason)
+            for planned in plan.groups:
+                self._store.groups.form(planned.key, planned.alias, planned.members, now)
+        except ForbiddenChange as changed:  # a call came for one of them, which is open again: the next turn plans anew
+            log.info("event=plan_overtaken reason=%r", str(changed))
         return bool(plan.groups)
 
     def _score(self, now: float) -> bool:
-        ready = self._store.groups.ready(now, limit=_BATCH)
+        ready = self._store.groups.ready(self.settings.model, now, limit=_BATCH)
         for group in ready:
             if self._stop.is_set():
                 break
@@ -140,22 +158,42 @@ class Daemon:
             return False
         # The newest first: where more comes in than can be trained, the rest grows stale, not what is used.
         newest = waiting[-self.settings.groups_per_round :]
-        candidate = self._school.hold_round(self.learner, newest, self._version)
+        if self._spoilt:
+            self._version, self.learner = self._make_learner()
+        # Whatever ends the round before its commit leaves a learner that nothing stands for.
+        self._spoilt = True
+        try:
+            candidate = self._school.hold_round(self.learner, newest, self._version)
+            self._spoilt = False
+        except TrainingDiverged as diverged:
+            log.error("event=round_diverged reason=%r", str(diverged))
+            return True
         self._first_judged = None
         if candidate is not None:
             self._version = candidate.version
         return True
 
     def _fresh(self, groups: Sequence[Group]) -> list[Group]:
-        """Drop groups that were sampled too many versions ago; return the others."""
-        oldest = self._version - self.settings.max_staleness
-        fresh = []
+        """Drop groups that were sampled too many versions before the live one; return the others."""
+        alias = self.settings.model
+        live = self._store.policies.live().get(alias)
+        oldest = (live.version if live else BASE_VERSION) - self.settings.max_staleness
+        fresh: list[Group] = []
         for group in groups:
             versions = [self._store.trajectories.get(name).version for name in group.members]
             if min(versions) < oldest:
                 self._store.groups.drop(group.id, STALE)
+                self._stale += 1
             else:
                 fresh.append(group)
+        if fresh:
+            self._stale = 0
+            self._store.alarms.clear(f"{STALE}:{alias}")
+        elif self._stale >= _STALE_ALARM * self.settings.groups_per_round:
+            reason = (
+                f"the last {self._stale} groups were all sampled more than {self.settings.max_staleness} versions ago"
+            )
+            self._store.alarms.raise_(f"{STALE}:{alias}", f"{reason}; raise max_staleness, or train less often")
         return fresh
 
     def _publish(self) -> bool:
@@ -166,11 +204,8 @@ class Daemon:
             self._store.policies.reject(overtaken.alias, overtaken.version, {"reason": "a newer version came first"})
         if not candidates:
             return False
-        self._publisher.publish(candidates[-1], self._probes(candidates[-1]), self.learner.score)
+        self._publisher.publish(candidates[-1], self._school.probes(candidates[-1]), self.learner.score)
         return True
-
-    def _probes(self, candidate: Policy) -> list[tuple[int, ...]]:
-        return self._school.probes(candidate)
 
     def _drain(self, now: float) -> None:
         if now - self._drained_at >= _DRAIN_EVERY:
@@ -192,7 +227,7 @@ def run(settings: TrainerSettings) -> int:
         store = open_store(settings.store)
         with Lease(store, f"trainer:{settings.model}", settings.lease_seconds) as lease:
             if lease.wait(stop):
-                daemon = Daemon(settings, store, stop)
+                daemon = Daemon(settings, store, stop, os.environ.get("RATCHET_UPSTREAM_API_KEY"))
                 daemon.run(lease)
                 daemon.close()
         store.close()

@@ -16,11 +16,12 @@ from trainer.errors import AdapterRefused, EngineUnreachable
 
 
 class Replica:
-    """One vLLM server. `url` is without /v1. Times out after `timeout` seconds."""
+    """One vLLM server. `url` is without /v1; `key` is its API key, where it has one. Times out in `timeout` seconds."""
 
-    def __init__(self, url: str, timeout: float = 60.0) -> None:
+    def __init__(self, url: str, timeout: float = 60.0, key: str | None = None) -> None:
         self.url = url
-        self._http = httpx.Client(base_url=url, timeout=timeout, trust_env=False)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.Client(base_url=url, timeout=timeout, headers=headers, trust_env=False)
 
     def close(self) -> None:
         """Close the connections."""
@@ -28,7 +29,10 @@ class Replica:
 
     def models(self) -> tuple[str, ...]:
         """Return the names that the replica answers to, adapters included."""
-        return tuple(str(model["id"]) for model in self._ask("GET", "/v1/models").json()["data"])
+        answer = self._ask("GET", "/v1/models")
+        if answer.is_error:
+            raise AdapterRefused(f"{self.url} does not list its models ({answer.status_code}): {answer.text[:300]}")
+        return tuple(str(model["id"]) for model in answer.json()["data"])
 
     def load(self, name: str, folder: Path) -> None:
         """Load an adapter folder under a new name; a name that is already loaded is left as it is.
@@ -43,7 +47,7 @@ class Replica:
                 f"{self.url} cannot load adapters at run time: start vLLM with --enable-lora and "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True (`ratchet up` does)"
             )
-        if answer.is_error:
+        if answer.is_error and name not in self.models():  # a proxy that needed it may have loaded it meanwhile
             raise AdapterRefused(f"{self.url} refused adapter {name} from {folder}: {answer.text[:500]}")
 
     def unload(self, name: str) -> None:

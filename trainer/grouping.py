@@ -6,12 +6,13 @@ together, in the order in which they were sealed; versions may differ within a g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from store.records import Trajectory
 
 EVALUATION = "eval"  # asked for by explicit version: a measurement, never training data
+CUT_OFF = "cut_off"  # a machine ended its last call: that is not the policy's failure
 SINGLE = "single"  # nobody else tried the same task in time
 
 
@@ -33,14 +34,24 @@ class GroupingPlan:
 
 
 def plan_groups(
-    waiting: Sequence[Trajectory], *, size: int, least: int, wait_seconds: float, now: float
+    waiting: Sequence[Trajectory],
+    *,
+    size: int,
+    least: int,
+    wait_seconds: float,
+    now: float,
+    cut_off: Set[str] = frozenset(),
 ) -> GroupingPlan:
-    """Return the groups of `size` that are complete, smaller ones that waited long enough, and the drops."""
+    """Return the groups of `size` that are complete, smaller ones that waited long enough, and the drops.
+
+    `cut_off` holds the ids of those whose last call was ended by a machine.
+    """
     groups: list[PlannedGroup] = []
     drops = [(run.id, EVALUATION) for run in waiting if run.purpose != "live"]
+    drops += [(run.id, CUT_OFF) for run in waiting if run.purpose == "live" and run.id in cut_off]
     buckets: dict[tuple[str, str], list[Trajectory]] = {}
     for run in waiting:
-        if run.purpose == "live":
+        if run.purpose == "live" and run.id not in cut_off:
             buckets.setdefault((run.alias, run.group_key), []).append(run)
     for (alias, key), runs in buckets.items():
         runs.sort(key=lambda run: (_sealed_at(run), run.id))

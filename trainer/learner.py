@@ -109,6 +109,14 @@ class Learner:
         """Optimiser steps taken since the first round, over all restarts."""
         return self._step
 
+    def unfit(self, row: TokenRow) -> str | None:
+        """Why the base model cannot learn from a row, None where it can."""
+        try:
+            self._check_fits(row.ids, f"row of trajectory {row.trajectory_id}", row.temperature)
+        except RowError as error:
+            return str(error)
+        return None
+
     def train_round(self, rows: Sequence[TokenRow]) -> RoundReport:
         """Learn from the rows once.
 

@@ -75,14 +75,14 @@ class Publisher:
         A version goes when every open door serves a newer one, none has a trajectory pinned to it, and it is not among
         the newest `keep_loaded` old ones.
         """
-        doors = self._store.doors.open(now - DOOR_SILENCE)
+        doors = self._store.doors.open(self._alias, now - DOOR_SILENCE)
         policies = self._store.policies.all(self._alias)
         live = next((policy.version for policy in policies if policy.state is PolicyState.LIVE), BASE_VERSION)
         if any(door.live.get(self._alias) != live for door in doors):
             return []
         old = [p for p in policies if p.state in (PolicyState.RETIRED, PolicyState.REJECTED) and p.adapter]
         pinned = {name for door in doors for name, count in door.pins.items() if count}
-        spare = [p for p in old[: len(old) - self._keep_loaded or None] if f"{p.alias}@{p.version}" not in pinned]
+        spare = [p for p in old[: max(0, len(old) - self._keep_loaded)] if f"{p.alias}@{p.version}" not in pinned]
         unloaded: list[str] = []
         for replica in self._replicas if spare else ():
             served = set(replica.models())

@@ -7,6 +7,7 @@ of this trajectory, and it is trained in exactly one row; whatever is left out i
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ _Key = tuple[str, int]  # call id, choice index
 
 # Sampling parameters that bend the distribution, with the values that leave it alone.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "min_tokens": (None, 0),
     "top_p": (None, 1, 1.0),
     "top_k": (None, 0, -1),
     "min_p": (None, 0, 0.0),
@@ -28,6 +30,13 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (None, 1, 1.0),
     "logit_bias": (None, {}),
 }
+
+# What masks tokens before they are sampled: the logprobs then belong to what was left, and forced tokens teach nothing.
+_CONSTRAINTS = (
+    "allowed_token_ids", "bad_words", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
+    "structured_outputs",
+)  # fmt: skip
+_GREEDY_BELOW = 0.01  # vLLM raises temperatures between 0 and this to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +85,32 @@ def why_untrainable(call: Call, choice: Choice) -> str | None:
         return "no ids"
     if len(choice.ids) != len(choice.logprobs):
         return "ids and logprobs differ in number"
-    if call.sampling.get("temperature") == 0:
+    return _why_odd_sampling(call.sampling)
+
+
+def _why_odd_sampling(sampling: Mapping[str, Any]) -> str | None:
+    temperature = _temperature(sampling)
+    if temperature is None:
+        return "odd temperature"
+    if temperature < _GREEDY_BELOW:
         return "greedy"
+    form = sampling.get("response_format")
+    formed = form is not None and not (isinstance(form, dict) and form.get("type") == "text")
+    if formed or any(sampling.get(name) for name in _CONSTRAINTS):
+        return "constrained sampling"
+    if sampling.get("tool_choice") not in (None, "auto", "none"):
+        return "constrained sampling"
     return None
+
+
+def _temperature(sampling: Mapping[str, Any]) -> float | None:
+    """Return the temperature that was sampled at, 1.0 where none was given; None where it is no sound number."""
+    given = sampling.get("temperature")
+    try:
+        temperature = 1.0 if given is None else float(given)
+    except (TypeError, ValueError):
+        return None
+    return temperature if math.isfinite(temperature) and temperature >= 0 else None
 
 
 def _why_left_out(call: Call, key: _Key, continued: set[tuple[str | None, int]]) -> str | None:
@@ -99,9 +131,8 @@ class _Span:
         self.prompt = unpack_ids(call.prompt_ids)
         self.ids = unpack_ids(choice.ids)
         self.logprobs = unpack_logprobs(choice.logprobs)
-        temperature = call.sampling.get("temperature")
         neutral = all(call.sampling.get(name) in values for name, values in _NEUTRAL.items())
-        self.sampled_at = (1.0 if temperature is None else float(temperature), neutral)
+        self.sampled_at = (_temperature(call.sampling) or 1.0, neutral)
 
     def chain(self) -> list[_Span]:
         """Return the spans from the first one to this one."""

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from store import Store
-from store.records import BASE_VERSION, Group, Policy, Transcript
+from store.records import BASE_VERSION, Group, Policy, Round, Transcript, Verdict
 from trainer import checkpoint
 from trainer.advantage import group_advantages
-from trainer.errors import CheckpointDamaged, NoLearningSignal
+from trainer.errors import CheckpointDamaged, NoLearningSignal, RowError, TrainingDiverged
 from trainer.learner import RoundReport
 from trainer.rows import Rows, build_rows
 from trainer.tokens import TokenRow
@@ -28,6 +27,7 @@ log = logging.getLogger(__name__)
 
 UNTRAINABLE = "untrainable"
 STALE = "stale"
+DIVERGED = "diverged"
 # A swap is proven on so many contexts of so many trained rows, each of at most so many tokens.
 _PROBED_ROWS = 6
 _PROBES_A_ROW = 3
@@ -36,6 +36,8 @@ _PROBE_TOKENS = 512
 
 class Pupil(Protocol):
     """What a round needs of a learner; `trainer.learner.Learner` is one."""
+
+    def unfit(self, row: TokenRow) -> str | None: ...
 
     def train_round(self, rows: Sequence[TokenRow]) -> RoundReport: ...
 
@@ -66,43 +68,54 @@ class School:
             raise CheckpointDamaged(f"{folder}, the newest checkpoint of {self._alias}, is missing or not whole")
         return done.to_version, folder
 
-    def rows(self, members: Sequence[Transcript], scores: Sequence[float]) -> list[Rows]:
-        """Return the rows of a judged group's members, with their advantages."""
-        advantages = group_advantages(scores, scale_by_std=self._scale_by_std)
-        return [
-            build_rows(member.trajectory.id, self._store.trajectories.context_calls(member), advantage)
-            for member, advantage in zip(members, advantages, strict=True)
-        ]
+    def rows(self, members: Sequence[Transcript], verdicts: Sequence[Verdict]) -> list[Rows]:
+        """Return the rows of a judged group's members, with their advantages, without what the judge has not seen."""
+        advantages = group_advantages([verdict.score or 0.0 for verdict in verdicts], scale_by_std=self._scale_by_std)
+        built = []
+        for member, verdict, advantage in zip(members, verdicts, advantages, strict=True):
+            calls = self._store.trajectories.context_calls(member)
+            seen = [call for call in calls if call.ended_at is not None and call.ended_at <= verdict.judged_at]
+            late = sum(call.completion_tokens for call in calls if call not in seen)
+            try:
+                rows = build_rows(member.trajectory.id, seen, advantage)
+            except RowError as error:
+                log.warning("event=row_refused trajectory=%s reason=%r", member.trajectory.id, str(error))
+                rows = Rows((), {"unsound row": sum(call.completion_tokens for call in seen)})
+            untrained = {**rows.untrained, "after the verdict": late} if late else rows.untrained
+            built.append(Rows(rows.rows, untrained))
+        return built
 
     def hold_round(self, pupil: Pupil, groups: Sequence[Group], from_version: int) -> Policy | None:
-        """Train on the groups and commit; None when they held nothing to train on, and were dropped for it."""
+        """Train on the groups and commit; None when they held nothing to train on, and were dropped for it.
+
+        Raises TrainingDiverged when the gradient was not finite; the groups are dropped, and the pupil is spoilt.
+        """
         held = self._store.rounds.start(self._alias, from_version)
-        rows, untrained, used = self._collect(groups)
+        rows, untrained = self._collect(pupil, groups)
         try:
             report = pupil.train_round(rows)
         except NoLearningSignal as nothing:
-            self._store.rounds.abandon(held.id, str(nothing))
-            for group in used:
-                self._store.groups.drop(group.id, UNTRAINABLE)
-            self._store.alarms.raise_(f"no_signal:{self._alias}", f"round {held.id}: {nothing}; left out: {untrained}")
+            self._put_aside(held, groups, UNTRAINABLE, f"{nothing}; left out: {untrained}")
             return None
-        version = self._store.rounds.next_version(self._alias)
-        folder = self._checkpoints / f"{version:04d}"
-        if folder.exists():  # written by a trainer that died before the commit: no row names it
-            shutil.rmtree(folder)
+        except TrainingDiverged as diverged:
+            self._put_aside(held, groups, DIVERGED, str(diverged))
+            raise
+        folder = self._next_folder()
+        version = int(folder.name)
         pupil.save(folder)
-        metrics = dataclasses.asdict(report) | {"groups": len(used), "untrained_tokens": untrained} | self._reward(used)
+        metrics = dataclasses.asdict(report) | {"groups": len(groups), "untrained_tokens": untrained}
+        metrics |= self._reward(groups)
         candidate = self._store.rounds.commit(
             held.id,
             version=version,
             checkpoint=str(folder.absolute()),
-            groups=[group.id for group in used],
+            groups=[group.id for group in groups],
             metrics=metrics,
         )
         log.info(
             "event=round_committed round=%s policy=%s@%d groups=%d rows=%d tokens=%d reward=%.3f loss=%.4f "
             "mismatch_nats=%.5f seconds=%.1f",
-            held.id, self._alias, version, len(used), report.rows, report.tokens_trained, metrics["reward"],
+            held.id, self._alias, version, len(groups), report.rows, report.tokens_trained, metrics["reward"],
             report.loss, report.logprob_abs_diff_mean, report.seconds,
         )  # fmt: skip
         return candidate
@@ -119,17 +132,34 @@ class School:
                 ]
         return found[: _PROBED_ROWS * _PROBES_A_ROW]
 
-    def _collect(self, groups: Sequence[Group]) -> tuple[list[TokenRow], dict[str, int], list[Group]]:
+    def _next_folder(self) -> Path:
+        """Return the folder of the next version: a number that neither the store nor the disk has seen."""
+        number = max(self._store.rounds.next_version(self._alias), int(checkpoint.next_path(self._checkpoints).name))
+        return self._checkpoints / f"{number:04d}"
+
+    def _put_aside(self, held: Round, groups: Sequence[Group], reason: str, words: str) -> None:
+        """Abandon a round and drop its groups, loudly."""
+        self._store.rounds.abandon(held.id, words)
+        for group in groups:
+            self._store.groups.drop(group.id, reason)
+        self._store.alarms.raise_(f"{reason}:{self._alias}", f"round {held.id}: {words}")
+
+    def _collect(self, pupil: Pupil, groups: Sequence[Group]) -> tuple[list[TokenRow], dict[str, int]]:
         rows: list[TokenRow] = []
         untrained: Counter[str] = Counter()
         for group in groups:
             members = [self._store.trajectories.read(name) for name in group.members]
             verdicts = self._store.groups.verdicts(group.members)
-            scores = [verdicts[name].score or 0.0 for name in group.members]
-            for built in self.rows(members, scores):
-                rows += built.rows
+            for built in self.rows(members, [verdicts[name] for name in group.members]):
                 untrained.update(built.untrained)
-        return rows, dict(untrained), list(groups)
+                for row in built.rows:
+                    unfit = pupil.unfit(row)
+                    if unfit is None:
+                        rows.append(row)
+                    else:
+                        untrained["does not fit the model"] += row.tokens_trained
+                        log.warning("event=row_refused reason=%r", unfit)
+        return rows, dict(untrained)
 
     def _reward(self, groups: Sequence[Group]) -> dict[str, float]:
         names = [name for group in groups for name in group.members]

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 JUDGE_FAILED = "judge_failed"
 NO_VARIANCE = "no_variance"
+_FLAT_REMEMBERED = 1000  # groups
 
 
 class Scorekeeper:
@@ -46,7 +47,7 @@ class Scorekeeper:
             self._store.alarms.clear(self._name("no_signal", group))
         else:
             self._store.groups.drop(group.id, NO_VARIANCE)
-            self._flat.append((group, scores[0]))
+            self._flat = [*self._flat[1 - _FLAT_REMEMBERED :], (group, scores[0])]
             self._warn_of_flatness(group)
 
     def _failed(self, group: Group, verdicts: Sequence[Verdict], failed: Sequence[Verdict], now: float) -> None:

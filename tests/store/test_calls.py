@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -54,7 +56,34 @@ def test_a_beginning_without_end_becomes_interrupted(store: Store) -> None:
     assert store.calls.read("call_1").state is CallState.ANSWERED
 
 
-def test_a_call_after_the_seal_opens_a_successor(store: Store) -> None:
+def test_a_call_after_a_still_trajectory_was_sealed_opens_it_again(store: Store) -> None:
+    answered_trajectory(store, "t1")
+    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    store.calls.ship([begun("call_2", "t1", at=101.0)])
+    run = store.trajectories.get("t1")
+    assert (run.state, run.calls, run.sealed_by) == (TrajectoryState.OPEN, 2, None)
+
+
+def test_a_call_after_grouping_opens_a_successor(store: Store) -> None:
+    answered_trajectory(store, "t1")
+    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    store.groups.form("k", "agent", ["t1"], now=100.0)
+    store.calls.ship([begun("call_2", "t1", at=101.0)])
+    assert store.trajectories.get("t1").calls == 1
+    assert store.trajectories.get("t1~1").state is TrajectoryState.OPEN
+
+
+@pytest.mark.parametrize("changes", [{"version": 1}, {"purpose": "eval"}], ids=["version", "purpose"])
+def test_a_trajectory_never_mixes_versions_or_purposes(store: Store, changes: dict[str, Any]) -> None:
+    answered_trajectory(store, "t1")
+    store.calls.ship([begun("call_2", "t1", at=2.0, **changes)])
+    assert (store.trajectories.get("t1").calls, store.trajectories.get("t1~1").calls) == (1, 1)
+    both = [begun("call_3", "t2", at=3.0), begun("call_4", "t2", at=4.0, **changes), begun("call_5", "t2", at=5.0)]
+    store.calls.ship(both)
+    assert (store.trajectories.get("t2").calls, store.trajectories.get("t2~1").calls) == (2, 1)
+
+
+def test_a_call_after_the_finish_opens_a_successor(store: Store) -> None:
     answered_trajectory(store, "t1")
     store.trajectories.seal("t1", now=9.0)
     for call_id in ("call_2", "call_3"):

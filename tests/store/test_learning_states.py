@@ -10,23 +10,46 @@ import sqlalchemy as sa
 from store import Store
 from store.errors import ForbiddenChange, UnknownRecord
 from store.records import Door, Verdict
-from store.states import GroupState, PolicyState, RoundState, TrajectoryState
-from tests.records import answered_trajectory, begun, judged_group
+from store.states import CallState, GroupState, PolicyState, RoundState, TrajectoryState
+from tests.records import answered_trajectory, begun, ended, judged_group, tool_call
 
 
 def test_only_still_trajectories_are_sealed(store: Store) -> None:
     answered_trajectory(store, "old", at=1.0)
     answered_trajectory(store, "new", at=50.0)
     store.calls.ship([begun("call_busy", "busy", at=1.0)])
-    assert store.trajectories.seal_idle(now=55.0, idle_seconds=10.0) == ["old"]
-    assert store.trajectories.seal_idle(now=55.0, idle_seconds=10.0) == []
+    assert store.trajectories.seal_idle("agent", now=55.0, idle_seconds=10.0) == ["old"]
+    assert store.trajectories.seal_idle("agent", now=55.0, idle_seconds=10.0) == []
     assert store.trajectories.counts()["open"] == 2
+
+
+def test_a_trajectory_whose_last_call_a_machine_ended_is_cut_off(store: Store) -> None:
+    for name, state, status in (("ok", "answered", 200), ("bad", "failed", 400), ("gone", "failed", 502)):
+        start = begun(f"call_{name}", name)
+        store.calls.ship([ended(start, tool_call(), state=CallState(state), status=status)])
+    store.calls.ship([begun("call_unseen", "unseen")])
+    store.calls.interrupt(["call_unseen"])
+    again = ended(begun("call_gone2", "gone", at=2.0), tool_call())
+    names = ["ok", "bad", "gone", "unseen"]
+    assert store.trajectories.cut_off(names) == {"gone", "unseen"}
+    store.calls.ship([again])
+    assert store.trajectories.cut_off(names) == {"unseen"}
+
+
+def test_aliases_share_a_store_without_meeting(store: Store) -> None:
+    answered_trajectory(store, "mine")
+    answered_trajectory(store, "other", alias="other")
+    assert store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0) == ["mine"]
+    assert [run.id for run in store.trajectories.sealed("agent")] == ["mine"]
+    store.doors.beat(Door(id="d", url="u", live={"other": 3}, pins={}, shipped_until=1.0, beat_at=50.0))
+    assert store.doors.open("agent", since=0.0) == []
+    assert store.doors.shipped_until("agent", now=60.0, since=0.0) == 60.0
 
 
 def test_a_trajectory_joins_one_group_only(store: Store) -> None:
     for name in ("a", "b"):
         answered_trajectory(store, name)
-    store.trajectories.seal_idle(now=10.0, idle_seconds=1.0)
+    store.trajectories.seal_idle("agent", now=10.0, idle_seconds=1.0)
     store.groups.form("k", "agent", ["a", "b"], now=11.0)
     with pytest.raises(ForbiddenChange, match="not sealed"):
         store.groups.form("k", "agent", ["a"], now=12.0)
@@ -36,15 +59,15 @@ def test_a_trajectory_joins_one_group_only(store: Store) -> None:
 def test_a_group_is_judged_only_when_every_member_has_a_score(store: Store) -> None:
     for name in ("a", "b"):
         answered_trajectory(store, name)
-    store.trajectories.seal_idle(now=10.0, idle_seconds=1.0)
+    store.trajectories.seal_idle("agent", now=10.0, idle_seconds=1.0)
     group = store.groups.form("k", "agent", ["a", "b"], now=11.0)
     scored = Verdict(trajectory_id="a", group_id=group.id, judge="j", judge_version="1", score=1.0)
     failed = Verdict(trajectory_id="b", group_id=group.id, judge="j", judge_version="1", failure="no answer")
     with pytest.raises(ForbiddenChange, match="1 of them scored"):
         store.groups.record(group.id, [scored, failed])
     store.groups.fail(group.id, [scored, failed], retry_at=20.0)
-    assert store.groups.ready(now=19.0) == []
-    assert store.groups.ready(now=20.0)[0].failures == 1
+    assert store.groups.ready("agent", now=19.0) == []
+    assert store.groups.ready("agent", now=20.0)[0].failures == 1
     assert store.groups.verdicts(["a", "b"]) == {"a": scored}
 
 
@@ -142,10 +165,10 @@ def test_doors_tell_what_they_hold_until_they_close(store: Store) -> None:
         Door(id="d1", url="http://x", live={"agent": 1}, pins={"agent@0": 2}, shipped_until=1.0, beat_at=10.0)
     )
     store.doors.beat(Door(id="d1", url="http://x", live={"agent": 2}, pins={}, shipped_until=1.0, beat_at=11.0))
-    (door,) = store.doors.open(since=10.5)
+    (door,) = store.doors.open("agent", since=10.5)
     assert (door.live, door.pins) == ({"agent": 2}, {})
     store.doors.close("d1")
-    assert store.doors.open(since=0.0) == []
+    assert store.doors.open("agent", since=0.0) == []
 
 
 def test_unknown_records_are_named(store: Store) -> None:

@@ -22,6 +22,7 @@ class ScriptedEngine:
         self.loaded: dict[str, str] = {}
         self.log: list[str] = []
         self.refuse: str | None = None
+        self.key: str | None = None
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -29,6 +30,9 @@ class ScriptedEngine:
                 pass
 
             def do_GET(self) -> None:
+                if engine.key and self.headers["authorization"] != f"Bearer {engine.key}":
+                    self._send(401, {"error": "Unauthorized"})
+                    return
                 self._send(200, {"data": [{"id": name} for name in ("base", *engine.loaded)]})
 
             def do_POST(self) -> None:

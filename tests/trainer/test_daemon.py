@@ -5,18 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from store import Store, open_store
+from store.errors import StoreUnavailable
 from store.records import Policy
+from store.rounds import Rounds
 from store.states import GroupState, RoundState, TrajectoryState
 from tests.records import begun, ended
 from tests.trainer import judge_samples
 from tests.trainer.scripted_engine import ScriptedEngine
 from trainer.checkpoint import newest_complete
 from trainer.daemon import Daemon
-from trainer.errors import CheckpointDamaged, LeaseLost
+from trainer.errors import CheckpointDamaged, LeaseLost, TrainingDiverged
 from trainer.learner import Learner, LearnerSettings, RoundReport
 from trainer.lease import Lease
 from trainer.school import School
@@ -24,11 +28,28 @@ from trainer.settings import TrainerSettings
 from trainer.tokens import TokenRow
 
 
+class OutageAtCommit(Rounds):
+    """The rounds of a store that is away at the first commit."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store._engine)
+        self.outages = 1
+
+    def commit(self, round_id: str, **values: Any) -> Policy:
+        if self.outages:
+            self.outages -= 1
+            raise StoreUnavailable("scripted outage")
+        return super().commit(round_id, **values)
+
+
 class Power:
     """A power cut, right after the checkpoint is on disk and before the commit."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
+
+    def unfit(self, row: TokenRow) -> str | None:
+        return self._learner.unfit(row)
 
     def train_round(self, rows: Sequence[TokenRow]) -> RoundReport:
         return self._learner.train_round(rows)
@@ -39,6 +60,13 @@ class Power:
     def save(self, folder: Path) -> None:
         self._learner.save(folder)
         raise KeyboardInterrupt
+
+
+class Diverging(Power):
+    """A learner whose gradient is not finite."""
+
+    def train_round(self, rows: Sequence[TokenRow]) -> RoundReport:
+        raise TrainingDiverged("the gradient's norm is nan")
 
 
 @pytest.fixture
@@ -60,22 +88,22 @@ def engine() -> Iterator[ScriptedEngine]:
 @pytest.fixture
 def make_daemon(
     store: Store, engine: ScriptedEngine, tiny_model: Path, tmp_path: Path
-) -> Iterator[Callable[[], Daemon]]:
+) -> Iterator[Callable[..., Daemon]]:
     made: list[Daemon] = []
 
-    def make() -> Daemon:
-        settings = TrainerSettings(
-            store=str(tmp_path / "store.db"),
-            model="agent",
-            base_model=str(tiny_model),
-            vllm=(engine.url,),
-            checkpoints=tmp_path / "checkpoints",
-            judge="tests.trainer.judge_samples:scripted",
-            group_size=2,
-            groups_per_round=2,
-            learner=LearnerSettings(learning_rate=1e-2),
-        )
-        daemon = Daemon(settings, store, threading.Event())
+    def make(**changes: Any) -> Daemon:
+        values: dict[str, Any] = {
+            "store": str(tmp_path / "store.db"),
+            "model": "agent",
+            "base_model": str(tiny_model),
+            "vllm": (engine.url,),
+            "checkpoints": tmp_path / "checkpoints",
+            "judge": "tests.trainer.judge_samples:scripted",
+            "group_size": 2,
+            "groups_per_round": 2,
+            "learner": LearnerSettings(learning_rate=1e-2),
+        }
+        daemon = Daemon(TrainerSettings(**(values | changes)), store, threading.Event())
         made.append(daemon)
 
         def served(name: str, ids: Sequence[int]) -> float:
@@ -90,7 +118,7 @@ def make_daemon(
         daemon.close()
 
 
-def agents_work(store: Store, task: str, scores: Sequence[float]) -> list[str]:
+def agents_work(store: Store, task: str, scores: Sequence[float], prompt: Sequence[int] = (5, 6, 7)) -> list[str]:
     """One-call trajectories of one task, with the scores that the judge will give them."""
     names = []
     for number, score in enumerate(scores):
@@ -99,13 +127,13 @@ def agents_work(store: Store, task: str, scores: Sequence[float]) -> list[str]:
         start = begun(f"call_{name}", name, task=task)
         ids = (10 + number, 11, 2)
         reply = {"role": "assistant", "content": name}
-        store.calls.ship([ended(start, reply, prompt=(5, 6, 7), ids=ids)])
+        store.calls.ship([ended(start, reply, prompt=prompt, ids=ids)])
         names.append(name)
     return names
 
 
 def test_shipped_calls_become_a_live_version_that_is_proven_to_be_served(
-    store: Store, make_daemon: Callable[[], Daemon], engine: ScriptedEngine, tmp_path: Path
+    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine, tmp_path: Path
 ) -> None:
     trained = agents_work(store, "a", [0.0, 1.0]) + agents_work(store, "b", [1.0, 0.0])
     agents_work(store, "flat", [1.0, 1.0])
@@ -122,7 +150,7 @@ def test_shipped_calls_become_a_live_version_that_is_proven_to_be_served(
     assert held.checkpoint == str(newest_complete(tmp_path / "checkpoints"))
 
 
-def test_a_round_waits_for_enough_groups_but_not_for_ever(store: Store, make_daemon: Callable[[], Daemon]) -> None:
+def test_a_round_waits_for_enough_groups_but_not_for_ever(store: Store, make_daemon: Callable[..., Daemon]) -> None:
     agents_work(store, "a", [0.0, 1.0])
     daemon = make_daemon()
     daemon.turn(1000.0)
@@ -132,7 +160,7 @@ def test_a_round_waits_for_enough_groups_but_not_for_ever(store: Store, make_dae
 
 
 def test_a_restarted_trainer_goes_on_from_the_last_commit(
-    store: Store, make_daemon: Callable[[], Daemon], tmp_path: Path
+    store: Store, make_daemon: Callable[..., Daemon], tmp_path: Path
 ) -> None:
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [0.0, 1.0])
@@ -147,12 +175,11 @@ def test_a_restarted_trainer_goes_on_from_the_last_commit(
 
 
 def test_a_power_cut_between_checkpoint_and_commit_trains_nothing_twice(
-    store: Store, make_daemon: Callable[[], Daemon], tiny_model: Path, tmp_path: Path
+    store: Store, make_daemon: Callable[..., Daemon], tiny_model: Path, tmp_path: Path
 ) -> None:
     names = agents_work(store, "a", [0.0, 1.0]) + agents_work(store, "b", [0.0, 1.0])
-    daemon = make_daemon()
-    waiting = TrainerSettings.model_validate(daemon.settings.model_dump() | {"groups_per_round": 9})
-    Daemon(waiting, store, threading.Event()).turn(1000.0)
+    daemon = make_daemon(groups_per_round=9)
+    daemon.turn(1000.0)
     groups = store.groups.judged("agent")
     school = School(store, "agent", tmp_path / "checkpoints", scale_by_std=True)
     with pytest.raises(KeyboardInterrupt):
@@ -165,13 +192,77 @@ def test_a_power_cut_between_checkpoint_and_commit_trains_nothing_twice(
     again.turn(1000.0)
     assert {store.trajectories.get(name).state for name in names} == {TrajectoryState.TRAINED}
     assert [(held.state, held.to_version) for held in store.rounds.page("agent")] == [
-        (RoundState.COMMITTED, 1),
+        (RoundState.COMMITTED, 2),  # the number of the checkpoint that nothing names is not given again
         (RoundState.ABANDONED, None),
     ]
 
 
+def test_a_store_outage_at_the_commit_trains_nothing_twice(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+    agents_work(store, "a", [0.0, 1.0])
+    agents_work(store, "b", [0.0, 1.0])
+    daemon = make_daemon()
+    store.rounds = OutageAtCommit(store)
+    with pytest.raises(StoreUnavailable):
+        daemon.turn(1000.0)
+    daemon.turn(1001.0)
+    assert daemon.learner.step == 1  # the learner was made anew: it took this step once
+    assert [held.state for held in store.rounds.page("agent")] == [RoundState.COMMITTED, RoundState.ABANDONED]
+
+
+def test_a_round_that_diverges_is_put_aside_loudly(
+    store: Store, make_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    names = agents_work(store, "a", [0.0, 1.0])
+    daemon = make_daemon(groups_per_round=9)
+    daemon.turn(1000.0)
+    school = School(store, "agent", tmp_path / "checkpoints", scale_by_std=True)
+    with pytest.raises(TrainingDiverged):
+        school.hold_round(Diverging(daemon.learner), store.groups.judged("agent"), 0)
+    assert store.trajectories.get(names[0]).drop_reason == "diverged"
+    assert store.alarms.standing()[0].name == "diverged:agent"
+
+
+def test_a_sequence_that_is_too_long_for_the_model_is_left_out_and_the_rest_is_trained(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    agents_work(store, "a", [0.0, 1.0])
+    agents_work(store, "b", [0.0, 1.0], prompt=(5,) * 2000)
+    make_daemon().turn(1000.0)
+    (held,) = store.rounds.page("agent")
+    assert held.metrics["untrained_tokens"] == {"does not fit the model": 6}
+
+
+def test_rejected_versions_do_not_make_the_traffic_stale(
+    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
+) -> None:
+    daemon = make_daemon(max_staleness=0, groups_per_round=1)
+    honest = engine.scorer
+    engine.scorer = lambda name, ids: -50.0
+    for task in "abc":
+        agents_work(store, task, [0.0, 1.0])
+        daemon.turn(1000.0)
+    engine.scorer = honest
+    agents_work(store, "d", [0.0, 1.0])
+    daemon.turn(1000.0)
+    assert store.trajectories.drop_counts() == {}
+    assert store.policies.live()["agent"].version == 4
+
+
+def test_what_ended_after_the_verdict_is_not_trained_by_it(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+    agents_work(store, "a", [0.0, 1.0])
+    agents_work(store, "b", [0.0, 1.0])
+    daemon = make_daemon(groups_per_round=9)
+    daemon.turn(1000.0)
+    first = store.groups.judged("agent")[0]
+    members = [store.trajectories.read(name) for name in first.members]
+    verdicts = [msgspec.structs.replace(v, judged_at=1.0) for v in store.groups.verdicts(first.members).values()]
+    school = School(store, "agent", daemon.settings.checkpoints, scale_by_std=True)
+    built = school.rows(members, verdicts)
+    assert [(rows.rows, rows.untrained) for rows in built] == [((), {"after the verdict": 3})] * 2
+
+
 def test_a_damaged_checkpoint_stops_the_trainer_with_its_path(
-    store: Store, make_daemon: Callable[[], Daemon], tmp_path: Path
+    store: Store, make_daemon: Callable[..., Daemon], tmp_path: Path
 ) -> None:
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [0.0, 1.0])
@@ -181,33 +272,27 @@ def test_a_damaged_checkpoint_stops_the_trainer_with_its_path(
         make_daemon()
 
 
-def test_groups_that_are_too_old_are_dropped_as_stale(store: Store, make_daemon: Callable[[], Daemon]) -> None:
+def test_groups_that_are_too_old_are_dropped_as_stale(store: Store, make_daemon: Callable[..., Daemon]) -> None:
     for task in "abcd":
         agents_work(store, task, [0.0, 1.0])
-    daemon = make_daemon()
-    strict = TrainerSettings.model_validate(daemon.settings.model_dump() | {"max_staleness": 0})
-    trainer = Daemon(strict, store, threading.Event())
-    trainer.turn(1000.0)
-    trainer.turn(1001.0)
+    daemon = make_daemon(max_staleness=0)
+    daemon.turn(1000.0)
+    daemon.turn(1001.0)
     assert store.trajectories.drop_counts() == {"stale": 4}
-    trainer.close()
 
 
 def test_a_candidate_that_a_dead_trainer_left_is_published_by_the_next(
-    store: Store, make_daemon: Callable[[], Daemon], engine: ScriptedEngine
+    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
 ) -> None:
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [0.0, 1.0])
-    daemon = make_daemon()
-    waiting = TrainerSettings.model_validate(daemon.settings.model_dump() | {"groups_per_round": 9})
-    idle = Daemon(waiting, store, threading.Event())
-    idle.turn(1000.0)
+    daemon = make_daemon(groups_per_round=9)
+    daemon.turn(1000.0)
     school = School(store, "agent", daemon.settings.checkpoints, scale_by_std=True)
     left = school.hold_round(daemon.learner, store.groups.judged("agent"), 0)
     assert isinstance(left, Policy)
     make_daemon().turn(1001.0)
     assert store.policies.live()["agent"].version == 1
-    idle.close()
 
 
 def test_one_trainer_leads_and_another_takes_over(store: Store) -> None:

@@ -50,6 +50,13 @@ def test_a_small_group_forms_after_the_wait_and_a_single_is_dropped_with_the_rea
     assert found.drops == (("c", "single"),)
 
 
+def test_a_run_that_a_machine_cut_off_is_nobodys_failure() -> None:
+    waiting = [run(str(number)) for number in range(4)]
+    found = plan_groups(waiting, size=3, least=2, wait_seconds=60.0, now=1.0, cut_off={"1"})
+    assert [group.members for group in found.groups] == [("0", "2", "3")]
+    assert found.drops == (("1", "cut_off"),)
+
+
 def test_an_evaluation_is_never_training_data() -> None:
     found = plan([run(str(number), purpose="eval") for number in range(3)])
     assert found.groups == ()

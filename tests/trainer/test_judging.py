@@ -35,7 +35,7 @@ def ready_group(store: Store, answers: dict[str, Any]) -> Group:
     names = [f"t{start + number}" for number in range(len(answers))]
     for name, answer in zip(names, answers, strict=True):
         answered_trajectory(store, name, answer)
-    store.trajectories.seal_idle(now=100.0, idle_seconds=1.0)
+    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
     return store.groups.form("k", "agent", names, now=101.0)
 
 
@@ -66,8 +66,17 @@ def test_components_and_explanation_are_kept(store: Store) -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [ValueError("no idea"), None, float("nan"), "high", {"components": {}}, {"score": 1, "components": {"x": "y"}}],
-    ids=["exception", "nothing", "nan", "text", "no score", "bad component"],
+    [
+        ValueError("no idea"),
+        None,
+        float("nan"),
+        "high",
+        10**400,
+        {"components": {}},
+        {"score": 1, "components": {"x": "y"}},
+        {"score": 1, "components": ["x"]},
+    ],
+    ids=["exception", "nothing", "nan", "text", "huge", "no score", "bad component", "components list"],
 )
 def test_a_judge_failure_is_never_a_score(store: Store, bad: Any) -> None:
     group = score(store, keeper(store), ready_group(store, {"a": 1.0, "b": bad}))
@@ -103,6 +112,7 @@ def test_groups_without_variance_are_an_alarm_that_names_judge_score_and_group(s
     [
         ("no.such.module:judge", "no.such"),
         (f"{HERE}:missing", "missing"),
+        ("tests.trainer.broken_judge:judge", "ZeroDivisionError"),
         (f"{HERE}:not_a_function", "not a function"),
         (f"{HERE}:needs_more", "may take trajectory, response, task"),
     ],

@@ -14,7 +14,7 @@ from store.states import PolicyState
 from tests.records import judged_group
 from tests.trainer.scripted_engine import ScriptedEngine
 from trainer.engine import Replica
-from trainer.errors import EngineUnreachable
+from trainer.errors import AdapterRefused, EngineUnreachable
 from trainer.proof import prove
 from trainer.publisher import Publisher
 
@@ -119,6 +119,27 @@ def test_an_old_version_is_unloaded_only_when_no_door_needs_it(
     beat(store, live=2, v1=0)
     assert publisher.drain(time.time()) == ["agent@1", "agent@1"]
     assert [list(engine.loaded) for engine in engines] == [["agent@2"], ["agent@2"]]
+
+
+def test_the_newest_old_versions_stay_loaded(store: Store, engines: list[ScriptedEngine]) -> None:
+    replica = Replica(engines[0].url)
+    publisher = Publisher(store, [replica], alias="agent", tolerance=0.05, keep_loaded=2)
+    for version, left in ((1, []), (2, []), (3, []), (4, ["agent@1"])):
+        publish(publisher, candidate(store, version))
+        beat(store, live=version)
+        assert publisher.drain(time.time()) == left
+    replica.close()
+
+
+def test_an_engine_that_wants_a_key_gets_it_and_its_refusal_is_told(
+    store: Store, engines: list[ScriptedEngine]
+) -> None:
+    engines[0].key = "secret"
+    with pytest.raises(AdapterRefused, match="401"):
+        Replica(engines[0].url).models()
+    replica = Replica(engines[0].url, key="secret")
+    assert replica.models() == ("base",)
+    replica.close()
 
 
 def test_a_restarted_replica_gets_the_live_version_back_for_the_comparison(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from store.records import Call, Choice, pack_ids, pack_logprobs
 from store.states import CallState
 from trainer.rows import build_rows
@@ -83,6 +85,29 @@ def test_what_may_not_be_trained_is_counted_with_its_reason() -> None:
         "image": 1,
         "context unknown": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("sampling", "reason"),
+    [
+        ({"temperature": "0"}, "greedy"),
+        ({"temperature": 1e-7}, "greedy"),
+        ({"temperature": "warm"}, "odd temperature"),
+        ({"temperature": -1}, "odd temperature"),
+        ({"response_format": {"type": "json_object"}}, "constrained sampling"),
+        ({"tool_choice": "required"}, "constrained sampling"),
+        ({"allowed_token_ids": [1, 2]}, "constrained sampling"),
+    ],
+)
+def test_odd_sampling_is_left_out_and_never_stops_the_trainer(sampling: dict[str, Any], reason: str) -> None:
+    built = build_rows("t", [call("1", (1,), choice((2,)), sampling=sampling)], 1.0)
+    assert (built.rows, built.untrained) == ((), {reason: 1})
+
+
+def test_plain_text_and_free_tool_choice_are_trained() -> None:
+    free = {"response_format": {"type": "text"}, "tool_choice": "auto", "temperature": "0.5"}
+    (row,) = build_rows("t", [call("1", (1,), choice((2,)), sampling=free)], 1.0).rows
+    assert row.temperature == 0.5
 
 
 def test_of_several_answers_the_one_that_the_agent_took_is_trained() -> None:

@@ -62,10 +62,9 @@ class FunctionJudge:
     def _ask(self, transcript: Transcript) -> tuple[float | None, str | None, Mapping[str, float], str]:
         offered = arguments(transcript)
         try:
-            answer = self._function(**{name: offered[name] for name in self._named})
-        except Exception as error:  # noqa: BLE001  whatever a user's judge raises is a failed verdict, not a crash
+            return _read(self._function(**{name: offered[name] for name in self._named}))
+        except Exception as error:  # noqa: BLE001  whatever a user's judge raises or returns is a failed verdict
             return None, f"{type(error).__name__}: {error}", {}, ""
-        return _read(answer)
 
 
 def arguments(transcript: Transcript) -> dict[str, Any]:
@@ -97,8 +96,11 @@ def _load(entry_point: str) -> tuple[Callable[..., Any], tuple[str, ...], str]:
     try:
         module = importlib.import_module(module_name)
         function = getattr(module, function_name)
-    except (ImportError, AttributeError) as error:
-        raise JudgeError(f"judge {entry_point}: {error}; give it as module:function, importable from {here}") from error
+    except Exception as error:  # the user's module may fail in any way while it is imported
+        problem = f"{type(error).__name__}: {error}"
+        raise JudgeError(
+            f"judge {entry_point}: {problem}; give it as module:function, importable from {here}"
+        ) from error
     if not callable(function):
         raise JudgeError(f"judge {entry_point} is not a function")
     named = tuple(inspect.signature(function).parameters)

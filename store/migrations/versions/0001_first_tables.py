@@ -134,6 +134,7 @@ def upgrade() -> None:
         sa.Column("opened_at", sa.Double(), nullable=False),
         sa.Column("last_active_at", sa.Double(), nullable=False),
         sa.Column("sealed_at", sa.Double(), nullable=True),
+        sa.Column("sealed_by", sa.String(length=16), nullable=True),
         sa.Column("group_id", sa.String(length=40), nullable=True),
         sa.Column("round_id", sa.String(length=40), nullable=True),
         sa.Column("drop_reason", sa.Text(), nullable=True),

@@ -1,0 +1,50 @@
+"""The lock of a project: one holder at a time, named by `run/up.pid`, let go by the kernel if its holder dies.
+
+Whoever has it may start rooms in the project's state folder, or move the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from typing import IO
+
+from ratchet import pidfile
+from ratchet.errors import AlreadyRunning
+from ratchet.folders import StateFolder
+
+
+class ProjectLock:
+    """A project that is held. The state folder must have been made."""
+
+    def __init__(self, state: StateFolder) -> None:
+        """Take the project. Raises AlreadyRunning, which names the holder."""
+        self._state = state
+        self._file: IO[str] | None = state.lock.open("a")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            self._file = None
+            raise already_running(state) from None
+        # Whoever waits for this holder to be ready must not see what the last one wrote.
+        pidfile.remove(state.running)
+        pidfile.write(state.pid("up"), os.getpid())
+
+    def release(self) -> None:
+        """Let the project go; more than once is no error."""
+        if self._file is not None:
+            pidfile.remove(self._state.running)
+            pidfile.remove(self._state.pid("up"))
+            self._file.close()
+            self._file = None
+
+
+def already_running(state: StateFolder) -> AlreadyRunning:
+    """Return the error that names who holds a project, and what to do."""
+    holder, project = pidfile.read(state.pid("up")), state.root.name
+    pid = f"pid {holder.pid}" if holder else "another process"
+    return AlreadyRunning(
+        f"project {project} is already up ({pid}): use it, stop it with `ratchet down --project {project}`, "
+        "or choose another --project"
+    )

@@ -1,0 +1,46 @@
+"""What must not be shown: passwords in store URLs, and values whose name says that they are secret.
+
+Used for whatever is printed or written; what a process is given is not changed here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+HIDDEN = "***"
+# TOKENIZERS_PARALLELISM is no secret.
+_SECRET_VARIABLE = re.compile(r"TOKEN(?!IZ)|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+# Arguments are told word by word: --max-num-batched-tokens and --tokenizer are no secrets.
+_SECRET_OPTION = re.compile(r"--(?:[\w-]*[-_])?(?:token|key|secret|password)", re.IGNORECASE)
+# Up to the last @: what may be part of a password is hidden rather than shown.
+_USERINFO = re.compile(r"(://[^:/@]*:).*(?=@)")
+_QUERY = re.compile(r"([?&][^=&]*(?:password|secret|token)[^=&]*=)[^&]*", re.IGNORECASE)
+
+
+def shown_store(url: str) -> str:
+    """Return a store URL with its password hidden; without one it comes back as it is."""
+    return _QUERY.sub(rf"\g<1>{HIDDEN}", _USERINFO.sub(rf"\g<1>{HIDDEN}", url))
+
+
+def has_password(url: str) -> bool:
+    """Return whether a store URL holds a password."""
+    return shown_store(url) != url
+
+
+def shown_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return variables with the values of secret ones hidden."""
+    return {name: HIDDEN if _SECRET_VARIABLE.search(name) else value for name, value in variables.items()}
+
+
+def shown_arguments(arguments: Iterable[str]) -> Iterator[str]:
+    """Yield a command's arguments with the values of secret options hidden: `--api-key X` and `--api-key=X`."""
+    hide = False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        is_secret = _SECRET_OPTION.fullmatch(name) is not None
+        if hide and not argument.startswith("--"):
+            yield HIDDEN
+        else:
+            yield f"{name}={HIDDEN}" if is_secret and equals else argument
+        hide = (is_secret and not equals) or (hide and not argument.startswith("--"))
