@@ -67,9 +67,9 @@ def create_app(settings: ProxySettings, store: Store, upstream: Upstream, url: s
         },
         models=models,
         mounts={"/api": create_operator(store, shipper, links)},
-        rest=PassThrough(book, upstream, settings.body_limit),
+        rest=PassThrough(book, upstream, metrics, settings.body_limit),
     )
-    app = Errors(Keys(routes, settings.key_hashes))
+    app = Errors(Keys(routes, settings.key_hashes, settings.operator_hashes))
     return Lifespan(app, [upstream, journal, shipper, Memory(links, store, settings.idle_seconds), book])
 
 

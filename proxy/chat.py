@@ -12,16 +12,18 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from starlette.types import Receive, Scope, Send
 
 from proxy import identity, request
+from proxy.adapters import Adapters
 from proxy.asgi import KEY_ID, headers_of, read_body, send_bytes
 from proxy.capture import Capture
 from proxy.disconnect import Watch
 from proxy.errors import BadRequest, UpstreamBroke, UpstreamError, to_openai_error, with_openai_shape
 from proxy.exchange import Exchange
-from proxy.linking import Link, Links
+from proxy.linking import Links
 from proxy.metrics import Metrics
 from proxy.policy import PolicyBook
 from proxy.recorder import End, Recorder
@@ -30,7 +32,7 @@ from proxy.sse import DONE, Events
 from proxy.upstream import Answer, Upstream
 from store import messages as canon
 from store.ids import new_id
-from store.records import BASE_VERSION, CallBegun, MessageNode
+from store.records import CallBegun, MessageNode
 from store.states import CallState
 
 log = logging.getLogger("ratchet.proxy")
@@ -59,6 +61,7 @@ class ChatCompletions:
         self._links = links
         self._recorder = recorder
         self._upstream = upstream
+        self._adapters = Adapters(book, upstream, metrics)
         self._metrics = metrics
         self._body_limit = body_limit
 
@@ -75,7 +78,7 @@ class ChatCompletions:
             except UpstreamError as error:
                 await self._fail(exchange, error, send, watch)
             except asyncio.CancelledError:
-                self._abandon(exchange, "the client left" if watch.left else "the proxy was stopped")
+                self._abandon(exchange, watch.left)
                 if not watch.left:
                     raise
                 watch.forgive()
@@ -98,7 +101,7 @@ class ChatCompletions:
         alias, wanted = self._book.choose(asked.model)
         link = self._links.find(identity.evidence(scope, headers, asked, keys, (alias, wanted), body))
         version = next(known for known in (link.version, wanted, self._book.live(alias)) if known is not None)
-        link = Link(link.trajectory_id, version, link.linked_by, link.parent)
+        link = replace(link, version=version)
         now = time.time()
         self._links.begin(link, alias, version, now)
         self._metrics.links.labels(link.linked_by).inc()
@@ -120,7 +123,7 @@ class ChatCompletions:
             task=task,
             role=role,
             tags=tags,
-            purpose="live" if wanted is None else "eval",
+            purpose=link.purpose,
             sampling=asked.sampling,
         )
         return Exchange(
@@ -158,25 +161,11 @@ class ChatCompletions:
         sent = time.perf_counter()
         try:
             answer = await self._upstream.post_json(url, PATH, body, trace)
-            if answer.status != 404 or begun.version == BASE_VERSION:
-                return answer
-            folder = await self._book.adapter(begun.alias, begun.version)
-            if folder is None:
-                return answer
-            answer.close()
-            await self._load(url, served, folder)
-            return await self._upstream.post_json(url, PATH, body, trace)
+            if await self._adapters.load_for(answer, begun.alias, begun.version):
+                return await self._upstream.post_json(url, PATH, body, trace)
+            return answer
         finally:
             exchange.upstream_seconds += time.perf_counter() - sent
-
-    async def _load(self, url: str, served: str, folder: str) -> None:
-        try:
-            await self._upstream.load_adapter(url, served, folder)
-        except UpstreamError:
-            self._metrics.adapter_loads.labels("failed").inc()
-            raise
-        self._metrics.adapter_loads.labels("loaded").inc()
-        log.info("event=adapter_loaded upstream=%s name=%s", url, served)
 
     async def _whole(self, exchange: Exchange, answer: Answer, send: Send, watch: Watch) -> None:
         waited = time.perf_counter()
@@ -236,10 +225,11 @@ class ChatCompletions:
         else:
             await self._last(exchange, error.status, payload, exchange.headers(), send, watch)
 
-    def _abandon(self, exchange: Exchange, reason: str) -> None:
-        """The call ends without its client; what was generated so far is recorded."""
+    def _abandon(self, exchange: Exchange, left: bool) -> None:
+        """The call ends early, by its client or by a stop of the proxy; what was generated so far is recorded."""
         if not exchange.over:
-            self._end(exchange, CallState.ABORTED, 499, reason)
+            status, reason = (499, "the client left") if left else (503, "the proxy was stopped")
+            self._end(exchange, CallState.ABORTED, status, reason)
 
     def _end(
         self, exchange: Exchange, state: CallState, status: int, error: str | None = None

@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from proxy.bell import Bell
@@ -37,6 +38,14 @@ ALARM = "proxy_journal"
 _MOST_HELD = 32 * 2**20  # bytes of records in memory while the disk fails
 
 _Entry = tuple[bytes, "asyncio.Future[bool] | None"]
+
+
+@dataclass(slots=True)
+class Written:
+    """What a segment holds. The records of earlier processes' segments are not counted."""
+
+    records: int = 0
+    bytes: int = 0
 
 
 class Journal:
@@ -58,8 +67,8 @@ class Journal:
         self._held_bytes = 0
         self._number = 0
         self._file = -1
-        self._offset = 0
-        self._place = threading.Lock()  # guards number, offset and bytes, which the shipper reads
+        self._written: dict[int, Written] = {}  # the segments that are there
+        self._place = threading.Lock()  # guards number, file, written and bytes, which the shipper reads
         self._lock = -1
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -79,7 +88,8 @@ class Journal:
                 f"journal {self.folder} cannot be used: {error}; give a writable --journal folder"
             ) from error
         numbers = segment_numbers(self.folder)
-        self.bytes = sum(segment_path(self.folder, number).stat().st_size for number in numbers)
+        self._written = {number: Written(0, segment_path(self.folder, number).stat().st_size) for number in numbers}
+        self.bytes = sum(written.bytes for written in self._written.values())
         self._number = max([*numbers, read_position(self.folder).segment])
         self.first = self._number + 1
         self._loop = asyncio.get_running_loop()
@@ -106,18 +116,26 @@ class Journal:
         self._entries.put((data, future))
         return future
 
-    def place(self) -> tuple[int, int]:
-        """Return (segment number, offset) behind the last written record."""
+    def grows(self, number: int) -> bool:
+        """Return whether this segment is the one that records are appended to."""
         with self._place:
-            return self._number, self._offset
+            return number == self._number and self._file >= 0
+
+    def written(self) -> dict[int, Written]:
+        """Return what each segment holds up to and with its last written record."""
+        with self._place:
+            return {number: Written(written.records, written.bytes) for number, written in self._written.items()}
 
     def remove(self, number: int) -> None:
         """Delete a segment that has been shipped. Raises OSError."""
-        path = segment_path(self.folder, number)
-        size = path.stat().st_size
-        path.unlink()
+        segment_path(self.folder, number).unlink(missing_ok=True)
+        self.forget(number)
+
+    def forget(self, number: int) -> None:
+        """Count a segment no longer: its file has gone."""
         with self._place:
-            self.bytes -= size
+            written = self._written.pop(number, None)
+            self.bytes -= written.bytes if written else 0
 
     # --- the writer's thread ----------------------------------------------------------------------------------
 
@@ -167,7 +185,7 @@ class Journal:
             raise OSError(f"it holds {self.bytes} bytes of at most {self._most_bytes}")
         if self._file >= 0 and os.fstat(self._file).st_nlink == 0:
             raise OSError("its segment was deleted")
-        if self._file >= 0 and self._offset + len(data) > self._segment_bytes and self._offset > len(MAGIC):
+        if self._file >= 0 and len(MAGIC) < self._size() > self._segment_bytes - len(data):
             self._close()
         if self._file < 0:
             self._open()
@@ -177,8 +195,16 @@ class Journal:
             os.fdatasync(self._file)
             self._metrics.commit_seconds.observe(time.perf_counter() - began)
         with self._place:
-            self._offset += len(data)
+            written = self._written.setdefault(self._number, Written())
+            written.records += len(frames)
+            written.bytes += len(data)
             self.bytes += len(data)
+
+    def _size(self) -> int:
+        """Return the bytes of the current segment up to and with its last written record."""
+        with self._place:
+            written = self._written.get(self._number)
+            return written.bytes if written else 0
 
     def _open(self) -> None:
         """Begin the next segment; its name is durable before its content counts."""
@@ -198,16 +224,19 @@ class Journal:
             path.unlink(missing_ok=True)
             raise
         with self._place:
-            self._file, self._number, self._offset = file, number, len(MAGIC)
+            self._file, self._number = file, number
+            self._written[number] = Written(0, len(MAGIC))
             self.bytes += len(MAGIC)
 
     def _close(self) -> None:
         """End the current segment; a torn frame behind the last good one is cut off where that is possible."""
         if self._file < 0:
             return
-        file, self._file = self._file, -1
+        size = self._size()
+        with self._place:
+            file, self._file = self._file, -1
         try:
-            os.ftruncate(file, self._offset)
+            os.ftruncate(file, size)
             os.fdatasync(file)
         except OSError as error:
             log.warning("event=journal_close_failed reason=%r", str(error))

@@ -5,7 +5,8 @@ message graph: the deepest assistant message of the request that is an answer we
 trajectory begins, so parallel runs of one prompt never merge.
 
 Where equal answers were given twice, the tool-call ids decide, then the same API key, then the answer that nobody
-has continued yet, then the latest. Memory is bounded: runs are forgotten after `idle_seconds`, the stillest first
+has continued yet, then the latest. A run has one version and one purpose, live or eval (a version asked for by
+name); nothing joins a run of the other kind. Memory is bounded: runs are forgotten after `idle_seconds`, the stillest first
 where there are too many. A sequence is remembered as its length and hash, not as its ids.
 
 All state belongs to the event loop's thread. No I/O; time is a parameter.
@@ -26,7 +27,8 @@ from store.records import OpenLeaf
 
 _MOST_LEAVES = 2_000  # of one run
 _MOST_EQUAL = 256  # equal answers that are told apart
-_MOST_ATTEMPTS = 10_000
+_MOST_ATTEMPTS = 10_000  # bodies that nobody got an answer to
+_MOST_SAME = 64  # attempts with one body
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,7 +63,7 @@ class Leaf:
     key_id: str | None
     sequence: Sequence32
     born_at: float
-    named: bool | None = None  # whether its version was asked for by name; None after a restart, when nobody knows
+    purpose: str = "live"
     extended: bool = False
 
 
@@ -72,6 +74,7 @@ class Run:
     alias: str
     version: int
     last_active_at: float
+    purpose: str = "live"
     calls_under_way: int = 0
     leaves: deque[Leaf] = field(default_factory=deque)
 
@@ -89,6 +92,11 @@ class Evidence:
     explicit_by: str = ""  # path, header, body
     retry: tuple[str | None, bytes] | None = None  # (key, body hash) where the SDK says that it tries again
 
+    @property
+    def purpose(self) -> str:
+        """`eval` where a version is asked for by name, else `live`."""
+        return "live" if self.version is None else "eval"
+
 
 @dataclass(slots=True, frozen=True)
 class Link:
@@ -98,6 +106,7 @@ class Link:
     version: int | None
     linked_by: str
     parent: Leaf | None = None
+    purpose: str = "live"
 
 
 class Links:
@@ -116,20 +125,30 @@ class Links:
     def find(self, asked: Evidence) -> Link:
         """Return where the request belongs. Raises BadRequest where id and version contradict each other."""
         if asked.explicit is not None:
-            run = self._runs.get(asked.explicit)
-            if run and asked.version is not None and (asked.alias, asked.version) != (run.alias, run.version):
-                raise BadRequest(
-                    f"trajectory {asked.explicit} runs on {run.alias}@{run.version} and cannot continue on "
-                    f"{asked.alias}@{asked.version}: leave out the version, or the trajectory id"
-                )
-            leaf, _ = self._parent(asked, asked.explicit)
-            return Link(asked.explicit, run.version if run else None, asked.explicit_by, leaf)
+            return self._named(asked, asked.explicit)
         if asked.retry and (earlier := self._earlier(asked.retry)):
             return earlier
         leaf, by = self._parent(asked, None)
         if leaf is not None:
-            return Link(leaf.trajectory_id, leaf.version, by, leaf)
-        return Link(new_id("traj"), None, "root")
+            return Link(leaf.trajectory_id, leaf.version, by, leaf, leaf.purpose)
+        return Link(new_id("traj"), None, "root", purpose=asked.purpose)
+
+    def _named(self, asked: Evidence, name: str) -> Link:
+        """Return the run that the client names, whatever it is; only an explicit version can contradict it."""
+        run = self._runs.get(name)
+        leaf, _ = self._parent(asked, name)
+        if run is None:
+            return Link(name, None, asked.explicit_by, leaf, asked.purpose)
+        if asked.version is not None:
+            wanted = f"{asked.alias}@{asked.version}"
+            remedy = "leave out the version, or the trajectory id"
+            if (asked.alias, asked.version) != (run.alias, run.version):
+                raise BadRequest(
+                    f"trajectory {name} runs on {run.alias}@{run.version} and cannot continue on {wanted}: {remedy}"
+                )
+            if run.purpose != asked.purpose:
+                raise BadRequest(f"trajectory {name} is no evaluation and cannot become one of {wanted}: {remedy}")
+        return Link(name, run.version, asked.explicit_by, leaf, run.purpose)
 
     def _earlier(self, attempt: tuple[str | None, bytes]) -> Link | None:
         """Return an unanswered attempt with this key and body whose run is still remembered; each is given once."""
@@ -140,7 +159,7 @@ class Links:
             if run is not None:
                 if waiting:
                     self._attempts[attempt] = waiting
-                return Link(link.trajectory_id, run.version, "retry", link.parent)
+                return Link(link.trajectory_id, run.version, "retry", link.parent, run.purpose)
         return None
 
     def _parent(self, asked: Evidence, trajectory: str | None) -> tuple[Leaf | None, str]:
@@ -163,7 +182,7 @@ class Links:
             return False
         if trajectory is not None:
             return leaf.trajectory_id == trajectory
-        if leaf.named not in (None, asked.version is not None):
+        if leaf.purpose != asked.purpose:
             return False  # an evaluation and an agent at work may say the same words; they are not one run
         return asked.version is None or asked.version == leaf.version
 
@@ -171,7 +190,7 @@ class Links:
         """A call of this trajectory is under way on this version."""
         run = self._runs.get(link.trajectory_id)
         if run is None:
-            run = self._runs[link.trajectory_id] = Run(alias, version, now)
+            run = self._runs[link.trajectory_id] = Run(alias, version, now, link.purpose)
             self._forget_still(now)
         run.calls_under_way += 1
         self._touch(link.trajectory_id, run, now)
@@ -190,7 +209,7 @@ class Links:
 
     def unanswered(self, link: Link, attempt: tuple[str | None, bytes]) -> None:
         """Nobody got an answer to this attempt; the client's SDK may try again with the same body."""
-        self._attempts.setdefault(attempt, deque()).append(link)
+        self._attempts.setdefault(attempt, deque(maxlen=_MOST_SAME)).append(link)
         self._attempts.move_to_end(attempt)
         while len(self._attempts) > _MOST_ATTEMPTS:
             self._attempts.popitem(last=False)
@@ -200,7 +219,8 @@ class Links:
         for known in leaves:
             run = self._runs.get(known.trajectory_id)
             if run is None:
-                run = self._runs[known.trajectory_id] = Run(known.alias, known.version, known.last_active_at)
+                run = Run(known.alias, known.version, known.last_active_at, known.purpose)
+                self._runs[known.trajectory_id] = run
             self._add(
                 run,
                 Leaf(
@@ -213,6 +233,7 @@ class Links:
                     key_id=known.key_id,
                     sequence=Sequence32.of(known.sequence),
                     born_at=known.last_active_at,
+                    purpose=known.purpose,
                 ),
             )
         self._runs = OrderedDict(sorted(self._runs.items(), key=lambda item: item[1].last_active_at))

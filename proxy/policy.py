@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ log = logging.getLogger("ratchet.proxy")
 
 _T = TypeVar("_T")
 
+_VERSION = re.compile(r"[0-9]{1,9}")
 _ALL_EVERY = 2.0  # seconds between looks at all versions; the live ones are looked at more often
 
 
@@ -83,7 +85,7 @@ class PolicyBook:
             raise NotReady(f"model {alias} is not ready: no base model is known yet; is vLLM running and the store up?")
         if not at:
             return alias, None
-        if not number.isdecimal() or (alias, int(number)) not in self._versions:
+        if not _VERSION.fullmatch(number) or (alias, int(number)) not in self._versions:
             raise self._unknown(model)
         return alias, int(number)
 
@@ -121,7 +123,7 @@ class PolicyBook:
     def _unknown(self, model: str) -> NotFound:
         exist = ", ".join([*self.aliases, *(f"{p.alias}@{p.version}" for p in self.known())])
         return NotFound(
-            f"the model {model!r} does not exist; there are: {exist}", param="model", code="model_not_found"
+            f"the model {model[:120]!r} does not exist; there are: {exist}", param="model", code="model_not_found"
         )
 
     # --- the two tasks ----------------------------------------------------------------------------------------

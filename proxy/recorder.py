@@ -177,5 +177,5 @@ def _leaf(begun: CallBegun, choice: Choice, prompt: bytes, now: float) -> Leaf:
         key_id=begun.key_id,
         sequence=Sequence32.of(whole),
         born_at=now,
-        named=begun.purpose != "live",
+        purpose=begun.purpose,
     )

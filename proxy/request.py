@@ -21,6 +21,8 @@ SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "max_tokens",
     "max_completion_tokens", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "ignore_eos", "tool_choice", "response_format", "structured_outputs", "chat_template_kwargs",
+    "allowed_token_ids", "bad_words", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
+    "thinking_token_budget", "reasoning_effort", "vllm_xargs", "repetition_detection", "watermarking",
 )  # fmt: skip
 
 _ALIEN_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file")
@@ -28,6 +30,8 @@ _ALIEN_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url",
 _fields = msgspec.json.Decoder(dict[str, Raw])
 _messages = msgspec.json.Decoder(list[dict[str, Any]])
 _encode = msgspec.json.Encoder().encode
+
+_LARGE = 4096  # bytes; of a larger sampling parameter only the presence is recorded
 
 _TRUE = Raw(b"true")
 _ZERO = Raw(b"0")
@@ -93,12 +97,18 @@ def read(body: bytes) -> ChatRequest:
         asks_logprobs=_value(fields, "logprobs") is True,
         asks_usage=options.get("include_usage") is True,
         stream_options=options,
-        sampling={name: _value(fields, name) for name in SAMPLING if name in fields},
+        sampling=sampling_in(fields),
         tools_hash=tools_hash,
         tools=tools,
         trajectory=_trajectory(fields),
         untrainable=_untrainable(fields, messages),
     )
+
+
+def sampling_in(fields: Mapping[str, Raw]) -> dict[str, Any]:
+    """Return the sampling parameters as they were sent; `True` in place of a large one."""
+    sent = [(name, fields[name]) for name in SAMPLING if name in fields]
+    return {name: msgspec.json.decode(raw) if len(bytes(raw)) <= _LARGE else True for name, raw in sent}
 
 
 def _value(fields: Mapping[str, Raw], name: str) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from proxy.errors import UpstreamBroke, UpstreamError, UpstreamTimeout, UpstreamUnreachable
 
@@ -89,12 +90,15 @@ class Upstream:
     async def send(
         self, url: str, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None = None
     ) -> Answer:
-        """Send one request and return the answer at its headers. Raises UpstreamError. Close the answer."""
+        """Send one request and return the answer at its headers. Raises UpstreamError. Close the answer.
+
+        The path goes out as it is: nothing in it is decoded, and no dots are resolved.
+        """
         assert self._session is not None, "start() comes first"
         for attempt in (1, 2):
             try:
                 response = await self._session.request(
-                    method, url + path, data=body, headers=headers, allow_redirects=False
+                    method, URL(url + path, encoded=True), data=body, headers=headers, allow_redirects=False
                 )
                 return Answer(url, response)
             except aiohttp.ServerDisconnectedError as error:

@@ -4,7 +4,8 @@ The demo is a user: it starts the rooms as `up` does, runs `examples.email_searc
 but OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and reads the store. The rooms hold no branch for it.
 
 Promises: exit code 0 only if held-out success rose; whatever happens, everything that it started is stopped, and what
-was recorded stays in `.ratchet/demo`.
+was recorded stays in `.ratchet/demo`. It touches no other project: it is always the project `demo` on an SQLite store
+of its own, and no RATCHET_* variable but a secret is read.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratchet import interrupts, pidfile
+from ratchet import engine, interrupts, pidfile
 from ratchet.demo_figures import Evaluation, Figures, read_evaluation, read_figures
 from ratchet.errors import AlreadyRunning, DemoFailed
-from ratchet.settings import Settings, load
+from ratchet.folders import StateFolder
+from ratchet.leftovers import end_leftovers
+from ratchet.project_lock import ProjectLock
+from ratchet.settings import SECRETS, Settings, load
 from ratchet.supervisor import Supervisor
 from ratchet.terminal import Display
 from store import Store, open_store
@@ -75,11 +79,20 @@ class Demo:
 
     def play(self) -> Figures:
         """Run every stage; return the figures. The rooms are stopped also when a stage fails."""
+        lock = self._take_folder()
+        try:
+            with self._stage("prepare", "make the mailbox and the task set"):
+                os.environ["EMAIL_SEARCH_HOME"] = str(self._home)  # the judge reads the task set there
+                self._agent(["build-db"], "")
+            return self._figures(*self._with_rooms(lock))
+        finally:
+            lock.release()
+
+    def _with_rooms(self, lock: ProjectLock) -> tuple[Evaluation, Evaluation]:
+        """Run the stages that need the rooms; return the evaluations before and after."""
         alias = self._settings.model
-        with self._stage("prepare", "make the mailbox and the task set"):
-            self._prepare()
         with Display() as show:
-            supervisor = Supervisor(self._settings, show)
+            supervisor = Supervisor(self._settings, show, lock)
             try:
                 with self._stage("start", "start vLLM, the proxy and the trainer"):
                     plan = supervisor.prepare()
@@ -95,21 +108,39 @@ class Demo:
             finally:
                 with self._stage("stop", "stop everything"):
                     supervisor.stop()
-        return self._figures(before, after)
+        return before, after
 
-    def _prepare(self) -> None:
-        running = pidfile.running(self._settings.state.pid("up"))
-        if running is not None:
-            raise AlreadyRunning(
-                f"the demo is already running (pid {running.pid}); `ratchet down --project demo` stops it"
-            )
-        if self.folder.exists():  # the last run is kept, the one before it goes
-            last = self.folder.with_name(self.folder.name + ".last")
-            shutil.rmtree(last, ignore_errors=True)
-            self.folder.rename(last)
-        self._settings.state.make(min_free_mb=self._settings.min_free_mb)
-        os.environ["EMAIL_SEARCH_HOME"] = str(self._home)  # the judge reads the task set there
-        self._agent(["build-db"], "")
+    def _take_folder(self) -> ProjectLock:
+        """Put the last run aside and return the lock of a fresh folder. Nothing is moved before all checks."""
+        settings, state = self._settings, self._settings.state
+        engine.check_installed(settings)
+        engine.check_model(settings.base_model)
+        is_new = not self.folder.exists()
+        state.make(min_free_mb=settings.min_free_mb)
+        lock = self._lock()
+        if is_new:
+            return lock
+        end_leftovers(state)  # of a run that was killed; their pid files are about to move
+        last = StateFolder(self.folder.with_name(self.folder.name + ".last"))
+        shutil.rmtree(last.root, ignore_errors=True)
+        self.folder.rename(last.root)  # the last run is kept, the one before it goes
+        pidfile.remove(last.pid("up"))
+        lock.release()
+        state.make(min_free_mb=settings.min_free_mb)
+        return self._lock()
+
+    def _lock(self) -> ProjectLock:
+        state = self._settings.state
+        holder = pidfile.running(state.pid("up"))
+        try:
+            if holder is None:
+                return ProjectLock(state)
+        except AlreadyRunning:
+            pass
+        pid = f"pid {holder.pid}" if holder else "another process"
+        raise AlreadyRunning(
+            f"the demo is already running ({pid}): wait for its end, or stop it with `ratchet down --project demo`"
+        )
 
     def _evaluate(self, supervisor: Supervisor, name: str, model: str) -> Evaluation:
         """Run the held-out tasks at temperature 1, as the agent samples, and greedily beside it."""
@@ -158,7 +189,8 @@ class Demo:
     def _agent(self, arguments: list[str], model: str, supervisor: Supervisor | None = None) -> None:
         """Run the agent's own command as any user would, and watch the rooms meanwhile."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RATCHET_")}
-        environment |= {"OPENAI_API_KEY": "demo", "OPENAI_MODEL": model, "EMAIL_SEARCH_HOME": str(self._home)}
+        key = os.environ.get("RATCHET_API_KEYS", "").split(",")[0].strip() or "demo"
+        environment |= {"OPENAI_API_KEY": key, "OPENAI_MODEL": model, "EMAIL_SEARCH_HOME": str(self._home)}
         if supervisor is not None:
             environment["OPENAI_BASE_URL"] = supervisor.plan.base_url
         command = [sys.executable, "-m", EXAMPLE, *arguments]
@@ -201,9 +233,12 @@ class Demo:
 
 
 def _settings(options: DemoOptions) -> Settings:
+    """Return the demo's settings; a user's own RATCHET_* variables mean his project, never this one."""
     values = {
+        ("project",): ("the demo", "demo"),
         ("base_model",): ("--model", options.base_model),
         ("trainer", "learner", "seed"): ("--seed", options.seed),
         ("folder",): ("--folder", str(options.folder) if options.folder else None),
     }
-    return load(TINY if options.base_model is None else REAL, values)
+    secrets = {name: value for name, value in os.environ.items() if name in SECRETS}
+    return load(TINY if options.base_model is None else REAL, values, secrets)

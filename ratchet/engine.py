@@ -116,7 +116,7 @@ def check_model(model: str | None) -> str:
     if not folder.exists():
         first = Path(model.partition("/")[0])
         if model.startswith((".", "/", "~")) or first.is_dir():
-            beside = f"; the folder {first.resolve()} is there, and has none" if first.is_dir() else ""
+            beside = f" ({first.resolve()} is there)" if first.name and first.is_dir() else ""
             raise ModelMissing(
                 f"base model {model}: there is no such folder, looked for at {folder.absolute()}{beside}; name the "
                 "folder that holds config.json, weights and tokenizer, or a hub name"

@@ -1,7 +1,7 @@
 """Is a hub name the name of a model? Asked before anything is started, so that a misspelt name is told at once.
 
-The local cache is enough; else the hub is asked for config.json, which is then cached. huggingface_hub's own variables
-apply: HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN, HF_HOME. Without that package nothing can be asked, and vLLM will tell.
+The local cache is enough; else the hub is asked once for config.json. huggingface_hub's own variables apply:
+HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN, HF_HOME. Without that package nothing can be asked, and vLLM will tell.
 """
 
 from __future__ import annotations
@@ -15,24 +15,41 @@ _FILE = "config.json"
 def check(name: str) -> None:
     """Raise ModelMissing, with the remedy, where neither the local cache nor the hub has the model."""
     try:
-        from huggingface_hub import constants, errors, hf_hub_download, try_to_load_from_cache
+        from huggingface_hub import constants, try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
     except ImportError:
         return
     try:
-        if not isinstance(try_to_load_from_cache(name, _FILE), str):
-            hf_hub_download(name, _FILE, etag_timeout=_TIMEOUT)
-        return
-    except errors.HFValidationError as error:
-        said = f"is no folder and no hub name: {' '.join(str(error).split())}"
-    except errors.GatedRepoError:
-        said = f"is gated: accept its terms at {constants.ENDPOINT}/{name} and set HF_TOKEN"
-    except errors.RepositoryNotFoundError:
-        said = f"is no folder here and no model on {constants.ENDPOINT}: mend the name, or set HF_TOKEN if it is private"
-    except errors.LocalEntryNotFoundError:
-        how = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} could not be asked"
-        said = f"is no folder here and not in the local hub cache, and {how}: download the model, or name a folder"
-    except errors.EntryNotFoundError:
-        said = f"has no {_FILE} on {constants.ENDPOINT}: name a model that vLLM can load"
-    except OSError as error:
-        said = f"could not be looked up on {constants.ENDPOINT} ({type(error).__name__}): try again, or name a folder"
-    raise ModelMissing(f"base model {name}: taken as a hub name, it {said}")
+        if isinstance(try_to_load_from_cache(name, _FILE), str):
+            return
+    except HFValidationError as error:
+        raise ModelMissing(f"base model {name}: no folder and no hub name: {' '.join(str(error).split())}") from error
+    if constants.HF_HUB_OFFLINE:
+        said = "not in the local hub cache, and HF_HUB_OFFLINE is set: download it, or name a folder"
+    else:
+        said = _ask(name, constants.ENDPOINT)
+    if said:
+        raise ModelMissing(f"base model {name}: no folder of that name here; taken as a hub name it is {said}")
+
+
+def _ask(name: str, hub: str) -> str:
+    """Ask the hub; return what is wrong with the name, empty where nothing is."""
+    import httpx
+    from huggingface_hub.utils import build_hf_headers
+
+    url = f"{hub}/{name}/resolve/main/{_FILE}"
+    try:
+        # A redirect leads to where the file lies, so it is there.
+        answer = httpx.head(url, headers=build_hf_headers(), timeout=_TIMEOUT)
+    except httpx.HTTPError as error:
+        return f"not in the local hub cache, and {hub} could not be asked ({type(error).__name__}): name a folder"
+    if answer.status_code < 400:
+        return ""
+    code = answer.headers.get("x-error-code", "")
+    if code == "GatedRepo":
+        return f"gated: accept its terms at {hub}/{name} and set HF_TOKEN"
+    if code == "EntryNotFound":
+        return f"a repository on {hub} without {_FILE}: name a model that vLLM can load"
+    if answer.status_code in (401, 403, 404):
+        return f"no model on {hub}: mend the name, or set HF_TOKEN if it is private"
+    return f"not known: {hub} answered {answer.status_code}; try again later, or name a folder"
