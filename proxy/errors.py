@@ -3,6 +3,7 @@
     ProxyError
     |-- BadRequest            400  the body is not what the route takes
     |-- WrongKey              401  no key, or one that is not known
+    |-- Forbidden             403  this door is not for the one who knocks; the message says how it is opened
     |-- NotFound              404  no such route, record or model; the message lists what exists
     |-- BodyTooLarge          413
     |-- NotReady              503  the proxy cannot answer yet; the client may try again (retry-after)
@@ -49,6 +50,14 @@ class WrongKey(ProxyError):
     status = 401
     kind = "authentication_error"
     code = "invalid_api_key"
+
+
+class Forbidden(ProxyError):
+    """The request comes from where none may come, or its key does not open this route."""
+
+    status = 403
+    kind = "permission_error"
+    code = "forbidden"
 
 
 class NotFound(ProxyError):

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from proxy.bell import Bell
@@ -160,7 +161,10 @@ class Journal:
         waiting = [future for _, future in batch if future is not None]
         frames = [*self._held, *(data for data, _ in batch)]
         try:
-            self._append(frames, sync=bool(waiting))
+            while frames:
+                count = self._fitting(frames)
+                self._append(frames[:count], sync=bool(waiting))
+                del frames[:count]
         except OSError as error:
             self._metrics.journal_errors.inc()
             self._bell.ring(
@@ -169,7 +173,7 @@ class Journal:
                 f"free space on that disk or raise journal_limit",
             )
             self._close()
-            self._hold([data for data, _ in batch])
+            self._hold(frames)
             self._resolve(waiting, durable=False)
             return
         if self._held:
@@ -179,12 +183,20 @@ class Journal:
         self._resolve(waiting, durable=True)
         self.fresh.set()
 
+    def _fitting(self, frames: Sequence[bytes]) -> int:
+        """Return how many of these frames the journal takes now, at least one. Raises OSError where it is full."""
+        with self._place:
+            held, empty = self.bytes, not self._written
+        sizes = accumulate((len(data) for data in frames), initial=held)
+        count = sum(size <= self._most_bytes for size in sizes) - 1
+        if count < 1 and not empty:  # an empty journal takes a record of any size: it would wait for ever
+            raise OSError(f"it holds {held} bytes of at most {self._most_bytes}")
+        return max(1, count)
+
     def _append(self, frames: Sequence[bytes], sync: bool) -> None:
         data = b"".join(frames)
-        if self.bytes + len(data) > self._most_bytes:
-            raise OSError(f"it holds {self.bytes} bytes of at most {self._most_bytes}")
-        if self._file >= 0 and os.fstat(self._file).st_nlink == 0:
-            raise OSError("its segment was deleted")
+        if self._file >= 0 and not segment_path(self.folder, self._number).exists():
+            raise OSError("its segment was moved or deleted")
         if self._file >= 0 and len(MAGIC) < self._size() > self._segment_bytes - len(data):
             self._close()
         if self._file < 0:
@@ -244,9 +256,8 @@ class Journal:
             os.close(file)
 
     def _hold(self, frames: Sequence[bytes]) -> None:
-        for data in frames:
-            self._held.append(data)
-            self._held_bytes += len(data)
+        self._held = deque(frames)
+        self._held_bytes = sum(map(len, frames))
         while self._held_bytes > _MOST_HELD:
             self._held_bytes -= len(self._held.popleft())
             self.lost += 1

@@ -6,8 +6,10 @@ trajectory begins, so parallel runs of one prompt never merge.
 
 Where equal answers were given twice, the tool-call ids decide, then the same API key, then the answer that nobody
 has continued yet, then the latest. A run has one version and one purpose, live or eval (a version asked for by
-name); nothing joins a run of the other kind. Memory is bounded: runs are forgotten after `idle_seconds`, the stillest first
-where there are too many. A sequence is remembered as its length and hash, not as its ids.
+name); nothing joins a run of the other kind.
+
+Memory is bounded: runs are forgotten after `idle_seconds`, the stillest first where there are
+too many. A sequence is remembered as its length and hash, not as its ids.
 
 All state belongs to the event loop's thread. No I/O; time is a parameter.
 """

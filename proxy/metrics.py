@@ -61,7 +61,9 @@ class Metrics:
         )
         self.journal_errors = Counter("ratchet_journal_errors", "Failed writes to the journal", registry=registry)
         self.lost = Counter(
-            "ratchet_journal_lost_records", "Records given up because journal and memory were full", registry=registry
+            "ratchet_journal_lost_records",
+            "Records given up: no room, or a segment deleted or damaged",
+            registry=registry,
         )
         self.shipped = Counter("ratchet_shipped_records", "Records written to the store", registry=registry)
         self.ship_failures = Counter("ratchet_ship_failures", "Batches that the store did not take", registry=registry)

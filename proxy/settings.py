@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 KEYS_VARIABLE = "RATCHET_API_KEYS"
+OPERATOR_KEYS_VARIABLE = "RATCHET_OPERATOR_KEYS"
 UPSTREAM_KEY_VARIABLE = "RATCHET_UPSTREAM_API_KEY"
 
 
@@ -30,6 +31,7 @@ class ProxySettings(BaseModel):
     port: int = Field(default=8000, ge=0, le=65535)  # 0 takes any free port
     capture: Literal["strict", "relaxed"] = "strict"
     key_hashes: frozenset[str] = frozenset()  # SHA-256 hex of the keys that may come in; empty lets everyone in
+    operator_hashes: frozenset[str] = frozenset()  # those that open /api; where no keys are set, none is needed
     upstream_key: SecretStr | None = None  # sent to vLLM as bearer token
     idle_seconds: float = Field(default=900.0, gt=0)  # an open trajectory is forgotten after this much silence
     pin_idle_seconds: float = Field(default=30.0, gt=0)  # a trajectory holds its version for this long
@@ -58,19 +60,30 @@ class ProxySettings(BaseModel):
 
     @model_validator(mode="after")
     def _open_doors_have_keys(self) -> Self:
-        if not self.key_hashes and not _is_loopback(self.host):
+        if not self.key_hashes and not is_loopback(self.host):
             raise ValueError(
                 f"host {self.host} can be reached from other machines and no API key is set: set {KEYS_VARIABLE} "
                 f"to one or more keys, separated by commas, or use host 127.0.0.1"
             )
         return self
 
+    @model_validator(mode="after")
+    def _journal_holds_segments(self) -> Self:
+        # Only whole segments can be given free: in a smaller journal the first one would fill it.
+        if self.journal_limit < 4 * self.segment_bytes:
+            raise ValueError(
+                f"journal_limit {self.journal_limit} is less than four segments of segment_bytes "
+                f"{self.segment_bytes}: raise journal_limit or lower segment_bytes"
+            )
+        return self
+
     @classmethod
     def read(cls, environ: Mapping[str, str], **values: Any) -> ProxySettings:
         """Return the settings from `values` and the secrets from `environ`. Raises pydantic's ValidationError."""
-        keys = [key.strip() for key in environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
-        if keys:
-            values["key_hashes"] = frozenset(hash_key(key.encode()) for key in keys)
+        for field, variable in (("key_hashes", KEYS_VARIABLE), ("operator_hashes", OPERATOR_KEYS_VARIABLE)):
+            keys = [key.strip() for key in environ.get(variable, "").split(",") if key.strip()]
+            if keys:
+                values[field] = frozenset(hash_key(key.encode()) for key in keys)
         if environ.get(UPSTREAM_KEY_VARIABLE):
             values["upstream_key"] = environ[UPSTREAM_KEY_VARIABLE]
         return cls(**values)
@@ -81,7 +94,8 @@ def hash_key(key: bytes) -> str:
     return hashlib.sha256(key).hexdigest()
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address without brackets is this machine's own."""
     if host == "localhost":
         return True
     try:

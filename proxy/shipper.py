@@ -3,6 +3,7 @@
 Promises: a record leaves the journal only after the store has it; shipping twice changes nothing (the store goes by
 call id); while the store is down nothing is lost and nothing waits for it; a record that the store refuses for good
 goes to `dead-letters.jsonl` beside the journal, with the reason, a counter and an alarm, and the rest goes on.
+What cannot be shipped any more, since its segment was deleted or is damaged, is counted as lost and told by an alarm.
 Calls that an earlier proxy process began and never ended become `interrupted` once its segments are shipped.
 """
 
@@ -13,13 +14,13 @@ import base64
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from proxy.bell import Bell
-from proxy.journal import Journal
+from proxy.journal import Journal, Written
 from proxy.metrics import Metrics
 from proxy.segments import Position, read_position, read_segment, segment_numbers, segment_path, write_position
 from store import Store
@@ -31,6 +32,7 @@ log = logging.getLogger("ratchet.proxy")
 DEAD_LETTERS = "dead-letters.jsonl"
 DEAD_LETTER_ALARM = "proxy_dead_letters"
 DAMAGE_ALARM = "proxy_journal_damaged"
+LOSS_ALARM = "proxy_journal_lost"
 _BATCH_BYTES = 2**20
 _LINGER = 0.1  # seconds to let a batch grow: most calls then end in the batch that they begin in
 _LONGEST_WAIT = 5.0  # seconds between tries while the store is down
@@ -50,6 +52,8 @@ class Shipper:
         self._metrics = metrics
         self._bell = bell
         self._on_dead_letter = on_dead_letter
+        self._given_up = 0  # records of this process that can never be shipped
+        self._done: Counter[int] = Counter()  # by segment of this process: records shipped or given up
         self._position = Position()
         self._marks: deque[tuple[int, float]] = deque(maxlen=100_000)  # (records taken, when)
         self._until = 0.0
@@ -60,7 +64,8 @@ class Shipper:
     @property
     def backlog(self) -> int:
         """Records of this process that the store does not have yet."""
-        return max(0, self._journal.taken - self._journal.lost - (self.moved - self.replays))
+        lost = self._journal.lost + self._given_up
+        return max(0, self._journal.taken - lost - (self.moved - self.replays))
 
     def shipped_until(self, now: float) -> float:
         """Return the latest known moment before which everything recorded is in the store (Unix seconds).
@@ -128,39 +133,63 @@ class Shipper:
     def _turn(self) -> bool:
         """Ship one batch; return whether there may be more. Raises StoreError, OSError; then nothing has moved."""
         at = self._position
-        newest, newest_offset = self._journal.place()
-        numbers = [n for n in segment_numbers(self._journal.folder) if n >= max(at.segment, 1)]
-        if not numbers or numbers[0] > newest:
+        written = self._journal.written()
+        self._count_gaps(written)
+        numbers = [n for n in segment_numbers(self._journal.folder) if n >= max(at.segment, 1) and n in written]
+        if not numbers:
             self._finish_replay()
             return False
         number = numbers[0]
-        if number >= self._journal.first:
+        ours = number >= self._journal.first
+        if ours:
             self._finish_replay()
             at = self._position
         offset = at.offset if number == at.segment else 0
-        current = number == newest and number >= self._journal.first
         path = segment_path(self._journal.folder, number)
-        reading = read_segment(path, offset, _BATCH_BYTES, newest_offset if current else None)
+        reading = read_segment(path, offset, _BATCH_BYTES, written[number].bytes if ours else None)
         self._ship(reading.records)
         self._advance(number, reading.offset, reading.records)
-        if number < self._journal.first:
+        if ours:
+            self._done[number] += len(reading.records)
+        else:
             self.replays += len(reading.records)
         self.moved += len(reading.records)
+        # Our own segments hold whole records up to where they were written: less than that is damage, too.
+        short = ours and (reading.end == "torn" or (reading.end == "more" and not reading.records))
+        if reading.end == "damaged" or short:
+            self._keep_damaged(number, reading.offset)
+            return True
         if reading.end == "more":
             return True
-        if current:
-            return self._journal.place() != (number, reading.offset)
-        self._leave(number, reading.end, reading.offset)
+        if ours and self._journal.grows(number):
+            return self._journal.written()[number].bytes != reading.offset
+        if not ours or self._journal.written()[number].bytes == reading.offset:
+            self._journal.remove(number)
         return True
 
-    def _leave(self, number: int, end: str, offset: int) -> None:
-        """Delete a segment that is in the store; keep one that is damaged, for a person to see."""
-        if end == "damaged":
-            path = segment_path(self._journal.folder, number)
-            path.rename(path.with_suffix(".damaged"))
-            self._bell.ring(DAMAGE_ALARM, f"{path.with_suffix('.damaged')} cannot be read from byte {offset} on")
-        else:
-            self._journal.remove(number)
+    def _keep_damaged(self, number: int, offset: int) -> None:
+        """Put a segment that cannot be read on aside, for a person to see."""
+        path = segment_path(self._journal.folder, number)
+        kept = path.rename(path.with_suffix(".damaged"))
+        self._bell.ring(DAMAGE_ALARM, f"{kept} cannot be read from byte {offset} on")
+
+    def _count_gaps(self, segments: Mapping[int, Written]) -> None:
+        """Give up the records whose segment has gone before they were shipped."""
+        for number, written in segments.items():
+            if segment_path(self._journal.folder, number).exists():
+                continue
+            missing = written.records - self._done[number]
+            if missing > 0:
+                self._done[number] = written.records
+                self._given_up += missing
+                self._metrics.lost.inc(missing)
+                self._bell.ring(
+                    LOSS_ALARM,
+                    f"{missing} records of segment {number} in {self._journal.folder} are lost: it was deleted or "
+                    f"damaged before the store had them; the runs that they belong to are not complete",
+                )
+            if not self._journal.grows(number):
+                self._journal.forget(number)
 
     def _finish_replay(self) -> None:
         """The earlier processes' segments are shipped: what they began and never ended was interrupted."""

@@ -1,6 +1,11 @@
-"""`python -m ratchet` is the `ratchet` command."""
+"""`python -m ratchet` is the `ratchet` command. Ctrl-C is quiet from the first import on."""
 
-from ratchet.cli import main
+import sys
+
+try:
+    from ratchet.cli import main
+except KeyboardInterrupt:
+    sys.exit(130)
 
 if __name__ == "__main__":
     main()

@@ -6,6 +6,7 @@ traceback only under RATCHET_DEBUG=1; Ctrl-C ends with code 130 and no noise.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -75,4 +76,7 @@ def run(arguments: list[str]) -> int:
 def _sentence(error: Exception) -> str:
     if isinstance(error, FaceError) or any(kind.__name__ in _OWN_ERRORS for kind in type(error).__mro__):
         return str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" at {error.filename}" if error.filename else ""
+        return f"the disk is full{where}: free it, or set `folder` to another one"
     return f"unexpected {type(error).__name__}: {error} (RATCHET_DEBUG=1 shows where; please report it)"

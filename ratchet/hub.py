@@ -35,13 +35,15 @@ def check(name: str) -> None:
 def _ask(name: str, hub: str) -> str:
     """Ask the hub; return what is wrong with the name, empty where nothing is."""
     import httpx
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub import get_token
 
+    token = get_token()
+    headers = {"authorization": f"Bearer {token}"} if token else {}
     url = f"{hub}/{name}/resolve/main/{_FILE}"
     try:
         # A redirect leads to where the file lies, so it is there.
-        answer = httpx.head(url, headers=build_hf_headers(), timeout=_TIMEOUT)
-    except httpx.HTTPError as error:
+        answer = httpx.head(url, headers=headers, timeout=_TIMEOUT)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         return f"not in the local hub cache, and {hub} could not be asked ({type(error).__name__}): name a folder"
     if answer.status_code < 400:
         return ""

@@ -138,10 +138,17 @@ class Supervisor:
             time.sleep(_POLL)
 
     def stop(self) -> None:
-        """Stop every room; safe at any moment and more than once."""
+        """Stop every room; safe at any moment and more than once. Ctrl-C does not break it."""
+        with interrupts.ignored():
+            if self._children:
+                self._stop_rooms()
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    def _stop_rooms(self) -> None:
         began = time.monotonic()
-        if self._children:
-            self._on_event(Event("stopping"))
+        self._on_event(Event("stopping"))
         # vLLM last: until then the proxy ends its running calls and drains its journal.
         last = [child for child in self._children if child.room.name == "vllm"]
         first = [child for child in self._children if child not in last]
@@ -152,9 +159,6 @@ class Supervisor:
                 child.finish_stop(began + _STOP_WITHIN)
                 self._on_event(Event("stopped", child.room.name, seconds=time.monotonic() - began))
         self._children.clear()
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
 
     def _prepare_store(self) -> None:
         """Make the schema and version 0 before the rooms look at either."""

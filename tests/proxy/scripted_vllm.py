@@ -64,6 +64,8 @@ class ScriptedVllm:
         """Forget everything, adapters too, as a process that has just started."""
         self.adapters: dict[str, str] = {}
         self.calls: list[Json] = []
+        self.paths: list[str] = []
+        self.queries: list[bytes] = []
         self.loads: list[str] = []
         self.aborted = 0
         self.failures_left = 0  # so many calls are answered with 503 first
@@ -81,12 +83,16 @@ class ScriptedVllm:
             if not message.get("more_body"):
                 break
         path = scope["path"]
+        self.paths.append(path)
+        self.queries.append(scope["query_string"])
         if path == "/v1/models":
             await _json(send, 200, self._models())
         elif path == "/v1/load_lora_adapter":
             await self._load(json.loads(body), send)
         elif path == "/v1/chat/completions":
             await self._chat(json.loads(body), receive, send)
+        elif path == "/v1/embeddings" and json.loads(body).get("model", self.base) not in (self.base, *self.adapters):
+            await _error(send, 404, f"The model `{json.loads(body)['model']}` does not exist.", "NotFoundError")
         else:
             await _json(send, 200, {"path": path, "body": body.decode()})
 

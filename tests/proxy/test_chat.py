@@ -187,6 +187,16 @@ def test_unknown_fields_and_sampling_reach_vllm_unchanged(proxy: Proxy, vllm: Sc
     )
 
 
+def test_what_bends_the_sampling_is_recorded_as_it_was_sent(proxy: Proxy) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x" * 5000}}
+    tool = {"type": "function", "function": {"name": "f"}}
+    sent = {"temperature": "0.7", "top_p": 0.9, "allowed_token_ids": [5], "bad_words": ["no"], "min_tokens": 2}
+    sent |= {"guided_regex": "a+", "structured_outputs": {"choice": ["a"]}, "tool_choice": tool, "logit_bias": {"5": 1}}
+    body = {"model": "agent", "messages": ask("hi"), **sent, "response_format": schema, "user": "u"}
+    assert proxy.http.post("/v1/chat/completions", json=body).status_code == 200
+    assert last_call(proxy).sampling == {**sent, "response_format": True}
+
+
 def test_every_call_says_who_it_is(proxy: Proxy) -> None:
     answer = proxy.http.post(
         "/v1/chat/completions", json={"model": "agent", "messages": ask("hi")}, headers={"x-request-id": "mine-1"}

@@ -140,7 +140,26 @@ def test_a_stop_lets_running_calls_end_and_ships_them(vllm_url: str, tmp_path: P
         assert process.stop() == 0
         assert call.result().text.endswith("data: [DONE]\n\n")
     assert [c.state for c in store.calls.page(9)] == [CallState.ANSWERED]
-    assert store.doors.open(time.time() - 60) == []
+    assert store.doors.open("agent", time.time() - 60) == []
+
+
+def test_a_call_that_a_stop_cut_off_is_told_apart_from_one_whose_client_left(
+    vllm_url: str, tmp_path: Path, store: Store
+) -> None:
+    process = ProxyProcess(tmp_path, upstreams=[vllm_url], drain_timeout=0.1)
+    eventually(lambda: ready(process.url))
+    url = process.url + "/v1/chat/completions"
+    slow = BODY | {"messages": [{"role": "user", "content": "#tokens=2000 #delay=0.03"}]}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(url, json=slow, timeout=httpx.Timeout(5, read=0.2))
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(httpx.post, url, json=slow, timeout=10)
+        eventually(lambda: len(store.calls.page(9)) == 2)
+        assert process.stop() == 0
+        assert call.result().status_code == 500
+    calls = store.calls.page(9)[::-1]
+    assert [call.state for call in calls] == [CallState.ABORTED] * 2
+    assert [(call.status, call.error) for call in calls] == [(499, "the client left"), (503, "the proxy was stopped")]
 
 
 def test_relaxed_capture_records_too(start: Start) -> None:

@@ -146,11 +146,57 @@ async def test_a_full_journal_holds_records_and_writes_them_later(journal: Open,
     assert results[0] is True
     assert results[-1] is False
     shipper = shipping(opened, store)
-    opened._segment_bytes = 100  # so that what is shipped can be deleted
     await shipper.start()
     await asyncio.to_thread(eventually, lambda: [a for a in store.alarms.all() if a.name == ALARM])
-    opened._most_bytes = 2**20
     await asyncio.to_thread(eventually, lambda: len(store.calls.page(100)) == 10)
+    await asyncio.to_thread(eventually, lambda: not store.alarms.standing())
+    await shipper.stop()
+
+
+@pytest.mark.parametrize("harm", ["deleted", "flipped", "truncated", "emptied"])
+async def test_what_can_never_be_shipped_is_counted_lost_and_told(journal: Open, store: Store, harm: str) -> None:
+    opened = journal()
+    await opened.start()
+    for n in range(5):
+        await opened.commit(pair(str(n))[1])
+    path = segment_path(opened.folder, 1)
+    data = path.read_bytes()
+    match harm:
+        case "deleted":
+            path.unlink()
+        case "flipped":
+            path.write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
+        case "truncated":
+            path.write_bytes(data[:-5])
+        case "emptied":
+            path.write_bytes(b"")
+    shipper = shipping(opened, store)
+    await shipper.start()
+    names = {"proxy_journal_lost"} | ({"proxy_journal_damaged"} if harm != "deleted" else set())
+    await asyncio.to_thread(eventually, lambda: {alarm.name for alarm in store.alarms.standing()} == names)
+    lost = 1 if harm in ("flipped", "truncated") else 5
+    assert opened._metrics.lost._value.get() == lost
+    assert shipper.backlog == 0
+    assert shipper.shipped_until(7.0) == 7.0
+    for n in range(5, 10):
+        await opened.commit(pair(str(n))[1])
+    assert await asyncio.to_thread(shipper.settle, 5.0)
+    assert len(store.calls.page(100)) == 10 - lost
+    assert shipper.shipped_until(8.0) == 8.0
+    await shipper.stop()
+    assert opened.bytes == segment_path(opened.folder, 2).stat().st_size
+
+
+async def test_a_small_journal_is_emptied_by_shipping(journal: Open, store: Store) -> None:
+    opened = journal(most_bytes=6000, segment_bytes=2**20)
+    await opened.start()
+    shipper = shipping(opened, store)
+    await shipper.start()
+    for n in range(30):
+        await opened.commit(pair(str(n))[1])
+    await asyncio.to_thread(eventually, lambda: len(store.calls.page(100)) == 30, 10)
+    await opened.commit(pair("late")[1])  # may find it full: then the segment is closed, shipped and deleted
+    await asyncio.to_thread(eventually, lambda: len(store.calls.page(100)) == 31)
     await asyncio.to_thread(eventually, lambda: not store.alarms.standing())
     await shipper.stop()
 

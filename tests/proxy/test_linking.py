@@ -174,6 +174,7 @@ def test_a_restored_answer_is_continued(links: Links) -> None:
         link_key=canon.link_keys([USER, REPLY])[-1],
         tool_call_ids=(),
         key_id="k",
+        purpose="live",
         sequence=pack_ids([7, 8]),
         last_active_at=5.0,
     )
@@ -184,6 +185,48 @@ def test_a_restored_answer_is_continued(links: Links) -> None:
     assert found.parent.sequence.begins(pack_ids([7, 8, 9]))
     assert not found.parent.sequence.begins(pack_ids([7, 9, 8]))
     assert not found.parent.sequence.begins(pack_ids([7]))
+
+
+@pytest.mark.parametrize(("purpose", "version", "joins"), [
+    ("live", None, True), ("live", 2, False), ("eval", 2, True), ("eval", None, False),
+])  # fmt: skip
+def test_after_a_restart_an_evaluation_and_an_agent_at_work_stay_apart(
+    links: Links, purpose: str, version: int | None, joins: bool
+) -> None:
+    leaf = OpenLeaf(
+        trajectory_id="traj_old",
+        call_id="call_old",
+        choice=0,
+        alias="agent",
+        version=2,
+        link_key=canon.link_keys([USER, REPLY])[-1],
+        tool_call_ids=(),
+        key_id="k",
+        purpose=purpose,
+        sequence=b"",
+        last_active_at=5.0,
+    )
+    links.restore([leaf], 6.0)
+    found = links.find(asked([USER, REPLY, NEXT], version=version))
+    assert (found.trajectory_id == "traj_old") is joins
+    assert found.purpose == ("live" if version is None else "eval")
+
+
+def test_a_named_run_keeps_its_purpose(links: Links) -> None:
+    trial = links.find(asked([USER], explicit="trial", explicit_by="header", version=1))
+    links.begin(trial, "agent", 1, 1.0)
+    followed = links.find(asked([USER], explicit="trial", explicit_by="header"))
+    assert (followed.version, followed.purpose) == (1, "eval")
+    work = links.find(asked([USER], explicit="work", explicit_by="header"))
+    links.begin(work, "agent", 1, 1.0)
+    with pytest.raises(BadRequest, match="work is no evaluation"):
+        links.find(asked([USER], explicit="work", explicit_by="header", version=1))
+
+
+def test_failures_with_one_body_take_bounded_memory(links: Links) -> None:
+    for number in range(1000):
+        links.unanswered(Link(f"traj_{number}", 0, "root"), ("k", b"body"))
+    assert sum(len(waiting) for waiting in links._attempts.values()) == 64
 
 
 # --- through a running proxy ----------------------------------------------------------------------------------

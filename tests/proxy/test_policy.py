@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ def promote(proxy: Proxy, version: int) -> None:
     begun = proxy.store.rounds.start("agent", version - 1)
     proxy.store.rounds.commit(begun.id, version=version, checkpoint=f"/adapters/{version}", groups=[], metrics={})
     proxy.store.policies.promote("agent", version, {})
-    eventually(lambda: any(d.live.get("agent") == version for d in proxy.store.doors.open(time.time() - 2)))
+    eventually(lambda: any(d.live.get("agent") == version for d in proxy.store.doors.open("agent", time.time() - 2)))
 
 
 def test_a_trajectory_finishes_on_the_version_it_began_with(proxy: Proxy, vllm: ScriptedVllm) -> None:
@@ -104,9 +104,11 @@ def test_models_lists_the_alias_and_every_version(proxy: Proxy) -> None:
 def test_the_trainer_sees_when_a_version_has_drained(start: Start) -> None:
     proxy = start(pin_idle_seconds=2)
     proxy.agent().chat.completions.create(model="agent", messages=[{"role": "user", "content": "hi"}])
-    door = eventually(lambda: [d for d in proxy.store.doors.open(time.time() - 2) if d.pins == {"agent@0": 1}])[0]
+    door = eventually(
+        lambda: [d for d in proxy.store.doors.open("agent", time.time() - 2) if d.pins == {"agent@0": 1}]
+    )[0]
     assert (door.live, door.url) == ({"agent": 0}, "http://test")
-    drained = eventually(lambda: [d for d in proxy.store.doors.open(time.time() - 2) if d.pins == {}])[0]
+    drained = eventually(lambda: [d for d in proxy.store.doors.open("agent", time.time() - 2) if d.pins == {}])[0]
     assert drained.shipped_until == drained.beat_at
 
 
@@ -127,11 +129,72 @@ def test_a_trajectory_stays_with_its_replica() -> None:
     assert {list(places.values()).count(url) > 20 for url in replicas.urls} == {True}
 
 
-@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
-def test_agents_cannot_change_the_adapters(proxy: Proxy, path: str, vllm: ScriptedVllm) -> None:
-    body = {"lora_name": "agent@9", "lora_path": str(Path("/tmp"))}
-    assert proxy.http.post(path, json=body).status_code == 404
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/v1/Load_LoRA_adapter",
+        "/v1/x/../load_lora_adapter",
+        "/v1/models/../unload_lora_adapter",
+        "/t/a/v1/../load_lora_adapter",
+        "/v1/%6coad_lora_adapter",
+        "/v1/%256coad_lora_adapter",
+        "/v1//load_lora_adapter",
+        "/v1/load_lora_adapter/",
+        "/v1/./load_lora_adapter",
+        "/v1/x%2f..%2fload_lora_adapter",
+        "/v1/x\\..\\load_lora_adapter",
+        "/v1/..;/load_lora_adapter",
+        "/v1/load_lora_adapter%3Fx",
+        "/v1/load_lora_adapter%23x",
+        "/v1/../pause",
+        "/v1/%2e%2e/collective_rpc",
+        "/v1/%252e%252e/sleep",
+        "/v1/update_weights",
+        "/v1/chat/completions/batch",
+        "/v1/responses/resp_1",
+        "/v1/",
+    ],
+)
+def test_agents_reach_no_control_route_of_vllm(proxy: Proxy, path: str, vllm: ScriptedVllm) -> None:
+    paths = list(vllm.paths)
+    answer = raw(proxy.url, "POST", path, b'{"lora_name": "agent@9", "lora_path": "/tmp"}')
+    assert answer.startswith(b"HTTP/1.1 404 ")
+    assert b"unknown_route" in answer
     assert vllm.loads == []
+    assert set(vllm.paths[len(paths) :]) <= {"/v1/models"}  # a probe's
+
+
+def raw(url: str, method: str, path: str, body: bytes) -> bytes:
+    """Send a request whose path no client library has tidied; return the answer."""
+    host, port = url.removeprefix("http://").split(":")
+    head = f"{method} {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+@pytest.mark.parametrize("model", ["agent", "agent@1"])
+def test_a_route_that_passes_through_loads_a_missing_adapter_once(proxy: Proxy, vllm: ScriptedVllm, model: str) -> None:
+    promote(proxy, 1)
+    vllm.restart()
+    for _ in range(2):
+        answer = proxy.http.post("/v1/embeddings", json={"model": model, "input": "a"})
+        assert answer.json()["body"] == '{"model":"agent@1","input":"a"}'
+    assert vllm.loads == ["agent@1"]
+
+
+def test_a_version_with_thousands_of_digits_is_not_known(proxy: Proxy) -> None:
+    body = {"model": "agent@" + "9" * 5000, "messages": [{"role": "user", "content": "hi"}]}
+    answer = proxy.http.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert len(answer.text) < 1000
+
+
+def test_a_query_passes_through_as_it_is(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    assert b" 200 " in raw(proxy.url, "POST", "/v1/embeddings?a=%2e%2e/%2F&b=c+d", b'{"input": "a"}')
+    assert vllm.queries[-1] == b"a=%2e%2e/%2F&b=c+d"
 
 
 def test_other_routes_pass_through_with_the_alias_resolved(proxy: Proxy) -> None:

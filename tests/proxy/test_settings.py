@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from proxy.errors import StartError
 from proxy.server import serve
 from proxy.settings import ProxySettings, hash_key
-from tests.proxy.conftest import Start
+from tests.proxy.conftest import Proxy, Start
 from tests.proxy.servers import ROOT
 
 VALUES: Any = {"upstreams": ("http://127.0.0.1:1",), "model": "agent", "store": "s.db", "journal": Path("j")}
@@ -29,6 +29,7 @@ VALUES: Any = {"upstreams": ("http://127.0.0.1:1",), "model": "agent", "store": 
         ({"upstreams": ()}, "upstreams"),
         ({"captur": "strict"}, "captur"),
         ({"capture": "maybe"}, "capture"),
+        ({"journal_limit": 2**16}, "raise journal_limit or lower segment_bytes"),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_remedy(change: Any, says: str) -> None:
@@ -40,6 +41,7 @@ def test_keys_come_from_the_environment_and_are_kept_as_hashes() -> None:
     settings = ProxySettings.read({"RATCHET_API_KEYS": "sesame, two"}, **VALUES, host="0.0.0.0")
     assert settings.key_hashes == {hash_key(b"sesame"), hash_key(b"two")}
     assert "sesame" not in repr(settings)
+    assert ProxySettings.read({"RATCHET_OPERATOR_KEYS": "boss"}, **VALUES).operator_hashes == {hash_key(b"boss")}
 
 
 def test_unknown_keys_get_401_and_known_ones_an_answer(start: Start) -> None:
@@ -49,6 +51,55 @@ def test_unknown_keys_get_401_and_known_ones_an_answer(start: Start) -> None:
     assert proxy.http.get("/v1/models", headers={"authorization": "Bearer good"}).status_code == 200
     assert proxy.http.get("/v1/models", headers={"x-api-key": "good"}).status_code == 200
     assert proxy.http.get("/health/live").status_code == 200
+
+
+def test_an_agents_key_does_not_open_the_operator_api(start: Start, tmp_path: Path) -> None:
+    agent, boss = {"authorization": "Bearer good"}, {"authorization": "Bearer boss"}
+    keys = {"key_hashes": frozenset({hash_key(b"good")})}
+    proxy = start(ready=False, **keys)
+    refused = proxy.http.get("/api/calls", headers=agent)
+    assert refused.status_code == 403
+    assert "RATCHET_OPERATOR_KEYS, which is not set" in refused.json()["error"]["message"]
+    assert proxy.http.get("/api", headers=agent).status_code == 403
+    keys["operator_hashes"] = frozenset({hash_key(b"boss")})
+    proxy = start(ready=False, journal=tmp_path / "journal-2", **keys)
+    assert proxy.http.get("/api/calls", headers=agent).status_code == 403
+    assert proxy.http.get("/api/calls").status_code == 401
+    assert proxy.http.get("/api/calls", headers=boss).status_code == 200
+    assert proxy.http.get("/v1/models", headers=boss).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "localhost:9"}, 200),
+        ({"host": "127.0.0.1"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "evil.example"}, 403),
+        ({"host": "127.0.0.1.evil.example:8000"}, 403),
+        ({"host": "[::1"}, 403),
+        ({"host": "x@evil.example"}, 403),
+        ({"origin": "http://localhost:3000"}, 200),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "http://127.0.0.1@evil.example"}, 403),
+        ({"origin": "null"}, 403),
+    ],
+)
+def test_without_keys_no_web_page_may_come_in(proxy: Proxy, headers: dict[str, str], status: int) -> None:
+    for path in ("/v1/models", "/api/calls"):
+        answer = proxy.http.get(path, headers=headers)
+        assert answer.status_code == status
+        assert status == 200 or "set RATCHET_API_KEYS" in answer.json()["error"]["message"]
+    body: Any = b'{"model": "agent", "messages": [{"role": "user", "content": "hi"}]}'
+    written = proxy.http.post("/v1/chat/completions", content=body, headers={**headers, "content-type": "text/plain"})
+    assert written.status_code == status
+    assert proxy.http.get("/health/live", headers=headers).status_code == 200
+
+
+def test_with_keys_any_name_will_do(start: Start) -> None:
+    proxy = start(ready=False, key_hashes=frozenset({hash_key(b"good")}))
+    headers = {"authorization": "Bearer good", "host": "ratchet.internal", "origin": "https://app.internal"}
+    assert proxy.http.get("/v1/models", headers=headers).status_code == 200
 
 
 def test_a_busy_port_is_an_error_with_the_remedy(tmp_path: Path) -> None:

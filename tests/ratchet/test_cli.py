@@ -98,3 +98,9 @@ def test_a_doctor_without_a_project_says_what_it_could_not_prove(project: Projec
     assert doctor.returncode == 1
     assert doctor.stdout.count("FAIL") == 4
     assert "ratchet up --detach" in doctor.stdout
+
+
+def test_a_disk_that_is_full_is_told_as_that() -> None:
+    script = "from ratchet import cli; print(cli._sentence(OSError(28, 'No space left on device', '/a/b')))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout == "the disk is full at /a/b: free it, or set `folder` to another one\n"

@@ -87,3 +87,12 @@ def test_a_folder_that_is_no_model_is_told_by_what_it_lacks(project: Project, mi
 def test_a_vllm_that_cannot_be_started_is_told(project: Project) -> None:
     with pytest.raises(EngineMissing, match=r"vllm\.command: /nowhere/vllm was not found"):
         engine.check_installed(settings(str(project.folder / "model"), command=("/nowhere/vllm",)))
+
+
+@pytest.mark.parametrize("name", ["./models/mine", "~/no-such-model", "/no/such/model", "models/mine"])
+def test_what_looks_like_a_path_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    with pytest.raises(ModelMissing, match="there is no such folder, looked for at /"):
+        engine.check_model(name)
+    assert engine.check_model("other/mine") == "other/mine"

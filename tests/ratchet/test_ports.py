@@ -30,3 +30,9 @@ def test_two_rooms_never_get_the_same_port() -> None:
     assert ports.choose("vllm", "vllm.port", "127.0.0.1", free, fixed=False, taken={free}) != free
     with pytest.raises(PortBusy, match="another room"):
         ports.choose("vllm", "vllm.port", "127.0.0.1", free, fixed=True, taken={free})
+
+
+def test_port_0_takes_a_free_one() -> None:
+    port = ports.choose("vllm", "vllm.port", "127.0.0.1", 0, fixed=True, taken=set())
+    assert port > 0
+    assert ports.is_free("127.0.0.1", port)

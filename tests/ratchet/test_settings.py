@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ratchet import addresses
 from ratchet.errors import SettingsError
 from ratchet.settings import Settings, load
 
@@ -41,6 +42,9 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
         ("vllm: {port: many}", {}, "ratchet.yaml: vllm.port: input should be a valid integer"),
         ("trainer: {learner: {rank: 0}}", {}, "learner setting rank is 0"),
         ("proxy: {host: 0.0.0.0}", {}, "RATCHET_API_KEYS"),
+        ("vllm: {host: 0.0.0.0}", {}, "vllm.host: 0.0.0.0 can be reached from other machines"),
+        ("vllm: {host: '::'}", {}, "use 127.0.0.1 or ::1, and proxy.host"),
+        ("vllm: {extra_args: [--host=0.0.0.0]}", {}, "--host is chosen by Ratchet; set vllm.host"),
         ("a: [", {}, "is not YAML"),
         ("- a", {}, "must hold keys and values"),
         ("", {"RATCHET_PROXY__PRT": "1"}, "variable RATCHET_PROXY__PRT: unknown key proxy.prt"),
@@ -74,3 +78,11 @@ def test_learner_settings_reach_the_trainer(tmp_path: Path) -> None:
     trainer = settings.trainer_settings(base_model="m")
     assert (trainer.learner.rank, trainer.learner.learning_rate, trainer.judge) == (4, 1e-3, "a.b:c")
     assert trainer.vllm == ("http://127.0.0.1:8001",)
+
+
+def test_an_ipv6_address_is_bracketed_wherever_it_stands_in_a_url(tmp_path: Path) -> None:
+    settings = read(tmp_path, "vllm: {host: '::1'}")
+    assert settings.proxy_settings({}).upstreams == ("http://[::1]:8001",)
+    assert settings.trainer_settings(base_model="m", judge="a:b").vllm == ("http://[::1]:8001",)
+    assert addresses.url("::", 80) == "http://[::1]:80"
+    assert addresses.url("0.0.0.0", 80) == "http://127.0.0.1:80"

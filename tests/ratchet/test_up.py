@@ -121,6 +121,85 @@ def test_a_detached_up_that_fails_says_why(project: Project) -> None:
     assert "the scripted weights do not fit" in up.stdout
 
 
+def test_a_detached_up_is_not_taken_in_by_what_a_killed_one_left(project: Project) -> None:
+    first = project.up()
+    left = project.running() | {"base_url": "http://127.0.0.1:9/v1"}
+    first.kill()
+    first.communicate()
+    (project.state / "run" / "running.json").write_text(json.dumps(left))
+    assert not json.loads(project.run("status", "--json").stdout)["ready"]
+    second = project.run("up", "--detach", "--json")
+    assert second.returncode == 0, second.stdout
+    assert json.loads(second.stdout)["pid"] not in (left["pid"], None)
+    assert f'"base_url": "{left["base_url"]}"' not in second.stdout
+    assert project.run("down").returncode == 0
+
+
+def test_ctrl_c_while_waiting_for_a_detached_up_leaves_nothing(project: Project) -> None:
+    up = project.start("up", "--detach")
+    wait_for("vLLM is started", (project.state / "run" / "vllm.pid").exists)
+    pids = [int(file.read_text().split()[0]) for file in (project.state / "run").glob("*.pid")]
+    up.send_signal(signal.SIGINT)
+    code, said = finish(up)
+    assert code == 130, said
+    assert "Traceback" not in said
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+def test_ctrl_c_while_stopping_does_not_break_the_stopping(project: Project) -> None:
+    up = project.up(SCRIPTED_VLLM="ignores_sigterm")
+    pids = project.pids()
+    os.kill(project.running()["rooms"]["proxy"], signal.SIGKILL)
+    wait_for("the proxy has ended", lambda: not (project.state / "run" / "proxy.pid").exists())
+    up.send_signal(signal.SIGINT)
+    code, said = finish(up)
+    assert code == 1
+    assert "proxy (pid" in said
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+def test_port_0_takes_any_free_port(project: Project) -> None:
+    project.write(proxy={"port": 0}, vllm=project.content["vllm"] | {"port": 0})
+    up = project.up()
+    running = project.running()
+    with urllib.request.urlopen(f"{running['proxy_url']}/health/ready", timeout=5) as answer:
+        assert answer.status == 200
+    assert not running["vllm_url"].endswith(":0")
+    up.terminate()
+    finish(up)
+
+
+def test_what_up_was_told_need_not_be_told_again(project: Project) -> None:
+    store = f"sqlite:///{project.folder / 'other.db'}"
+    up = project.up("--model", "mail", "--store", store)
+    pids = project.pids()
+    live = {"model": "mail", "version": 0}
+    assert json.loads(project.run("status", "--json").stdout)["store"]["live"] == live
+    up.terminate()
+    finish(up)
+    assert not [pid for pid in pids if is_alive(pid)]
+    assert json.loads(project.run("status", "--json").stdout)["store"]["live"] == live
+    assert "mail@0" in project.run("policies", "list").stdout
+    assert "no versions yet" in project.run("policies", "list", "--store", str(project.folder / "new.db")).stdout
+
+
+def test_a_store_whose_password_was_not_kept_is_asked_for(project: Project) -> None:
+    run = project.state / "run"
+    run.mkdir(parents=True)
+    (run / "settings.yaml").write_text("store: postgresql://u:***@db/prod\nmodel: mail\n")
+    status = project.run("status")
+    assert status.returncode == 1
+    assert "postgresql://u:***@db/prod, whose password is never written down" in status.stdout
+
+
+def test_a_trainer_that_ends_by_itself_is_named_with_its_reason(project: Project) -> None:
+    project.write(trainer={"judge": "no_such_module:judge"})
+    up = project.run("up")
+    assert up.returncode == 1
+    assert "trainer (pid" in up.stdout
+    assert "no_such_module" in up.stdout.splitlines()[-1]
+
+
 @pytest.mark.parametrize("moment", [0.0, 0.5, 1.2])
 def test_ctrl_c_while_starting_leaves_nothing(project: Project, moment: float) -> None:
     up = project.start("up")

@@ -1,0 +1,72 @@
+"""A hub name is looked up before anything starts, on a real server that answers as the hub does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tests.ratchet.project import Project, free_port
+
+ANSWERS = {"acme/gated": (401, "GatedRepo"), "acme/empty": (404, "EntryNotFound"), "acme/right": (200, "")}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Knows the models of ANSWERS."""
+
+    def do_HEAD(self) -> None:
+        status, code = ANSWERS.get("/".join(self.path.split("/")[1:3]), (401, "RepoNotFound"))
+        self.send_response(status)
+        self.send_header("x-error-code", code)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Stay quiet."""
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    """The address of a hub."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("acme/mispelt", "taken as a hub name it is no model on {hub}: mend the name"),
+        ("acme/gated", "gated: accept its terms at {hub}/acme/gated and set HF_TOKEN"),
+        ("acme/empty", "without config.json"),
+    ],
+)
+def test_a_hub_name_that_names_no_model_is_told_before_anything_starts(
+    project: Project, hub: str, name: str, told: str
+) -> None:
+    up = project.run("up", "--base-model", name, HF_ENDPOINT=hub, HF_HOME=str(project.folder), HF_HUB_OFFLINE="0")
+    assert up.returncode == 1
+    assert told.format(hub=hub) in up.stdout
+    assert up.stdout.count("\n") == 1
+    assert not (project.state / "run" / "vllm.pid").exists()
+
+
+@pytest.mark.parametrize(("offline", "told"), [("1", "HF_HUB_OFFLINE is set"), ("0", "could not be asked")])
+def test_a_hub_that_cannot_be_asked_is_told(project: Project, offline: str, told: str) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    home = str(project.folder)
+    up = project.run("up", "--base-model", "acme/right", HF_ENDPOINT=nobody, HF_HOME=home, HF_HUB_OFFLINE=offline)
+    assert up.returncode == 1
+    assert told in up.stdout
+
+
+def test_a_hub_name_is_said_to_be_taken_as_one(project: Project, hub: str) -> None:
+    project.write(base_model="acme/right")
+    up = project.up(HF_ENDPOINT=hub, HF_HOME=str(project.folder), HF_HUB_OFFLINE="0")
+    up.terminate()
+    said, _ = up.communicate(timeout=30)
+    assert "base model acme/right: no folder of that name here; taken as a hub name" in said

@@ -1,0 +1,64 @@
+"""What looks secret is neither printed nor written."""
+
+from __future__ import annotations
+
+import signal
+import stat
+
+import pytest
+
+from ratchet import rooms, secrecy
+from ratchet.settings import load
+from tests.ratchet.project import Project
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://u:pw@db/prod", "postgresql://u:***@db/prod"),
+        ("postgresql://u:p@w@db:5432/prod", "postgresql://u:***@db:5432/prod"),
+        ("postgresql://db/prod?user=u&password=pw", "postgresql://db/prod?user=u&password=***"),
+        ("postgresql://u@db/prod", "postgresql://u@db/prod"),
+        ("sqlite:////tmp/a.db", "sqlite:////tmp/a.db"),
+        ("mail.db", "mail.db"),
+    ],
+)
+def test_only_the_password_of_a_store_is_hidden(url: str, shown: str) -> None:
+    assert secrecy.shown_store(url) == shown
+    assert secrecy.has_password(url) == (url != shown)
+
+
+def test_variables_are_hidden_by_their_name() -> None:
+    given = {"HF_TOKEN": "a", "aws_secret_access_key": "b", "DB_PASSWORD": "c", "TOKENIZERS_PARALLELISM": "false"}
+    assert set(secrecy.shown_variables(given).values()) == {"***", "false"}
+
+
+def test_secret_arguments_are_hidden_and_others_are_not() -> None:
+    given = ["--api-key", "a", "b", "--hf-token=c", "--max-num-batched-tokens", "8", "--tokenizer", "t"]
+    hidden = ["--api-key", "***", "***", "--hf-token=***", "--max-num-batched-tokens", "8", "--tokenizer", "t"]
+    assert list(secrecy.shown_arguments(given)) == hidden
+
+
+def test_the_stores_password_reaches_the_rooms_by_variable_and_no_file(project: Project) -> None:
+    settings = load(project.folder / "ratchet.yaml", {("store",): ("--store", "postgresql://u:pw9@db/p")}, {})
+    plan = rooms.plan(settings, config=project.folder / "settings.yaml")
+    by_name = {room.name: room.environment for room in plan.rooms}
+    assert by_name["proxy"]["RATCHET_STORE"] == "postgresql://u:pw9@db/p"
+    assert "RATCHET_STORE" not in by_name["vllm"]
+    rooms.write_resolved(plan.settings, project.folder / "settings.yaml")
+    written = project.folder / "settings.yaml"
+    assert "pw9" not in written.read_text()
+    again = load(written, environ=by_name["proxy"])
+    assert again.store_url == settings.store_url
+
+
+def test_a_secret_of_vllm_is_neither_printed_nor_written_and_the_state_is_the_owners(project: Project) -> None:
+    project.write(vllm=project.content["vllm"] | {"env": {"HF_TOKEN": "hf-very", "OMP_NUM_THREADS": "2"}})
+    up = project.up()
+    up.send_signal(signal.SIGINT)
+    said, _ = up.communicate(timeout=30)
+    assert "HF_TOKEN=***" in said
+    assert "OMP_NUM_THREADS=2" in said
+    assert "hf-very" not in said
+    assert not [file for file in project.state.rglob("*") if file.is_file() and b"hf-very" in file.read_bytes()]
+    assert stat.S_IMODE(project.state.stat().st_mode) == 0o700
