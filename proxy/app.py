@@ -9,7 +9,9 @@ import time
 from starlette.types import ASGIApp
 
 from proxy.bell import Bell
-from proxy.chat import ChatCompletions
+from proxy.dialects.chat import Chat
+from proxy.dialects.dialect import Dialect
+from proxy.endpoint import Endpoint
 from proxy.health import Health
 from proxy.journal import Journal
 from proxy.linking import Links
@@ -53,12 +55,14 @@ def create_app(settings: ProxySettings, store: Store, upstream: Upstream, url: s
     metrics.journal_bytes.set_function(lambda: journal.bytes)
     metrics.unshipped.set_function(lambda: shipper.backlog)
 
-    chat = ChatCompletions(book, links, recorder, upstream, metrics, settings.body_limit)
+    def captured(dialect: Dialect) -> Endpoint:
+        return Endpoint(dialect, book, links, recorder, upstream, metrics, settings.body_limit)
+
     models = Models(book)
     health = Health(book, upstream, journal, shipper)
     routes = Routes(
         {
-            ("POST", "/chat/completions"): chat,
+            ("POST", "/chat/completions"): captured(Chat()),
             ("GET", "/models"): models,
             ("GET", "/metrics"): metrics,
             ("GET", "/health/live"): health.live,
