@@ -10,7 +10,9 @@ from starlette.types import ASGIApp
 
 from proxy.bell import Bell
 from proxy.dialects.chat import Chat
+from proxy.dialects.count_tokens import CountTokens
 from proxy.dialects.dialect import Dialect
+from proxy.dialects.messages import Messages
 from proxy.endpoint import Endpoint
 from proxy.health import Health
 from proxy.journal import Journal
@@ -63,6 +65,8 @@ def create_app(settings: ProxySettings, store: Store, upstream: Upstream, url: s
     routes = Routes(
         {
             ("POST", "/chat/completions"): captured(Chat()),
+            ("POST", "/messages"): captured(Messages()),
+            ("POST", "/messages/count_tokens"): CountTokens(book, upstream, settings.body_limit),
             ("GET", "/models"): models,
             ("GET", "/metrics"): metrics,
             ("GET", "/health/live"): health.live,

@@ -159,7 +159,8 @@ class Capture:
         try:
             top = _top.decode(data)
             if "error" in top:
-                self.error = str(_object.decode(data)["error"])
+                told = _object.decode(data)["error"]
+                self.error = str(told.get("message") or told) if isinstance(told, dict) else str(told)
                 return data
             self._head(top)
             choices = _choices.decode(top["choices"])
