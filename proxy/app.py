@@ -13,6 +13,7 @@ from proxy.dialects.chat import Chat
 from proxy.dialects.count_tokens import CountTokens
 from proxy.dialects.dialect import Dialect
 from proxy.dialects.messages import Messages
+from proxy.dialects.responses import Responses
 from proxy.endpoint import Endpoint
 from proxy.health import Health
 from proxy.journal import Journal
@@ -65,6 +66,7 @@ def create_app(settings: ProxySettings, store: Store, upstream: Upstream, url: s
     routes = Routes(
         {
             ("POST", "/chat/completions"): captured(Chat()),
+            ("POST", "/responses"): captured(Responses(store)),
             ("POST", "/messages"): captured(Messages()),
             ("POST", "/messages/count_tokens"): CountTokens(book, upstream, settings.body_limit),
             ("GET", "/models"): models,
