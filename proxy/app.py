@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 
 from proxy.bell import Bell
 from proxy.dialects.chat import Chat
+from proxy.dialects.completions import Completions
 from proxy.dialects.count_tokens import CountTokens
 from proxy.dialects.dialect import Dialect
 from proxy.dialects.messages import Messages
@@ -66,6 +67,7 @@ def create_app(settings: ProxySettings, store: Store, upstream: Upstream, url: s
     routes = Routes(
         {
             ("POST", "/chat/completions"): captured(Chat()),
+            ("POST", "/completions"): captured(Completions()),
             ("POST", "/responses"): captured(Responses(store)),
             ("POST", "/messages"): captured(Messages()),
             ("POST", "/messages/count_tokens"): CountTokens(book, upstream, settings.body_limit),

@@ -320,7 +320,8 @@ def _wanted(body: Json, script: Mapping[str, str], ids: list[int]) -> list[int] 
 
 
 def _logprobs(body: Json, script: Mapping[str, str], ids: list[int], place: int) -> Json | None:
-    if body.get("logprobs") in (None, False) or "nologprobs" in script:
+    wanted = body.get("logprobs")  # a number where the call is a text completion
+    if wanted is None or wanted is False or "nologprobs" in script:
         return None
     rows = [
         {"token": chr(i), "logprob": logprob(place + k), "bytes": [i % 256], "top_logprobs": []}

@@ -89,9 +89,10 @@ def test_a_custom_tool_gets_plain_text(proxy: Proxy, vllm: ScriptedVllm) -> None
     answer: Any = agent.responses.create(model="agent", input="#broken", tools=tools)
     assert (answer.output[0].type, answer.output[0].input) == ("custom_tool_call", "{broken")
     assert [tool["function"]["name"] for tool in vllm.calls[-1]["tools"]] == ["search"]
-    item: Any = {"type": "custom_tool_call", "call_id": "c", "name": "search", "input": "words"}
-    output: Any = {"type": "custom_tool_call_output", "call_id": "c", "output": "found"}
-    agent.responses.create(model="agent", input=[{"role": "user", "content": "x"}, item, output], tools=tools)
+    item = {"type": "custom_tool_call", "call_id": "c", "name": "search", "input": "words"}
+    output = {"type": "custom_tool_call_output", "call_id": "c", "output": "found"}
+    history: Any = [{"role": "user", "content": "x"}, item, output]
+    agent.responses.create(model="agent", input=history, tools=tools)
     assert vllm.calls[-1]["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"input":"words"}'
 
 
@@ -161,7 +162,7 @@ def test_structured_output_and_choices_of_tools_reach_vllm(proxy: Proxy, vllm: S
 
 def test_images_are_passed_on_recorded_and_marked(proxy: Proxy, vllm: ScriptedVllm) -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64,AA", "detail": "low"}
-    item: Any = {"role": "user", "content": [{"type": "input_text", "text": "see"}, image]}
+    item = {"role": "user", "content": [{"type": "input_text", "text": "see"}, image]}
     proxy.agent().responses.create(model="agent", input=[item])
     assert vllm.calls[-1]["messages"][0]["content"][1]["image_url"]["url"] == image["image_url"]
     assert last_call(proxy).untrainable == "image"
