@@ -1,7 +1,7 @@
 """Everything else under /v1: forwarded and streamed back, not captured.
 
 A `model` in a JSON body is still an alias and becomes the live version's served name. The routes that change which
-adapters vLLM holds are not for agents.
+adapters vLLM holds are not for agents; responses are the proxy's own, and vLLM knows none of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from proxy.errors import BadRequest, NotFound
 from proxy.policy import PolicyBook
 from proxy.upstream import Upstream
 
-_FORBIDDEN = ("/load_lora_adapter", "/unload_lora_adapter")
+_FORBIDDEN = ("/load_lora_adapter", "/unload_lora_adapter", "/responses/")
 _OURS = ("connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "server", "date")
 
 

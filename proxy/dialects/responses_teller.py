@@ -137,7 +137,7 @@ class ResponseTeller(Teller):
         name = self._item_id(block)
         if block.kind == Kind.THOUGHT:
             content = [{"type": "reasoning_text", "text": block.text}]
-            return {"id": name, "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
+            return {"id": name, "type": "reasoning", "summary": [], "content": content}
         if block.kind == Kind.TEXT:
             part = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
             return {"id": name, "type": "message", "role": "assistant", "status": status, "content": [part]}

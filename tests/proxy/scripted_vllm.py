@@ -56,8 +56,9 @@ def logprob(place: int) -> float:
 class ScriptedVllm:
     """The ASGI application. `calls` holds the bodies that came in, `aborted` counts answers nobody waited for."""
 
-    def __init__(self, base: str = "tiny-base") -> None:
+    def __init__(self, base: str = "tiny-base", obliging: bool = False) -> None:
         self.base = base
+        self.obliging = obliging  # thinks where it is asked to, and calls the first tool until it has a result
         self._numbers = itertools.count()
         self.restart()
 
@@ -115,6 +116,10 @@ class ScriptedVllm:
     async def _chat(self, body: Json, receive: Receive, send: Send) -> None:
         self.calls.append(body)
         script = dict(_DIRECTIVE.findall(_last_text(body["messages"])))
+        if self.obliging and (body.get("reasoning_effort") or body.get("chat_template_kwargs")):
+            script["think"] = "let.me.see"
+        if self.obliging and body.get("tools") and body["messages"][-1]["role"] != "tool":
+            script["tool"] = body["tools"][0]["function"]["name"]
         if body["model"] not in (self.base, *self.adapters):
             await _error(send, 404, f"The model `{body['model']}` does not exist.", "NotFoundError")
         elif self.failures_left > 0:

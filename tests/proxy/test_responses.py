@@ -152,7 +152,7 @@ def test_structured_output_and_choices_of_tools_reach_vllm(proxy: Proxy, vllm: S
     schema = {"type": "object", "properties": {}}
     asked: Any = {"input": "hi", "tools": [*TOOLS, {**TOOLS[0], "name": "read"}], "reasoning": {"effort": "low"}}
     asked["text"] = {"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}}
-    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "read"}]}
+    allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "read"}]}
     proxy.agent().responses.create(model="agent", tool_choice=allowed, **asked)
     sent = vllm.calls[-1]
     assert sent["response_format"]["json_schema"] == {"name": "a", "schema": schema, "strict": True}
@@ -162,7 +162,7 @@ def test_structured_output_and_choices_of_tools_reach_vllm(proxy: Proxy, vllm: S
 
 def test_images_are_passed_on_recorded_and_marked(proxy: Proxy, vllm: ScriptedVllm) -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64,AA", "detail": "low"}
-    item = {"role": "user", "content": [{"type": "input_text", "text": "see"}, image]}
+    item: Any = {"role": "user", "content": [{"type": "input_text", "text": "see"}, image]}
     proxy.agent().responses.create(model="agent", input=[item])
     assert vllm.calls[-1]["messages"][0]["content"][1]["image_url"]["url"] == image["image_url"]
     assert last_call(proxy).untrainable == "image"
