@@ -199,17 +199,17 @@ class Capture:
     def _head(self, top: dict[str, Raw]) -> None:
         if "model" in top:
             top["model"] = self._model
-        self._prompt(top)
+        if "prompt_token_ids" in top:
+            self._prompt(top)
         if "usage" in top and (usage := _usage.decode(top["usage"])):
             self.prompt_tokens = usage.prompt_tokens
             self.completion_tokens = usage.completion_tokens
 
     def _prompt(self, fields: dict[str, Raw]) -> None:
-        if "prompt_token_ids" in fields:
-            raw = fields["prompt_token_ids"] if self._asks_ids else fields.pop("prompt_token_ids")
-            if not self.prompt_ids and (ids := _ids.decode(raw)):
-                self.prompt_ids = pack_ids(ids)
-                self.prompt_tokens = len(ids)
+        raw = fields["prompt_token_ids"] if self._asks_ids else fields.pop("prompt_token_ids")
+        if not self.prompt_ids and (ids := _ids.decode(raw)):
+            self.prompt_ids = pack_ids(ids)
+            self.prompt_tokens = len(ids)
 
     def _choice(self, fields: dict[str, Raw]) -> Answered:
         """Take the tokens out of one choice's fields; hide from the client what it did not ask for."""

@@ -61,7 +61,8 @@ class TextCapture(Capture):
     """What a text completion says; vLLM puts the prompt's ids into each choice."""
 
     def _choice(self, fields: dict[str, Raw]) -> Answered:
-        self._prompt(fields)
+        if "prompt_token_ids" in fields:
+            self._prompt(fields)
         return super()._choice(fields)
 
     def _message(self, fields: dict[str, Raw]) -> dict[str, Any]:
