@@ -9,7 +9,13 @@ import time
 from starlette.types import ASGIApp
 
 from proxy.bell import Bell
-from proxy.chat import ChatCompletions
+from proxy.dialects.chat import Chat
+from proxy.dialects.completions import Completions
+from proxy.dialects.count_tokens import CountTokens
+from proxy.dialects.dialect import Dialect
+from proxy.dialects.messages import Messages
+from proxy.dialects.responses import Responses
+from proxy.endpoint import Endpoint
 from proxy.health import Health
 from proxy.journal import Journal
 from proxy.linking import Links
@@ -53,12 +59,18 @@ def create_app(settings: ProxySettings, store: Store, upstream: Upstream, url: s
     metrics.journal_bytes.set_function(lambda: journal.bytes)
     metrics.unshipped.set_function(lambda: shipper.backlog)
 
-    chat = ChatCompletions(book, links, recorder, upstream, metrics, settings.body_limit)
+    def captured(dialect: Dialect) -> Endpoint:
+        return Endpoint(dialect, book, links, recorder, upstream, metrics, settings.body_limit)
+
     models = Models(book)
     health = Health(book, upstream, journal, shipper)
     routes = Routes(
         {
-            ("POST", "/chat/completions"): chat,
+            ("POST", "/chat/completions"): captured(Chat()),
+            ("POST", "/completions"): captured(Completions()),
+            ("POST", "/responses"): captured(Responses(store)),
+            ("POST", "/messages"): captured(Messages()),
+            ("POST", "/messages/count_tokens"): CountTokens(book, upstream, settings.body_limit),
             ("GET", "/models"): models,
             ("GET", "/metrics"): metrics,
             ("GET", "/health/live"): health.live,

@@ -147,8 +147,7 @@ class Capture:
             self._head(top)
             choices = _choices.decode(top["choices"])
             for fields in choices:
-                choice = self._choice(fields)
-                choice.whole({k: v for k, v in _object.decode(fields["message"]).items() if v is not None})
+                self._choice(fields).whole(self._message(fields))
             top["choices"] = Raw(_encode(choices))
         except (msgspec.DecodeError, KeyError, TypeError) as error:
             raise UpstreamBroke(f"the upstream's answer is not a chat completion: {error}") from error
@@ -159,18 +158,14 @@ class Capture:
         try:
             top = _top.decode(data)
             if "error" in top:
-                self.error = str(_object.decode(data)["error"])
+                told = _object.decode(data)["error"]
+                self.error = str(told.get("message") or told) if isinstance(told, dict) else str(told)
                 return data
             self._head(top)
             choices = _choices.decode(top["choices"])
             idle = bool(choices)
             for fields in choices:
-                choice = self._choice(fields)
-                delta = fields["delta"]
-                if bytes(delta) not in _IDLE_DELTAS:
-                    idle = False
-                    choice.grow(_object.decode(delta))
-                elif choice.finish_reason is not None:
+                if self._grow(self._choice(fields), fields):
                     idle = False
         except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
             self._unread = "a chunk could not be read"
@@ -184,17 +179,37 @@ class Capture:
         top["choices"] = Raw(_encode(choices))
         return _encode(top)
 
+    def _message(self, fields: dict[str, Raw]) -> dict[str, Any]:
+        """Return the message of a whole choice."""
+        return {k: v for k, v in _object.decode(fields["message"]).items() if v is not None}
+
+    def _grow(self, choice: Answered, fields: dict[str, Raw]) -> bool:
+        """Add what a streamed choice says; return whether there is anything in it for the client."""
+        delta = fields["delta"]
+        if bytes(delta) in _IDLE_DELTAS:
+            return choice.finish_reason is not None
+        choice.grow(_object.decode(delta))
+        return True
+
+    def _sampled(self, logprobs: Raw) -> list[float]:
+        """Return the logprobs of the sampled tokens."""
+        found = _logprobs.decode(logprobs)
+        return [token.logprob for token in found.content] if found and found.content else []
+
     def _head(self, top: dict[str, Raw]) -> None:
         if "model" in top:
             top["model"] = self._model
         if "prompt_token_ids" in top:
-            raw = top["prompt_token_ids"] if self._asks_ids else top.pop("prompt_token_ids")
-            if not self.prompt_ids and (ids := _ids.decode(raw)):
-                self.prompt_ids = pack_ids(ids)
-                self.prompt_tokens = len(ids)
+            self._prompt(top)
         if "usage" in top and (usage := _usage.decode(top["usage"])):
             self.prompt_tokens = usage.prompt_tokens
             self.completion_tokens = usage.completion_tokens
+
+    def _prompt(self, fields: dict[str, Raw]) -> None:
+        raw = fields["prompt_token_ids"] if self._asks_ids else fields.pop("prompt_token_ids")
+        if not self.prompt_ids and (ids := _ids.decode(raw)):
+            self.prompt_ids = pack_ids(ids)
+            self.prompt_tokens = len(ids)
 
     def _choice(self, fields: dict[str, Raw]) -> Answered:
         """Take the tokens out of one choice's fields; hide from the client what it did not ask for."""
@@ -206,8 +221,7 @@ class Capture:
             raw = fields["token_ids"] if self._asks_ids else fields.pop("token_ids")
             choice.ids += _ids.decode(raw) or ()
         if "logprobs" in fields:
-            if (found := _logprobs.decode(fields["logprobs"])) and found.content:
-                choice.logprobs += [token.logprob for token in found.content]
+            choice.logprobs += self._sampled(fields["logprobs"])
             if not self._asks_logprobs:
                 fields["logprobs"] = _NULL
         if "finish_reason" in fields:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from proxy.asgi import JSON, Headers
 from proxy.capture import Capture
+from proxy.dialects.dialect import Voice
 from proxy.recorder import Opened
 from proxy.request import ChatRequest
 
@@ -19,7 +20,7 @@ class Exchange:
 
     request: ChatRequest
     opened: Opened
-    capture: Capture
+    voice: Voice
     request_id: bytes
     attempt: tuple[str | None, bytes]  # (key, body): what an SDK's retry repeats
     arrived: float
@@ -28,6 +29,11 @@ class Exchange:
     started: bool = False  # the client has the response's head
     over: bool = False  # its end is recorded
     first_byte_at: float | None = None
+
+    @property
+    def capture(self) -> Capture:
+        """What the answer says so far."""
+        return self.voice.capture
 
     @property
     def policy(self) -> str:

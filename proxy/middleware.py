@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from proxy.asgi import JSON, KEY_ID, Headers, header, send_bytes
-from proxy.errors import ClientLeft, Forbidden, ProxyError, WrongKey, openai_error, to_openai_error
+from proxy.errors import ClientLeft, Forbidden, ProxyError, WrongKey
 from proxy.settings import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, hash_key, is_loopback
+from proxy.shapes import shape_of
 
 log = logging.getLogger("ratchet.proxy")
 
@@ -22,7 +23,7 @@ _OPERATOR_PATH = "/api"
 
 
 class Errors:
-    """Turns our errors into OpenAI-shaped answers; nothing else passes through here."""
+    """Turns our errors into answers in the shape that the path's clients read; nothing else passes through here."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -45,12 +46,13 @@ class Errors:
             headers: Headers = [JSON]
             if error.retry_after is not None:
                 headers.append((b"retry-after", b"%d" % error.retry_after))
-            await send_bytes(send, error.status, to_openai_error(error), headers)
+            await send_bytes(send, error.status, shape_of(scope["path"]).ours(error), headers)
         except Exception:  # the outermost door: a defect of ours is told in the shape that clients read
             if started:
                 raise
             log.exception("event=defect path=%s", scope["path"])
-            await send_bytes(send, 500, openai_error("the proxy failed; its log says why", "server_error"), [JSON])
+            defect = ProxyError("the proxy failed; its log says why")
+            await send_bytes(send, 500, shape_of(scope["path"]).ours(defect), [JSON])
 
 
 class Keys:

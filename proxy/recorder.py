@@ -50,7 +50,7 @@ class Opened:
 
     begun: CallBegun
     link: Link
-    last_key: str  # link key of the prompt's last message
+    last_key: str  # link key of the prompt's last message; empty where nothing can continue the call
     untrainable: str | None
     nodes: tuple[MessageNode, ...]  # all of the prompt
 
@@ -138,12 +138,12 @@ def assemble(opened: Opened, capture: Capture, end: End) -> tuple[CallEnded, lis
             ids=ids,
             logprobs=logprobs,
             reply_node=node.hash,
-            link_key=canon.link_key(opened.last_key, message),
+            link_key=canon.link_key(opened.last_key, message) if opened.last_key else "",
             tool_call_ids=canon.tool_call_ids(message),
         )
         choices.append(choice)
         nodes.append(node)
-        if answered.has_content():
+        if choice.link_key and answered.has_content():
             leaves.append(_leaf(begun, choice, prompt, end.ended_at))
     failed = end.state == CallState.FAILED
     record = CallEnded(

@@ -69,13 +69,8 @@ class ChatRequest:
 
 def read(body: bytes) -> ChatRequest:
     """Return the request in a JSON body. Raises BadRequest with the field that is wrong."""
-    try:
-        fields = _fields.decode(body)
-    except msgspec.DecodeError as error:
-        raise BadRequest(f"the body is not a JSON object: {error}") from error
-    model = _value(fields, "model")
-    if not isinstance(model, str) or not model:
-        raise BadRequest("`model` must be the name of a model", param="model")
+    fields = fields_of(body)
+    model = model_in(fields)
     try:
         messages = _messages.decode(fields["messages"])
     except KeyError:
@@ -84,34 +79,57 @@ def read(body: bytes) -> ChatRequest:
         raise BadRequest(f"`messages` must be a list of objects: {error}", param="messages") from error
     if not messages:
         raise BadRequest("`messages` is empty", param="messages")
-    streamed = _value(fields, "stream") is True
-    options = _value(fields, "stream_options") if streamed else None
-    options = options if isinstance(options, dict) else {}
+    streamed, options = stream_in(fields)
     tools_hash, tools = _tools(bytes(fields["tools"])) if "tools" in fields else ("", b"")
     return ChatRequest(
         fields=fields,
         model=model,
         messages=messages,
         streamed=streamed,
-        asks_ids=_value(fields, "return_token_ids") is True,
-        asks_logprobs=_value(fields, "logprobs") is True,
+        asks_ids=value(fields, "return_token_ids") is True,
+        asks_logprobs=value(fields, "logprobs") is True,
         asks_usage=options.get("include_usage") is True,
         stream_options=options,
         sampling=sampling_in(fields),
         tools_hash=tools_hash,
         tools=tools,
-        trajectory=_trajectory(fields),
-        untrainable=_untrainable(fields, messages),
+        trajectory=trajectory_in(fields),
+        untrainable=untrainable_by(fields, messages),
     )
+
+
+def fields_of(body: bytes) -> dict[str, Raw]:
+    """Return the first level of a JSON body. Raises BadRequest."""
+    try:
+        return _fields.decode(body)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"the body is not a JSON object: {error}") from error
+
+
+def model_in(fields: Mapping[str, Raw]) -> str:
+    """Return the model's name. Raises BadRequest."""
+    model = value(fields, "model")
+    if not isinstance(model, str) or not model:
+        raise BadRequest("`model` must be the name of a model", param="model")
+    return model
+
+
+def stream_in(fields: Mapping[str, Raw]) -> tuple[bool, dict[str, Any]]:
+    """Return whether a stream is asked for, and its options."""
+    streamed = value(fields, "stream") is True
+    options = value(fields, "stream_options") if streamed else None
+    return streamed, options if isinstance(options, dict) else {}
 
 
 def sampling_in(fields: Mapping[str, Raw]) -> dict[str, Any]:
     """Return the sampling parameters as they were sent; `True` in place of a large one."""
-    sent = [(name, fields[name]) for name in SAMPLING if name in fields]
-    return {name: msgspec.json.decode(raw) if len(bytes(raw)) <= _LARGE else True for name, raw in sent}
+    return {
+        name: value(fields, name) if len(bytes(fields[name])) <= _LARGE else True for name in SAMPLING if name in fields
+    }
 
 
-def _value(fields: Mapping[str, Raw], name: str) -> Any:
+def value(fields: Mapping[str, Raw], name: str) -> Any:
+    """Return a field decoded; None where it is absent."""
     return msgspec.json.decode(fields[name]) if name in fields else None
 
 
@@ -121,17 +139,18 @@ def _tools(raw: bytes) -> tuple[str, bytes]:
     return canon.tools_hash(msgspec.json.decode(raw))
 
 
-def _trajectory(fields: Mapping[str, Raw]) -> str | None:
-    metadata = _value(fields, "metadata")
+def trajectory_in(fields: Mapping[str, Raw]) -> str | None:
+    """Return the trajectory that the body's metadata names."""
+    metadata = value(fields, "metadata")
     named = metadata.get("trajectory_id") if isinstance(metadata, dict) else None
     return named if isinstance(named, str) and named else None
 
 
-def _untrainable(fields: Mapping[str, Raw], messages: Sequence[Mapping[str, Any]]) -> str | None:
+def untrainable_by(fields: Mapping[str, Raw], messages: Sequence[Mapping[str, Any]]) -> str | None:
     """Return why the answer's tokens may not be trained, as far as the request tells."""
-    if _value(fields, "echo") is True:
+    if value(fields, "echo") is True:
         return "echo"
-    if _value(fields, "use_beam_search") is True:
+    if value(fields, "use_beam_search") is True:
         return "beam search"
     for message in messages:
         content = message.get("content")

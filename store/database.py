@@ -31,7 +31,8 @@ def _url(text: str) -> sa.URL:
     try:
         url = sa.make_url(text)
     except sa.exc.ArgumentError as error:
-        raise StoreError(f"--store {text!r} is not a database URL; use a path or postgresql://...") from error
+        # The text may hold a password: only its beginning is told.
+        raise StoreError(f"--store {text[:12]!r}... is not a database URL; use a path or postgresql://...") from error
     if url.drivername in ("postgresql", "postgres"):
         url = url.set(drivername="postgresql+psycopg")
     if url.get_backend_name() not in ("sqlite", "postgresql"):
@@ -156,4 +157,7 @@ def migrate(engine: sa.Engine) -> None:
             command.upgrade(config, "head")
             connection.commit()
     except DBAPIError as error:
-        raise StoreUnavailable(f"the store could not be migrated: {error.orig}") from error
+        raise StoreUnavailable(
+            f"the store {engine.url.render_as_string()} could not be migrated: {error.orig}; is its disk full, may it be "
+            "written, is another process migrating it?"
+        ) from error

@@ -79,7 +79,9 @@ class CallBegun(Record, frozen=True, tag="begun"):
     dialect: str  # chat, completions, responses, messages
     streamed: bool
     linked_by: str  # how the trajectory was found: root, path, header, body, graph, graph+tool_ids, retry
-    prompt_node: str  # hash of the last message of the prompt ("" for prompts without messages)
+    prompt_node: (
+        str  # hash of the last message of the prompt; a text completion's prompt is one message of the role "prompt"
+    )
     tools_hash: str = ""
     parent_call: str | None = None
     parent_choice: int = 0

@@ -118,6 +118,11 @@ class Trajectories:
             tools = _load_tools(connection, trajectory.tools_hash)
         return Transcript(trajectory=trajectory, calls=tuple(calls), messages=messages, tools=tools)
 
+    def path(self, leaf: str) -> tuple[Mapping[str, Any], ...]:
+        """Return the messages from the first one to the one named `leaf`; none where it is not stored."""
+        with read(self._engine) as connection:
+            return load_path(connection, leaf)
+
     def context_calls(self, transcript: Transcript) -> tuple[Call, ...]:
         """Return the transcript's calls after those of earlier trajectories that they continue, oldest first."""
         found = {call.id: call for call in transcript.calls}

@@ -2,9 +2,10 @@
 
 A token is a byte (0 to 255); 256 and 257 begin and end a turn, so that a prompt that repeats an answer word for word
 begins with its tokens. Directives in the last message say how to answer: `#say=WORDS` (dots for spaces), `#tokens=N`,
-`#tool=NAME` (`#drift` samples its arguments in another spacing than the template renders), `#delay=SECONDS` per
-token, `#status=CODE`, `#cut=N` breaks off after N tokens, `#fault=N` puts an error event there, `#noids`,
-`#nologprobs`, `#short` (one logprob too few), `#html` (an error that is a page).
+`#think=WORDS` before it, `#tool=NAME` or `#tool=ONE+OTHER` (`#drift` samples the arguments in another spacing than the
+template renders, `#broken` samples arguments that are no JSON), `#delay=SECONDS` per token, `#status=CODE`, `#cut=N`
+breaks off after N tokens, `#fault=N` puts an error event there, `#length` and `#stopped=WORD` end for another reason,
+`#noids`, `#nologprobs`, `#short` (one logprob too few), `#html` (an error that is a page).
 
 Run alone: `python -m tests.proxy.scripted_vllm PORT`.
 """
@@ -55,8 +56,9 @@ def logprob(place: int) -> float:
 class ScriptedVllm:
     """The ASGI application. `calls` holds the bodies that came in, `aborted` counts answers nobody waited for."""
 
-    def __init__(self, base: str = "tiny-base") -> None:
+    def __init__(self, base: str = "tiny-base", obliging: bool = False) -> None:
         self.base = base
+        self.obliging = obliging  # thinks where it is asked to, and calls the first tool until it has a result
         self._numbers = itertools.count()
         self.restart()
 
@@ -93,6 +95,11 @@ class ScriptedVllm:
             await self._chat(json.loads(body), receive, send)
         elif path == "/v1/embeddings" and json.loads(body).get("model", self.base) not in (self.base, *self.adapters):
             await _error(send, 404, f"The model `{json.loads(body)['model']}` does not exist.", "NotFoundError")
+        elif path == "/v1/completions":
+            await self._chat(with_prompt(json.loads(body)), receive, send)
+        elif path == "/tokenize":
+            self.calls.append(json.loads(body))
+            await _json(send, 200, {"count": len(render(json.loads(body)["messages"])), "max_model_len": 4096})
         else:
             await _json(send, 200, {"path": path, "body": body.decode()})
 
@@ -115,6 +122,10 @@ class ScriptedVllm:
     async def _chat(self, body: Json, receive: Receive, send: Send) -> None:
         self.calls.append(body)
         script = dict(_DIRECTIVE.findall(_last_text(body["messages"])))
+        if self.obliging and (body.get("reasoning_effort") or body.get("chat_template_kwargs")):
+            script["think"] = "let.me.see"
+        if self.obliging and body.get("tools") and body["messages"][-1]["role"] != "tool":
+            script["tool"] = body["tools"][0]["function"]["name"]
         if body["model"] not in (self.base, *self.adapters):
             await _error(send, 404, f"The model `{body['model']}` does not exist.", "NotFoundError")
         elif self.failures_left > 0:
@@ -132,7 +143,7 @@ class ScriptedVllm:
         try:
             choices = [_Choice(index, self._words(script), body, script) for index in range(body.get("n") or 1)]
             head = {"id": f"chatcmpl-{next(self._numbers)}", "created": int(time.time()), "model": body["model"]}
-            prompt = render(body["messages"])
+            prompt = body["prompt_ids"] if "prompt_ids" in body else render(body["messages"])
             delay = float(script.get("delay", 0))
             if body.get("stream"):
                 await self._stream(body, script, head, prompt, choices, delay, gone, send)
@@ -147,11 +158,17 @@ class ScriptedVllm:
             gone.cancel()
 
     def _words(self, script: Mapping[str, str]) -> str:
+        thought = f"<think>{script['think'].replace('.', ' ')}</think>" if "think" in script else ""
+        if "broken" in script:
+            return thought + "<tool_call>{broken</tool_call>"
         if "tool" in script:
-            return tool_text(script["tool"], {"q": "budget", "n": 2}, "drift" in script)
+            arguments = {"q": "budget", "n": 2}
+            return thought + "".join(
+                tool_text(name, arguments, "drift" in script) for name in script["tool"].split("+")
+            )
         if "tokens" in script:
-            return "x" * int(script["tokens"])
-        return script.get("say", f"answer.{next(self._numbers)}").replace(".", " ")
+            return thought + "x" * int(script["tokens"])
+        return thought + script.get("say", f"answer.{next(self._numbers)}").replace(".", " ")
 
     async def _stream(
         self,
@@ -171,8 +188,9 @@ class ScriptedVllm:
                 "headers": [(b"content-type", b"text/event-stream; charset=utf-8")],
             }
         )
-        head = {**head, "object": "chat.completion.chunk"}
-        for choice in choices:
+        text = "prompt_ids" in body
+        head = {**head, "object": "text_completion" if text else "chat.completion.chunk"}
+        for choice in () if text else choices:
             first = {"index": choice.index, "delta": {"role": "assistant", "content": ""}}
             first |= {"logprobs": None, "finish_reason": None}
             await _event(send, {**head, "choices": [first], "prompt_token_ids": _wanted(body, script, prompt)})
@@ -187,6 +205,8 @@ class ScriptedVllm:
             if script.get("fault") == str(place):
                 await _event(send, {"error": {"message": "scripted fault", "type": "InternalServerError", "code": 500}})
                 break
+            if text:
+                step = text_step(step, _wanted(body, script, prompt) if place % len(choices[0].steps) == 0 else None)
             await _event(send, {**head, "choices": [step]})
         if (body.get("stream_options") or {}).get("include_usage"):
             await _event(send, {**head, "choices": [], "usage": _usage(prompt, choices)})
@@ -198,45 +218,68 @@ class _Choice:
 
     def __init__(self, index: int, words: str, body: Json, script: Mapping[str, str]) -> None:
         self.index = index
+        self.words = words
         self.ids = [*words.encode(), END]
-        called = re.fullmatch(r"<tool_call>(.*)</tool_call>", words)
-        self.message: Json = {
-            "role": "assistant",
-            "content": words,
-            "refusal": None,
-            "annotations": None,
-            "audio": None,
-        }
+        self.message: Json = {"role": "assistant", "content": None, "refusal": None, "annotations": None, "audio": None}
         self.message |= {"function_call": None, "reasoning": None}
-        self.finish = "stop"
-        if called:
-            parsed = json.loads(called[1])
-            function = {"name": parsed["name"], "arguments": json.dumps(parsed["arguments"])}
-            call = {"id": f"chatcmpl-tool-{time.time_ns()}{index}", "type": "function", "function": function}
-            self.message |= {"content": None, "tool_calls": [call]}
-            self.finish = "tool_calls"
+        self.stop_reason = script.get("stopped")
+        self.deltas: dict[int, Json] = {}  # by the place of the token that brings them
+        self._thought_and_text(body)
+        self._tool_calls(body)
+        self.finish = "tool_calls" if "tool_calls" in self.message else "stop"
+        self.finish = "length" if "length" in script else self.finish
         self.steps = list(self._steps(body, script))
 
+    def _thought_and_text(self, body: Json) -> None:
+        thought = re.match(r"<think>(.*?)</think>", self.words)
+        if thought and "prompt_ids" not in body:
+            self.message["reasoning"] = thought[1]
+            self.deltas |= {place: {"reasoning": self.words[place]} for place in range(*thought.span(1))}
+        start = thought.end() if thought else 0
+        if "<tool_call>" not in self.words:
+            self.message["content"] = self.words[start:]
+            self.deltas |= {place: {"content": self.words[place]} for place in range(start, len(self.words))}
+
+    def _tool_calls(self, body: Json) -> None:
+        for number, called in enumerate(re.finditer(r"<tool_call>(.*?)</tool_call>", self.words)):
+            broken = called[1] == "{broken"
+            parsed = {"name": "search"} if broken else json.loads(called[1])
+            function = {"name": parsed["name"], "arguments": called[1] if broken else json.dumps(parsed["arguments"])}
+            name = f"chatcmpl-tool-{time.time_ns()}{self.index}{number}"
+            call = {"id": name, "type": "function", "function": function}
+            self.message.setdefault("tool_calls", []).append(call)
+            text, start = function["arguments"], called.start()
+            told = {"index": number, **call, "function": {"name": function["name"], "arguments": ""}}
+            self.deltas[start + 5] = {"tool_calls": [told]}
+            self.deltas[start + 9] = {"tool_calls": [{"index": number, "function": {"arguments": text[:4]}}]}
+            self.deltas[start + 10] = {"tool_calls": [{"index": number, "function": {"arguments": text[4:]}}]}
+
     def _steps(self, body: Json, script: Mapping[str, str]) -> Iterator[Json]:
-        """The streamed choices, one per token; a tool call's markup has empty deltas."""
-        calls = self.message.get("tool_calls")
+        """The streamed choices, one per token; markup has empty deltas."""
         for place, token in enumerate(self.ids):
             last = place == len(self.ids) - 1
-            delta: Json = {} if last or calls else {"content": chr(token)}
-            if calls and place == 5:
-                named = {"name": calls[0]["function"]["name"], "arguments": ""}
-                delta = {"tool_calls": [{**calls[0], "index": 0, "function": named}]}
-            if calls and place in (9, 10):
-                text = calls[0]["function"]["arguments"]
-                text = text[:4] if place == 9 else text[4:]
-                delta = {"tool_calls": [{"index": 0, "function": {"arguments": text}}]}
-            step: Json = {"index": self.index, "delta": delta, "finish_reason": self.finish if last else None}
+            step: Json = {"index": self.index, "delta": self.deltas.get(place, {})}
+            step["finish_reason"] = self.finish if last else None
             step["logprobs"] = _logprobs(body, script, [token], place)
             step["token_ids"] = _wanted(body, script, [token])
-            yield {**step, "stop_reason": None} if last else step
+            yield {**step, "stop_reason": self.stop_reason} if last else step
 
 
 def _whole(body: Json, script: Mapping[str, str], head: Json, prompt: list[int], choices: Sequence[_Choice]) -> Json:
+    if "prompt_ids" in body:
+        ids = _wanted(body, script, prompt)
+        steps = [
+            {
+                "index": choice.index,
+                "delta": {"content": choice.words},
+                "logprobs": _logprobs(body, script, choice.ids, 0),
+                "finish_reason": choice.finish,
+                "token_ids": _wanted(body, script, choice.ids),
+            }
+            for choice in choices
+        ]
+        told = [text_step(step, ids) for step in steps]
+        return {**head, "object": "text_completion", "choices": told, "usage": _usage(prompt, choices)}
     return {
         **head,
         "object": "chat.completion",
@@ -246,7 +289,7 @@ def _whole(body: Json, script: Mapping[str, str], head: Json, prompt: list[int],
                 "message": choice.message,
                 "logprobs": _logprobs(body, script, choice.ids, 0),
                 "finish_reason": choice.finish,
-                "stop_reason": None,
+                "stop_reason": choice.stop_reason,
                 "token_ids": _wanted(body, script, choice.ids),
             }
             for choice in choices
@@ -260,12 +303,36 @@ def _whole(body: Json, script: Mapping[str, str], head: Json, prompt: list[int],
     }
 
 
+def with_prompt(body: Json) -> Json:
+    """Return a text completion's body with its prompt as ids, and as the message that holds the directives."""
+    prompt = body["prompt"]
+    ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
+    text = bytes(i for i in ids if i < 256).decode()
+    return {**body, "prompt_ids": ids, "messages": [{"role": "user", "content": text}]}
+
+
+def text_step(step: Json, prompt_ids: list[int] | None) -> Json:
+    """Return a choice as text completions tell it."""
+    text = step["delta"].get("content") or ""
+    rows = (step["logprobs"] or {}).get("content")
+    told = {**step, "text": text, "logprobs": None, "prompt_token_ids": prompt_ids, "stop_reason": None}
+    if rows is not None:
+        told["logprobs"] = {
+            "text_offset": [0] * len(rows),
+            "token_logprobs": [row["logprob"] for row in rows],
+            "tokens": [row["token"] for row in rows],
+            "top_logprobs": [None] * len(rows),
+        }
+    return {name: value for name, value in told.items() if name != "delta"}
+
+
 def _wanted(body: Json, script: Mapping[str, str], ids: list[int]) -> list[int] | None:
     return ids if body.get("return_token_ids") and "noids" not in script else None
 
 
 def _logprobs(body: Json, script: Mapping[str, str], ids: list[int], place: int) -> Json | None:
-    if not body.get("logprobs") or "nologprobs" in script:
+    wanted = body.get("logprobs")  # a number where the call is a text completion
+    if wanted is None or wanted is False or "nologprobs" in script:
         return None
     rows = [
         {"token": chr(i), "logprob": logprob(place + k), "bytes": [i % 256], "top_logprobs": []}

@@ -1,8 +1,10 @@
-"""POST /v1/chat/completions: the hot path.
+"""The hot path: one captured call, in whatever dialect it is asked.
 
-One call, in order: read the request; fix trajectory, policy version and sampling; journal the beginning; forward;
-pass the answer on as it comes, without what the client did not ask for; make the end durable; send the last byte.
+In order: read the request; fix trajectory, policy version and sampling; journal the beginning; forward; pass the
+answer on as it comes, without what the client did not ask for; make the end durable; send the last byte.
 A client that leaves stops the upstream at once, and what was generated is recorded.
+
+What a request means and how an answer is worded is the dialect's; nothing here knows one.
 """
 
 from __future__ import annotations
@@ -16,40 +18,35 @@ from dataclasses import replace
 
 from starlette.types import Receive, Scope, Send
 
-from proxy import identity, request
+from proxy import identity
 from proxy.adapters import Adapters
 from proxy.asgi import KEY_ID, headers_of, read_body, send_bytes
-from proxy.capture import Capture
+from proxy.dialects.dialect import LARGE, Asked, Dialect, Voice
 from proxy.disconnect import Watch
-from proxy.errors import BadRequest, UpstreamBroke, UpstreamError, to_openai_error, with_openai_shape
+from proxy.errors import UpstreamBroke, UpstreamError
 from proxy.exchange import Exchange
 from proxy.linking import Links
 from proxy.metrics import Metrics
 from proxy.policy import PolicyBook
 from proxy.recorder import End, Recorder
-from proxy.request import ChatRequest
 from proxy.sse import DONE, Events
 from proxy.upstream import Answer, Upstream
-from store import messages as canon
 from store.ids import new_id
-from store.records import CallBegun, MessageNode
+from store.records import CallBegun
 from store.states import CallState
 
 log = logging.getLogger("ratchet.proxy")
 
-PATH = "/v1/chat/completions"
-_LARGE = 256 * 1024  # bytes; larger bodies are read in a thread
 _RETRIED = (408, 409, 429)  # and every 5xx: what the SDKs try again
 _KEPT_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
 
-_Understood = tuple[ChatRequest, tuple[MessageNode, ...], tuple[str, ...]]
 
-
-class ChatCompletions:
-    """The endpoint; its collaborators are given once."""
+class Endpoint:
+    """The endpoint of one dialect; its collaborators are given once."""
 
     def __init__(
         self,
+        dialect: Dialect,
         book: PolicyBook,
         links: Links,
         recorder: Recorder,
@@ -57,6 +54,7 @@ class ChatCompletions:
         metrics: Metrics,
         body_limit: int,
     ) -> None:
+        self._dialect = dialect
         self._book = book
         self._links = links
         self._recorder = recorder
@@ -68,9 +66,9 @@ class ChatCompletions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
         body = await read_body(receive, self._body_limit)
-        understood = await asyncio.to_thread(_understand, body) if len(body) > _LARGE else _understand(body)
+        asked = await self._dialect.read(body, scope[KEY_ID])
         headers = headers_of(scope)
-        exchange = self._open(scope, headers, understood, body, arrived)
+        exchange = self._open(scope, headers, asked, body, arrived)
         self._metrics.under_way.inc()
         with Watch(receive) as watch:
             try:
@@ -92,14 +90,14 @@ class ChatCompletions:
         self,
         scope: Scope,
         headers: dict[bytes, bytes],
-        understood: _Understood,
+        asked: Asked,
         body: bytes,
         arrived: float,
     ) -> Exchange:
         """Fix the call's identity, version and sampling, and journal its beginning. Nothing here waits."""
-        asked, nodes, keys = understood
-        alias, wanted = self._book.choose(asked.model)
-        link = self._links.find(identity.evidence(scope, headers, asked, keys, (alias, wanted), body))
+        request, nodes, keys = asked.request, asked.nodes, asked.keys
+        alias, wanted = self._book.choose(request.model)
+        link = self._links.find(identity.evidence(scope, headers, request, keys, (alias, wanted), body))
         version = next(known for known in (link.version, wanted, self._book.live(alias)) if known is not None)
         link = replace(link, version=version)
         now = time.time()
@@ -112,11 +110,11 @@ class ChatCompletions:
             started_at=now,
             alias=alias,
             version=version,
-            dialect="chat",
-            streamed=asked.streamed,
+            dialect=self._dialect.name,
+            streamed=request.streamed,
             linked_by=link.linked_by,
-            prompt_node=nodes[-1].hash,
-            tools_hash=asked.tools_hash,
+            prompt_node=nodes[-1].hash if nodes else "",
+            tools_hash=request.tools_hash,
             parent_call=link.parent.call_id if link.parent else None,
             parent_choice=link.parent.choice if link.parent else 0,
             key_id=scope[KEY_ID],
@@ -124,17 +122,12 @@ class ChatCompletions:
             role=role,
             tags=tags,
             purpose=link.purpose,
-            sampling=asked.sampling,
+            sampling=request.sampling,
         )
         return Exchange(
-            request=asked,
-            opened=self._recorder.begin(asked, link, begun, nodes, keys[-1]),
-            capture=Capture(
-                f"{alias}@{version}",
-                asks_ids=asked.asks_ids,
-                asks_logprobs=asked.asks_logprobs,
-                asks_usage=asked.asks_usage,
-            ),
+            request=request,
+            opened=self._recorder.begin(request, link, begun, nodes, keys[-1] if keys else ""),
+            voice=asked.voice(begun),
             request_id=identity.request_id(headers, begun.call_id),
             attempt=(scope[KEY_ID], body),
             arrived=arrived,
@@ -160,9 +153,9 @@ class ChatCompletions:
         url = exchange.url = self._upstream.place(begun.trajectory_id)
         sent = time.perf_counter()
         try:
-            answer = await self._upstream.post_json(url, PATH, body, trace)
+            answer = await self._upstream.post_json(url, self._dialect.path, body, trace)
             if await self._adapters.load_for(answer, begun.alias, begun.version):
-                return await self._upstream.post_json(url, PATH, body, trace)
+                return await self._upstream.post_json(url, self._dialect.path, body, trace)
             return answer
         finally:
             exchange.upstream_seconds += time.perf_counter() - sent
@@ -172,8 +165,8 @@ class ChatCompletions:
         body = await answer.read()
         exchange.upstream_seconds += time.perf_counter() - waited
         exchange.first_byte_at = time.time()
-        read = exchange.capture.whole
-        payload = await asyncio.to_thread(read, body) if len(body) > _LARGE else read(body)
+        read = exchange.voice.whole
+        payload = await asyncio.to_thread(read, body) if len(body) > LARGE else read(body)
         await _wait(self._end(exchange, CallState.ANSWERED, 200))
         await self._last(exchange, 200, payload, exchange.headers(), send, watch)
 
@@ -184,7 +177,7 @@ class ChatCompletions:
         events = Events()
         pieces = answer.pieces()
         async for piece in pieces:
-            out, done = _client_events(exchange.capture, events, piece)
+            out, done = _client_events(exchange.voice, events, piece)
             if out:
                 await send({"type": "http.response.body", "body": b"".join(out), "more_body": True})
                 if exchange.first_byte_at is None:
@@ -194,10 +187,11 @@ class ChatCompletions:
                 break
         else:
             raise UpstreamBroke(f"upstream {answer.url} ended its stream without [DONE]")
+        last = exchange.voice.end()
         broken = exchange.capture.error
         await _wait(self._end(exchange, CallState.FAILED if broken else CallState.ANSWERED, 200, broken))
         watch.stop()
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        await send({"type": "http.response.body", "body": last})
         with contextlib.suppress(TimeoutError, UpstreamError):
             async with asyncio.timeout(1.0):  # read to the end, so that the connection can be used again
                 async for _ in pieces:
@@ -205,7 +199,7 @@ class ChatCompletions:
 
     async def _refuse(self, exchange: Exchange, answer: Answer, send: Send, watch: Watch) -> None:
         """Pass on an upstream's error: its status, its body, and when to come back."""
-        body, message = with_openai_shape(answer.status, await answer.read())
+        body, message = self._dialect.shape.theirs(answer.status, await answer.read())
         self._metrics.upstream_errors.labels(f"status_{answer.status // 100}xx").inc()
         headers = exchange.headers()
         headers += [(n.encode(), answer.headers[n].encode()) for n in _KEPT_HEADERS if n in answer.headers]
@@ -216,13 +210,13 @@ class ChatCompletions:
         """The upstream failed us: an error answer, or an error event where the answer has begun."""
         self._metrics.upstream_errors.labels(error.code or "other").inc()
         log.warning("event=call_failed call=%s reason=%r", exchange.opened.begun.call_id, str(error))
-        payload = to_openai_error(error)
         if not exchange.over:
             await _wait(self._end(exchange, CallState.FAILED, 200 if exchange.started else error.status, str(error)))
         if exchange.started:
             watch.stop()
-            await send({"type": "http.response.body", "body": b"data: " + payload + b"\n\n"})
+            await send({"type": "http.response.body", "body": exchange.voice.failed(error)})
         else:
+            payload = self._dialect.shape.ours(error)
             await self._last(exchange, error.status, payload, exchange.headers(), send, watch)
 
     def _abandon(self, exchange: Exchange, left: bool) -> None:
@@ -259,16 +253,7 @@ class ChatCompletions:
         await send_bytes(send, status, body, list(headers))
 
 
-def _understand(body: bytes) -> _Understood:
-    """Return the request, its message nodes and its link keys. Raises BadRequest."""
-    try:
-        asked = request.read(body)
-        return asked, canon.path(asked.messages), canon.link_keys(asked.messages)
-    except (TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise BadRequest(f"the request has a field of the wrong kind: {error}") from error
-
-
-def _client_events(capture: Capture, events: Events, piece: bytes) -> tuple[list[bytes], bool]:
+def _client_events(voice: Voice, events: Events, piece: bytes) -> tuple[list[bytes], bool]:
     """Return the events of `piece` in the client's form, and whether the stream is done."""
     out: list[bytes] = []
     for data, raw in events.feed(piece):
@@ -276,8 +261,8 @@ def _client_events(capture: Capture, events: Events, piece: bytes) -> tuple[list
             out.append(raw)
         elif data == DONE:
             return out, True
-        elif (kept := capture.chunk(data)) is not None:
-            out.append(b"data: " + kept + b"\n\n")
+        elif worded := voice.chunk(data):
+            out.append(worded)
     return out, False
 
 

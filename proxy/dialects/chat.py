@@ -1,0 +1,66 @@
+"""POST /v1/chat/completions: vLLM's own dialect, passed on byte for byte but for what was not asked for."""
+
+from __future__ import annotations
+
+from proxy import request
+from proxy.capture import Capture
+from proxy.dialects.dialect import Asked, asked, read_body_with, told_policy
+from proxy.errors import ProxyError, to_openai_error
+from proxy.request import ChatRequest
+from proxy.shapes import OPENAI
+from store.records import CallBegun
+
+PATH = "/v1/chat/completions"
+
+
+class Chat:
+    """The dialect."""
+
+    name = "chat"
+    path = PATH
+    shape = OPENAI
+
+    async def read(self, body: bytes, key_id: str | None) -> Asked:
+        """Return what a request asks for. Raises BadRequest."""
+        return await read_body_with(_read, body)
+
+
+def _read(body: bytes) -> Asked:
+    wanted = request.read(body)
+    return asked(wanted, lambda begun: PlainVoice(capture_for(wanted, begun)))
+
+
+def capture_for(wanted: ChatRequest, begun: CallBegun) -> Capture:
+    """Return the capture of a chat call."""
+    return Capture(
+        told_policy(begun),
+        asks_ids=wanted.asks_ids,
+        asks_logprobs=wanted.asks_logprobs,
+        asks_usage=wanted.asks_usage,
+    )
+
+
+class PlainVoice:
+    """Says what vLLM says; the capture has taken out what the client did not ask for."""
+
+    __slots__ = ("capture",)
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+
+    def whole(self, body: bytes) -> bytes:
+        """Return the client's form of an answer that did not stream. Raises UpstreamBroke."""
+        return self.capture.whole(body)
+
+    def chunk(self, data: bytes) -> bytes | None:
+        """Return the client's event for one streamed chunk."""
+        kept = self.capture.chunk(data)
+        return None if kept is None else b"data: " + kept + b"\n\n"
+
+    def end(self) -> bytes:
+        """Return the last event."""
+        return b"data: [DONE]\n\n"
+
+    def failed(self, error: ProxyError) -> bytes:
+        """Return the error as an event."""
+        return b"data: " + to_openai_error(error) + b"\n\n"

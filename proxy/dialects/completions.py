@@ -1,0 +1,115 @@
+"""POST /v1/completions: plain text in, plain text out, passed on byte for byte but for what was not asked for.
+
+A prompt (text or token ids) has no messages that a later call could continue, so each call begins a trajectory,
+unless the client names one. It is recorded as one message of the role `prompt`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from proxy import request
+from proxy.capture import Answered, Capture
+from proxy.dialects.chat import PlainVoice
+from proxy.dialects.dialect import Asked, read_body_with, told_policy
+from proxy.errors import BadRequest
+from proxy.request import ChatRequest
+from proxy.shapes import OPENAI
+from store import messages as canon
+
+PATH = "/v1/completions"
+
+
+class Completions:
+    """The dialect."""
+
+    name = "completions"
+    path = PATH
+    shape = OPENAI
+
+    async def read(self, body: bytes, key_id: str | None) -> Asked:
+        """Return what a request asks for. Raises BadRequest."""
+        return await read_body_with(_read, body)
+
+
+@dataclass(slots=True)
+class TextRequest(ChatRequest):
+    """A request without messages; its `logprobs` is a number."""
+
+    def outgoing(self, served_name: str) -> bytes:
+        """Return the body for vLLM: the served model, and the request for ids, logprobs and usage."""
+        fields = {**self.fields, "model": Raw(msgspec.json.encode(served_name)), "return_token_ids": Raw(b"true")}
+        if not self.asks_logprobs:
+            fields["logprobs"] = Raw(b"0")
+        if self.streamed:
+            fields["stream_options"] = Raw(msgspec.json.encode({**self.stream_options, "include_usage": True}))
+        return msgspec.json.encode(fields)
+
+
+class _TextLogprobs(msgspec.Struct):
+    token_logprobs: list[float | None] = []
+
+
+_logprobs = msgspec.json.Decoder(_TextLogprobs | None)
+
+
+class TextCapture(Capture):
+    """What a text completion says; vLLM puts the prompt's ids into each choice."""
+
+    def _choice(self, fields: dict[str, Raw]) -> Answered:
+        if "prompt_token_ids" in fields:
+            self._prompt(fields)
+        return super()._choice(fields)
+
+    def _message(self, fields: dict[str, Raw]) -> dict[str, Any]:
+        return {"role": "assistant", "content": msgspec.json.decode(fields["text"], type=str)}
+
+    def _grow(self, choice: Answered, fields: dict[str, Raw]) -> bool:
+        text = msgspec.json.decode(fields["text"], type=str)
+        choice.grow({"content": text})
+        return bool(text) or choice.finish_reason is not None
+
+    def _sampled(self, logprobs: Raw) -> list[float]:
+        found = _logprobs.decode(logprobs)
+        return [value for value in found.token_logprobs if value is not None] if found else []
+
+
+def _read(body: bytes) -> Asked:
+    fields = request.fields_of(body)
+    model = request.model_in(fields)
+    if "prompt" not in fields and "prompt_embeds" not in fields:
+        raise BadRequest("`prompt` is missing", param="prompt")
+    prompt = request.value(fields, "prompt")
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    streamed, options = request.stream_in(fields)
+    wanted = TextRequest(
+        fields=fields,
+        model=model,
+        messages=[],
+        streamed=streamed,
+        asks_ids=request.value(fields, "return_token_ids") is True,
+        asks_logprobs=request.value(fields, "logprobs") is not None,
+        asks_usage=options.get("include_usage") is True,
+        stream_options=options,
+        sampling=request.sampling_in(fields),
+        trajectory=request.trajectory_in(fields),
+        untrainable="several prompts" if several else request.untrainable_by(fields, ()),
+    )
+    node = canon.node(canon.ROOT, {"role": "prompt", "content": prompt})
+    return Asked(
+        request=wanted,
+        nodes=(node,),
+        keys=(),
+        voice=lambda begun: PlainVoice(
+            TextCapture(
+                told_policy(begun),
+                asks_ids=wanted.asks_ids,
+                asks_logprobs=wanted.asks_logprobs,
+                asks_usage=wanted.asks_usage,
+            )
+        ),
+    )

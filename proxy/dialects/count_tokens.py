@@ -1,0 +1,70 @@
+"""POST /v1/messages/count_tokens: how long the prompt of such a call would be, by vLLM's own template and tokenizer.
+
+Asks vLLM's /tokenize with the translated messages, so that the count is that of the inner chat call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from proxy.asgi import JSON, read_body, send_bytes, send_json
+from proxy.dialects import inner, messages_request
+from proxy.dialects.dialect import read_body_with
+from proxy.disconnect import Watch
+from proxy.errors import UpstreamBroke
+from proxy.policy import PolicyBook
+from proxy.shapes import ANTHROPIC
+from proxy.upstream import Upstream
+
+PATH = "/tokenize"
+
+
+class CountTokens:
+    """The endpoint. Nothing is generated, so nothing is recorded."""
+
+    def __init__(self, book: PolicyBook, upstream: Upstream, body_limit: int) -> None:
+        self._book = book
+        self._upstream = upstream
+        self._body_limit = body_limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body_with(self._body, await read_body(receive, self._body_limit))
+        with Watch(receive) as watch:
+            try:
+                status, answer = await self._ask(body)
+            except asyncio.CancelledError:
+                if not watch.left:
+                    raise
+                watch.forgive()
+                return
+            watch.stop()
+            if status == 200:
+                await send_json(send, 200, {"input_tokens": _count(answer)})
+            else:
+                await send_bytes(send, status, ANTHROPIC.theirs(status, answer)[0], [JSON])
+
+    def _body(self, body: bytes) -> bytes:
+        fields = inner.decode(body)
+        inner.require(fields, "model")
+        alias, version = self._book.choose(fields["model"])
+        served = self._book.served(alias, self._book.live(alias) if version is None else version)
+        return msgspec.json.encode(messages_request.count_body(fields, served))
+
+    async def _ask(self, body: bytes) -> tuple[int, bytes]:
+        answer = await self._upstream.post_json(self._upstream.place(""), PATH, body)
+        try:
+            return answer.status, await answer.read()
+        finally:
+            answer.close()
+
+
+def _count(answer: bytes) -> int:
+    try:
+        told: Any = msgspec.json.decode(answer, type=dict[str, Any])["count"]
+        return int(told)
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+        raise UpstreamBroke(f"the upstream's /tokenize did not answer with a count: {error}") from error

@@ -1,0 +1,91 @@
+"""What a dialect is: how a request is read, and how its answer is worded.
+
+Every dialect makes one inner call to vLLM, which carries token ids and logprobs. `read` gives that call; the `Voice`
+that comes with it turns vLLM's answer into what the client expects, piece by piece, and captures it on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from proxy.capture import Capture
+from proxy.errors import BadRequest, ProxyError
+from proxy.request import ChatRequest
+from proxy.shapes import Shape
+from store import messages as canon
+from store.records import CallBegun, MessageNode
+
+LARGE = 256 * 1024  # bytes; larger bodies are read in a thread
+
+_Read = TypeVar("_Read")
+
+
+class Voice(Protocol):
+    """One answer in the client's words. Everything that it returns is whole: a body, or whole events."""
+
+    @property
+    def capture(self) -> Capture:
+        """What vLLM sampled."""
+
+    def whole(self, body: bytes) -> bytes:
+        """Return the client's form of an answer that did not stream. Raises UpstreamBroke."""
+
+    def chunk(self, data: bytes) -> bytes | None:
+        """Return the client's events for one streamed chunk; nothing where the chunk holds nothing for it."""
+
+    def end(self) -> bytes:
+        """Return the events that end a stream; they are held back until the call is durable."""
+
+    def failed(self, error: ProxyError) -> bytes:
+        """Return the events that tell a failure in mid-stream."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request that was understood: the inner call, its messages as nodes with their link keys, and its voice."""
+
+    request: ChatRequest
+    nodes: tuple[MessageNode, ...]
+    keys: tuple[str, ...]
+    voice: Callable[[CallBegun], Voice]
+
+
+class Dialect(Protocol):
+    """One way of asking. `name` is what the record says, `path` is vLLM's route for the inner call."""
+
+    @property
+    def name(self) -> str:
+        """The name in the records."""
+
+    @property
+    def path(self) -> str:
+        """Where the inner call goes."""
+
+    @property
+    def shape(self) -> Shape:
+        """How errors are worded."""
+
+    async def read(self, body: bytes, key_id: str | None) -> Asked:
+        """Return what a request asks for. Raises ProxyError."""
+
+
+def asked(request: ChatRequest, voice: Callable[[CallBegun], Voice]) -> Asked:
+    """Return a chat request with the nodes and link keys of its messages."""
+    return Asked(request, canon.path(request.messages), canon.link_keys(request.messages), voice)
+
+
+def told_policy(begun: CallBegun) -> str:
+    """Return the name of the model that the client is told: `alias@version`."""
+    return f"{begun.alias}@{begun.version}"
+
+
+async def read_body_with(read: Callable[[bytes], _Read], body: bytes) -> _Read:
+    """Return `read(body)`, in a thread where the body is large. Raises ProxyError, whatever is wrong in the body."""
+    try:
+        return await asyncio.to_thread(read, body) if len(body) > LARGE else read(body)
+    except (TypeError, AttributeError, KeyError, ValueError, RecursionError) as error:
+        said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise BadRequest(f"the request has a field of the wrong kind: {said}") from error

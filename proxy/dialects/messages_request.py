@@ -1,0 +1,171 @@
+"""A request to /v1/messages as a chat request.
+
+Thoughts go back as the reasoning of their message, tool results become tool messages before the rest of their turn,
+images stay in place. What vLLM cannot serve is refused by name, but for tools that only Anthropic's servers run:
+those are left out, as the model cannot call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from proxy.dialects import inner
+from proxy.dialects.inner import Json
+from proxy.errors import BadRequest
+from proxy.request import ChatRequest
+
+UNREADABLE = "unreadable_arguments"  # the one member of an `input` that stands for arguments that are not JSON
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def read(body: Json) -> ChatRequest:
+    """Return the inner chat request. Raises BadRequest."""
+    if body.get("thread"):
+        # The SDK's tool runner then sends the whole conversation instead.
+        raise BadRequest("`thread` is not served: send the whole conversation", code="thread_unsupported_request")
+    inner.require(body, "model", "max_tokens", "messages")
+    messages = chat_messages(body)
+    tools = _tools(body)
+    choice = body.get("tool_choice") or {}
+    fields = {
+        "max_tokens": body["max_tokens"],
+        "temperature": body.get("temperature"),
+        "top_p": body.get("top_p"),
+        "stop": body.get("stop_sequences") or None,
+        "tools": tools or None,
+        "tool_choice": _tool_choice(choice) if tools and choice else None,
+        "parallel_tool_calls": False if tools and choice.get("disable_parallel_tool_use") else None,
+        "chat_template_kwargs": template_fields(body),
+        "reasoning_effort": (body.get("output_config") or {}).get("effort"),
+        "response_format": _response_format(body),
+    }
+    return inner.chat_request(body, messages, fields)
+
+
+def count_body(body: Json, served_name: str) -> Json:
+    """Return the body for vLLM's /tokenize: the same prompt as the call itself would have. Raises BadRequest."""
+    inner.require(body, "model", "messages")
+    fields = {"tools": _tools(body) or None, "chat_template_kwargs": template_fields(body)}
+    chosen = {name: value for name, value in fields.items() if value is not None}
+    return {"model": served_name, "messages": chat_messages(body), "add_generation_prompt": True, **chosen}
+
+
+def chat_messages(body: Json) -> list[Json]:
+    """Return the system prompt and the messages as chat messages. Raises BadRequest."""
+    if not body["messages"]:
+        raise BadRequest("messages: at least one message is required", param="messages")
+    messages: list[Json] = []
+    if system := body.get("system"):
+        messages.append({"role": "system", "content": _content(_blocks(system), "system")})
+    for place, message in enumerate(body["messages"]):
+        role, blocks = message["role"], _blocks(message["content"])
+        if role == "assistant":
+            messages.append(_assistant(blocks))
+        elif role in ("user", "system"):
+            messages += _turn(role, blocks)
+        else:
+            raise BadRequest(f"messages.{place}.role: must be user, assistant or system, not {role!r}")
+    return inner.with_one_system_message_first(messages)
+
+
+def template_fields(body: Json) -> Json | None:
+    """Return what the chat template is told of thinking."""
+    given: Json | None = body.get("chat_template_kwargs")
+    thinking = (body.get("thinking") or {}).get("type")
+    return given if given or not thinking else {"enable_thinking": thinking != "disabled"}
+
+
+def _blocks(content: Any) -> list[Json]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def _content(blocks: Iterable[Json], role: str) -> str | list[Json]:
+    return inner.joined([_part(block, role) for block in blocks])
+
+
+def _part(block: Json, role: str) -> Json:
+    source = block.get("source") or {}
+    match block["type"], source.get("type"):
+        case "text", _:
+            return {"type": "text", "text": block["text"]}
+        case "image", "url":
+            return inner.image(source["url"])
+        case "image", "base64":
+            return inner.image(f"data:{source['media_type']};base64,{source['data']}")
+        case "document", "text":
+            return {"type": "text", "text": source["data"]}
+        case kind, _:
+            raise BadRequest(f"messages: a {kind} block in a {role} message is not served")
+
+
+def _assistant(blocks: Sequence[Json]) -> Json:
+    texts, thoughts, calls = [], [], []
+    for block in blocks:
+        match block["type"]:
+            case "text":
+                texts.append(block["text"])
+            case "thinking":
+                thoughts.append(block["thinking"])
+            case "redacted_thinking":
+                pass  # another server's; nobody can read it here
+            case "tool_use":
+                calls.append(inner.called(block["id"], block["name"], _arguments(block["input"])))
+            case kind:
+                raise BadRequest(f"messages: a {kind} block in an assistant message is not served")
+    message: Json = {"role": "assistant", "content": "".join(texts) or None}
+    if thoughts:
+        message["reasoning"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _arguments(value: Json) -> str:
+    if list(value) == [UNREADABLE]:
+        return str(value[UNREADABLE])
+    return msgspec.json.encode(value).decode()
+
+
+def _turn(role: str, blocks: Sequence[Json]) -> list[Json]:
+    """Return the tool results of a turn, each as a message, then what else it holds."""
+    messages: list[Json] = []
+    rest: list[Json] = []
+    for block in blocks:
+        if block["type"] != "tool_result":
+            rest.append(block)
+            continue
+        parts = _blocks(block.get("content") or "")
+        text = "".join(part["text"] for part in parts if part["type"] == "text")
+        rest += [part for part in parts if part["type"] != "text"]
+        said = f"Error: {text}" if block.get("is_error") else text
+        messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": said})
+    if rest:
+        messages.append({"role": role, "content": _content(rest, role)})
+    return messages
+
+
+def _tools(body: Json) -> list[Json]:
+    own = [tool for tool in body.get("tools") or () if tool.get("type") in (None, "custom")]
+    return [
+        inner.function(tool["name"], tool.get("description"), tool["input_schema"], tool.get("strict")) for tool in own
+    ]
+
+
+def _tool_choice(choice: Json) -> Any:
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice["name"]}}
+    if kind not in _CHOICES:
+        raise BadRequest(f"tool_choice.type: must be auto, any, tool or none, not {kind!r}", param="tool_choice")
+    return _CHOICES[kind]
+
+
+def _response_format(body: Json) -> Json | None:
+    wanted = (body.get("output_config") or {}).get("format") or body.get("output_format")
+    if not wanted:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted["schema"]}}

@@ -1,0 +1,72 @@
+"""POST /v1/responses: OpenAI's dialect of items, around an inner chat call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from proxy.capture import Capture
+from proxy.dialects import chat, inner, responses_request
+from proxy.dialects.blocks import TellingVoice
+from proxy.dialects.dialect import Asked, asked, read_body_with
+from proxy.dialects.inner import Json
+from proxy.dialects.responses_memory import ResponseMemory, Turn
+from proxy.dialects.responses_teller import ResponseTeller
+from proxy.shapes import OPENAI
+from store import Store
+from store.records import CallBegun
+
+
+class Responses:
+    """The dialect."""
+
+    name = "responses"
+    path = chat.PATH
+    shape = OPENAI
+
+    def __init__(self, store: Store) -> None:
+        self._memory = ResponseMemory(store)
+
+    async def read(self, body: bytes, key_id: str | None) -> Asked:
+        """Return what a request asks for. Raises BadRequest; NotFound for an unknown previous response."""
+        fields = await read_body_with(inner.decode, body)
+        name = fields.get("previous_response_id")
+        previous = await self._memory.find(str(name), key_id) if name else None
+        return await read_body_with(lambda _: self._read(fields, previous), body)
+
+    def _read(self, body: Json, previous: Turn | None) -> Asked:
+        added = responses_request.added_messages(body)
+        before = previous.conversation(instructed=bool(body.get("instructions"))) if previous else []
+        wanted = responses_request.read(body, added, before)
+        if previous and wanted.trajectory is None:
+            wanted.trajectory = previous.trajectory_id
+
+        def voice(begun: CallBegun) -> TellingVoice:
+            capture = chat.capture_for(wanted, begun)
+            teller = ResponseTeller(begun, body, responses_request.custom_names(body))
+            if body.get("store") is False:
+                return TellingVoice(capture, teller)
+            return RememberedVoice(capture, teller, lambda answer: self._memory.keep(begun, [*added, answer], previous))
+
+        return asked(wanted, voice)
+
+
+class RememberedVoice(TellingVoice):
+    """A voice whose good answer is remembered, so that `previous_response_id` finds it."""
+
+    __slots__ = ("_keep",)
+
+    def __init__(self, capture: Capture, teller: ResponseTeller, keep: Callable[[Json], None]) -> None:
+        super().__init__(capture, teller)
+        self._keep = keep
+
+    def whole(self, body: bytes) -> bytes:
+        """Return the client's form of an answer that did not stream. Raises UpstreamBroke."""
+        told = super().whole(body)
+        self._keep(self.capture.choices[0].message())
+        return told
+
+    def end(self) -> bytes:
+        """Return the events that end the stream: well, or with the upstream's own error."""
+        if not self.capture.error and self.capture.choices:
+            self._keep(self.capture.choices[0].message())
+        return super().end()

@@ -1,0 +1,107 @@
+"""What `previous_response_id` stands for: the conversation up to and with a response.
+
+Bounded: the responses used longest ago are forgotten first. A forgotten one, and one from before a restart, is read
+back from the store, where a response's id is its call's. There the `instructions` of that call cannot be told from
+a system message of its input: new instructions take the place of the first system message, else it stays.
+
+A response is known only to the key that it was made with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from proxy.dialects.inner import Json
+from proxy.errors import NotFound, NotReady
+from store import Store
+from store.errors import StoreError, UnknownRecord
+from store.records import CallBegun
+
+_MOST_RESPONSES = 10_000
+_MOST_BYTES = 256 * 2**20
+
+_messages = msgspec.json.Decoder(list[Json])
+
+
+@dataclass(slots=True, frozen=True)
+class Turn:
+    """One response: the messages that its request added, its answer, and the turn before."""
+
+    added: bytes  # JSON list
+    previous: Turn | None
+    trajectory_id: str
+    key_id: str | None
+    rebuilt: bool = False  # from the store; holds the whole conversation, its instructions too
+
+    def conversation(self, *, instructed: bool) -> list[Json]:
+        """Return its messages; `instructed` says that the coming request has instructions of its own."""
+        chain: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            chain.append(turn)
+            turn = turn.previous
+        messages = [message for one in reversed(chain) for message in _messages.decode(one.added)]
+        if chain[-1].rebuilt and instructed and messages and messages[0]["role"] == "system":
+            return messages[1:]
+        return messages
+
+
+class ResponseMemory:
+    """Turns by response id."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._turns: OrderedDict[str, Turn] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()  # large answers are told in threads
+
+    def keep(self, begun: CallBegun, messages: Sequence[Json], previous: Turn | None) -> None:
+        """Remember a response: its new messages, answer included, after those of `previous`."""
+        added = msgspec.json.encode(messages)
+        turn = Turn(added, previous, begun.trajectory_id, begun.key_id)
+        with self._lock:
+            self._turns[response_id(begun.call_id)] = turn
+            self._bytes += len(added)
+            while len(self._turns) > _MOST_RESPONSES or (self._bytes > _MOST_BYTES and len(self._turns) > 1):
+                _, forgotten = self._turns.popitem(last=False)
+                self._bytes -= len(forgotten.added)
+
+    async def find(self, name: str, key_id: str | None) -> Turn:
+        """Return the turn of a response. Raises NotFound, NotReady."""
+        with self._lock:
+            turn = self._turns.get(name)
+            if turn is not None:
+                self._turns.move_to_end(name)
+        if turn is None:
+            turn = await asyncio.to_thread(self._read, name)
+        if turn is None or turn.key_id != key_id:
+            raise NotFound(
+                f"previous response {name!r} is not known: send its conversation as `input`",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return turn
+
+    def _read(self, name: str) -> Turn | None:
+        try:
+            call = self._store.calls.read("call_" + name.removeprefix("resp_"))
+            if not call.choices or call.dialect != "responses":
+                return None
+            messages = self._store.trajectories.path(call.choices[0].reply_node)
+            key_id = self._store.trajectories.get(call.trajectory_id).key_id
+        except UnknownRecord:
+            return None
+        except StoreError as error:
+            raise NotReady(f"previous response {name!r} cannot be looked up: {error}") from error
+        return Turn(msgspec.json.encode(messages), None, call.trajectory_id, key_id, rebuilt=True)
+
+
+def response_id(call_id: str) -> str:
+    """Return the response id of a call."""
+    return "resp_" + call_id.removeprefix("call_")

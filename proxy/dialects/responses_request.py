@@ -1,0 +1,161 @@
+"""A request to /v1/responses as a chat request.
+
+Consecutive items of the assistant (reasoning, message, calls) are one chat message, as the model said them in one.
+A custom tool becomes a function with the one string `input`. What vLLM cannot serve is refused by name, but for
+tools that only OpenAI's servers run: those are left out, as the model cannot call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from proxy.dialects import inner
+from proxy.dialects.inner import Json
+from proxy.errors import BadRequest
+from proxy.request import ChatRequest
+
+_REFUSED = ("background", "conversation", "prompt")
+_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+def read(body: Json, added: Sequence[Json], before: Sequence[Json]) -> ChatRequest:
+    """Return the inner chat request: instructions, the conversation before, the messages added. Raises BadRequest."""
+    messages: list[Json] = []
+    if body.get("instructions"):
+        messages.append({"role": "system", "content": body["instructions"]})
+    messages = inner.with_one_system_message_first([*messages, *before, *added])
+    tools, choice = _tools(body), body.get("tool_choice")
+    if isinstance(choice, dict) and choice["type"] == "allowed_tools":
+        names = [tool.get("name") for tool in choice["tools"]]
+        tools = [tool for tool in tools if tool["function"]["name"] in names]
+        choice = choice.get("mode", "auto")
+    fields = {
+        "max_tokens": body.get("max_output_tokens"),
+        "temperature": body.get("temperature"),
+        "top_p": body.get("top_p"),
+        "tools": tools or None,
+        "tool_choice": _tool_choice(choice) if tools else None,
+        "parallel_tool_calls": body.get("parallel_tool_calls") if tools else None,
+        "reasoning_effort": (body.get("reasoning") or {}).get("effort"),
+        "response_format": _response_format((body.get("text") or {}).get("format") or {}),
+    }
+    return inner.chat_request(body, messages, fields)
+
+
+def added_messages(body: Json) -> list[Json]:
+    """Return the `input` as chat messages. Raises BadRequest."""
+    inner.require(body, "model", "input")
+    for name in _REFUSED:
+        if body.get(name):
+            raise BadRequest(f"`{name}` is not served here", param=name)
+    given = body["input"]
+    if not given:
+        raise BadRequest("`input` is empty", param="input")
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[Json] = []
+    for item in given:
+        _add(messages, item)
+    return messages
+
+
+def custom_names(body: Json) -> frozenset[str]:
+    """Return the names of the custom tools."""
+    return frozenset(tool["name"] for tool in body.get("tools") or () if tool["type"] == "custom")
+
+
+def _add(messages: list[Json], item: Json) -> None:
+    """Add an input item to the messages, or to the assistant's turn that it belongs to."""
+    match item.get("type", "message"):
+        case "message" if item["role"] == "assistant":
+            turn = _assistant(messages)
+            text = _content(item["content"], "assistant")
+            turn["content"] = (turn["content"] or "") + text or None
+        case "message":
+            role = "system" if item["role"] == "developer" else item["role"]
+            messages.append({"role": role, "content": _content(item["content"], role)})
+        case "reasoning":
+            turn = _assistant(messages)
+            turn["reasoning"] = turn.get("reasoning", "") + _thought(item)
+        case "function_call":
+            call = inner.called(item["call_id"], item["name"], item["arguments"])
+            _assistant(messages).setdefault("tool_calls", []).append(call)
+        case "custom_tool_call":
+            arguments = msgspec.json.encode({"input": item["input"]}).decode()
+            call = inner.called(item["call_id"], item["name"], arguments)
+            _assistant(messages).setdefault("tool_calls", []).append(call)
+        case "function_call_output" | "custom_tool_call_output":
+            _add_output(messages, item)
+        case kind:
+            raise BadRequest(f"input: an item of the type {kind} is not served here", param="input")
+
+
+def _assistant(messages: list[Json]) -> Json:
+    """Return the assistant's turn that is going on; begin one where there is none."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _add_output(messages: list[Json], item: Json) -> None:
+    """Add a tool's result; its images follow as a user message, as tool messages are text."""
+    output = item["output"]
+    parts = [{"type": "input_text", "text": output}] if isinstance(output, str) else output
+    images = [_part(part) for part in parts if part["type"] == "input_image"]
+    text = _content([part for part in parts if part["type"] != "input_image"], "tool")
+    messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+    if images:
+        messages.append({"role": "user", "content": images})
+
+
+def _thought(item: Json) -> str:
+    parts: Iterable[Json] = item.get("content") or item.get("summary") or ()
+    return "".join(part["text"] for part in parts)
+
+
+def _content(content: Any, role: str) -> Any:
+    if isinstance(content, str):
+        return content
+    parts = inner.joined([_part(part) for part in content])
+    if role == "assistant" and not isinstance(parts, str):
+        raise BadRequest("input: a message of the assistant holds text only", param="input")
+    return parts
+
+
+def _part(part: Json) -> Json:
+    match part["type"]:
+        case "input_text" | "output_text" | "text":
+            return {"type": "text", "text": part["text"]}
+        case "refusal":
+            return {"type": "text", "text": part["refusal"]}
+        case "input_image" if part.get("image_url"):
+            return inner.image(part["image_url"], part.get("detail"))
+        case kind:
+            raise BadRequest(f"input: a content part of the type {kind} is not served here", param="input")
+
+
+def _tools(body: Json) -> list[Json]:
+    tools = []
+    for tool in body.get("tools") or ():
+        if tool["type"] == "function":
+            given = (tool["name"], tool.get("description"), tool.get("parameters"), tool.get("strict"))
+            tools.append(inner.function(*given))
+        elif tool["type"] == "custom":
+            tools.append(inner.function(tool["name"], tool.get("description"), _INPUT, None))
+    return tools
+
+
+def _tool_choice(choice: Any) -> Any:
+    if isinstance(choice, dict):
+        return {"type": "function", "function": {"name": choice["name"]}} if "name" in choice else "auto"
+    return choice
+
+
+def _response_format(wanted: Json) -> Json | None:
+    if wanted.get("type") == "json_schema":
+        named = {name: wanted[name] for name in ("name", "schema", "strict", "description") if name in wanted}
+        return {"type": "json_schema", "json_schema": named}
+    return {"type": "json_object"} if wanted.get("type") == "json_object" else None

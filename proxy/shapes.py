@@ -1,0 +1,73 @@
+"""How errors are worded: OpenAI's shape for most routes, Anthropic's for those under /messages."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from proxy.errors import ProxyError, to_openai_error, with_openai_shape
+
+_ANTHROPIC_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+class Shape(Protocol):
+    """One API's error bodies, as JSON."""
+
+    def ours(self, error: ProxyError) -> bytes:
+        """Return the body of an error of the proxy's."""
+
+    def theirs(self, status: int, body: bytes) -> tuple[bytes, str]:
+        """Return an upstream's error body in this shape, and its message."""
+
+
+class OpenAIShape:
+    """`{"error": {message, type, param, code}}`."""
+
+    def ours(self, error: ProxyError) -> bytes:
+        """Return the body of an error of the proxy's."""
+        return to_openai_error(error)
+
+    def theirs(self, status: int, body: bytes) -> tuple[bytes, str]:
+        """Return an upstream's error body in this shape, and its message."""
+        return with_openai_shape(status, body)
+
+
+class AnthropicShape:
+    """`{"type": "error", "error": {type, message}}`, with `details.error_code` where the error has a code."""
+
+    def ours(self, error: ProxyError) -> bytes:
+        """Return the body of an error of the proxy's."""
+        return msgspec.json.encode(_anthropic(error.status, str(error), error.code))
+
+    def theirs(self, status: int, body: bytes) -> tuple[bytes, str]:
+        """Return an upstream's error body in this shape, and its message."""
+        _, message = with_openai_shape(status, body)
+        return msgspec.json.encode(_anthropic(status, message, None)), message
+
+
+def _anthropic(status: int, message: str, code: str | None) -> dict[str, Any]:
+    kind = _ANTHROPIC_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if code:
+        error["details"] = {"error_code": code}
+    return {"type": "error", "error": error}
+
+
+OPENAI = OpenAIShape()
+ANTHROPIC = AnthropicShape()
+
+
+def shape_of(path: str) -> Shape:
+    """Return the shape that the clients of a path read."""
+    return ANTHROPIC if path.endswith(("/messages", "/messages/count_tokens")) else OPENAI

@@ -1,0 +1,96 @@
+"""/v1/completions: text in, text out, recorded with the engine's tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from store.records import Call, unpack_ids, unpack_logprobs
+from store.states import CallState
+from tests.proxy.conftest import Proxy
+from tests.proxy.scripted_vllm import END, ScriptedVllm, logprob
+
+
+def last_call(proxy: Proxy) -> Call:
+    proxy.settled()
+    return proxy.store.calls.page(1)[0]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_a_completion_is_answered_and_recorded(proxy: Proxy, streamed: bool, as_ids: bool) -> None:
+    text = "once #say=upon.a.time"
+    prompt: Any = list(text.encode()) if as_ids else text
+    if streamed:
+        stream = proxy.agent().completions.create(model="agent", prompt=prompt, stream=True)
+        told = [chunk.choices[0].text for chunk in stream]
+        assert "".join(told) == "upon a time"
+    else:
+        answer = proxy.agent().completions.create(model="agent", prompt=prompt, temperature=0.5)
+        assert (answer.choices[0].text, answer.model, answer.choices[0].logprobs) == ("upon a time", "agent@0", None)
+    call = last_call(proxy)
+    assert (call.dialect, call.state, call.linked_by, call.untrainable) == (
+        "completions",
+        CallState.ANSWERED,
+        "root",
+        None,
+    )
+    assert unpack_ids(call.prompt_ids) == tuple(text.encode())
+    assert unpack_ids(call.choices[0].ids) == (*b"upon a time", END)
+    assert unpack_logprobs(call.choices[0].logprobs) == pytest.approx([logprob(k) for k in range(12)])
+    found = proxy.store.trajectories.read(call.trajectory_id)
+    assert list(found.messages) == [
+        {"role": "prompt", "content": prompt},
+        {"role": "assistant", "content": "upon a time"},
+    ]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_every_choice_of_n_is_recorded(proxy: Proxy, streamed: bool) -> None:
+    body = {"model": "agent", "prompt": "hi", "n": 3, "stream": streamed}
+    assert proxy.http.post("/v1/completions", json=body).status_code == 200
+    call = last_call(proxy)
+    assert len({choice.ids for choice in call.choices}) == 3
+    assert call.untrainable is None
+
+
+def test_the_client_sees_what_it_asked_for_and_nothing_else(proxy: Proxy) -> None:
+    body = {"model": "agent", "prompt": "#say=hi"}
+    plain = proxy.http.post("/v1/completions", json=body).json()["choices"][0]
+    assert not {"token_ids", "prompt_token_ids"} & set(plain)
+    asked = {"logprobs": 1, "return_token_ids": True}
+    full = proxy.http.post("/v1/completions", json=body | asked).json()["choices"][0]
+    assert (full["token_ids"], full["prompt_token_ids"]) == ([*b"hi", END], list(b"#say=hi"))
+    assert len(full["logprobs"]["token_logprobs"]) == 3
+    streamed = proxy.http.post("/v1/completions", json=body | {"stream": True}).text
+    assert "usage" not in streamed
+    assert "token_ids" not in streamed
+    events = [json.loads(line[6:]) for line in streamed.split("\n\n")[:-2]]
+    assert [event["choices"][0]["text"] for event in events] == ["h", "i", ""]
+
+
+def test_equal_prompts_are_runs_of_their_own_and_nothing_continues_them(proxy: Proxy) -> None:
+    for _ in range(2):
+        proxy.agent().completions.create(model="agent", prompt="#say=same")
+    history: Any = [{"role": "assistant", "content": "same"}, {"role": "user", "content": "hi"}]
+    proxy.agent().chat.completions.create(model="agent", messages=history)
+    proxy.settled()
+    calls = proxy.store.calls.page(3)
+    assert len({call.trajectory_id for call in calls}) == 3
+    assert {call.linked_by for call in calls} == {"root"}
+    assert len({proxy.store.trajectories.get(call.trajectory_id).group_key for call in calls}) == 2
+
+
+def test_what_cannot_be_trained_is_marked(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    proxy.http.post("/v1/completions", json={"model": "agent", "prompt": "hi", "echo": True})
+    assert last_call(proxy).untrainable == "echo"
+    assert vllm.calls[-1]["logprobs"] == 0
+
+
+def test_bad_requests_are_told_what_is_wrong(proxy: Proxy) -> None:
+    for body, says in (({"model": "agent"}, "prompt"), ({"prompt": "x"}, "model")):
+        answer = proxy.http.post("/v1/completions", json=body)
+        assert answer.status_code == 400
+        assert says in answer.json()["error"]["message"]

@@ -1,0 +1,143 @@
+"""Whatever dialect an agent speaks, the same tokens are recorded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from store.records import Call, unpack_ids, unpack_logprobs
+from store.states import CallState
+from tests.proxy.conftest import Proxy, Start
+from tests.proxy.scripted_vllm import END, ScriptedVllm, logprob, render, tool_text
+from tests.proxy.servers import eventually
+
+ARGUMENTS = {"q": "budget", "n": 2}
+WORDS = {
+    "#think=let.me.see #say=hello.there": "<think>let me see</think>hello there",
+    "#tool=search+read": tool_text("search", ARGUMENTS) + tool_text("read", ARGUMENTS),
+}
+SCHEMA: Any = {"type": "object", "properties": {}}
+
+Ask = Callable[[Proxy, str, bool, bool], None]
+
+
+def by_chat(proxy: Proxy, text: str, streamed: bool, tools: bool) -> None:
+    asked: Any = {"model": "agent", "messages": [{"role": "user", "content": text}], "stream": streamed}
+    if tools:
+        asked["tools"] = [{"type": "function", "function": {"name": "search", "parameters": SCHEMA}}]
+    answer = proxy.agent().chat.completions.create(**asked)
+    assert list(answer)
+
+
+def by_responses(proxy: Proxy, text: str, streamed: bool, tools: bool) -> None:
+    asked: Any = {"model": "agent", "input": text, "stream": streamed}
+    if tools:
+        asked["tools"] = [{"type": "function", "name": "search", "parameters": SCHEMA, "strict": False}]
+    answer = proxy.agent().responses.create(**asked)
+    assert list(answer)
+
+
+def by_messages(proxy: Proxy, text: str, streamed: bool, tools: bool) -> None:
+    asked: Any = {"model": "agent", "messages": [{"role": "user", "content": text}], "max_tokens": 300}
+    if tools:
+        asked["tools"] = [{"name": "search", "input_schema": SCHEMA}]
+    with anthropic.Anthropic(base_url=proxy.url, api_key="k", max_retries=0, timeout=20.0) as client:
+        assert list(client.messages.create(**asked, stream=streamed))
+
+
+def by_completions(proxy: Proxy, text: str, streamed: bool, tools: bool) -> None:
+    answer: Any = proxy.agent().completions.create(model="agent", prompt=text, stream=streamed)
+    assert list(answer)
+
+
+def last_call(proxy: Proxy) -> Call:
+    proxy.settled()
+    return proxy.store.calls.page(1)[0]
+
+
+@pytest.mark.parametrize("tools", [False, True])
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("text", WORDS)
+@pytest.mark.parametrize("ask", [by_chat, by_responses, by_messages, by_completions])
+def test_every_dialect_records_the_same_tokens(proxy: Proxy, ask: Ask, text: str, streamed: bool, tools: bool) -> None:
+    ask(proxy, text, streamed, tools)
+    call = last_call(proxy)
+    assert (f"by_{call.dialect}", call.streamed) == (ask.__name__, streamed)
+    assert (call.state, call.untrainable, call.linked_by) == (CallState.ANSWERED, None, "root")
+    sampled = (*WORDS[text].encode(), END)
+    assert unpack_ids(call.choices[0].ids) == sampled
+    assert unpack_logprobs(call.choices[0].logprobs) == pytest.approx([logprob(k) for k in range(len(sampled))])
+    prompt = text.encode() if ask is by_completions else render([{"role": "user", "content": text}])
+    assert unpack_ids(call.prompt_ids) == tuple(prompt)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "#tokens=1000 #delay=0.02"}),
+        (
+            "/t/run-7/v1/messages",
+            {"messages": [{"role": "user", "content": "#tokens=1000 #delay=0.02"}], "max_tokens": 9},
+        ),
+        ("/completions", {"prompt": "#tokens=1000 #delay=0.02"}),
+    ],
+)
+def test_a_client_that_leaves_stops_the_upstream_and_is_recorded(
+    proxy: Proxy, vllm: ScriptedVllm, path: str, body: Any
+) -> None:
+    with proxy.http.stream("POST", path, json={"model": "agent", "stream": True, **body}) as answer:
+        for _, _ in zip(answer.iter_lines(), range(20), strict=False):
+            pass
+    eventually(lambda: vllm.aborted == 1, 2)
+    eventually(lambda: last_call(proxy).state == CallState.ABORTED)
+    assert set(unpack_ids(last_call(proxy).choices[0].ids)) == {120}
+    assert (last_call(proxy).trajectory_id == "run-7") == path.startswith("/t/")
+
+
+def test_a_key_is_asked_for_in_the_words_of_the_dialect(start: Start) -> None:
+    from proxy.settings import hash_key
+
+    proxy = start(key_hashes=frozenset({hash_key(b"good")}))
+    told = {path: proxy.http.post(path, json={}).json() for path in ("/v1/messages", "/v1/responses")}
+    assert told["/v1/messages"]["error"]["type"] == "authentication_error"
+    assert told["/v1/responses"]["error"]["code"] == "invalid_api_key"
+    with anthropic.Anthropic(base_url=proxy.url, api_key="good", max_retries=0) as client:
+        asked: Any = {"model": "agent", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+        assert client.messages.create(**asked).content
+
+
+def test_reading_responses_back_is_refused_here_and_not_asked_of_vllm(proxy: Proxy) -> None:
+    with pytest.raises(openai.NotFoundError, match="no route"):
+        proxy.agent().responses.retrieve("resp_x")
+
+
+async def test_an_agent_of_the_agents_sdk_completes_its_loop(proxy: Proxy) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what its import warns of is not ours
+        import agents
+
+    @agents.function_tool
+    def search(q: str, n: int) -> str:
+        """Search."""
+        return f"#say=found.{n}.{q}"
+
+    agents.set_tracing_disabled(True)
+    async with openai.AsyncOpenAI(base_url=proxy.url + "/v1", api_key="k", max_retries=0) as client:
+        model = agents.OpenAIResponsesModel("agent", client)
+        agent = agents.Agent(name="a", instructions="use tools", tools=[search], model=model)
+        result = agents.Runner.run_streamed(agent, "#think=hm #tool=search")
+        kinds = [event.type async for event in result.stream_events()]
+    assert result.final_output == "found 2 budget"
+    assert "run_item_stream_event" in kinds
+    async with httpx.AsyncClient(base_url=proxy.url) as http:
+        while (await http.get("/health/backlog")).json()["unshipped_records"]:
+            pass
+    calls = proxy.store.calls.page(5)
+    assert [call.linked_by for call in calls] == ["graph+tool_ids", "root"]
+    assert len({call.trajectory_id for call in calls}) == 1

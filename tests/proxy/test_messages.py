@@ -1,0 +1,197 @@
+"""/v1/messages under Anthropic's own SDK."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from store.records import Call, unpack_ids
+from store.states import CallState
+from tests.proxy.conftest import Proxy
+from tests.proxy.scripted_vllm import END, ScriptedVllm, render
+
+TOOLS: Any = [{"name": "search", "description": "finds", "input_schema": {"type": "object"}}]
+
+
+@pytest.fixture
+def client(proxy: Proxy) -> Iterator[anthropic.Anthropic]:
+    """An agent on Anthropic's SDK; its key travels as x-api-key."""
+    with anthropic.Anthropic(base_url=proxy.url, api_key="k", max_retries=0, timeout=20.0) as made:
+        yield made
+
+
+def ask(text: str, **more: Any) -> Any:
+    return {"model": "agent", "max_tokens": 300, "messages": [{"role": "user", "content": text}], **more}
+
+
+def last_call(proxy: Proxy) -> Call:
+    proxy.settled()
+    return proxy.store.calls.page(1)[0]
+
+
+def test_an_answer_is_told_in_anthropics_words_and_recorded_with_its_ids(
+    proxy: Proxy, client: anthropic.Anthropic
+) -> None:
+    more = {"system": "be brief", "extra_body": {"temperature": 0.5}}  # a field that its SDK no longer has
+    answer = client.messages.create(**ask("#think=let.me.see #say=hello.there", **more))
+    assert [block.type for block in answer.content] == ["thinking", "text"]
+    assert answer.content[1].text == "hello there"
+    assert (answer.stop_reason, answer.model, answer.type) == ("end_turn", "agent@0", "message")
+    call = last_call(proxy)
+    assert (call.dialect, call.state, call.untrainable) == ("messages", CallState.ANSWERED, None)
+    assert unpack_ids(call.choices[0].ids) == (*b"<think>let me see</think>hello there", END)
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (call.prompt_tokens, call.completion_tokens)
+    assert (call.sampling["temperature"], call.sampling["max_tokens"]) == (0.5, 300)
+    found = proxy.store.trajectories.read(call.trajectory_id)
+    assert [m["role"] for m in found.messages] == ["system", "user", "assistant"]
+    assert found.messages[-1]["reasoning"] == "let me see"
+
+
+def test_a_stream_comes_in_blocks_and_says_the_same(proxy: Proxy, client: anthropic.Anthropic) -> None:
+    with client.messages.stream(**ask("#think=hm #say=hello.there")) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+    assert [block.type for block in final.content] == ["thinking", "text"]
+    assert final.content[1].text == "hello there"  # type: ignore[union-attr]
+    call = last_call(proxy)
+    assert final.usage.output_tokens == call.completion_tokens
+    assert unpack_ids(call.choices[0].ids) == (*b"<think>hm</think>hello there", END)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_parallel_tool_calls_are_one_turn_and_their_results_continue_it(
+    proxy: Proxy, client: anthropic.Anthropic, vllm: ScriptedVllm, streamed: bool
+) -> None:
+    question = ask("#tool=search+read", tools=TOOLS, tool_choice={"type": "any"})
+    if streamed:
+        with client.messages.stream(**question) as stream:
+            answer: Any = stream.get_final_message()
+    else:
+        answer = client.messages.create(**question)
+    assert answer.stop_reason == "tool_use"
+    assert [(b.name, b.input) for b in answer.content] == [("search", {"q": "budget", "n": 2})] * 1 + [
+        ("read", {"q": "budget", "n": 2})
+    ]
+    first = last_call(proxy)
+    assert vllm.calls[-1]["tool_choice"] == "required"
+    results = [{"type": "tool_result", "tool_use_id": block.id, "content": "found"} for block in answer.content]
+    results[1] |= {"is_error": True}
+    history = [*question["messages"], {"role": "assistant", "content": answer.content}]
+    history.append({"role": "user", "content": [*results, {"type": "text", "text": "#say=done"}]})
+    client.messages.create(**(question | {"messages": history}))
+    second = last_call(proxy)
+    assert (second.parent_call, second.trajectory_id) == (first.id, first.trajectory_id)
+    assert second.linked_by == "graph+tool_ids"
+    sent = vllm.calls[-1]["messages"]
+    assert [m["role"] for m in sent] == ["user", "assistant", "tool", "tool", "user"]
+    assert [m["content"] for m in sent[2:4]] == ["found", "Error: found"]
+
+
+def test_arguments_that_are_no_json_come_back_as_they_were(
+    proxy: Proxy, client: anthropic.Anthropic, vllm: ScriptedVllm
+) -> None:
+    answer = client.messages.create(**ask("#broken", tools=TOOLS))
+    history: Any = [ask("#broken")["messages"][0], {"role": "assistant", "content": answer.content}]
+    history.append({"role": "user", "content": "again #status=400"})
+    with pytest.raises(anthropic.BadRequestError):
+        client.messages.create(**(ask("") | {"messages": history}))
+    assert vllm.calls[-1]["messages"][1]["tool_calls"][0]["function"]["arguments"] == "{broken"
+    assert last_call(proxy).linked_by == "graph+tool_ids"
+
+
+def test_images_are_passed_on_recorded_and_marked(
+    proxy: Proxy, client: anthropic.Anthropic, vllm: ScriptedVllm
+) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "see"}]
+    client.messages.create(**(ask("") | {"messages": [{"role": "user", "content": content}]}))
+    assert vllm.calls[-1]["messages"][0]["content"][0]["image_url"]["url"] == "data:image/png;base64,AAAA"
+    assert last_call(proxy).untrainable == "image"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "stop"), [("#length", "max_tokens", None), ("#stopped=END", "stop_sequence", "END")]
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_reason_for_the_end_is_told(
+    client: anthropic.Anthropic, text: str, reason: str, stop: str | None, streamed: bool
+) -> None:
+    if streamed:
+        with client.messages.stream(**ask(text, stop_sequences=["END"])) as stream:
+            answer: Any = stream.get_final_message()
+    else:
+        answer = client.messages.create(**ask(text, stop_sequences=["END"]))
+    assert (answer.stop_reason, answer.stop_sequence) == (reason, stop)
+
+
+@pytest.mark.parametrize("how", ["cut", "fault"])
+def test_a_failure_in_mid_stream_is_told_and_recorded(proxy: Proxy, client: anthropic.Anthropic, how: str) -> None:
+    seen = ""
+    with (  # noqa: PT012 -- the words before it count as well
+        pytest.raises(anthropic.APIStatusError),
+        client.messages.stream(**ask(f"#say=abcdef #{how}=3")) as stream,
+    ):
+        for text in stream.text_stream:
+            seen += text
+    assert seen == "abc"
+    call = last_call(proxy)
+    assert (call.state, unpack_ids(call.choices[0].ids)) == (CallState.FAILED, tuple(b"abc"))
+
+
+def test_errors_have_anthropics_shape(proxy: Proxy) -> None:
+    def error(body: Any, status: int) -> Any:
+        answer = proxy.http.post("/v1/messages", content=body if isinstance(body, bytes) else json.dumps(body))
+        assert answer.status_code == status
+        assert answer.json()["type"] == "error"
+        return answer.json()["error"]
+
+    assert error(b"{", 400)["type"] == "invalid_request_error"
+    assert "max_tokens" in error({"model": "agent", "messages": []}, 400)["message"]
+    assert error({**ask("hi"), "model": "gpt-9"}, 404)["type"] == "not_found_error"
+    assert error(ask("#status=429"), 429) == {"type": "rate_limit_error", "message": "scripted failure"}
+    thread = error(ask("hi", thread={"type": "create"}), 400)
+    assert thread["details"]["error_code"] == "thread_unsupported_request"
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA"}}
+    assert "document" in error({**ask(""), "messages": [{"role": "user", "content": [pdf]}]}, 400)["message"]
+    assert error({**ask(""), "messages": [{"role": "user", "content": 5}]}, 400)["type"] == "invalid_request_error"
+
+
+def test_tokens_are_counted_by_vllms_own_template(
+    proxy: Proxy, client: anthropic.Anthropic, vllm: ScriptedVllm
+) -> None:
+    counted = client.messages.count_tokens(
+        model="agent", messages=[{"role": "user", "content": "hi"}], system="s", tools=TOOLS
+    )
+    expected = render([{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}])
+    assert counted.input_tokens == len(expected)
+    assert vllm.calls[-1]["tools"][0]["function"]["name"] == "search"
+    proxy.settled()
+    assert proxy.store.calls.page(1) == []
+
+
+def test_the_sdks_tool_runner_completes_its_loop(proxy: Proxy, client: anthropic.Anthropic) -> None:
+    @anthropic.beta_tool
+    def search(q: str, n: int) -> str:
+        """Search.
+
+        Args:
+            q: what
+            n: how many
+        """
+        return f"#say=found.{n}.{q}"
+
+    runner = client.beta.messages.tool_runner(
+        model="agent", max_tokens=300, tools=[search], messages=[{"role": "user", "content": "#tool=search"}]
+    )
+    final = runner.until_done()
+    assert final.content[0].text == "found 2 budget"  # type: ignore[union-attr]
+    proxy.settled()
+    answered = [call for call in proxy.store.calls.page(10) if call.state == CallState.ANSWERED]
+    assert len({call.trajectory_id for call in answered}) == 1
+    assert len(answered) == 2

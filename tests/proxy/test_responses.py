@@ -1,0 +1,212 @@
+"""/v1/responses under OpenAI's own SDK."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from store import Store
+from store.records import Call, unpack_ids
+from store.states import CallState
+from tests.proxy.conftest import Proxy, running
+from tests.proxy.scripted_vllm import END, ScriptedVllm
+
+TOOLS: Any = [{"type": "function", "name": "search", "parameters": {"type": "object"}, "strict": False}]
+
+
+def last_call(proxy: Proxy) -> Call:
+    proxy.settled()
+    return proxy.store.calls.page(1)[0]
+
+
+def answer_of(agent: openai.OpenAI, streamed: bool, **asked: Any) -> Any:
+    """The final response, streamed or not."""
+    if not streamed:
+        return agent.responses.create(model="agent", **asked)
+    with agent.responses.stream(model="agent", **asked) as stream:
+        for _ in stream:
+            pass
+        return stream.get_final_response()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_is_told_in_items_and_recorded_with_its_ids(proxy: Proxy, vllm: ScriptedVllm, streamed: bool) -> None:
+    asked: Any = {"input": "#think=let.me.see #say=hello.there", "instructions": "be brief"}
+    answer = answer_of(proxy.agent(), streamed, **asked, temperature=0.5, max_output_tokens=300)
+    assert [item.type for item in answer.output] == ["reasoning", "message"]
+    assert answer.output[0].content[0].text == "let me see"
+    assert (answer.output_text, answer.status, answer.model) == ("hello there", "completed", "agent@0")
+    call = last_call(proxy)
+    assert (call.dialect, call.state, call.untrainable) == ("responses", CallState.ANSWERED, None)
+    assert unpack_ids(call.choices[0].ids) == (*b"<think>let me see</think>hello there", END)
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (call.prompt_tokens, call.completion_tokens)
+    assert (call.sampling["temperature"], call.sampling["max_tokens"]) == (0.5, 300)
+    assert [m["role"] for m in vllm.calls[-1]["messages"]] == ["system", "user"]
+
+
+def test_events_are_numbered_and_one_item_is_open_at_a_time(proxy: Proxy) -> None:
+    stream = proxy.agent().responses.create(
+        model="agent", input="#think=hm #tool=search+read", tools=TOOLS, stream=True
+    )
+    events = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    turns = [kind for kind in kinds if kind.startswith("response.output_item")]
+    assert turns == ["response.output_item.added", "response.output_item.done"] * 3
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_parallel_calls_are_one_turn_and_their_outputs_continue_it(
+    proxy: Proxy, vllm: ScriptedVllm, streamed: bool
+) -> None:
+    agent = proxy.agent()
+    answer = answer_of(agent, streamed, input="#think=hm #tool=search+read", tools=TOOLS)
+    calls = [item for item in answer.output if item.type == "function_call"]
+    assert [(c.name, c.arguments) for c in calls] == [
+        ("search", '{"q": "budget", "n": 2}'),
+        ("read", '{"q": "budget", "n": 2}'),
+    ]
+    first = last_call(proxy)
+    history: Any = [{"role": "user", "content": "#think=hm #tool=search+read"}]
+    history += [item.to_dict() for item in answer.output]
+    history += [{"type": "function_call_output", "call_id": c.call_id, "output": "found"} for c in calls]
+    agent.responses.create(model="agent", input=[*history, {"role": "user", "content": "#say=done"}], tools=TOOLS)
+    second = last_call(proxy)
+    assert (second.parent_call, second.linked_by) == (first.id, "graph+tool_ids")
+    sent = vllm.calls[-1]["messages"]
+    assert [m["role"] for m in sent] == ["user", "assistant", "tool", "tool", "user"]
+    assert sent[1]["reasoning"] == "hm"
+
+
+def test_a_custom_tool_gets_plain_text(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    tools: Any = [{"type": "custom", "name": "search"}, {"type": "web_search"}]
+    agent = proxy.agent()
+    answer: Any = agent.responses.create(model="agent", input="#broken", tools=tools)
+    assert (answer.output[0].type, answer.output[0].input) == ("custom_tool_call", "{broken")
+    assert [tool["function"]["name"] for tool in vllm.calls[-1]["tools"]] == ["search"]
+    item = {"type": "custom_tool_call", "call_id": "c", "name": "search", "input": "words"}
+    output = {"type": "custom_tool_call_output", "call_id": "c", "output": "found"}
+    history: Any = [{"role": "user", "content": "x"}, item, output]
+    agent.responses.create(model="agent", input=history, tools=tools)
+    assert vllm.calls[-1]["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"input":"words"}'
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_previous_response_is_continued_in_its_trajectory(proxy: Proxy, vllm: ScriptedVllm, streamed: bool) -> None:
+    agent = proxy.agent()
+    first = answer_of(agent, streamed, input="#say=one", instructions="old")
+    answer_of(agent, streamed, input="#say=two", previous_response_id=first.id, instructions="new")
+    sent = vllm.calls[-1]["messages"]
+    assert [m["content"] for m in sent] == ["new", "#say=one", "one", "#say=two"]
+    third = answer_of(agent, streamed, input="#say=three", previous_response_id=first.id)
+    assert third.previous_response_id == first.id
+    assert [m["content"] for m in vllm.calls[-1]["messages"]] == ["#say=one", "one", "#say=three"]
+    proxy.settled()
+    assert len({call.trajectory_id for call in proxy.store.calls.page(5)}) == 1
+
+
+def test_equal_conversations_are_told_apart_by_the_previous_response(proxy: Proxy) -> None:
+    agent = proxy.agent()
+    firsts = [agent.responses.create(model="agent", input="#say=one") for _ in range(2)]
+    for first in firsts:
+        answer = agent.responses.with_raw_response.create(
+            model="agent", input="#say=two", previous_response_id=first.id
+        )
+        proxy.settled()
+        begun = proxy.store.calls.read("call_" + first.id.removeprefix("resp_"))
+        assert answer.headers["x-ratchet-trajectory"] == begun.trajectory_id
+        call = last_call(proxy)
+        assert (call.parent_call, call.context) == (begun.id, "exact")
+
+
+def test_a_previous_response_outlives_a_restart(
+    vllm_url: str, vllm: ScriptedVllm, store: Store, tmp_path: Path
+) -> None:
+    with running(vllm_url, store, tmp_path) as proxy:
+        first = proxy.agent().responses.create(model="agent", input="#say=one", instructions="old")
+        proxy.settled()
+    with running(vllm_url, store, tmp_path) as proxy:
+        asked: Any = {"model": "agent", "previous_response_id": first.id}
+        proxy.agent().responses.create(**asked, input="#say=two", instructions="new")
+        assert [m["content"] for m in vllm.calls[-1]["messages"]] == ["new", "#say=one", "one", "#say=two"]
+        with pytest.raises(openai.NotFoundError):
+            proxy.agent(key="another").responses.create(**asked, input="hi")
+
+
+def test_a_previous_response_that_is_not_known_is_a_404(proxy: Proxy) -> None:
+    agent = proxy.agent()
+    with pytest.raises(openai.NotFoundError, match="not known"):
+        agent.responses.create(model="agent", input="hi", previous_response_id="resp_x")
+    kept = agent.responses.create(model="agent", input="hi")
+    proxy.settled()
+    with pytest.raises(openai.NotFoundError):
+        proxy.agent(key="another").responses.create(model="agent", input="hi", previous_response_id=kept.id)
+
+
+def test_structured_output_and_choices_of_tools_reach_vllm(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    schema = {"type": "object", "properties": {}}
+    asked: Any = {"input": "hi", "tools": [*TOOLS, {**TOOLS[0], "name": "read"}], "reasoning": {"effort": "low"}}
+    asked["text"] = {"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}}
+    allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "read"}]}
+    proxy.agent().responses.create(model="agent", tool_choice=allowed, **asked)
+    sent = vllm.calls[-1]
+    assert sent["response_format"]["json_schema"] == {"name": "a", "schema": schema, "strict": True}
+    assert ([t["function"]["name"] for t in sent["tools"]], sent["tool_choice"]) == (["read"], "required")
+    assert sent["reasoning_effort"] == "low"
+
+
+def test_images_are_passed_on_recorded_and_marked(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA", "detail": "low"}
+    item: Any = {"role": "user", "content": [{"type": "input_text", "text": "see"}, image]}
+    proxy.agent().responses.create(model="agent", input=[item])
+    assert vllm.calls[-1]["messages"][0]["content"][1]["image_url"]["url"] == image["image_url"]
+    assert last_call(proxy).untrainable == "image"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_cut_answer_is_incomplete(proxy: Proxy, streamed: bool) -> None:
+    asked: Any = {"model": "agent", "input": "#say=hi #length"}
+    if streamed:
+        last: Any = list(proxy.agent().responses.create(**asked, stream=True))[-1]
+        assert last.type == "response.incomplete"
+        answer = last.response
+    else:
+        answer = proxy.agent().responses.create(**asked)
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert answer.output[0].status == "incomplete"
+
+
+@pytest.mark.parametrize("how", ["cut", "fault"])
+def test_a_failure_in_mid_stream_is_told_and_recorded(proxy: Proxy, how: str) -> None:
+    asked: Any = {"model": "agent", "input": f"#say=abcdef #{how}=3"}
+    events: Any = list(proxy.agent().responses.create(**asked, stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "abc"
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error.message
+    call = last_call(proxy)
+    assert (call.state, unpack_ids(call.choices[0].ids)) == (CallState.FAILED, tuple(b"abc"))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"model": "agent"}, 400, "input"),
+        ({"model": "agent", "input": []}, 400, "empty"),
+        ({"input": "hi"}, 400, "model"),
+        ({"model": "gpt-9", "input": "hi"}, 404, "there are"),
+        ({"model": "agent", "input": "hi", "background": True}, 400, "background"),
+        ({"model": "agent", "input": [{"type": "item_reference", "id": "x"}]}, 400, "item_reference"),
+        ({"model": "agent", "input": [{"type": "function_call"}]}, 400, "missing"),
+        ({"model": "agent", "input": [5]}, 400, "wrong kind"),
+        ({"model": "agent", "input": "#status=429"}, 429, "scripted failure"),
+    ],
+)
+def test_bad_requests_are_told_what_is_wrong(proxy: Proxy, body: Any, status: int, says: str) -> None:
+    answer = proxy.http.post("/v1/responses", json=body)
+    assert answer.status_code == status
+    assert says in answer.json()["error"]["message"]
