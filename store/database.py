@@ -158,6 +158,6 @@ def migrate(engine: sa.Engine) -> None:
             connection.commit()
     except DBAPIError as error:
         raise StoreUnavailable(
-            f"the store {engine.url.render_as_string()} could not be migrated: {error.orig}; is its disk full, may it be "
-            "written, is another process migrating it?"
+            f"the store {engine.url.render_as_string()} could not be migrated: {error.orig}; is its disk full, may it "
+            "be written, is another process migrating it?"
         ) from error
