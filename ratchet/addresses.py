@@ -1,18 +1,6 @@
-"""Addresses: which are this machine's own, and how one is written in a URL."""
+"""Addresses: how a server that listens somewhere is written in a URL that can be asked from this machine."""
 
 from __future__ import annotations
-
-import ipaddress
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a server that listens on `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def url(host: str, port: int) -> str:

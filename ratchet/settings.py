@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 
-from ratchet.addresses import is_loopback, url
+from ratchet.addresses import url
 from ratchet.folders import StateFolder
 from ratchet.layers import Layers, explain
 
@@ -59,6 +59,8 @@ class VllmSettings(BaseModel):
     @field_validator("host")
     @classmethod
     def _is_not_open(cls, host: str) -> str:
+        from proxy.settings import is_loopback
+
         if not is_loopback(host):
             raise ValueError(
                 f"{host} can be reached from other machines, and whoever reaches vLLM can load adapters and pause it; "
