@@ -1,0 +1,119 @@
+"""Every dialect on the real vLLM, through the vendors' own SDKs: answered in its own shape, captured with ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from examples.email_search.prompt import opening
+from examples.email_search.tools import TOOLS
+from store import open_store
+from tests.ratchet.project import ROOT, Project, wait_for
+
+POLICY = ROOT / "examples" / "email_search" / "policy"
+SYSTEM, QUESTION = (message["content"] for message in opening("Where is the picnic that Alice wrote about?", 6))
+GREEDY = {"temperature": 0}
+MOST = 64
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    made = Project(tmp_path_factory.mktemp("dialects"))
+    vllm = {"port": made.content["vllm"]["port"], "max_model_len": 1024, "dtype": "float32"}
+    made.write(base_model=str(POLICY), vllm=vllm, model="mail")
+    try:
+        up = made.run("up", "--detach", seconds=300)
+        assert up.returncode == 0, up.stdout
+        yield made
+        assert made.run("down").returncode == 0
+    finally:
+        made.stop()
+
+
+@pytest.fixture
+def url(project: Project) -> str:
+    return str(project.running()["proxy_url"])
+
+
+def by_chat(url: str, streamed: bool) -> tuple[str, Any]:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="x")
+    messages: Any = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+    tools: Any = list(TOOLS)
+    ask: dict[str, Any] = {"model": "mail", "messages": messages, "tools": tools, "max_tokens": MOST, **GREEDY}
+    if streamed:
+        with client.chat.completions.stream(**ask) as stream:
+            message: Any = stream.get_final_completion().choices[0].message
+    else:
+        message = client.chat.completions.create(**ask).choices[0].message
+    call = message.tool_calls[0]
+    return call.function.name, call.function.arguments
+
+
+def by_messages(url: str, streamed: bool) -> tuple[str, Any]:
+    client = anthropic.Anthropic(base_url=url, api_key="x")
+    tools: Any = [{"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in TOOLS]
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    ask: dict[str, Any] = {"model": "mail", "system": SYSTEM, "messages": messages, "tools": tools}
+    ask |= {"max_tokens": MOST, "extra_body": GREEDY}
+    if streamed:
+        with client.messages.stream(**ask) as stream:
+            block: Any = stream.get_final_message().content[-1]
+    else:
+        block = client.messages.create(**ask).content[-1]
+    return block.name, block.input
+
+
+def by_responses(url: str, streamed: bool) -> tuple[str, Any]:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="x")
+    tools: Any = [
+        {"type": "function", "name": t["function"]["name"], "parameters": t["function"]["parameters"], "strict": False}
+        for t in TOOLS
+    ]
+    ask: dict[str, Any] = {"model": "mail", "instructions": SYSTEM, "input": QUESTION, "tools": tools}
+    ask |= {"max_output_tokens": MOST, **GREEDY}
+    if streamed:
+        with client.responses.stream(**ask) as stream:
+            item: Any = stream.get_final_response().output[-1]
+    else:
+        item = client.responses.create(**ask).output[-1]
+    return item.name, item.arguments
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("ask", [by_chat, by_messages, by_responses])
+def test_a_tool_call_comes_back_in_every_dialect_and_is_captured(
+    project: Project, url: str, ask: Any, streamed: bool
+) -> None:
+    name, arguments = ask(url, streamed)
+    assert name == "search_inbox"
+    assert "picnic" in str(arguments)
+    store = open_store(str(project.state / "store.db"))
+    dialect = ask.__name__.removeprefix("by_")
+
+    def captured() -> list[Any]:
+        return [
+            c for c in store.calls.page() if (c.dialect, c.streamed, str(c.state)) == (dialect, streamed, "answered")
+        ]
+
+    wait_for("the call is in the store", lambda: bool(captured()))
+    call = captured()[0]
+    store.close()
+    assert (call.untrainable, call.prompt_tokens) == (None, len(call.prompt_ids) // 4)
+    assert len(call.choices[0].ids) == len(call.choices[0].logprobs) == 4 * call.completion_tokens > 0
+
+
+@pytest.mark.e2e
+def test_text_completions_and_token_counts_are_answered_too(url: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="x")
+    assert client.completions.create(model="mail", prompt="Where is", max_tokens=4).usage is not None
+    counted = anthropic.Anthropic(base_url=url, api_key="x").messages.count_tokens(
+        model="mail", messages=[{"role": "user", "content": QUESTION}]
+    )
+    assert counted.input_tokens > 5
+    assert httpx.get(f"{url}/health/ready").status_code == 200
