@@ -44,7 +44,7 @@ class DemoOptions:
 
     seed: int = 1
     base_model: str | None = None  # None: the tiny policy of the example
-    rounds: int = 14  # of `tasks_per_round` training tasks, each tried `attempts` times
+    rounds: int = 20  # of `tasks_per_round` training tasks, each tried `attempts` times
     tasks_per_round: int = 16
     attempts: int = 8
     concurrency: int = 32

@@ -12,7 +12,7 @@ import click
 @click.option(
     "--model", metavar="PATH", help="A folder or hub name instead of the example's tiny policy (needs a GPU)."
 )
-@click.option("--rounds", type=click.IntRange(min=1), default=14, show_default=True, help="Rounds of training tasks.")
+@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Rounds of training tasks.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=32, show_default=True, help="Agents at once.")
 @click.option("--heldout-tasks", type=click.IntRange(min=1), default=150, show_default=True, help="Unseen tasks.")
 @click.option("--heldout-attempts", type=click.IntRange(min=1), default=2, show_default=True, help="Tries of each.")
