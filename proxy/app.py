@@ -8,7 +8,6 @@ import time
 
 from starlette.types import ASGIApp
 
-from proxy.bell import Bell
 from proxy.dialects.chat import Chat
 from proxy.dialects.completions import Completions
 from proxy.dialects.count_tokens import CountTokens
@@ -17,18 +16,19 @@ from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses
 from proxy.endpoint import Endpoint
 from proxy.health import Health
-from proxy.journal import Journal
-from proxy.linking import Links
+from proxy.linking.links import Links
 from proxy.metrics import Metrics
 from proxy.middleware import Errors, Keys
 from proxy.models import Models
 from proxy.passthrough import PassThrough
 from proxy.policy import PolicyBook
-from proxy.recorder import Recorder
+from proxy.recording.bell import Bell
+from proxy.recording.journal import Journal
+from proxy.recording.recorder import Recorder
+from proxy.recording.shipper import Shipper
 from proxy.routing import Lifespan, Routes
 from proxy.settings import ProxySettings
-from proxy.shipper import Shipper
-from proxy.upstream import Upstream
+from proxy.upstreams.upstream import Upstream
 from store import Store
 from store.errors import StoreError
 

@@ -18,19 +18,19 @@ from dataclasses import replace
 
 from starlette.types import Receive, Scope, Send
 
-from proxy import identity
-from proxy.adapters import Adapters
 from proxy.asgi import KEY_ID, headers_of, read_body, send_bytes
 from proxy.dialects.dialect import LARGE, Asked, Dialect, Voice
 from proxy.disconnect import Watch
 from proxy.errors import UpstreamBroke, UpstreamError
 from proxy.exchange import Exchange
-from proxy.linking import Links
+from proxy.linking import identity
+from proxy.linking.links import Links
 from proxy.metrics import Metrics
 from proxy.policy import PolicyBook
-from proxy.recorder import End, Recorder
+from proxy.recording.recorder import End, Recorder
 from proxy.sse import DONE, Events
-from proxy.upstream import Answer, Upstream
+from proxy.upstreams.adapters import Adapters
+from proxy.upstreams.upstream import Answer, Upstream
 from store.ids import new_id
 from store.records import CallBegun
 from store.states import CallState

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from proxy.asgi import JSON, Headers
 from proxy.capture import Capture
 from proxy.dialects.dialect import Voice
-from proxy.recorder import Opened
+from proxy.recording.recorder import Opened
 from proxy.request import ChatRequest
 
 SSE = (b"content-type", b"text/event-stream; charset=utf-8")

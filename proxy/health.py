@@ -8,10 +8,10 @@ from starlette.types import Receive, Scope, Send
 
 from proxy.asgi import send_json
 from proxy.errors import UpstreamError
-from proxy.journal import Journal
 from proxy.policy import PolicyBook
-from proxy.shipper import Shipper
-from proxy.upstream import Upstream
+from proxy.recording.journal import Journal
+from proxy.recording.shipper import Shipper
+from proxy.upstreams.upstream import Upstream
 
 _PATIENCE = 2.0  # seconds for a replica to answer a probe
 

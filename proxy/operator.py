@@ -15,8 +15,8 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 
 from proxy.errors import openai_error
-from proxy.linking import Links
-from proxy.shipper import Shipper
+from proxy.linking.links import Links
+from proxy.recording.shipper import Shipper
 from store import Store
 from store.errors import ForbiddenChange, StoreError, StoreUnavailable, UnknownRecord
 from store.records import Call, Record, unpack_ids, unpack_logprobs

@@ -19,13 +19,13 @@ import msgspec
 from msgspec import Raw
 from starlette.types import Receive, Scope, Send
 
-from proxy.adapters import Adapters
 from proxy.asgi import PATH, TRAJECTORY, header, read_body
 from proxy.disconnect import Watch
 from proxy.errors import BadRequest, NotFound
 from proxy.metrics import Metrics
 from proxy.policy import PolicyBook
-from proxy.upstream import Answer, Upstream
+from proxy.upstreams.adapters import Adapters
+from proxy.upstreams.upstream import Answer, Upstream
 
 _PLAIN = re.compile(r"/[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)?")
 _CONTROL = frozenset(

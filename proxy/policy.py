@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from proxy.errors import NotFound, NotReady, UpstreamError
 from proxy.metrics import Metrics
-from proxy.upstream import Upstream
+from proxy.upstreams.upstream import Upstream
 from store import Store
 from store.errors import StoreError
 from store.ids import new_id

@@ -19,7 +19,7 @@ import uvicorn
 from proxy.app import create_app
 from proxy.errors import StartError
 from proxy.settings import ProxySettings
-from proxy.upstream import Upstream
+from proxy.upstreams.upstream import Upstream
 from store import open_store
 
 log = logging.getLogger("ratchet.proxy")

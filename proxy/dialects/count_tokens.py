@@ -18,7 +18,7 @@ from proxy.disconnect import Watch
 from proxy.errors import UpstreamBroke
 from proxy.policy import PolicyBook
 from proxy.shapes import ANTHROPIC
-from proxy.upstream import Upstream
+from proxy.upstreams.upstream import Upstream
 
 PATH = "/tokenize"
 

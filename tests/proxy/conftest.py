@@ -13,7 +13,7 @@ import pytest
 
 from proxy.app import create_app
 from proxy.settings import ProxySettings
-from proxy.upstream import Upstream
+from proxy.upstreams.upstream import Upstream
 from store import Store, open_store
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually, served

@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from proxy.bell import Bell
 from proxy.errors import StartError
-from proxy.journal import ALARM, Journal
 from proxy.metrics import Metrics
-from proxy.segments import MAGIC, frame, read_segment, segment_numbers, segment_path
-from proxy.shipper import DEAD_LETTERS, Shipper
+from proxy.recording.bell import Bell
+from proxy.recording.journal import ALARM, Journal
+from proxy.recording.segments import MAGIC, frame, read_segment, segment_numbers, segment_path
+from proxy.recording.shipper import DEAD_LETTERS, Shipper
 from store import Store
 from store.records import CallBegun, CallEnded
 from store.states import CallState

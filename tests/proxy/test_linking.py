@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from proxy.errors import BadRequest
-from proxy.linking import Evidence, Leaf, Link, Links, Sequence32
+from proxy.linking.links import Evidence, Leaf, Link, Links, Sequence32
 from store import messages as canon
 from store.records import OpenLeaf, pack_ids, unpack_ids
 from store.states import CallState

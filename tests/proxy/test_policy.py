@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from proxy.upstream import Upstream
+from proxy.upstreams.upstream import Upstream
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually

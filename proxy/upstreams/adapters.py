@@ -10,7 +10,7 @@ import logging
 from proxy.errors import UpstreamError
 from proxy.metrics import Metrics
 from proxy.policy import PolicyBook
-from proxy.upstream import Answer, Upstream
+from proxy.upstreams.upstream import Answer, Upstream
 from store.records import BASE_VERSION
 
 log = logging.getLogger("ratchet.proxy")

@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from proxy.asgi import KEY_ID, TRAJECTORY
 from proxy.errors import BadRequest
-from proxy.linking import Evidence
+from proxy.linking.links import Evidence
 from proxy.request import ChatRequest
 
 _ID = re.compile(r"[A-Za-z0-9._:~@+=-]{1,100}")

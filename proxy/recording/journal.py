@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from proxy.bell import Bell
 from proxy.errors import StartError
 from proxy.metrics import Metrics
-from proxy.segments import MAGIC, frame, read_position, segment_numbers, segment_path
+from proxy.recording.bell import Bell
+from proxy.recording.segments import MAGIC, frame, read_position, segment_numbers, segment_path
 from store.records import Shipment
 
 log = logging.getLogger("ratchet.proxy")

@@ -19,10 +19,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from proxy.bell import Bell
-from proxy.journal import Journal, Written
 from proxy.metrics import Metrics
-from proxy.segments import Position, read_position, read_segment, segment_numbers, segment_path, write_position
+from proxy.recording.bell import Bell
+from proxy.recording.journal import Journal, Written
+from proxy.recording.segments import (
+    Position,
+    read_position,
+    read_segment,
+    segment_numbers,
+    segment_path,
+    write_position,
+)
 from store import Store
 from store.errors import SchemaMismatch, StoreUnavailable
 from store.records import CallBegun, CallEnded, Shipment

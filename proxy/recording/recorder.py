@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import msgspec
 
 from proxy.capture import Capture
-from proxy.journal import Journal
-from proxy.linking import Leaf, Link, Sequence32
+from proxy.linking.links import Leaf, Link, Sequence32
 from proxy.metrics import Metrics
+from proxy.recording.journal import Journal
 from proxy.request import ChatRequest
 from store import messages as canon
 from store.records import CallBegun, CallEnded, Choice, MessageNode

@@ -1,0 +1,1 @@
+"""The servers behind the proxy: how they are reached, and what they must have loaded."""
