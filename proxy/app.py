@@ -15,11 +15,11 @@ from proxy.dialects.dialect import Dialect
 from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses
 from proxy.endpoint import Endpoint
-from proxy.health import Health
 from proxy.linking.links import Links
-from proxy.metrics import Metrics
 from proxy.middleware import Errors, Keys
 from proxy.models import Models
+from proxy.observing.health import Health
+from proxy.observing.metrics import Metrics
 from proxy.passthrough import PassThrough
 from proxy.policy import PolicyBook
 from proxy.recording.bell import Bell

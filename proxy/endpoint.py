@@ -25,7 +25,7 @@ from proxy.errors import UpstreamBroke, UpstreamError
 from proxy.exchange import Exchange
 from proxy.linking import identity
 from proxy.linking.links import Links
-from proxy.metrics import Metrics
+from proxy.observing.metrics import Metrics
 from proxy.policy import PolicyBook
 from proxy.recording.recorder import End, Recorder
 from proxy.sse import DONE, Events

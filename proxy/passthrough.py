@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from proxy.asgi import PATH, TRAJECTORY, header, read_body
 from proxy.disconnect import Watch
 from proxy.errors import BadRequest, NotFound
-from proxy.metrics import Metrics
+from proxy.observing.metrics import Metrics
 from proxy.policy import PolicyBook
 from proxy.upstreams.adapters import Adapters
 from proxy.upstreams.upstream import Answer, Upstream

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TypeVar
 
 from proxy.errors import NotFound, NotReady, UpstreamError
-from proxy.metrics import Metrics
+from proxy.observing.metrics import Metrics
 from proxy.upstreams.upstream import Upstream
 from store import Store
 from store.errors import StoreError

@@ -28,7 +28,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from proxy.errors import StartError
-from proxy.metrics import Metrics
+from proxy.observing.metrics import Metrics
 from proxy.recording.bell import Bell
 from proxy.recording.segments import MAGIC, frame, read_position, segment_numbers, segment_path
 from store.records import Shipment

@@ -20,7 +20,7 @@ import msgspec
 
 from proxy.capture import Capture
 from proxy.linking.links import Leaf, Link, Sequence32
-from proxy.metrics import Metrics
+from proxy.observing.metrics import Metrics
 from proxy.recording.journal import Journal
 from proxy.request import ChatRequest
 from store import messages as canon

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from proxy.metrics import Metrics
+from proxy.observing.metrics import Metrics
 from proxy.recording.bell import Bell
 from proxy.recording.journal import Journal, Written
 from proxy.recording.segments import (

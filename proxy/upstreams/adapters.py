@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 
 from proxy.errors import UpstreamError
-from proxy.metrics import Metrics
+from proxy.observing.metrics import Metrics
 from proxy.policy import PolicyBook
 from proxy.upstreams.upstream import Answer, Upstream
 from store.records import BASE_VERSION

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from proxy.errors import StartError
-from proxy.metrics import Metrics
+from proxy.observing.metrics import Metrics
 from proxy.recording.bell import Bell
 from proxy.recording.journal import ALARM, Journal
 from proxy.recording.segments import MAGIC, frame, read_segment, segment_numbers, segment_path

@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import Metric
 
-from proxy.metrics import Metrics
+from proxy.observing.metrics import Metrics
 from tests.proxy.conftest import Proxy
 from tests.proxy.servers import ROOT
 
