@@ -20,6 +20,8 @@ from proxy.middleware import Errors, Keys
 from proxy.models import Models
 from proxy.observing.health import Health
 from proxy.observing.metrics import Metrics
+from proxy.observing.observer import Observer
+from proxy.observing.policy_info import PolicyInfo
 from proxy.passthrough import PassThrough
 from proxy.policy import PolicyBook
 from proxy.recording.bell import Bell
@@ -58,12 +60,15 @@ def create_app(settings: ProxySettings, store: Store, upstream: Upstream, url: s
     )
     metrics.journal_bytes.set_function(lambda: journal.bytes)
     metrics.unshipped.set_function(lambda: shipper.backlog)
+    metrics.registry.register(PolicyInfo(book.known))
+    observer = Observer(metrics)
 
     def captured(dialect: Dialect) -> Endpoint:
-        return Endpoint(dialect, book, links, recorder, upstream, metrics, settings.body_limit)
+        return Endpoint(dialect, book, links, recorder, upstream, metrics, observer, settings.body_limit)
 
     models = Models(book)
-    health = Health(book, upstream, journal, shipper)
+    health = Health(book, upstream, journal, shipper, settings.most_lag)
+    metrics.lag_seconds.set_function(health.lag)
     routes = Routes(
         {
             ("POST", "/chat/completions"): captured(Chat()),
@@ -81,7 +86,7 @@ def create_app(settings: ProxySettings, store: Store, upstream: Upstream, url: s
         mounts={"/api": create_operator(store, shipper, links)},
         rest=PassThrough(book, upstream, metrics, settings.body_limit),
     )
-    app = Errors(Keys(routes, settings.key_hashes, settings.operator_hashes))
+    app = Errors(Keys(routes, settings.key_hashes, settings.operator_hashes), count=metrics.refused)
     return Lifespan(app, [upstream, journal, shipper, Memory(links, store, settings.idle_seconds), book])
 
 

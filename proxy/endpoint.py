@@ -25,7 +25,8 @@ from proxy.errors import UpstreamBroke, UpstreamError
 from proxy.exchange import Exchange
 from proxy.linking import identity
 from proxy.linking.links import Links
-from proxy.observing.metrics import Metrics
+from proxy.observing.metrics import Metrics, error_class
+from proxy.observing.observer import Observer
 from proxy.policy import PolicyBook
 from proxy.recording.recorder import End, Recorder
 from proxy.sse import DONE, Events
@@ -52,6 +53,7 @@ class Endpoint:
         recorder: Recorder,
         upstream: Upstream,
         metrics: Metrics,
+        observer: Observer,
         body_limit: int,
     ) -> None:
         self._dialect = dialect
@@ -61,6 +63,7 @@ class Endpoint:
         self._upstream = upstream
         self._adapters = Adapters(book, upstream, metrics)
         self._metrics = metrics
+        self._observer = observer
         self._body_limit = body_limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,9 +85,10 @@ class Endpoint:
                 watch.forgive()
             finally:
                 if not exchange.over:  # a defect of ours; the run must not stay under way for ever
+                    exchange.failure = "defect"
                     self._end(exchange, CallState.FAILED, 500, "the proxy failed")
                 self._metrics.under_way.dec()
-                self._metrics.call_seconds.observe(time.perf_counter() - arrived)
+                self._observer.ended(exchange)
 
     def _open(
         self,
@@ -102,7 +106,6 @@ class Endpoint:
         link = replace(link, version=version)
         now = time.time()
         self._links.begin(link, alias, version, now)
-        self._metrics.links.labels(link.linked_by).inc()
         task, role, tags = identity.labels(headers)
         begun = CallBegun(
             call_id=new_id("call"),
@@ -173,7 +176,7 @@ class Endpoint:
     async def _stream(self, exchange: Exchange, answer: Answer, send: Send, watch: Watch) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": exchange.headers(streamed=True)})
         exchange.started = True
-        self._metrics.overhead_seconds.observe(exchange.overhead())
+        exchange.spent = exchange.overhead()
         events = Events()
         pieces = answer.pieces()
         async for piece in pieces:
@@ -182,16 +185,18 @@ class Endpoint:
                 await send({"type": "http.response.body", "body": b"".join(out), "more_body": True})
                 if exchange.first_byte_at is None:
                     exchange.first_byte_at = time.time()
-                    self._metrics.first_byte_seconds.observe(time.perf_counter() - exchange.arrived)
             if done:
                 break
         else:
             raise UpstreamBroke(f"upstream {answer.url} ended its stream without [DONE]")
         last = exchange.voice.end()
         broken = exchange.capture.error
+        if broken:
+            exchange.failure = "stream_error"
         await _wait(self._end(exchange, CallState.FAILED if broken else CallState.ANSWERED, 200, broken))
         watch.stop()
         await send({"type": "http.response.body", "body": last})
+        self._observer.ended(exchange)
         with contextlib.suppress(TimeoutError, UpstreamError):
             async with asyncio.timeout(1.0):  # read to the end, so that the connection can be used again
                 async for _ in pieces:
@@ -201,6 +206,7 @@ class Endpoint:
         """Pass on an upstream's error: its status, its body, and when to come back."""
         body, message = self._dialect.shape.theirs(answer.status, await answer.read())
         self._metrics.upstream_errors.labels(f"status_{answer.status // 100}xx").inc()
+        exchange.failure = f"status_{answer.status // 100}xx"
         headers = exchange.headers()
         headers += [(n.encode(), answer.headers[n].encode()) for n in _KEPT_HEADERS if n in answer.headers]
         await _wait(self._end(exchange, CallState.FAILED, answer.status, message))
@@ -211,6 +217,7 @@ class Endpoint:
         self._metrics.upstream_errors.labels(error.code or "other").inc()
         log.warning("event=call_failed call=%s reason=%r", exchange.opened.begun.call_id, str(error))
         if not exchange.over:
+            exchange.failure = error_class(error)
             await _wait(self._end(exchange, CallState.FAILED, 200 if exchange.started else error.status, str(error)))
         if exchange.started:
             watch.stop()
@@ -222,6 +229,7 @@ class Endpoint:
     def _abandon(self, exchange: Exchange, left: bool) -> None:
         """The call ends early, by its client or by a stop of the proxy; what was generated so far is recorded."""
         if not exchange.over:
+            exchange.failure = "client_left" if left else "stopped"
             status, reason = (499, "the client left") if left else (503, "the proxy was stopped")
             self._end(exchange, CallState.ABORTED, status, reason)
 
@@ -248,7 +256,7 @@ class Endpoint:
         send: Send,
         watch: Watch,
     ) -> None:
-        self._metrics.overhead_seconds.observe(exchange.overhead())
+        exchange.spent = exchange.overhead()
         watch.stop()
         await send_bytes(send, status, body, list(headers))
 

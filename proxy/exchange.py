@@ -29,6 +29,9 @@ class Exchange:
     started: bool = False  # the client has the response's head
     over: bool = False  # its end is recorded
     first_byte_at: float | None = None
+    spent: float | None = None  # the overhead when the answer, or its head, was ready to be sent
+    failure: str | None = None  # class of the error that it ended with
+    told: bool = False  # its end was told to the observer
 
     @property
     def capture(self) -> Capture:

@@ -7,6 +7,7 @@ somebody else's, or by a page of another origin, is refused. With keys the opera
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,8 +26,9 @@ _OPERATOR_PATH = "/api"
 class Errors:
     """Turns our errors into answers in the shape that the path's clients read; nothing else passes through here."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, count: Callable[[ProxyError | None], None]) -> None:
         self._app = app
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -41,6 +43,7 @@ class Errors:
         except ClientLeft:
             log.info("event=client_left path=%s", scope["path"])
         except ProxyError as error:
+            self._count(error)
             if started:
                 raise
             headers: Headers = [JSON]
@@ -48,6 +51,7 @@ class Errors:
                 headers.append((b"retry-after", b"%d" % error.retry_after))
             await send_bytes(send, error.status, shape_of(scope["path"]).ours(error), headers)
         except Exception:  # the outermost door: a defect of ours is told in the shape that clients read
+            self._count(None)
             if started:
                 raise
             log.exception("event=defect path=%s", scope["path"])

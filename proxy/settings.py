@@ -41,6 +41,7 @@ class ProxySettings(BaseModel):
     segment_bytes: int = Field(default=8 * 2**20, ge=2**12)
     request_timeout: float = Field(default=600.0, gt=0)
     connect_timeout: float = Field(default=5.0, gt=0)
+    most_lag: float = Field(default=300.0, gt=0)  # seconds that the store may be behind before an alarm
     drain_timeout: float = Field(default=30.0, gt=0)  # at stop: for running calls to end
 
     @field_validator("upstreams")

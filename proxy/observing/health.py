@@ -1,8 +1,14 @@
-"""GET /health/live, /health/ready, /health/backlog: for probes and for people. Never needs a key, never blocks."""
+"""GET /health/live, /health/ready, /health/backlog: for probes and for people. Never needs a key, never blocks.
+
+`live` is for a liveness probe: only a process that hangs fails it. `ready` is for a readiness probe: it is 503 while
+a call would not be served. `backlog` is for alarms: it is 503 while the store is too far behind, although calls are
+served and nothing is lost; no probe that restarts anything should ask it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 
 from starlette.types import Receive, Scope, Send
 
@@ -17,13 +23,17 @@ _PATIENCE = 2.0  # seconds for a replica to answer a probe
 
 
 class Health:
-    """The three endpoints."""
+    """The three endpoints. `most_lag`: seconds that the store may be behind."""
 
-    def __init__(self, book: PolicyBook, upstream: Upstream, journal: Journal, shipper: Shipper) -> None:
+    def __init__(
+        self, book: PolicyBook, upstream: Upstream, journal: Journal, shipper: Shipper, most_lag: float
+    ) -> None:
         self._book = book
         self._upstream = upstream
         self._journal = journal
         self._shipper = shipper
+        self._most_lag = most_lag
+        self._started_at = time.time()
 
     async def live(self, scope: Scope, receive: Receive, send: Send) -> None:
         """200 as long as the process answers."""
@@ -38,8 +48,28 @@ class Health:
         )
 
     async def backlog(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """How much of what was recorded is not in the store yet."""
-        await send_json(send, 200, {"journal_bytes": self._journal.bytes, "unshipped_records": self._shipper.backlog})
+        """How much of what was recorded is not in the store yet; 503 where it is too old."""
+        lag = self.lag()
+        behind = lag > self._most_lag
+        told = {
+            "status": "behind" if behind else "ok",
+            "journal_bytes": self._journal.bytes,
+            "unshipped_records": self._shipper.backlog,
+            "lag_seconds": round(lag, 3),
+            "most_lag_seconds": self._most_lag,
+        }
+        await send_json(send, 503 if behind else 200, told)
+
+    def lag(self) -> float:
+        """Return the age in seconds of the oldest record that is not in the store; up to about 1 s too high.
+
+        While records of an earlier process are not there yet, it is at least the time since this one's start.
+        """
+        now = time.time()
+        until = max(self._started_at, self._shipper.shipped_until(now))
+        if self._shipper.replayed.is_set() and not self._shipper.backlog:
+            return 0.0
+        return max(0.0, now - until)
 
     async def _probe(self, url: str) -> str | None:
         try:

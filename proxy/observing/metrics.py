@@ -1,15 +1,25 @@
-"""What the proxy counts, for Prometheus. Every name is documented in docs/metrics.md; labels are few and bounded."""
+"""What the proxy counts, for Prometheus. Every name is documented in docs/metrics.md; labels are few and bounded.
+
+What is counted of each call's end is in `call_counts.py`. Values that something else knows already (the backlog, the
+versions) are read when Prometheus asks.
+"""
 
 from __future__ import annotations
+
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import Receive, Scope, Send
 
 from proxy.asgi import send_bytes
+from proxy.errors import ProxyError
 
 _CALL_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 _QUICK_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1)
-_REASONS = ("no token ids", "no logprobs", "no prompt token ids", "no answer", "echo", "image", "beam search")
+_WORD_BORDER = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
 class Metrics:
@@ -17,20 +27,28 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self.calls = Counter("ratchet_calls", "Captured calls by their end", ["alias", "state"], registry=registry)
+        self.calls = Counter(
+            "ratchet_calls", "Captured calls by their end", ["alias", "dialect", "state"], registry=registry
+        )
+        self.errors = Counter("ratchet_errors", "Failed requests by class of error", ["class"], registry=registry)
         self.under_way = Gauge("ratchet_calls_under_way", "Captured calls that have not ended", registry=registry)
         self.call_seconds = Histogram(
-            "ratchet_call_duration_seconds", "From request to last byte", buckets=_CALL_BUCKETS, registry=registry
-        )
-        self.first_byte_seconds = Histogram(
-            "ratchet_first_byte_seconds", "From request to the first byte of the answer", buckets=_CALL_BUCKETS,
+            "ratchet_call_duration_seconds", "From request to last byte", ["alias"], buckets=_CALL_BUCKETS,
             registry=registry,
+        )  # fmt: skip
+        self.first_token_seconds = Histogram(
+            "ratchet_first_token_seconds", "From request to the first token of a streamed answer", ["alias"],
+            buckets=_CALL_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self.inter_token_seconds = Histogram(
+            "ratchet_inter_token_seconds", "Mean time between the tokens of a streamed call", ["alias"],
+            buckets=_TOKEN_BUCKETS, registry=registry,
         )  # fmt: skip
         self.overhead_seconds = Histogram(
             "ratchet_overhead_seconds", "Time per call that is the proxy's, not the upstream's",
             buckets=_QUICK_BUCKETS, registry=registry,
         )  # fmt: skip
-        self.tokens = Counter("ratchet_tokens", "Tokens of captured calls", ["kind"], registry=registry)
+        self.tokens = Counter("ratchet_tokens", "Tokens of captured calls", ["alias", "kind"], registry=registry)
         self.context_tokens = Counter(
             "ratchet_context_tokens", "Completion tokens by how their context is known", ["context"], registry=registry
         )
@@ -71,12 +89,30 @@ class Metrics:
             "ratchet_dead_letters", "Records that the store refuses, put aside", registry=registry
         )
 
-    def mark_untrainable(self, reason: str) -> None:
-        """Count an untrainable call under a bounded set of reasons."""
-        self.untrainable.labels(reason if reason in _REASONS else "other").inc()
+        self.lag_seconds = Gauge(
+            "ratchet_journal_lag_seconds", "Age of the oldest record that is not in the store yet", registry=registry
+        )
+        build = Gauge("ratchet_build_info", "1, with what is running", ["version", "python"], registry=registry)
+        build.labels(_version(), platform.python_version()).set(1)
+
+    def refused(self, error: ProxyError | None) -> None:
+        """Count a request that ended before it was a call; None is a defect of ours."""
+        self.errors.labels("defect" if error is None else error_class(error)).inc()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /metrics."""
         await send_bytes(
             send, 200, generate_latest(self.registry), [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
         )
+
+
+def error_class(error: ProxyError) -> str:
+    """Return the class of an error as a label: `upstream_timeout` of UpstreamTimeout."""
+    return _WORD_BORDER.sub("_", type(error).__name__).lower()
+
+
+def _version() -> str:
+    try:
+        return version("ratchet-rl")
+    except PackageNotFoundError:  # run from its folder
+        return "unknown"

@@ -53,6 +53,7 @@ class Opened:
     last_key: str  # link key of the prompt's last message; empty where nothing can continue the call
     untrainable: str | None
     nodes: tuple[MessageNode, ...]  # all of the prompt
+    ended: CallEnded | None = None  # the record of its end
 
 
 class Recorder:
@@ -87,7 +88,7 @@ class Recorder:
         """Hand the end of a call to the journal; return its answers, and what the client's last byte waits for."""
         try:
             record, leaves = assemble(opened, capture, end)
-            self._count(record)
+            opened.ended = record
             future = self._journal.commit(record)
             hashes = [node.hash for node in (*opened.nodes, *record.nodes)]
             if opened.begun.tools_hash:
@@ -108,16 +109,6 @@ class Recorder:
             self._known.move_to_end(name)
         while len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
-
-    def _count(self, record: CallEnded) -> None:
-        metrics = self._metrics
-        metrics.calls.labels(record.begun.alias, str(record.state)).inc()
-        metrics.tokens.labels("prompt").inc(record.prompt_tokens)
-        metrics.tokens.labels("completion").inc(record.completion_tokens)
-        context = "untrainable" if record.untrainable else record.context
-        metrics.context_tokens.labels(context).inc(record.completion_tokens)
-        if record.untrainable:
-            metrics.mark_untrainable(record.untrainable)
 
 
 def assemble(opened: Opened, capture: Capture, end: End) -> tuple[CallEnded, list[Leaf]]:

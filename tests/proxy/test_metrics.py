@@ -1,0 +1,134 @@
+"""What the proxy counts, and that its documents and its dashboard name what there is."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.proxy.conftest import Proxy, Start
+from tests.proxy.servers import ROOT, eventually
+
+CALL = "/v1/chat/completions"
+
+
+def asking(words: str, **fields: Any) -> dict[str, Any]:
+    """A chat request."""
+    return {"model": "agent", "messages": [{"role": "user", "content": words}], **fields}
+
+
+def families(proxy: Proxy) -> list[Metric]:
+    """What the proxy tells Prometheus."""
+    return list(text_string_to_metric_families(proxy.http.get("/metrics").text))
+
+
+def value(proxy: Proxy, name: str, **labels: str) -> float:
+    """The sum of all samples of a name that have these labels."""
+    return sum(
+        sample.value
+        for family in families(proxy)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+def test_calls_are_counted_by_alias_dialect_and_end(proxy: Proxy) -> None:
+    proxy.http.post(CALL, json=asking("hi"))
+    proxy.http.post(CALL, json=asking("#noids"))
+    proxy.http.post(CALL, json=asking("#status=500"))
+    proxy.http.post("/v1/messages", json=asking("hi", max_tokens=9))
+    assert value(proxy, "ratchet_calls_total", alias="agent", dialect="chat", state="answered") == 2
+    assert value(proxy, "ratchet_calls_total", dialect="chat", state="failed") == 1
+    assert value(proxy, "ratchet_calls_total", dialect="messages", state="answered") == 1
+    assert value(proxy, "ratchet_untrainable_calls_total", reason="no prompt token ids") == 1
+    assert value(proxy, "ratchet_links_total", linked_by="root") == 4
+    assert value(proxy, "ratchet_call_duration_seconds_count", alias="agent") == 4
+    assert value(proxy, "ratchet_overhead_seconds_count") == 4
+    assert value(proxy, "ratchet_calls_under_way") == 0
+
+
+def test_a_stream_is_measured_from_its_first_token_to_its_last(proxy: Proxy) -> None:
+    with proxy.http.stream("POST", CALL, json=asking("#tokens=10 #delay=0.02", stream=True)) as answer:
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+    mean = value(proxy, "ratchet_inter_token_seconds_sum")
+    assert value(proxy, "ratchet_inter_token_seconds_count") == 1
+    assert 0.015 < mean < 0.2, "11 tokens, 20 ms apart"
+    assert 0 < value(proxy, "ratchet_first_token_seconds_sum") < value(proxy, "ratchet_call_duration_seconds_sum")
+    assert value(proxy, "ratchet_tokens_total", alias="agent", kind="completion") == 11
+
+
+def test_an_answer_in_one_piece_has_no_time_between_tokens(proxy: Proxy) -> None:
+    proxy.http.post(CALL, json=asking("#tokens=10"))
+    assert value(proxy, "ratchet_call_duration_seconds_count") == 1
+    assert value(proxy, "ratchet_inter_token_seconds_count") == value(proxy, "ratchet_first_token_seconds_count") == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "error"),
+    [
+        (asking("#status=503"), CALL, "status_5xx"),
+        (asking("#status=400"), CALL, "status_4xx"),
+        (asking("#tokens=9 #cut=3", stream=True), CALL, "upstream_broke"),
+        (asking("#tokens=9 #fault=3", stream=True), CALL, "stream_error"),
+        ({"model": "agent"}, CALL, "bad_request"),
+        ({**asking("hi"), "model": "other"}, CALL, "not_found"),
+        ({}, "/nowhere", "not_found"),
+        (asking("x" * 5000), CALL, "body_too_large"),
+    ],
+)
+def test_failures_are_counted_by_class(start: Start, body: dict[str, Any], path: str, error: str) -> None:
+    proxy = start(body_limit=4096)
+    proxy.http.post(path, json=body)
+    assert value(proxy, "ratchet_errors_total") == value(proxy, "ratchet_errors_total", **{"class": error}) == 1
+
+
+def test_a_client_that_leaves_is_an_error_of_its_own_class(proxy: Proxy) -> None:
+    with proxy.http.stream("POST", CALL, json=asking("#tokens=500 #delay=0.02", stream=True)) as answer:
+        next(answer.iter_bytes())
+    eventually(lambda: value(proxy, "ratchet_errors_total", **{"class": "client_left"}) == 1)
+    assert value(proxy, "ratchet_calls_total", state="aborted") == 1
+
+
+def test_lag_is_the_age_of_what_is_not_shipped(start: Start, tmp_path: Path) -> None:
+    proxy = start(most_lag=1.0)
+    proxy.http.post(CALL, json=asking("hi"))
+    proxy.settled()
+    assert value(proxy, "ratchet_journal_lag_seconds") == 0
+    with contextlib.closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as writer:
+        writer.execute("BEGIN IMMEDIATE")  # the store takes nothing
+        proxy.http.post(CALL, json=asking("hi"))
+        eventually(lambda: value(proxy, "ratchet_journal_lag_seconds") > 1.2)
+        backlog = proxy.http.get("/health/backlog")
+        assert (backlog.status_code, backlog.json()["status"]) == (503, "behind")
+        assert 1.2 < backlog.json()["lag_seconds"] < 4
+        assert backlog.json()["unshipped_records"] >= 1
+        writer.execute("ROLLBACK")
+    eventually(lambda: value(proxy, "ratchet_journal_lag_seconds") == 0, 20)
+    assert proxy.http.get("/health/backlog").status_code == 200
+
+
+def test_the_live_policy_and_the_build_are_told(proxy: Proxy) -> None:
+    assert value(proxy, "ratchet_policy_info", alias="agent", version="0", state="live") == 1
+    assert value(proxy, "ratchet_build_info") == 1
+
+
+def test_every_metric_is_documented_and_only_those(proxy: Proxy) -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    names = {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in families(proxy)
+        if not family.name.endswith("_created")
+    }
+    assert names == set(re.findall(r"^\| `(ratchet_\w+)`", page, re.MULTILINE))
+    assert _named_in(page) <= names
+
+
+def _named_in(text: str) -> set[str]:
+    """The metrics that a text names, as families."""
+    return {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\bratchet_[a-z_]+", text)}
