@@ -30,6 +30,9 @@ from proxy.recording.recorder import Recorder
 from proxy.recording.shipper import Shipper
 from proxy.routing import Lifespan, Routes
 from proxy.settings import ProxySettings
+from proxy.upstreams.forward import ReplicaForwarder
+from proxy.upstreams.pool import Pool
+from proxy.upstreams.probes import Probes
 from proxy.upstreams.upstream import Upstream
 from store import Store
 from store.errors import StoreError
@@ -49,6 +52,14 @@ def create_app(settings: ProxySettings, store: Store, upstream: Upstream, url: s
     journal = Journal(settings.journal, settings.journal_limit, settings.segment_bytes, metrics, bell)
     recorder = Recorder(journal, metrics, strict=settings.capture == "strict")
     shipper = Shipper(journal, store, metrics, bell, on_dead_letter=recorder.forget_known)
+    pool = Pool(
+        settings.upstreams,
+        metrics,
+        failures=settings.breaker_failures,
+        cool_off=settings.breaker_seconds,
+        slack=settings.affinity_slack,
+    )
+    probes = Probes(pool, upstream, min(settings.probe_seconds, settings.breaker_seconds))
     book = PolicyBook(
         (settings.model,),
         store,
@@ -62,12 +73,13 @@ def create_app(settings: ProxySettings, store: Store, upstream: Upstream, url: s
     metrics.unshipped.set_function(lambda: shipper.backlog)
     metrics.registry.register(PolicyInfo(book.known))
     observer = Observer(metrics)
+    forwarder = ReplicaForwarder(book, upstream, pool, metrics)
 
     def captured(dialect: Dialect) -> Endpoint:
-        return Endpoint(dialect, book, links, recorder, upstream, metrics, observer, settings.body_limit)
+        return Endpoint(dialect, book, links, recorder, forwarder, metrics, observer, settings.body_limit)
 
     models = Models(book)
-    health = Health(book, upstream, journal, shipper, settings.most_lag)
+    health = Health(book, probes, journal, shipper, settings.most_lag)
     metrics.lag_seconds.set_function(health.lag)
     routes = Routes(
         {
@@ -75,7 +87,7 @@ def create_app(settings: ProxySettings, store: Store, upstream: Upstream, url: s
             ("POST", "/completions"): captured(Completions()),
             ("POST", "/responses"): captured(Responses(store)),
             ("POST", "/messages"): captured(Messages()),
-            ("POST", "/messages/count_tokens"): CountTokens(book, upstream, settings.body_limit),
+            ("POST", "/messages/count_tokens"): CountTokens(book, upstream, pool, settings.body_limit),
             ("GET", "/models"): models,
             ("GET", "/metrics"): metrics,
             ("GET", "/health/live"): health.live,
@@ -84,10 +96,10 @@ def create_app(settings: ProxySettings, store: Store, upstream: Upstream, url: s
         },
         models=models,
         mounts={"/api": create_operator(store, shipper, links)},
-        rest=PassThrough(book, upstream, metrics, settings.body_limit),
+        rest=PassThrough(book, upstream, pool, metrics, settings.body_limit),
     )
     app = Errors(Keys(routes, settings.key_hashes, settings.operator_hashes), count=metrics.refused)
-    return Lifespan(app, [upstream, journal, shipper, Memory(links, store, settings.idle_seconds), book])
+    return Lifespan(app, [upstream, journal, shipper, Memory(links, store, settings.idle_seconds), book, probes])
 
 
 class Memory:

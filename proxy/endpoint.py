@@ -30,8 +30,8 @@ from proxy.observing.observer import Observer
 from proxy.policy import PolicyBook
 from proxy.recording.recorder import End, Recorder
 from proxy.sse import DONE, Events
-from proxy.upstreams.adapters import Adapters
-from proxy.upstreams.upstream import Answer, Upstream
+from proxy.upstreams.answer import Answer
+from proxy.upstreams.forward import Forwarder
 from store.ids import new_id
 from store.records import CallBegun
 from store.states import CallState
@@ -51,7 +51,7 @@ class Endpoint:
         book: PolicyBook,
         links: Links,
         recorder: Recorder,
-        upstream: Upstream,
+        forwarder: Forwarder,
         metrics: Metrics,
         observer: Observer,
         body_limit: int,
@@ -60,8 +60,7 @@ class Endpoint:
         self._book = book
         self._links = links
         self._recorder = recorder
-        self._upstream = upstream
-        self._adapters = Adapters(book, upstream, metrics)
+        self._forwarder = forwarder
         self._metrics = metrics
         self._observer = observer
         self._body_limit = body_limit
@@ -149,17 +148,9 @@ class Endpoint:
             answer.close()
 
     async def _forward(self, exchange: Exchange, trace: dict[str, str]) -> Answer:
-        """Send the call to its replica; load the adapter there first where the replica does not know it."""
-        begun = exchange.opened.begun
-        served = self._book.served(begun.alias, begun.version)
-        body = exchange.request.outgoing(served)
-        url = exchange.url = self._upstream.place(begun.trajectory_id)
         sent = time.perf_counter()
         try:
-            answer = await self._upstream.post_json(url, self._dialect.path, body, trace)
-            if await self._adapters.load_for(answer, begun.alias, begun.version):
-                return await self._upstream.post_json(url, self._dialect.path, body, trace)
-            return answer
+            return await self._forwarder.forward(exchange, self._dialect.path, trace)
         finally:
             exchange.upstream_seconds += time.perf_counter() - sent
 

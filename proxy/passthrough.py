@@ -25,7 +25,9 @@ from proxy.errors import BadRequest, NotFound
 from proxy.observing.metrics import Metrics
 from proxy.policy import PolicyBook
 from proxy.upstreams.adapters import Adapters
-from proxy.upstreams.upstream import Answer, Upstream
+from proxy.upstreams.answer import Answer
+from proxy.upstreams.pool import Pool, Replica
+from proxy.upstreams.upstream import HttpAnswer, Upstream
 
 _PLAIN = re.compile(r"/[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)?")
 _CONTROL = frozenset(
@@ -44,9 +46,10 @@ _OURS = ("connection", "keep-alive", "transfer-encoding", "content-length", "con
 class PassThrough:
     """The endpoint for routes that Ratchet does not know."""
 
-    def __init__(self, book: PolicyBook, upstream: Upstream, metrics: Metrics, body_limit: int) -> None:
+    def __init__(self, book: PolicyBook, upstream: Upstream, pool: Pool, metrics: Metrics, body_limit: int) -> None:
         self._book = book
         self._upstream = upstream
+        self._pool = pool
         self._adapters = Adapters(book, upstream, metrics)
         self._body_limit = body_limit
 
@@ -79,14 +82,17 @@ class PassThrough:
 
     async def _ask(self, scope: Scope, body: bytes, version: tuple[str, int] | None) -> Answer:
         """Send the request on; load the adapter of `version` first where the replica does not know it."""
-        url = self._upstream.place(scope[TRAJECTORY] or "")
         query = quote_from_bytes(scope["query_string"], safe=string.punctuation)
         path = f"/v1{scope[PATH]}?{query}" if query else f"/v1{scope[PATH]}"
         headers = {name: value for name in ("content-type", "accept") if (value := header(scope, name.encode()))}
-        answer = await self._upstream.send(url, scope["method"], path, body or None, headers)
-        if version is not None and await self._adapters.load_for(answer, *version):
-            return await self._upstream.send(url, scope["method"], path, body or None, headers)
-        return answer
+
+        async def ask(replica: Replica) -> HttpAnswer:
+            answer = await self._upstream.send(replica.url, scope["method"], path, body or None, headers)
+            if version is not None and await self._adapters.load_for(answer, *version):
+                answer = await self._upstream.send(replica.url, scope["method"], path, body or None, headers)
+            return answer
+
+        return await self._pool.ask(scope[TRAJECTORY] or "", ask)
 
     def _served(self, body: bytes) -> tuple[bytes, tuple[str, int] | None]:
         """Return the body with its model alias replaced, and (alias, version). Raises BadRequest, NotFound."""

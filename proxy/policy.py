@@ -198,12 +198,18 @@ class PolicyBook:
 
     async def _base_model(self) -> str:
         """Return the served name of the model that is nobody's adapter. Raises UpstreamError."""
-        url = self._upstream.urls[0]
-        cards = await self._upstream.models(url)
-        for card in cards:
-            if not card.get("parent") and isinstance(card.get("id"), str):
-                return str(card["id"])
-        raise UpstreamError(f"upstream {url} lists no base model")
+        told: UpstreamError | None = None
+        for url in self._upstream.urls:
+            try:
+                cards = await self._upstream.models(url)
+            except UpstreamError as error:
+                told = told or error
+                continue
+            for card in cards:
+                if not card.get("parent") and isinstance(card.get("id"), str):
+                    return str(card["id"])
+            told = told or UpstreamError(f"upstream {url} lists no base model")
+        raise told or UpstreamError("there is no upstream")
 
     async def _beat(self) -> None:
         while True:

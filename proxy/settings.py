@@ -42,6 +42,10 @@ class ProxySettings(BaseModel):
     request_timeout: float = Field(default=600.0, gt=0)
     connect_timeout: float = Field(default=5.0, gt=0)
     most_lag: float = Field(default=300.0, gt=0)  # seconds that the store may be behind before an alarm
+    breaker_failures: int = Field(default=3, ge=1)  # in a row; then calls go to other replicas
+    breaker_seconds: float = Field(default=5.0, gt=0)  # then the replica is probed
+    probe_seconds: float = Field(default=5.0, gt=0)  # between looks at a replica
+    affinity_slack: int = Field(default=16, ge=1)  # more calls than the least busy replica: others take the rest
     drain_timeout: float = Field(default=30.0, gt=0)  # at stop: for running calls to end
 
     @field_validator("upstreams")

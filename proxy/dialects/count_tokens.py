@@ -18,6 +18,7 @@ from proxy.disconnect import Watch
 from proxy.errors import UpstreamBroke
 from proxy.policy import PolicyBook
 from proxy.shapes import ANTHROPIC
+from proxy.upstreams.pool import Pool
 from proxy.upstreams.upstream import Upstream
 
 PATH = "/tokenize"
@@ -26,9 +27,10 @@ PATH = "/tokenize"
 class CountTokens:
     """The endpoint. Nothing is generated, so nothing is recorded."""
 
-    def __init__(self, book: PolicyBook, upstream: Upstream, body_limit: int) -> None:
+    def __init__(self, book: PolicyBook, upstream: Upstream, pool: Pool, body_limit: int) -> None:
         self._book = book
         self._upstream = upstream
+        self._pool = pool
         self._body_limit = body_limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,7 +57,7 @@ class CountTokens:
         return msgspec.json.encode(messages_request.count_body(fields, served))
 
     async def _ask(self, body: bytes) -> tuple[int, bytes]:
-        answer = await self._upstream.post_json(self._upstream.place(""), PATH, body)
+        answer = await self._pool.ask("", lambda replica: self._upstream.post_json(replica.url, PATH, body))
         try:
             return answer.status, await answer.read()
         finally:

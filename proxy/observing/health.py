@@ -7,29 +7,23 @@ served and nothing is lost; no probe that restarts anything should ask it.
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from starlette.types import Receive, Scope, Send
 
 from proxy.asgi import send_json
-from proxy.errors import UpstreamError
 from proxy.policy import PolicyBook
 from proxy.recording.journal import Journal
 from proxy.recording.shipper import Shipper
-from proxy.upstreams.upstream import Upstream
-
-_PATIENCE = 2.0  # seconds for a replica to answer a probe
+from proxy.upstreams.probes import Probes
 
 
 class Health:
     """The three endpoints. `most_lag`: seconds that the store may be behind."""
 
-    def __init__(
-        self, book: PolicyBook, upstream: Upstream, journal: Journal, shipper: Shipper, most_lag: float
-    ) -> None:
+    def __init__(self, book: PolicyBook, probes: Probes, journal: Journal, shipper: Shipper, most_lag: float) -> None:
         self._book = book
-        self._upstream = upstream
+        self._probes = probes
         self._journal = journal
         self._shipper = shipper
         self._most_lag = most_lag
@@ -40,12 +34,13 @@ class Health:
         await send_json(send, 200, {"status": "live"})
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """200 when a call would be served; 503 with what is missing."""
-        answers = await asyncio.gather(*(self._probe(url) for url in self._upstream.urls))
-        missing = [*self._book.readiness(), *(answer for answer in answers if answer)]
-        await send_json(
-            send, 503 if missing else 200, {"status": "not ready" if missing else "ready", "missing": missing}
-        )
+        """200 when a call would be served: by at least one replica; else 503 with what is missing."""
+        upstreams = await self._probes.look()
+        missing = self._book.readiness()
+        if not any(told["answers"] for told in upstreams):
+            missing += [told["reason"] for told in upstreams]
+        status = "not ready" if missing else "ready"
+        await send_json(send, 503 if missing else 200, {"status": status, "missing": missing, "upstreams": upstreams})
 
     async def backlog(self, scope: Scope, receive: Receive, send: Send) -> None:
         """How much of what was recorded is not in the store yet; 503 where it is too old."""
@@ -70,13 +65,3 @@ class Health:
         if self._shipper.replayed.is_set() and not self._shipper.backlog:
             return 0.0
         return max(0.0, now - until)
-
-    async def _probe(self, url: str) -> str | None:
-        try:
-            async with asyncio.timeout(_PATIENCE):
-                await self._upstream.models(url)
-        except UpstreamError as error:
-            return str(error)
-        except TimeoutError:
-            return f"upstream {url} does not answer within {_PATIENCE:g} s"
-        return None

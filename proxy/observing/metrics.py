@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -63,6 +64,15 @@ class Metrics:
         self.upstream_errors = Counter(
             "ratchet_upstream_errors", "Upstream failures that the proxy saw", ["kind"], registry=registry
         )
+        self.upstream_retries = Counter(
+            "ratchet_upstream_retries", "Calls offered to another replica", ["reason"], registry=registry
+        )
+        self.upstream_up = Gauge(
+            "ratchet_upstream_up", "1 when calls go there, else 0", ["upstream"], registry=registry
+        )
+        self.upstream_in_flight = Gauge(
+            "ratchet_upstream_in_flight", "Calls whose answers have not ended", ["upstream"], registry=registry
+        )
         self.adapter_loads = Counter(
             "ratchet_adapter_loads",
             "Adapters loaded because a replica did not know them",
@@ -98,6 +108,11 @@ class Metrics:
     def refused(self, error: ProxyError | None) -> None:
         """Count a request that ended before it was a call; None is a defect of ours."""
         self.errors.labels("defect" if error is None else error_class(error)).inc()
+
+    def watch_upstream(self, url: str, up: Callable[[], bool], in_flight: Callable[[], int]) -> None:
+        """Read an upstream's gauges where they are kept."""
+        self.upstream_up.labels(url).set_function(up)
+        self.upstream_in_flight.labels(url).set_function(in_flight)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /metrics."""

@@ -10,7 +10,8 @@ import logging
 from proxy.errors import UpstreamError
 from proxy.observing.metrics import Metrics
 from proxy.policy import PolicyBook
-from proxy.upstreams.upstream import Answer, Upstream
+from proxy.upstreams.answer import Answer
+from proxy.upstreams.upstream import Upstream
 from store.records import BASE_VERSION
 
 log = logging.getLogger("ratchet.proxy")

@@ -1,14 +1,13 @@
 """The one module that meets the HTTP client: vLLM's replicas, and how their failures are told.
 
-Promises: a foreign error never leaves this module; leaving an `Answer` before its end closes the connection at
+Promises: a foreign error never leaves this module; leaving an answer before its end closes the connection at
 once, which is how vLLM learns that nobody waits any more. Does not read what is in an answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -21,7 +20,7 @@ _KEEP_ALIVE = 4.0  # vLLM closes idle connections after 5 s; ours must be the sh
 _JSON = {"content-type": "application/json"}
 
 
-class Answer:
+class HttpAnswer:
     """An upstream's answer whose body may still be coming."""
 
     def __init__(self, url: str, response: aiohttp.ClientResponse) -> None:
@@ -29,6 +28,23 @@ class Answer:
         self.status = response.status
         self.headers: Mapping[str, str] = response.headers
         self._response = response
+        self._first: bytes | None = None
+        self._closed: Callable[[], None] | None = None
+
+    def on_close(self, closed: Callable[[], None]) -> None:
+        """Call `closed` once, when the answer is let go."""
+        self._closed = closed
+
+    async def begin(self) -> None:
+        """Wait for the body's first piece, which `pieces` yields again. Raises UpstreamError; it is closed then."""
+        try:
+            self._first = await self._response.content.readany()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self.close()
+            raise _translated(self.url, error) from error
+        except asyncio.CancelledError:
+            self.close()
+            raise
 
     async def read(self) -> bytes:
         """Return the whole body. Raises UpstreamError."""
@@ -39,6 +55,9 @@ class Answer:
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield the body as it comes, unbuffered. Raises UpstreamError where it breaks off."""
+        if self._first:
+            yield self._first
+            self._first = None
         try:
             async for piece in self._response.content.iter_any():
                 yield piece
@@ -48,6 +67,9 @@ class Answer:
     def close(self) -> None:
         """Let go: a finished connection is used again, an unfinished one is closed at once."""
         self._response.close() if not self._response.content.at_eof() else self._response.release()
+        closed, self._closed = self._closed, None
+        if closed is not None:
+            closed()
 
 
 class Upstream:
@@ -81,15 +103,9 @@ class Upstream:
         if self._session is not None:
             await self._session.close()
 
-    def place(self, trajectory_id: str) -> str:
-        """Return the replica of a trajectory: always the same one, so that its prefix cache serves it."""
-        if len(self.urls) == 1:
-            return self.urls[0]
-        return max(self.urls, key=lambda url: blake2b(f"{url}\0{trajectory_id}".encode(), digest_size=8).digest())
-
     async def send(
         self, url: str, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None = None
-    ) -> Answer:
+    ) -> HttpAnswer:
         """Send one request and return the answer at its headers. Raises UpstreamError. Close the answer.
 
         The path goes out as it is: nothing in it is decoded, and no dots are resolved.
@@ -100,7 +116,7 @@ class Upstream:
                 response = await self._session.request(
                     method, URL(url + path, encoded=True), data=body, headers=headers, allow_redirects=False
                 )
-                return Answer(url, response)
+                return HttpAnswer(url, response)
             except aiohttp.ServerDisconnectedError as error:
                 # The replica closed a kept connection while the request was under way to it: nothing was served.
                 if attempt == 2:
@@ -109,7 +125,7 @@ class Upstream:
                 raise _translated(url, error) from error
         raise AssertionError("unreachable")
 
-    async def post_json(self, url: str, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> Answer:
+    async def post_json(self, url: str, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> HttpAnswer:
         """Send a JSON body by POST. Raises UpstreamError. Close the answer."""
         return await self.send(url, "POST", path, body, {**_JSON, **headers} if headers else _JSON)
 

@@ -70,7 +70,8 @@ class ScriptedVllm:
         self.queries: list[bytes] = []
         self.loads: list[str] = []
         self.aborted = 0
-        self.failures_left = 0  # so many calls are answered with 503 first
+        self.failures_left = 0  # so many calls are answered with `failure` first
+        self.failure = 503
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -130,7 +131,7 @@ class ScriptedVllm:
             await _error(send, 404, f"The model `{body['model']}` does not exist.", "NotFoundError")
         elif self.failures_left > 0:
             self.failures_left -= 1
-            await _error(send, 503, "overloaded", headers=[(b"retry-after-ms", b"20"), (b"retry-after", b"1")])
+            await _error(send, self.failure, "overloaded", headers=[(b"retry-after-ms", b"20"), (b"retry-after", b"1")])
         elif "html" in script:
             await _send(send, 502, b"<html>bad gateway</html>", [(b"content-type", b"text/html")])
         elif "status" in script:

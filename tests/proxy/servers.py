@@ -88,6 +88,32 @@ class ProxyProcess:
         return status
 
 
+class VllmProcess:
+    """A scripted vLLM in its own process, which can be killed and started again at its address."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.start()
+
+    def start(self) -> None:
+        """Start it, without any adapter; return when it answers."""
+        command = [sys.executable, "-m", "tests.proxy.scripted_vllm", str(self._port)]
+        self._process = subprocess.Popen(command, cwd=ROOT)
+        eventually(self._answers, 20)
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._process.kill()
+        self._process.wait(10)
+
+    def _answers(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self._port)) == 0
+
+
 def eventually(claim: Callable[[], Any], seconds: float = 5.0) -> Any:
     """Return the claim's first true value; fail when it does not become true in time."""
     until = time.monotonic() + seconds

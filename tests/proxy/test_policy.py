@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from proxy.upstreams.upstream import Upstream
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually
@@ -120,13 +119,6 @@ def test_without_vllm_calls_get_503_until_it_comes(start: Start) -> None:
     assert "no live version of agent" in missing
     assert "http://127.0.0.1:9" in missing
     assert proxy.http.get("/health/live").status_code == 200
-
-
-def test_a_trajectory_stays_with_its_replica() -> None:
-    replicas = Upstream([f"http://replica-{n}" for n in range(4)])
-    places = {name: replicas.place(name) for name in (f"traj_{n}" for n in range(200))}
-    assert places == {name: replicas.place(name) for name in places}
-    assert {list(places.values()).count(url) > 20 for url in replicas.urls} == {True}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,51 @@
+"""Sends a captured call to where its version is served, and gives back the answer when it has begun.
+
+Promises: nothing of an answer has reached the client when another replica is tried; of a stream, the first piece is
+here when the answer is given back, so that a replica that dies before its first token costs nobody a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from proxy.exchange import Exchange
+from proxy.observing.metrics import Metrics
+from proxy.policy import PolicyBook
+from proxy.upstreams.adapters import Adapters
+from proxy.upstreams.answer import Answer
+from proxy.upstreams.pool import Pool, Replica
+from proxy.upstreams.upstream import HttpAnswer, Upstream
+
+
+class Forwarder(Protocol):
+    """Where captured calls go."""
+
+    async def forward(self, exchange: Exchange, path: str, headers: Mapping[str, str]) -> Answer:
+        """Send a call to `path` and return its answer; `exchange.url` says where it went. Raises UpstreamError."""
+
+
+class ReplicaForwarder:
+    """To the vLLM replicas; loads an adapter where one is missing."""
+
+    def __init__(self, book: PolicyBook, upstream: Upstream, pool: Pool, metrics: Metrics) -> None:
+        self._book = book
+        self._upstream = upstream
+        self._pool = pool
+        self._adapters = Adapters(book, upstream, metrics)
+
+    async def forward(self, exchange: Exchange, path: str, headers: Mapping[str, str]) -> Answer:
+        """Send a call to `path` and return its answer; `exchange.url` says where it went. Raises UpstreamError."""
+        begun = exchange.opened.begun
+        body = exchange.request.outgoing(self._book.served(begun.alias, begun.version))
+
+        async def ask(replica: Replica) -> HttpAnswer:
+            exchange.url = replica.url
+            answer = await self._upstream.post_json(replica.url, path, body, headers)
+            if await self._adapters.load_for(answer, begun.alias, begun.version):
+                answer = await self._upstream.post_json(replica.url, path, body, headers)
+            if exchange.request.streamed and answer.status == 200:
+                await answer.begin()
+            return answer
+
+        return await self._pool.ask(begun.trajectory_id, ask)

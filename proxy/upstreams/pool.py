@@ -1,0 +1,152 @@
+"""The replicas of one model: which of them a call goes to, and where it goes when that one cannot take it.
+
+Promises: a trajectory always comes to the same replica, whose prefix cache knows it, as long as that one is healthy and
+not much busier than the others; calls without a trajectory go to the least busy one. A call goes to another replica
+only before the first byte of its answer: when there is no connection, when it breaks off before then, on 502, 503 and
+504 (a dead vLLM, or what stands before it), and on 429, as another replica may have room. Any other answer is the
+model's own. When all fail, the first failure is told, as it came. A time-out of the whole call is not tried again.
+
+A replica with an open breaker gets no calls while another is healthy; where none is, all are tried.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from proxy.errors import UpstreamBroke, UpstreamError, UpstreamTimeout, UpstreamUnreachable
+from proxy.observing.metrics import Metrics
+from proxy.upstreams.breaker import Breaker
+from proxy.upstreams.upstream import HttpAnswer
+
+log = logging.getLogger("ratchet.proxy")
+
+_DEAD = (502, 503, 504)
+_FULL = 429
+_MOST_ATTEMPTS = 3  # replicas that one call is offered to
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One server. `in_flight` counts the calls whose answers have not ended."""
+
+    url: str
+    breaker: Breaker
+    in_flight: int = 0
+
+    def release(self) -> None:
+        """A call is over."""
+        self.in_flight -= 1
+
+    def is_up(self) -> bool:
+        """Return whether calls go here."""
+        return self.breaker.closed
+
+    def load(self) -> int:
+        """Return the calls in flight."""
+        return self.in_flight
+
+
+Ask = Callable[[Replica], Awaitable[HttpAnswer]]
+
+
+class Pool:
+    """The replicas. `slack`: a trajectory leaves a replica that has so many more calls than the least busy one."""
+
+    def __init__(self, urls: Sequence[str], metrics: Metrics, *, failures: int, cool_off: float, slack: int) -> None:
+        self.replicas = tuple(Replica(url, Breaker(failures, cool_off)) for url in urls)
+        self._slack = slack
+        self._metrics = metrics
+        for replica in self.replicas:
+            metrics.watch_upstream(replica.url, replica.is_up, replica.load)
+
+    def order(self, trajectory_id: str) -> Sequence[Replica]:
+        """Return the replicas that a call is offered to, one after the other."""
+        if len(self.replicas) == 1:
+            return self.replicas
+        healthy = [replica for replica in self.replicas if replica.breaker.closed] or self.replicas
+        if not trajectory_id:
+            return sorted(healthy, key=lambda replica: replica.in_flight)[:_MOST_ATTEMPTS]
+        own = sorted(healthy, key=lambda replica: _weight(replica.url, trajectory_id), reverse=True)
+        least = min(replica.in_flight for replica in healthy)
+        return sorted(own, key=lambda replica: replica.in_flight - least >= self._slack)[:_MOST_ATTEMPTS]
+
+    async def ask(self, trajectory_id: str, ask: Ask) -> HttpAnswer:
+        """Offer a call to one replica after the other until one takes it. Raises UpstreamError. Close the answer.
+
+        `ask` sends the call to the replica that it is given.
+        """
+        told: HttpAnswer | UpstreamError | None = None  # the first failure
+        order = self.order(trajectory_id)
+        for replica in order:
+            try:
+                outcome: HttpAnswer | UpstreamError = await self._offer(replica, ask)
+            except BaseException:
+                _close(told)
+                raise
+            reason = self._judge(replica, outcome)
+            if reason is None:
+                _close(told)
+                told = outcome
+                break
+            if replica is not order[-1]:
+                self._metrics.upstream_retries.labels(reason).inc()
+            if told is None:
+                told = outcome
+            else:
+                _close(outcome)
+        assert told is not None, "a pool has at least one replica"
+        if isinstance(told, UpstreamError):
+            raise told
+        return told
+
+    async def _offer(self, replica: Replica, ask: Ask) -> HttpAnswer | UpstreamError:
+        """Return the replica's answer, or why there is none; it counts as busy until the answer is closed."""
+        replica.in_flight += 1
+        try:
+            answer = await ask(replica)
+        except UpstreamError as error:
+            replica.release()
+            return error
+        except BaseException:
+            replica.release()
+            raise
+        answer.on_close(replica.release)
+        return answer
+
+    def _judge(self, replica: Replica, outcome: HttpAnswer | UpstreamError) -> str | None:
+        """Tell the breaker what came of a call; return why another replica should be asked, or None."""
+        if isinstance(outcome, HttpAnswer):
+            if outcome.status == _FULL:
+                return "status_429"
+            if outcome.status in _DEAD:
+                self.failed(replica, f"it answered {outcome.status}")
+                return f"status_{outcome.status}"
+            self.answered(replica)
+            return None
+        if isinstance(outcome, (UpstreamUnreachable, UpstreamBroke, UpstreamTimeout)):
+            self.failed(replica, str(outcome))
+        return None if isinstance(outcome, UpstreamTimeout) else outcome.code or "other"
+
+    def failed(self, replica: Replica, reason: str) -> None:
+        """Take note that a replica is not well."""
+        if replica.breaker.fail(time.monotonic()):
+            log.warning("event=upstream_down upstream=%s reason=%r", replica.url, reason)
+
+    def answered(self, replica: Replica) -> None:
+        """Take note that a replica is well."""
+        if replica.breaker.succeed():
+            log.info("event=upstream_up upstream=%s", replica.url)
+
+
+def _weight(url: str, trajectory_id: str) -> bytes:
+    """Rendezvous hashing: the replica of the greatest weight is the trajectory's own, whichever others there are."""
+    return blake2b(f"{url}\0{trajectory_id}".encode(), digest_size=8).digest()
+
+
+def _close(outcome: HttpAnswer | UpstreamError | None) -> None:
+    if isinstance(outcome, HttpAnswer):
+        outcome.close()

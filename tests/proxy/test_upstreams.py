@@ -1,0 +1,218 @@
+"""Several replicas: where a call goes, what happens when one dies, and when it comes back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.observing.metrics import Metrics
+from proxy.upstreams.breaker import Breaker, State
+from proxy.upstreams.pool import Pool
+from tests.proxy.conftest import Proxy, Start
+from tests.proxy.scripted_vllm import ScriptedVllm
+from tests.proxy.servers import VllmProcess, eventually, served
+from tests.proxy.test_policy import promote
+
+URLS = [f"http://replica-{number}" for number in range(4)]
+
+
+def body(text: str = "hi", **fields: Any) -> dict[str, Any]:
+    return {"model": "agent", "messages": [{"role": "user", "content": text}], **fields}
+
+
+def pool(**settings: Any) -> Pool:
+    return Pool(URLS, Metrics(), **({"failures": 1, "cool_off": 1.0, "slack": 3} | settings))
+
+
+# --- the choice -----------------------------------------------------------------------------------------------
+
+
+def test_a_trajectory_stays_with_its_replica_and_all_get_some() -> None:
+    replicas = pool()
+    places = {name: replicas.order(name)[0].url for name in (f"traj_{n}" for n in range(200))}
+    assert places == {name: replicas.order(name)[0].url for name in places}
+    assert {list(places.values()).count(url) > 20 for url in URLS} == {True}
+
+
+def test_a_trajectory_leaves_a_replica_that_is_busier_than_the_slack_and_comes_back() -> None:
+    replicas = pool(slack=3)
+    own, second = replicas.order("traj_1")[:2]
+    own.in_flight = 2
+    assert replicas.order("traj_1")[0] is own
+    own.in_flight = 3
+    assert replicas.order("traj_1")[0] is second
+    own.in_flight = 0
+    assert replicas.order("traj_1")[0] is own
+
+
+def test_an_open_breaker_moves_only_the_trajectories_of_its_replica_and_spreads_them() -> None:
+    replicas = pool()
+    names = [f"traj_{n}" for n in range(200)]
+    before = {name: replicas.order(name)[0].url for name in names}
+    replicas.failed(replicas.replicas[0], "gone")
+    after = {name: replicas.order(name)[0].url for name in names}
+    assert {name for name in names if before[name] != after[name]} == {n for n in names if before[n] == URLS[0]}
+    assert {after[name] for name in names if before[name] == URLS[0]} == set(URLS[1:])
+    for replica in replicas.replicas:
+        replicas.failed(replica, "gone")
+    assert replicas.order("traj_1"), "with all breakers open a call is tried nevertheless"
+
+
+def test_a_call_without_a_trajectory_goes_to_the_least_busy() -> None:
+    replicas = pool()
+    for busy, replica in enumerate(reversed(replicas.replicas)):
+        replica.in_flight = busy
+    assert [replica.url for replica in replicas.order("")] == URLS[:0:-1]
+
+
+def test_a_breaker_opens_after_failures_in_a_row_and_is_probed_after_its_cool_off() -> None:
+    breaker = Breaker(failures=2, cool_off=10.0)
+    assert not breaker.fail(0.0)
+    assert not breaker.succeed()
+    assert not breaker.fail(1.0)
+    assert breaker.fail(2.0)
+    assert [breaker.state(now) for now in (2.0, 11.9, 12.0)] == [State.OPEN, State.OPEN, State.HALF_OPEN]
+    assert not breaker.fail(12.0)  # the probe
+    assert [breaker.state(now) for now in (12.0, 21.9, 22.0)] == [State.OPEN, State.OPEN, State.HALF_OPEN]
+    assert breaker.succeed()
+    assert breaker.state(22.0) == State.CLOSED
+
+
+# --- failing over ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def second() -> Iterator[tuple[ScriptedVllm, str]]:
+    """Another replica."""
+    app = ScriptedVllm()
+    with served(app) as url:
+        yield app, url
+
+
+def failing(apps: list[ScriptedVllm], status: int, count: int) -> None:
+    for app in apps:
+        app.failure, app.failures_left = status, count
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+@pytest.mark.parametrize("stream", [False, True])
+def test_another_replica_answers_where_the_first_is_full_or_dead(
+    start: Start, vllm: ScriptedVllm, vllm_url: str, second: tuple[ScriptedVllm, str], status: int, stream: bool
+) -> None:
+    proxy = start(upstreams=(vllm_url, second[1]))
+    vllm.failure, vllm.failures_left = status, 1000
+    answers = [proxy.http.post("/v1/chat/completions", json=body(f"{n}", stream=stream)) for n in range(20)]
+    assert [answer.status_code for answer in answers] == [200] * 20
+    assert len(second[0].calls) == 20
+    retries = f'ratchet_upstream_retries_total{{reason="status_{status}"}} {len(vllm.calls):.1f}'
+    assert retries in proxy.http.get("/metrics").text
+    full = status == 429  # nobody's fault: the breaker stays closed, and half of the calls come here first
+    assert (len(vllm.calls) == 3) is not full
+    assert (f'ratchet_upstream_up{{upstream="{vllm_url}"}} {float(full)}') in proxy.http.get("/metrics").text
+
+
+@pytest.mark.parametrize("status", [400, 404, 409, 422, 500])
+def test_what_the_model_itself_answers_is_not_asked_twice(
+    start: Start, vllm: ScriptedVllm, vllm_url: str, second: tuple[ScriptedVllm, str], status: int
+) -> None:
+    proxy = start(upstreams=(vllm_url, second[1]))
+    failing([vllm, second[0]], status, 1000)
+    answers = [proxy.http.post("/v1/chat/completions", json=body(f"{n}")) for n in range(8)]
+    assert [answer.status_code for answer in answers] == [status] * 8
+    assert len(vllm.calls) + len(second[0].calls) == 8
+
+
+def test_when_all_replicas_fail_the_first_failure_is_told_as_it_came(
+    start: Start, vllm: ScriptedVllm, vllm_url: str, second: tuple[ScriptedVllm, str]
+) -> None:
+    proxy = start(upstreams=(vllm_url, second[1]))
+    failing([vllm], 429, 1)
+    failing([second[0]], 503, 1)
+    trajectory = next(
+        name for name in map(str, range(99)) if Pool((vllm_url, second[1]), Metrics(), failures=1, cool_off=1, slack=9)
+        .order(name)[0].url == vllm_url
+    )  # fmt: skip
+    answer = proxy.http.post(f"/t/{trajectory}/v1/chat/completions", json=body())
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert answer.json()["error"]["message"] == "overloaded"
+
+
+def test_readiness_needs_one_replica_and_names_those_that_are_down(start: Start, vllm_url: str) -> None:
+    proxy = start(upstreams=("http://127.0.0.1:9", vllm_url))
+    ready = proxy.http.get("/health/ready")
+    assert ready.status_code == 200
+    dead, well = ready.json()["upstreams"]
+    assert (dead["url"], dead["answers"], well["answers"]) == ("http://127.0.0.1:9", False, True)
+    assert "http://127.0.0.1:9 cannot be reached" in dead["reason"]
+    eventually(lambda: proxy.http.get("/health/ready").json()["upstreams"][0]["breaker"] != "closed")
+
+
+class Load:
+    """Agents that call without a pause; what came of each call."""
+
+    def __init__(self, url: str) -> None:
+        self.whole: list[int] = []
+        self.streams: list[str] = []
+        self._url = url
+        self._stop = threading.Event()
+
+    def run(self, number: int) -> None:
+        with httpx.Client(base_url=self._url, timeout=20) as client:
+            turn = number
+            while not self._stop.is_set():
+                turn += 1
+                asked = body(f"{turn} #tokens=10 #delay=0.005", stream=bool(turn % 2))
+                answer = client.post("/v1/chat/completions", json=asked)
+                if turn % 2:
+                    assert answer.status_code == 200
+                    self.streams.append(answer.text)
+                else:
+                    self.whole.append(answer.status_code)
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+def states(proxy: Proxy) -> list[str]:
+    return [told["breaker"] for told in proxy.http.get("/health/ready").json()["upstreams"]]
+
+
+def test_a_replica_killed_in_mid_load_fails_only_streams_that_had_begun_and_comes_back_with_its_adapter(
+    start: Start,
+) -> None:
+    replicas = [VllmProcess(), VllmProcess()]
+    try:
+        proxy = start(upstreams=tuple(replica.url for replica in replicas), breaker_seconds=0.3)
+        promote(proxy, 1)
+        load = Load(proxy.url)
+        with ThreadPoolExecutor(8) as threads:
+            runs = [threads.submit(load.run, number) for number in range(8)]
+            eventually(lambda: len(load.whole) > 40, 20)
+            replicas[0].kill()
+            killed_at = len(load.whole)
+            eventually(lambda: len(load.whole) > killed_at + 40, 20)
+            assert states(proxy)[1] == "closed"
+            assert states(proxy)[0] != "closed"
+            assert f'ratchet_upstream_up{{upstream="{replicas[0].url}"}} 0.0' in proxy.http.get("/metrics").text
+            replicas[0].start()
+            eventually(lambda: states(proxy) == ["closed", "closed"])
+            back_at = len(load.whole)
+            eventually(lambda: len(load.whole) > back_at + 40, 20)
+            load.stop()
+            for run in runs:
+                run.result()
+        assert set(load.whole) == {200}
+        cut = [text for text in load.streams if not text.endswith("data: [DONE]\n\n")]
+        assert len(cut) <= 8, "only those under way at the kill"
+        assert all("chat.completion.chunk" in text and "upstream_broke" in text for text in cut)
+        assert httpx.get(replicas[0].url + "/v1/models").json()["data"][1]["id"] == "agent@1"
+        in_flight = f'ratchet_upstream_in_flight{{upstream="{replicas[0].url}"}} 0.0'
+        assert in_flight in proxy.http.get("/metrics").text
+    finally:
+        for replica in replicas:
+            replica.kill()
