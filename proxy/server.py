@@ -18,6 +18,7 @@ import uvicorn
 
 from proxy.app import create_app
 from proxy.errors import StartError
+from proxy.recording.carrier_process import CarrierProcess
 from proxy.settings import ProxySettings
 from proxy.upstreams.upstream import Upstream
 from store import open_store
@@ -38,13 +39,14 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
     upstream = Upstream(settings.upstreams, settings.request_timeout, settings.connect_timeout, key)
     server = _Server(
         uvicorn.Config(
-            create_app(settings, store, upstream, url),
+            create_app(settings, store, upstream, url, CarrierProcess(settings.store)),
             loop="uvloop",
             http="httptools",
             ws="none",
             lifespan="on",
             log_config=None,
             access_log=False,
+            proxy_headers=False,  # nothing here asks for the client's address
             server_header=False,
             timeout_keep_alive=75,  # longer than the clients' pools keep connections
             timeout_graceful_shutdown=int(settings.drain_timeout) + 1,
