@@ -6,8 +6,8 @@ import asyncio
 import logging
 import time
 
-from starlette.types import ASGIApp
-
+from proxy.access.keyring import KeyRing
+from proxy.access.keys import Keys
 from proxy.dialects.chat import Chat
 from proxy.dialects.completions import Completions
 from proxy.dialects.count_tokens import CountTokens
@@ -16,7 +16,7 @@ from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses
 from proxy.endpoint import Endpoint
 from proxy.linking.links import Links
-from proxy.middleware import Errors, Keys
+from proxy.middleware import Errors
 from proxy.models import Models
 from proxy.observing.health import Health
 from proxy.observing.metrics import Metrics
@@ -25,7 +25,6 @@ from proxy.observing.policy_info import PolicyInfo
 from proxy.passthrough import PassThrough
 from proxy.policy import PolicyBook
 from proxy.recording.bell import Bell
-from proxy.recording.carrier import Carrier, Porter
 from proxy.recording.journal import Journal
 from proxy.recording.recorder import Recorder
 from proxy.recording.shipper import Shipper
@@ -41,13 +40,10 @@ from store.errors import StoreError
 log = logging.getLogger("ratchet.proxy")
 
 
-def create_app(
-    settings: ProxySettings, store: Store, upstream: Upstream, url: str = "", carrier: Carrier | None = None
-) -> ASGIApp:
+def create_app(settings: ProxySettings, store: Store, upstream: Upstream, url: str = "") -> Lifespan:
     """Return the proxy as an ASGI application; its services run from the lifespan's start to its end.
 
-    `url` is where this proxy is reached; the trainer reads it in the store's doors. `carrier` brings the journal's
-    records into the store; without one a thread of this process does.
+    `url` is where this proxy is reached; the trainer reads it in the store's doors.
     """
     from proxy.operator import create_operator  # FastAPI takes a while to import; the proxy's parts do not
 
@@ -55,7 +51,7 @@ def create_app(
     links = Links(settings.idle_seconds, settings.most_trajectories)
     journal = Journal(settings.journal, settings.journal_limit, settings.segment_bytes, metrics, bell)
     recorder = Recorder(journal, metrics, strict=settings.capture == "strict")
-    shipper = Shipper(journal, store, carrier or Porter(store), metrics, bell, on_dead_letter=recorder.forget_known)
+    shipper = Shipper(journal, store, metrics, bell, on_dead_letter=recorder.forget_known)
     pool = Pool(
         settings.upstreams,
         metrics,
@@ -102,8 +98,10 @@ def create_app(
         mounts={"/api": create_operator(store, shipper, links)},
         rest=PassThrough(book, upstream, pool, metrics, settings.body_limit),
     )
-    app = Errors(Keys(routes, settings.key_hashes, settings.operator_hashes), count=metrics.refused)
-    return Lifespan(app, [upstream, journal, shipper, Memory(links, store, settings.idle_seconds), book, probes])
+    ring = KeyRing(settings, store)
+    app = Errors(Keys(routes, ring), count=metrics.refused)
+    memory = Memory(links, store, settings.idle_seconds)
+    return Lifespan(app, [ring, upstream, journal, shipper, memory, book, probes])
 
 
 class Memory:

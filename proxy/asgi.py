@@ -17,6 +17,7 @@ JSON = (b"content-type", b"application/json")
 TRAJECTORY = "ratchet.trajectory"  # scope keys that the routes set
 PATH = "ratchet.path"
 KEY_ID = "ratchet.key_id"
+CALLER = "ratchet.caller"  # proxy.access.keyring.Caller
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -75,6 +75,7 @@ class Lifespan:
     def __init__(self, app: ASGIApp, services: Sequence[Service]) -> None:
         self._app = app
         self._services = services
+        self.failure: ProxyError | None = None  # why the services did not start
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
@@ -87,6 +88,7 @@ class Lifespan:
                 await service.start()
                 running.append(service)
         except ProxyError as error:
+            self.failure = error
             await self._stop(running)
             log.error("event=start_failed reason=%r", str(error))
             await send({"type": "lifespan.startup.failed", "message": str(error)})

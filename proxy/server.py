@@ -18,7 +18,7 @@ import uvicorn
 
 from proxy.app import create_app
 from proxy.errors import StartError
-from proxy.recording.carrier_process import CarrierProcess
+from proxy.routing import Lifespan
 from proxy.settings import ProxySettings
 from proxy.upstreams.upstream import Upstream
 from store import open_store
@@ -37,21 +37,22 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
     store = open_store(settings.store)
     key = settings.upstream_key.get_secret_value() if settings.upstream_key else None
     upstream = Upstream(settings.upstreams, settings.request_timeout, settings.connect_timeout, key)
+    app = create_app(settings, store, upstream, url)
     server = _Server(
         uvicorn.Config(
-            create_app(settings, store, upstream, url, CarrierProcess(settings.store)),
+            app,
             loop="uvloop",
             http="httptools",
             ws="none",
             lifespan="on",
             log_config=None,
             access_log=False,
-            proxy_headers=False,  # nothing here asks for the client's address
             server_header=False,
             timeout_keep_alive=75,  # longer than the clients' pools keep connections
             timeout_graceful_shutdown=int(settings.drain_timeout) + 1,
             backlog=2048,
         ),
+        app,
         lambda: _started(url, on_listening),
     )
     handlers = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -62,22 +63,22 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
             signal.signal(number, handler)
         listener.close()
         store.close()
-    if not server.started:
-        raise StartError(f"the proxy could not start: {server.reason or 'see its log'}")
     log.info("event=stopped url=%s", url)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server that says when it serves, and why it could not."""
+    """uvicorn's server that says when it serves, and why it cannot."""
 
-    reason: str | None = None
-
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, app: Lifespan, on_started: Callable[[], None]) -> None:
         super().__init__(config)
+        self._lifespan = app
         self._on_started = on_started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except SystemExit:  # uvicorn's way to give up
+            raise StartError(f"the proxy could not start: {self._lifespan.failure or 'see its log'}") from None
         if self.started:
             self._on_started()
 

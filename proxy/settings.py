@@ -30,8 +30,8 @@ class ProxySettings(BaseModel):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)  # 0 takes any free port
     capture: Literal["strict", "relaxed"] = "strict"
-    key_hashes: frozenset[str] = frozenset()  # SHA-256 hex of the keys that may come in; empty lets everyone in
-    operator_hashes: frozenset[str] = frozenset()  # those that open /api; where no keys are set, none is needed
+    key_hashes: frozenset[str] = frozenset()  # SHA-256 hex of agents' keys, beside those in the store
+    operator_hashes: frozenset[str] = frozenset()  # those that open /api, beside those in the store
     upstream_key: SecretStr | None = None  # sent to vLLM as bearer token
     idle_seconds: float = Field(default=900.0, gt=0)  # an open trajectory is forgotten after this much silence
     pin_idle_seconds: float = Field(default=30.0, gt=0)  # a trajectory holds its version for this long
@@ -62,15 +62,6 @@ class ProxySettings(BaseModel):
         if "@" in alias:
             raise ValueError(f"model {alias!r} has an @, which separates alias and version; choose another alias")
         return alias
-
-    @model_validator(mode="after")
-    def _open_doors_have_keys(self) -> Self:
-        if not self.key_hashes and not is_loopback(self.host):
-            raise ValueError(
-                f"host {self.host} can be reached from other machines and no API key is set: set {KEYS_VARIABLE} "
-                f"to one or more keys, separated by commas, or use host 127.0.0.1"
-            )
-        return self
 
     @model_validator(mode="after")
     def _journal_holds_segments(self) -> Self:

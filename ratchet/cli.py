@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from ratchet import __version__, demo_command, project_commands, room_commands
+from ratchet import __version__, demo_command, key_commands, project_commands, room_commands
 from ratchet.errors import FaceError
 
 # The roots of the rooms' error trees: what they raise on purpose is told in one line, like our own.
@@ -47,6 +47,7 @@ for command in (
     room_commands.trainer,
     room_commands.store,
     room_commands.policies,
+    key_commands.keys,
 ):
     cli.add_command(command)
 

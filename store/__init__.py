@@ -14,6 +14,7 @@ from store.database import connect, ensure_schema
 from store.doors import Doors
 from store.errors import StoreError
 from store.groups import Groups
+from store.keys import Keys
 from store.leases import Leases
 from store.policies import Policies
 from store.rounds import Rounds
@@ -35,6 +36,7 @@ class Store:
         self.leases = Leases(engine)
         self.doors = Doors(engine)
         self.alarms = Alarms(engine)
+        self.keys = Keys(engine)
 
     def close(self) -> None:
         """Close every connection."""

@@ -2,7 +2,7 @@
 
 Promises: shipping is idempotent by call id and one transaction per batch; a call that arrives after its trajectory
 was grouped or finished opens a successor trajectory, so that nothing is lost and nothing is trained twice; so does one
-of another version or purpose, so that no trajectory mixes them.
+of another version, purpose or key, so that no trajectory mixes them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from store import schema
 from store.database import read, write
 from store.errors import UnknownRecord
+from store.owners import may_share
 from store.records import Call, CallBegun, CallEnded, Choice, MessageNode, OpenLeaf, Shipment
 from store.states import CallState, TrajectoryState
 from store.tokens import sequences
@@ -212,9 +213,9 @@ def _host_trajectories(connection: sa.Connection, calls: Sequence[CallBegun]) ->
         first = new.get(name)
         if name in known and not _takes(known[name], begun):
             hosts[begun.call_id] = _successor(connection, begun)
-        elif name in known or (first and (first.version, first.purpose) == (begun.version, begun.purpose)):
+        elif name in known or (first and _is_like(first, begun)):
             touched[name] = max(begun.started_at, touched.get(name, 0.0))
-        elif first:  # the trajectory is made in this batch, on another version
+        elif first:  # the trajectory is made in this batch, on another version or with another key
             _add_trajectories(connection, {name: new.pop(name)})
             known |= _runs(connection, [name])
             hosts[begun.call_id] = _successor(connection, begun)
@@ -230,7 +231,15 @@ def _runs(connection: sa.Connection, names: Sequence[str]) -> dict[str, Any]:
     """Return the rows of trajectories by id, locked where the database locks rows: nobody may seal one meanwhile."""
     runs = schema.trajectories
     found: dict[str, Any] = {}
-    columns = (runs.c.id, runs.c.state, runs.c.sealed_by, runs.c.version, runs.c.purpose, runs.c.successors)
+    columns = (
+        runs.c.id,
+        runs.c.state,
+        runs.c.sealed_by,
+        runs.c.version,
+        runs.c.purpose,
+        runs.c.key_id,
+        runs.c.successors,
+    )
     for start in range(0, len(names), _IN_MOST):
         query = sa.select(*columns).where(runs.c.id.in_(names[start : start + _IN_MOST])).with_for_update()
         found |= {row.id: row for row in connection.execute(query)}
@@ -240,12 +249,16 @@ def _runs(connection: sa.Connection, names: Sequence[str]) -> dict[str, Any]:
 def _takes(run: Any, begun: CallBegun) -> bool:
     """Return whether a trajectory may take a further call.
 
-    It must be open, or sealed only for being still; and of the call's version and purpose, since a trajectory has one
-    of each.
+    It must be open, or sealed only for being still; and of the call's version, purpose and key, since a trajectory has
+    one of each.
     """
     still = run.state == TrajectoryState.SEALED and run.sealed_by == IDLE
+    return _is_like(run, begun) and (run.state == TrajectoryState.OPEN or still)
+
+
+def _is_like(run: Any, begun: CallBegun) -> bool:
     same = (run.version, run.purpose) == (begun.version, begun.purpose)
-    return bool(same and (run.state == TrajectoryState.OPEN or still))
+    return same and may_share(run.key_id, begun.key_id)
 
 
 def _successor(connection: sa.Connection, begun: CallBegun) -> str:

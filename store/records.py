@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from store.states import CallState, GroupState, PolicyState, RoundState, TrajectoryState
+from store.states import CallState, GroupState, KeyScope, PolicyState, RoundState, TrajectoryState
 
 BASE_VERSION = 0  # version 0 of every alias is the base model without an adapter
 
@@ -78,7 +78,7 @@ class CallBegun(Record, frozen=True, tag="begun"):
     version: int
     dialect: str  # chat, completions, responses, messages
     streamed: bool
-    linked_by: str  # how the trajectory was found: root, path, header, body, graph, graph+tool_ids, retry
+    linked_by: str  # how the trajectory was found: root, path, header, body, key, graph, graph+tool_ids, retry
     prompt_node: (
         str  # hash of the last message of the prompt; a text completion's prompt is one message of the role "prompt"
     )
@@ -284,6 +284,20 @@ class Round(Record, frozen=True):
     checkpoint: str | None
     metrics: Mapping[str, Any]
     reason: str | None
+
+
+class Key(Record, frozen=True):
+    """An API key without the key: `hash` is the SHA-256 hex of it. Limits are per minute; None is none."""
+
+    id: str
+    name: str
+    hash: str
+    scope: KeyScope
+    created_at: float
+    revoked_at: float | None = None
+    last_used_at: float | None = None  # to the minute
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
 
 
 class Alarm(Record, frozen=True):

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 import sqlalchemy as sa
 
-from store.states import CallState, GroupState, PolicyState, RoundState, TrajectoryState
+from store.states import CallState, GroupState, KeyScope, PolicyState, RoundState, TrajectoryState
 
 metadata = sa.MetaData(
     naming_convention={
@@ -240,4 +240,22 @@ alarms = sa.Table(
     sa.Column("last_at", _TIME, nullable=False),
     sa.Column("count", sa.Integer, nullable=False),
     sa.Column("cleared_at", _TIME),
+)
+
+# A key is known by its SHA-256; two rows with one hash would be two limits for one key.
+keys = sa.Table(
+    "keys",
+    metadata,
+    sa.Column("id", _ID, primary_key=True),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("hash", sa.String(64), nullable=False, unique=True),
+    sa.Column("scope", sa.String(16), nullable=False),
+    sa.Column("created_at", _TIME, nullable=False),
+    sa.Column("revoked_at", _TIME),
+    sa.Column("last_used_at", _TIME),
+    sa.Column("requests_per_minute", sa.Integer),
+    sa.Column("tokens_per_minute", sa.Integer),
+    _state("scope", KeyScope),
+    # A limit of nothing would be a revoked key under another name.
+    sa.CheckConstraint("requests_per_minute > 0 AND tokens_per_minute > 0", name="limits_let_something_in"),
 )

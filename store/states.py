@@ -49,6 +49,13 @@ class RoundState(StrEnum):
     ABANDONED = "abandoned"  # the trainer stopped before the commit; its groups wait for another round
 
 
+class KeyScope(StrEnum):
+    """What an API key opens."""
+
+    AGENT = "agent"  # the routes that agents use; it reads nothing back
+    OPERATOR = "operator"  # /api: what was recorded, judged and trained
+
+
 class PolicyState(StrEnum):
     """The life of one adapter version of an alias."""
 

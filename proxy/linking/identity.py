@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 from starlette.types import Scope
 
-from proxy.asgi import KEY_ID, TRAJECTORY
+from proxy.asgi import CALLER, KEY_ID, TRAJECTORY
 from proxy.errors import BadRequest
 from proxy.linking.links import Evidence
 from proxy.request import ChatRequest
@@ -53,6 +53,7 @@ def _explicit(scope: Scope, headers: Mapping[bytes, bytes], request: ChatRequest
         ("path", scope[TRAJECTORY]),
         ("header", _text(headers, b"x-ratchet-trajectory") or _text(headers, b"x-session-id")),
         ("body", request.trajectory),
+        ("key", scope[CALLER].trajectory),
     ):
         if value:
             if not _ID.fullmatch(value):

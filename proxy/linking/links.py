@@ -6,7 +6,8 @@ trajectory begins, so parallel runs of one prompt never merge.
 
 Where equal answers were given twice, the tool-call ids decide, then the same API key, then the answer that nobody
 has continued yet, then the latest. A run has one version and one purpose, live or eval (a version asked for by
-name); nothing joins a run of the other kind.
+name); nothing joins a run of the other kind. Nothing joins a run of another checked key either: a trajectory's name is
+its key's own, and the same name under another key is another trajectory.
 
 Memory is bounded: runs are forgotten after `idle_seconds`, the stillest first where there are
 too many. A sequence is remembered as its length and hash, not as its ids.
@@ -25,6 +26,7 @@ from typing import Any
 from proxy.errors import BadRequest
 from store import messages as canon
 from store.ids import new_id
+from store.owners import may_share
 from store.records import OpenLeaf
 
 _MOST_LEAVES = 2_000  # of one run
@@ -77,6 +79,7 @@ class Run:
     version: int
     last_active_at: float
     purpose: str = "live"
+    key_id: str | None = None
     calls_under_way: int = 0
     leaves: deque[Leaf] = field(default_factory=deque)
 
@@ -91,7 +94,7 @@ class Evidence:
     keys: tuple[str, ...]
     key_id: str | None
     explicit: str | None = None
-    explicit_by: str = ""  # path, header, body
+    explicit_by: str = ""  # path, header, body, key
     retry: tuple[str | None, bytes] | None = None  # (key, body hash) where the SDK says that it tries again
 
     @property
@@ -109,6 +112,7 @@ class Link:
     linked_by: str
     parent: Leaf | None = None
     purpose: str = "live"
+    key_id: str | None = None  # whose a new trajectory is
 
 
 class Links:
@@ -133,14 +137,17 @@ class Links:
         leaf, by = self._parent(asked, None)
         if leaf is not None:
             return Link(leaf.trajectory_id, leaf.version, by, leaf, leaf.purpose)
-        return Link(new_id("traj"), None, "root", purpose=asked.purpose)
+        return Link(new_id("traj"), None, "root", purpose=asked.purpose, key_id=asked.key_id)
 
     def _named(self, asked: Evidence, name: str) -> Link:
         """Return the run that the client names, whatever it is; only an explicit version can contradict it."""
         run = self._runs.get(name)
+        if run is not None and not may_share(run.key_id, asked.key_id):
+            name = f"{name}~{blake2b(str(asked.key_id).encode(), digest_size=4).hexdigest()}"
+            run = self._runs.get(name)
         leaf, _ = self._parent(asked, name)
         if run is None:
-            return Link(name, None, asked.explicit_by, leaf, asked.purpose)
+            return Link(name, None, asked.explicit_by, leaf, asked.purpose, asked.key_id)
         if asked.version is not None:
             wanted = f"{asked.alias}@{asked.version}"
             remedy = "leave out the version, or the trajectory id"
@@ -180,7 +187,7 @@ class Links:
 
     def _fits(self, leaf: Leaf, asked: Evidence, trajectory: str | None) -> bool:
         run = self._runs.get(leaf.trajectory_id)
-        if run is None or run.alias != asked.alias:
+        if run is None or run.alias != asked.alias or not may_share(leaf.key_id, asked.key_id):
             return False
         if trajectory is not None:
             return leaf.trajectory_id == trajectory
@@ -192,7 +199,7 @@ class Links:
         """A call of this trajectory is under way on this version."""
         run = self._runs.get(link.trajectory_id)
         if run is None:
-            run = self._runs[link.trajectory_id] = Run(alias, version, now, link.purpose)
+            run = self._runs[link.trajectory_id] = Run(alias, version, now, link.purpose, link.key_id)
             self._forget_still(now)
         run.calls_under_way += 1
         self._touch(link.trajectory_id, run, now)
@@ -221,7 +228,7 @@ class Links:
         for known in leaves:
             run = self._runs.get(known.trajectory_id)
             if run is None:
-                run = Run(known.alias, known.version, known.last_active_at, known.purpose)
+                run = Run(known.alias, known.version, known.last_active_at, known.purpose, known.key_id)
                 self._runs[known.trajectory_id] = run
             self._add(
                 run,

@@ -23,7 +23,6 @@ VALUES: Any = {"upstreams": ("http://127.0.0.1:1",), "model": "agent", "store": 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"host": "0.0.0.0"}, "RATCHET_API_KEYS"),
         ({"model": "a@1"}, "choose another alias"),
         ({"upstreams": ("127.0.0.1:8000",)}, "write it like http://"),
         ({"upstreams": ()}, "upstreams"),

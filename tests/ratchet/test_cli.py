@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -66,7 +67,7 @@ def test_status_down_and_policies_work_before_anything_has_run(project: Project)
 
 def test_a_store_is_migrated_verified_and_listed(project: Project) -> None:
     url = f"sqlite:///{project.folder / 'other.db'}"
-    assert "schema none -> 0001" in project.run("store", "migrate", "--store", url).stdout
+    assert "schema none -> 0002" in project.run("store", "migrate", "--store", url).stdout
     assert "nothing to do" in project.run("store", "migrate", "--store", url).stdout
     verified = project.run("store", "verify", "--store", url)
     assert (verified.returncode, verified.stdout) == (0, "0 messages: 0 damaged, 0 without parent\n")
@@ -104,3 +105,20 @@ def test_a_disk_that_is_full_is_told_as_that() -> None:
     script = "from ratchet import cli; print(cli._sentence(OSError(28, 'No space left on device', '/a/b')))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
     assert done.stdout == "the disk is full at /a/b: free it, or set `folder` to another one\n"
+
+
+def test_keys_are_made_listed_and_revoked(project: Project) -> None:
+    url = str(project.folder / "keys.db")
+    assert "no keys" in project.run("keys", "list", "--store", url).stdout
+    made = project.run("keys", "create", "--name", "crawler", "--tokens-per-minute", "900", "--store", url)
+    key = made.stdout.splitlines()[0]
+    assert key.startswith("rk-")
+    listed = project.run("keys", "list", "--store", url).stdout
+    assert "crawler" in listed
+    assert "900 tokens/min" in listed
+    rows = json.loads(project.run("keys", "list", "--json", "--store", url).stdout)
+    assert key not in json.dumps(rows)
+    assert "hash" not in rows[0]
+    assert "is revoked" in project.run("keys", "revoke", rows[0]["id"], "--store", url).stdout
+    assert "revoked" in project.run("keys", "list", "--store", url).stdout
+    assert project.run("keys", "revoke", "key_x", "--store", url).returncode == 1

@@ -41,7 +41,6 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
         ("vllm: {port: {a: 1}}", {}, "vllm.port: input should be a valid integer"),
         ("vllm: {port: many}", {}, "ratchet.yaml: vllm.port: input should be a valid integer"),
         ("trainer: {learner: {rank: 0}}", {}, "learner setting rank is 0"),
-        ("proxy: {host: 0.0.0.0}", {}, "RATCHET_API_KEYS"),
         ("vllm: {host: 0.0.0.0}", {}, "vllm.host: 0.0.0.0 can be reached from other machines"),
         ("vllm: {host: '::'}", {}, "use 127.0.0.1 or ::1, and proxy.host"),
         ("vllm: {extra_args: [--host=0.0.0.0]}", {}, "--host is chosen by Ratchet; set vllm.host"),

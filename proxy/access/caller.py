@@ -1,0 +1,16 @@
+"""Who calls: the id of the key that was sent, and what comes with it. Fixed when the request arrives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, frozen=True)
+class Caller:
+    """`key_id` names the key in records; `trajectory` is the run that a suffix of the key names."""
+
+    key_id: str | None
+    trajectory: str | None = None
+
+
+ANYONE = Caller(None)

@@ -1,0 +1,149 @@
+"""The keys that are known now: those of the environment, and a copy of the store's that a task renews.
+
+Promises: a store that does not answer leaves the last copy in use, so that an outage locks nobody out; a key that was
+revoked is refused within `refresh_seconds` of the store's answering again. Until the store's keys have been read once,
+only the environment's open the door, and where there are none, nothing does: a door that may need keys is not open.
+The copy lives in this process; a proxy cannot start while the store is down.
+
+Keys are required as soon as there is one, also a revoked one: revoking the last key does not open the door. On a host
+that other machines reach they are required always. Keys themselves are never kept, only SHA-256.
+
+Belongs to the event loop's thread; the store is asked in another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterable
+
+from proxy.access.caller import Caller
+from proxy.errors import NotReady, StartError
+from proxy.settings import KEYS_VARIABLE, ProxySettings, is_loopback
+from store import Store
+from store.errors import StoreError
+from store.records import Key
+from store.states import KeyScope
+
+log = logging.getLogger("ratchet.proxy")
+
+_NOTE_EVERY = 60.0  # seconds between notes of when keys were used last
+
+
+class KeyRing:
+    """The known keys by their SHA-256."""
+
+    def __init__(self, settings: ProxySettings, store: Store, refresh_seconds: float = 2.0) -> None:
+        self._store = store
+        self._host = settings.host
+        self._is_reachable = not is_loopback(settings.host)
+        self._environment = {hashed: Caller(hashed[:16]) for hashed in settings.key_hashes}
+        self._operator_hashes = settings.operator_hashes
+        self._refresh_seconds = refresh_seconds
+        self._rows: tuple[Key, ...] | None = None  # the store's, last read; None: not read yet
+        self._agents = dict(self._environment)
+        self._operators = set(self._operator_hashes)
+        self._agents_need_keys = bool(self._environment) or self._is_reachable
+        self._used: set[str] = set()
+        self._noted_at = time.monotonic()
+        self._task: asyncio.Task[None] | None = None
+
+    # --- asked with every request --------------------------------------------------------------------------
+
+    @property
+    def needed(self) -> bool:
+        """Whether agents need a key. Raises NotReady where that is not known yet."""
+        if self._agents_need_keys:
+            return True
+        if self._rows is None:
+            raise NotReady("the store has not told its API keys yet; try again in a moment")
+        return False
+
+    @property
+    def operator_needed(self) -> bool:
+        """Whether the operator API needs a key. Raises NotReady where that is not known yet."""
+        return bool(self._operators) or self.needed or bool(self._rows)
+
+    def agent(self, hashed: str) -> Caller | None:
+        """Return whose key it is; None where it is no agent's."""
+        caller = self._agents.get(hashed)
+        if caller is not None:
+            self._used.add(hashed)
+        return caller
+
+    def opens_operator(self, hashed: str) -> bool:
+        """Return whether a key opens the operator API."""
+        if hashed not in self._operators:
+            return False
+        self._used.add(hashed)
+        return True
+
+    @property
+    def has_operators(self) -> bool:
+        """Whether there is any operator's key."""
+        return bool(self._operators)
+
+    # --- the copy ------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Read the store's keys. Raises StartError on a host that others reach where no agent has a key."""
+        await self._look()
+        if self._is_reachable and not self._agents and self._rows is not None:
+            raise StartError(
+                f"host {self._host} can be reached from other machines and there is no API key: make one with "
+                f"`ratchet keys create --name NAME`, or set {KEYS_VARIABLE} to one or more keys, separated by commas, "
+                f"or use host 127.0.0.1"
+            )
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Write down which keys were used, and end."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._noted_at = 0.0
+        await self._note()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._refresh_seconds)
+            await self._look()
+            await self._note()
+
+    async def _look(self) -> None:
+        try:
+            rows = tuple(await asyncio.to_thread(self._store.keys.all))
+        except StoreError as error:
+            log.warning("event=keys_not_read reason=%r", str(error))
+            return
+        if rows != self._rows:
+            self._take(rows)
+
+    def _take(self, rows: tuple[Key, ...]) -> None:
+        agents = {row.hash: Caller(row.id) for row in _standing(rows, KeyScope.AGENT)}
+        self._rows = rows
+        self._agents = {**agents, **self._environment}
+        self._operators = {*self._operator_hashes, *(row.hash for row in _standing(rows, KeyScope.OPERATOR))}
+        self._agents_need_keys = (
+            bool(self._environment) or self._is_reachable or any(row.scope == KeyScope.AGENT for row in rows)
+        )
+
+    async def _note(self) -> None:
+        """Tell the store about once a minute which of its keys were used."""
+        now = time.monotonic()
+        if not self._used or now - self._noted_at < _NOTE_EVERY:
+            return
+        used, self._used, self._noted_at = self._used, set(), now
+        ids = [row.id for row in self._rows or () if row.hash in used]
+        try:
+            if ids:
+                await asyncio.to_thread(self._store.keys.used, ids, time.time())
+        except StoreError as error:
+            log.warning("event=keys_not_noted reason=%r", str(error))
+
+
+def _standing(rows: Iterable[Key], scope: KeyScope) -> Iterable[Key]:
+    return (row for row in rows if row.scope == scope and row.revoked_at is None)

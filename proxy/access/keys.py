@@ -1,0 +1,117 @@
+"""Who is asking: reads the key of a request, refuses what is not known, and says in the scope who it is.
+
+Without keys everyone on this machine may come in, but no web page: a browser that was led here by a name of
+somebody else's, or by a page of another origin, is refused. With keys the operator API needs a key of its own.
+
+A key may carry the id of a trajectory: `KEY:ID` is KEY, and says that the call belongs to ID, for agents that can
+be given an API key each and nothing else. Where no keys are needed, only a key that begins with `rk-` is read so:
+any other may be another service's secret with a colon in it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from proxy.access.caller import ANYONE, Caller
+from proxy.access.keyring import KeyRing
+from proxy.asgi import CALLER, KEY_ID, header
+from proxy.errors import Forbidden, WrongKey
+from proxy.settings import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, hash_key, is_loopback
+from store.owners import UNCHECKED
+
+PREFIX = "rk-"  # by which a leaked key is recognised
+
+_OPEN_PATHS = ("/health/", "/metrics")  # a probe or a scraper has no key
+_OPERATOR_PATH = "/api"
+
+
+def new_key() -> str:
+    """Return a new key: the prefix and 256 random bits."""
+    return PREFIX + secrets.token_urlsafe(32)
+
+
+class Keys:
+    """Refuses unknown API keys and puts the caller into the scope. Keys are never kept, only hashes."""
+
+    def __init__(self, app: ASGIApp, ring: KeyRing) -> None:
+        self._app = app
+        self._ring = ring
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        caller = ANYONE
+        if not path.startswith(_OPEN_PATHS):
+            needed = self._ring.needed
+            if not needed:
+                _refuse_web_pages(scope)
+            key = _key_of(scope)
+            if path == _OPERATOR_PATH or path.startswith(_OPERATOR_PATH + "/"):
+                self._check_operator(key)
+            else:
+                caller = self._agent(key) if needed else _anyone(key)
+        scope[CALLER] = caller
+        scope[KEY_ID] = caller.key_id
+        await self._app(scope, receive, send)
+
+    def _agent(self, key: str) -> Caller:
+        """Return whose key it is, with the trajectory of its suffix. Raises WrongKey."""
+        if caller := self._ring.agent(_hash(key)):
+            return caller
+        bare, colon, trajectory = key.partition(":")
+        if colon and (caller := self._ring.agent(_hash(bare))):
+            return Caller(caller.key_id, trajectory or None)
+        raise _unknown_key()
+
+    def _check_operator(self, key: str) -> None:
+        hashed = _hash(key)
+        if self._ring.opens_operator(hashed) or not self._ring.operator_needed:
+            return
+        if self._ring.agent(hashed) is None:
+            raise _unknown_key()
+        remedy = f"send an operator's key (`ratchet keys create --scope operator`, or {OPERATOR_KEYS_VARIABLE}"
+        raise Forbidden(
+            f"an agent's key does not open {_OPERATOR_PATH}: {remedy}"
+            + (")" if self._ring.has_operators else ", which is not set; set it where the proxy is started)")
+        )
+
+
+def _hash(key: str) -> str:
+    return hash_key(key.encode("latin-1"))  # as headers are read: these are the bytes that were sent
+
+
+def _key_of(scope: Scope) -> str:
+    """Return the key that was sent; empty where there is none."""
+    given = header(scope, b"authorization") or ""
+    return given[7:].strip() if given[:7].lower() == "bearer " else header(scope, b"x-api-key") or ""
+
+
+def _anyone(key: str) -> Caller:
+    """Return a caller who needs no key; the one that was sent tells agents apart, and no more."""
+    if not key:
+        return ANYONE
+    bare, _, trajectory = key.partition(":") if key.startswith(PREFIX) else (key, "", "")
+    return Caller(UNCHECKED + _hash(bare)[:16], trajectory or None)
+
+
+def _unknown_key() -> WrongKey:
+    return WrongKey("the API key is missing or not known here: send it as `Authorization: Bearer KEY`")
+
+
+def _refuse_web_pages(scope: Scope) -> None:
+    """Raises Forbidden where a browser was led here: by a foreign name (DNS rebinding), or by a foreign page."""
+    host, origin = header(scope, b"host"), header(scope, b"origin")
+    remedy = f"set {KEYS_VARIABLE} and send a key, or call the proxy as 127.0.0.1 or localhost"
+    if not _is_ours(f"//{host or ''}"):
+        raise Forbidden(f"without API keys the proxy answers no other name than this machine's, not {host!r}: {remedy}")
+    if origin is not None and not _is_ours(origin):
+        raise Forbidden(f"without API keys the proxy answers no web page of another machine, not {origin!r}: {remedy}")
+
+
+def _is_ours(url: str) -> bool:
+    try:
+        return is_loopback(urlsplit(url).hostname or "")
+    except ValueError:
+        return False

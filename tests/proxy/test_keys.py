@@ -1,0 +1,193 @@
+"""Keys: who comes in, who does not, and that nobody comes to another's trajectories."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from proxy.access.keys import new_key
+from proxy.errors import StartError
+from proxy.server import serve
+from proxy.settings import ProxySettings, hash_key
+from store import Store
+from store.database import connect
+from store.records import Key
+from store.states import KeyScope
+from tests.proxy.conftest import Proxy, Start, running
+from tests.proxy.scripted_vllm import ScriptedVllm
+from tests.proxy.servers import eventually
+
+USER: Any = {"role": "user", "content": "hi"}
+BODY: Any = {"model": "agent", "messages": [USER]}
+
+
+def made(store: Store, scope: KeyScope = KeyScope.AGENT, **limits: int) -> tuple[str, Key]:
+    """A new key of the store, and its row."""
+    key = new_key()
+    return key, store.keys.create("test", hash_key(key.encode()), scope, **limits)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def status(proxy: Proxy, key: str, path: str = "/v1/models") -> int:
+    return proxy.http.get(path, headers=bearer(key)).status_code
+
+
+def ask(proxy: Proxy, key: str, messages: list[Any] | None = None, path: str = "/v1") -> Any:
+    body = {**BODY, "messages": messages or [USER]}
+    answer = proxy.http.post(f"{path}/chat/completions", json=body, headers=bearer(key))
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def test_a_new_key_is_known_by_its_prefix_and_long_enough() -> None:
+    keys = {new_key() for _ in range(100)}
+    assert len(keys) == 100
+    assert all(re.fullmatch(r"rk-[\w-]{43}", key) for key in keys)
+
+
+def test_keys_of_the_store_open_what_their_scope_says_and_nothing_else(start: Start, store: Store) -> None:
+    (agent, row), (boss, _) = made(store), made(store, KeyScope.OPERATOR)
+    proxy = start()
+    assert (status(proxy, agent), status(proxy, boss), status(proxy, "rk-unknown")) == (200, 401, 401)
+    assert (status(proxy, agent, "/api/calls"), status(proxy, boss, "/api/calls")) == (403, 200)
+    assert proxy.http.get("/api/calls").status_code == 401
+    ask(proxy, agent)
+    proxy.settled()
+    assert store.trajectories.page()[0].key_id == row.id
+
+
+def test_a_key_made_or_revoked_while_the_proxy_runs_counts_within_seconds(start: Start, store: Store) -> None:
+    proxy = start()
+    assert status(proxy, "anything") == 200
+    agent, row = made(store)
+    eventually(lambda: status(proxy, "anything") == 401)
+    assert status(proxy, agent) == 200
+    store.keys.revoke(row.id)
+    eventually(lambda: status(proxy, agent) == 401)
+    assert status(proxy, "anything") == 401, "revoking the last key must not open the door"
+
+
+def test_a_store_outage_locks_nobody_out(start: Start, store: Store, tmp_path: Path) -> None:
+    agent, _ = made(store)
+    proxy = start()
+    engine = connect(str(tmp_path / "store.db"))
+    with engine.begin() as connection:
+        connection.execute(sa.text("ALTER TABLE keys RENAME TO gone"))
+    until = time.monotonic() + 3
+    while time.monotonic() < until:
+        assert status(proxy, agent) == 200
+        time.sleep(0.2)
+    assert status(proxy, "rk-unknown") == 401
+    with engine.begin() as connection:
+        connection.execute(sa.text("ALTER TABLE gone RENAME TO keys"))
+    engine.dispose()
+
+
+def test_a_door_that_may_need_keys_is_not_open(start: Start, store: Store, tmp_path: Path) -> None:
+    agent, _ = made(store)
+    engine = connect(str(tmp_path / "store.db"))
+    with engine.begin() as connection:
+        connection.execute(sa.text("ALTER TABLE keys RENAME TO gone"))
+    proxy = start(ready=False)
+    refused = proxy.http.get("/v1/models", headers=bearer("anything"))
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert proxy.http.get("/health/live").status_code == 200
+    with engine.begin() as connection:
+        connection.execute(sa.text("ALTER TABLE gone RENAME TO keys"))
+    engine.dispose()
+    eventually(lambda: status(proxy, agent) == 200)
+    assert status(proxy, "anything") == 401
+
+
+@pytest.fixture
+def reachable(tmp_path: Path) -> ProxySettings:
+    """Settings of a proxy that other machines reach."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    values: Any = {"upstreams": ("http://127.0.0.1:1",), "model": "agent", "host": "0.0.0.0", "port": port}
+    return ProxySettings(**values, store=str(tmp_path / "store.db"), journal=tmp_path / "journal")
+
+
+def test_a_host_that_others_reach_is_refused_without_any_key(reachable: ProxySettings) -> None:
+    with pytest.raises(StartError, match="ratchet keys create") as refused:
+        serve(reachable)
+    assert "RATCHET_API_KEYS" in str(refused.value)
+
+
+def test_an_operators_key_alone_does_not_open_such_a_host(reachable: ProxySettings, store: Store) -> None:
+    made(store, KeyScope.OPERATOR)
+    with pytest.raises(StartError, match="there is no API key"):
+        serve(reachable)
+
+
+def test_a_key_of_the_store_is_enough_for_such_a_host(start: Start, store: Store) -> None:
+    agent, row = made(store)
+    proxy = start(host="0.0.0.0")  # what the settings say; this server listens on loopback all the same
+    assert (status(proxy, agent), status(proxy, "x")) == (200, 401)
+    store.keys.revoke(row.id)
+    eventually(lambda: status(proxy, agent) == 401)
+
+
+def test_a_suffix_of_the_key_names_the_trajectory(start: Start, store: Store) -> None:
+    agent, _ = made(store)
+    proxy = start()
+    for _ in range(2):
+        assert ask(proxy, f"{agent}:run-7").headers["x-ratchet-trajectory"] == "run-7"
+    assert ask(proxy, f"{agent}:run-7", path="/t/other/v1").headers["x-ratchet-trajectory"] == "other"
+    assert ask(proxy, agent).headers["x-ratchet-trajectory"].startswith("traj_")
+    assert status(proxy, "rk-unknown:run-7") == 401
+    wrong = proxy.http.post("/v1/chat/completions", json=BODY, headers=bearer(f"{agent}:a/b"))
+    assert wrong.status_code == 400
+    proxy.settled()
+    assert [call.linked_by for call in store.calls.page(trajectory="run-7")] == ["key", "key"]
+
+
+def test_without_keys_only_a_key_of_our_form_is_read_for_a_suffix(proxy: Proxy) -> None:
+    assert ask(proxy, "rk-local:run-1").headers["x-ratchet-trajectory"] == "run-1"
+    assert ask(proxy, "fal-id:secret").headers["x-ratchet-trajectory"].startswith("traj_")
+
+
+def test_no_key_writes_into_anothers_trajectory(start: Start, store: Store) -> None:
+    (one, first), (two, second) = made(store), made(store)
+    proxy = start()
+    for _ in range(2):
+        assert ask(proxy, one, path="/t/job/v1").headers["x-ratchet-trajectory"] == "job"
+    others = {ask(proxy, two, path="/t/job/v1").headers["x-ratchet-trajectory"] for _ in range(2)}
+    assert len(others) == 1
+    assert others != {"job"}
+    answer = ask(proxy, one, [{"role": "user", "content": "#say=sesame"}])
+    echoed = [{"role": "user", "content": "#say=sesame"}, {"role": "assistant", "content": "sesame"}, USER]
+    assert ask(proxy, two, echoed).headers["x-ratchet-trajectory"] != answer.headers["x-ratchet-trajectory"]
+    assert ask(proxy, one, echoed).headers["x-ratchet-trajectory"] == answer.headers["x-ratchet-trajectory"]
+    proxy.settled()
+    owners = {run.id: run.key_id for run in store.trajectories.page()}
+    assert owners["job"] == first.id
+    assert owners[others.pop()] == second.id
+    assert all(first.id == owners[call.trajectory_id] for call in store.calls.page(trajectory="job"))
+
+
+def test_no_key_takes_up_anothers_response(start: Start, store: Store, vllm: ScriptedVllm) -> None:
+    (one, _), (two, _) = made(store), made(store)
+    proxy = start()
+    asked = {"model": "agent", "input": "my secret"}
+    response = proxy.http.post("/v1/responses", json=asked, headers=bearer(one)).json()
+    more = {**asked, "input": "what did I say?", "previous_response_id": response["id"]}
+    assert proxy.http.post("/v1/responses", json=more, headers=bearer(two)).status_code == 404
+    assert proxy.http.post("/v1/responses", json=more, headers=bearer(one)).status_code == 200
+
+
+def test_when_a_key_was_used_last_is_noted(start: Start, store: Store, vllm_url: str, tmp_path: Path) -> None:
+    agent, _ = made(store)
+    with running(vllm_url, store, tmp_path / "apart") as proxy:
+        assert status(proxy, agent) == 200
+    assert store.keys.all()[0].last_used_at == pytest.approx(time.time(), abs=30)

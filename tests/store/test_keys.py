@@ -1,0 +1,55 @@
+"""Keys in the store: hashes only, revoked for good, and never two rows for one key."""
+
+from __future__ import annotations
+
+import pytest
+import sqlalchemy as sa
+
+from store import Store
+from store.errors import UnknownRecord
+from store.states import KeyScope, TrajectoryState
+from tests.records import begun
+
+
+def test_a_key_is_made_used_and_revoked(store: Store) -> None:
+    made = store.keys.create("crawler", "a" * 64, KeyScope.AGENT, 60, 1000)
+    boss = store.keys.create("boss", "b" * 64, KeyScope.OPERATOR)
+    store.keys.used([made.id], 123.0)
+    assert [key.name for key in store.keys.all()] == ["crawler", "boss"]
+    revoked = store.keys.revoke(made.id)
+    assert (revoked.last_used_at, revoked.requests_per_minute, revoked.tokens_per_minute) == (123.0, 60, 1000)
+    assert revoked.revoked_at is not None
+    assert store.keys.revoke(made.id) == revoked
+    assert [key.revoked_at for key in store.keys.all() if key.id == boss.id] == [None]
+
+
+def test_an_unknown_key_is_told_with_the_remedy(store: Store) -> None:
+    with pytest.raises(UnknownRecord, match="ratchet keys list"):
+        store.keys.revoke("key_x")
+
+
+@pytest.mark.parametrize(("requests", "tokens"), [(0, None), (None, 0), (5, 0)])
+def test_a_limit_that_lets_nothing_in_is_refused(store: Store, requests: int | None, tokens: int | None) -> None:
+    with pytest.raises(sa.exc.IntegrityError):
+        store.keys.create("x", "a" * 64, KeyScope.AGENT, requests, tokens)
+
+
+def test_one_key_is_one_row(store: Store) -> None:
+    store.keys.create("x", "a" * 64, KeyScope.AGENT)
+    with pytest.raises(sa.exc.IntegrityError):
+        store.keys.create("y", "a" * 64, KeyScope.AGENT)
+
+
+def test_a_call_with_another_key_never_joins_a_trajectory(store: Store) -> None:
+    store.calls.ship([begun("call_1", "job", key_id="key_a"), begun("call_2", "job", key_id="key_b", at=2.0)])
+    store.calls.ship([begun("call_3", "job", key_id="key_b", at=3.0), begun("call_4", "job", key_id="key_a", at=4.0)])
+    found = {run.id: (run.key_id, run.calls, run.state) for run in store.trajectories.page()}
+    assert found == {
+        "job": ("key_a", 2, TrajectoryState.OPEN),
+        "job~1": ("key_b", 2, TrajectoryState.OPEN),
+    }
+
+
+def test_without_keys_everyone_is_one(store: Store) -> None:
+    store.calls.ship([begun("call_1", "job", key_id="open:1"), begun("call_2", "job", key_id=None, at=2.0)])
+    assert [run.calls for run in store.trajectories.page()] == [2]
