@@ -25,6 +25,7 @@ from proxy.observing.policy_info import PolicyInfo
 from proxy.passthrough import PassThrough
 from proxy.policy import PolicyBook
 from proxy.recording.bell import Bell
+from proxy.recording.carrier import Carrier, Porter
 from proxy.recording.journal import Journal
 from proxy.recording.recorder import Recorder
 from proxy.recording.shipper import Shipper
@@ -40,10 +41,13 @@ from store.errors import StoreError
 log = logging.getLogger("ratchet.proxy")
 
 
-def create_app(settings: ProxySettings, store: Store, upstream: Upstream, url: str = "") -> Lifespan:
+def create_app(
+    settings: ProxySettings, store: Store, upstream: Upstream, url: str = "", carrier: Carrier | None = None
+) -> Lifespan:
     """Return the proxy as an ASGI application; its services run from the lifespan's start to its end.
 
-    `url` is where this proxy is reached; the trainer reads it in the store's doors.
+    `url` is where this proxy is reached; the trainer reads it in the store's doors. `carrier` brings the journal's
+    records into the store; without one a thread of this process does.
     """
     from proxy.operator import create_operator  # FastAPI takes a while to import; the proxy's parts do not
 
@@ -51,7 +55,7 @@ def create_app(settings: ProxySettings, store: Store, upstream: Upstream, url: s
     links = Links(settings.idle_seconds, settings.most_trajectories)
     journal = Journal(settings.journal, settings.journal_limit, settings.segment_bytes, metrics, bell)
     recorder = Recorder(journal, metrics, strict=settings.capture == "strict")
-    shipper = Shipper(journal, store, metrics, bell, on_dead_letter=recorder.forget_known)
+    shipper = Shipper(journal, store, carrier or Porter(store), metrics, bell, on_dead_letter=recorder.forget_known)
     pool = Pool(
         settings.upstreams,
         metrics,

@@ -18,6 +18,7 @@ import uvicorn
 
 from proxy.app import create_app
 from proxy.errors import StartError
+from proxy.recording.carrier_process import CarrierProcess
 from proxy.routing import Lifespan
 from proxy.settings import ProxySettings
 from proxy.upstreams.upstream import Upstream
@@ -37,7 +38,7 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
     store = open_store(settings.store)
     key = settings.upstream_key.get_secret_value() if settings.upstream_key else None
     upstream = Upstream(settings.upstreams, settings.request_timeout, settings.connect_timeout, key)
-    app = create_app(settings, store, upstream, url)
+    app = create_app(settings, store, upstream, url, CarrierProcess(settings.store))
     server = _Server(
         uvicorn.Config(
             app,
@@ -47,6 +48,7 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
             lifespan="on",
             log_config=None,
             access_log=False,
+            proxy_headers=False,  # nothing here asks for the client's address
             server_header=False,
             timeout_keep_alive=75,  # longer than the clients' pools keep connections
             timeout_graceful_shutdown=int(settings.drain_timeout) + 1,

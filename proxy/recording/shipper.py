@@ -1,8 +1,7 @@
-"""Moves the journal into the store, in order, as often as it takes.
+"""Moves the journal into the store, in order, as often as it takes: says what is carried next, and keeps the place.
 
-Promises: a record leaves the journal only after the store has it; shipping twice changes nothing (the store goes by
-call id); while the store is down nothing is lost and nothing waits for it; a record that the store refuses for good
-goes to `dead-letters.jsonl` beside the journal, with the reason, a counter and an alarm, and the rest goes on.
+Promises: a record leaves the journal only after the store has it; while the store is down nothing is lost and nothing
+waits for it; a record that the store refuses for good (`carrier.py` puts it aside) is told by a counter and an alarm.
 What cannot be shipped any more, since its segment was deleted or is damaged, is counted as lost and told by an alarm.
 Calls that an earlier proxy process began and never ended become `interrupted` once its segments are shipped.
 """
@@ -10,37 +9,27 @@ Calls that an earlier proxy process began and never ended become `interrupted` o
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from proxy.observing.metrics import Metrics
 from proxy.recording.bell import Bell
+from proxy.recording.carrier import DEAD_LETTERS, Carried, Carrier, Piece
 from proxy.recording.journal import Journal, Written
-from proxy.recording.segments import (
-    Position,
-    read_position,
-    read_segment,
-    segment_numbers,
-    segment_path,
-    write_position,
-)
+from proxy.recording.segments import Position, read_position, segment_numbers, segment_path, write_position
 from store import Store
 from store.errors import SchemaMismatch, StoreUnavailable
-from store.records import CallBegun, CallEnded, Shipment
 
 log = logging.getLogger("ratchet.proxy")
 
-DEAD_LETTERS = "dead-letters.jsonl"
 DEAD_LETTER_ALARM = "proxy_dead_letters"
 DAMAGE_ALARM = "proxy_journal_damaged"
 LOSS_ALARM = "proxy_journal_lost"
-_BATCH_BYTES = 2**20
 _LINGER = 0.1  # seconds to let a batch grow: most calls then end in the batch that they begin in
 _LONGEST_WAIT = 5.0  # seconds between tries while the store is down
 
@@ -49,13 +38,20 @@ class Shipper:
     """The one thread between journal and store."""
 
     def __init__(
-        self, journal: Journal, store: Store, metrics: Metrics, bell: Bell, on_dead_letter: Callable[[], None]
+        self,
+        journal: Journal,
+        store: Store,
+        carrier: Carrier,
+        metrics: Metrics,
+        bell: Bell,
+        on_dead_letter: Callable[[], None],
     ) -> None:
         self.replayed = threading.Event()  # set when the segments of earlier processes are in the store
         self.moved = 0  # records taken out of the journal since the start, earlier processes' included
         self.replays = 0  # those of earlier processes
         self._journal = journal
-        self._store = store
+        self._store = store  # for alarms and interrupted calls; records go through the carrier
+        self._carrier = carrier
         self._metrics = metrics
         self._bell = bell
         self._on_dead_letter = on_dead_letter
@@ -90,6 +86,7 @@ class Shipper:
     async def start(self) -> None:
         """Begin, where an earlier process stopped. Waits a little for its segments to be shipped."""
         self._position = read_position(self._journal.folder)
+        self._carrier.start()
         self._thread.start()
         await asyncio.to_thread(self.replayed.wait, 10.0)
 
@@ -99,6 +96,7 @@ class Shipper:
         self._stop.set()
         self._journal.fresh.set()
         await asyncio.to_thread(self._thread.join, most_seconds)
+        await asyncio.to_thread(self._carrier.close)
 
     def settle(self, most_seconds: float) -> bool:
         """Wait until the store has everything recorded so far; return whether it has."""
@@ -153,24 +151,23 @@ class Shipper:
             at = self._position
         offset = at.offset if number == at.segment else 0
         path = segment_path(self._journal.folder, number)
-        reading = read_segment(path, offset, _BATCH_BYTES, written[number].bytes if ours else None)
-        self._ship(reading.records)
-        self._advance(number, reading.offset, reading.records)
+        carried = self._carry(Piece(str(path), offset, written[number].bytes if ours else None))
+        self._advance(number, carried)
         if ours:
-            self._done[number] += len(reading.records)
+            self._done[number] += carried.records
         else:
-            self.replays += len(reading.records)
-        self.moved += len(reading.records)
+            self.replays += carried.records
+        self.moved += carried.records
         # Our own segments hold whole records up to where they were written: less than that is damage, too.
-        short = ours and (reading.end == "torn" or (reading.end == "more" and not reading.records))
-        if reading.end == "damaged" or short:
-            self._keep_damaged(number, reading.offset)
+        short = ours and (carried.end == "torn" or (carried.end == "more" and not carried.records))
+        if carried.end == "damaged" or short:
+            self._keep_damaged(number, carried.offset)
             return True
-        if reading.end == "more":
+        if carried.end == "more":
             return True
         if ours and self._journal.grows(number):
-            return self._journal.written()[number].bytes != reading.offset
-        if not ours or self._journal.written()[number].bytes == reading.offset:
+            return self._journal.written()[number].bytes != carried.offset
+        if not ours or self._journal.written()[number].bytes == carried.offset:
             self._journal.remove(number)
         return True
 
@@ -208,55 +205,31 @@ class Shipper:
             self._write_position(msgspec.structs.replace(self._position, open=()))
         self.replayed.set()
 
-    def _ship(self, records: Sequence[Shipment]) -> None:
-        if not records:
-            return
+    def _carry(self, piece: Piece) -> Carried:
+        """Have a piece of the journal carried into the store. Raises StoreError, OSError; then nothing has moved."""
         try:
-            self._store.calls.ship(_without_ended_beginnings(records))
+            carried = self._carrier.carry(piece)
         except (StoreUnavailable, SchemaMismatch):
             self._metrics.store_up.set(0)
             raise
-        except Exception as error:  # noqa: BLE001 -- one bad record must not stop the others, whatever is wrong with it
-            log.warning("event=batch_refused records=%d reason=%r", len(records), str(error))
-            self._store.policies.live()  # raises where the store is what is wrong
-            self._ship_one_by_one(records)
-        self._metrics.store_up.set(1)
-        self._metrics.shipped.inc(len(records))
+        if carried.records:
+            self._metrics.store_up.set(1)
+            self._metrics.shipped.inc(carried.records)
+        for letter in carried.dead:
+            log.warning("event=record_refused call=%s reason=%r", letter.call_id, letter.reason)
+            self._metrics.dead_letters.inc()
+            place = self._journal.folder / DEAD_LETTERS
+            self._bell.ring(DEAD_LETTER_ALARM, f"the store refuses a record of call {letter.call_id}: see {place}")
+            self._on_dead_letter()
+        return carried
 
-    def _ship_one_by_one(self, records: Sequence[Shipment]) -> None:
-        for record in records:
-            try:
-                self._store.calls.ship([record])
-            except (StoreUnavailable, SchemaMismatch):
-                raise
-            except Exception as error:  # noqa: BLE001 -- as above; the record and the reason are kept
-                self._put_aside(record, error)
-
-    def _put_aside(self, record: Shipment, error: Exception) -> None:
-        begun = record if isinstance(record, CallBegun) else record.begun
-        line = {
-            "at": time.time(),
-            "call": begun.call_id,
-            "reason": f"{type(error).__name__}: {error}"[:2000],
-            "record": base64.b64encode(msgspec.msgpack.encode(record)).decode(),
-        }
-        path = self._journal.folder / DEAD_LETTERS
-        with path.open("ab") as file:
-            file.write(msgspec.json.encode(line) + b"\n")
-        self._metrics.dead_letters.inc()
-        self._bell.ring(DEAD_LETTER_ALARM, f"the store refuses a record of call {begun.call_id}: see {path}")
-        self._on_dead_letter()
-
-    def _advance(self, segment: int, offset: int, records: Sequence[Shipment]) -> None:
-        if (segment, offset) == (self._position.segment, self._position.offset):
+    def _advance(self, segment: int, carried: Carried) -> None:
+        if (segment, carried.offset) == (self._position.segment, self._position.offset):
             return
-        still_open = dict.fromkeys(self._position.open)
-        for record in records:
-            if isinstance(record, CallEnded):
-                still_open.pop(record.begun.call_id, None)
-            else:
-                still_open[record.call_id] = None
-        self._write_position(Position(segment, offset, tuple(still_open)))
+        still_open = dict.fromkeys((*self._position.open, *carried.begun))
+        for name in carried.ended:
+            still_open.pop(name, None)
+        self._write_position(Position(segment, carried.offset, tuple(still_open)))
 
     def _write_position(self, position: Position) -> None:
         """Keep the position; without a disk in memory only, since shipping again changes nothing."""
@@ -265,9 +238,3 @@ class Shipper:
             write_position(self._journal.folder, position)
         except OSError as error:
             log.warning("event=position_not_written reason=%r", str(error))
-
-
-def _without_ended_beginnings(records: Sequence[Shipment]) -> list[Shipment]:
-    """Leave out beginnings whose end is here too: the end repeats them."""
-    ended = {record.begun.call_id for record in records if isinstance(record, CallEnded)}
-    return [record for record in records if isinstance(record, CallEnded) or record.call_id not in ended]

@@ -13,9 +13,10 @@ import pytest
 from proxy.errors import StartError
 from proxy.observing.metrics import Metrics
 from proxy.recording.bell import Bell
+from proxy.recording.carrier import DEAD_LETTERS, Porter
 from proxy.recording.journal import ALARM, Journal
 from proxy.recording.segments import MAGIC, frame, read_segment, segment_numbers, segment_path
-from proxy.recording.shipper import DEAD_LETTERS, Shipper
+from proxy.recording.shipper import Shipper
 from store import Store
 from store.records import CallBegun, CallEnded
 from store.states import CallState
@@ -49,7 +50,7 @@ async def journal(tmp_path: Path) -> AsyncIterator[Open]:
 
 
 def shipping(journal: Journal, store: Store) -> Shipper:
-    return Shipper(journal, store, journal._metrics, journal._bell, on_dead_letter=lambda: None)
+    return Shipper(journal, store, Porter(store), journal._metrics, journal._bell, on_dead_letter=lambda: None)
 
 
 @pytest.mark.parametrize("cut", [1, 7, 8, 9, 20])

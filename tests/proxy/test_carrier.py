@@ -1,0 +1,109 @@
+"""The process that carries the journal into the store: it may die, its proxy may die, the store may be sick."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+
+from proxy.recording.carrier import DEAD_LETTERS, Piece
+from proxy.recording.carrier_process import CarrierProcess
+from proxy.recording.segments import MAGIC, frame
+from store import Store
+from store.errors import StoreError
+from tests import records
+from tests.proxy.servers import ProxyProcess, eventually
+
+BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
+REPLY = {"role": "assistant", "content": "Oslo"}
+
+
+def segment(folder: Path, *ends: Any) -> Piece:
+    path = folder / "000000000001.journal"
+    path.write_bytes(MAGIC + b"".join(frame(end) for end in ends))
+    return Piece(str(path), 0, None)
+
+
+def end(name: str) -> Any:
+    return records.ended(records.begun(f"call_{name}", f"traj_{name}"), REPLY)
+
+
+@pytest.fixture
+def carrier(tmp_path: Path, store: Store) -> Iterator[CarrierProcess]:
+    process = CarrierProcess(str(tmp_path / "store.db"))
+    process.start()
+    yield process
+    process.close()
+
+
+def ready(url: str) -> bool:
+    return httpx.get(url + "/health/ready", timeout=5).status_code == 200
+
+
+def test_records_reach_the_store_and_those_that_it_refuses_are_put_aside(
+    carrier: CarrierProcess, store: Store, tmp_path: Path
+) -> None:
+    bad = msgspec.structs.replace(end("bad"), context="nonsense")
+    carried = carrier.carry(segment(tmp_path, end("a"), bad, end("b")))
+    assert (carried.records, carried.end) == (3, "end")
+    assert set(carried.ended) == {"call_a", "call_bad", "call_b"}
+    assert [letter.call_id for letter in carried.dead] == ["call_bad"]
+    assert {call.id for call in store.calls.page(9)} == {"call_a", "call_b"}
+    assert b"call_bad" in (tmp_path / DEAD_LETTERS).read_bytes()
+
+
+def test_a_sick_store_and_a_missing_segment_are_told_as_what_they_are(
+    carrier: CarrierProcess, store: Store, tmp_path: Path
+) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        carrier.carry(Piece(str(tmp_path / "000000000009.journal"), 0, None))
+    store.close()
+    for path in tmp_path.glob("store.db*"):
+        path.write_bytes(b"not a database any more" * 1000)
+    with pytest.raises(StoreError, match="not a database"):
+        carrier.carry(segment(tmp_path, end("a")))
+
+
+def test_a_killed_process_is_replaced_with_the_next_piece(
+    carrier: CarrierProcess, store: Store, tmp_path: Path
+) -> None:
+    piece = segment(tmp_path, end("a"))
+    assert carrier.carry(piece).records == 1
+    first = carrier.pid
+    assert first is not None
+    psutil.Process(first).kill()
+    with pytest.raises(OSError, match="died"):
+        carrier.carry(piece)
+    assert carrier.carry(piece).records == 1
+    assert carrier.pid not in (first, None)
+    assert len(store.calls.page(9)) == 1
+
+
+def test_a_proxy_whose_shipping_process_is_killed_loses_nothing(vllm_url: str, tmp_path: Path, store: Store) -> None:
+    proxy = ProxyProcess(tmp_path, upstreams=[vllm_url])
+    eventually(partial(ready, proxy.url), 10)
+    with httpx.Client(base_url=proxy.url) as client:
+        for turn in range(30):
+            if turn % 10 == 5:
+                for child in psutil.Process(proxy.pid).children():
+                    child.kill()
+            assert client.post("/v1/chat/completions", json=BODY).status_code == 200
+        eventually(lambda: client.get("/health/backlog").json()["unshipped_records"] == 0, 10)
+    assert proxy.stop() == 0
+    assert len(store.calls.page(100, state="answered")) == 30
+
+
+@pytest.mark.parametrize("way", ["kill", "stop"])
+def test_the_shipping_process_ends_with_its_proxy(vllm_url: str, tmp_path: Path, way: str) -> None:
+    proxy = ProxyProcess(tmp_path, upstreams=[vllm_url])
+    eventually(partial(ready, proxy.url), 10)
+    children = psutil.Process(proxy.pid).children()
+    assert len(children) == 1
+    getattr(proxy, way)()
+    eventually(lambda: not children[0].is_running())
