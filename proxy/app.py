@@ -18,6 +18,7 @@ from proxy.endpoint import Endpoint
 from proxy.linking.links import Links
 from proxy.middleware import Errors
 from proxy.models import Models
+from proxy.observing.call_log import CallLog
 from proxy.observing.health import Health
 from proxy.observing.metrics import Metrics
 from proxy.observing.observer import Observer
@@ -76,7 +77,8 @@ def create_app(
     metrics.journal_bytes.set_function(lambda: journal.bytes)
     metrics.unshipped.set_function(lambda: shipper.backlog)
     metrics.registry.register(PolicyInfo(book.known))
-    observer = Observer(metrics)
+    call_log = CallLog(metrics) if settings.log_calls else None
+    observer = Observer(metrics, call_log)
     forwarder = ReplicaForwarder(book, upstream, pool, metrics)
 
     def captured(dialect: Dialect) -> Endpoint:
@@ -105,7 +107,8 @@ def create_app(
     ring = KeyRing(settings, store)
     app = Errors(Keys(routes, ring), count=metrics.refused)
     memory = Memory(links, store, settings.idle_seconds)
-    return Lifespan(app, [ring, upstream, journal, shipper, memory, book, probes])
+    logs = [call_log] if call_log else []
+    return Lifespan(app, [*logs, ring, upstream, journal, shipper, memory, book, probes])
 
 
 class Memory:

@@ -46,6 +46,8 @@ class ProxySettings(BaseModel):
     breaker_seconds: float = Field(default=5.0, gt=0)  # then the replica is probed
     probe_seconds: float = Field(default=5.0, gt=0)  # between looks at a replica
     affinity_slack: int = Field(default=16, ge=1)  # more calls than the least busy replica: others take the rest
+    log_calls: bool = True  # one line per call, without content
+    log_format: Literal["text", "json"] = "text"
     drain_timeout: float = Field(default=30.0, gt=0)  # at stop: for running calls to end
 
     @field_validator("upstreams")

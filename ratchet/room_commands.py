@@ -39,16 +39,15 @@ def proxy(
     Example:
       ratchet proxy --upstream http://127.0.0.1:8001 --model mail --store mail.db --port 8000
     """
-    import logging
-
     values: dict[str, Any] = {"project": project, "model": model, "store": store}
     values |= {"proxy.host": host, "proxy.port": port, "proxy.capture": capture}
     settings = options.settings_of(context, values)
     derived: dict[str, Any] = {"upstreams": upstreams, "journal": journal}
     own = settings.proxy_settings(**{key: value for key, value in derived.items() if value})
-    logging.basicConfig(level=logging.INFO, format=_LOG_LINE)
+    from proxy.observing import logs
     from proxy.server import serve
 
+    logs.set_up(own.log_format)
     serve(own, lambda url: click.echo(f"base_url: {url}/v1   model: {own.model}", err=True))
 
 

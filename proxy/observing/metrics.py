@@ -99,6 +99,9 @@ class Metrics:
             "ratchet_dead_letters", "Records that the store refuses, put aside", registry=registry
         )
 
+        self.log_lines_dropped = Counter(
+            "ratchet_call_log_dropped", "Lines of the call log that were not written", registry=registry
+        )
         self.lag_seconds = Gauge(
             "ratchet_journal_lag_seconds", "Age of the oldest record that is not in the store yet", registry=registry
         )

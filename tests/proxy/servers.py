@@ -50,7 +50,8 @@ class ProxyProcess:
     def __init__(self, folder: Path, **settings: Any) -> None:
         program = (
             "import json, sys; from proxy.server import serve; from proxy.settings import ProxySettings; "
-            "settings = ProxySettings.read({}, **json.loads(sys.argv[1])); "
+            "from proxy.observing import logs; "
+            "settings = ProxySettings.read({}, **json.loads(sys.argv[1])); logs.set_up(settings.log_format); "
             "serve(settings, lambda url: print(url, flush=True))"
         )
         values = {"model": "agent", "port": 0, "journal": str(folder / "journal"), "store": str(folder / "store.db")}
