@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from ratchet import __version__, demo_command, key_commands, project_commands, room_commands
+from ratchet import __version__, demo_command, judge_commands, key_commands, project_commands, room_commands
 from ratchet.errors import FaceError
 
 # The roots of the rooms' error trees: what they raise on purpose is told in one line, like our own.
@@ -48,6 +48,7 @@ for command in (
     room_commands.store,
     room_commands.policies,
     key_commands.keys,
+    judge_commands.judge,
 ):
     cli.add_command(command)
 

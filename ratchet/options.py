@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -17,8 +18,25 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print data as JS
 store_url = click.option("--store", metavar="URL", help="Store: a database URL or an SQLite path.")
 alias = click.option("--model", metavar="ALIAS", help="Name that agents give as `model`.  [default: policy]")
 base_model = click.option("--base-model", metavar="PATH", help="Model that learns: a folder or a hub name.")
+
+
+def _judge(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+    """Return `module:function` as it is, and what a YAML file holds."""
+    if value is None or not value.endswith((".yaml", ".yml", ".json")):
+        return value
+    import yaml
+
+    try:
+        return yaml.safe_load(Path(value).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise click.BadParameter(f"{value}: {' '.join(str(error).split())}") from error
+
+
 judge = click.option(
-    "--judge", metavar="MODULE:FUNCTION", help="Judge of trajectories; without one nothing is trained."
+    "--judge",
+    metavar="JUDGE",
+    callback=_judge,
+    help="Judge of trajectories: module:function, or a YAML file (docs/judges.md); without one nothing is trained.",
 )
 
 

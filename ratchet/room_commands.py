@@ -80,7 +80,7 @@ def trainer(
     values["trainer.judge"] = judge
     settings = options.settings_of(context, values)
     if not settings.has_judge:
-        raise click.UsageError("no judge is named: give --judge MODULE:FUNCTION, or set trainer.judge")
+        raise click.UsageError("no judge is named: give --judge module:function or a YAML file, or set trainer.judge")
     from ratchet.engine import check_model
 
     derived: dict[str, Any] = {"vllm": vllm} if vllm else {}

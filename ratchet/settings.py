@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 CONFIG_FILE = "ratchet.yaml"
 PREFIX = "RATCHET_"
 # Read elsewhere: secrets, and the switch for tracebacks. They are no settings and never written down.
-SECRETS = frozenset({"RATCHET_API_KEYS", "RATCHET_OPERATOR_KEYS", "RATCHET_UPSTREAM_API_KEY"})
+SECRETS = frozenset(
+    {
+        "RATCHET_API_KEYS",
+        "RATCHET_GRADER_SECRET",
+        "RATCHET_JUDGE_API_KEY",
+        "RATCHET_OPERATOR_KEYS",
+        "RATCHET_UPSTREAM_API_KEY",
+    }
+)
 OTHER_VARIABLES = SECRETS | {"RATCHET_DEBUG"}
 # What `up` works out for the rooms from the settings of the project; these keys are not settings of a section.
 DERIVED_PROXY = frozenset({"upstreams", "model", "store", "journal", "key_hashes", "operator_hashes", "upstream_key"})

@@ -15,7 +15,7 @@ from store import schema
 from store.database import read, write
 from store.errors import ForbiddenChange, UnknownRecord
 from store.ids import new_id
-from store.records import Group, Verdict
+from store.records import Exchange, Group, Verdict
 from store.states import GROUP_STEPS, GroupState, TrajectoryState, check
 from store.trajectories import drop as drop_trajectories
 
@@ -61,7 +61,7 @@ class Groups:
         groups = schema.groups
         return self._select(sa.and_(groups.c.state == GroupState.JUDGED, groups.c.alias == alias), limit)
 
-    def record(self, group_id: str, verdicts: Sequence[Verdict]) -> None:
+    def record(self, group_id: str, verdicts: Sequence[Verdict], exchanges: Sequence[Exchange] = ()) -> None:
         """Add the verdicts of all members and move the group on. Raises ForbiddenChange where one is missing."""
         group = self.get(group_id)
         check(GROUP_STEPS, group.state, GroupState.JUDGED, f"group {group_id}")
@@ -69,14 +69,16 @@ class Groups:
         if scored != set(group.members):
             raise ForbiddenChange(f"group {group_id} has {len(group.members)} members, {len(scored)} of them scored")
         with write(self._engine) as connection:
-            _add_verdicts(connection, verdicts)
+            _add_verdicts(connection, verdicts, exchanges)
             _move(connection, group, GroupState.JUDGED)
 
-    def fail(self, group_id: str, verdicts: Sequence[Verdict], retry_at: float) -> None:
+    def fail(
+        self, group_id: str, verdicts: Sequence[Verdict], retry_at: float, exchanges: Sequence[Exchange] = ()
+    ) -> None:
         """Add what the judge managed, failures included; the group stays ready and is tried again at `retry_at`."""
         groups = schema.groups
         with write(self._engine) as connection:
-            _add_verdicts(connection, verdicts)
+            _add_verdicts(connection, verdicts, exchanges)
             connection.execute(
                 sa.update(groups)
                 .where(groups.c.id == group_id)
@@ -114,6 +116,35 @@ class Groups:
         with read(self._engine) as connection:
             return {row.trajectory_id: _verdict(row) for row in connection.execute(query)}
 
+    def exchanges(self, group_id: str) -> list[Exchange]:
+        """Return what judges asked about a group and what came back, oldest first."""
+        table = schema.exchanges
+        query = sa.select(table).where(table.c.group_id == group_id).order_by(table.c.id)
+        with read(self._engine) as connection:
+            return [
+                Exchange(**{name: getattr(row, name) for name in Exchange.__struct_fields__})
+                for row in connection.execute(query)
+            ]
+
+    def history(self, group_id: str) -> list[Verdict]:
+        """Return every verdict that was given for a group, failures too, oldest first."""
+        table = schema.verdicts
+        query = sa.select(table).where(table.c.group_id == group_id).order_by(table.c.id)
+        with read(self._engine) as connection:
+            return [_verdict(row) for row in connection.execute(query)]
+
+    def oldest_versions(self, alias: str) -> dict[str, int]:
+        """Return the oldest version that the members of each judged group of an alias were sampled from."""
+        groups, runs = schema.groups, schema.trajectories
+        query = (
+            sa.select(groups.c.id, sa.func.min(runs.c.version))
+            .join(runs, runs.c.group_id == groups.c.id)
+            .where(groups.c.alias == alias, groups.c.state == GroupState.JUDGED)
+            .group_by(groups.c.id)
+        )
+        with read(self._engine) as connection:
+            return {row[0]: row[1] for row in connection.execute(query)}
+
     def _select(self, where: sa.ColumnElement[bool], limit: int, newest_first: bool = False) -> list[Group]:
         groups, runs = schema.groups, schema.trajectories
         order = groups.c.id.desc() if newest_first else groups.c.id
@@ -147,7 +178,9 @@ def _move(connection: sa.Connection, group: Group, state: GroupState, **values: 
         raise ForbiddenChange(f"group {group.id} was moved by another process")
 
 
-def _add_verdicts(connection: sa.Connection, verdicts: Sequence[Verdict]) -> None:
+def _add_verdicts(connection: sa.Connection, verdicts: Sequence[Verdict], exchanges: Sequence[Exchange]) -> None:
+    if exchanges:
+        connection.execute(sa.insert(schema.exchanges), [msgspec.structs.asdict(one) for one in exchanges])
     rows: list[dict[str, Any]] = [
         msgspec.structs.asdict(verdict) | {"components": dict(verdict.components)} for verdict in verdicts
     ]

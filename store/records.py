@@ -243,6 +243,25 @@ class Verdict(Record, frozen=True):
     cost: float | None = None  # money, where the price is known
     latency: float = 0.0  # seconds
     judged_at: float = 0.0
+    exchange_id: str | None = None  # the last exchange that led to it, where the judge asked somebody
+
+
+class Exchange(Record, frozen=True):
+    """One question of a judge to a language model and what came back, word for word, without keys."""
+
+    id: str
+    group_id: str | None
+    judge: str
+    url: str
+    request: bytes  # JSON
+    answer: bytes  # what came back, cut at a million bytes
+    status: int  # 0 where nothing answered
+    problem: str | None  # why it could not be used
+    prompt_tokens: int
+    completion_tokens: int
+    cost: float | None  # money, where the price is known
+    latency: float  # seconds
+    asked_at: float
 
 
 class Group(Record, frozen=True):

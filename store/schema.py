@@ -162,10 +162,30 @@ verdicts = sa.Table(
     sa.Column("cost", sa.Double),
     sa.Column("latency", sa.Double, nullable=False),
     sa.Column("judged_at", _TIME, nullable=False),
+    sa.Column("exchange_id", _ID),
     # A judge failure is a state, never a number: a verdict has a score or a failure, not both, not neither.
     sa.CheckConstraint("(score IS NULL) <> (failure IS NULL)", name="score_or_failure"),
     sa.Index(None, "trajectory_id", "id"),
     sa.Index(None, "group_id"),
+)
+
+exchanges = sa.Table(
+    "exchanges",
+    metadata,
+    sa.Column("id", _ID, primary_key=True),
+    sa.Column("group_id", _ID, sa.ForeignKey("groups.id")),
+    sa.Column("judge", sa.Text, nullable=False),
+    sa.Column("url", sa.Text, nullable=False),
+    sa.Column("request", sa.LargeBinary, nullable=False),
+    sa.Column("answer", sa.LargeBinary, nullable=False),
+    sa.Column("status", sa.Integer, nullable=False),
+    sa.Column("problem", sa.Text),
+    sa.Column("prompt_tokens", sa.Integer, nullable=False),
+    sa.Column("completion_tokens", sa.Integer, nullable=False),
+    sa.Column("cost", sa.Double),
+    sa.Column("latency", sa.Double, nullable=False),
+    sa.Column("asked_at", _TIME, nullable=False),
+    sa.Index(None, "group_id", "id"),
 )
 
 rounds = sa.Table(

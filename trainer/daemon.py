@@ -31,7 +31,7 @@ from trainer import checkpoint
 from trainer.engine import Replica
 from trainer.errors import EngineUnreachable, TrainerError, TrainingDiverged
 from trainer.grouping import plan_groups
-from trainer.judges.function import FunctionJudge
+from trainer.judges.make import make_judge
 from trainer.learner import Learner
 from trainer.lease import Lease
 from trainer.publisher import DOOR_SILENCE, Publisher
@@ -45,6 +45,7 @@ _BATCH = 200  # trajectories or groups looked at in one turn
 _DRAIN_EVERY = 2.0  # seconds
 _STALE_ALARM = 4  # rounds' worth of groups
 _PAUSE_AFTER_OUTAGE = 2.0  # seconds
+_JUDGE_PATIENCE = 0.5  # seconds that a turn waits for a judge; a slower one is heard in a later turn
 
 
 class Daemon:
@@ -57,9 +58,10 @@ class Daemon:
         self._store = store
         self._stop = stop
         self._replicas = [Replica(url, key=upstream_key) for url in settings.vllm]
+        judge = make_judge(settings.judge, os.environ)
         self._scorekeeper = Scorekeeper(
             store,
-            FunctionJudge(settings.judge),
+            judge,
             attempts=settings.judge_attempts,
             retry_seconds=settings.judge_retry_seconds,
             alarm_after=settings.no_signal_alarm,
@@ -78,7 +80,7 @@ class Daemon:
         self._first_judged: float | None = None
         self._stale = 0  # groups in a row that were too old
         self._drained_at = 0.0
-        log.info("event=trainer_ready alias=%s version=%d judge=%s", settings.model, self._version, settings.judge)
+        log.info("event=trainer_ready alias=%s version=%d judge=%s", settings.model, self._version, judge.name)
 
     def _make_learner(self) -> tuple[int, Learner]:
         """Return the newest committed version and a learner that stands exactly there."""
@@ -90,7 +92,8 @@ class Daemon:
         return version, learner
 
     def close(self) -> None:
-        """Close the connections to vLLM."""
+        """Close the connections to vLLM and to the judge."""
+        self._scorekeeper.close()
         for replica in self._replicas:
             replica.close()
 
@@ -141,11 +144,8 @@ class Daemon:
 
     def _score(self, now: float) -> bool:
         ready = self._store.groups.ready(self.settings.model, now, limit=_BATCH)
-        for group in ready:
-            if self._stop.is_set():
-                break
-            self._scorekeeper.score(group, [self._store.trajectories.read(name) for name in group.members], now)
-        return bool(ready)
+        self._scorekeeper.ask(ready, self._store.trajectories.read)
+        return bool(self._scorekeeper.collect(now, _JUDGE_PATIENCE))
 
     def _train(self, now: float) -> bool:
         waiting = self._fresh(self._store.groups.judged(self.settings.model, limit=_BATCH))
@@ -179,9 +179,9 @@ class Daemon:
         live = self._store.policies.live().get(alias)
         oldest = (live.version if live else BASE_VERSION) - self.settings.max_staleness
         fresh: list[Group] = []
+        sampled = self._store.groups.oldest_versions(alias) if groups else {}
         for group in groups:
-            versions = [self._store.trajectories.get(name).version for name in group.members]
-            if min(versions) < oldest:
+            if sampled.get(group.id, BASE_VERSION) < oldest:
                 self._store.groups.drop(group.id, STALE)
                 self._stale += 1
             else:

@@ -11,6 +11,7 @@
     │   ├── NoLearningSignal    the round holds nothing that could move a weight
     │   └── TrainingDiverged    the gradient is not finite; the step was not taken
     ├── JudgeError              the judge cannot be loaded
+    │   └── JudgeUnanswered     the judge's language model gave no usable answer
     ├── EngineError
     │   ├── EngineUnreachable   vLLM does not answer; asking again may help
     │   └── AdapterRefused      vLLM answered no
@@ -90,6 +91,10 @@ class CheckpointMismatch(CheckpointError):
 
 class JudgeError(TrainerError):
     """The judge cannot be loaded, or its signature is not one."""
+
+
+class JudgeUnanswered(JudgeError):
+    """The judge's language model gave no usable answer, however often it was asked."""
 
 
 class EngineError(TrainerError):

@@ -1,24 +1,27 @@
 """Scorekeeping: has ready groups judged, and says loudly when the scores teach nothing.
 
 Promises: a judge failure is never a score; a group whose scores do not differ is dropped with that reason and counted;
-several of them in a row are an alarm that names the judge, the score and the groups.
+several of them in a row are an alarm that names the judge, the score and the groups. A slow judge holds nobody up:
+groups are judged in threads, as many at once as the judge allows, and the caller's thread writes down what was said.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from store import Store
 from store.records import Group, Transcript, Verdict
 from trainer.advantage import has_signal
-from trainer.judges import Judge
+from trainer.judges import Judge, Judgement
 
 log = logging.getLogger(__name__)
 
 JUDGE_FAILED = "judge_failed"
 NO_VARIANCE = "no_variance"
 _FLAT_REMEMBERED = 1000  # groups
+_AHEAD = 64  # groups that wait for a quick judge beside those that it has
 
 
 class Scorekeeper:
@@ -31,15 +34,43 @@ class Scorekeeper:
         self._retry_seconds = retry_seconds
         self._alarm_after = alarm_after
         self._flat: list[tuple[Group, float]] = []  # groups in a row whose members all got the same score
+        self._threads = ThreadPoolExecutor(judge.at_once, thread_name_prefix="judge")
+        self._asked: dict[str, tuple[Group, Future[Judgement]]] = {}
 
     def score(self, group: Group, members: Sequence[Transcript], now: float) -> None:
         """Have one group judged and move it on."""
-        verdicts = self._judge.judge(group.id, members)
+        self._write_down(group, self._judge.judge(group.id, members), now)
+
+    def ask(self, groups: Sequence[Group], read: Callable[[str], Transcript]) -> None:
+        """Have groups judged that are not being judged already; a few more than the judge takes at once may wait."""
+        for group in groups:
+            if group.id in self._asked or len(self._asked) >= 2 * self._judge.at_once + _AHEAD:
+                continue
+            members = [read(name) for name in group.members]
+            self._asked[group.id] = (group, self._threads.submit(self._judge.judge, group.id, members))
+
+    def collect(self, now: float, patience: float) -> int:
+        """Write down what has been said, after waiting for the first of it at most `patience` seconds; count groups."""
+        if not self._asked:
+            return 0
+        done, _ = wait([future for _, future in self._asked.values()], timeout=patience)
+        for group, future in [asked for asked in self._asked.values() if asked[1] in done]:
+            del self._asked[group.id]
+            self._write_down(group, future.result(), now)
+        return len(done)
+
+    def close(self) -> None:
+        """Ask no more; what is being judged is judged again after the next start."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._judge.close()
+
+    def _write_down(self, group: Group, judgement: Judgement, now: float) -> None:
+        verdicts = judgement.verdicts
         failed = [verdict for verdict in verdicts if verdict.failure is not None]
         if failed:
-            self._failed(group, verdicts, failed, now)
+            self._failed(group, judgement, failed, now)
             return
-        self._store.groups.record(group.id, verdicts)
+        self._store.groups.record(group.id, verdicts, judgement.exchanges)
         self._store.alarms.clear(self._name(JUDGE_FAILED, group))
         scores = [verdict.score for verdict in verdicts if verdict.score is not None]
         if has_signal(scores):
@@ -50,8 +81,9 @@ class Scorekeeper:
             self._flat = [*self._flat[1 - _FLAT_REMEMBERED :], (group, scores[0])]
             self._warn_of_flatness(group)
 
-    def _failed(self, group: Group, verdicts: Sequence[Verdict], failed: Sequence[Verdict], now: float) -> None:
-        self._store.groups.fail(group.id, verdicts, retry_at=now + self._retry_seconds)
+    def _failed(self, group: Group, judgement: Judgement, failed: Sequence[Verdict], now: float) -> None:
+        verdicts = judgement.verdicts
+        self._store.groups.fail(group.id, verdicts, now + self._retry_seconds, judgement.exchanges)
         reason = failed[0].failure
         log.warning(
             "event=judge_failed group=%s attempt=%d of=%d failures=%d judge=%s reason=%r",

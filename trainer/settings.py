@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from trainer.judges.settings import JudgeSpec
 from trainer.learner_settings import LearnerSettings
 
 _LEARNER_FIELDS = {field.name for field in dataclasses.fields(LearnerSettings)}
@@ -26,7 +27,7 @@ class TrainerSettings(BaseModel):
     base_model: str = Field(description="folder or hub name of the base model, the one that vLLM serves")
     vllm: tuple[str, ...] = Field(min_length=1, description="base URL of every vLLM replica, without /v1")
     checkpoints: Path = Field(description="folder that gets one folder per version; vLLM must be able to read it")
-    judge: str = Field(pattern=r"^[\w.]+:\w+$", description="the judge, as module:function")
+    judge: JudgeSpec = Field(description="the judge: module:function, or a mapping with `kind` (docs/judges.md)")
     judge_attempts: int = Field(3, ge=1, description="tries before a group is dropped as judge_failed")
     judge_retry_seconds: float = Field(5.0, ge=0, description="pause before a failed judge is asked again")
     seal_after_idle_seconds: float = Field(60.0, gt=0, description="a trajectory this still is complete")

@@ -9,6 +9,7 @@ import pytest
 from ratchet import addresses
 from ratchet.errors import SettingsError
 from ratchet.settings import Settings, load
+from trainer.judges.settings import FunctionSpec
 
 
 def read(tmp_path: Path, text: str, **environ: str) -> Settings:
@@ -75,7 +76,8 @@ def test_lists_and_mappings_can_be_given_by_variable(tmp_path: Path) -> None:
 def test_learner_settings_reach_the_trainer(tmp_path: Path) -> None:
     settings = read(tmp_path, "trainer: {judge: a.b:c, learner: {rank: 4, learning_rate: 1e-3}}")
     trainer = settings.trainer_settings(base_model="m")
-    assert (trainer.learner.rank, trainer.learner.learning_rate, trainer.judge) == (4, 1e-3, "a.b:c")
+    assert (trainer.learner.rank, trainer.learner.learning_rate) == (4, 1e-3)
+    assert trainer.judge == FunctionSpec(function="a.b:c")
     assert trainer.vllm == ("http://127.0.0.1:8001",)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,20 @@ def scripted(trajectory: Mapping[str, Any]) -> Any:
     if isinstance(value, Exception):
         raise value
     return value
+
+
+_waiting: list[asyncio.Event] = []
+
+
+async def slow(response: str) -> int:
+    """Answers nobody before three have asked."""
+    mine = asyncio.Event()
+    _waiting.append(mine)
+    if len(_waiting) == 3:
+        for one in _waiting:
+            one.set()
+    await asyncio.wait_for(mine.wait(), 5)
+    return len(response)
 
 
 def needs_more(response: str, moon_phase: str) -> float:

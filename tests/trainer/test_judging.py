@@ -51,7 +51,8 @@ def score(store: Store, keep: Scorekeeper, group: Group, now: float = 102.0) -> 
 
 def test_a_function_gets_only_what_it_names(store: Store) -> None:
     group = ready_group(store, {"Oslo": 0, "Rome!": 0})
-    verdicts = FunctionJudge(f"{HERE}:length").judge(group.id, [store.trajectories.read(n) for n in group.members])
+    members = [store.trajectories.read(name) for name in group.members]
+    verdicts = FunctionJudge(f"{HERE}:length").judge(group.id, members).verdicts
     assert [verdict.score for verdict in verdicts] == [4.0, 5.0]
     assert len(verdicts[0].judge_version) == 16
 

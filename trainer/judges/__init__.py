@@ -6,11 +6,20 @@ A judge never turns its own trouble into a number: whatever goes wrong is a verd
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from store.records import Transcript, Verdict
+from store.records import Exchange, Transcript, Verdict
 
-__all__ = ["Judge"]
+__all__ = ["Judge", "Judgement"]
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a judge said of a group: one verdict per member, in order, and what it exchanged with others for them."""
+
+    verdicts: tuple[Verdict, ...]
+    exchanges: tuple[Exchange, ...] = ()
 
 
 class Judge(Protocol):
@@ -24,5 +33,12 @@ class Judge(Protocol):
     def version(self) -> str:
         """A hash of its code and rubric: verdicts of different versions are not comparable."""
 
-    def judge(self, group_id: str, members: Sequence[Transcript]) -> list[Verdict]:
+    @property
+    def at_once(self) -> int:
+        """How many groups it may be given at the same time, each in a thread of its own."""
+
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
         """Return one verdict per member, in order; failures are verdicts too. Never raises for a bad answer."""
+
+    def close(self) -> None:
+        """Let go of connections; it judges no more."""

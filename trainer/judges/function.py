@@ -1,4 +1,4 @@
-"""The judge that is a Python function, named as `module:function`.
+"""The judge that is a Python function, named as `module:function`; it may be async.
 
 The function may name any of these parameters and gets those that it names:
 
@@ -12,77 +12,94 @@ not a finite number is a judge failure. The function is the user's own code and 
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import importlib
 import inspect
-import math
-import numbers
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from store.records import Transcript, Verdict
 from trainer.errors import JudgeError
+from trainer.judges import Judgement
+from trainer.judges.opinion import Opinion, last_answer, read, version_of
 
 PARAMETERS = ("trajectory", "response", "task")
 
 
 class FunctionJudge:
-    """A judge made of one Python function."""
+    """A judge made of one Python function; it is called by one thread at a time."""
+
+    at_once = 1
 
     def __init__(self, entry_point: str, clock: Callable[[], float] = time.time) -> None:
         self._function, self._named, source = _load(entry_point)
         self._clock = clock
+        self._runner: asyncio.Runner | None = None  # one loop for all groups, so that the function may keep a client
         self.name = entry_point
-        self.version = hashlib.sha256(f"{entry_point}\0{source}".encode()).hexdigest()[:16]
+        self.version = version_of(entry_point, source)
 
-    def judge(self, group_id: str, members: Sequence[Transcript]) -> list[Verdict]:
-        """Return one verdict per member, in order."""
-        return [self._verdict(group_id, member) for member in members]
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+        """Return one verdict per member, in order; an async function is asked for all members at once."""
+        if not inspect.iscoroutinefunction(self._function):
+            return Judgement(tuple(self._verdict(group_id, member) for member in members))
+        self._runner = self._runner or asyncio.Runner()
+        return Judgement(tuple(self._runner.run(self._all(group_id, members))))
 
-    def _verdict(self, group_id: str, transcript: Transcript) -> Verdict:
+    def close(self) -> None:
+        """Close the loop of an async function."""
+        if self._runner is not None:
+            self._runner.close()
+
+    async def _all(self, group_id: str | None, members: Sequence[Transcript]) -> list[Verdict]:
+        return await asyncio.gather(*(self._awaited(group_id, member) for member in members))
+
+    def _verdict(self, group_id: str | None, member: Transcript) -> Verdict:
         began = time.perf_counter()
-        score, failure, components, explanation = self._ask(transcript)
-        return Verdict(
-            trajectory_id=transcript.trajectory.id,
-            group_id=group_id,
+        try:
+            opinion = read(self._asked(member))
+        except Exception as error:  # noqa: BLE001  whatever a user's judge raises or returns is a failed verdict
+            opinion = Opinion.failed(f"{type(error).__name__}: {error}")
+        return self._written(opinion, group_id, member, began)
+
+    async def _awaited(self, group_id: str | None, member: Transcript) -> Verdict:
+        began = time.perf_counter()
+        try:
+            opinion = read(await self._asked(member))
+        except Exception as error:  # noqa: BLE001  as above
+            opinion = Opinion.failed(f"{type(error).__name__}: {error}")
+        return self._written(opinion, group_id, member, began)
+
+    def _asked(self, member: Transcript) -> Any:
+        offered = arguments(member)
+        return self._function(**{name: offered[name] for name in self._named})
+
+    def _written(self, opinion: Opinion, group_id: str | None, member: Transcript, began: float) -> Verdict:
+        return opinion.verdict(
+            member,
+            group_id,
             judge=self.name,
-            judge_version=self.version,
-            score=score,
-            failure=failure,
-            explanation=explanation,
-            components=components,
-            cost=0.0,
+            version=self.version,
             latency=time.perf_counter() - began,
             judged_at=self._clock(),
         )
 
-    def _ask(self, transcript: Transcript) -> tuple[float | None, str | None, Mapping[str, float], str]:
-        offered = arguments(transcript)
-        try:
-            return _read(self._function(**{name: offered[name] for name in self._named}))
-        except Exception as error:  # noqa: BLE001  whatever a user's judge raises or returns is a failed verdict
-            return None, f"{type(error).__name__}: {error}", {}, ""
 
-
-def arguments(transcript: Transcript) -> dict[str, Any]:
+def arguments(member: Transcript) -> dict[str, Any]:
     """Return everything that a judge function may ask for, by parameter name."""
-    run = transcript.trajectory
-    none: Mapping[str, Any] = {}
-    last = next((m for m in reversed(transcript.messages) if m.get("role") == "assistant"), none)
-    content = last.get("content")
+    run = member.trajectory
     return {
         "trajectory": {
             "id": run.id,
             "task": run.task,
             "version": run.version,
-            "calls": len(transcript.calls),
-            "messages": [dict(message) for message in transcript.messages],
-            "tools": [dict(tool) for tool in transcript.tools],
+            "calls": len(member.calls),
+            "messages": [dict(message) for message in member.messages],
+            "tools": [dict(tool) for tool in member.tools],
         },
-        "response": content if isinstance(content, str) else "",
+        "response": last_answer(member),
         "task": run.task,
     }
 
@@ -110,16 +127,3 @@ def _load(entry_point: str) -> tuple[Callable[..., Any], tuple[str, ...], str]:
             f"judge {entry_point} takes {', '.join(named) or 'nothing'}; it may take {', '.join(PARAMETERS)}"
         )
     return function, named, inspect.getsource(module)
-
-
-def _read(answer: Any) -> tuple[float | None, str | None, Mapping[str, float], str]:
-    """Return (score, failure, components, explanation) of what a judge function returned."""
-    parts = answer if isinstance(answer, Mapping) else {"score": answer}
-    score = parts.get("score")
-    components = parts.get("components") or {}
-    if not isinstance(score, numbers.Real) or not math.isfinite(score):
-        return None, f"the judge returned {answer!r:.200}, which holds no finite score", {}, ""
-    named = {str(name): value for name, value in components.items()}
-    if not all(isinstance(v, numbers.Real) and math.isfinite(v) for v in named.values()):
-        return None, f"the judge returned components that are not finite numbers: {components!r:.200}", {}, ""
-    return float(score), None, {name: float(v) for name, v in named.items()}, str(parts.get("explanation") or "")

@@ -1,0 +1,237 @@
+"""The commands about judges: try one, show what it said and asked, lint it, compare it with what was said before."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ratchet import options
+
+if TYPE_CHECKING:
+    from ratchet.settings import Settings
+    from store import Store
+    from trainer.judges import Judge
+
+_SHOWN = 10  # trajectories that moved the farthest
+
+
+@click.group()
+def judge() -> None:
+    """Try, show, lint and compare judges.
+
+    \b
+    Example:
+      ratchet judge lint --judge my_agent.judge:judge --task capital --answer Oslo --wrong Rome
+    """
+
+
+@judge.command("try")
+@click.argument("names", nargs=-1, required=True, metavar="TRAJECTORY...")
+@options.judge
+@options.store_url
+@options.project
+@options.as_json
+@click.pass_context
+def try_(context: click.Context, /, names: tuple[str, ...], as_json: bool, **given: Any) -> int:
+    """Judge stored trajectories as one group, and record nothing.
+
+    \b
+    Example:
+      ratchet judge try traj_01J8 traj_01J9 --judge my_agent.judge:judge
+    """
+    settings = _settings(context, given)
+    with _store(settings) as store, _judge(settings) as made:
+        judgement = made.judge(None, [store.trajectories.read(name) for name in names])
+    if as_json:
+        options.emit({"judge": made.name, "version": made.version, "verdicts": [_plain(v) for v in judgement.verdicts]})
+    else:
+        click.echo(f"{made.name} (version {made.version})")
+        for verdict in judgement.verdicts:
+            click.echo(_line(verdict))
+    return int(any(verdict.failure is not None for verdict in judgement.verdicts))
+
+
+@judge.command()
+@click.argument("group")
+@options.store_url
+@options.project
+@options.as_json
+@click.pass_context
+def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> None:
+    """Show every verdict on a group, and word for word what its judge asked a language model and heard.
+
+    \b
+    Example:
+      ratchet judge show grp_01J8
+    """
+    with _store(_settings(context, given)) as store:
+        found = store.groups.get(group)
+        verdicts, exchanges = store.groups.history(group), store.groups.exchanges(group)
+    if as_json:
+        options.emit(
+            {
+                "group": _plain(found),
+                "verdicts": [_plain(verdict) for verdict in verdicts],
+                "exchanges": [_readable(exchange) for exchange in exchanges],
+            }
+        )
+        return
+    click.echo(f"group {found.id} of {found.alias}, {found.state}, key {found.key}")
+    for verdict in verdicts:
+        click.echo(_line(verdict))
+    for exchange in exchanges:
+        told = _readable(exchange)
+        click.echo(f"\n{told['id']}: {told['url']} status {told['status']}, {told['latency']:.1f} s")
+        for message in told["request"].get("messages", ()):
+            click.echo(f"[{message.get('role')}] {_printable(message.get('content'))}")
+        click.echo(f"[answer] {_printable(told['answer'])}")
+        if told["problem"]:
+            click.echo(f"[not used] {_printable(told['problem'])}")
+
+
+@judge.command()
+@options.judge
+@click.option("--task", help="Task key that the judge gets.")
+@click.option("--question", default="", help="What the user asked.")
+@click.option("--answer", "right", required=True, help="The right answer.")
+@click.option("--wrong", multiple=True, help="A plausible wrong answer; repeat for more.")
+@options.project
+@options.as_json
+@click.pass_context
+def lint(
+    context: click.Context,
+    /,
+    task: str | None,
+    question: str,
+    right: str,
+    wrong: tuple[str, ...],
+    as_json: bool,
+    **given: Any,
+) -> int:
+    """Try to fool a judge: empty, listed, padded, denied and injected answers must not earn what the right one earns.
+
+    \b
+    Example:
+      ratchet judge lint --judge my_agent.judge:judge --task capital --answer Oslo --wrong Rome --wrong Paris
+    """
+    from trainer.judges.lint import lint as try_to_fool
+
+    with _judge(_settings(context, given)) as made:
+        findings = try_to_fool(made, task=task, question=question, right=right, wrong=wrong)
+    fooled = [finding for finding in findings if not finding.sound]
+    if as_json:
+        import dataclasses
+
+        options.emit({"judge": made.name, "sound": not fooled, "findings": [dataclasses.asdict(f) for f in findings]})
+        return int(bool(fooled))
+    for finding in findings:
+        score = "failed" if finding.score is None else f"{finding.score:g}"
+        why = f"  ({_printable(finding.failure)})" if finding.failure else ""
+        click.echo(f"{'ok    ' if finding.sound else 'FOOLED'} {score:>8}  {finding.trick}{why}")
+    if fooled:
+        click.echo(f"{made.name} is fooled by {len(fooled)} of {len(findings)} answers", err=True)
+    return int(bool(fooled))
+
+
+@judge.command()
+@options.judge
+@click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True, help="Newest groups to look at.")
+@options.store_url
+@options.project
+@options.as_json
+@click.pass_context
+def rescore(context: click.Context, /, limit: int, as_json: bool, **given: Any) -> int:
+    """Judge stored groups again and show how the scores would differ; nothing is changed.
+
+    \b
+    Example:
+      ratchet judge rescore --judge new_judge.yaml --limit 20
+    """
+    from tqdm import tqdm
+
+    from trainer.judges.rescore import compare
+
+    settings = _settings(context, given)
+    compared = []
+    with _store(settings) as store, _judge(settings) as made:
+        for group in tqdm(store.groups.page(limit), unit="group", disable=not sys.stderr.isatty() or as_json):
+            old = store.groups.verdicts(group.members)
+            if old:
+                members = [store.trajectories.read(name) for name in group.members]
+                compared.append((old, made.judge(group.id, members).verdicts))
+    if not compared:
+        raise click.ClickException("no group has a verdict yet: there is nothing to compare with")
+    told = compare(compared)
+    if as_json:
+        import dataclasses
+
+        options.emit({"judge": made.name, "version": made.version, "groups": len(compared)} | dataclasses.asdict(told))
+    else:
+        order = "unknown" if told.tau is None else f"{told.tau:+.2f}"
+        click.echo(f"{made.name}: {told.judged} trajectories of {len(compared)} groups, {told.failures} failures")
+        click.echo(f"mean {told.mean_before:.3f} -> {told.mean_after:.3f}, mean change {told.mean_change:.3f}")
+        click.echo(f"order within groups (Kendall's tau): {order}")
+        for name, before, after in told.moved[:_SHOWN]:
+            click.echo(f"  {name}  {before:g} -> {after:g}")
+    return int(told.failures > 0)
+
+
+def _settings(context: click.Context, given: dict[str, Any]) -> Settings:
+    values = {"trainer.judge" if name == "judge" else name: value for name, value in given.items()}
+    return options.running_settings_of(context, values)
+
+
+@contextmanager
+def _store(settings: Settings) -> Iterator[Store]:
+    from store import open_store
+
+    opened = open_store(settings.store_url)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+@contextmanager
+def _judge(settings: Settings) -> Iterator[Judge]:
+    from trainer.judges.make import make_judge
+
+    if not settings.has_judge:
+        raise click.UsageError("no judge is named: give --judge module:function or a YAML file, or set trainer.judge")
+    made = make_judge(settings.trainer_settings(base_model=settings.base_model or "unused").judge, os.environ)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    import msgspec
+
+    plain: dict[str, Any] = msgspec.structs.asdict(record)
+    return plain
+
+
+def _readable(exchange: Any) -> dict[str, Any]:
+    """Return an exchange with its JSON opened."""
+    import msgspec
+
+    answer = exchange.answer.decode("utf-8", "replace")
+    return _plain(exchange) | {"request": msgspec.json.decode(exchange.request), "answer": answer}
+
+
+def _line(verdict: Any) -> str:
+    score = "failed" if verdict.score is None else f"{verdict.score:g}"
+    parts = " ".join(f"{name}={value:g}" for name, value in verdict.components.items())
+    words = _printable(verdict.failure or verdict.explanation)
+    return "  ".join(part for part in (f"{score:>8}", verdict.trajectory_id, parts, words) if part)
+
+
+def _printable(text: Any) -> str:
+    """Return text that cannot steer a terminal: what agents wrote is printed here."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in str(text))

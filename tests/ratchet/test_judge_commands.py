@@ -1,0 +1,99 @@
+"""`ratchet judge`: tries, shows, lints and compares, and never records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from store import Store, open_store
+from store.records import Group, Verdict
+from tests.ratchet.project import Project
+from tests.records import answered_trajectory
+from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
+
+CAREFUL = "def judge(response):\n    return float(response.strip() == 'Oslo')\n"
+FOOLED = "def judge(response):\n    return float('Oslo' in response)\n"
+
+
+@pytest.fixture
+def store(project: Project) -> Iterator[Store]:
+    (project.folder / "careful.py").write_text(CAREFUL)
+    (project.folder / "fooled.py").write_text(FOOLED)
+    opened = open_store(str(project.folder / "judged.db"))
+    yield opened
+    opened.close()
+
+
+def grouped(store: Store) -> Group:
+    for name, answer in (("t1", "Oslo"), ("t2", "not Oslo")):
+        answered_trajectory(store, name, answer)
+    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    return store.groups.form("k", "agent", ["t1", "t2"], now=101.0)
+
+
+def test_try_judges_stored_trajectories_and_records_nothing(project: Project, store: Store) -> None:
+    group = grouped(store)
+    done = project.run("judge", "try", "t1", "t2", "--judge", "careful:judge", "--store", "judged.db", "--json")
+    assert done.returncode == 0, done.stdout
+    assert [verdict["score"] for verdict in json.loads(done.stdout)["verdicts"]] == [1.0, 0.0]
+    assert store.groups.history(group.id) == []
+
+
+def test_lint_finds_a_judge_that_looks_for_the_answer_anywhere(project: Project, store: Store) -> None:
+    words = ("--answer", "Oslo", "--wrong", "Rome")
+    assert project.run("judge", "lint", "--judge", "careful:judge", *words).returncode == 0
+    fooled = project.run("judge", "lint", "--judge", "fooled:judge", *words)
+    assert fooled.returncode == 1
+    assert "FOOLED        1  every candidate" in fooled.stdout
+    assert "FOOLED        1  denied" in fooled.stdout
+
+
+def test_rescore_shows_what_another_judge_would_change(project: Project, store: Store) -> None:
+    group = grouped(store)
+    said = [
+        Verdict(trajectory_id=name, group_id=group.id, judge="careful:judge", judge_version="1", score=score)
+        for name, score in (("t1", 1.0), ("t2", 0.0))
+    ]
+    store.groups.record(group.id, said)
+    done = project.run("judge", "rescore", "--judge", "fooled:judge", "--store", "judged.db", "--json")
+    told = json.loads(done.stdout)
+    assert (told["mean_before"], told["mean_after"], told["moved"][0]) == (0.5, 1.0, ["t2", 0.0, 1.0])
+
+
+def test_show_prints_what_was_asked_and_heard_and_cannot_steer_the_terminal(project: Project, store: Store) -> None:
+    group = grouped(store)
+    with ScriptedJudgeModel().running() as model:
+        model.answers = [
+            says({"scores": [{"trajectory_id": n, "explanation": "x\x1b[2J", "score": 0.5} for n in ("1", "2")]})
+        ]
+        spec = {"kind": "ruler", "base_url": model.url, "model": "big"}
+        (project.folder / "ruler.json").write_text(json.dumps(spec))
+        done = project.run("judge", "try", "t1", "t2", "--judge", "ruler.json", "--store", "judged.db")
+    assert done.returncode == 0, done.stdout
+    assert "\x1b" not in done.stdout
+    from trainer.judges.make import make_judge
+    from trainer.judges.settings import read_spec
+
+    with ScriptedJudgeModel().running() as model:
+        model.answers = [
+            says({"scores": [{"trajectory_id": n, "explanation": "so", "score": 0.5} for n in ("1", "2")]})
+        ]
+        judge = make_judge(read_spec(spec | {"base_url": model.url}), {})
+        judgement = judge.judge(group.id, [store.trajectories.read(name) for name in group.members])
+        judge.close()
+    store.groups.record(group.id, judgement.verdicts, judgement.exchanges)
+    shown = project.run("judge", "show", group.id, "--store", "judged.db")
+    assert shown.returncode == 0, shown.stdout
+    assert "You compare several attempts" in shown.stdout
+    assert "[answer]" in shown.stdout
+
+
+def test_a_judge_file_that_is_no_judge_is_named(project: Project, tmp_path: Path) -> None:
+    (project.folder / "odd.yaml").write_text("{kind: ruler, base_url: 'http://h', model: m, api_key: sk-secret}")
+    done = project.run("judge", "lint", "--judge", "odd.yaml", "--answer", "x")
+    assert done.returncode == 1
+    assert "api_key" in done.stdout
+    assert "sk-secret" not in done.stdout

@@ -1,0 +1,126 @@
+"""The rule that compares the last answer with the right one: 1.0 or 0.0, never between.
+
+Made to be hard to talk into a 1.0: `contains` needs whole words ("4" is not in "14" or "4.5") and a short answer, so
+that listing every candidate does not help; `numeric` reads the last number alone. A task without a right answer is a
+failure, not a zero.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from store.records import Transcript, Verdict
+from trainer.errors import JudgeError
+from trainer.judges import Judgement, opinion
+from trainer.judges.opinion import Opinion, last_answer
+from trainer.judges.settings import AnswerSpec
+
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_EDGES = " \t\n.,;:!?\"'`*()[]{}$"
+
+
+class AnswerJudge:
+    """Compares with the answers of a file."""
+
+    at_once = 1
+
+    def __init__(self, spec: AnswerSpec, clock: Callable[[], float] = time.time) -> None:
+        self._spec = spec
+        self._answers = read_answers(spec.answers)
+        self._clock = clock
+        self.name = f"answer:{spec.match}"
+        self.version = opinion.version_of(spec.model_dump_json(), sorted(self._answers.items()))
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+        """Return one verdict per member, in order."""
+        return Judgement(tuple(self._verdict(group_id, member) for member in members))
+
+    def _verdict(self, group_id: str | None, member: Transcript) -> Verdict:
+        return self._opinion(member).verdict(
+            member, group_id, judge=self.name, version=self.version, judged_at=self._clock()
+        )
+
+    def _opinion(self, member: Transcript) -> Opinion:
+        task = member.trajectory.task
+        right = self._answers.get(task or "")
+        if right is None:
+            return Opinion.failed(f"no answer for task {task!r} in {self._spec.answers}; agents send x-ratchet-task")
+        given = last_answer(member)
+        spec = self._spec
+        matches: Mapping[str, Callable[[str, str], bool]] = {
+            "exact": exact,
+            "contains": lambda given, one: contains(given, one, longest=spec.longest),
+            "numeric": lambda given, one: numeric(given, one, tolerance=spec.tolerance),
+        }
+        return Opinion.of(float(any(matches[spec.match](given, one) for one in right)))
+
+
+def read_answers(file: Path) -> dict[str, tuple[str, ...]]:
+    """Return the right answers by task. Raises JudgeError with the line that is wrong."""
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise JudgeError(f"judge answer: {file} cannot be read: {error.strerror}; set `answers`") from error
+    answers: dict[str, tuple[str, ...]] = {}
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            task, right = _row(line, f"judge answer: {file}, line {number}")
+            answers[task] = right
+    if not answers:
+        raise JudgeError(f"judge answer: {file} holds no answers")
+    return answers
+
+
+def _row(line: bytes, where: str) -> tuple[str, tuple[str, ...]]:
+    try:
+        row: Any = msgspec.json.decode(line)
+    except msgspec.DecodeError as error:
+        raise JudgeError(f"{where}: not JSON: {error}") from error
+    if not isinstance(row, dict) or "task" not in row or "answer" not in row:
+        raise JudgeError(f"{where}: must have `task` and `answer`")
+    right = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+    if not right or not all(isinstance(one, str | int | float) and str(one).strip() for one in right):
+        raise JudgeError(f"{where}: `answer` must be a text or a number, or a list of them, and not empty")
+    return str(row["task"]), tuple(str(one) for one in right)
+
+
+def plain(text: str) -> str:
+    """Return text for comparison: compatibility forms and case folded, spaces as one, punctuation at the ends gone."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).strip(_EDGES)
+
+
+def exact(given: str, right: str) -> bool:
+    """Whether the answer is the right one and nothing else."""
+    return plain(given) == plain(right)
+
+
+def contains(given: str, right: str, *, longest: int) -> bool:
+    """Whether the right answer stands in the given one as whole words or a whole number."""
+    if len(given) > longest:
+        return False
+    return re.search(rf"(?<![\w])(?<!\d[.,])(?<!-){re.escape(plain(right))}(?!\w|[.,]\d)", plain(given)) is not None
+
+
+def numeric(given: str, right: str, *, tolerance: float) -> bool:
+    """Whether the last number of the answer is the right one, `tolerance` being relative."""
+    found, wanted = last_number(given), last_number(right)
+    if found is None or wanted is None:
+        return False
+    return math.isclose(found, wanted, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
+
+
+def last_number(text: str) -> float | None:
+    """Return the last number in a text, commas between thousands allowed; None where there is none."""
+    found = [match for match in _NUMBER.findall(text) if any(map(str.isdigit, match))]
+    return float(found[-1].replace(",", "")) if found else None

@@ -1,0 +1,45 @@
+"""From what a judge is told to the judge. Secrets come from the environment that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainer.judges import Judge
+from trainer.judges.answer import AnswerJudge
+from trainer.judges.composite import CompositeJudge, Part
+from trainer.judges.conduct import ConductJudge
+from trainer.judges.function import FunctionJudge
+from trainer.judges.grader import GraderJudge
+from trainer.judges.language_model import LanguageModel
+from trainer.judges.next_state import NextStateJudge
+from trainer.judges.ruler import RulerJudge
+from trainer.judges.settings import (
+    AnswerSpec,
+    CompositeSpec,
+    ConductSpec,
+    FunctionSpec,
+    GraderSpec,
+    JudgeSpec,
+    NextStateSpec,
+)
+
+
+def make_judge(spec: JudgeSpec, environ: Mapping[str, str]) -> Judge:
+    """Return the judge. Raises JudgeError where it cannot be made."""
+    if isinstance(spec, FunctionSpec):
+        return FunctionJudge(spec.function)
+    if isinstance(spec, AnswerSpec):
+        return AnswerJudge(spec)
+    if isinstance(spec, ConductSpec):
+        return ConductJudge(spec)
+    if isinstance(spec, GraderSpec):
+        return GraderJudge(spec, environ.get(spec.secret_variable))
+    if isinstance(spec, CompositeSpec):
+        return CompositeJudge(
+            [
+                Part(part.name, make_judge(part.judge, environ), part.weight or 0.0, part.penalty or 0.0)
+                for part in spec.parts
+            ]
+        )
+    model = LanguageModel(spec, environ.get(spec.key_variable))
+    return NextStateJudge(spec, model) if isinstance(spec, NextStateSpec) else RulerJudge(spec, model)

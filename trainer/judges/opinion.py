@@ -1,0 +1,96 @@
+"""An opinion: what a judge thinks of one trajectory, before it is written down as a verdict. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, TypeGuard
+
+from store.records import Transcript, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Opinion:
+    """A score with its reasons, or a failure; `of` and `failed` make them."""
+
+    score: float | None
+    failure: str | None
+    explanation: str = ""
+    components: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, score: float, explanation: str = "", components: Mapping[str, float] | None = None) -> Opinion:
+        """Return a score."""
+        return cls(float(score), None, explanation, components or {})
+
+    @classmethod
+    def failed(cls, reason: str) -> Opinion:
+        """Return a failure; its reason is kept up to 2,000 characters."""
+        return cls(None, reason[:2000])
+
+    def verdict(
+        self,
+        member: Transcript,
+        group_id: str | None,
+        *,
+        judge: str,
+        version: str,
+        cost: float | None = 0.0,
+        latency: float = 0.0,
+        judged_at: float,
+        exchange_id: str | None = None,
+    ) -> Verdict:
+        """Return the opinion as the record that the store keeps."""
+        return Verdict(
+            trajectory_id=member.trajectory.id,
+            group_id=group_id,
+            judge=judge,
+            judge_version=version,
+            score=self.score,
+            failure=self.failure,
+            explanation=self.explanation,
+            components=self.components,
+            cost=cost,
+            latency=latency,
+            judged_at=judged_at,
+            exchange_id=exchange_id,
+        )
+
+
+def read(answer: Any) -> Opinion:
+    """Return the opinion in a number, a bool, or a mapping of `score`, `components` and `explanation`.
+
+    Anything else, and any number that is not finite, is a failure.
+    """
+    parts = answer if isinstance(answer, Mapping) else {"score": answer}
+    score, components = parts.get("score"), parts.get("components") or {}
+    if not _finite(score):
+        return Opinion.failed(f"the judge returned {answer!r:.200}, which holds no finite score")
+    if not isinstance(components, Mapping) or not all(map(_finite, components.values())):
+        return Opinion.failed(f"the judge returned components that are not finite numbers: {components!r:.200}")
+    named = {str(name): float(value) for name, value in components.items()}
+    return Opinion.of(score, str(parts.get("explanation") or ""), named)
+
+
+def _finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+def last_answer(member: Transcript) -> str:
+    """Return the text of the last assistant message, "" where it has none."""
+    none: Mapping[str, Any] = {}
+    content = next((m for m in reversed(member.messages) if m.get("role") == "assistant"), none).get("content")
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
+    return content if isinstance(content, str) else ""
+
+
+def version_of(*parts: object) -> str:
+    """Return the first 16 hex digits of the SHA-256 of a judge's code and settings; modules count as their source."""
+    texts = (inspect.getsource(part) if isinstance(part, ModuleType) else str(part) for part in parts)
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
