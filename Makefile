@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 DEMO_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check e2e bench docs clean
+.PHONY: help venv clients demo test check e2e bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
@@ -14,10 +14,13 @@ help: ## list the targets
 venv: ## set up .venv (once; again when pyproject.toml changes)
 	@sh deploy/venv.sh "$(PYTHON)" "$(VENV)"
 
+clients: venv ## set up the real clients that the tests run, in environments of their own (once)
+	@sh deploy/clients.sh "$(VENV)"
+
 demo: venv ## an unmodified agent gets better, on real vLLM; SEED=2 changes the seed
 	@$(BIN)/ratchet demo --seed $(SEED) $(DEMO_ARGS)
 
-test: venv ## every test, the real vLLM among them
+test: clients ## every test, the real vLLM among them
 	@$(BIN)/python -m pytest
 
 check: venv ## lint, format, types, import contracts
@@ -26,7 +29,7 @@ check: venv ## lint, format, types, import contracts
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-e2e: venv ## only the tests on the real vLLM
+e2e: clients ## only the tests on the real vLLM
 	@$(BIN)/python -m pytest -m e2e
 
 bench: venv ## measure the proxy beside the machine's floor

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.types import ASGIApp
 
 from proxy.app import create_app
 from proxy.settings import ProxySettings
@@ -75,12 +76,19 @@ class Proxy:
 
 
 @contextlib.contextmanager
-def running(vllm_url: str, store: Store, folder: Path, ready: bool = True, **settings: Any) -> Iterator[Proxy]:
-    """A proxy in a thread of this process, with its journal in `folder`."""
+def running(
+    vllm_url: str,
+    store: Store,
+    folder: Path,
+    ready: bool = True,
+    around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    **settings: Any,
+) -> Iterator[Proxy]:
+    """A proxy in a thread of this process, with its journal in `folder`; `around` may watch it from outside."""
     values = {"upstreams": (vllm_url,), "model": "agent", "store": "-", "journal": folder / "journal"}
     chosen = ProxySettings(**(values | settings))
     upstream = Upstream(chosen.upstreams, chosen.request_timeout, chosen.connect_timeout)
-    with served(create_app(chosen, store, upstream, "http://test")) as url:
+    with served(around(create_app(chosen, store, upstream, "http://test"))) as url:
         proxy = Proxy(url, store)
         if ready:
             eventually(lambda: proxy.http.get("/health/ready").status_code == 200)

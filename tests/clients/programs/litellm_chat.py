@@ -1,0 +1,34 @@
+"""LiteLLM as a client library: the provider names `hosted_vllm/` and `openai/` in front of the model."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import litellm
+
+import mailbox
+
+PROVIDER = sys.argv[1]
+
+
+def agent(asked: mailbox.Asked) -> str | None:
+    system = {"role": "system", "content": asked["system"]}
+    messages: list[Any] = [system, {"role": "user", "content": asked["question"]}]
+    where = {"model": f"{PROVIDER}/{mailbox.MODEL}", "api_base": mailbox.BASE_URL, "api_key": mailbox.KEY}
+    for _ in range(8):
+        answer: Any = litellm.completion(**where, messages=messages, tools=asked["tools"], stream=asked["streamed"])
+        if asked["streamed"]:
+            answer = litellm.stream_chunk_builder(list(answer), messages=messages)
+        message = answer.choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            return str(message.content)
+        for call in message.tool_calls:
+            reply = mailbox.take(asked, call.function.name)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": reply})
+    return None
+
+
+if __name__ == "__main__":
+    mailbox.answer(agent, "litellm")

@@ -1,0 +1,28 @@
+"""OpenAI's Agents SDK over Responses, its default, or over Chat Completions."""
+
+from __future__ import annotations
+
+import sys
+
+import agents
+
+import mailbox
+
+agents.set_tracing_disabled(True)
+if "chat" in sys.argv:
+    agents.set_default_openai_api("chat_completions")
+
+
+async def agent(asked: mailbox.Asked) -> str:
+    tools = [agents.function_tool(tool) for tool in mailbox.tools(asked)]
+    mail = agents.Agent(name="mail", instructions=mailbox.SYSTEM, model=mailbox.MODEL, tools=list(tools))
+    if not asked["streamed"]:
+        return str((await agents.Runner.run(mail, asked["question"])).final_output)
+    running = agents.Runner.run_streamed(mail, asked["question"])
+    async for _ in running.stream_events():
+        pass
+    return str(running.final_output)
+
+
+if __name__ == "__main__":
+    mailbox.answer(agent, "openai-agents")

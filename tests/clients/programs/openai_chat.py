@@ -1,0 +1,40 @@
+"""OpenAI's SDK, Chat Completions: the tool loop that its own documentation shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openai import OpenAI
+
+import mailbox
+
+
+def agent(asked: mailbox.Asked) -> str | None:
+    client = OpenAI()
+    system = {"role": "system", "content": asked["system"]}
+    messages: list[Any] = [system, {"role": "user", "content": asked["question"]}]
+    for _ in range(8):
+        options = {"model": mailbox.MODEL, "messages": messages, "tools": asked["tools"], **asked["options"]}
+        message = streamed(client, options) if asked["streamed"] else whole(client, options)
+        messages.append(message)
+        if not message.tool_calls:
+            return message.content
+        for call in message.tool_calls:
+            reply = mailbox.take(asked, call.function.name)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": reply})
+    return None
+
+
+def whole(client: OpenAI, options: dict[str, Any]) -> Any:
+    return client.chat.completions.create(**options).choices[0].message
+
+
+def streamed(client: OpenAI, options: dict[str, Any]) -> Any:
+    with client.chat.completions.stream(**options) as stream:
+        for _ in stream:
+            pass
+        return stream.get_final_completion().choices[0].message
+
+
+if __name__ == "__main__":
+    mailbox.answer(agent, "openai")

@@ -1,0 +1,50 @@
+"""The clients that are tested, by name, with what is particular about each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.clients import scenario
+from tests.clients.program import Program
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client: its program, the dialect it speaks, whether it streams and not, and what its calls look like.
+
+    `linked_by` is what leads from call to call. `contexts` are those of its calls in the store; a habit that changes
+    the history shows as a fork. `sampled` is what the scripted engine samples for it, call by call.
+    """
+
+    name: str
+    program: Program
+    dialect: str = "chat"
+    modes: tuple[bool, ...] = (False, True)
+    linked_by: tuple[str, ...] = ("graph", "graph+tool_ids")
+    contexts: tuple[str, ...] = ("root", "exact", "exact", "exact")
+    sampled: tuple[str, ...] = scenario.SAMPLED
+    answer: str = scenario.ANSWER
+
+
+RESPONSE_ID = ("body",)  # `previous_response_id`, which the SDK's own documentation teaches
+
+
+def _client(name: str, environment: str, script: str, *arguments: str, dialect: str = "chat", **more: object) -> Client:
+    return Client(name, Program(name, environment, script, arguments), dialect, **more)  # type: ignore[arg-type]
+
+
+CLIENTS = (
+    _client("openai2", "openai2", "openai_chat.py"),
+    _client("openai3", "openai3", "openai_chat.py"),
+    _client("openai-npm", "node", "openai_chat.js"),
+    _client("openai2-responses", "openai2", "openai_responses.py", dialect="responses", linked_by=RESPONSE_ID),
+    _client("openai3-responses", "openai3", "openai_responses.py", dialect="responses", linked_by=RESPONSE_ID),
+    _client("anthropic", "openai3", "anthropic_messages.py", dialect="messages"),
+    _client("openai-agents", "openai3", "openai_agents.py", dialect="responses"),
+    _client("openai-agents-chat", "openai3", "openai_agents.py", "chat"),
+    _client("langgraph", "openai3", "langgraph_agent.py"),
+    _client("langchain", "openai3", "langchain_agent.py"),
+    _client("pydantic-ai", "openai3", "pydantic_ai_agent.py"),
+    _client("litellm-hosted_vllm", "openai2", "litellm_chat.py", "hosted_vllm"),
+    _client("litellm-openai", "openai2", "litellm_chat.py", "openai"),
+)

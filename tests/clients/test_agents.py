@@ -1,0 +1,92 @@
+"""Agents of real SDKs and frameworks, with nothing but the base URL and the key changed: one trajectory, exact."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from store.records import unpack_ids, unpack_logprobs
+from store.states import CallState
+from tests.clients.conftest import Bench
+from tests.clients.scenario import SYSTEM, marker
+from tests.clients.table import CLIENTS, Client
+from tests.proxy.scripted_vllm import END, logprob, render
+
+RUNS = [pytest.param(c, s, id=marker(c.name, s)[1:-1].replace(" ", "-")) for c in CLIENTS for s in c.modes]
+every_run = pytest.mark.parametrize(("client", "streamed"), RUNS)
+
+# What the proxy asks of the engine for itself; everything else is the client's.
+OURS = {"model", "logprobs", "top_logprobs", "return_token_ids", "stream_options"}
+
+
+@every_run
+def test_the_agent_comes_to_its_own_result(bench: Bench, client: Client, streamed: bool) -> None:
+    assert bench.result(client, streamed)["answer"] == client.answer
+    statuses = {(seen.method, seen.path, seen.status) for seen in bench.sent(client, streamed)}
+    assert {status for _, _, status in statuses} == {200}, statuses
+
+
+@every_run
+def test_its_calls_are_one_trajectory_without_any_id(bench: Bench, client: Client, streamed: bool) -> None:
+    calls = bench.calls(client, streamed)
+    assert len({call.trajectory_id for call in calls}) == 1
+    assert [call.context for call in calls] == list(client.contexts)
+    assert [call.parent_call for call in calls] == [None, *(call.id for call in calls[:-1])]
+    assert calls[0].linked_by == "root"
+    assert {call.linked_by for call in calls[1:]} <= set(client.linked_by)
+    assert {(call.dialect, call.streamed) for call in calls} == {(client.dialect, streamed)}
+
+
+@every_run
+def test_every_token_is_the_engines(bench: Bench, client: Client, streamed: bool) -> None:
+    calls, upstream = bench.calls(client, streamed), bench.upstream(client, streamed)
+    context: tuple[int, ...] = ()
+    assert len(calls) == len(upstream) == len(client.sampled)
+    for call, body, words in zip(calls, upstream, client.sampled, strict=True):
+        assert (call.state, call.status, call.untrainable) == (CallState.ANSWERED, 200, None)
+        (choice,) = call.choices
+        sampled = (*words.encode(), END)
+        assert unpack_ids(choice.ids) == sampled
+        assert unpack_logprobs(choice.logprobs) == pytest.approx([logprob(k) for k in range(len(sampled))])
+        prompt = (context if call.context == "exact" else ()) + unpack_ids(call.prompt_ids)
+        assert prompt == tuple(render(body["messages"]))
+        context = prompt + sampled
+
+
+@every_run
+def test_what_it_sends_reaches_the_engine(bench: Bench, client: Client, streamed: bool) -> None:
+    sent, upstream = bench.sent(client, streamed), bench.upstream(client, streamed)
+    for seen, body in zip(sent, upstream, strict=client.dialect != "responses"):
+        if client.dialect == "chat":
+            assert _clients(json.loads(seen.body)) == _clients(body)
+    last = upstream[-1]
+    said = [(message["role"], _names(message)) for message in last["messages"]]
+    assert [tool["function"]["name"] for tool in last["tools"]][:2] == ["search", "read"]
+    assert SYSTEM in str(last["messages"][0]["content"])
+    assert said == [
+        ("system", []),
+        ("user", []),
+        ("assistant", ["search"]),
+        ("tool", []),
+        ("assistant", ["read"]),
+        ("tool", []),
+        ("assistant", ["search", "read"]),
+        ("tool", []),
+        ("tool", []),
+    ]
+
+
+def _clients(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name not in OURS}
+
+
+def _names(message: dict[str, Any]) -> list[str]:
+    return [call["function"]["name"] for call in message.get("tool_calls") or ()]
+
+
+def test_no_client_was_refused_anything(bench: Bench) -> None:
+    for future in bench.results.values():
+        future.result()
+    assert [seen for seen in bench.witness.seen if seen.status >= 400] == []

@@ -1,0 +1,50 @@
+"""Stands before the proxy in a test and writes down what clients send and what they are answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+
+@dataclass
+class Seen:
+    """One request, as it came over the wire, and the status of its answer."""
+
+    method: str
+    path: str
+    headers: dict[bytes, bytes]
+    body: bytes = b""
+    status: int = 0
+
+
+@dataclass
+class Witness:
+    """An ASGI application around another one."""
+
+    app: ASGIApp | None = None
+    seen: list[Seen] = field(default_factory=list)
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """Stand before `app`."""
+        self.app = app
+        return self
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self.app is not None
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        seen = Seen(scope["method"], scope["path"], dict(scope["headers"]))
+        self.seen.append(seen)
+
+        async def heard() -> Message:
+            message = await receive()
+            seen.body += message.get("body", b"")
+            return message
+
+        async def told(message: Message) -> None:
+            seen.status = message.get("status", seen.status)
+            await send(message)
+
+        await self.app(scope, heard, told)
