@@ -26,8 +26,9 @@ from proxy.observing.metrics import Metrics
 from proxy.policy import PolicyBook
 from proxy.upstreams.adapters import Adapters
 from proxy.upstreams.answer import Answer
+from proxy.upstreams.connection import HttpAnswer
 from proxy.upstreams.pool import Pool, Replica
-from proxy.upstreams.upstream import HttpAnswer, Upstream
+from proxy.upstreams.upstream import Upstream
 
 _PLAIN = re.compile(r"/[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)?")
 _CONTROL = frozenset(
@@ -40,7 +41,7 @@ _CONTROL = frozenset(
         "get_world_size", "server_info", "kv_event_sources", "fault_tolerance",
     }
 )  # fmt: skip
-_OURS = ("connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "server", "date")
+_OURS = ("connection", "keep-alive", "transfer-encoding", "content-length", "server", "date")
 
 
 class PassThrough:

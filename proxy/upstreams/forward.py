@@ -14,8 +14,9 @@ from proxy.observing.metrics import Metrics
 from proxy.policy import PolicyBook
 from proxy.upstreams.adapters import Adapters
 from proxy.upstreams.answer import Answer
+from proxy.upstreams.connection import HttpAnswer
 from proxy.upstreams.pool import Pool, Replica
-from proxy.upstreams.upstream import HttpAnswer, Upstream
+from proxy.upstreams.upstream import Upstream
 
 
 class Forwarder(Protocol):

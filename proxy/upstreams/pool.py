@@ -20,7 +20,7 @@ from hashlib import blake2b
 from proxy.errors import UpstreamBroke, UpstreamError, UpstreamTimeout, UpstreamUnreachable
 from proxy.observing.metrics import Metrics
 from proxy.upstreams.breaker import Breaker
-from proxy.upstreams.upstream import HttpAnswer
+from proxy.upstreams.connection import HttpAnswer
 
 log = logging.getLogger("ratchet.proxy")
 

@@ -1,0 +1,263 @@
+"""One HTTP/1.1 connection to an upstream, and the answers that come over it, on asyncio's transports and httptools.
+
+Promises: bytes are given on as they come, unbuffered; a reader that is slower than the upstream stops the reading
+(`_MOST_WAITING`), so that memory stays bounded; leaving an answer before its end aborts the connection at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import httptools
+
+from proxy.errors import UpstreamBroke, UpstreamError, UpstreamTimeout
+
+_MOST_WAITING = 2**20  # bytes of a stream's body that nobody has taken yet
+_MOST_HEAD = 2**18  # bytes of an answer's headers
+
+
+class Dropped(UpstreamBroke):
+    """A kept connection was closed before the first byte of an answer: nothing was served."""
+
+
+class HttpAnswer:
+    """An upstream's answer whose body may still be coming. `url` is the upstream's."""
+
+    def __init__(self, url: str, connection: Connection, timeout: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.url = url
+        self.status = 0
+        self.headers: Mapping[str, str] = {}
+        self._connection = connection
+        self._timer: asyncio.TimerHandle | None = loop.call_later(timeout, self._expire)
+        self._waiter: asyncio.Future[None] | None = None
+        self._parts: list[bytes] = []
+        self._waiting = 0  # bytes in parts
+        self._begun = self._ended = self._streamed = self._paused = False
+        self._error: UpstreamError | None = None
+        self._closed: Callable[[], None] | None = None
+
+    def on_close(self, closed: Callable[[], None]) -> None:
+        """Call `closed` once, when the answer is let go."""
+        self._closed = closed
+
+    async def head(self) -> None:
+        """Wait for status and headers. Raises UpstreamError; it is closed then."""
+        await self._until(lambda: self._begun)
+
+    async def begin(self) -> None:
+        """Wait for the body's first piece, which `pieces` yields. Raises UpstreamError; it is closed then."""
+        self._streamed = True
+        await self._until(lambda: bool(self._parts) or self._ended)
+
+    async def read(self) -> bytes:
+        """Return the whole body. Raises UpstreamError."""
+        while not self._ended:
+            await self._news()
+        return self._take()
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the body as it comes, unbuffered. Raises UpstreamError where it breaks off."""
+        self._streamed = True
+        while True:
+            while not self._parts and not self._ended:
+                await self._news()
+            if not self._parts:
+                return
+            yield self._take()
+
+    def close(self) -> None:
+        """Let go: a finished connection is used again, an unfinished one is closed at once."""
+        if not self._ended:
+            self._fail(UpstreamBroke(f"the answer of upstream {self.url} was let go"))
+            self._connection.abort()
+        closed, self._closed = self._closed, None
+        if closed is not None:
+            closed()
+
+    async def _until(self, claim: Callable[[], bool]) -> None:
+        try:
+            while not claim():
+                await self._news()
+        except BaseException:
+            self.close()
+            raise
+
+    async def _news(self) -> None:
+        """Wait until something has come. Raises UpstreamError."""
+        if self._error is not None:
+            raise self._error
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _take(self) -> bytes:
+        parts, self._parts, self._waiting = self._parts, [], 0
+        if self._paused:
+            self._paused = False
+            self._connection.resume()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    # --- what the connection tells ----------------------------------------------------------------------------
+
+    @property
+    def until_close(self) -> bool:
+        """Whether the body ends where the connection does."""
+        return self._begun and not ("content-length" in self.headers or "transfer-encoding" in self.headers)
+
+    def began(self, status: int, headers: Mapping[str, str]) -> None:
+        """The headers are whole."""
+        self.status, self.headers, self._begun = status, headers, True
+
+    def grew(self, data: bytes) -> None:
+        """The body has more."""
+        self._parts.append(data)
+        self._waiting += len(data)
+        if self._streamed and self._waiting > _MOST_WAITING and not self._paused:
+            self._paused = True
+            self._connection.pause()
+
+    def ended(self) -> None:
+        """The body is whole."""
+        self._ended = True
+        self._rest()
+
+    def failed(self, reason: str, kind: type[UpstreamError] = UpstreamBroke) -> None:
+        """The end will not come."""
+        self._fail(kind(f"upstream {self.url} broke off: {reason}"))
+
+    def wake(self) -> None:
+        """There is news for the one who waits."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _expire(self) -> None:
+        self._fail(UpstreamTimeout(f"upstream {self.url} did not answer in time (the proxy's setting request_timeout)"))
+        self._connection.abort()
+
+    def _fail(self, error: UpstreamError) -> None:
+        if not self._ended:
+            self._error = self._error or error
+            self._rest()
+
+    def _rest(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self.wake()
+
+
+class Connection(asyncio.Protocol):
+    """A connection, with one answer at a time. `on_idle` is told when the next request may go out."""
+
+    def __init__(self, on_idle: Callable[[Connection], None], on_lost: Callable[[Connection], None]) -> None:
+        self.idle_since = 0.0
+        self.lost = False
+        self._on_idle = on_idle
+        self._on_lost = on_lost
+        self._transport: Any = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._answer: HttpAnswer | None = None
+        self._headers: dict[str, str] = {}
+        self._head_bytes = 0
+        self._used = self._kept = self._heard = self._bodiless = False
+
+    def ask(self, url: str, head: bytes, body: bytes, timeout: float, *, bodiless: bool) -> HttpAnswer:
+        """Send a request; return its answer, of which nothing has come yet.
+
+        `bodiless`: it has no body, whatever its headers say (HEAD). `timeout` is for the whole exchange.
+        """
+        answer = self._answer = HttpAnswer(url, self, timeout)
+        self._kept, self._used = self._used, True
+        self._heard, self._bodiless = False, bodiless
+        self._headers, self._head_bytes = {}, 0
+        if len(body) < _MOST_WAITING:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
+        return answer
+
+    def abort(self) -> None:
+        """Close it now."""
+        self.lost = True
+        self._transport.abort()
+
+    def pause(self) -> None:
+        """Read no further for now."""
+        if not self.lost:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        if not self.lost:
+            self._transport.resume_reading()
+
+    # --- what asyncio tells -----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        answer = self._answer
+        if answer is None:  # nobody asked
+            self.abort()
+            return
+        self._heard = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            answer.failed(f"this is not an HTTP answer: {error}")
+            self.abort()
+        answer.wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            if answer.until_close and exc is None:
+                answer.ended()
+            elif self._kept and not self._heard:
+                answer.failed("it closed the kept connection", Dropped)
+            else:
+                answer.failed(str(exc) if exc else "it closed the connection before the end of its answer")
+        self._on_lost(self)
+
+    # --- what the parser tells --------------------------------------------------------------------------------
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > _MOST_HEAD:
+            raise ValueError("its headers are too large")  # the parser wraps it
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        answer, status = self._answer, self._parser.get_status_code()
+        if answer is None:
+            return
+        if status < 200:  # 100 to 103: the answer itself follows
+            self._headers = {}
+            return
+        answer.began(status, self._headers)
+        if self._bodiless:
+            self._over(answer)
+            self._transport.close()  # the parser waits for a body that does not come
+
+    def on_body(self, data: bytes) -> None:
+        if self._answer is not None:
+            self._answer.grew(data)
+
+    def on_message_complete(self) -> None:
+        answer = self._answer
+        if answer is None or not answer.status:
+            return
+        keep = self._parser.should_keep_alive()
+        self._over(answer)
+        if keep and not self.lost:
+            self._on_idle(self)
+        else:
+            self._transport.close()
+
+    def _over(self, answer: HttpAnswer) -> None:
+        self._answer = None
+        answer.ended()

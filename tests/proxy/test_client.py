@@ -1,0 +1,226 @@
+"""The HTTP client against servers that say exactly these bytes, whatever they are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from proxy.errors import UpstreamBroke, UpstreamTimeout, UpstreamUnreachable
+from proxy.upstreams.client import Client
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+async def heard(reader: asyncio.StreamReader) -> bytes:
+    """One request, head and body."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next((int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")), 0)
+    return head + await reader.readexactly(length)
+
+
+@contextlib.asynccontextmanager
+async def server(talk: Talk) -> AsyncIterator[str]:
+    talks: set[asyncio.Task[Any]] = set()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        talks.add(task)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            await talk(reader, writer)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    listening = await asyncio.start_server(connected, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    finally:
+        listening.close()
+        for task in talks:
+            task.cancel()
+        await asyncio.gather(*talks)
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Client]:
+    opened = Client(request_timeout=2.0, connect_timeout=1.0)
+    yield opened
+    opened.close()
+    await asyncio.sleep(0)
+
+
+async def got(client: Client, url: str, method: str = "GET", body: bytes | None = None) -> tuple[int, bytes]:
+    answer = await client.send(url, method, "/x", body, {"x-a": "b"})
+    try:
+        return answer.status, await answer.read()
+    finally:
+        answer.close()
+
+
+def always(data: bytes) -> Talk:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await heard(reader)
+        writer.write(data)
+        await writer.drain()
+
+    return talk
+
+
+async def test_a_connection_serves_one_call_after_the_other(client: Client) -> None:
+    connections: list[list[bytes]] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append([])
+        while True:
+            connections[-1].append(await heard(reader))
+            writer.write(WHOLE)
+
+    async with server(talk) as url:
+        for body in (b"one", b"two", None):
+            assert await got(client, url + "/prefix", "POST", body) == (200, b"ok")
+    ((first, _, last),) = connections
+    assert first.startswith(b"POST /prefix/x HTTP/1.1\r\nhost: 127.0.0.1:")
+    assert first.endswith(b"x-a: b\r\ncontent-length: 3\r\n\r\none")
+    assert last.endswith(b"content-length: 0\r\n\r\n")
+
+
+async def test_a_kept_connection_that_was_closed_costs_no_call(client: Client) -> None:
+    async with server(always(WHOLE)) as url:  # closes after each answer without saying so
+        assert [await got(client, url) for _ in range(5)] == [(200, b"ok")] * 5
+
+
+async def test_what_may_have_been_served_is_not_sent_again(client: Client) -> None:
+    asked = 0
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        while True:
+            await heard(reader)
+            asked += 1
+            if asked == 2:
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-le")
+                return
+            writer.write(WHOLE)
+
+    async with server(talk) as url:
+        assert await got(client, url) == (200, b"ok")
+        with pytest.raises(UpstreamBroke):
+            await got(client, url)
+    assert asked == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "body"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\nuntil the end", b"until the end"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n", b"abcde"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + WHOLE, b"ok"),
+        (b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok", b"ok"),
+        (b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\nok", b"ok"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", b""),
+    ],
+)
+async def test_every_way_of_saying_where_a_body_ends_is_understood(client: Client, said: bytes, body: bytes) -> None:
+    async with server(always(said)) as url:
+        assert await got(client, url) == (200, body)
+
+
+async def test_the_answer_to_head_has_no_body(client: Client) -> None:
+    async with server(always(b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n")) as url:
+        assert await got(client, url, "HEAD") == (200, b"")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nshort\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nnonsense\r\n",
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"x-large: " + b"y" * 300_000 + b"\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
+    ],
+)
+async def test_what_is_no_whole_answer_is_told_as_broken(client: Client, said: bytes) -> None:
+    async with server(always(said)) as url:
+        with pytest.raises(UpstreamBroke, match="upstream http://127"):
+            await got(client, url)
+
+
+async def test_no_server_and_no_such_host_are_told_as_unreachable(client: Client) -> None:
+    async with server(always(WHOLE)) as url:
+        pass
+    for gone in (url, "http://no-such-host.invalid"):
+        with pytest.raises(UpstreamUnreachable, match="cannot be reached"):
+            await got(client, gone)
+
+
+async def test_silence_ends_with_a_time_out(client: Client) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await heard(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort")
+        await reader.read()
+
+    async with server(talk) as url:
+        with pytest.raises(UpstreamTimeout, match="request_timeout"):
+            await got(client, url)
+
+
+async def test_an_answer_that_is_left_closes_its_connection_at_once(client: Client) -> None:
+    left = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await heard(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n")
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        left.set()
+
+    async with server(talk) as url:
+        answer = await client.send(url, "GET", "/x", None, {})
+        async for piece in answer.pieces():
+            assert piece == b"abc"
+            break
+        answer.close()
+        await asyncio.wait_for(left.wait(), 1)
+        waiting = asyncio.create_task(got(client, url))
+        await asyncio.sleep(0.05)
+        left.clear()
+        waiting.cancel()
+        await asyncio.wait_for(left.wait(), 1)
+
+
+async def test_a_slow_reader_stops_the_reading(client: Client) -> None:
+    sent = 0
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await heard(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (64 * 2**20))
+        for _ in range(64):
+            writer.write(b"x" * 2**20)
+            await writer.drain()
+            sent += 1
+
+    async with server(talk) as url:
+        answer = await client.send(url, "GET", "/x", None, {})
+        await answer.begin()
+        await asyncio.sleep(0.3)
+        assert sent < 32
+        assert sum([len(piece) async for piece in answer.pieces()]) == 64 * 2**20
+        answer.close()
+
+
+@pytest.mark.parametrize("path", ["/x\r\nx-evil: 1", "/x HTTP/1.1", "/x\n"])
+async def test_nothing_can_add_a_line_to_a_request(client: Client, path: str) -> None:
+    with pytest.raises(UpstreamBroke, match="line break"):
+        await client.send("http://127.0.0.1:9", "GET", path, None, {})
+    with pytest.raises(UpstreamBroke, match="line break"):
+        await client.send("http://127.0.0.1:9", "GET", "/x", None, {"x-a": "b\r\nx-evil: 1"})
