@@ -130,6 +130,14 @@ class Capture:
         """The choices so far, by index."""
         return [self._choices[index] for index in sorted(self._choices)]
 
+    def tokens(self) -> int:
+        """Return how many tokens the call has taken so far, prompt and answers."""
+        return self.prompt_tokens + self.answer_tokens()
+
+    def answer_tokens(self) -> int:
+        """Return how many tokens were sampled so far."""
+        return sum(len(choice.ids) for choice in self._choices.values()) or self.completion_tokens
+
     def untrainable(self) -> str | None:
         """Return why no token of this call may carry loss, or None."""
         if self._unread:

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from starlette.types import Receive, Scope, Send
 
+from proxy.access.limits import HOLD, Hold
 from proxy.asgi import KEY_ID, headers_of, read_body, send_bytes
 from proxy.dialects.dialect import LARGE, Asked, Dialect, Voice
 from proxy.disconnect import Watch
@@ -70,6 +71,9 @@ class Endpoint:
         body = await read_body(receive, self._body_limit)
         asked = await self._dialect.read(body, scope[KEY_ID])
         headers = headers_of(scope)
+        hold: Hold | None = scope.get(HOLD)
+        if hold is not None:
+            hold.reserve(asked.request.sampling, body)
         exchange = self._open(scope, headers, asked, body, arrived)
         self._metrics.under_way.inc()
         with Watch(receive) as watch:
@@ -88,6 +92,8 @@ class Endpoint:
                     self._end(exchange, CallState.FAILED, 500, "the proxy failed")
                 self._metrics.under_way.dec()
                 self._observer.ended(exchange)
+                if hold is not None:
+                    hold.use(exchange.capture.tokens(), left=watch.left)
 
     def _open(
         self,

@@ -6,6 +6,7 @@
     |-- Forbidden             403  this door is not for the one who knocks; the message says how it is opened
     |-- NotFound              404  no such route, record or model; the message lists what exists
     |-- BodyTooLarge          413
+    |-- RateLimited           429  the key's requests or tokens of this minute are used up; the headers say until when
     |-- NotReady              503  the proxy cannot answer yet; the client may try again (retry-after)
     |-- UpstreamError
     |   |-- UpstreamUnreachable  502  no connection; the message names the upstream
@@ -18,6 +19,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +32,7 @@ class ProxyError(Exception):
     kind = "server_error"
     code: str | None = None
     retry_after: int | None = None  # seconds
+    headers: Sequence[tuple[bytes, bytes]] = ()  # of the answer
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -72,6 +75,18 @@ class BodyTooLarge(ProxyError):
 
     status = 413
     kind = "invalid_request_error"
+
+
+class RateLimited(ProxyError):
+    """The key has used up its `requests` or `tokens` (the kind) of this minute."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, kind: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.headers = headers
 
 
 class NotReady(ProxyError):

@@ -37,7 +37,7 @@ class Errors:
             self._count(error)
             if started:
                 raise
-            headers: Headers = [JSON]
+            headers: Headers = [JSON, *error.headers]
             if error.retry_after is not None:
                 headers.append((b"retry-after", b"%d" % error.retry_after))
             await send_bytes(send, error.status, shape_of(scope["path"]).ours(error), headers)

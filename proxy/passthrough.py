@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Raw
 from starlette.types import Receive, Scope, Send
 
+from proxy.access.limits import HOLD
 from proxy.asgi import PATH, TRAJECTORY, header, read_body
 from proxy.disconnect import Watch
 from proxy.errors import BadRequest, NotFound
@@ -58,6 +59,8 @@ class PassThrough:
         if not _may_pass(scope[PATH]):
             raise NotFound(f"no route {scope['method']} {scope['path'][:200]}", code="unknown_route")
         body = await read_body(receive, self._body_limit)
+        if HOLD in scope:
+            scope[HOLD].reserve_prompt(body)
         kind = header(scope, b"content-type") or ""
         version = None
         if body and "json" in kind:

@@ -32,6 +32,8 @@ class ProxySettings(BaseModel):
     capture: Literal["strict", "relaxed"] = "strict"
     key_hashes: frozenset[str] = frozenset()  # SHA-256 hex of agents' keys, beside those in the store
     operator_hashes: frozenset[str] = frozenset()  # those that open /api, beside those in the store
+    requests_per_minute: int | None = Field(default=None, ge=1)  # of a key without a limit of its own
+    tokens_per_minute: int | None = Field(default=None, ge=1)  # of a key without a limit of its own
     upstream_key: SecretStr | None = None  # sent to vLLM as bearer token
     idle_seconds: float = Field(default=900.0, gt=0)  # an open trajectory is forgotten after this much silence
     pin_idle_seconds: float = Field(default=30.0, gt=0)  # a trajectory holds its version for this long

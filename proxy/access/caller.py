@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from proxy.access.limits import Meter
+
 
 @dataclass(slots=True, frozen=True)
 class Caller:
-    """`key_id` names the key in records; `trajectory` is the run that a suffix of the key names."""
+    """`key_id` names the key in records; `trajectory` is the run that a suffix of the key names; `meter` its limits."""
 
     key_id: str | None
     trajectory: str | None = None
+    meter: Meter | None = None
 
 
-ANYONE = Caller(None)
+NOBODY = Caller(None)

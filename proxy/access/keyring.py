@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable
 
 from proxy.access.caller import Caller
+from proxy.access.limits import Meter
 from proxy.errors import NotReady, StartError
 from proxy.settings import KEYS_VARIABLE, ProxySettings, is_loopback
 from store import Store
@@ -39,7 +40,12 @@ class KeyRing:
         self._store = store
         self._host = settings.host
         self._is_reachable = not is_loopback(settings.host)
-        self._environment = {hashed: Caller(hashed[:16]) for hashed in settings.key_hashes}
+        self._usual = (settings.requests_per_minute, settings.tokens_per_minute)  # of keys without limits of their own
+        self._meters: dict[str, Meter] = {}  # by key id
+        self.anyone = Caller(None, meter=self._meter("", self._usual))
+        self._environment = {
+            hashed: Caller(hashed[:16], meter=self._meter(hashed[:16], self._usual)) for hashed in settings.key_hashes
+        }
         self._operator_hashes = settings.operator_hashes
         self._refresh_seconds = refresh_seconds
         self._rows: tuple[Key, ...] | None = None  # the store's, last read; None: not read yet
@@ -123,13 +129,29 @@ class KeyRing:
             self._take(rows)
 
     def _take(self, rows: tuple[Key, ...]) -> None:
-        agents = {row.hash: Caller(row.id) for row in _standing(rows, KeyScope.AGENT)}
+        agents = {
+            row.hash: Caller(row.id, meter=self._meter(row.id, (row.requests_per_minute, row.tokens_per_minute)))
+            for row in _standing(rows, KeyScope.AGENT)
+        }
+        gone = {row.id for row in rows if row.revoked_at is not None}
+        self._meters = {key_id: meter for key_id, meter in self._meters.items() if key_id not in gone}
         self._rows = rows
         self._agents = {**agents, **self._environment}
         self._operators = {*self._operator_hashes, *(row.hash for row in _standing(rows, KeyScope.OPERATOR))}
         self._agents_need_keys = (
             bool(self._environment) or self._is_reachable or any(row.scope == KeyScope.AGENT for row in rows)
         )
+
+    def _meter(self, key_id: str, limits: tuple[int | None, int | None]) -> Meter | None:
+        """Return the meter of a key, the one that it has where its limits are the same; None where it has no limits."""
+        limits = (limits[0] or self._usual[0], limits[1] or self._usual[1])
+        if limits == (None, None):
+            self._meters.pop(key_id, None)
+            return None
+        known = self._meters.get(key_id)
+        if known is None or known.limits != limits:
+            known = self._meters[key_id] = Meter(*limits)
+        return known
 
     async def _note(self) -> None:
         """Tell the store about once a minute which of its keys were used."""

@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from proxy.access.caller import ANYONE, Caller
+from proxy.access.caller import NOBODY, Caller
 from proxy.access.keyring import KeyRing
+from proxy.access.limits import metered
 from proxy.asgi import CALLER, KEY_ID, header
 from proxy.errors import Forbidden, WrongKey
 from proxy.settings import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, hash_key, is_loopback
@@ -42,7 +43,7 @@ class Keys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
-        caller = ANYONE
+        caller = NOBODY
         if not path.startswith(_OPEN_PATHS):
             needed = self._ring.needed
             if not needed:
@@ -51,10 +52,13 @@ class Keys:
             if path == _OPERATOR_PATH or path.startswith(_OPERATOR_PATH + "/"):
                 self._check_operator(key)
             else:
-                caller = self._agent(key) if needed else _anyone(key)
+                caller = self._agent(key) if needed else self._anyone(key)
         scope[CALLER] = caller
         scope[KEY_ID] = caller.key_id
-        await self._app(scope, receive, send)
+        if caller.meter is None:
+            await self._app(scope, receive, send)
+        else:
+            await metered(self._app, caller.meter, scope, receive, send)
 
     def _agent(self, key: str) -> Caller:
         """Return whose key it is, with the trajectory of its suffix. Raises WrongKey."""
@@ -62,8 +66,15 @@ class Keys:
             return caller
         bare, colon, trajectory = key.partition(":")
         if colon and (caller := self._ring.agent(_hash(bare))):
-            return Caller(caller.key_id, trajectory or None)
+            return Caller(caller.key_id, trajectory or None, caller.meter)
         raise _unknown_key()
+
+    def _anyone(self, key: str) -> Caller:
+        """Return a caller who needs no key; the one that was sent tells agents apart, and no more."""
+        if not key:
+            return self._ring.anyone
+        bare, _, trajectory = key.partition(":") if key.startswith(PREFIX) else (key, "", "")
+        return Caller(UNCHECKED + _hash(bare)[:16], trajectory or None, self._ring.anyone.meter)
 
     def _check_operator(self, key: str) -> None:
         hashed = _hash(key)
@@ -86,14 +97,6 @@ def _key_of(scope: Scope) -> str:
     """Return the key that was sent; empty where there is none."""
     given = header(scope, b"authorization") or ""
     return given[7:].strip() if given[:7].lower() == "bearer " else header(scope, b"x-api-key") or ""
-
-
-def _anyone(key: str) -> Caller:
-    """Return a caller who needs no key; the one that was sent tells agents apart, and no more."""
-    if not key:
-        return ANYONE
-    bare, _, trajectory = key.partition(":") if key.startswith(PREFIX) else (key, "", "")
-    return Caller(UNCHECKED + _hash(bare)[:16], trajectory or None)
 
 
 def _unknown_key() -> WrongKey:

@@ -145,7 +145,7 @@ def assemble(opened: Opened, capture: Capture, end: End) -> tuple[CallEnded, lis
         context=context,
         prompt_ids=new_ids,
         prompt_tokens=capture.prompt_tokens,
-        completion_tokens=sum(len(answered.ids) for answered in capture.choices) or capture.completion_tokens,
+        completion_tokens=capture.answer_tokens(),
         first_byte_at=end.first_byte_at,
         choices=tuple(choices),
         untrainable=opened.untrainable or ("failed" if failed else capture.untrainable()),
