@@ -7,9 +7,9 @@ import time
 import sqlalchemy as sa
 
 from store import schema
-from store.calls import insert_new
 from store.database import read, write
 from store.records import Alarm
+from store.shipping import insert_new
 
 
 class Alarms:

@@ -6,9 +6,9 @@ import msgspec
 import sqlalchemy as sa
 
 from store import schema
-from store.calls import insert_new
 from store.database import read, write
 from store.records import Door
+from store.shipping import insert_new
 
 _FORGOTTEN = 3600.0  # seconds of silence after which a proxy that was killed is forgotten
 

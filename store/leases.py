@@ -7,8 +7,8 @@ import time
 import sqlalchemy as sa
 
 from store import schema
-from store.calls import insert_new
 from store.database import write
+from store.shipping import insert_new
 
 
 class Leases:

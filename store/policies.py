@@ -13,10 +13,10 @@ from typing import Any
 import sqlalchemy as sa
 
 from store import schema
-from store.calls import insert_new
 from store.database import read, write
 from store.errors import UnknownRecord
 from store.records import BASE_VERSION, Policy
+from store.shipping import insert_new
 from store.states import POLICY_STEPS, PolicyState, check
 
 

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 import sqlalchemy as sa
 
+from store.columns import Body, Hash, Ids
 from store.states import CallState, GroupState, KeyScope, PolicyState, RoundState, TrajectoryState
 
 metadata = sa.MetaData(
@@ -22,7 +23,10 @@ metadata = sa.MetaData(
 )
 
 _ID = sa.String(40)
-_HASH = sa.String(48)
+# Compared byte by byte everywhere, so that ids sort by time and pages go by id whatever the database's language is.
+_CALL_ID = sa.String(40).with_variant(sa.String(40, collation="C"), "postgresql")
+_TRAJECTORY_ID = sa.String(128).with_variant(sa.String(128, collation="C"), "postgresql")
+_HASH = Hash
 _TIME: sa.Double[float] = sa.Double()
 _JSON = sa.JSON()
 
@@ -39,7 +43,8 @@ messages = sa.Table(
     sa.Column("hash", _HASH, primary_key=True),
     sa.Column("parent", _HASH, nullable=False),
     sa.Column("role", sa.String(32), nullable=False),
-    sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Column("body", Body, nullable=False),
+    sa.Index(None, "parent"),
 )
 
 # A tool list is stored once.
@@ -47,13 +52,13 @@ toolsets = sa.Table(
     "toolsets",
     metadata,
     sa.Column("hash", _HASH, primary_key=True),
-    sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Column("body", Body, nullable=False),
 )
 
 trajectories = sa.Table(
     "trajectories",
     metadata,
-    sa.Column("id", sa.String(128), primary_key=True),
+    sa.Column("id", _TRAJECTORY_ID, primary_key=True),
     sa.Column("alias", sa.String(128), nullable=False),
     sa.Column("version", sa.Integer, nullable=False),
     sa.Column("state", sa.String(16), nullable=False),
@@ -78,20 +83,41 @@ trajectories = sa.Table(
     sa.Index(None, "state", "last_active_at"),
     sa.Index(None, "opened_at", "id"),
     sa.Index(None, "group_id"),
+    # One index per filter of the lists, each in the lists' own order.
+    sa.Index(None, "state", "opened_at"),
+    sa.Index(None, "alias", "opened_at"),
+    sa.Index(None, "alias", "state", "opened_at"),
+    sa.Index(None, "alias", "version", "opened_at"),
+    sa.Index(None, "task", "opened_at"),
+    sa.Index(None, "key_id", "opened_at"),
+    sa.Index(None, "round_id"),
+)
+sa.Index("ix_trajectories_drop_reason", trajectories.c.drop_reason,
+         sqlite_where=trajectories.c.drop_reason.is_not(None),
+         postgresql_where=trajectories.c.drop_reason.is_not(None))  # fmt: skip
+
+# The tags of a trajectory's calls, each once; `opened_at` repeats the trajectory's, for the order of the lists.
+tags = sa.Table(
+    "tags",
+    metadata,
+    sa.Column("tag", sa.String(128), primary_key=True),
+    sa.Column("opened_at", _TIME, primary_key=True),
+    sa.Column("trajectory_id", _TRAJECTORY_ID, sa.ForeignKey("trajectories.id", ondelete="CASCADE"), primary_key=True),
+    sa.Index(None, "trajectory_id"),
 )
 
 calls = sa.Table(
     "calls",
     metadata,
-    sa.Column("id", _ID, primary_key=True),
-    sa.Column("trajectory_id", sa.String(128), sa.ForeignKey("trajectories.id"), nullable=False),
+    sa.Column("id", _CALL_ID, primary_key=True),
+    sa.Column("trajectory_id", _TRAJECTORY_ID, sa.ForeignKey("trajectories.id"), nullable=False),
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("alias", sa.String(128), nullable=False),
     sa.Column("version", sa.Integer, nullable=False),
     sa.Column("dialect", sa.String(16), nullable=False),
     sa.Column("streamed", sa.Boolean, nullable=False),
     sa.Column("linked_by", sa.String(32), nullable=False),
-    sa.Column("parent_call", _ID),
+    sa.Column("parent_call", _CALL_ID),
     sa.Column("parent_choice", sa.Integer, nullable=False),
     sa.Column("key_id", sa.String(64)),
     sa.Column("role", sa.String(128)),
@@ -100,7 +126,8 @@ calls = sa.Table(
     sa.Column("prompt_node", _HASH, nullable=False),
     sa.Column("tools_hash", _HASH, nullable=False),
     sa.Column("context", sa.String(8), nullable=False),
-    sa.Column("prompt_ids", sa.LargeBinary, nullable=False),
+    sa.Column("prompt_blocks", sa.LargeBinary),  # what comes before `prompt_ids`, by name; only of forks
+    sa.Column("prompt_ids", Ids, nullable=False),
     sa.Column("prompt_tokens", sa.Integer, nullable=False),
     sa.Column("completion_tokens", sa.Integer, nullable=False),
     sa.Column("started_at", _TIME, nullable=False),
@@ -113,20 +140,33 @@ calls = sa.Table(
     _state("state", CallState),
     sa.CheckConstraint("context IN ('root', 'exact', 'fork')", name="context_known"),
     sa.Index(None, "trajectory_id", "started_at"),
-    sa.Index(None, "started_at", "id"),
+    # Which calls end their prompt with a message: a message that nobody names may be deleted.
+    sa.Index(None, "prompt_node"),
+)
+# The calls that were not answered are few and often asked for.
+sa.Index("ix_calls_unanswered", calls.c.state, calls.c.id,
+         sqlite_where=calls.c.state != "answered", postgresql_where=calls.c.state != "answered")  # fmt: skip
+
+# 256 tokens of the prompts of a trajectory's forks, once.
+blocks = sa.Table(
+    "blocks",
+    metadata,
+    sa.Column("trajectory_id", _TRAJECTORY_ID, sa.ForeignKey("trajectories.id", ondelete="CASCADE"), primary_key=True),
+    sa.Column("digest", sa.LargeBinary, primary_key=True),
+    sa.Column("ids", Ids, nullable=False),
 )
 
 # One row per sampled answer of a call; most calls have one.
 choices = sa.Table(
     "choices",
     metadata,
-    sa.Column("call_id", _ID, sa.ForeignKey("calls.id", ondelete="CASCADE"), primary_key=True),
+    sa.Column("call_id", _CALL_ID, sa.ForeignKey("calls.id", ondelete="CASCADE"), primary_key=True),
     sa.Column("choice", sa.Integer, primary_key=True),
     sa.Column("finish_reason", sa.String(32)),
     sa.Column("reply_node", _HASH, nullable=False),
     sa.Column("link_key", _HASH, nullable=False),
     sa.Column("tool_call_ids", _JSON, nullable=False),
-    sa.Column("ids", sa.LargeBinary, nullable=False),
+    sa.Column("ids", Ids, nullable=False),
     sa.Column("logprobs", sa.LargeBinary, nullable=False),
 )
 
@@ -151,7 +191,7 @@ verdicts = sa.Table(
     "verdicts",
     metadata,
     sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
-    sa.Column("trajectory_id", sa.String(128), sa.ForeignKey("trajectories.id"), nullable=False),
+    sa.Column("trajectory_id", _TRAJECTORY_ID, sa.ForeignKey("trajectories.id"), nullable=False),
     sa.Column("group_id", _ID, sa.ForeignKey("groups.id")),
     sa.Column("judge", sa.Text, nullable=False),
     sa.Column("judge_version", sa.String(64), nullable=False),

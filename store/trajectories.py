@@ -12,10 +12,11 @@ import msgspec
 import sqlalchemy as sa
 
 from store import schema
-from store.calls import FINISH, IDLE, load_calls
+from store.calls import load_calls
 from store.database import read, write
 from store.errors import ForbiddenChange, UnknownRecord
 from store.records import Call, Trajectory, Transcript
+from store.shipping import FINISH, IDLE
 from store.states import TRAJECTORY_STEPS, CallState, TrajectoryState, origins
 
 _PAGE_MOST = 1000

@@ -1,0 +1,149 @@
+"""Column types: what the records hold as text and JSON takes fewer bytes in the database.
+
+A hash is 17 bytes there instead of 35 characters: a byte that names the algorithm, then the digest. A message's body
+is deflated with a dictionary of what such bodies are made of, where that makes it smaller. Token ids leave out the
+bytes that are zero in all of them: three bytes a token, not four. All come back exactly as they were given. Logprobs
+stay float32, untouched.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import sqlalchemy as sa
+
+_ALGORITHMS = {"b2": 1}  # the name before the colon of a hash text -> its byte
+_NAMES = {number: name for name, number in _ALGORITHMS.items()}
+_DIGEST = 16
+_PLAIN_TEXT = b"\0"  # in place of the algorithm: not a hash, but text as it is
+
+_DEFLATED = b"\x01"
+_LEAST = 64  # bytes; less is not worth it
+# Part of the format: a changed dictionary needs another mark.
+_DICTIONARY = (
+    b'"name":"parameters":{"properties":{"type":"string","description":"}},"required":[]}}],"type":"object"'
+    b"The the and for that with from this have are not you can will your was were which their what when would there "
+    b"should about into more than "
+    b'\\": \\", \\"url\\", \\"title\\", \\"date\\", \\"text\\", \\"result\\", \\"error\\", \\"path\\", \\"query\\", '
+    b'\\"id\\": true, false, null, \\n\\n'
+    b'{"content":[{"text":"","type":"text"}],"reasoning":"","role":"system"}{"content":"","role":"user"}'
+    b'{"content":"","role":"tool","tool_call_id":"call_chatcmpl-tool-"}'
+    b'{"content":"","role":"assistant","tool_calls":[{"function":{"arguments":"{\\"","name":"'
+)
+
+
+class Hash(sa.types.TypeDecorator[str]):
+    """A hash text such as `b2:0011...` as bytes; the empty text (no parent) as no bytes."""
+
+    impl = sa.LargeBinary
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> bytes | None:
+        """Return what the database holds."""
+        return None if value is None else pack_hash(value)
+
+    def process_result_value(self, value: Any, dialect: sa.Dialect) -> str | None:
+        """Return the text."""
+        return None if value is None else unpack_hash(bytes(value))
+
+
+class Body(sa.types.TypeDecorator[bytes]):
+    """JSON bytes, deflated."""
+
+    impl = sa.LargeBinary
+    cache_ok = True
+
+    def process_bind_param(self, value: bytes | None, dialect: sa.Dialect) -> bytes | None:
+        """Return what the database holds."""
+        return None if value is None else pack_body(value)
+
+    def process_result_value(self, value: Any, dialect: sa.Dialect) -> bytes | None:
+        """Return the JSON."""
+        return None if value is None else unpack_body(bytes(value))
+
+
+class Ids(sa.types.TypeDecorator[bytes]):
+    """Little-endian int32 token ids, without the bytes that are zero in all of them."""
+
+    impl = sa.LargeBinary
+    cache_ok = True
+
+    def process_bind_param(self, value: bytes | None, dialect: sa.Dialect) -> bytes | None:
+        """Return what the database holds."""
+        return None if value is None else squeeze_ids(value)
+
+    def process_result_value(self, value: Any, dialect: sa.Dialect) -> bytes | None:
+        """Return the int32 bytes."""
+        return None if value is None else unsqueeze_ids(bytes(value))
+
+
+def pack_hash(text: str) -> bytes:
+    """Return a hash text as bytes."""
+    if not text:
+        return b""
+    name, _, digits = text.partition(":")
+    if name in _ALGORITHMS and len(digits) == 2 * _DIGEST and digits == digits.lower():
+        try:
+            return bytes([_ALGORITHMS[name]]) + bytes.fromhex(digits)
+        except ValueError:
+            pass
+    return _PLAIN_TEXT + text.encode()
+
+
+def unpack_hash(packed: bytes) -> str:
+    """Return the text of `pack_hash`."""
+    if not packed:
+        return ""
+    name = _NAMES.get(packed[0])
+    return f"{name}:{packed[1:].hex()}" if name else packed[1:].decode()
+
+
+def pack_body(body: bytes) -> bytes:
+    """Return a body deflated, or as it is where that is no longer. A body never begins with the mark: it is JSON."""
+    if len(body) < _LEAST:
+        return body
+    deflate = zlib.compressobj(3, zlib.DEFLATED, -15, 8, zlib.Z_DEFAULT_STRATEGY, _DICTIONARY)
+    packed = _DEFLATED + deflate.compress(body) + deflate.flush()
+    return packed if len(packed) < len(body) else body
+
+
+def unpack_body(packed: bytes) -> bytes:
+    """Return the body of `pack_body`. Raises zlib.error where it is damaged."""
+    if not packed.startswith(_DEFLATED):
+        return packed
+    inflate = zlib.decompressobj(-15, _DICTIONARY)
+    body = inflate.decompress(packed[1:])
+    if not inflate.eof:
+        raise zlib.error("the body is cut off")
+    return body
+
+
+def squeeze_ids(ids: bytes) -> bytes:
+    """Return a byte that says how many bytes a token takes, then all lowest bytes, all second ones, and so on.
+
+    Four bytes a token are left as they come. No ids are no bytes. Raises ValueError where these are not whole int32.
+    """
+    if len(ids) % 4:
+        raise ValueError(f"{len(ids)} bytes are no int32 token ids")
+    if not ids:
+        return b""
+    width = 4
+    while width > 1 and not any(ids[width - 1 :: 4]):
+        width -= 1
+    return b"\4" + ids if width == 4 else bytes([width]) + b"".join(ids[place::4] for place in range(width))
+
+
+def unsqueeze_ids(squeezed: bytes) -> bytes:
+    """Return the ids of `squeeze_ids`. Raises ValueError where they are damaged."""
+    if not squeezed:
+        return b""
+    width, count = squeezed[0], (len(squeezed) - 1) // max(1, squeezed[0])
+    if not 1 <= width <= 4 or len(squeezed) != 1 + width * count:
+        raise ValueError("these token ids are damaged")
+    if width == 4:
+        return squeezed[1:]
+    ids = bytearray(4 * count)
+    for place in range(width):
+        ids[place::4] = squeezed[1 + place * count : 1 + (place + 1) * count]
+    return bytes(ids)

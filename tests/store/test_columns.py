@@ -1,0 +1,47 @@
+"""What the database holds instead of text, JSON and ids comes back exactly as it was given."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from store.columns import pack_body, pack_hash, squeeze_ids, unpack_body, unpack_hash, unsqueeze_ids
+from store.messages import path
+from store.records import pack_ids
+
+
+@pytest.mark.parametrize("text", ["", path([{"role": "user"}])[0].hash, "b2:short", "b2:" + "G" * 32, "b2:" + "A" * 32])
+def test_every_text_comes_back(text: str) -> None:
+    assert unpack_hash(pack_hash(text)) == text
+
+
+def test_a_hash_takes_half_of_its_text() -> None:
+    assert len(pack_hash(path([{"role": "user"}])[0].hash)) == 17
+
+
+@pytest.mark.parametrize("size", [0, 10, 63, 64, 1000, 100_000])
+def test_every_body_comes_back(size: int) -> None:
+    body = b'{"content":"' + random.Random(size).randbytes(size).hex().encode() + b'"}'
+    assert unpack_body(pack_body(body)) == body
+    assert len(pack_body(body)) <= len(body)
+
+
+def test_a_body_that_was_cut_off_is_an_error() -> None:
+    packed = pack_body(b'{"content":"' + b"word " * 100 + b'"}')
+    with pytest.raises(Exception, match="cut off"):
+        unpack_body(packed[:-3])
+
+
+@pytest.mark.parametrize(("most", "size"), [(255, 1), (65_535, 2), (151_000, 3), (2**31 - 1, 4)])
+def test_every_id_comes_back_and_takes_no_more_than_it_needs(most: int, size: int) -> None:
+    ids = pack_ids([0, 7, most, *range(100)])
+    assert unsqueeze_ids(squeeze_ids(ids)) == ids
+    assert len(squeeze_ids(ids)) == 1 + size * 103
+
+
+def test_ids_that_are_damaged_are_an_error() -> None:
+    with pytest.raises(ValueError, match="damaged"):
+        unsqueeze_ids(squeeze_ids(pack_ids([1, 2, 300]))[:-1])
+    with pytest.raises(ValueError, match="int32"):
+        squeeze_ids(b"abc")

@@ -1,0 +1,61 @@
+"""A store that an earlier version made holds the same after its migration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from store import database, open_store
+from store.messages import path
+from store.records import pack_ids, pack_logprobs
+from store.verification import verify
+from tests.records import QUESTION, TOOLS, begun, ended
+
+REPLY = {"role": "assistant", "content": "Oslo, since the letter says so. " * 5}
+IDS = (5, 70_000, 151_000)
+
+
+def _first_schema(url: str) -> None:
+    """Make a store of the first schema, with one call of one trajectory in it."""
+    engine = database.connect(url)
+    database.migrate(engine, "0001")
+    start = begun("call_1", "t1", tags=("a", "b"))
+    end = ended(start, REPLY, prompt=(1, 2), ids=IDS)
+    old = sa.MetaData()
+    old.reflect(engine)
+    call = msgspec.structs.asdict(start) | msgspec.structs.asdict(end) | {"id": "call_1"}
+    columns = {name: value for name, value in call.items() if name in old.tables["calls"].c}
+    choice = msgspec.structs.asdict(end.choices[0]) | {"call_id": "call_1", "choice": 0, "tool_call_ids": []}
+    run: dict[str, Any] = {"id": "t1", "alias": "agent", "version": 0, "state": "open", "purpose": "live"}
+    run |= {"root_node": start.prompt_node, "tools_hash": start.tools_hash, "opened_at": 1.0, "last_active_at": 1.5}
+    with database.write(engine) as connection:
+        nodes = [msgspec.structs.asdict(node) for node in (*start.nodes, *end.nodes)]
+        connection.execute(sa.insert(old.tables["messages"]), nodes)
+        toolset = {"hash": start.tools_hash, "body": start.tools}
+        connection.execute(sa.insert(old.tables["toolsets"]), toolset)
+        connection.execute(sa.insert(old.tables["trajectories"]), run)
+        connection.execute(sa.insert(old.tables["calls"]), columns | {"tags": ["a", "b"], "sampling": {}})
+        del choice["index"]
+        connection.execute(sa.insert(old.tables["choices"]), choice)
+    engine.dispose()
+
+
+def test_a_store_of_the_first_schema_holds_the_same_after_the_migration(store_url: str) -> None:
+    _first_schema(store_url)
+    engine = database.connect(store_url)
+    database.migrate(engine)
+    engine.dispose()
+    store = open_store(store_url)
+    found = store.trajectories.read("t1")
+    assert found.messages == (*QUESTION, REPLY)
+    assert found.tools == tuple(TOOLS)
+    assert found.trajectory.root_node == path(QUESTION)[-1].hash
+    (call,) = found.calls
+    assert (call.prompt_ids, call.choices[0].ids) == (pack_ids((1, 2)), pack_ids(IDS))
+    assert call.choices[0].logprobs == pack_logprobs([-0.5] * 3)
+    store.calls.ship([ended(begun("call_1", "t1"), REPLY), ended(begun("call_2", "t1"), REPLY)])
+    assert store.calls.message_count() == 3  # what comes again is known again
+    store.close()
+    assert verify(store_url).sound

@@ -1,0 +1,112 @@
+"""Shipping to both databases: several proxies at once, in any order, whatever agents wrote."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import pytest
+
+from store import Store, open_store
+from store.errors import StoreError
+from store.records import CallEnded, Shipment, pack_ids
+from store.states import CallState, TrajectoryState
+from tests.records import QUESTION, begun, ended, tool_call
+
+
+def _pair(call_id: str, run: str, at: float = 1.0, **changes: Any) -> tuple[Shipment, CallEnded]:
+    start = begun(call_id, run, at=at, **changes)
+    return start, ended(start, tool_call())
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_beginnings_and_ends_may_come_in_any_order(store: Store, order: tuple[int, ...]) -> None:
+    records = [*_pair("call_1", "t1"), *_pair("call_2", "t1", at=2.0)]
+    for place in order:
+        store.calls.ship([records[place]])
+    assert [(call.id, call.state) for call in store.calls.page()] == [
+        ("call_2", CallState.ANSWERED),
+        ("call_1", CallState.ANSWERED),
+    ]
+    assert store.trajectories.get("t1").last_active_at == 2.5
+
+
+def test_an_end_that_comes_later_replaces_the_beginning_where_it_is(store: Store) -> None:
+    start, end = _pair("call_1", "t1")
+    store.calls.ship([start])
+    store.trajectories.seal("t1", now=9.0)
+    store.calls.ship([end])
+    assert store.calls.read("call_1").trajectory_id == "t1"
+    assert store.trajectories.get("t1").state is TrajectoryState.SEALED
+
+
+def test_proxies_that_ship_the_same_messages_and_trajectories_do_not_harm_each_other(store_url: str) -> None:
+    open_store(store_url).close()
+    refused: list[StoreError] = []
+
+    def proxy(number: int) -> None:
+        opened = open_store(store_url)
+        for batch in range(15):
+            records = [
+                record
+                for one in range(6)
+                for record in _pair(
+                    f"call_{number}_{batch}_{one}", f"t{(one * (1, -1)[number % 2]) % 6}", at=float(batch)
+                )
+            ]
+            for _ in range(20):
+                try:
+                    opened.calls.ship(records)
+                    break
+                except StoreError as error:  # a deadlock is told as a store that did not answer: it is tried again
+                    refused.append(error)
+        opened.close()
+
+    threads = [threading.Thread(target=proxy, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    opened = open_store(store_url)
+    calls = opened.calls.page(1000)
+    assert len({call.id for call in calls}) == len(calls) == 4 * 15 * 6
+    assert {call.state for call in calls} == {CallState.ANSWERED}
+    assert sum(run.calls for run in opened.trajectories.page(1000)) == len(calls)
+    assert len(refused) < 10
+    opened.close()
+
+
+def test_two_proxies_that_begin_one_trajectory_on_two_versions_make_two(store: Store) -> None:
+    store.calls.ship([begun("call_1", "t1", version=1)])
+    store.calls.ship([begun("call_2", "t1", version=2), begun("call_3", "t1", version=1)])
+    assert {run.id: (run.version, run.calls) for run in store.trajectories.page()} == {"t1": (1, 2), "t1~1": (2, 1)}
+
+
+def test_no_text_of_an_agent_or_an_upstream_is_refused(store: Store) -> None:
+    odd = "x\0y" * 3000
+    messages = [{"role": odd, "content": odd}]
+    start = begun("call_1", "t1", messages, task=odd, role=odd[:128], tags=(odd[:400], "plain"), sampling={"stop": odd})
+    store.calls.ship([start, ended(start, tool_call(), messages=messages, error=odd, upstream=odd)])
+    call = store.calls.read("call_1")
+    assert call.state is CallState.ANSWERED
+    assert call.sampling == {"stop": odd}
+    assert store.trajectories.read("t1").messages[0] == messages[0]  # content is kept as it is
+
+
+def test_a_forked_prompt_is_read_back_whole_and_stored_once(store: Store) -> None:
+    prompt = list(range(1000))
+    store.calls.ship([ended(begun("call_0", "t1"), tool_call(), prompt=prompt)])
+    for turn in range(1, 5):
+        start = begun(f"call_{turn}", "t1", QUESTION, at=1.0 + turn, parent_call=f"call_{turn - 1}")
+        store.calls.ship([ended(start, tool_call(), prompt=prompt * turn, context="fork")])
+    for turn in range(1, 5):
+        assert store.calls.read(f"call_{turn}").prompt_ids == pack_ids(prompt * turn)
+    assert [len(call.prompt_ids) // 4 for call in store.trajectories.read("t1").calls] == [1000, 1000, 2000, 3000, 4000]
+
+
+def test_a_successor_never_joins_a_run_that_another_key_gave_its_name_to(store: Store) -> None:
+    store.calls.ship([begun("call_1", "t1~1", key_id="key_theirs"), begun("call_2", "t1", key_id="key_ours")])
+    store.trajectories.seal("t1", now=2.0)
+    store.calls.ship([begun("call_3", "t1", key_id="key_ours", at=3.0)])
+    assert store.calls.read("call_3").trajectory_id == "t1~2"
