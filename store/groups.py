@@ -15,7 +15,7 @@ from store import schema
 from store.database import read, write
 from store.errors import ForbiddenChange, UnknownRecord
 from store.ids import new_id
-from store.records import Exchange, Group, Verdict
+from store.records import Exchange, Group, PastScore, Verdict, cohort_of, family_of
 from store.states import GROUP_STEPS, GroupState, TrajectoryState, check
 from store.trajectories import drop as drop_trajectories
 
@@ -132,6 +132,29 @@ class Groups:
         query = sa.select(table).where(table.c.group_id == group_id).order_by(table.c.id)
         with read(self._engine) as connection:
             return [_verdict(row) for row in connection.execute(query)]
+
+    def scored(self, alias: str, judge_version: str, limit: int = 5000) -> list[PastScore]:
+        """Return the newest scores that this version of a judge gave an alias's trajectories, oldest first."""
+        runs, table = schema.trajectories, schema.verdicts
+        query = (
+            sa.select(runs.c.id, runs.c.task, runs.c.root_node, runs.c.tools_hash, table.c.score, table.c.judged_at)
+            .join(runs, runs.c.id == table.c.trajectory_id)
+            .where(runs.c.alias == alias, table.c.judge_version == judge_version, table.c.score.is_not(None))
+            .order_by(table.c.id.desc())
+            .limit(limit)
+        )
+        with read(self._engine) as connection:
+            rows = connection.execute(query).all()
+        return [
+            PastScore(
+                trajectory_id=row.id,
+                family=family_of(row.task, row.tools_hash),
+                cohort=cohort_of(row.task, row.root_node, row.tools_hash),
+                score=row.score,
+                judged_at=row.judged_at,
+            )
+            for row in reversed(rows)
+        ]
 
     def oldest_versions(self, alias: str) -> dict[str, int]:
         """Return the oldest version that the members of each judged group of an alias were sampled from."""

@@ -193,6 +193,16 @@ class Call(Record, frozen=True):
     choices: tuple[Choice, ...]
 
 
+def cohort_of(task: str | None, root_node: str, tools_hash: str) -> str:
+    """Return what attempts at the same thing have in common: the task, else the root prompt and tools."""
+    return f"task:{task}" if task else f"root:{root_node}:{tools_hash}"
+
+
+def family_of(task: str | None, tools_hash: str) -> str:
+    """Return what tasks of a kind have in common: `math` of the task `math/17`; without a task, the tools."""
+    return f"task:{task.rpartition('/')[0]}" if task else f"tools:{tools_hash}"
+
+
 class Trajectory(Record, frozen=True):
     """A trajectory without its content."""
 
@@ -216,8 +226,13 @@ class Trajectory(Record, frozen=True):
 
     @property
     def group_key(self) -> str:
-        """Trajectories with equal keys are attempts at the same thing: the task, else the root prompt and tools."""
-        return f"task:{self.task}" if self.task else f"root:{self.root_node}:{self.tools_hash}"
+        """Trajectories with equal keys are attempts at the same thing."""
+        return cohort_of(self.task, self.root_node, self.tools_hash)
+
+    @property
+    def family(self) -> str:
+        """Trajectories of a family are scored on one scale."""
+        return family_of(self.task, self.tools_hash)
 
 
 class Transcript(Record, frozen=True):
@@ -244,6 +259,16 @@ class Verdict(Record, frozen=True):
     latency: float = 0.0  # seconds
     judged_at: float = 0.0
     exchange_id: str | None = None  # the last exchange that led to it, where the judge asked somebody
+
+
+class PastScore(Record, frozen=True):
+    """A score as later ones are compared with it: `family` and `cohort` are those of its trajectory."""
+
+    trajectory_id: str
+    family: str
+    cohort: str
+    score: float
+    judged_at: float
 
 
 class Exchange(Record, frozen=True):

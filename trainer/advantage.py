@@ -1,17 +1,25 @@
-"""Advantages: how much better each member of a group did than the group.
+"""Advantages: how much better each member of a group did than the group, or a single than those before it.
 
-Pure functions from scores to advantages; a new credit scheme (RLOO, REINFORCE++) is one more function here with the
-same shape, `Sequence[float] -> tuple[float, ...]`, and nothing else in the trainer changes. Promises finite numbers in
-the order of the scores, and all zeros where the scores do not differ. Does not judge, group or build rows.
+Pure functions from scores to advantages, by the names that the field gives them. Promises finite numbers in the order
+of the scores, and all zeros where the scores do not differ. Does not judge, group or build rows.
+
+    grpo         A_i = (r_i - mean(r)) / std(r): Shao et al. 2024, "DeepSeekMath", section 4.1.2 (arXiv:2402.03300);
+                 the standard deviation is the sample's (G - 1), as in TRL
+    dr_grpo      A_i = r_i - mean(r): no bias towards groups of little spread, Liu et al. 2025 (arXiv:2503.20783)
+    rloo         A_i = r_i - mean of the others: Ahmadian et al. 2024 (arXiv:2402.14740)
+    reinforce++  A_i = r_i - mean(r), then divided by the standard deviation over the round: the variant with a group
+                 baseline of Hu et al. 2025 (arXiv:2501.03262)
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from trainer.errors import ScoreError
+
+CREDITS = ("grpo", "dr_grpo", "rloo", "reinforce++")
 
 # Scores that lie closer together than this are the same score: judges are not exact to more digits.
 NO_VARIANCE = 1e-6
@@ -19,18 +27,17 @@ NO_VARIANCE = 1e-6
 # Added to the standard deviation, as TRL does, so that a tiny spread does not become a large advantage.
 STD_FLOOR = 1e-4
 
+# A single that differs from hundreds of equal ones is no hundred times better than they are.
+LARGEST_SINGLE = 5.0
+
 
 def has_signal(scores: Sequence[float]) -> bool:
     """Whether the scores of a group differ, so that something can be learnt from it."""
     return len(scores) > 1 and max(scores) - min(scores) > NO_VARIANCE
 
 
-def group_advantages(scores: Sequence[float], *, scale_by_std: bool = True) -> tuple[float, ...]:
-    """Group-relative advantages of G scores, (G,) -> (G,).
-
-    A_i = (r_i - mean(r)) / std(r): GRPO, Shao et al. 2024, "DeepSeekMath", section 4.1.2 (arXiv:2402.03300). The
-    standard deviation is the sample's (G - 1), as in TRL. With `scale_by_std=False` the division is left out, which
-    removes the bias towards groups of little spread: Liu et al. 2025, "Dr. GRPO" (arXiv:2503.20783).
+def group_advantages(scores: Sequence[float], credit: str = "grpo") -> tuple[float, ...]:
+    """Return the advantages of G scores, (G,) -> (G,), before what `over_the_round` does.
 
     A group without variance gives zeros. Raises ScoreError when a score is not finite.
     """
@@ -39,5 +46,38 @@ def group_advantages(scores: Sequence[float], *, scale_by_std: bool = True) -> t
     if not has_signal(scores):
         return (0.0,) * len(scores)
     mean = statistics.fmean(scores)
-    scale = statistics.stdev(scores) + STD_FLOOR if scale_by_std else 1.0
+    scale = 1.0
+    if credit == "grpo":
+        scale = statistics.stdev(scores) + STD_FLOOR
+    elif credit == "rloo":  # r_i - (sum - r_i) / (G - 1) = (r_i - mean) G / (G - 1)
+        scale = (len(scores) - 1) / len(scores)
     return tuple((score - mean) / scale for score in scores)
+
+
+def single_advantage(score: float, mean: float, std: float, credit: str = "grpo") -> float:
+    """Return the advantage of a single over the running baseline of its family, which never includes it.
+
+    Divided by the family's standard deviation where `credit` divides by the group's.
+    """
+    advantage = (score - mean) / (std + STD_FLOOR if credit == "grpo" else 1.0)
+    return max(-LARGEST_SINGLE, min(LARGEST_SINGLE, advantage))
+
+
+def over_the_round(advantages: Sequence[tuple[str, float]], credit: str, *, by_family: bool) -> list[float]:
+    """Return the advantages of a round's trajectories, given as (task family, advantage).
+
+    reinforce++ divides by the standard deviation of the round. `by_family` divides those of each family by their own,
+    whatever the credit, so that a family with large scores does not drown the others.
+    """
+    if credit != "reinforce++" and not by_family:
+        return [advantage for _, advantage in advantages]
+    families: dict[str, list[float]] = {}
+    for family, advantage in advantages:
+        families.setdefault(family if by_family else "", []).append(advantage)
+    scales: Mapping[str, float] = {name: _spread(values) for name, values in families.items()}
+    return [advantage / scales[family if by_family else ""] for family, advantage in advantages]
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Return the root mean square of centred advantages, never so little that it would blow them up."""
+    return max(math.sqrt(statistics.fmean(value * value for value in values)), STD_FLOOR)

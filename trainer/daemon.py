@@ -21,6 +21,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from types import FrameType
 
 from store import Store, open_store
@@ -28,6 +29,8 @@ from store.errors import ForbiddenChange, StoreError, StoreUnavailable
 from store.records import BASE_VERSION, Group
 from store.states import PolicyState
 from trainer import checkpoint
+from trainer.baseline import ScoreBook
+from trainer.credit import Credit
 from trainer.engine import Replica
 from trainer.errors import EngineUnreachable, TrainerError, TrainingDiverged
 from trainer.grouping import plan_groups
@@ -59,14 +62,21 @@ class Daemon:
         self._stop = stop
         self._replicas = [Replica(url, key=upstream_key) for url in settings.vllm]
         judge = make_judge(settings.judge, os.environ)
+        credit = Credit(
+            settings.credit,
+            settings.family_scale,
+            settings.single_least,
+            ScoreBook(store.groups.scored(settings.model, judge.version)),
+        )
         self._scorekeeper = Scorekeeper(
             store,
             judge,
             attempts=settings.judge_attempts,
             retry_seconds=settings.judge_retry_seconds,
             alarm_after=settings.no_signal_alarm,
+            credit=credit,
         )
-        self._school = School(store, settings.model, settings.checkpoints, scale_by_std=settings.scale_by_std)
+        self._school = School(store, settings.model, settings.checkpoints, credit)
         self._publisher = Publisher(
             store,
             self._replicas,
@@ -76,6 +86,7 @@ class Daemon:
         )
         checkpoint.sweep(settings.checkpoints)
         self._version, self.learner = self._make_learner()
+        self._most_waiting = max(_BATCH, 2 * settings.groups_per_round * settings.group_size)
         self._spoilt = False  # the learner holds steps that no commit stands for
         self._first_judged: float | None = None
         self._stale = 0  # groups in a row that were too old
@@ -131,6 +142,7 @@ class Daemon:
             size=self.settings.group_size,
             least=self.settings.group_least,
             wait_seconds=self.settings.group_wait_seconds,
+            singles=self.settings.singles == "baseline",
             now=now,
         )
         try:
@@ -148,16 +160,16 @@ class Daemon:
         return bool(self._scorekeeper.collect(now, _JUDGE_PATIENCE))
 
     def _train(self, now: float) -> bool:
-        waiting = self._fresh(self._store.groups.judged(self.settings.model, limit=_BATCH))
+        waiting = self._fresh(self._store.groups.judged(self.settings.model, limit=self._most_waiting))
         if not waiting:
             self._first_judged = None
             return False
         self._first_judged = self._first_judged or now
-        enough = len(waiting) >= self.settings.groups_per_round
+        enough = self._weight(waiting) >= self.settings.groups_per_round
         if not enough and now - self._first_judged < self.settings.round_wait_seconds:
             return False
         # The newest first: where more comes in than can be trained, the rest grows stale, not what is used.
-        newest = waiting[-self.settings.groups_per_round :]
+        newest = self._newest(waiting)
         if self._spoilt:
             self._version, self.learner = self._make_learner()
         # Whatever ends the round before its commit leaves a learner that nothing stands for.
@@ -172,6 +184,16 @@ class Daemon:
         if candidate is not None:
             self._version = candidate.version
         return True
+
+    def _weight(self, groups: Sequence[Group]) -> float:
+        """Return how many groups these count for: a single is one member of one."""
+        return sum(1.0 if len(group.members) > 1 else 1.0 / self.settings.group_size for group in groups)
+
+    def _newest(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the newest groups that make a round."""
+        weights = list(accumulate(self._weight([group]) for group in reversed(groups)))
+        fitting = sum(weight <= self.settings.groups_per_round for weight in weights)
+        return list(groups[-max(1, fitting) :])
 
     def _fresh(self, groups: Sequence[Group]) -> list[Group]:
         """Drop groups that were sampled too many versions before the live one; return the others."""

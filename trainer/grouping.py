@@ -13,7 +13,7 @@ from store.records import Trajectory
 
 EVALUATION = "eval"  # asked for by explicit version: a measurement, never training data
 CUT_OFF = "cut_off"  # a machine ended its last call: that is not the policy's failure
-SINGLE = "single"  # nobody else tried the same task in time
+SINGLE = "single"  # nobody else tried the same task in time, and singles are not trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,11 @@ def plan_groups(
     wait_seconds: float,
     now: float,
     cut_off: Set[str] = frozenset(),
+    singles: bool = False,
 ) -> GroupingPlan:
     """Return the groups of `size` that are complete, smaller ones that waited long enough, and the drops.
 
+    With `singles`, what found no company in time becomes a group of one, to be compared with what came before it.
     `cut_off` holds the ids of those whose last call was ended by a machine.
     """
     groups: list[PlannedGroup] = []
@@ -61,8 +63,10 @@ def plan_groups(
         tired = bool(rest) and now - _sealed_at(rest[0]) >= wait_seconds
         if tired and len(rest) >= least:
             parts.append(rest)
+        if tired and len(rest) < least and singles:
+            parts.extend([run] for run in rest)
         groups.extend(PlannedGroup(key, alias, tuple(run.id for run in part)) for part in parts)
-        if tired and len(rest) < least:
+        if tired and len(rest) < least and not singles:
             drops.extend((run.id, SINGLE) for run in rest)
     return GroupingPlan(groups=tuple(groups), drops=tuple(drops))
 

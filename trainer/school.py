@@ -17,7 +17,7 @@ from typing import Protocol
 from store import Store
 from store.records import BASE_VERSION, Group, Policy, Round, Transcript, Verdict
 from trainer import checkpoint
-from trainer.advantage import group_advantages
+from trainer.credit import Credit
 from trainer.errors import CheckpointDamaged, NoLearningSignal, RowError, TrainingDiverged
 from trainer.learner import RoundReport
 from trainer.rows import Rows, build_rows
@@ -49,11 +49,11 @@ class Pupil(Protocol):
 class School:
     """Runs the rounds of one alias."""
 
-    def __init__(self, store: Store, alias: str, checkpoints: Path, *, scale_by_std: bool) -> None:
+    def __init__(self, store: Store, alias: str, checkpoints: Path, credit: Credit) -> None:
         self._store = store
         self._alias = alias
         self._checkpoints = checkpoints
-        self._scale_by_std = scale_by_std
+        self._credit = credit
 
     def newest(self) -> tuple[int, Path | None]:
         """Return (version, checkpoint) where training goes on, (0, None) before the first round.
@@ -68,22 +68,17 @@ class School:
             raise CheckpointDamaged(f"{folder}, the newest checkpoint of {self._alias}, is missing or not whole")
         return done.to_version, folder
 
-    def rows(self, members: Sequence[Transcript], verdicts: Sequence[Verdict]) -> list[Rows]:
-        """Return the rows of a judged group's members, with their advantages, without what the judge has not seen."""
-        advantages = group_advantages([verdict.score or 0.0 for verdict in verdicts], scale_by_std=self._scale_by_std)
-        built = []
-        for member, verdict, advantage in zip(members, verdicts, advantages, strict=True):
-            calls = self._store.trajectories.context_calls(member)
-            seen = [call for call in calls if call.ended_at is not None and call.ended_at <= verdict.judged_at]
-            late = sum(call.completion_tokens for call in calls if call not in seen)
-            try:
-                rows = build_rows(member.trajectory.id, seen, advantage)
-            except RowError as error:
-                log.warning("event=row_refused trajectory=%s reason=%r", member.trajectory.id, str(error))
-                rows = Rows((), {"unsound row": sum(call.completion_tokens for call in seen)})
-            untrained = {**rows.untrained, "after the verdict": late} if late else rows.untrained
-            built.append(Rows(rows.rows, untrained))
-        return built
+    def rows(self, member: Transcript, verdict: Verdict, advantage: float) -> Rows:
+        """Return the rows of a judged trajectory, without what the judge has not seen."""
+        calls = self._store.trajectories.context_calls(member)
+        seen = [call for call in calls if call.ended_at is not None and call.ended_at <= verdict.judged_at]
+        late = sum(call.completion_tokens for call in calls if call not in seen)
+        try:
+            rows = build_rows(member.trajectory.id, seen, advantage)
+        except RowError as error:
+            log.warning("event=row_refused trajectory=%s reason=%r", member.trajectory.id, str(error))
+            rows = Rows((), {"unsound row": sum(call.completion_tokens for call in seen)})
+        return Rows(rows.rows, {**rows.untrained, "after the verdict": late} if late else rows.untrained)
 
     def hold_round(self, pupil: Pupil, groups: Sequence[Group], from_version: int) -> Policy | None:
         """Train on the groups and commit; None when they held nothing to train on, and were dropped for it.
@@ -147,19 +142,31 @@ class School:
     def _collect(self, pupil: Pupil, groups: Sequence[Group]) -> tuple[list[TokenRow], dict[str, int]]:
         rows: list[TokenRow] = []
         untrained: Counter[str] = Counter()
-        for group in groups:
-            members = [self._store.trajectories.read(name) for name in group.members]
-            verdicts = self._store.groups.verdicts(group.members)
-            for built in self.rows(members, [verdicts[name] for name in group.members]):
-                untrained.update(built.untrained)
-                for row in built.rows:
-                    unfit = pupil.unfit(row)
-                    if unfit is None:
-                        rows.append(row)
-                    else:
-                        untrained["does not fit the model"] += row.tokens_trained
-                        log.warning("event=row_refused reason=%r", unfit)
+        for member, verdict, advantage in self._credited(groups):
+            built = self.rows(member, verdict, advantage)
+            untrained.update(built.untrained)
+            for row in built.rows:
+                unfit = pupil.unfit(row)
+                if unfit is None:
+                    rows.append(row)
+                else:
+                    untrained["does not fit the model"] += row.tokens_trained
+                    log.warning("event=row_refused reason=%r", unfit)
         return rows, dict(untrained)
+
+    def _credited(self, groups: Sequence[Group]) -> list[tuple[Transcript, Verdict, float]]:
+        """Return the members of the groups with their verdicts and advantages."""
+        members: list[Transcript] = []
+        said: list[Verdict] = []
+        advantages: list[float] = []
+        for group in groups:
+            verdicts = self._store.groups.verdicts(group.members)
+            members += (read := [self._store.trajectories.read(name) for name in group.members])
+            said += (given := [verdicts[name] for name in group.members])
+            found = self._credit.advantages([member.trajectory for member in read], given)
+            advantages += found or (0.0,) * len(read)
+        scaled = self._credit.over_the_round([member.trajectory.family for member in members], advantages)
+        return list(zip(members, said, scaled, strict=True))
 
     def _reward(self, groups: Sequence[Group]) -> dict[str, float]:
         names = [name for group in groups for name in group.members]

@@ -10,36 +10,56 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 from store import Store
-from store.records import Group, Transcript, Verdict
-from trainer.advantage import has_signal
+from store.records import Group, Trajectory, Transcript, Verdict
+from trainer.credit import Credit
 from trainer.judges import Judge, Judgement
 
 log = logging.getLogger(__name__)
 
 JUDGE_FAILED = "judge_failed"
 NO_VARIANCE = "no_variance"
+BASELINE = "baseline_only"  # a single of a family that has too few scores yet; its own counts for later ones
 _FLAT_REMEMBERED = 1000  # groups
+_SINGLE_WEIGHT = 0.125  # of a group, in the alarm about missing signal
 _AHEAD = 64  # groups that wait for a quick judge beside those that it has
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    group: Group
+    members: tuple[Trajectory, ...]
+    answer: Future[Judgement]
 
 
 class Scorekeeper:
     """Takes ready groups to judged, or drops them with the reason."""
 
-    def __init__(self, store: Store, judge: Judge, *, attempts: int, retry_seconds: float, alarm_after: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        judge: Judge,
+        *,
+        attempts: int,
+        retry_seconds: float,
+        alarm_after: int,
+        credit: Credit | None = None,
+    ) -> None:
         self._store = store
         self._judge = judge
+        self._credit = credit or Credit()
         self._attempts = attempts
         self._retry_seconds = retry_seconds
         self._alarm_after = alarm_after
         self._flat: list[tuple[Group, float]] = []  # groups in a row whose members all got the same score
         self._threads = ThreadPoolExecutor(judge.at_once, thread_name_prefix="judge")
-        self._asked: dict[str, tuple[Group, Future[Judgement]]] = {}
+        self._asked: dict[str, _Asked] = {}
 
     def score(self, group: Group, members: Sequence[Transcript], now: float) -> None:
         """Have one group judged and move it on."""
-        self._write_down(group, self._judge.judge(group.id, members), now)
+        self._write_down(group, _runs(members), self._judge.judge(group.id, members), now)
 
     def ask(self, groups: Sequence[Group], read: Callable[[str], Transcript]) -> None:
         """Have groups judged that are not being judged already; a few more than the judge takes at once may wait."""
@@ -47,16 +67,17 @@ class Scorekeeper:
             if group.id in self._asked or len(self._asked) >= 2 * self._judge.at_once + _AHEAD:
                 continue
             members = [read(name) for name in group.members]
-            self._asked[group.id] = (group, self._threads.submit(self._judge.judge, group.id, members))
+            future = self._threads.submit(self._judge.judge, group.id, members)
+            self._asked[group.id] = _Asked(group, _runs(members), future)
 
     def collect(self, now: float, patience: float) -> int:
         """Write down what has been said, after waiting for the first of it at most `patience` seconds; count groups."""
         if not self._asked:
             return 0
-        done, _ = wait([future for _, future in self._asked.values()], timeout=patience)
-        for group, future in [asked for asked in self._asked.values() if asked[1] in done]:
-            del self._asked[group.id]
-            self._write_down(group, future.result(), now)
+        done, _ = wait([asked.answer for asked in self._asked.values()], timeout=patience)
+        for asked in [asked for asked in self._asked.values() if asked.answer in done]:
+            del self._asked[asked.group.id]
+            self._write_down(asked.group, asked.members, asked.answer.result(), now)
         return len(done)
 
     def close(self) -> None:
@@ -64,7 +85,7 @@ class Scorekeeper:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._judge.close()
 
-    def _write_down(self, group: Group, judgement: Judgement, now: float) -> None:
+    def _write_down(self, group: Group, members: Sequence[Trajectory], judgement: Judgement, now: float) -> None:
         verdicts = judgement.verdicts
         failed = [verdict for verdict in verdicts if verdict.failure is not None]
         if failed:
@@ -72,13 +93,16 @@ class Scorekeeper:
             return
         self._store.groups.record(group.id, verdicts, judgement.exchanges)
         self._store.alarms.clear(self._name(JUDGE_FAILED, group))
-        scores = [verdict.score for verdict in verdicts if verdict.score is not None]
-        if has_signal(scores):
+        teaches = self._credit.teaches(members, verdicts)
+        self._credit.remember(members, verdicts)
+        if teaches is None:
+            self._store.groups.drop(group.id, BASELINE)
+        elif teaches:
             self._flat.clear()
             self._store.alarms.clear(self._name("no_signal", group))
         else:
             self._store.groups.drop(group.id, NO_VARIANCE)
-            self._flat = [*self._flat[1 - _FLAT_REMEMBERED :], (group, scores[0])]
+            self._flat = [*self._flat[1 - _FLAT_REMEMBERED :], (group, verdicts[0].score or 0.0)]
             self._warn_of_flatness(group)
 
     def _failed(self, group: Group, judgement: Judgement, failed: Sequence[Verdict], now: float) -> None:
@@ -99,9 +123,9 @@ class Scorekeeper:
         )
 
     def _warn_of_flatness(self, group: Group) -> None:
-        if len(self._flat) < self._alarm_after:
-            return
         members = sum(len(flat.members) for flat, _ in self._flat)
+        if sum(1.0 if len(flat.members) > 1 else _SINGLE_WEIGHT for flat, _ in self._flat) < self._alarm_after:
+            return
         scores = sorted({score for _, score in self._flat})
         given = f"{scores[0]:g} to all {members}" if len(scores) == 1 else f"within each group the same of {scores[:5]}"
         reason = (
@@ -114,3 +138,7 @@ class Scorekeeper:
     @staticmethod
     def _name(kind: str, group: Group) -> str:
         return f"{kind}:{group.alias}"
+
+
+def _runs(members: Sequence[Transcript]) -> tuple[Trajectory, ...]:
+    return tuple(member.trajectory for member in members)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trainer.judges.settings import JudgeSpec
 from trainer.learner_settings import LearnerSettings
@@ -34,7 +34,14 @@ class TrainerSettings(BaseModel):
     group_size: int = Field(8, ge=2, description="attempts at one task that are compared with each other")
     group_least: int = Field(2, ge=2, description="smallest group that is worth comparing")
     group_wait_seconds: float = Field(300.0, gt=0, description="a smaller group is formed after this long")
-    scale_by_std: bool = Field(True, description="divide advantages by the group's standard deviation")
+    credit: Literal["grpo", "dr_grpo", "rloo", "reinforce++"] = Field(
+        "grpo", description="how scores become advantages: grpo, dr_grpo (no division), rloo or reinforce++"
+    )
+    family_scale: bool = Field(False, description="scale the advantages of each task family to the same spread")
+    singles: Literal["drop", "baseline"] = Field(
+        "drop", description="what has no company: drop it, or compare it with its task family's past"
+    )
+    single_least: int = Field(16, ge=2, description="earlier scores of a task family that make a baseline")
     groups_per_round: int = Field(16, ge=1, description="groups with a learning signal that start a round")
     round_wait_seconds: float = Field(600.0, gt=0, description="a round starts with fewer groups after this long")
     max_staleness: int = Field(8, ge=0, description="groups sampled more versions ago than this are dropped")
@@ -53,6 +60,15 @@ class TrainerSettings(BaseModel):
                 if name not in _LEARNER_FIELDS:
                     raise ValueError(f"unknown setting {name}; known: {', '.join(sorted(_LEARNER_FIELDS))}")
         return value
+
+    @model_validator(mode="after")
+    def _can_learn(self) -> Self:
+        if self.group_least > self.group_size:
+            raise ValueError(
+                f"group_least {self.group_least} is more than group_size {self.group_size}: lower it, or no smaller "
+                "group is ever compared"
+            )
+        return self
 
     @field_validator("vllm")
     @classmethod

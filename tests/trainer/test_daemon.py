@@ -19,6 +19,7 @@ from tests.records import begun, ended
 from tests.trainer import judge_samples
 from tests.trainer.scripted_engine import ScriptedEngine
 from trainer.checkpoint import newest_complete
+from trainer.credit import Credit
 from trainer.daemon import Daemon
 from trainer.errors import CheckpointDamaged, LeaseLost, TrainingDiverged
 from trainer.learner import Learner, LearnerSettings, RoundReport
@@ -181,7 +182,7 @@ def test_a_power_cut_between_checkpoint_and_commit_trains_nothing_twice(
     daemon = make_daemon(groups_per_round=9)
     daemon.turn(1000.0)
     groups = store.groups.judged("agent")
-    school = School(store, "agent", tmp_path / "checkpoints", scale_by_std=True)
+    school = School(store, "agent", tmp_path / "checkpoints", Credit())
     with pytest.raises(KeyboardInterrupt):
         school.hold_round(Power(daemon.learner), groups, 0)
     assert newest_complete(tmp_path / "checkpoints") is not None
@@ -215,7 +216,7 @@ def test_a_round_that_diverges_is_put_aside_loudly(
     names = agents_work(store, "a", [0.0, 1.0])
     daemon = make_daemon(groups_per_round=9)
     daemon.turn(1000.0)
-    school = School(store, "agent", tmp_path / "checkpoints", scale_by_std=True)
+    school = School(store, "agent", tmp_path / "checkpoints", Credit())
     with pytest.raises(TrainingDiverged):
         school.hold_round(Diverging(daemon.learner), store.groups.judged("agent"), 0)
     assert store.trajectories.get(names[0]).drop_reason == "diverged"
@@ -256,8 +257,8 @@ def test_what_ended_after_the_verdict_is_not_trained_by_it(store: Store, make_da
     first = store.groups.judged("agent")[0]
     members = [store.trajectories.read(name) for name in first.members]
     verdicts = [msgspec.structs.replace(v, judged_at=1.0) for v in store.groups.verdicts(first.members).values()]
-    school = School(store, "agent", daemon.settings.checkpoints, scale_by_std=True)
-    built = school.rows(members, verdicts)
+    school = School(store, "agent", daemon.settings.checkpoints, Credit())
+    built = [school.rows(member, verdict, 1.0) for member, verdict in zip(members, verdicts, strict=True)]
     assert [(rows.rows, rows.untrained) for rows in built] == [((), {"after the verdict": 3})] * 2
 
 
@@ -288,7 +289,7 @@ def test_a_candidate_that_a_dead_trainer_left_is_published_by_the_next(
     agents_work(store, "b", [0.0, 1.0])
     daemon = make_daemon(groups_per_round=9)
     daemon.turn(1000.0)
-    school = School(store, "agent", daemon.settings.checkpoints, scale_by_std=True)
+    school = School(store, "agent", daemon.settings.checkpoints, Credit())
     left = school.hold_round(daemon.learner, store.groups.judged("agent"), 0)
     assert isinstance(left, Policy)
     make_daemon().turn(1001.0)
@@ -318,3 +319,26 @@ def test_a_trainer_whose_lease_was_taken_stops(store: Store) -> None:
             for _ in range(200):
                 lease.check()
                 threading.Event().wait(0.01)
+
+
+def test_singles_are_compared_with_what_their_family_scored_before(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    daemon = make_daemon(singles="baseline", single_least=3, groups_per_round=1, group_wait_seconds=1.0)
+    for number, score in enumerate([0.0, 1.0, 0.0, 1.0, 0.0]):
+        agents_work(store, f"mail/{number}", [score])
+        daemon.turn(1000.0 + number)
+    daemon.turn(2000.0)
+    assert store.trajectories.drop_counts() == {"baseline_only": 3}
+    rounds = store.rounds.page("agent")
+    assert [held.metrics["trajectories"] for held in rounds if held.state == "committed"] == [2]
+
+
+def test_without_a_baseline_setting_singles_are_dropped_with_the_reason(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    daemon = make_daemon(group_wait_seconds=1.0)
+    agents_work(store, "mail/1", [1.0])
+    daemon.turn(1000.0)
+    daemon.turn(1002.0)
+    assert store.trajectories.drop_counts() == {"single": 1}

@@ -61,3 +61,10 @@ def test_an_evaluation_is_never_training_data() -> None:
     found = plan([run(str(number), purpose="eval") for number in range(3)])
     assert found.groups == ()
     assert found.drops == (("0", "eval"), ("1", "eval"), ("2", "eval"))
+
+
+def test_singles_become_groups_of_one_where_they_are_wanted() -> None:
+    waiting = [run("a"), run("b", task="other"), run("new", task="third", sealed_at=50.0)]
+    found = plan_groups(waiting, size=3, least=2, wait_seconds=60.0, now=61.0, singles=True)
+    assert [group.members for group in found.groups] == [("a",), ("b",)]
+    assert found.drops == ()

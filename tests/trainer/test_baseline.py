@@ -1,0 +1,63 @@
+"""The running baseline: only the past, never the sample itself."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+
+from store.records import PastScore
+from trainer.baseline import SHRINKAGE, ScoreBook
+
+
+def scored(name: str, score: float, at: float, family: str = "mail", cohort: str = "c") -> PastScore:
+    return PastScore(trajectory_id=name, family=family, cohort=cohort, score=score, judged_at=at)
+
+
+def test_a_baseline_is_made_of_earlier_scores_of_the_same_family_alone() -> None:
+    book = ScoreBook([scored("a", 0.0, 1.0), scored("b", 1.0, 2.0), scored("other", 9.0, 2.0, family="math")])
+    sample = scored("s", 5.0, 3.0, cohort="new")
+    book.add(sample)
+    book.add(scored("later", 7.0, 4.0))
+    found = book.baseline(sample, 2)
+    assert found is not None
+    assert found.count == 2
+    assert found.mean == pytest.approx(0.5, abs=0.01)
+    assert found.std == pytest.approx(0.5, abs=0.01)
+
+
+def test_too_few_scores_are_no_baseline() -> None:
+    book = ScoreBook([scored("a", 0.0, 1.0)])
+    assert book.baseline(scored("s", 1.0, 2.0), 2) is None
+    assert book.baseline(scored("s", 1.0, 2.0, family="never seen"), 1) is None
+
+
+def test_attempts_at_the_same_task_draw_the_baseline_to_their_mean() -> None:
+    easy = [scored(f"e{n}", 1.0, float(n), cohort="easy") for n in range(int(SHRINKAGE))]
+    hard = [scored(f"h{n}", 0.0, float(n), cohort="hard") for n in range(int(SHRINKAGE))]
+    book = ScoreBook([*easy, *hard])
+    baselines = {name: book.baseline(scored("s", 1.0, 99.0, cohort=name), 2) for name in ("easy", "hard", "new")}
+    means = {name: found.mean for name, found in baselines.items() if found is not None}
+    assert means["hard"] == pytest.approx(means["new"] / 2)
+    assert means["easy"] == pytest.approx((1.0 + means["new"]) / 2)
+
+
+def test_the_newest_scores_count_most() -> None:
+    book = ScoreBook([scored(str(n), float(n >= 200), float(n)) for n in range(400)])
+    found = book.baseline(scored("s", 1.0, 999.0, cohort="new"), 16)
+    assert found is not None
+    assert found.mean > 0.85
+
+
+def test_the_baseline_leaves_the_expected_gradient_alone() -> None:
+    """With scores that do not depend on what was sampled, the mean advantage over many samples is zero."""
+    randomness = random.Random(1)
+    book, advantages = ScoreBook(), []
+    for number in range(4000):
+        sample = scored(str(number), randomness.random(), float(number), cohort=str(number))
+        found = book.baseline(sample, 16)
+        book.add(sample)
+        if found is not None:
+            advantages.append(sample.score - found.mean)
+    assert abs(statistics.fmean(advantages)) < 0.02

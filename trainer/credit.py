@@ -1,0 +1,62 @@
+"""Credit: from the verdicts of a group, or of a single, to advantages. The only place that knows which is which.
+
+A group is compared with itself. A single is compared with the running baseline of its task family; until the family
+has `single_least` earlier scores there is none, and the single only adds its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from store.records import PastScore, Trajectory, Verdict
+from trainer.advantage import NO_VARIANCE, group_advantages, has_signal, over_the_round, single_advantage
+from trainer.baseline import ScoreBook
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """How the scores of one alias become advantages; `book` holds the scores so far and grows."""
+
+    name: str = "grpo"
+    by_family: bool = False
+    single_least: int = 16
+    book: ScoreBook = field(default_factory=ScoreBook)
+
+    def advantages(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> tuple[float, ...] | None:
+        """Return the advantages of a judged group, (G,) -> (G,); None for a single without a baseline."""
+        scores = [verdict.score or 0.0 for verdict in verdicts]
+        if len(members) > 1:
+            return group_advantages(scores, self.name)
+        sample = past(members[0], verdicts[0])
+        found = self.book.baseline(sample, self.single_least)
+        if found is None:
+            return None
+        return (single_advantage(sample.score, found.mean, found.std, self.name),)
+
+    def teaches(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> bool | None:
+        """Whether the group holds a learning signal; None for a single without a baseline."""
+        if len(members) > 1:
+            return has_signal([verdict.score or 0.0 for verdict in verdicts])
+        advantages = self.advantages(members, verdicts)
+        return None if advantages is None else abs(advantages[0]) > NO_VARIANCE
+
+    def remember(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> None:
+        """Take the scores of a judged group into the book."""
+        for member, verdict in zip(members, verdicts, strict=True):
+            self.book.add(past(member, verdict))
+
+    def over_the_round(self, families: Sequence[str], advantages: Sequence[float]) -> list[float]:
+        """Return the advantages of a round's trajectories, scaled as the credit wants it."""
+        return over_the_round(list(zip(families, advantages, strict=True)), self.name, by_family=self.by_family)
+
+
+def past(member: Trajectory, verdict: Verdict) -> PastScore:
+    """Return a verdict as later ones see it."""
+    return PastScore(
+        trajectory_id=member.id,
+        family=member.family,
+        cohort=member.group_key,
+        score=verdict.score or 0.0,
+        judged_at=verdict.judged_at,
+    )
