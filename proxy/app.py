@@ -32,8 +32,10 @@ from proxy.recording.recorder import Recorder
 from proxy.recording.shipper import Shipper
 from proxy.routing import Lifespan, Routes
 from proxy.settings import ProxySettings
-from proxy.upstreams.forward import ReplicaForwarder
-from proxy.upstreams.pool import Pool
+from proxy.upstreams.breaker import Breaker
+from proxy.upstreams.forward import ByModel, ReplicaForwarder
+from proxy.upstreams.others import OtherModels
+from proxy.upstreams.pool import Pool, Replica
 from proxy.upstreams.probes import Probes
 from proxy.upstreams.upstream import Upstream
 from store import Store
@@ -57,14 +59,19 @@ def create_app(
     journal = Journal(settings.journal, settings.journal_limit, settings.segment_bytes, metrics, bell)
     recorder = Recorder(journal, metrics, strict=settings.capture == "strict")
     shipper = Shipper(journal, store, carrier or Porter(store), metrics, bell, on_dead_letter=recorder.forget_known)
-    pool = Pool(
-        settings.upstreams,
+    failures, cool_off = settings.breaker_failures, settings.breaker_seconds
+    replicas = [Replica(replica, Breaker(failures, cool_off)) for replica in settings.upstreams]
+    pool = Pool(replicas, metrics, settings.affinity_slack)
+    probes = Probes(pool, lambda replica: upstream.models(replica.url), min(settings.probe_seconds, cool_off))
+    others = OtherModels(
+        settings.model_list,
+        settings.model_keys,
         metrics,
-        failures=settings.breaker_failures,
-        cool_off=settings.breaker_seconds,
-        slack=settings.affinity_slack,
+        request_timeout=settings.request_timeout,
+        connect_timeout=settings.connect_timeout,
+        failures=failures,
+        cool_off=cool_off,
     )
-    probes = Probes(pool, upstream, min(settings.probe_seconds, settings.breaker_seconds))
     book = PolicyBook(
         (settings.model,),
         store,
@@ -73,13 +80,14 @@ def create_app(
         url,
         pins=lambda now: links.pins(now, settings.pin_idle_seconds),
         shipped_until=shipper.shipped_until,
+        others=others.names,
     )
     metrics.journal_bytes.set_function(lambda: journal.bytes)
     metrics.unshipped.set_function(lambda: shipper.backlog)
     metrics.registry.register(PolicyInfo(book.known))
     call_log = CallLog(metrics) if settings.log_calls else None
     observer = Observer(metrics, call_log)
-    forwarder = ReplicaForwarder(book, upstream, pool, metrics)
+    forwarder = ByModel(ReplicaForwarder(book, upstream, pool, metrics), others)
 
     def captured(dialect: Dialect) -> Endpoint:
         return Endpoint(dialect, book, links, recorder, forwarder, metrics, observer, settings.body_limit)
@@ -102,13 +110,13 @@ def create_app(
         },
         models=models,
         mounts={"/api": create_operator(store, shipper, links)},
-        rest=PassThrough(book, upstream, pool, metrics, settings.body_limit),
+        rest=PassThrough(book, upstream, pool, others, metrics, settings.body_limit),
     )
     ring = KeyRing(settings, store)
     app = Errors(Keys(routes, ring), count=metrics.refused)
     memory = Memory(links, store, settings.idle_seconds)
     logs = [call_log] if call_log else []
-    return Lifespan(app, [*logs, ring, upstream, journal, shipper, memory, book, probes])
+    return Lifespan(app, [*logs, ring, upstream, others, journal, shipper, memory, book, probes])
 
 
 class Memory:

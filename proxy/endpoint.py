@@ -106,7 +106,8 @@ class Endpoint:
         """Fix the call's identity, version and sampling, and journal its beginning. Nothing here waits."""
         request, nodes, keys = asked.request, asked.nodes, asked.keys
         alias, wanted = self._book.choose(request.model)
-        link = self._links.find(identity.evidence(scope, headers, request, keys, (alias, wanted), body))
+        other = alias in self._book.others
+        link = self._links.find(identity.evidence(scope, headers, request, keys, (alias, wanted), body, other))
         version = next(known for known in (link.version, wanted, self._book.live(alias)) if known is not None)
         link = replace(link, version=version)
         now = time.time()

@@ -40,8 +40,8 @@ class Exchange:
 
     @property
     def policy(self) -> str:
-        """`alias@version`."""
-        return f"{self.opened.begun.alias}@{self.opened.begun.version}"
+        """What answers: `alias@version`, or another model's name."""
+        return self.opened.begun.policy
 
     def overhead(self) -> float:
         """Return the seconds so far that were not spent waiting for the upstream."""

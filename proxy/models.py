@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: the aliases, and every version that can be asked for by name."""
+"""GET /v1/models and /v1/models/{id}: the aliases, every version that can be asked for by name, other models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Models:
         for policy in versions:
             name = f"{policy.alias}@{policy.version}"
             cards[name] = _card(name, policy.created_at, policy.alias) | {"state": str(policy.state)}
-        return cards
+        return cards | {name: _card(name, 0.0, None) | {"owned_by": "upstream"} for name in sorted(self._book.others)}
 
 
 def _card(name: str, created_at: float, parent: str | None) -> dict[str, Any]:

@@ -5,7 +5,8 @@ not have is loaded.
 
 What may pass is a path of one or two plain names: no dots, no percent signs, no empty names, so that what is checked
 here is what vLLM sees. The routes that change what vLLM holds or does are not for agents, wherever they stand, and
-neither are answers that one replica keeps under an id.
+neither are answers that one replica keeps under an id. To another model's server, where our key opens more than
+models, only the routes go that ask a model for numbers.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from proxy.policy import PolicyBook
 from proxy.upstreams.adapters import Adapters
 from proxy.upstreams.answer import Answer
 from proxy.upstreams.connection import HttpAnswer
+from proxy.upstreams.others import Deployment, OtherModels
 from proxy.upstreams.pool import Pool, Replica
 from proxy.upstreams.upstream import Upstream
 
@@ -42,14 +44,24 @@ _CONTROL = frozenset(
         "get_world_size", "server_info", "kv_event_sources", "fault_tolerance",
     }
 )  # fmt: skip
+_OF_OTHERS = ("/embeddings", "/rerank", "/score", "/classify", "/pooling", "/moderations")
 _OURS = ("connection", "keep-alive", "transfer-encoding", "content-length", "server", "date")
 
 
 class PassThrough:
     """The endpoint for routes that Ratchet does not know."""
 
-    def __init__(self, book: PolicyBook, upstream: Upstream, pool: Pool, metrics: Metrics, body_limit: int) -> None:
+    def __init__(
+        self,
+        book: PolicyBook,
+        upstream: Upstream,
+        pool: Pool[Replica],
+        others: OtherModels,
+        metrics: Metrics,
+        body_limit: int,
+    ) -> None:
         self._book = book
+        self._others = others
         self._upstream = upstream
         self._pool = pool
         self._adapters = Adapters(book, upstream, metrics)
@@ -62,12 +74,18 @@ class PassThrough:
         if HOLD in scope:
             scope[HOLD].reserve_prompt(body)
         kind = header(scope, b"content-type") or ""
-        version = None
-        if body and "json" in kind:
-            body, version = self._served(body)
+        fields, name = _fields(body) if body and "json" in kind else ({}, None)
+        other = name in self._book.others
+        if other and scope[PATH] not in _OF_OTHERS:
+            raise NotFound(f"no route {scope['path'][:200]} for the model {name}", code="unknown_route")
         with Watch(receive) as watch:
             try:
-                answer = await self._ask(scope, body, version)
+                if name is None:
+                    answer = await self._ask(scope, body, None)
+                elif other:
+                    answer = await self._ask_other(scope, fields, name)
+                else:
+                    answer = await self._ask(scope, *self._served(fields, name))
                 try:
                     kept = [
                         (n.lower().encode(), v.encode()) for n, v in answer.headers.items() if n.lower() not in _OURS
@@ -86,9 +104,7 @@ class PassThrough:
 
     async def _ask(self, scope: Scope, body: bytes, version: tuple[str, int] | None) -> Answer:
         """Send the request on; load the adapter of `version` first where the replica does not know it."""
-        query = quote_from_bytes(scope["query_string"], safe=string.punctuation)
-        path = f"/v1{scope[PATH]}?{query}" if query else f"/v1{scope[PATH]}"
-        headers = {name: value for name in ("content-type", "accept") if (value := header(scope, name.encode()))}
+        path, headers = f"/v1{scope[PATH]}{_query(scope)}", _headers(scope)
 
         async def ask(replica: Replica) -> HttpAnswer:
             answer = await self._upstream.send(replica.url, scope["method"], path, body or None, headers)
@@ -98,19 +114,40 @@ class PassThrough:
 
         return await self._pool.ask(scope[TRAJECTORY] or "", ask)
 
-    def _served(self, body: bytes) -> tuple[bytes, tuple[str, int] | None]:
-        """Return the body with its model alias replaced, and (alias, version). Raises BadRequest, NotFound."""
-        try:
-            fields = msgspec.json.decode(body, type=dict[str, Raw])
-            name = msgspec.json.decode(fields["model"], type=str) if "model" in fields else None
-        except msgspec.DecodeError as error:
-            raise BadRequest(f"the body is not a JSON object with a model name: {error}") from error
-        if name is None:
-            return body, None
+    async def _ask_other(self, scope: Scope, fields: dict[str, Raw], name: str) -> Answer:
+        """Send the request to where another model is served, under the server's own name of it."""
+        path, headers = f"{scope[PATH]}{_query(scope)}", _headers(scope)
+
+        async def ask(deployment: Deployment) -> HttpAnswer:
+            body = msgspec.json.encode({**fields, "model": Raw(msgspec.json.encode(deployment.served_name))})
+            return await deployment.send(scope["method"], path, body, headers)
+
+        return await self._others.pool(name).ask("", ask)
+
+    def _served(self, fields: dict[str, Raw], name: str) -> tuple[bytes, tuple[str, int]]:
+        """Return the body with its model alias replaced, and (alias, version). Raises NotFound, NotReady."""
         alias, version = self._book.choose(name)
         version = self._book.live(alias) if version is None else version
-        fields["model"] = Raw(msgspec.json.encode(self._book.served(alias, version)))
-        return msgspec.json.encode(fields), (alias, version)
+        served = Raw(msgspec.json.encode(self._book.served(alias, version)))
+        return msgspec.json.encode({**fields, "model": served}), (alias, version)
+
+
+def _fields(body: bytes) -> tuple[dict[str, Raw], str | None]:
+    """Return a JSON body's fields, and the model that it names. Raises BadRequest."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Raw])
+        return fields, msgspec.json.decode(fields["model"], type=str) if "model" in fields else None
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"the body is not a JSON object with a model name: {error}") from error
+
+
+def _query(scope: Scope) -> str:
+    query = quote_from_bytes(scope["query_string"], safe=string.punctuation)
+    return f"?{query}" if query else ""
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name: value for name in ("content-type", "accept") if (value := header(scope, name.encode()))}
 
 
 def _may_pass(path: str) -> bool:

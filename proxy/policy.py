@@ -26,7 +26,7 @@ from proxy.upstreams.upstream import Upstream
 from store import Store
 from store.errors import StoreError
 from store.ids import new_id
-from store.records import Door, Policy
+from store.records import BASE_VERSION, Door, Policy
 from store.states import PolicyState
 
 log = logging.getLogger("ratchet.proxy")
@@ -53,10 +53,12 @@ class PolicyBook:
         url: str,
         pins: Callable[[float], dict[str, int]],
         shipped_until: Callable[[float], float],
+        others: Iterable[str] = (),
         refresh_seconds: float = 0.2,
         beat_seconds: float = 1.0,
     ) -> None:
         self.aliases = tuple(aliases)
+        self.others = frozenset(others)  # models that are not trained here
         self.heard_at = 0.0  # when the store answered last, monotonic seconds
         self._store = store
         self._upstream = upstream
@@ -78,6 +80,8 @@ class PolicyBook:
 
     def choose(self, model: str) -> tuple[str, int | None]:
         """Return (alias, version asked for) of a model name. Raises NotFound, NotReady."""
+        if model in self.others:
+            return model, None
         alias, at, number = model.partition("@")
         if alias not in self.aliases:
             raise self._unknown(model)
@@ -90,8 +94,8 @@ class PolicyBook:
         return alias, int(number)
 
     def live(self, alias: str) -> int:
-        """Return the version that new trajectories of a known alias begin on."""
-        return self._live[alias]
+        """Return the version that new trajectories of a known alias begin on; 0 of a model that is not ours."""
+        return BASE_VERSION if alias in self.others else self._live[alias]
 
     def served(self, alias: str, version: int) -> str:
         """Return the name that vLLM knows a version by."""
@@ -121,7 +125,8 @@ class PolicyBook:
         return missing
 
     def _unknown(self, model: str) -> NotFound:
-        exist = ", ".join([*self.aliases, *(f"{p.alias}@{p.version}" for p in self.known())])
+        versions = (f"{p.alias}@{p.version}" for p in self.known())
+        exist = ", ".join([*self.aliases, *sorted(self.others), *versions])
         return NotFound(
             f"the model {model[:120]!r} does not exist; there are: {exist}", param="model", code="model_not_found"
         )

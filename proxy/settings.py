@@ -13,6 +13,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from proxy.upstreams.model_list import ModelEntry, keys_in
+
 KEYS_VARIABLE = "RATCHET_API_KEYS"
 OPERATOR_KEYS_VARIABLE = "RATCHET_OPERATOR_KEYS"
 UPSTREAM_KEY_VARIABLE = "RATCHET_UPSTREAM_API_KEY"
@@ -21,7 +23,7 @@ UPSTREAM_KEY_VARIABLE = "RATCHET_UPSTREAM_API_KEY"
 class ProxySettings(BaseModel):
     """The settings of one proxy process. Sizes are bytes, times are seconds."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     upstreams: tuple[str, ...] = Field(min_length=1)  # base URLs of the vLLM replicas, without /v1
     model: str = Field(min_length=1, max_length=100)  # the alias that agents ask for
@@ -35,6 +37,8 @@ class ProxySettings(BaseModel):
     requests_per_minute: int | None = Field(default=None, ge=1)  # of a key without a limit of its own
     tokens_per_minute: int | None = Field(default=None, ge=1)  # of a key without a limit of its own
     upstream_key: SecretStr | None = None  # sent to vLLM as bearer token
+    model_list: tuple[ModelEntry, ...] = ()  # other models by name
+    model_keys: dict[str, SecretStr] = Field(default_factory=dict)  # theirs, by variable
     idle_seconds: float = Field(default=900.0, gt=0)  # an open trajectory is forgotten after this much silence
     pin_idle_seconds: float = Field(default=30.0, gt=0)  # a trajectory holds its version for this long
     most_trajectories: int = Field(default=10_000, ge=1)  # remembered for linking
@@ -68,6 +72,15 @@ class ProxySettings(BaseModel):
         return alias
 
     @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        if any(entry.model_name == self.model for entry in self.model_list):
+            raise ValueError(
+                f"model_list: {self.model} is the alias that is trained here; choose another model_name, and give the "
+                "alias's own vLLM replicas as upstreams"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _journal_holds_segments(self) -> Self:
         # Only whole segments can be given free: in a smaller journal the first one would fill it.
         if self.journal_limit < 4 * self.segment_bytes:
@@ -86,7 +99,8 @@ class ProxySettings(BaseModel):
                 values[field] = frozenset(hash_key(key.encode()) for key in keys)
         if environ.get(UPSTREAM_KEY_VARIABLE):
             values["upstream_key"] = environ[UPSTREAM_KEY_VARIABLE]
-        return cls(**values)
+        settings = cls(**values)
+        return settings.model_copy(update={"model_keys": keys_in(environ, settings.model_list)})
 
 
 def hash_key(key: bytes) -> str:

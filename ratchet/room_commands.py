@@ -16,6 +16,9 @@ _LOG_LINE = "%(asctime)s %(levelname)s %(name)s %(message)s"
 @click.option("--upstream", "upstreams", multiple=True, metavar="URL", help="A vLLM replica; repeat for more.")
 @options.alias
 @options.store_url
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="Settings file, as before the command; it may hold a model_list."
+)
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on.  [default: 8000]")
 @click.option("--capture", type=click.Choice(["strict", "relaxed"]), help="When a call is durable.  [default: strict]")
@@ -27,6 +30,7 @@ def proxy(
     upstreams: tuple[str, ...],
     model: str | None,
     store: str | None,
+    config: Path | None,
     host: str | None,
     port: int | None,
     capture: str | None,
@@ -41,6 +45,7 @@ def proxy(
     """
     values: dict[str, Any] = {"project": project, "model": model, "store": store}
     values |= {"proxy.host": host, "proxy.port": port, "proxy.capture": capture}
+    context.obj = config or context.obj
     settings = options.settings_of(context, values)
     derived: dict[str, Any] = {"upstreams": upstreams, "journal": journal}
     own = settings.proxy_settings(**{key: value for key, value in derived.items() if value})

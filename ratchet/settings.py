@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 
+from proxy.upstreams.model_list import ModelEntry
 from ratchet.addresses import url
 from ratchet.folders import StateFolder
 from ratchet.layers import Layers, explain
@@ -36,7 +37,8 @@ SECRETS = frozenset(
 )
 OTHER_VARIABLES = SECRETS | {"RATCHET_DEBUG"}
 # What `up` works out for the rooms from the settings of the project; these keys are not settings of a section.
-DERIVED_PROXY = frozenset({"upstreams", "model", "store", "journal", "key_hashes", "operator_hashes", "upstream_key"})
+DERIVED_PROXY = frozenset({"upstreams", "model", "store", "journal", "key_hashes", "operator_hashes", "upstream_key",
+                           "model_list", "model_keys"})  # fmt: skip
 DERIVED_TRAINER = frozenset({"vllm", "model", "base_model", "store", "checkpoints"})
 
 
@@ -103,6 +105,7 @@ class Settings(BaseModel):
     base_model: str | None = Field(None, description="folder or hub name of the model that learns")
     store: str | None = Field(None, description="database URL; null: SQLite in the state folder")
     min_free_mb: int = Field(500, ge=0, description="`up` refuses to start with less free disk than this")
+    model_list: tuple[ModelEntry, ...] = Field((), description="other models by name, as LiteLLM lists them")
     vllm: VllmSettings = Field(default_factory=VllmSettings, description="how vLLM is started")
     proxy: dict[str, Any] = Field(default_factory=dict, description="settings of the proxy")
     trainer: dict[str, Any] = Field(default_factory=dict, description="settings of the trainer")
@@ -135,6 +138,7 @@ class Settings(BaseModel):
         derived = {
             "upstreams": (url(self.vllm.host, self.vllm.port),),
             "model": self.model,
+            "model_list": self.model_list,
             "store": self.store_url,
             "journal": self.state.journal,
         }

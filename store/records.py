@@ -16,6 +16,7 @@ import msgspec
 from store.states import CallState, GroupState, KeyScope, PolicyState, RoundState, TrajectoryState
 
 BASE_VERSION = 0  # version 0 of every alias is the base model without an adapter
+OTHER = "other"  # the purpose of calls to a model that is not trained here
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -89,10 +90,15 @@ class CallBegun(Record, frozen=True, tag="begun"):
     task: str | None = None
     role: str | None = None
     tags: tuple[str, ...] = ()
-    purpose: str = "live"  # live: may be trained; eval: asked for by explicit version, never trained
+    purpose: str = "live"  # live: may be trained; eval (a version by name), other (another model): never
     sampling: Mapping[str, Any] = {}  # the sampling parameters that were sent, e.g. temperature, top_p, seed
     nodes: tuple[MessageNode, ...] = ()  # the messages of the prompt that this proxy has not shipped before
     tools: bytes = b""  # canonical JSON of the tool list, where not shipped before
+
+    @property
+    def policy(self) -> str:
+        """What answered: `alias@version`; of a model that is not trained here its name."""
+        return self.alias if self.purpose == OTHER else f"{self.alias}@{self.version}"
 
 
 class Choice(Record, frozen=True):

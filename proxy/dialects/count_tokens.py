@@ -15,10 +15,10 @@ from proxy.asgi import JSON, read_body, send_bytes, send_json
 from proxy.dialects import inner, messages_request
 from proxy.dialects.dialect import read_body_with
 from proxy.disconnect import Watch
-from proxy.errors import UpstreamBroke
+from proxy.errors import BadRequest, UpstreamBroke
 from proxy.policy import PolicyBook
 from proxy.shapes import ANTHROPIC
-from proxy.upstreams.pool import Pool
+from proxy.upstreams.pool import Pool, Replica
 from proxy.upstreams.upstream import Upstream
 
 PATH = "/tokenize"
@@ -27,7 +27,7 @@ PATH = "/tokenize"
 class CountTokens:
     """The endpoint. Nothing is generated, so nothing is recorded."""
 
-    def __init__(self, book: PolicyBook, upstream: Upstream, pool: Pool, body_limit: int) -> None:
+    def __init__(self, book: PolicyBook, upstream: Upstream, pool: Pool[Replica], body_limit: int) -> None:
         self._book = book
         self._upstream = upstream
         self._pool = pool
@@ -53,6 +53,8 @@ class CountTokens:
         fields = inner.decode(body)
         inner.require(fields, "model")
         alias, version = self._book.choose(fields["model"])
+        if alias in self._book.others:
+            raise BadRequest(f"the tokens of {alias}, a model of another server, cannot be counted here", param="model")
         served = self._book.served(alias, self._book.live(alias) if version is None else version)
         return msgspec.json.encode(messages_request.count_body(fields, served))
 

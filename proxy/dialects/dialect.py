@@ -78,8 +78,8 @@ def asked(request: ChatRequest, voice: Callable[[CallBegun], Voice]) -> Asked:
 
 
 def told_policy(begun: CallBegun) -> str:
-    """Return the name of the model that the client is told: `alias@version`."""
-    return f"{begun.alias}@{begun.version}"
+    """Return the name of the model that the client is told."""
+    return begun.policy
 
 
 async def read_body_with(read: Callable[[bytes], _Read], body: bytes) -> _Read:

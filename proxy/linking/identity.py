@@ -14,6 +14,7 @@ from proxy.linking.links import Evidence
 from proxy.request import ChatRequest
 
 _ID = re.compile(r"[A-Za-z0-9._:~@+=-]{1,100}")
+_NO_ID = re.compile(r"[^A-Za-z0-9._:~@+=-]")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 RETRY = b"x-stainless-retry-count"
@@ -26,9 +27,12 @@ def evidence(
     keys: tuple[str, ...],
     asked: tuple[str, int | None],
     body: bytes,
+    other: bool = False,
 ) -> Evidence:
     """Return what the request says about where it belongs. Raises BadRequest for an id that cannot be one."""
     explicit, by = _explicit(scope, headers, request)
+    if other and explicit is not None:
+        explicit = beside(explicit, asked[0])
     key_id = scope[KEY_ID]
     again = headers.get(RETRY, b"0") not in (b"0", b"")
     return Evidence(
@@ -40,7 +44,14 @@ def evidence(
         explicit=explicit,
         explicit_by=by,
         retry=attempt(key_id, body) if again else None,
+        other=other,
     )
+
+
+def beside(trajectory_id: str, model: str) -> str:
+    """Return the id of what another model says within a trajectory: a trajectory itself is of one alias."""
+    whole = f"{trajectory_id}~{_NO_ID.sub('_', model)}"
+    return whole if len(whole) <= 128 else f"{trajectory_id}~{blake2b(model.encode(), digest_size=8).hexdigest()}"
 
 
 def attempt(key_id: str | None, body: bytes) -> tuple[str | None, bytes]:

@@ -27,7 +27,7 @@ from proxy.errors import BadRequest
 from store import messages as canon
 from store.ids import new_id
 from store.owners import may_share
-from store.records import OpenLeaf
+from store.records import OTHER, OpenLeaf
 
 _MOST_LEAVES = 2_000  # of one run
 _MOST_EQUAL = 256  # equal answers that are told apart
@@ -96,10 +96,13 @@ class Evidence:
     explicit: str | None = None
     explicit_by: str = ""  # path, header, body, key
     retry: tuple[str | None, bytes] | None = None  # (key, body hash) where the SDK says that it tries again
+    other: bool = False  # the model is not trained here
 
     @property
     def purpose(self) -> str:
-        """`eval` where a version is asked for by name, else `live`."""
+        """`eval` where a version is asked for by name, `other` where the model is not trained here, else `live`."""
+        if self.other:
+            return OTHER
         return "live" if self.version is None else "eval"
 
 

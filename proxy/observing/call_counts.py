@@ -13,7 +13,17 @@ from proxy.observing.metrics import Metrics
 from proxy.observing.timing import Timing
 from store.records import CallEnded
 
-_REASONS = ("no token ids", "no logprobs", "no prompt token ids", "no answer", "echo", "image", "beam search", "failed")
+_REASONS = (
+    "no token ids",
+    "no logprobs",
+    "no prompt token ids",
+    "no answer",
+    "other model",
+    "echo",
+    "image",
+    "beam search",
+    "failed",
+)
 
 _Count = Callable[[float], None]
 

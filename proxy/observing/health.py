@@ -15,13 +15,16 @@ from proxy.asgi import send_json
 from proxy.policy import PolicyBook
 from proxy.recording.journal import Journal
 from proxy.recording.shipper import Shipper
+from proxy.upstreams.pool import Replica
 from proxy.upstreams.probes import Probes
 
 
 class Health:
     """The three endpoints. `most_lag`: seconds that the store may be behind."""
 
-    def __init__(self, book: PolicyBook, probes: Probes, journal: Journal, shipper: Shipper, most_lag: float) -> None:
+    def __init__(
+        self, book: PolicyBook, probes: Probes[Replica], journal: Journal, shipper: Shipper, most_lag: float
+    ) -> None:
         self._book = book
         self._probes = probes
         self._journal = journal

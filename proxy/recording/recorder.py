@@ -24,7 +24,7 @@ from proxy.observing.metrics import Metrics
 from proxy.recording.journal import Journal
 from proxy.request import ChatRequest
 from store import messages as canon
-from store.records import CallBegun, CallEnded, Choice, MessageNode
+from store.records import OTHER, CallBegun, CallEnded, Choice, MessageNode
 from store.states import CallState
 
 log = logging.getLogger("ratchet.proxy")
@@ -137,6 +137,9 @@ def assemble(opened: Opened, capture: Capture, end: End) -> tuple[CallEnded, lis
         if choice.link_key and answered.has_content():
             leaves.append(_leaf(begun, choice, prompt, end.ended_at))
     failed = end.state == CallState.FAILED
+    untrainable = opened.untrainable or ("failed" if failed else capture.untrainable())
+    if untrainable and begun.purpose == OTHER and not failed:
+        untrainable = "other model"  # whose server does not tell ids
     record = CallEnded(
         begun=begun,
         state=end.state,
@@ -148,7 +151,7 @@ def assemble(opened: Opened, capture: Capture, end: End) -> tuple[CallEnded, lis
         completion_tokens=capture.answer_tokens(),
         first_byte_at=end.first_byte_at,
         choices=tuple(choices),
-        untrainable=opened.untrainable or ("failed" if failed else capture.untrainable()),
+        untrainable=untrainable,
         error=end.error,
         upstream=end.upstream,
         nodes=tuple(nodes),

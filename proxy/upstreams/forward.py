@@ -17,6 +17,7 @@ from proxy.upstreams.answer import Answer
 from proxy.upstreams.connection import HttpAnswer
 from proxy.upstreams.pool import Pool, Replica
 from proxy.upstreams.upstream import Upstream
+from store.records import OTHER
 
 
 class Forwarder(Protocol):
@@ -26,10 +27,23 @@ class Forwarder(Protocol):
         """Send a call to `path` and return its answer; `exchange.url` says where it went. Raises UpstreamError."""
 
 
+class ByModel:
+    """To the replicas of our own aliases, or to where another model is served."""
+
+    def __init__(self, own: Forwarder, others: Forwarder) -> None:
+        self._own = own
+        self._others = others
+
+    async def forward(self, exchange: Exchange, path: str, headers: Mapping[str, str]) -> Answer:
+        """Send a call to `path` and return its answer; `exchange.url` says where it went. Raises UpstreamError."""
+        chosen = self._others if exchange.opened.begun.purpose == OTHER else self._own
+        return await chosen.forward(exchange, path, headers)
+
+
 class ReplicaForwarder:
     """To the vLLM replicas; loads an adapter where one is missing."""
 
-    def __init__(self, book: PolicyBook, upstream: Upstream, pool: Pool, metrics: Metrics) -> None:
+    def __init__(self, book: PolicyBook, upstream: Upstream, pool: Pool[Replica], metrics: Metrics) -> None:
         self._book = book
         self._upstream = upstream
         self._pool = pool

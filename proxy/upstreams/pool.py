@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Generic, TypeVar
 
 from proxy.errors import UpstreamBroke, UpstreamError, UpstreamTimeout, UpstreamUnreachable
 from proxy.observing.metrics import Metrics
@@ -29,13 +29,16 @@ _FULL = 429
 _MOST_ATTEMPTS = 3  # replicas that one call is offered to
 
 
-@dataclass(slots=True, eq=False)
 class Replica:
-    """One server. `in_flight` counts the calls whose answers have not ended."""
+    """One server. `in_flight` counts the calls whose answers have not ended; `label` names it in the metrics."""
 
-    url: str
-    breaker: Breaker
-    in_flight: int = 0
+    __slots__ = ("breaker", "in_flight", "label", "url")
+
+    def __init__(self, url: str, breaker: Breaker, label: str = "") -> None:
+        self.url = url
+        self.breaker = breaker
+        self.label = label or url
+        self.in_flight = 0
 
     def release(self) -> None:
         """A call is over."""
@@ -50,31 +53,31 @@ class Replica:
         return self.in_flight
 
 
-Ask = Callable[[Replica], Awaitable[HttpAnswer]]
+_R = TypeVar("_R", bound=Replica)
 
 
-class Pool:
+class Pool(Generic[_R]):
     """The replicas. `slack`: a trajectory leaves a replica that has so many more calls than the least busy one."""
 
-    def __init__(self, urls: Sequence[str], metrics: Metrics, *, failures: int, cool_off: float, slack: int) -> None:
-        self.replicas = tuple(Replica(url, Breaker(failures, cool_off)) for url in urls)
+    def __init__(self, replicas: Sequence[_R], metrics: Metrics, slack: int = 16) -> None:
+        self.replicas = tuple(replicas)
         self._slack = slack
         self._metrics = metrics
         for replica in self.replicas:
-            metrics.watch_upstream(replica.url, replica.is_up, replica.load)
+            metrics.watch_upstream(replica.label, replica.is_up, replica.load)
 
-    def order(self, trajectory_id: str) -> Sequence[Replica]:
+    def order(self, trajectory_id: str) -> Sequence[_R]:
         """Return the replicas that a call is offered to, one after the other."""
         if len(self.replicas) == 1:
             return self.replicas
         healthy = [replica for replica in self.replicas if replica.breaker.closed] or self.replicas
         if not trajectory_id:
             return sorted(healthy, key=lambda replica: replica.in_flight)[:_MOST_ATTEMPTS]
-        own = sorted(healthy, key=lambda replica: _weight(replica.url, trajectory_id), reverse=True)
+        own = sorted(healthy, key=lambda replica: _weight(replica.label, trajectory_id), reverse=True)
         least = min(replica.in_flight for replica in healthy)
         return sorted(own, key=lambda replica: replica.in_flight - least >= self._slack)[:_MOST_ATTEMPTS]
 
-    async def ask(self, trajectory_id: str, ask: Ask) -> HttpAnswer:
+    async def ask(self, trajectory_id: str, ask: Callable[[_R], Awaitable[HttpAnswer]]) -> HttpAnswer:
         """Offer a call to one replica after the other until one takes it. Raises UpstreamError. Close the answer.
 
         `ask` sends the call to the replica that it is given.
@@ -103,7 +106,7 @@ class Pool:
             raise told
         return told
 
-    async def _offer(self, replica: Replica, ask: Ask) -> HttpAnswer | UpstreamError:
+    async def _offer(self, replica: _R, ask: Callable[[_R], Awaitable[HttpAnswer]]) -> HttpAnswer | UpstreamError:
         """Return the replica's answer, or why there is none; it counts as busy until the answer is closed."""
         replica.in_flight += 1
         try:
@@ -134,17 +137,17 @@ class Pool:
     def failed(self, replica: Replica, reason: str) -> None:
         """Take note that a replica is not well."""
         if replica.breaker.fail(time.monotonic()):
-            log.warning("event=upstream_down upstream=%s reason=%r", replica.url, reason)
+            log.warning("event=upstream_down upstream=%s reason=%r", replica.label, reason)
 
     def answered(self, replica: Replica) -> None:
         """Take note that a replica is well."""
         if replica.breaker.succeed():
-            log.info("event=upstream_up upstream=%s", replica.url)
+            log.info("event=upstream_up upstream=%s", replica.label)
 
 
-def _weight(url: str, trajectory_id: str) -> bytes:
+def _weight(label: str, trajectory_id: str) -> bytes:
     """Rendezvous hashing: the replica of the greatest weight is the trajectory's own, whichever others there are."""
-    return blake2b(f"{url}\0{trajectory_id}".encode(), digest_size=8).digest()
+    return blake2b(f"{label}\0{trajectory_id}".encode(), digest_size=8).digest()
 
 
 def _close(outcome: HttpAnswer | UpstreamError | None) -> None:

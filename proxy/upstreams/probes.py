@@ -1,30 +1,37 @@
 """Asks every replica from time to time whether it is there, so that a dead one is known before a call meets it.
 
 A replica whose breaker has cooled off is asked, too, and its answer closes the breaker: no agent's call is the
-probe. A slow answer opens nothing, as a replica may be busy; no connection does.
+probe. A server that is not ours is asked only for that (`idle`). A slow answer opens nothing, as a replica may be busy;
+no connection does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
 
 from proxy.errors import UpstreamError, UpstreamUnreachable
 from proxy.upstreams.breaker import State
 from proxy.upstreams.pool import Pool, Replica
-from proxy.upstreams.upstream import Upstream
 
 _PATIENCE = 2.0  # seconds for an answer
 
 
-class Probes:
-    """The service that asks."""
+_R = TypeVar("_R", bound=Replica)
 
-    def __init__(self, pool: Pool, upstream: Upstream, every: float) -> None:
+
+class Probes(Generic[_R]):
+    """The service that asks: `ask` raises UpstreamError where a replica is not there."""
+
+    def __init__(
+        self, pool: Pool[_R], ask: Callable[[_R], Awaitable[object]], every: float, *, idle: bool = False
+    ) -> None:
         self._pool = pool
-        self._upstream = upstream
+        self._ask = ask
         self._every = every
+        self._idle = idle
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -37,27 +44,28 @@ class Probes:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _watch(self, replica: Replica) -> None:
+    async def _watch(self, replica: _R) -> None:
         while True:
             await asyncio.sleep(self._every)
-            if replica.breaker.state(time.monotonic()) != State.OPEN:
+            state = replica.breaker.state(time.monotonic())
+            if state == State.HALF_OPEN or (state == State.CLOSED and not self._idle):
                 await self._probe(replica)
 
     async def look(self) -> list[dict[str, Any]]:
         """Ask all replicas now; return for each where it is, whether it answers, and what its breaker says."""
         return list(await asyncio.gather(*(self._told(replica) for replica in self._pool.replicas)))
 
-    async def _told(self, replica: Replica) -> dict[str, Any]:
+    async def _told(self, replica: _R) -> dict[str, Any]:
         reason = await self._probe(replica)
         told = {"url": replica.url, "answers": reason is None, "in_flight": replica.in_flight}
         told["breaker"] = str(replica.breaker.state(time.monotonic()))
         return told | ({"reason": reason} if reason else {})
 
-    async def _probe(self, replica: Replica) -> str | None:
+    async def _probe(self, replica: _R) -> str | None:
         """Ask one replica; return what is wrong with it, or None."""
         try:
             async with asyncio.timeout(_PATIENCE):
-                await self._upstream.models(replica.url)
+                await self._ask(replica)
         except UpstreamUnreachable as error:
             self._pool.failed(replica, str(error))
             return str(error)

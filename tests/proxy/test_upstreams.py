@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 
 from proxy.observing.metrics import Metrics
 from proxy.upstreams.breaker import Breaker, State
-from proxy.upstreams.pool import Pool
+from proxy.upstreams.pool import Pool, Replica
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import VllmProcess, eventually, served
@@ -25,8 +25,8 @@ def body(text: str = "hi", **fields: Any) -> dict[str, Any]:
     return {"model": "agent", "messages": [{"role": "user", "content": text}], **fields}
 
 
-def pool(**settings: Any) -> Pool:
-    return Pool(URLS, Metrics(), **({"failures": 1, "cool_off": 1.0, "slack": 3} | settings))
+def pool(urls: Sequence[str] = URLS) -> Pool[Replica]:
+    return Pool([Replica(url, Breaker(failures=1, cool_off=1.0)) for url in urls], Metrics(), slack=3)
 
 
 # --- the choice -----------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def test_a_trajectory_stays_with_its_replica_and_all_get_some() -> None:
 
 
 def test_a_trajectory_leaves_a_replica_that_is_busier_than_the_slack_and_comes_back() -> None:
-    replicas = pool(slack=3)
+    replicas = pool()
     own, second = replicas.order("traj_1")[:2]
     own.in_flight = 2
     assert replicas.order("traj_1")[0] is own
@@ -133,10 +133,8 @@ def test_when_all_replicas_fail_the_first_failure_is_told_as_it_came(
     proxy = start(upstreams=(vllm_url, second[1]))
     failing([vllm], 429, 1)
     failing([second[0]], 503, 1)
-    trajectory = next(
-        name for name in map(str, range(99)) if Pool((vllm_url, second[1]), Metrics(), failures=1, cool_off=1, slack=9)
-        .order(name)[0].url == vllm_url
-    )  # fmt: skip
+    replicas = pool((vllm_url, second[1]))
+    trajectory = next(name for name in map(str, range(99)) if replicas.order(name)[0].url == vllm_url)
     answer = proxy.http.post(f"/t/{trajectory}/v1/chat/completions", json=body())
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     assert answer.json()["error"]["message"] == "overloaded"
