@@ -11,7 +11,6 @@ import pytest
 
 from store import open_store
 from store.records import Call, Transcript
-from tests.clients.scenario import asked, marker
 from tests.clients.table import CLIENTS, Client
 from tests.clients.witness import Seen, Witness
 from tests.proxy.conftest import Proxy, running
@@ -39,7 +38,7 @@ class Bench:
         found: list[Call] = []
         for run in self.proxy.store.trajectories.page(1000):
             transcript = self.proxy.store.trajectories.read(run.id)
-            if marker(client.name, streamed) in str(transcript.messages):
+            if client.marker(streamed) in str(transcript.messages):
                 found += transcript.calls
         return sorted(found, key=lambda call: call.started_at)
 
@@ -50,12 +49,12 @@ class Bench:
     def upstream(self, client: Client, streamed: bool) -> list[dict[str, Any]]:
         """The bodies of this question that reached the engine."""
         self.result(client, streamed)
-        return [body for body in self.vllm.calls if marker(client.name, streamed) in str(body.get("messages"))]
+        return [body for body in self.vllm.calls if client.marker(streamed) in str(body.get("messages"))]
 
     def sent(self, client: Client, streamed: bool) -> list[Seen]:
         """The requests of this question that came to the proxy."""
         self.result(client, streamed)
-        return [seen for seen in self.witness.seen if marker(client.name, streamed).encode() in seen.body]
+        return [seen for seen in self.witness.seen if client.marker(streamed).encode() in seen.body]
 
 
 @pytest.fixture(scope="session")
@@ -71,7 +70,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         made = Bench(proxy, vllm, witness)
         for client in CLIENTS:
             if client in _wanted(request.session):
-                questions = [asked(client.name, streamed) for streamed in client.modes]
+                questions = [client.scenario.asked(client.marker(streamed), streamed) for streamed in client.modes]
                 made.results[client.name] = pool.submit(client.program.run, proxy.url, questions)
         yield made
     store.close()

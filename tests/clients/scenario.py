@@ -1,11 +1,11 @@
-"""What every client's agent is asked, what its tools return, and what the scripted engine therefore samples.
+"""What an agent is asked, what its tools return, and what the scripted engine therefore samples, call by call.
 
-Four calls: one tool, another tool, both at once, the answer. The directives of tests/proxy/scripted_vllm.py travel in
-the question and in the tools' results.
+The directives of tests/proxy/scripted_vllm.py travel in the question and in the tools' results.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from tests.proxy.scripted_vllm import tool_text
@@ -18,31 +18,55 @@ _SCHEMA = {
     "properties": {"q": {"type": "string"}, "n": {"type": "integer"}},
     "required": ["q", "n"],
 }
-_SEARCH, _READ = (tool_text(name, _ARGUMENTS) for name in ("search", "read"))
-
-SAMPLED = (_SEARCH, _READ, _SEARCH + _READ, ANSWER)
-REPLIES = {
-    "search": ["Two mails. #tool=read", "No more mails. #say=It.is.40"],
-    "read": ["Look again. #tool=search+read", "The budget is 40. #say=It.is.40"],
-}
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": f"{name} mails", "parameters": _SCHEMA}}
     for name in ("search", "read")
 ]
 
 
-def marker(client: str, streamed: bool) -> str:
-    """What tells this run's question from all others."""
-    return f"[{client} {'streamed' if streamed else 'whole'}]"
+@dataclass(frozen=True)
+class Scenario:
+    """A question's directives, the tools' results in order (the last one for good), and what is sampled."""
+
+    directives: str
+    search: tuple[str, ...]
+    read: tuple[str, ...]
+    sampled: tuple[str, ...]
+
+    def asked(self, marker: str, streamed: bool) -> dict[str, Any]:
+        """The question as a program reads it."""
+        return {
+            "question": f"{marker} What is the budget? {self.directives}",
+            "streamed": streamed,
+            "replies": {"search": self.search, "read": self.read},
+            "system": SYSTEM,
+            "tools": TOOLS,
+            "options": {},
+        }
 
 
-def asked(client: str, streamed: bool) -> dict[str, Any]:
-    """The question of one run."""
-    return {
-        "question": f"{marker(client, streamed)} What is the budget? #tool=search",
-        "streamed": streamed,
-        "replies": REPLIES,
-        "system": SYSTEM,
-        "tools": TOOLS,
-        "options": {},
-    }
+def _loop(end: str, last: str) -> Scenario:
+    """One tool, another one, both at once, the end."""
+    search, read = (tool_text(name, _ARGUMENTS) for name in ("search", "read"))
+    return Scenario(
+        "#tool=search",
+        search=("Two mails. #tool=read", f"No more mails. {end}"),
+        read=("Look again. #tool=search+read", f"The budget is 40. {end}"),
+        sampled=(search, read, search + read, last),
+    )
+
+
+LOOP = _loop("#say=It.is.40", ANSWER)
+FINAL_TOOL = _loop(
+    '#tool=final_answer #args={"answer":"It.is.40"}', tool_text("final_answer", {"answer": ANSWER})
+)  # the agent ends with a tool of its framework
+CODE = Scenario(
+    "#say=Searching:<code>print(search('budget',2)) #stopped=</code>",
+    search=("Two mails. #say=Reading:<code>print(read('budget',2)) #stopped=</code>",),
+    read=("The budget is 40. #say=Done:<code>final_answer('It.is.40') #stopped=</code>",),
+    sampled=(
+        "Searching:<code>print(search('budget',2))",
+        "Reading:<code>print(read('budget',2))",
+        "Done:<code>final_answer('It is 40')",
+    ),
+)  # the agent acts in code, which it closes itself

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from tests.clients import scenario
 from tests.clients.program import Program
+from tests.clients.scenario import LOOP, Scenario
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class Client:
     """A client: its program, the dialect it speaks, whether it streams and not, and what its calls look like.
 
     `linked_by` is what leads from call to call. `contexts` are those of its calls in the store; a habit that changes
-    the history shows as a fork. `sampled` is what the scripted engine samples for it, call by call.
+    the history shows as a fork.
     """
 
     name: str
@@ -22,16 +23,18 @@ class Client:
     modes: tuple[bool, ...] = (False, True)
     linked_by: tuple[str, ...] = ("graph", "graph+tool_ids")
     contexts: tuple[str, ...] = ("root", "exact", "exact", "exact")
-    sampled: tuple[str, ...] = scenario.SAMPLED
-    answer: str = scenario.ANSWER
+    scenario: Scenario = LOOP
+
+    def marker(self, streamed: bool) -> str:
+        """What tells this run's question from all others."""
+        return f"[{self.name} {'streamed' if streamed else 'whole'}]"
+
+
+def _client(name: str, environment: str, script: str, *arguments: str, **more: Any) -> Client:
+    return Client(name, Program(name, environment, script, arguments), **more)
 
 
 RESPONSE_ID = ("body",)  # `previous_response_id`, which the SDK's own documentation teaches
-
-
-def _client(name: str, environment: str, script: str, *arguments: str, dialect: str = "chat", **more: object) -> Client:
-    return Client(name, Program(name, environment, script, arguments), dialect, **more)  # type: ignore[arg-type]
-
 
 CLIENTS = (
     _client("openai2", "openai2", "openai_chat.py"),
@@ -47,4 +50,10 @@ CLIENTS = (
     _client("pydantic-ai", "openai3", "pydantic_ai_agent.py"),
     _client("litellm-hosted_vllm", "openai2", "litellm_chat.py", "hosted_vllm"),
     _client("litellm-openai", "openai2", "litellm_chat.py", "openai"),
+    _client("ai-sdk", "node", "ai_sdk.js"),
+    _client("agentscope", "openai3", "agentscope_react.py"),
+    _client("haystack", "openai3", "haystack_agent.py"),
+    _client("autogen", "openai3", "autogen_agent.py"),
+    _client("llama-index", "openai2", "llama_index_agent.py"),
+    _client("strands", "openai2", "strands_agent.py", modes=(True,)),
 )

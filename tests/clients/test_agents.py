@@ -10,11 +10,11 @@ import pytest
 from store.records import unpack_ids, unpack_logprobs
 from store.states import CallState
 from tests.clients.conftest import Bench
-from tests.clients.scenario import SYSTEM, marker
+from tests.clients.scenario import ANSWER, LOOP, SYSTEM
 from tests.clients.table import CLIENTS, Client
 from tests.proxy.scripted_vllm import END, logprob, render
 
-RUNS = [pytest.param(c, s, id=marker(c.name, s)[1:-1].replace(" ", "-")) for c in CLIENTS for s in c.modes]
+RUNS = [pytest.param(c, s, id=c.marker(s)[1:-1].replace(" ", "-")) for c in CLIENTS for s in c.modes]
 every_run = pytest.mark.parametrize(("client", "streamed"), RUNS)
 
 # What the proxy asks of the engine for itself; everything else is the client's.
@@ -23,7 +23,7 @@ OURS = {"model", "logprobs", "top_logprobs", "return_token_ids", "stream_options
 
 @every_run
 def test_the_agent_comes_to_its_own_result(bench: Bench, client: Client, streamed: bool) -> None:
-    assert bench.result(client, streamed)["answer"] == client.answer
+    assert bench.result(client, streamed)["answer"] == ANSWER
     statuses = {(seen.method, seen.path, seen.status) for seen in bench.sent(client, streamed)}
     assert {status for _, _, status in statuses} == {200}, statuses
 
@@ -43,8 +43,8 @@ def test_its_calls_are_one_trajectory_without_any_id(bench: Bench, client: Clien
 def test_every_token_is_the_engines(bench: Bench, client: Client, streamed: bool) -> None:
     calls, upstream = bench.calls(client, streamed), bench.upstream(client, streamed)
     context: tuple[int, ...] = ()
-    assert len(calls) == len(upstream) == len(client.sampled)
-    for call, body, words in zip(calls, upstream, client.sampled, strict=True):
+    assert len(calls) == len(upstream) == len(client.scenario.sampled)
+    for call, body, words in zip(calls, upstream, client.scenario.sampled, strict=True):
         assert (call.state, call.status, call.untrainable) == (CallState.ANSWERED, 200, None)
         (choice,) = call.choices
         sampled = (*words.encode(), END)
@@ -58,23 +58,31 @@ def test_every_token_is_the_engines(bench: Bench, client: Client, streamed: bool
 @every_run
 def test_what_it_sends_reaches_the_engine(bench: Bench, client: Client, streamed: bool) -> None:
     sent, upstream = bench.sent(client, streamed), bench.upstream(client, streamed)
-    for seen, body in zip(sent, upstream, strict=client.dialect != "responses"):
-        if client.dialect == "chat":
-            assert _clients(json.loads(seen.body)) == _clients(body)
+    if client.dialect == "chat":
+        assert [_clients(json.loads(seen.body)) for seen in sent] == [_clients(body) for body in upstream]
     last = upstream[-1]
-    said = [(message["role"], _names(message)) for message in last["messages"]]
-    assert [tool["function"]["name"] for tool in last["tools"]][:2] == ["search", "read"]
-    assert SYSTEM in str(last["messages"][0]["content"])
+    assert SYSTEM in str(last["messages"][0]["content"]) or client.scenario is not LOOP
+    assert all(reply[:9] in str(last["messages"]) for reply in (client.scenario.search[0], client.scenario.read[0]))
+
+
+@every_run
+def test_the_engine_is_told_the_whole_conversation(bench: Bench, client: Client, streamed: bool) -> None:
+    last = bench.upstream(client, streamed)[-1]
+    said = [(message["role"], _names(message)) for message in last["messages"] if not _is_reminder(message)]
+    if client.scenario is not LOOP:
+        assert {names for _, names in said} == {()}  # told in texts
+        return
+    assert [tool["function"]["name"] for tool in last["tools"]][-2:] == ["search", "read"]
     assert said == [
-        ("system", []),
-        ("user", []),
-        ("assistant", ["search"]),
-        ("tool", []),
-        ("assistant", ["read"]),
-        ("tool", []),
-        ("assistant", ["search", "read"]),
-        ("tool", []),
-        ("tool", []),
+        ("system", ()),
+        ("user", ()),
+        ("assistant", ("search",)),
+        ("tool", ()),
+        ("assistant", ("read",)),
+        ("tool", ()),
+        ("assistant", ("search", "read")),
+        ("tool", ()),
+        ("tool", ()),
     ]
 
 
@@ -82,8 +90,12 @@ def _clients(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in OURS}
 
 
-def _names(message: dict[str, Any]) -> list[str]:
-    return [call["function"]["name"] for call in message.get("tool_calls") or ()]
+def _names(message: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(call["function"]["name"] for call in message.get("tool_calls") or ())
+
+
+def _is_reminder(message: dict[str, Any]) -> bool:
+    return "<system-reminder>" in str(message.get("content"))
 
 
 def test_no_client_was_refused_anything(bench: Bench) -> None:

@@ -2,10 +2,10 @@
 
 A token is a byte (0 to 255); 256 and 257 begin and end a turn, so that a prompt that repeats an answer word for word
 begins with its tokens. Directives in the last message say how to answer: `#say=WORDS` (dots for spaces), `#tokens=N`,
-`#think=WORDS` before it, `#tool=NAME` or `#tool=ONE+OTHER` (`#drift` samples the arguments in another spacing than the
-template renders, `#broken` samples arguments that are no JSON), `#delay=SECONDS` per token, `#status=CODE`, `#cut=N`
-breaks off after N tokens, `#fault=N` puts an error event there, `#length` and `#stopped=WORD` end for another reason,
-`#noids`, `#nologprobs`, `#short` (one logprob too few), `#html` (an error that is a page).
+`#think=WORDS` before it, `#tool=NAME` or `#tool=ONE+OTHER` (`#args=JSON` without blanks, `#drift` samples the arguments
+in another spacing than the template renders, `#broken` ones that are no JSON), `#delay=SECONDS` per token,
+`#status=CODE`, `#cut=N` breaks off after N tokens, `#fault=N` puts an error event there, `#length` and `#stopped=WORD`
+end for another reason, `#noids`, `#nologprobs`, `#short` (one logprob too few), `#html` (an error that is a page).
 
 Run alone: `python -m tests.proxy.scripted_vllm PORT`.
 """
@@ -163,7 +163,7 @@ class ScriptedVllm:
         if "broken" in script:
             return thought + "<tool_call>{broken</tool_call>"
         if "tool" in script:
-            arguments = {"q": "budget", "n": 2}
+            arguments = json.loads(script.get("args", '{"q":"budget","n":2}').replace(".", " "))
             return thought + "".join(
                 tool_text(name, arguments, "drift" in script) for name in script["tool"].split("+")
             )
@@ -348,8 +348,10 @@ def _usage(prompt: list[int], choices: Sequence[_Choice]) -> Json:
 
 
 def _last_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    content = messages[-1].get("content") or ""
-    return content if isinstance(content, str) else " ".join(part.get("text", "") for part in content)
+    """The text that holds the directives: the last one that is no reminder of the agent's framework."""
+    contents = (message.get("content") or "" for message in reversed(messages))
+    texts = (c if isinstance(c, str) else " ".join(part.get("text", "") for part in c) for c in contents)
+    return next((text for text in texts if not text.startswith("<system-reminder>")), "")
 
 
 async def _disconnected(receive: Receive) -> None:

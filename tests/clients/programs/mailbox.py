@@ -61,6 +61,7 @@ def answer(agent: Callable[[Asked], Any], package: str) -> None:
 
 
 async def _answer(agent: Callable[[Asked], Any], package: str) -> None:
+    results, sys.stdout = sys.stdout, sys.stderr  # some frameworks talk
     for asked in json.load(sys.stdin):
         said = await agent(asked) if inspect.iscoroutinefunction(agent) else await asyncio.to_thread(agent, asked)
-        print(json.dumps({"answer": said, "package": package, "version": version(package)}), flush=True)
+        print(json.dumps({"answer": said, "package": package, "version": version(package)}), file=results, flush=True)
