@@ -32,7 +32,7 @@ class Errors:
         try:
             await self._app(scope, receive, watched)
         except ClientLeft:
-            log.info("event=client_left path=%s", scope["path"])
+            log.info("event=client_left path=%r", scope["path"])
         except ProxyError as error:
             self._count(error)
             if started:
@@ -45,6 +45,6 @@ class Errors:
             self._count(None)
             if started:
                 raise
-            log.exception("event=defect path=%s", scope["path"])
+            log.exception("event=defect path=%r", scope["path"])
             defect = ProxyError("the proxy failed; its log says why")
             await send_bytes(send, 500, shape_of(scope["path"]).ours(defect), [JSON])

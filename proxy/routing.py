@@ -47,7 +47,7 @@ class Routes:
         if endpoint is None and versioned:
             endpoint = self._rest
         if endpoint is None:
-            raise NotFound(f"no route {scope['method']} {scope['path']}", code="unknown_route")
+            raise NotFound(f"no route {scope['method']} {scope['path'][:200]}", code="unknown_route")
         await endpoint(scope, receive, send)
 
 

@@ -6,8 +6,10 @@ SIGINT does not wait. The port is taken before anything else, so that a busy one
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -16,6 +18,7 @@ from types import FrameType
 
 import uvicorn
 
+from proxy.access.connections import Connections
 from proxy.app import create_app
 from proxy.errors import StartError
 from proxy.recording.carrier_process import CarrierProcess
@@ -25,6 +28,8 @@ from proxy.upstreams.upstream import Upstream
 from store import open_store
 
 log = logging.getLogger("ratchet.proxy")
+
+_OTHER_FILES = 256  # listener, journal, store, libraries
 
 
 def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = None) -> None:
@@ -39,11 +44,12 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
     key = settings.upstream_key.get_secret_value() if settings.upstream_key else None
     upstream = Upstream(settings.upstreams, settings.request_timeout, settings.connect_timeout, key)
     app = create_app(settings, store, upstream, url, CarrierProcess(settings.store))
+    connections = Connections(settings.most_connections, settings.read_timeout, settings.write_timeout)
     server = _Server(
         uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=connections.protocol,
             ws="none",
             lifespan="on",
             log_config=None,
@@ -55,8 +61,11 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
             backlog=2048,
         ),
         app,
+        connections,
         lambda: _started(url, on_listening),
     )
+    _open_files(2 * settings.most_connections + _OTHER_FILES)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every malformed request: a flood
     handlers = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         server.run(sockets=[listener])
@@ -71,9 +80,12 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
 class _Server(uvicorn.Server):
     """uvicorn's server that says when it serves, and why it cannot."""
 
-    def __init__(self, config: uvicorn.Config, app: Lifespan, on_started: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, app: Lifespan, connections: Connections, on_started: Callable[[], None]
+    ) -> None:
         super().__init__(config)
         self._lifespan = app
+        self._connections = connections
         self._on_started = on_started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -82,6 +94,7 @@ class _Server(uvicorn.Server):
         except SystemExit:  # uvicorn's way to give up
             raise StartError(f"the proxy could not start: {self._lifespan.failure or 'see its log'}") from None
         if self.started:
+            self._watch = asyncio.create_task(self._connections.watch())
             self._on_started()
 
 
@@ -92,6 +105,18 @@ def _started(url: str, on_listening: Callable[[str], None] | None) -> None:
     log.info("event=listening url=%s", url)
     if on_listening is not None:
         on_listening(url)
+
+
+def _open_files(wanted: int) -> None:
+    """Let this process have so many files open, as far as it may: a call takes two."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft not in (resource.RLIM_INFINITY, most) and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        log.warning(
+            "event=few_files most=%d wanted=%d remedy='raise ulimit -n or lower most_connections'", most, wanted
+        )
 
 
 def _listen(host: str, port: int) -> socket.socket:

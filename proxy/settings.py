@@ -42,6 +42,9 @@ class ProxySettings(BaseModel):
     idle_seconds: float = Field(default=900.0, gt=0)  # an open trajectory is forgotten after this much silence
     pin_idle_seconds: float = Field(default=30.0, gt=0)  # a trajectory holds its version for this long
     most_trajectories: int = Field(default=10_000, ge=1)  # remembered for linking
+    most_connections: int = Field(default=4096, ge=1)
+    read_timeout: float = Field(default=30.0, gt=0)  # for a request to arrive; more for large ones
+    write_timeout: float = Field(default=60.0, gt=0)  # for a client to read on
     body_limit: int = Field(default=64 * 2**20, ge=1024)
     journal_limit: int = Field(default=4 * 2**30, ge=2**16)  # all segments together
     segment_bytes: int = Field(default=8 * 2**20, ge=2**12)

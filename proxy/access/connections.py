@@ -1,0 +1,175 @@
+"""What one connection may cost: uvicorn's HTTP protocol with bounds on its head, its pace and its number.
+
+Promises: a request's head, and whatever else is not body, takes at most `MOST_HEAD` bytes (431); a request has to come
+at a pace of `LEAST_PACE` bytes a second after `read_timeout` (408); a client that does not read its answer holds it for
+`write_timeout` at most, in a buffer of uvicorn's size, and then counts as having left; above `most` connections a new
+one is told 503 and closed. A refusal on this level closes the connection. The cost per request is a few comparisons:
+one task looks at the open connections every second, there is no timer per request.
+
+Does not bound bodies (`asgi.read_body`) or how long an answer takes (`request_timeout`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from proxy.errors import openai_error
+
+MOST_HEAD = 64 * 1024  # bytes
+LEAST_PACE = 10_000  # bytes a second
+
+_CHUNK_COST = 8  # bytes of framing that a byte of a chunked body may take
+_LINGER = 5.0  # seconds for the rest of a body that was answered before its end
+_EVERY = 1.0
+_NO_LINGER = struct.pack("ii", 1, 0)
+
+_REASONS = {
+    408: "Request Timeout",
+    400: "Bad Request",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+
+
+class _Phase(Enum):
+    WAITING = 0  # for the first byte of a request
+    COMING = 1  # some of a request is here
+    WHOLE = 2  # the request is here; its answer is made, or was sent
+
+
+class Connections:
+    """The connections of one server, and their bounds."""
+
+    def __init__(self, most: int, read_timeout: float, write_timeout: float) -> None:
+        self.most = most
+        self.read_timeout = read_timeout
+        self.write_timeout = write_timeout
+        self._open: set[Connection] = set()
+
+    @property
+    def protocol(self) -> Any:
+        """What uvicorn makes connections with."""
+        return partial(Connection, self)
+
+    def enter(self, connection: Connection) -> bool:
+        """Count a connection in; False where there are too many."""
+        if len(self._open) >= self.most:
+            return False
+        self._open.add(connection)
+        return True
+
+    def leave(self, connection: Connection) -> None:
+        """Count a connection out."""
+        self._open.discard(connection)
+
+    async def watch(self) -> None:
+        """End the connections that are too slow, for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(min(_EVERY, self.read_timeout / 4, self.write_timeout / 4))
+            now = loop.time()
+            for connection in list(self._open):
+                connection.check(now)
+
+
+class Connection(HttpToolsProtocol):
+    """One connection. Times are the loop's."""
+
+    def __init__(
+        self, doors: Connections, config: Config, server_state: ServerState, app_state: dict[str, Any], **more: Any
+    ) -> None:
+        super().__init__(config, server_state, app_state, **more)
+        self._doors = doors
+        self._phase = _Phase.WAITING
+        self._since = self.loop.time()
+        self._stalled_at: float | None = None
+        self._lingers_since = 0.0
+        self._got = 0  # bytes of this request
+        self._body = 0  # those of its body
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if not self._doors.enter(self):
+            self._refuse(503, f"this proxy has its most_connections ({self._doors.most}) open; try again", again=True)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._doors.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._got += len(data)
+        super().data_received(data)
+        if self._got - _CHUNK_COST * self._body > MOST_HEAD and self._phase is not _Phase.WHOLE:
+            self._refuse(431, f"a request's head is limited to {MOST_HEAD} bytes")
+        elif self._phase is _Phase.WHOLE and (self.cycle is None or self.cycle.response_complete):
+            self._wait()  # empty lines between requests must not keep a connection open for ever
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._phase, self._since = _Phase.COMING, self.loop.time()
+        self._got = self._body = 0
+        self._lingers_since = 0.0
+
+    def on_body(self, body: bytes) -> None:
+        self._body += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._phase = _Phase.WHOLE
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled_at = self.loop.time()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stalled_at = None
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    def check(self, now: float) -> None:
+        """End the connection where its client is too slow."""
+        if self._stalled_at is not None and now - self._stalled_at > self._doors.write_timeout:
+            line = self.transport.get_extra_info("socket")
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)  # the kernel's buffer goes with it
+            self.transport.abort()
+        elif self._phase is _Phase.WHOLE or self.transport.is_closing():
+            return
+        elif self.flow.read_paused:
+            self._since = now  # it is we who do not read
+        elif self._body and self.cycle.response_complete:  # it was answered before its end
+            self._lingers_since = self._lingers_since or now
+            if now - self._lingers_since > _LINGER:
+                self.transport.close()
+        elif now - self._since > self._doors.read_timeout + self._got / LEAST_PACE:
+            if self._phase is _Phase.WAITING:
+                self.transport.close()
+            else:
+                self._refuse(408, "the request did not come within the proxy's read_timeout", again=True)
+
+    def _wait(self) -> None:
+        self._phase, self._since = _Phase.WAITING, self.loop.time()
+        self._got = self._body = 0
+
+    def _refuse(self, status: int, message: str, *, again: bool = False) -> None:
+        """Answer in OpenAI's shape, where no other answer is under way, and close."""
+        under_way = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if not under_way and not self.pipeline:
+            body = openai_error(message, "server_error" if status >= 500 else "invalid_request_error")
+            head = [f"HTTP/1.1 {status} {_REASONS[status]}", "content-type: application/json", "connection: close"]
+            head += [f"content-length: {len(body)}", *(["retry-after: 1"] if again else [])]
+            self.transport.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
+        self.transport.close()

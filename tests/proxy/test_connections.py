@@ -1,0 +1,206 @@
+"""Clients that send too much, too slowly, too often, or do not read: each by a raw socket against a real proxy."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from store import open_store
+from tests.proxy.scripted_vllm import ScriptedVllm
+from tests.proxy.servers import ProxyProcess, eventually
+
+LIMITS: Any = {"read_timeout": 0.5, "write_timeout": 0.5, "most_connections": 20, "body_limit": 4096}
+PATH = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("proxy")
+
+
+@pytest.fixture(scope="module")
+def running(scripted: tuple[ScriptedVllm, str], folder: Path) -> Iterator[ProxyProcess]:
+    """A proxy in a process with tight limits, for all these tests."""
+    started = ProxyProcess(folder, upstreams=[scripted[1]], **LIMITS)
+    yield started
+    started.stop()
+    assert "Traceback" not in (folder / "proxy.log").read_text()
+
+
+@pytest.fixture
+def proxy(running: ProxyProcess, vllm: ScriptedVllm) -> Iterator[ProxyProcess]:
+    eventually(lambda: httpx.get(f"{running.url}/health/ready").status_code == 200)
+    yield running
+    live = eventually(lambda: httpx.get(f"{running.url}/health/live"))
+    assert live.status_code == 200, "it must outlive its clients"
+
+
+@contextlib.contextmanager
+def dialled(proxy: ProxyProcess, seconds: float = 8.0) -> Iterator[socket.socket]:
+    url = httpx.URL(proxy.url)
+    with socket.socket() as line:
+        line.settimeout(seconds)
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        line.connect((url.host, url.port))
+        yield line
+
+
+def heard(line: socket.socket, most: int = 2**20) -> bytes:
+    """Everything until the proxy closes the connection; fails where it does not."""
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := line.recv(65536):
+            said += piece
+            assert len(said) < most
+    return said
+
+
+def flood(line: socket.socket, piece: bytes, most: int) -> int:
+    """Send a piece again and again until the proxy closes; return how much went out."""
+    sent = 0
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        while sent < most:
+            sent += line.send(piece)
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        (PATH + b"x: ", b"a" * 4096),
+        (PATH, b"x: y\r\n" * 500),
+        (b"GET /" + b"v" * 100, b"v" * 4096),
+        (PATH + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n", b"x: y\r\n" * 500),
+        (PATH + b"Transfer-Encoding: chunked\r\n\r\n1;", b"e=f;" * 500),
+    ],
+    ids=["header", "headers", "url", "trailers", "chunk extension"],
+)
+def test_an_endless_head_is_cut_off(proxy: ProxyProcess, first: bytes, again: bytes) -> None:
+    with dialled(proxy) as line:
+        line.sendall(first)
+        assert flood(line, again, 64 * 2**20) < 8 * 2**20
+    with dialled(proxy) as line:
+        line.sendall(first + again * (300_000 // len(again)))
+        said = heard(line)
+    assert b" 431 " in said.splitlines()[0] or not said  # a reset may overtake it
+
+
+def test_a_head_within_the_limit_is_served_however_it_arrives(proxy: ProxyProcess) -> None:
+    body = json.dumps({"model": "agent", "messages": [{"role": "user", "content": "hi"}]}).encode()
+    head = PATH + b"x-filler: " + b"a" * 60_000 + b"\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with dialled(proxy) as line:
+        for start in range(0, len(head), 10_000):
+            line.sendall(head[start : start + 10_000])
+            time.sleep(0.01)
+        line.sendall(body)
+        assert heard(line).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    ("first", "drip", "status"),
+    [
+        (b"", b"", None),
+        (b"", b"\r\n", None),
+        (b"POST /v1/ch", b"a", 408),
+        (PATH + b"Content-Length: 1000\r\n\r\n", b"", 408),
+        (PATH + b"Content-Length: 1000\r\n\r\n{", b" ", 408),
+        (PATH + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n", 408),
+    ],
+    ids=["silence", "empty lines", "slow head", "no body", "slow body", "slow chunks"],
+)
+def test_a_request_that_comes_too_slowly_is_ended(
+    proxy: ProxyProcess, first: bytes, drip: bytes, status: int | None
+) -> None:
+    with dialled(proxy, 0.1) as line:
+        line.sendall(first)
+        said, until = b"", time.monotonic() + 8
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while time.monotonic() < until:
+                if drip:
+                    line.sendall(drip)
+                with contextlib.suppress(TimeoutError):
+                    piece = line.recv(65536)
+                    if not piece:
+                        break
+                    said += piece
+        assert time.monotonic() < until, "the connection was never closed"
+    if status and said:
+        assert said.startswith(b"HTTP/1.1 %d " % status)
+        assert b"read_timeout" in said
+
+
+def test_one_connection_too_many_is_told_so_and_there_is_room_again_afterwards(proxy: ProxyProcess) -> None:
+    with contextlib.ExitStack() as stack:
+        lines = [stack.enter_context(dialled(proxy)) for _ in range(30)]
+        told = []
+        for line in lines:
+            line.settimeout(0.2)
+            with contextlib.suppress(TimeoutError, ConnectionResetError):
+                told.append(line.recv(4096))
+        assert sum(b" 503 " in said and b"most_connections" in said for said in told) >= 5
+    eventually(lambda: httpx.get(f"{proxy.url}/v1/models").status_code == 200)
+
+
+def test_a_client_that_does_not_read_is_let_go_and_its_call_is_aborted(proxy: ProxyProcess, folder: Path) -> None:
+    content = "#tokens=40000"
+    body = json.dumps({"model": "agent", "stream": True, "messages": [{"role": "user", "content": content}]}).encode()
+    with dialled(proxy) as line:
+        line.sendall(PATH + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        store = open_store(str(folder / "store.db"))
+        call = eventually(lambda: next((c for c in store.calls.page() if c.state == "aborted"), None), 15)
+    assert 0 < call.completion_tokens < 40_000
+    store.close()
+
+
+def test_a_body_over_the_limit_is_told_so_and_the_rest_of_it_is_not_read_for_long(proxy: ProxyProcess) -> None:
+    began = time.monotonic()
+    with dialled(proxy, 20) as line:
+        line.sendall(PATH + b"Content-Length: 100000000000\r\n\r\n" + b"a" * 5000)
+        assert line.recv(4096).startswith(b"HTTP/1.1 413 ")
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while time.monotonic() - began < 20:
+                line.sendall(b"a" * 1000)
+                time.sleep(0.05)
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        PATH + b"Content-Length: -5\r\n\r\n",
+        PATH + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+        PATH + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        PATH + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        PATH + b"bad header\r\n\r\n",
+        PATH + b"x: a\x00b\r\n\r\n",
+        b"GET http://[::1/ HTTP/1.1\r\n\r\n",
+        b"\x00" * 1000,
+    ],
+)
+def test_what_is_not_http_is_answered_with_400_in_json_and_closed(proxy: ProxyProcess, said: bytes) -> None:
+    with dialled(proxy) as line:
+        line.sendall(said)
+        answer = heard(line)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+
+
+def test_garbage_behind_a_call_does_not_spoil_its_answer(proxy: ProxyProcess) -> None:
+    body = json.dumps({"model": "agent", "messages": [{"role": "user", "content": "#tokens=5 #delay=0.1"}]}).encode()
+    with dialled(proxy) as line:
+        line.sendall(PATH + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        time.sleep(0.2)
+        line.sendall(b"\x00garbage")
+        answer = heard(line)
+    assert answer.count(b"HTTP/1.1") <= 1
