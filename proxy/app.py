@@ -15,6 +15,7 @@ from proxy.dialects.dialect import Dialect
 from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses
 from proxy.endpoint import Endpoint
+from proxy.linking.attempts import RETRIED_WITHIN
 from proxy.linking.links import Links
 from proxy.middleware import Errors
 from proxy.models import Models
@@ -130,12 +131,14 @@ class Memory:
     async def start(self) -> None:
         """Take up the open answers of the store, once the journal has been replayed into it."""
         now = time.time()
+        since = now - self._idle_seconds
         try:
-            leaves = await asyncio.to_thread(self._store.calls.open_leaves, now - self._idle_seconds)
+            leaves = await asyncio.to_thread(self._store.open_runs.leaves, since)
+            attempts = await asyncio.to_thread(self._store.open_runs.attempts, max(since, now - RETRIED_WITHIN))
         except StoreError as error:
             log.warning("event=memory_not_restored reason=%r", str(error))
             return
-        self._links.restore(leaves, now)
+        self._links.restore(leaves, now, attempts)
 
     async def stop(self) -> None:
         """Nothing to end."""

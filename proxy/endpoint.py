@@ -25,6 +25,7 @@ from proxy.disconnect import Watch
 from proxy.errors import UpstreamBroke, UpstreamError
 from proxy.exchange import Exchange
 from proxy.linking import identity
+from proxy.linking.leaf import Attempt
 from proxy.linking.links import Links
 from proxy.observing.metrics import Metrics, error_class
 from proxy.observing.observer import Observer
@@ -106,11 +107,13 @@ class Endpoint:
         """Fix the call's identity, version and sampling, and journal its beginning. Nothing here waits."""
         request, nodes, keys = asked.request, asked.nodes, asked.keys
         alias, wanted = self._book.choose(request.model)
+        now = time.time()
+        attempt = Attempt(scope[KEY_ID], nodes[-1].hash if nodes else "", request.tools_hash)
         other = alias in self._book.others
-        link = self._links.find(identity.evidence(scope, headers, request, keys, (alias, wanted), body, other))
+        found = identity.evidence(scope, headers, request, keys, (alias, wanted), attempt, now, other)
+        link = self._links.find(found)
         version = next(known for known in (link.version, wanted, self._book.live(alias)) if known is not None)
         link = replace(link, version=version)
-        now = time.time()
         self._links.begin(link, alias, version, now)
         task, role, tags = identity.labels(headers)
         begun = CallBegun(
@@ -122,7 +125,7 @@ class Endpoint:
             dialect=self._dialect.name,
             streamed=request.streamed,
             linked_by=link.linked_by,
-            prompt_node=nodes[-1].hash if nodes else "",
+            prompt_node=attempt.prompt_node,
             tools_hash=request.tools_hash,
             parent_call=link.parent.call_id if link.parent else None,
             parent_choice=link.parent.choice if link.parent else 0,
@@ -135,10 +138,10 @@ class Endpoint:
         )
         return Exchange(
             request=request,
-            opened=self._recorder.begin(request, link, begun, nodes, keys[-1] if keys else ""),
+            opened=self._recorder.begin(request, link, begun, nodes, keys),
             voice=asked.voice(begun),
             request_id=identity.request_id(headers, begun.call_id),
-            attempt=(scope[KEY_ID], body),
+            attempt=attempt,
             arrived=arrived,
         )
 
@@ -226,7 +229,9 @@ class Endpoint:
 
     def _abandon(self, exchange: Exchange, left: bool) -> None:
         """The call ends early, by its client or by a stop of the proxy; what was generated so far is recorded."""
-        if not exchange.over:
+        if exchange.over:  # recorded as answered, but the answer did not go out
+            self._links.unanswered(exchange.opened.link, exchange.attempt, time.time())
+        else:
             exchange.failure = "client_left" if left else "stopped"
             status, reason = (499, "the client left") if left else (503, "the proxy was stopped")
             self._end(exchange, CallState.ABORTED, status, reason)
@@ -241,7 +246,7 @@ class Endpoint:
         leaves, durable = self._recorder.end(exchange.opened, exchange.capture, end)
         self._links.end(exchange.opened.link, leaves, now)
         if state == CallState.ABORTED or status in _RETRIED or status >= 500:
-            self._links.unanswered(exchange.opened.link, identity.attempt(*exchange.attempt))
+            self._links.unanswered(exchange.opened.link, exchange.attempt, now)
         self._metrics.trajectories.set(len(self._links))
         return durable
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from proxy.asgi import JSON, Headers
 from proxy.capture import Capture
 from proxy.dialects.dialect import Voice
+from proxy.linking.leaf import Attempt
 from proxy.recording.recorder import Opened
 from proxy.request import ChatRequest
 
@@ -22,7 +23,7 @@ class Exchange:
     opened: Opened
     voice: Voice
     request_id: bytes
-    attempt: tuple[str | None, bytes]  # (key, body): what an SDK's retry repeats
+    attempt: Attempt  # what a retry repeats
     arrived: float
     upstream_seconds: float = 0.0
     url: str | None = None

@@ -53,6 +53,7 @@ class ChatRequest:
     tools_hash: str = ""
     tools: bytes = b""
     trajectory: str | None = None
+    follows: tuple[str, str] | None = None  # trajectory and call that the client says it continues
     untrainable: str | None = None
 
     def outgoing(self, served_name: str) -> bytes:

@@ -16,6 +16,7 @@ from store.errors import StoreError
 from store.groups import Groups
 from store.keys import Keys
 from store.leases import Leases
+from store.open_runs import OpenRuns
 from store.policies import Policies
 from store.rounds import Rounds
 from store.trajectories import Trajectories
@@ -29,6 +30,7 @@ class Store:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
         self.calls = Calls(engine)
+        self.open_runs = OpenRuns(engine)
         self.trajectories = Trajectories(engine)
         self.groups = Groups(engine)
         self.policies = Policies(engine)

@@ -14,10 +14,9 @@ from store import schema
 from store.blocks import Blocks
 from store.database import read, write
 from store.errors import UnknownRecord
-from store.records import Call, Choice, OpenLeaf, Shipment
+from store.records import Call, Choice, Shipment
 from store.shipping import IN_MOST, ship
-from store.states import CallState, TrajectoryState
-from store.tokens import sequences
+from store.states import CallState
 
 _PAGE_MOST = 1000
 
@@ -77,44 +76,6 @@ class Calls:
         """Return how many distinct messages are stored."""
         with read(self._engine) as connection:
             return int(connection.scalar(sa.select(sa.func.count()).select_from(schema.messages)) or 0)
-
-    def open_leaves(self, since: float, limit: int = 10_000) -> list[OpenLeaf]:
-        """Return the answers of open trajectories active after `since` (Unix seconds), oldest first."""
-        calls, answers, runs = schema.calls, schema.choices, schema.trajectories
-        query = (
-            sa.select(
-                calls,
-                runs.c.purpose,
-                answers.c.choice,
-                answers.c.link_key,
-                answers.c.tool_call_ids,
-                runs.c.last_active_at,
-            )
-            .join(answers, answers.c.call_id == calls.c.id)
-            .join(runs, runs.c.id == calls.c.trajectory_id)
-            .where(runs.c.state == TrajectoryState.OPEN, runs.c.last_active_at >= since, answers.c.link_key != "")
-            .order_by(calls.c.id.desc())
-            .limit(limit)
-        )
-        with read(self._engine) as connection:
-            rows = connection.execute(query).all()
-            known = sequences(load_calls(connection, calls.c.trajectory_id.in_({row.trajectory_id for row in rows})))
-        return [
-            OpenLeaf(
-                trajectory_id=row.trajectory_id,
-                call_id=row.id,
-                choice=row.choice,
-                alias=row.alias,
-                version=row.version,
-                link_key=row.link_key,
-                tool_call_ids=tuple(row.tool_call_ids),
-                key_id=row.key_id,
-                purpose=row.purpose,
-                sequence=known.get((row.id, row.choice), b""),
-                last_active_at=row.last_active_at,
-            )
-            for row in reversed(rows)
-        ]
 
 
 def load_calls(connection: sa.Connection, where: sa.ColumnElement[bool]) -> list[Call]:

@@ -3,8 +3,8 @@
 Two ideas share the canonical form:
 - `hash` names the stored node: it covers everything the message says, tool-call ids included, and its parent.
 - `link_key` finds the trajectory that a request continues: it covers only what an agent cannot help echoing,
-  so that `content: null`, a missing `content`, re-ordered JSON arguments, new tool-call ids, added fields and
-  dropped reasoning all lead to the same key.
+  so that `content: null`, a missing `content`, content as parts, trimmed whitespace, re-ordered JSON arguments, new
+  tool-call ids, added fields and dropped reasoning all lead to the same key.
 
 Pure functions; no I/O.
 """
@@ -20,7 +20,11 @@ import msgspec
 from store.records import MessageNode
 
 ROOT = ""
+ANYWHERE = "anywhere"  # in place of a parent's key: the message wherever it stands
 _HASH = "b2:"  # BLAKE2b, 16 bytes: the algorithm's name is part of every hash text
+
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # parts that agents keep or drop as they like
+_THOUGHT_END = "</think>"  # of models whose thoughts nobody parses
 
 _encode = msgspec.json.Encoder(order="sorted").encode
 
@@ -34,31 +38,52 @@ def canonical(message: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _text(content: Any) -> Any:
-    """Return the plain text of content that is a string or a list of text parts only; anything else unchanged."""
-    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
-        return "".join(str(part.get("text", "")) for part in content)
-    return content
+def spoken(message: Mapping[str, Any]) -> Any:
+    """Return what a message says: its text without outer whitespace and without thoughts; other content as it is."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part for part in content if not (isinstance(part, dict) and part.get("type") in _THOUGHTS)]
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+            return parts
+        content = "".join(str(part.get("text", "")) for part in parts)
+    if not isinstance(content, str):
+        return content
+    if message.get("role") == "assistant" and _THOUGHT_END in content:
+        content = content.rpartition(_THOUGHT_END)[2]
+    return content.strip()
 
 
 def _arguments(text: Any) -> Any:
-    """Return tool-call arguments as a JSON value where they are JSON, else the text as it is."""
+    """Return tool-call arguments as a JSON value where they are JSON, else the text as it is; none are `{}`."""
     if not isinstance(text, str):
-        return text
+        return text or {}
     try:
-        return msgspec.json.decode(text)
+        return _decode_arguments(text) or {}
     except msgspec.DecodeError:
-        return text
+        return text.strip() or {}
 
 
-def _essence(message: Mapping[str, Any]) -> list[Any]:
-    """Return what every agent echoes of a message: role, text, and name and arguments of each tool call."""
-    calls = [
+def _whole(number: str) -> float | int:
+    """Return a number with a fraction or exponent; as an integer where it is one, as JavaScript writes it."""
+    value = float(number)
+    return int(value) if abs(value) < 2**53 and value.is_integer() else value
+
+
+_decode_arguments = msgspec.json.Decoder(float_hook=_whole).decode
+
+
+def called(message: Mapping[str, Any]) -> list[list[Any]]:
+    """Return [name, arguments as a JSON value] of each tool call of an assistant message."""
+    return [
         [call["function"].get("name"), _arguments(call["function"].get("arguments"))]
         for call in message.get("tool_calls") or ()
         if isinstance(call, dict) and isinstance(call.get("function"), dict)
     ]
-    return [message.get("role"), _text(message.get("content")) or None, calls]
+
+
+def _essence(message: Mapping[str, Any]) -> list[Any]:
+    """Return what every agent echoes of a message: role, text, and name and arguments of each tool call."""
+    return [message.get("role"), spoken(message) or None, called(message)]
 
 
 def _digest(parent: str, body: bytes) -> str:
@@ -82,6 +107,12 @@ def path(messages: Iterable[Mapping[str, Any]]) -> tuple[MessageNode, ...]:
 def link_key(parent_key: str, message: Mapping[str, Any]) -> str:
     """Return the linking key of `message` under a parent key (ROOT for the first message)."""
     return _digest(parent_key, _encode(_essence(message)))
+
+
+def answer_keys(parent_keys: Iterable[str], message: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the linking keys of one message under several parent keys."""
+    body = _encode(_essence(message))
+    return tuple(_digest(parent_key, body) for parent_key in parent_keys)
 
 
 def link_keys(messages: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ class CallBegun(Record, frozen=True, tag="begun"):
     version: int
     dialect: str  # chat, completions, responses, messages
     streamed: bool
-    linked_by: str  # how the trajectory was found: root, path, header, body, key, graph, graph+tool_ids, retry
+    linked_by: str  # how the trajectory was found; docs/linking.md lists the ways
     prompt_node: (
         str  # hash of the last message of the prompt; a text completion's prompt is one message of the role "prompt"
     )
@@ -153,6 +153,26 @@ class OpenLeaf(Record, frozen=True):
     purpose: str
     sequence: bytes  # every id of the context up to and with the answer (int32)
     last_active_at: float
+    extended: bool = False  # a later call continues it
+    reply: bytes = b""  # the answer as canonical JSON
+    asked: tuple[bytes, ...] = ()  # the trajectory's first prompt message and the one that was answered, likewise
+
+
+class OpenAttempt(Record, frozen=True):
+    """A call of an open trajectory that nobody got an answer to, as the proxy needs it after a restart."""
+
+    trajectory_id: str
+    alias: str
+    version: int
+    purpose: str
+    key_id: str | None
+    prompt_node: str
+    tools_hash: str
+    linked_by: str
+    parent_call: str | None
+    parent_choice: int
+    ended_at: float
+    last_active_at: float  # of its trajectory
 
 
 class Door(Record, frozen=True):

@@ -1,7 +1,7 @@
 """POST /v1/completions: plain text in, plain text out, passed on byte for byte but for what was not asked for.
 
-A prompt (text or token ids) has no messages that a later call could continue, so each call begins a trajectory,
-unless the client names one. It is recorded as one message of the role `prompt`.
+A prompt (text or token ids) is recorded as one message of the role `prompt`. A text that holds an earlier answer goes
+on from it; a prompt of token ids, and one that holds nothing of ours, begins a trajectory, unless the client names one.
 """
 
 from __future__ import annotations
@@ -86,10 +86,11 @@ def _read(body: bytes) -> Asked:
     prompt = request.value(fields, "prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
     streamed, options = request.stream_in(fields)
+    said = {"role": "prompt", "content": prompt}
     wanted = TextRequest(
         fields=fields,
         model=model,
-        messages=[],
+        messages=[said],
         streamed=streamed,
         asks_ids=request.value(fields, "return_token_ids") is True,
         asks_logprobs=request.value(fields, "logprobs") is not None,
@@ -99,11 +100,10 @@ def _read(body: bytes) -> Asked:
         trajectory=request.trajectory_in(fields),
         untrainable="several prompts" if several else request.untrainable_by(fields, ()),
     )
-    node = canon.node(canon.ROOT, {"role": "prompt", "content": prompt})
     return Asked(
         request=wanted,
-        nodes=(node,),
-        keys=(),
+        nodes=(canon.node(canon.ROOT, said),),
+        keys=canon.link_keys([said]),
         voice=lambda begun: PlainVoice(
             TextCapture(
                 told_policy(begun),

@@ -37,8 +37,8 @@ class Responses:
         added = responses_request.added_messages(body)
         before = previous.conversation(instructed=bool(body.get("instructions"))) if previous else []
         wanted = responses_request.read(body, added, before)
-        if previous and wanted.trajectory is None:
-            wanted.trajectory = previous.trajectory_id
+        if previous:
+            wanted.follows = (previous.trajectory_id, previous.call_id)
 
         def voice(begun: CallBegun) -> TellingVoice:
             capture = chat.capture_for(wanted, begun)

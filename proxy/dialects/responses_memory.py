@@ -36,6 +36,7 @@ class Turn:
     added: bytes  # JSON list
     previous: Turn | None
     trajectory_id: str
+    call_id: str
     key_id: str | None
     rebuilt: bool = False  # from the store; holds the whole conversation, its instructions too
 
@@ -64,7 +65,7 @@ class ResponseMemory:
     def keep(self, begun: CallBegun, messages: Sequence[Json], previous: Turn | None) -> None:
         """Remember a response: its new messages, answer included, after those of `previous`."""
         added = msgspec.json.encode(messages)
-        turn = Turn(added, previous, begun.trajectory_id, begun.key_id)
+        turn = Turn(added, previous, begun.trajectory_id, begun.call_id, begun.key_id)
         with self._lock:
             self._turns[response_id(begun.call_id)] = turn
             self._bytes += len(added)
@@ -99,7 +100,7 @@ class ResponseMemory:
             return None
         except StoreError as error:
             raise NotReady(f"previous response {name!r} cannot be looked up: {error}") from error
-        return Turn(msgspec.json.encode(messages), None, call.trajectory_id, key_id, rebuilt=True)
+        return Turn(msgspec.json.encode(messages), None, call.trajectory_id, call.id, key_id, rebuilt=True)
 
 
 def response_id(call_id: str) -> str:

@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from proxy.asgi import CALLER, KEY_ID, TRAJECTORY
 from proxy.errors import BadRequest
-from proxy.linking.links import Evidence
+from proxy.linking.leaf import Attempt, Evidence
 from proxy.request import ChatRequest
 
 _ID = re.compile(r"[A-Za-z0-9._:~@+=-]{1,100}")
@@ -26,24 +26,26 @@ def evidence(
     request: ChatRequest,
     keys: tuple[str, ...],
     asked: tuple[str, int | None],
-    body: bytes,
+    attempt: Attempt,
+    now: float,
     other: bool = False,
 ) -> Evidence:
     """Return what the request says about where it belongs. Raises BadRequest for an id that cannot be one."""
     explicit, by = _explicit(scope, headers, request)
     if other and explicit is not None:
         explicit = beside(explicit, asked[0])
-    key_id = scope[KEY_ID]
-    again = headers.get(RETRY, b"0") not in (b"0", b"")
     return Evidence(
         alias=asked[0],
         version=asked[1],
         messages=request.messages,
         keys=keys,
-        key_id=key_id,
+        key_id=scope[KEY_ID],
         explicit=explicit,
         explicit_by=by,
-        retry=attempt(key_id, body) if again else None,
+        follows=request.follows[1] if request.follows else None,
+        attempt=attempt,
+        again=headers.get(RETRY, b"0") not in (b"0", b""),
+        arrived_at=now,
         other=other,
     )
 
@@ -54,17 +56,13 @@ def beside(trajectory_id: str, model: str) -> str:
     return whole if len(whole) <= 128 else f"{trajectory_id}~{blake2b(model.encode(), digest_size=8).hexdigest()}"
 
 
-def attempt(key_id: str | None, body: bytes) -> tuple[str | None, bytes]:
-    """Return what names an SDK's attempt: retries repeat the body byte for byte under the same key."""
-    return key_id, blake2b(body, digest_size=16).digest()
-
-
 def _explicit(scope: Scope, headers: Mapping[bytes, bytes], request: ChatRequest) -> tuple[str | None, str]:
     for by, value in (
         ("path", scope[TRAJECTORY]),
         ("header", _text(headers, b"x-ratchet-trajectory") or _text(headers, b"x-session-id")),
         ("body", request.trajectory),
         ("key", scope[CALLER].trajectory),
+        ("previous_response", request.follows[0] if request.follows else None),
     ):
         if value:
             if not _ID.fullmatch(value):

@@ -1,13 +1,14 @@
 """Which trajectory a call belongs to, and which earlier answer it continues.
 
-Order of evidence: an explicit id (path, header, body); an SDK's retry of an attempt that nobody answered; the
-message graph: the deepest assistant message of the request that is an answer we gave. Without evidence a new
-trajectory begins, so parallel runs of one prompt never merge.
+Order of evidence: an explicit id (path, header, body, key, previous response); an attempt that nobody answered, tried
+again; the message graph: the deepest assistant message of the request that is an answer we gave, by its path; answers
+and tool-call ids of ours under a path that has changed; quoted words of ours, which begin a segment. Without evidence
+a new trajectory begins, so parallel runs of one prompt never merge. `docs/linking.md` has the rules and how they do.
 
-Where equal answers were given twice, the tool-call ids decide, then the same API key, then the answer that nobody
-has continued yet, then the latest. A run has one version and one purpose, live or eval (a version asked for by
-name); nothing joins a run of the other kind. Nothing joins a run of another checked key either: a trajectory's name is
-its key's own, and the same name under another key is another trajectory.
+Where equal answers were given twice, the tool-call ids decide, then the answer that nobody has continued yet, then the
+latest. A run has one key, one version and one purpose, live or eval (a version asked for by name); unless it is named,
+nothing of another kind joins it. Nothing joins a run of another checked key either way: a trajectory's name is its
+key's own, and the same name under another key is another trajectory.
 
 Memory is bounded: runs are forgotten after `idle_seconds`, the stillest first where there are
 too many. A sequence is remembered as its length and hash, not as its ids.
@@ -21,54 +22,21 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
 
 from proxy.errors import BadRequest
+from proxy.linking import likeness, quotes
+from proxy.linking.attempts import RESENT_WITHIN, RETRIED_WITHIN, Attempts
+from proxy.linking.leaf import Attempt, Evidence, Leaf, Link, Sequence32
+from proxy.linking.leaves import Leaves
+from proxy.linking.restored import restored_attempt, restored_leaf
 from store import messages as canon
 from store.ids import new_id
 from store.owners import may_share
-from store.records import OTHER, OpenLeaf
+from store.records import OpenAttempt, OpenLeaf
 
 _MOST_LEAVES = 2_000  # of one run
-_MOST_EQUAL = 256  # equal answers that are told apart
-_MOST_ATTEMPTS = 10_000  # bodies that nobody got an answer to
-_MOST_SAME = 64  # attempts with one body
-
-
-@dataclass(slots=True, frozen=True)
-class Sequence32:
-    """A token sequence by length in bytes (int32 each) and hash: enough to say what begins with it."""
-
-    length: int
-    digest: bytes
-
-    @classmethod
-    def of(cls, packed: bytes) -> Sequence32:
-        """Return the fingerprint of packed ids."""
-        return cls(len(packed), blake2b(packed, digest_size=16).digest())
-
-    def begins(self, packed: bytes) -> bool:
-        """Return whether `packed` begins with this sequence, id for id."""
-        if not self.length or len(packed) < self.length:
-            return False
-        return blake2b(memoryview(packed)[: self.length], digest_size=16).digest() == self.digest
-
-
-@dataclass(slots=True, eq=False)
-class Leaf:
-    """An answer that a coming request may continue."""
-
-    trajectory_id: str
-    call_id: str
-    choice: int
-    version: int
-    link_key: str
-    tool_call_ids: tuple[str, ...]
-    key_id: str | None
-    sequence: Sequence32
-    born_at: float
-    purpose: str = "live"
-    extended: bool = False
+_MOST_IN_ALL = 200_000
+_EXPLICIT = ("path", "header", "body", "key", "previous_response")
 
 
 @dataclass(slots=True)
@@ -84,40 +52,6 @@ class Run:
     leaves: deque[Leaf] = field(default_factory=deque)
 
 
-@dataclass(slots=True, frozen=True)
-class Evidence:
-    """What a request says about where it belongs. `keys` are the link keys of its messages, in order."""
-
-    alias: str
-    version: int | None  # where the client asked for one by name
-    messages: Sequence[dict[str, Any]]
-    keys: tuple[str, ...]
-    key_id: str | None
-    explicit: str | None = None
-    explicit_by: str = ""  # path, header, body, key
-    retry: tuple[str | None, bytes] | None = None  # (key, body hash) where the SDK says that it tries again
-    other: bool = False  # the model is not trained here
-
-    @property
-    def purpose(self) -> str:
-        """`eval` where a version is asked for by name, `other` where the model is not trained here, else `live`."""
-        if self.other:
-            return OTHER
-        return "live" if self.version is None else "eval"
-
-
-@dataclass(slots=True, frozen=True)
-class Link:
-    """Where a call belongs. `version` is None where the trajectory is new and has none yet."""
-
-    trajectory_id: str
-    version: int | None
-    linked_by: str
-    parent: Leaf | None = None
-    purpose: str = "live"
-    key_id: str | None = None  # whose a new trajectory is
-
-
 class Links:
     """The proxy's memory of open trajectories."""
 
@@ -125,8 +59,9 @@ class Links:
         self._idle = idle_seconds
         self._most = most_runs
         self._runs: OrderedDict[str, Run] = OrderedDict()  # the stillest first
-        self._leaves: dict[str, list[Leaf]] = {}
-        self._attempts: OrderedDict[tuple[str | None, bytes], deque[Link]] = OrderedDict()
+        self._leaves = Leaves()
+        self._count = 0  # of leaves
+        self._attempts = Attempts()
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -135,11 +70,15 @@ class Links:
         """Return where the request belongs. Raises BadRequest where id and version contradict each other."""
         if asked.explicit is not None:
             return self._named(asked, asked.explicit)
-        if asked.retry and (earlier := self._earlier(asked.retry)):
+        if asked.attempt and (earlier := self._earlier(asked, asked.attempt)):
             return earlier
         leaf, by = self._parent(asked, None)
         if leaf is not None:
             return Link(leaf.trajectory_id, leaf.version, by, leaf, leaf.purpose)
+        said, goes_on, by = quotes.quoted(self._leaves, asked.messages, lambda leaf: self._fits(leaf, asked, None))
+        if said is not None:
+            parent = said if goes_on else None
+            return Link(said.trajectory_id, said.version, by, parent, said.purpose, quoted=said)
         return Link(new_id("traj"), None, "root", purpose=asked.purpose, key_id=asked.key_id)
 
     def _named(self, asked: Evidence, name: str) -> Link:
@@ -148,7 +87,7 @@ class Links:
         if run is not None and not may_share(run.key_id, asked.key_id):
             name = f"{name}~{blake2b(str(asked.key_id).encode(), digest_size=4).hexdigest()}"
             run = self._runs.get(name)
-        leaf, _ = self._parent(asked, name)
+        leaf = self._followed(asked.follows, name, run) if asked.follows else self._parent(asked, name)[0]
         if run is None:
             return Link(name, None, asked.explicit_by, leaf, asked.purpose, asked.key_id)
         if asked.version is not None:
@@ -162,31 +101,42 @@ class Links:
                 raise BadRequest(f"trajectory {name} is no evaluation and cannot become one of {wanted}: {remedy}")
         return Link(name, run.version, asked.explicit_by, leaf, run.purpose)
 
-    def _earlier(self, attempt: tuple[str | None, bytes]) -> Link | None:
-        """Return an unanswered attempt with this key and body whose run is still remembered; each is given once."""
-        waiting = self._attempts.pop(attempt, None)
-        while waiting:
-            link = waiting.popleft()
+    def _followed(self, call_id: str, name: str, run: Run | None) -> Leaf:
+        """Return the answer of the call that the client says it continues, also where its tokens are forgotten."""
+        known = (leaf for leaf in reversed(run.leaves if run else ()) if leaf.call_id == call_id)
+        return next(known, None) or Leaf(name, call_id, 0, 0, "", (), None, Sequence32(0, b""), 0.0)
+
+    def _earlier(self, asked: Evidence, attempt: Attempt) -> Link | None:
+        """Return an unanswered attempt at the same whose run is still remembered; each is given once."""
+        since = asked.arrived_at - (RETRIED_WITHIN if asked.again else RESENT_WITHIN)
+        while link := self._attempts.take(attempt, since):
             run = self._runs.get(link.trajectory_id)
-            if run is not None:
-                if waiting:
-                    self._attempts[attempt] = waiting
-                return Link(link.trajectory_id, run.version, "retry", link.parent, run.purpose)
+            same = run is not None and (run.alias, run.purpose) == (asked.alias, asked.purpose)
+            if run is not None and same and asked.version in (None, run.version):
+                by = "retry" if asked.again else "resend"
+                return Link(link.trajectory_id, run.version, by, link.parent, run.purpose)
         return None
 
     def _parent(self, asked: Evidence, trajectory: str | None) -> tuple[Leaf | None, str]:
         """Return the answer that the request continues, and how it was found."""
+        deepest = None
         for place in range(len(asked.keys) - 1, -1, -1):
             if asked.messages[place].get("role") != "assistant":
                 continue
-            found = [leaf for leaf in self._leaves.get(asked.keys[place], ()) if self._fits(leaf, asked, trajectory)]
-            if not found:
-                continue
-            ids = canon.tool_call_ids(asked.messages[place])
-            same_ids = [leaf for leaf in found if leaf.tool_call_ids == ids] if ids else []
-            best = max(same_ids or found, key=lambda leaf: _preference(leaf, asked.key_id))
-            return best, "graph+tool_ids" if same_ids else "graph"
-        return None, ""
+            deepest = place if deepest is None else deepest
+            found = [leaf for leaf in self._leaves.at(asked.keys[place]) if self._fits(leaf, asked, trajectory)]
+            if found:
+                later = self._later(asked, found, place) if place != deepest else (None, "")
+                return later if later[0] else _best(asked, place, found)
+        if deepest is None:
+            return None, ""
+        return likeness.continued(self._leaves, asked.messages, lambda leaf: self._fits(leaf, asked, trajectory))
+
+    def _later(self, asked: Evidence, found: Sequence[Leaf], place: int) -> tuple[Leaf | None, str]:
+        """Return an answer of the same runs that stands after `place`, where the path has changed."""
+        runs = {leaf.trajectory_id for leaf in found}
+        after = asked.messages[place + 1 :]
+        return likeness.continued(self._leaves, after, lambda leaf: leaf.trajectory_id in runs, sure=True)
 
     def _fits(self, leaf: Leaf, asked: Evidence, trajectory: str | None) -> bool:
         run = self._runs.get(leaf.trajectory_id)
@@ -194,7 +144,7 @@ class Links:
             return False
         if trajectory is not None:
             return leaf.trajectory_id == trajectory
-        if leaf.purpose != asked.purpose:
+        if leaf.purpose != asked.purpose or leaf.key_id != asked.key_id:
             return False  # an evaluation and an agent at work may say the same words; they are not one run
         return asked.version is None or asked.version == leaf.version
 
@@ -208,6 +158,8 @@ class Links:
         self._touch(link.trajectory_id, run, now)
         if link.parent is not None:
             link.parent.extended = True
+        if link.quoted is not None:
+            link.quoted.quoted = True
 
     def end(self, link: Link, leaves: Iterable[Leaf], now: float) -> None:
         """A call of this trajectory is over; `leaves` are its answers."""
@@ -219,37 +171,27 @@ class Links:
         for leaf in leaves:
             self._add(run, leaf)
 
-    def unanswered(self, link: Link, attempt: tuple[str | None, bytes]) -> None:
-        """Nobody got an answer to this attempt; the client's SDK may try again with the same body."""
-        self._attempts.setdefault(attempt, deque(maxlen=_MOST_SAME)).append(link)
-        self._attempts.move_to_end(attempt)
-        while len(self._attempts) > _MOST_ATTEMPTS:
-            self._attempts.popitem(last=False)
+    def unanswered(self, link: Link, attempt: Attempt, now: float) -> None:
+        """Nobody got an answer to this attempt; its client may try again. A run that is named will be named again."""
+        if link.linked_by not in _EXPLICIT:
+            self._attempts.add(attempt, link, now)
 
-    def restore(self, leaves: Iterable[OpenLeaf], now: float) -> None:
-        """Take up the answers that the store knows of, oldest first."""
-        for known in leaves:
-            run = self._runs.get(known.trajectory_id)
-            if run is None:
-                run = Run(known.alias, known.version, known.last_active_at, known.purpose, known.key_id)
-                self._runs[known.trajectory_id] = run
-            self._add(
-                run,
-                Leaf(
-                    trajectory_id=known.trajectory_id,
-                    call_id=known.call_id,
-                    choice=known.choice,
-                    version=known.version,
-                    link_key=known.link_key,
-                    tool_call_ids=known.tool_call_ids,
-                    key_id=known.key_id,
-                    sequence=Sequence32.of(known.sequence),
-                    born_at=known.last_active_at,
-                    purpose=known.purpose,
-                ),
-            )
+    def restore(self, leaves: Iterable[OpenLeaf], now: float, attempts: Iterable[OpenAttempt] = ()) -> None:
+        """Take up the answers and the unanswered attempts that the store knows of, oldest first."""
+        known: dict[tuple[str | None, int], Leaf] = {}
+        for one in leaves:
+            leaf = known[one.call_id, one.choice] = restored_leaf(one)
+            self._add(self._restored(one, leaf.key_id), leaf)
+        for lost in attempts:
+            self._restored(lost, lost.key_id)
+            parent = known.get((lost.parent_call, lost.parent_choice))
+            self._attempts.add(*restored_attempt(lost, parent))
         self._runs = OrderedDict(sorted(self._runs.items(), key=lambda item: item[1].last_active_at))
         self._forget_still(now)
+
+    def _restored(self, known: OpenLeaf | OpenAttempt, key_id: str | None) -> Run:
+        run = Run(known.alias, known.version, known.last_active_at, known.purpose, key_id)
+        return self._runs.setdefault(known.trajectory_id, run)
 
     def forget(self, trajectory_id: str) -> None:
         """Forget a trajectory: it is complete, and what comes next begins another one."""
@@ -270,27 +212,23 @@ class Links:
         self._runs.move_to_end(trajectory_id)
 
     def _add(self, run: Run, leaf: Leaf) -> None:
-        same = self._leaves.setdefault(leaf.link_key, [])
-        same.append(leaf)
-        if len(same) > _MOST_EQUAL:
-            same.pop(0)
+        self._leaves.add(leaf)
+        self._count += 1
         run.leaves.append(leaf)
         if len(run.leaves) > _MOST_LEAVES:
             self._drop(run.leaves.popleft())
 
     def _drop(self, leaf: Leaf) -> None:
-        same = self._leaves.get(leaf.link_key, [])
-        if leaf in same:
-            same.remove(leaf)
-        if not same:
-            self._leaves.pop(leaf.link_key, None)
+        self._leaves.drop(leaf)
+        self._count -= 1
 
     def _forget_still(self, now: float) -> None:
         """Forget what has been still for too long, and the stillest where there are too many."""
         for trajectory_id, run in list(self._first(2)):
+            full = len(self._runs) > self._most or self._count > _MOST_IN_ALL
             if run.calls_under_way:
                 self._runs.move_to_end(trajectory_id)
-            elif now - run.last_active_at > self._idle or len(self._runs) > self._most:
+            elif full or now - run.last_active_at > self._idle:
                 self.forget(trajectory_id)
 
     def _first(self, count: int) -> Iterable[tuple[str, Run]]:
@@ -298,5 +236,11 @@ class Links:
             yield item
 
 
-def _preference(leaf: Leaf, key_id: str | None) -> tuple[bool, bool, float]:
-    return leaf.key_id == key_id, not leaf.extended, leaf.born_at
+def _best(asked: Evidence, place: int, found: Sequence[Leaf]) -> tuple[Leaf, str]:
+    """Return the leaf that is meant among those of one path, and how it was told from the others."""
+    exact = [leaf for leaf in found if leaf.link_key == asked.keys[place]]
+    ids = canon.tool_call_ids(asked.messages[place])
+    same_ids = [leaf for leaf in found if leaf.tool_call_ids == ids] if ids else []
+    best = max(same_ids or exact or found, key=lambda leaf: (not leaf.extended, leaf.born_at))
+    by = "graph" if best.link_key == asked.keys[place] else "graph+gap"
+    return best, "graph+tool_ids" if same_ids and by == "graph" else by

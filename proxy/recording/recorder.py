@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from proxy.capture import Capture
-from proxy.linking.links import Leaf, Link, Sequence32
+from proxy.linking.leaf import Leaf, Link, Sequence32
+from proxy.linking.traces import Traces, traces
 from proxy.observing.metrics import Metrics
 from proxy.recording.journal import Journal
 from proxy.request import ChatRequest
@@ -50,7 +52,8 @@ class Opened:
 
     begun: CallBegun
     link: Link
-    last_key: str  # link key of the prompt's last message; empty where nothing can continue the call
+    keys: tuple[str, ...]  # link keys of the prompt's messages; none where nothing can continue the call
+    messages: Sequence[dict[str, Any]]  # of the prompt
     untrainable: str | None
     nodes: tuple[MessageNode, ...]  # all of the prompt
     ended: CallEnded | None = None  # the record of its end
@@ -70,7 +73,7 @@ class Recorder:
         self._known.clear()
 
     def begin(
-        self, request: ChatRequest, link: Link, begun: CallBegun, nodes: tuple[MessageNode, ...], last_key: str
+        self, request: ChatRequest, link: Link, begun: CallBegun, nodes: tuple[MessageNode, ...], keys: tuple[str, ...]
     ) -> Opened:
         """Journal the beginning of a call; it is not waited for."""
         begun = msgspec.structs.replace(
@@ -82,7 +85,7 @@ class Recorder:
             self._journal.write(begun)
         except Exception as error:
             log.exception("event=record_failed call=%s reason=%r", begun.call_id, str(error))
-        return Opened(begun, link, last_key, request.untrainable, nodes)
+        return Opened(begun, link, keys, request.messages, request.untrainable, nodes)
 
     def end(self, opened: Opened, capture: Capture, end: End) -> tuple[list[Leaf], asyncio.Future[bool] | None]:
         """Hand the end of a call to the journal; return its answers, and what the client's last byte waits for."""
@@ -119,23 +122,26 @@ def assemble(opened: Opened, capture: Capture, end: End) -> tuple[CallEnded, lis
     if parent is not None and parent.sequence.begins(prompt):
         context, new_ids = "exact", prompt[parent.sequence.length :]
     choices, nodes, leaves = [], [], []
+    parents = _parent_keys(opened)
     for answered in capture.choices:
         message = answered.message()
         node = canon.node(begun.prompt_node, message)
         ids, logprobs = answered.packed()
+        keys = canon.answer_keys(parents, message) if opened.keys else ("",)
         choice = Choice(
             index=answered.index,
             finish_reason=answered.finish_reason,
             ids=ids,
             logprobs=logprobs,
             reply_node=node.hash,
-            link_key=canon.link_key(opened.last_key, message) if opened.last_key else "",
+            link_key=keys[0],
             tool_call_ids=canon.tool_call_ids(message),
         )
         choices.append(choice)
         nodes.append(node)
         if choice.link_key and answered.has_content():
-            leaves.append(_leaf(begun, choice, prompt, end.ended_at))
+            seen = traces(message, keys[2] if keys[2:] else "", keys[1], opened.messages)
+            leaves.append(_leaf(begun, choice, prompt, end.ended_at, seen))
     failed = end.state == CallState.FAILED
     untrainable = opened.untrainable or ("failed" if failed else capture.untrainable())
     if untrainable and begun.purpose == OTHER and not failed:
@@ -159,7 +165,15 @@ def assemble(opened: Opened, capture: Capture, end: End) -> tuple[CallEnded, lis
     return record, leaves
 
 
-def _leaf(begun: CallBegun, choice: Choice, prompt: bytes, now: float) -> Leaf:
+def _parent_keys(opened: Opened) -> list[str]:
+    """Return what an answer is known under: its path, itself, its path without a message that may be a reminder."""
+    keys = [opened.keys[-1] if opened.keys else "", canon.ANYWHERE]
+    if len(opened.keys) > 1 and opened.messages[-1].get("role") not in ("assistant", "tool"):
+        keys.append(opened.keys[-2])
+    return keys
+
+
+def _leaf(begun: CallBegun, choice: Choice, prompt: bytes, now: float, seen: Traces) -> Leaf:
     whole = prompt + choice.ids if prompt and choice.ids else b""
     return Leaf(
         trajectory_id=begun.trajectory_id,
@@ -172,4 +186,5 @@ def _leaf(begun: CallBegun, choice: Choice, prompt: bytes, now: float) -> Leaf:
         sequence=Sequence32.of(whole),
         born_at=now,
         purpose=begun.purpose,
+        traces=seen,
     )

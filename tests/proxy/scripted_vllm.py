@@ -18,6 +18,7 @@ import json
 import re
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -246,7 +247,7 @@ class _Choice:
             broken = called[1] == "{broken"
             parsed = {"name": "search"} if broken else json.loads(called[1])
             function = {"name": parsed["name"], "arguments": called[1] if broken else json.dumps(parsed["arguments"])}
-            name = f"chatcmpl-tool-{time.time_ns()}{self.index}{number}"
+            name = f"chatcmpl-tool-{uuid.uuid4().hex}"
             call = {"id": name, "type": "function", "function": function}
             self.message.setdefault("tool_calls", []).append(call)
             text, start = function["arguments"], called.start()

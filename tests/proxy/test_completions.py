@@ -83,6 +83,18 @@ def test_equal_prompts_are_runs_of_their_own_and_nothing_continues_them(proxy: P
     assert len({proxy.store.trajectories.get(call.trajectory_id).group_key for call in calls}) == 2
 
 
+def test_a_text_that_holds_an_earlier_answer_goes_on_from_it(proxy: Proxy) -> None:
+    text = "Question: where? Thought: #say=I.look.for.the.budget.in.the.mail.of.March"
+    for _ in range(3):
+        answer = proxy.agent().completions.create(model="agent", prompt=text).choices[0].text
+        text += f"{answer}\nObservation: none. Thought: #say=It.is.not.there;.I.look.in.the.next.{len(text)}"
+    proxy.settled()
+    calls = proxy.store.calls.page(3)[::-1]
+    assert len({call.trajectory_id for call in calls}) == 1
+    assert [call.linked_by for call in calls] == ["root", "graph", "graph"]
+    assert [call.parent_call for call in calls] == [None, calls[0].id, calls[1].id]
+
+
 def test_what_cannot_be_trained_is_marked(proxy: Proxy, vllm: ScriptedVllm) -> None:
     proxy.http.post("/v1/completions", json={"model": "agent", "prompt": "hi", "echo": True})
     assert last_call(proxy).untrainable == "echo"

@@ -8,7 +8,9 @@ import openai
 import pytest
 
 from proxy.errors import BadRequest
-from proxy.linking.links import Evidence, Leaf, Link, Links, Sequence32
+from proxy.linking.leaf import Attempt, Evidence, Leaf, Link, Sequence32
+from proxy.linking.links import Links
+from proxy.linking.traces import traces
 from store import messages as canon
 from store.records import OpenLeaf, pack_ids, unpack_ids
 from store.states import CallState
@@ -22,7 +24,8 @@ NEXT: Message = {"role": "user", "content": "and now?"}
 
 
 def asked(messages: list[Message], key: str = "k", **more: Any) -> Evidence:
-    values = {"alias": "agent", "version": None, "messages": messages, "keys": canon.link_keys(messages), "key_id": key}
+    values: dict[str, Any] = {"alias": "agent", "version": None, "messages": messages, "key_id": key}
+    values |= {"keys": canon.link_keys(messages), "arrived_at": 1.0}
     return Evidence(**(values | more))
 
 
@@ -30,16 +33,19 @@ def answered(links: Links, prompt: list[Message], reply: Message, now: float = 1
     """A first call with this prompt that got this reply."""
     link = links.find(asked(prompt, key))
     links.begin(link, "agent", link.version or 0, now)
+    keys = canon.link_keys(prompt)
+    own, path, gap = canon.answer_keys((canon.ANYWHERE, keys[-1], keys[-2] if len(keys) > 1 else ""), reply)
     leaf = Leaf(
         trajectory_id=link.trajectory_id,
-        call_id=f"call_of_{link.trajectory_id}",
+        call_id=f"call_{len(prompt)}_of_{link.trajectory_id}",
         choice=0,
         version=link.version or 0,
-        link_key=canon.link_keys([*prompt, reply])[-1],
+        link_key=path,
         tool_call_ids=canon.tool_call_ids(reply),
         key_id=key,
         sequence=Sequence32.of(pack_ids([1, 2, 3])),
         born_at=now,
+        traces=traces(reply, gap if len(keys) > 1 else "", own, prompt),
     )
     links.end(link, [leaf], now)
     return link
@@ -115,19 +121,29 @@ def test_an_answer_that_we_did_not_give_begins_a_new_run(links: Links) -> None:
     assert links.find(asked([USER, {**REPLY, "content": "hello?"}, NEXT])).linked_by == "root"
 
 
+ATTEMPT = Attempt("k", "b2:prompt", "")
+
+
 def test_a_retry_of_an_unanswered_attempt_is_the_same_run_and_each_attempt_counts_once(links: Links) -> None:
-    attempt = ("k", b"body")
     lost = []
     for _ in range(2):
         link = links.find(asked([USER]))
         links.begin(link, "agent", 3, 1.0)
         links.end(link, [], 1.0)
-        links.unanswered(link, attempt)
+        links.unanswered(link, ATTEMPT, 1.0)
         lost.append(link.trajectory_id)
-    again = [links.find(asked([USER], retry=attempt)) for _ in range(3)]
+    again = [links.find(asked([USER], attempt=ATTEMPT, again=True)) for _ in range(3)]
     assert [link.trajectory_id for link in again[:2]] == lost
     assert [link.linked_by for link in again] == ["retry", "retry", "root"]
     assert again[0].version == 3
+
+
+def test_a_resend_without_the_sdks_header_is_believed_for_a_minute(links: Links) -> None:
+    link = links.find(asked([USER]))
+    links.begin(link, "agent", 3, 1.0)
+    for arrived_at, by in ((100.0, "root"), (31.0, "resend")):
+        links.unanswered(link, ATTEMPT, 1.0)
+        assert links.find(asked([USER], attempt=ATTEMPT, arrived_at=arrived_at)).linked_by == by
 
 
 def test_an_explicit_id_wins_and_a_contradicting_version_is_refused(links: Links) -> None:
@@ -225,8 +241,8 @@ def test_a_named_run_keeps_its_purpose(links: Links) -> None:
 
 def test_failures_with_one_body_take_bounded_memory(links: Links) -> None:
     for number in range(1000):
-        links.unanswered(Link(f"traj_{number}", 0, "root"), ("k", b"body"))
-    assert sum(len(waiting) for waiting in links._attempts.values()) == 64
+        links.unanswered(Link(f"traj_{number}", 0, "root"), ATTEMPT, 1.0)
+    assert len(links._attempts) == 64
 
 
 # --- through a running proxy ----------------------------------------------------------------------------------

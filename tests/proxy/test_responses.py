@@ -107,7 +107,11 @@ def test_a_previous_response_is_continued_in_its_trajectory(proxy: Proxy, vllm: 
     assert third.previous_response_id == first.id
     assert [m["content"] for m in vllm.calls[-1]["messages"]] == ["#say=one", "one", "#say=three"]
     proxy.settled()
-    assert len({call.trajectory_id for call in proxy.store.calls.page(5)}) == 1
+    calls = proxy.store.calls.page(5)[::-1]
+    assert len({call.trajectory_id for call in calls}) == 1
+    assert [call.linked_by for call in calls] == ["root", "previous_response", "previous_response"]
+    assert [call.parent_call for call in calls] == [None, calls[0].id, calls[0].id]
+    assert [call.context for call in calls] == ["root", "fork", "fork"]  # the instructions changed
 
 
 def test_equal_conversations_are_told_apart_by_the_previous_response(proxy: Proxy) -> None:
@@ -134,6 +138,8 @@ def test_a_previous_response_outlives_a_restart(
         asked: Any = {"model": "agent", "previous_response_id": first.id}
         proxy.agent().responses.create(**asked, input="#say=two", instructions="new")
         assert [m["content"] for m in vllm.calls[-1]["messages"]] == ["new", "#say=one", "one", "#say=two"]
+        proxy.settled()
+        assert last_call(proxy).parent_call == "call_" + first.id.removeprefix("resp_")
         with pytest.raises(openai.NotFoundError):
             proxy.agent(key="another").responses.create(**asked, input="hi")
 

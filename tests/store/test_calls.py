@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -120,11 +121,28 @@ def test_open_leaves_hold_the_whole_token_context(store: Store) -> None:
     store.calls.ship([ended(second, tool_call(), prompt=(4,), ids=(5,), context="exact")])
     answered_trajectory(store, "gone")
     store.trajectories.seal("gone", now=9.0)
-    leaves = store.calls.open_leaves(since=0.0)
+    leaves = store.open_runs.leaves(since=0.0)
     assert [(leaf.call_id, unpack_ids(leaf.sequence)) for leaf in leaves] == [
         ("call_1", (1, 2, 3)),
         ("call_2", (1, 2, 3, 4, 5)),
     ]
+    assert [leaf.extended for leaf in leaves] == [True, False]
+    assert json.loads(leaves[0].reply)["tool_calls"][0]["id"] == "c1"
+    assert [json.loads(body)["content"] for body in leaves[0].asked] == ["Where?", "Where?"]
+
+
+def test_open_attempts_are_those_that_nobody_repeated(store: Store) -> None:
+    lost = {"call_1": 503, "call_2": 429, "call_3": 400, "call_4": 500}
+    for number, (name, status) in enumerate(lost.items()):
+        start = begun(name, f"t{number}", at=float(number))
+        failed = ended(start, tool_call(), ids=())
+        store.calls.ship([msgspec.structs.replace(failed, state=CallState.FAILED, status=status)])
+    store.calls.ship([begun("call_5", "t5", at=5.0)])
+    store.calls.interrupt(["call_5"])
+    store.calls.ship([ended(begun("call_6", "t3", at=6.0, linked_by="retry"), tool_call())])
+    found = store.open_runs.attempts(since=0.0)
+    assert [(one.trajectory_id, one.linked_by) for one in found] == [("t0", "root"), ("t1", "root"), ("t5", "root")]
+    assert [one.trajectory_id for one in store.open_runs.attempts(since=4.0)] == ["t5"]
 
 
 def test_pages_go_backwards_without_gaps(store: Store) -> None:

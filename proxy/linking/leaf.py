@@ -1,0 +1,101 @@
+"""The records of linking: an answer that may be continued, what a request says of itself, and the link between them.
+
+They hold; they decide nothing. All but the flags of a leaf never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from proxy.linking.traces import NO_TRACES, Traces
+from store.records import OTHER
+
+
+@dataclass(slots=True, frozen=True)
+class Sequence32:
+    """A token sequence by length in bytes (int32 each) and hash: enough to say what begins with it."""
+
+    length: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, packed: bytes) -> Sequence32:
+        """Return the fingerprint of packed ids."""
+        return cls(len(packed), blake2b(packed, digest_size=16).digest())
+
+    def begins(self, packed: bytes) -> bool:
+        """Return whether `packed` begins with this sequence, id for id."""
+        if not self.length or len(packed) < self.length:
+            return False
+        return blake2b(memoryview(packed)[: self.length], digest_size=16).digest() == self.digest
+
+
+@dataclass(slots=True, eq=False)
+class Leaf:
+    """An answer that a coming request may continue. `extended`: one did; `quoted`: a segment was found by its words."""
+
+    trajectory_id: str
+    call_id: str
+    choice: int
+    version: int
+    link_key: str
+    tool_call_ids: tuple[str, ...]
+    key_id: str | None
+    sequence: Sequence32
+    born_at: float
+    purpose: str = "live"
+    extended: bool = False
+    quoted: bool = False
+    traces: Traces = NO_TRACES
+
+
+class Attempt(NamedTuple):
+    """What names an attempt: whoever tries again asks the same under the same key."""
+
+    key_id: str | None
+    prompt_node: str
+    tools_hash: str
+
+
+@dataclass(slots=True, frozen=True)
+class Evidence:
+    """What a request says about where it belongs. `keys` are the link keys of its messages, in order."""
+
+    alias: str
+    version: int | None  # where the client asked for one by name
+    messages: Sequence[dict[str, Any]]
+    keys: tuple[str, ...]
+    key_id: str | None
+    explicit: str | None = None
+    explicit_by: str = ""  # path, header, body, key, previous_response
+    follows: str | None = None  # the call that a `previous_response_id` names
+    attempt: Attempt | None = None
+    again: bool = False  # the SDK says that it tries again
+    arrived_at: float = 0.0  # Unix seconds
+    other: bool = False  # the model is not trained here
+
+    @property
+    def purpose(self) -> str:
+        """`eval` where a version is asked for by name, `other` where the model is not trained here, else `live`."""
+        if self.other:
+            return OTHER
+        return "live" if self.version is None else "eval"
+
+
+@dataclass(slots=True, frozen=True)
+class Link:
+    """Where a call belongs. `version` is None where the trajectory is new and has none yet.
+
+    A call without a parent begins a segment: the first of its trajectory, or one that `quoted` words or ids of it.
+    """
+
+    trajectory_id: str
+    version: int | None
+    linked_by: str
+    parent: Leaf | None = None
+    purpose: str = "live"
+    key_id: str | None = None  # whose a new trajectory is
+    quoted: Leaf | None = None
