@@ -99,6 +99,11 @@ def create_operator(store: Store, shipper: Shipper, links: Links) -> FastAPI:
             }
         )
 
+    @api.get("/tools")
+    def tools(alias: str | None = None, version: int | None = None) -> Response:
+        """How often each tool was called under each policy version, by outcome and result; most called first."""
+        return _page([_plain(tally) for tally in store.tools.tally(alias, version)])
+
     @api.get("/alarms")
     def alarms(standing: bool = False) -> Response:
         """Alarms, the latest first."""

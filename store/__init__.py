@@ -19,6 +19,7 @@ from store.leases import Leases
 from store.open_runs import OpenRuns
 from store.policies import Policies
 from store.rounds import Rounds
+from store.tools import Tools
 from store.trajectories import Trajectories
 
 __all__ = ["Store", "open_store"]
@@ -38,6 +39,7 @@ class Store:
         self.leases = Leases(engine)
         self.doors = Doors(engine)
         self.alarms = Alarms(engine)
+        self.tools = Tools(engine)
         self.keys = Keys(engine)
 
     def close(self) -> None:

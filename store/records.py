@@ -13,7 +13,14 @@ from typing import Any
 
 import msgspec
 
-from store.states import CallState, GroupState, KeyScope, PolicyState, RoundState, TrajectoryState
+from store.states import (
+    CallState,
+    GroupState,
+    KeyScope,
+    PolicyState,
+    RoundState,
+    TrajectoryState,
+)
 
 BASE_VERSION = 0  # version 0 of every alias is the base model without an adapter
 OTHER = "other"  # the purpose of calls to a model that is not trained here

@@ -10,7 +10,16 @@ from enum import StrEnum
 import sqlalchemy as sa
 
 from store.columns import Body, Hash, Ids
-from store.states import CallState, GroupState, KeyScope, PolicyState, RoundState, TrajectoryState
+from store.states import (
+    CallState,
+    GroupState,
+    KeyScope,
+    PolicyState,
+    RoundState,
+    ToolOutcome,
+    ToolResult,
+    TrajectoryState,
+)
 
 metadata = sa.MetaData(
     naming_convention={
@@ -168,6 +177,25 @@ choices = sa.Table(
     sa.Column("tool_call_ids", _JSON, nullable=False),
     sa.Column("ids", Ids, nullable=False),
     sa.Column("logprobs", sa.LargeBinary, nullable=False),
+)
+
+# One row per tool call that a model sampled, held against the tools of its own request; a row is never counted twice.
+tool_calls = sa.Table(
+    "tool_calls",
+    metadata,
+    sa.Column("call_id", _CALL_ID, sa.ForeignKey("calls.id", ondelete="CASCADE"), primary_key=True),
+    sa.Column("choice", sa.Integer, primary_key=True),
+    sa.Column("place", sa.Integer, primary_key=True),
+    sa.Column("alias", sa.String(128), nullable=False),
+    sa.Column("version", sa.Integer, nullable=False),
+    sa.Column("tool", sa.Text, nullable=False),
+    sa.Column("tool_call_id", sa.Text, nullable=False),
+    sa.Column("outcome", sa.String(24), nullable=False),
+    sa.Column("result", sa.String(16)),
+    sa.Column("detail", sa.Text),
+    _state("outcome", ToolOutcome),
+    _state("result", ToolResult),
+    sa.Index(None, "alias", "version", "tool"),
 )
 
 groups = sa.Table(

@@ -66,6 +66,26 @@ class PolicyState(StrEnum):
     REJECTED = "rejected"  # failed its proof or its gate
 
 
+class ToolOutcome(StrEnum):
+    """What a sampled tool call is, held against the tools of its own request."""
+
+    VALID = "valid"  # the tool exists and its arguments fit the tool's schema
+    UNKNOWN_TOOL = "unknown_tool"  # the request offers no tool of that name
+    INVALID_JSON = "invalid_json"  # the arguments are no JSON
+    SCHEMA_VIOLATION = "schema_violation"  # an argument is missing or not what the schema says
+    UNEXPECTED_ARGUMENT = "unexpected_argument"  # all fits, but an argument is there that the schema does not name
+    UNCHECKED = "unchecked"  # the schema or the arguments cannot be checked; `detail` says why
+
+
+class ToolResult(StrEnum):
+    """What the agent's next request says came of a tool call."""
+
+    OK = "ok"  # a result that tells of no failure
+    ERROR = "error"  # the tool failed, or says so
+    TIMEOUT = "timeout"  # the tool took too long
+    EMPTY = "empty"  # the result holds nothing
+
+
 TRAJECTORY_STEPS: Mapping[TrajectoryState, frozenset[TrajectoryState]] = {
     TrajectoryState.OPEN: frozenset({TrajectoryState.SEALED}),
     TrajectoryState.SEALED: frozenset({TrajectoryState.OPEN, TrajectoryState.GROUPED, TrajectoryState.DROPPED}),

@@ -99,6 +99,14 @@ class Metrics:
             "ratchet_dead_letters", "Records that the store refuses, put aside", registry=registry
         )
 
+        self.tool_calls = Counter(
+            "ratchet_tool_calls", "Tool calls, held against their request's schemas", ["tool", "outcome"],
+            registry=registry,
+        )  # fmt: skip
+        self.tool_results = Counter(
+            "ratchet_tool_results", "What the next request says came of tool calls", ["tool", "result"],
+            registry=registry,
+        )  # fmt: skip
         self.log_lines_dropped = Counter(
             "ratchet_call_log_dropped", "Lines of the call log that were not written", registry=registry
         )

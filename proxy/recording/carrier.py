@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from proxy.observing.tool_checks import ToolChecks, ToolCount
 from proxy.recording.segments import read_segment
 from store import Store
 from store.errors import SchemaMismatch, StoreUnavailable
@@ -48,6 +49,7 @@ class Carried(msgspec.Struct, frozen=True):
     begun: tuple[str, ...] = ()  # calls whose beginning was among them
     ended: tuple[str, ...] = ()
     dead: tuple[DeadLetter, ...] = ()
+    tools: tuple[ToolCount, ...] = ()  # what became known of tool calls
 
 
 class Carrier(Protocol):
@@ -68,6 +70,7 @@ class Porter:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._checks = ToolChecks(store)
 
     def start(self) -> None:
         """Nothing to make ready."""
@@ -87,6 +90,7 @@ class Porter:
             begun=tuple(record.call_id for record in reading.records if isinstance(record, CallBegun)),
             ended=tuple(record.begun.call_id for record in reading.records if isinstance(record, CallEnded)),
             dead=tuple(dead),
+            tools=tuple(self._checks.check(reading.records)),
         )
 
     def _ship(self, records: Sequence[Shipment], dead_letters: Path) -> list[DeadLetter]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from proxy.observing.metrics import Metrics
+from proxy.observing.tool_counts import ToolCounts
 from proxy.recording.bell import Bell
 from proxy.recording.carrier import DEAD_LETTERS, Carried, Carrier, Piece
 from proxy.recording.journal import Journal, Written
@@ -53,6 +54,7 @@ class Shipper:
         self._store = store  # for alarms and interrupted calls; records go through the carrier
         self._carrier = carrier
         self._metrics = metrics
+        self._tools = ToolCounts(metrics)
         self._bell = bell
         self._on_dead_letter = on_dead_letter
         self._given_up = 0  # records of this process that can never be shipped
@@ -215,6 +217,7 @@ class Shipper:
         if carried.records:
             self._metrics.store_up.set(1)
             self._metrics.shipped.inc(carried.records)
+        self._tools.count(carried.tools)
         for letter in carried.dead:
             log.warning("event=record_refused call=%s reason=%r", letter.call_id, letter.reason)
             self._metrics.dead_letters.inc()

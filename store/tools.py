@@ -1,0 +1,126 @@
+"""Tool calls: recorded once each, answered once each, counted per tool and policy version.
+
+Promises: recording or answering again changes nothing, and only what is new is returned, so that whoever counts does
+not count twice. A call that has gone from the store takes its tool calls with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from store import schema
+from store.database import read, write
+from store.states import ToolOutcome, ToolResult
+from store.tool_records import ToolAnswer, ToolCall, ToolTally
+
+_IN_MOST = 500  # values in one IN (...)
+_MOST_TALLIED = 1_000  # tools, the most called ones
+
+_rows = schema.tool_calls
+
+
+class Tools:
+    """The verbs over tool calls."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def toolset(self, name: str) -> bytes | None:
+        """Return the canonical JSON of a tool list by its hash."""
+        query = sa.select(schema.toolsets.c.body).where(schema.toolsets.c.hash == name)
+        with read(self._engine) as connection:
+            return connection.scalar(query)
+
+    def record(self, found: Sequence[ToolCall], answers: Sequence[ToolAnswer]) -> tuple[list[ToolCall], list[ToolCall]]:
+        """Write tool calls, then what came of those and of earlier ones; return (new calls, newly answered ones).
+
+        Calls that the store does not hold are left out. Raises StoreUnavailable; then nothing was written.
+        """
+        if not found and not answers:
+            return [], []
+        with write(self._engine) as connection:
+            new = _without_known(connection, found)
+            if new:
+                connection.execute(sa.insert(_rows), [msgspec.structs.asdict(row) for row in new])
+            return new, _answer(connection, answers)
+
+    def of_call(self, call_id: str) -> list[ToolCall]:
+        """Return the tool calls of one call, in order."""
+        query = sa.select(_rows).where(_rows.c.call_id == call_id).order_by(_rows.c.choice, _rows.c.place)
+        with read(self._engine) as connection:
+            return [_tool_call(row) for row in connection.execute(query)]
+
+    def tally(self, alias: str | None = None, version: int | None = None) -> list[ToolTally]:
+        """Return the counts per alias, version and tool, the most called first; at most `_MOST_TALLIED`."""
+        names = (_rows.c.alias, _rows.c.version, _rows.c.tool)
+        chosen = [
+            column == wanted for column, wanted in ((_rows.c.alias, alias), (_rows.c.version, version))
+            if wanted is not None
+        ]  # fmt: skip
+        count = sa.func.count()
+        query = sa.select(*names, _rows.c.outcome, _rows.c.result, count.label("n")).where(*chosen)
+        outcomes: defaultdict[tuple[str, int, str], Counter[str]] = defaultdict(Counter)
+        results: defaultdict[tuple[str, int, str], Counter[str]] = defaultdict(Counter)
+        with read(self._engine) as connection:
+            for row in connection.execute(query.group_by(*names, _rows.c.outcome, _rows.c.result)):
+                key = (row.alias, row.version, row.tool)
+                outcomes[key][row.outcome] += row.n
+                if row.result is not None:
+                    results[key][row.result] += row.n
+        tallies = [
+            ToolTally(
+                alias=key[0],
+                version=key[1],
+                tool=key[2],
+                calls=counts.total(),
+                outcomes=dict(counts),
+                results=dict(results[key]),
+            )
+            for key, counts in outcomes.items()
+        ]
+        return sorted(tallies, key=lambda tally: (-tally.calls, tally.alias, tally.version, tally.tool))[:_MOST_TALLIED]
+
+
+def _without_known(connection: sa.Connection, found: Sequence[ToolCall]) -> list[ToolCall]:
+    """Return those that are not there yet and whose call is."""
+    names = sorted({row.call_id for row in found})
+    there: set[str] = set()
+    known: set[tuple[str, int, int]] = set()
+    for start in range(0, len(names), _IN_MOST):
+        chunk = names[start : start + _IN_MOST]
+        there |= set(connection.scalars(sa.select(schema.calls.c.id).where(schema.calls.c.id.in_(chunk))))
+        keys = sa.select(_rows.c.call_id, _rows.c.choice, _rows.c.place).where(_rows.c.call_id.in_(chunk))
+        known |= {(row.call_id, row.choice, row.place) for row in connection.execute(keys)}
+    new = {(row.call_id, row.choice, row.place): row for row in found if row.call_id in there}
+    return [row for key, row in new.items() if key not in known]
+
+
+def _answer(connection: sa.Connection, answers: Sequence[ToolAnswer]) -> list[ToolCall]:
+    wanted = {(answer.call_id, answer.choice, answer.tool_call_id): answer.result for answer in answers}
+    answered = []
+    for row in _unanswered(connection, sorted({answer.call_id for answer in answers})):
+        result = wanted.pop((row.call_id, row.choice, row.tool_call_id), None)
+        if result is not None:
+            answered.append(msgspec.structs.replace(row, result=result))
+    for row in answered:
+        place = (_rows.c.call_id == row.call_id, _rows.c.choice == row.choice, _rows.c.place == row.place)
+        connection.execute(sa.update(_rows).where(*place).values(result=row.result))
+    return answered
+
+
+def _unanswered(connection: sa.Connection, names: Sequence[str]) -> Iterable[ToolCall]:
+    for start in range(0, len(names), _IN_MOST):
+        chosen = _rows.c.call_id.in_(names[start : start + _IN_MOST])
+        query = sa.select(_rows).where(chosen, _rows.c.result.is_(None))
+        yield from [_tool_call(row) for row in connection.execute(query.order_by(_rows.c.choice, _rows.c.place))]
+
+
+def _tool_call(row: Any) -> ToolCall:
+    values = {name: getattr(row, name) for name in ToolCall.__struct_fields__ if name not in ("outcome", "result")}
+    result = None if row.result is None else ToolResult(row.result)
+    return ToolCall(outcome=ToolOutcome(row.outcome), result=result, **values)

@@ -1,0 +1,315 @@
+"""Tool calls are held against the schemas of their own request, and no schema can do harm."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from proxy.observing.metrics import Metrics
+from proxy.observing.tool_checks import ToolChecks, ToolCount
+from proxy.observing.tool_counts import ToolCounts
+from proxy.observing.tool_results import result_of
+from proxy.observing.toolset import Toolset
+from store import Store
+from store.states import CallState, ToolOutcome
+from store.tool_records import ToolTally
+from tests.proxy.conftest import Proxy
+from tests.proxy.scripted_vllm import ScriptedVllm
+from tests.proxy.servers import served
+from tests.proxy.test_metrics import value
+from tests.records import begun, ended
+
+CALL = "/v1/chat/completions"
+PARAMETERS = {
+    "type": "object",
+    "properties": {"q": {"type": "string"}, "n": {"type": "integer", "minimum": 1}},
+    "required": ["q"],
+}
+
+
+def tool(name: str = "search", parameters: Any = PARAMETERS) -> dict[str, Any]:
+    """A tool as chat knows it."""
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def judged(arguments: str, parameters: Any = PARAMETERS, name: str = "search") -> tuple[str, str | None]:
+    """What a call of the tool is worth."""
+    outcome, detail = Toolset(msgspec.json.encode([tool(parameters=parameters)])).judge(name, arguments)
+    return str(outcome), detail
+
+
+@pytest.mark.parametrize(
+    ("arguments", "outcome", "detail"),
+    [
+        ('{"q": "x", "n": 2}', "valid", None),
+        ('{"q": "x", "n": 0}', "schema_violation", "$.n: minimum"),
+        ('{"q": 7}', "schema_violation", "$.q: type string"),
+        ("{}", "schema_violation", "$: required q"),
+        ('{"q": 7, "z": 1}', "schema_violation", "$.q: type string"),
+        ('["x"]', "schema_violation", "$: list instead of an object"),
+        ('{"q": "x", "colour": "red"}', "unexpected_argument", "$.colour"),
+    ],
+)
+def test_arguments_are_valid_or_of_one_class_of_fault(arguments: str, outcome: str, detail: str | None) -> None:
+    assert judged(arguments) == (outcome, detail)
+
+
+def test_what_is_no_json_or_no_tool_is_said_so() -> None:
+    assert judged('{"q": ')[0] == judged("")[0] == "invalid_json"
+    assert judged("{}", name="serach")[0] == "unknown_tool"
+    assert Toolset(b"").judge("search", "{}")[0] == ToolOutcome.UNKNOWN_TOOL
+    assert Toolset(None).judge("search", "{}")[0] == ToolOutcome.UNCHECKED
+
+
+@pytest.mark.parametrize(
+    ("extra", "outcome"),
+    [({"additionalProperties": False}, "unexpected_argument"), ({"additionalProperties": True}, "valid"),
+     ({"additionalProperties": {"type": "string"}}, "schema_violation"), ({"allOf": [{}]}, "valid"),
+     ({"patternProperties": {"^z": {}}}, "valid")],
+)  # fmt: skip
+def test_an_argument_is_unexpected_unless_the_schema_lets_others_in(extra: dict[str, Any], outcome: str) -> None:
+    assert judged('{"q": "x", "z": 1}', PARAMETERS | extra)[0] == outcome
+
+
+def test_a_function_without_parameters_takes_none() -> None:
+    assert judged("{}", None)[0] == "valid"
+    assert judged('{"q": 1}', None)[0] == "unexpected_argument"
+    assert judged('{"q": 1}', {"type": "object"})[0] == "valid", "an object of any kind"
+
+
+def test_the_draft_that_a_schema_names_decides() -> None:
+    old = {"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"p": {"items": [{"type": "string"}]}}}
+    assert judged('{"p": [1]}', old)[0] == "schema_violation", "a tuple in draft 7"
+    assert judged('{"p": [1]}', {"properties": {"p": {"prefixItems": [{"type": "string"}]}}})[0] == "schema_violation"
+
+
+def test_what_is_told_of_a_fault_holds_no_value() -> None:
+    schema = {"properties": {"q": {"enum": ["a"]}, "p": {"pattern": "^a$"}, "c": {"const": 1}, "m": {"maxLength": 2}}}
+    secret = json.dumps(dict.fromkeys("qpcm", "tell-nobody"))
+    assert "tell-nobody" not in str(judged(secret, schema)[1])
+
+
+DOUBLING: dict[str, Any] = {"a0": {"type": "integer"}}
+for number in range(1, 40):
+    DOUBLING[f"a{number}"] = {"anyOf": [{"$ref": f"#/$defs/a{number - 1}"}] * 2}
+HOSTILE = {
+    "a reference to itself": {"$ref": "#"},
+    "a dynamic circle": {"$dynamicRef": "#x", "$defs": {"x": {"$dynamicAnchor": "x", "$dynamicRef": "#x"}}},
+    "branches that double": {"$defs": DOUBLING, "$ref": "#/$defs/a39"},
+    "branches under another dialect": {
+        "$defs": DOUBLING,
+        "properties": {"a": {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/$defs/a39"}},
+    },
+    "a pattern that backtracks": {"properties": {"a": {"pattern": r"^(?:(a|a)*b|(a|a)*c)*$"}}},
+    "a name that backtracks": {"patternProperties": {r"^(?:(a|a)*b|(a|a)*c)*$": {}}, "additionalProperties": False},
+    "a long pattern": {"properties": {"a": {"pattern": "a?" * 5_000 + "a" * 5_000}}},
+    "no schema": {"type": "strin"},
+    "not even an object": [1, 2],
+    "a number": 7,
+    "properties that are a list": {"properties": []},
+    "a broken pattern": {"properties": {"a": {"pattern": "("}}},
+    "a reference to nowhere": {"$ref": "#/$defs/none"},
+    "a file": {"$ref": "file:///etc/passwd"},
+    "division by nothing": {"properties": {"a": {"multipleOf": 0}}},
+    "a large schema": {"properties": {f"p{number}": {"type": "string"} for number in range(5_000)}},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_schema_costs_little_and_fails_nothing(name: str) -> None:
+    body = msgspec.json.encode([tool(parameters=HOSTILE[name])])
+    began = time.process_time()
+    outcome, detail = Toolset(body).judge("search", json.dumps({"a": "a" * 60 + "d", "a" * 60 + "d": 1}))
+    assert time.process_time() - began < 1.0
+    assert outcome == ToolOutcome.UNCHECKED
+    assert detail
+
+
+def test_a_schema_that_is_too_costly_is_soon_left_alone() -> None:
+    tools = Toolset(msgspec.json.encode([tool(parameters=HOSTILE["branches that double"])]))
+    began = time.process_time()
+    for _ in range(1_000):
+        assert tools.judge("search", "{}") == (ToolOutcome.UNCHECKED, "too much work")
+    assert time.process_time() - began < 1.0
+
+
+def test_hostile_arguments_cost_little() -> None:
+    began = time.process_time()
+    assert judged('{"q": ' * 100_000)[0] == "unchecked", "large"
+    assert judged('{"q": ' * 5_000 + "1" + "}" * 5_000)[0] in ("unchecked", "schema_violation"), "deep"
+    many = json.dumps({"q": [[number % 7] for number in range(8_000)]})
+    assert judged(many, {"properties": {"q": {"uniqueItems": True}}})[0] == "unchecked"
+    assert judged('{"q": ' + "[" * 900 + "]" * 900 + "}")[0] == "schema_violation"
+    assert time.process_time() - began < 1.0
+
+
+def test_a_reference_is_never_fetched(vllm: ScriptedVllm) -> None:
+    with served(vllm) as url:
+        for name in ("$ref", "$dynamicRef", "$schema", "$id"):
+            judged("{}", {name: f"{url}/schema.json", "properties": {"a": {"$ref": f"{url}/other.json"}}})
+            judged('{"a": 1}', {name: f"{url}/schema.json", "properties": {"a": {"$ref": f"{url}/other.json"}}})
+    assert vllm.paths == []
+
+
+@pytest.mark.parametrize(
+    ("content", "result"),
+    [
+        ("21 degrees", "ok"),
+        ('{"rows": [], "error": null}', "ok"),
+        ("Error handling in Python is done with try.", "ok"),
+        ("The word error is in this document; a timeout, too.", "ok"),
+        ("Errors: 0", "ok"),
+        ([{"type": "text", "text": "Error: no such file"}], "error"),
+        ("Error: no such file", "error"),
+        ("error", "error"),
+        ("ToolException('x')", "error"),
+        ("ValueError: x", "error"),
+        ("Tool execution failed: x", "error"),
+        ("Error executing tool search: x", "error"),
+        ("An error occurred while running the tool. Please try again. Error: x", "error"),
+        ("Traceback (most recent call last):\n  File", "error"),
+        ("1 validation error: q is missing\n\nFix the errors and try again.", "error"),
+        ('{"error": "no such file"}', "error"),
+        ('{"isError": true, "content": []}', "error"),
+        ('{"success": false}', "error"),
+        ('{"status": "failed", "message": "x"}', "error"),
+        ("Error: the request timed out", "timeout"),
+        ("TimeoutError: 30 s", "timeout"),
+        ("The tool call timed out after 30 s", "timeout"),
+        ('{"error": {"message": "deadline exceeded"}}', "timeout"),
+        ("", "empty"),
+        (None, "empty"),
+        ("  \n", "empty"),
+        ("[]", "empty"),
+        ("None", "empty"),
+        ([], "empty"),
+    ],
+)
+def test_a_result_tells_of_failure_as_frameworks_write_it(content: Any, result: str) -> None:
+    assert str(result_of({"role": "tool", "content": content})) == result
+
+
+def asking(words: str, *earlier: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """A request with a tool."""
+    return {"model": "agent", "messages": [*earlier, {"role": "user", "content": words}], "tools": [tool()], **fields}
+
+
+def tally(proxy: Proxy, **asked: Any) -> dict[str, dict[str, Any]]:
+    """What the operator API counts, by tool."""
+    return {row["tool"]: row for row in proxy.http.get("/api/tools", params=asked).json()["data"]}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_calls_and_their_results_are_counted_per_tool_and_policy(proxy: Proxy, streamed: bool) -> None:
+    agent = proxy.agent()
+    messages: list[Any] = [{"role": "user", "content": "#tool=search+serach"}]
+    asked: dict[str, Any] = {"model": "agent", "tools": [tool()]}
+    if streamed:
+        for _ in agent.chat.completions.create(messages=messages, stream=True, **asked):
+            pass
+        proxy.settled()
+        last = proxy.http.get("/api/calls").json()["data"][0]["trajectory_id"]
+        reply = proxy.http.get(f"/api/trajectories/{last}").json()["messages"][-1]
+    else:
+        reply = agent.chat.completions.create(messages=messages, **asked).choices[0].message.to_dict()
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": said}
+        for call, said in zip(reply["tool_calls"], ["Error: timed out", "Error: no such tool"], strict=True)
+    ]
+    messages += [reply, *results]
+    agent.chat.completions.create(messages=[*messages, {"role": "user", "content": "#say=done"}], **asked)
+    proxy.settled()
+    found = tally(proxy, alias="agent", version=0)
+    assert found["search"]["outcomes"] == {"valid": 1}
+    assert found["search"]["results"] == {"timeout": 1}
+    assert found["serach"]["outcomes"] == {"unknown_tool": 1}
+    assert found["serach"]["results"] == {"error": 1}
+    assert tally(proxy, version=1) == {}
+    assert value(proxy, "ratchet_tool_calls_total", tool="search", outcome="valid") == 1
+    assert value(proxy, "ratchet_tool_calls_total", tool="(unknown)", outcome="unknown_tool") == 1
+    assert value(proxy, "ratchet_tool_results_total", tool="search", result="timeout") == 1
+
+
+def test_every_dialect_is_checked(proxy: Proxy) -> None:
+    function = {"type": "function", "name": "search", "parameters": {"type": "object", "properties": {}}}
+    proxy.http.post("/v1/responses", json={"model": "agent", "input": "#tool=search", "tools": [function]})
+    named = {"name": "search", "input_schema": {"type": "object", "properties": {"q": {"type": "integer"}}}}
+    said = [{"role": "user", "content": "#tool=search"}]
+    proxy.http.post("/v1/messages", json={"model": "agent", "max_tokens": 99, "messages": said, "tools": [named]})
+    proxy.http.post(CALL, json=asking("#broken"))
+    proxy.settled()
+    assert tally(proxy)["search"]["outcomes"] == {"unexpected_argument": 1, "schema_violation": 1, "invalid_json": 1}
+
+
+def test_a_schema_that_cannot_be_checked_does_not_stop_the_shipping(proxy: Proxy) -> None:
+    hostile = [tool(parameters=HOSTILE["branches that double"])]
+    for _ in range(3):
+        proxy.http.post(CALL, json=asking("#tool=search") | {"tools": hostile})
+    proxy.http.post(CALL, json=asking("#tool=search"))
+    proxy.settled()
+    assert tally(proxy)["search"]["outcomes"] == {"unchecked": 3, "valid": 1}
+
+
+def reply(*calls: tuple[str, str]) -> dict[str, Any]:
+    """An assistant message with calls of `search`: (id, arguments)."""
+    return {
+        "role": "assistant",
+        "tool_calls": [
+            {"id": name, "type": "function", "function": {"name": "search", "arguments": arguments}}
+            for name, arguments in calls
+        ],
+    }
+
+
+def test_shipping_again_counts_nothing_again(store: Store) -> None:
+    question = [{"role": "user", "content": "?"}]
+    first = ended(begun("call_1", "job", question), reply(("a", "{}"), ("b", "{}")), messages=question)
+    answers = [*question, reply(("a", "{}"), ("b", "{}")), {"role": "tool", "tool_call_id": "b", "content": "fine"}]
+    second = begun("call_2", "job", answers, parent_call="call_1")
+    store.calls.ship([first, second])
+    once = ToolChecks(store).check([first, second])
+    assert sorted(once, key=str) == [ToolCount("search", "valid", None, 2), ToolCount("search", None, "ok", 1)]
+    assert ToolChecks(store).check([first, second]) == []
+    assert [row.result for row in store.tools.of_call("call_1")] == [None, "ok"]
+    assert store.tools.tally() == [
+        ToolTally(alias="agent", version=0, tool="search", calls=2, outcomes={"valid": 2}, results={"ok": 1})
+    ]
+
+
+def test_calls_that_were_not_answered_or_not_stored_are_left_out(store: Store) -> None:
+    aborted = ended(begun("call_1", "job"), reply(("a", '{"cut')), state=CallState.ABORTED)
+    refused = ended(begun("call_2", "job"), reply(("a", "{}")))
+    store.calls.ship([aborted])
+    assert ToolChecks(store).check([aborted, refused]) == []
+
+
+def test_tools_of_a_list_that_was_shipped_before_are_read_from_the_store(store: Store) -> None:
+    first, second = (ended(begun(f"call_{n}", "job"), reply(("a", "{}"))) for n in (1, 2))
+    store.calls.ship([first])
+    later = msgspec.structs.replace(second, begun=msgspec.structs.replace(second.begun, tools=b""))
+    store.calls.ship([later])
+    assert ToolChecks(store).check([later]) == [ToolCount("search", "valid", None, 1)]
+
+
+def test_clients_cannot_make_more_than_a_hundred_series() -> None:
+    metrics = Metrics()
+    counts = ToolCounts(metrics)
+    counts.count(ToolCount(f"tool-{number}" * 50, "valid", None, 1) for number in range(5_000))
+    names = {s.labels["tool"] for f in metrics.registry.collect() for s in f.samples if "tool" in s.labels}
+    assert len(names) == 101
+    assert max(map(len, names)) == 64
+    assert metrics.registry.get_sample_value("ratchet_tool_calls_total", {"tool": "other", "outcome": "valid"}) == 4_900
+
+
+def test_names_that_a_database_would_refuse_are_made_plain(store: Store) -> None:
+    odd = reply(("a\0b", "{}"))
+    odd["tool_calls"][0]["function"]["name"] = "sea\0rch" * 100
+    end = ended(begun("call_1", "job"), odd)
+    store.calls.ship([end])
+    ToolChecks(store).check([end])
+    [row] = store.tools.of_call("call_1")
+    assert (len(row.tool), "\0" in row.tool + row.tool_call_id) == (200, False)
