@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ratchet import options
+
+if TYPE_CHECKING:
+    from ratchet.settings import Settings
 
 
 @click.command()
@@ -78,22 +82,43 @@ def down(context: click.Context, project: str | None, as_json: bool) -> None:
 
 @click.command()
 @options.project
+@click.option("--report", is_flag=True, help="Is it learning? Scores of real traffic before and after, with intervals.")
+@click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="With --report: draw it into this file.")
 @options.as_json
 @click.pass_context
-def status(context: click.Context, project: str | None, as_json: bool) -> None:
-    """Show rooms, ports, versions, trajectories by state, rounds and alarms.
+def status(context: click.Context, /, project: str | None, report: bool, png: Path | None, as_json: bool) -> None:
+    """Show rooms, ports, versions, trajectories by state, rounds and alarms; with --report, what was learnt.
 
     \b
     Example:
-      ratchet status --json
+      ratchet status --report --png learning.png
     """
+    settings = options.running_settings_of(context, {"project": project})
+    if report:
+        _report(settings, png, as_json)
+        return
+    if png is not None:
+        raise click.UsageError("--png draws the report: give --report with it")
     from ratchet import status as looking
 
-    found = looking.collect(options.running_settings_of(context, {"project": project}))
+    found = looking.collect(settings)
     if as_json:
         options.emit(found)
     else:
         click.echo("\n".join(looking.lines(found)))
+
+
+def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
+    from ratchet import learning
+
+    found = learning.read(settings)
+    if as_json:
+        options.emit(learning.plain(found))
+    else:
+        click.echo("\n".join(learning.lines(found)))
+    if png is not None:
+        learning.draw(found, png)
+        click.echo(f"drawn: {png}", err=True)
 
 
 @click.command()

@@ -133,11 +133,33 @@ class Groups:
         with read(self._engine) as connection:
             return [_verdict(row) for row in connection.execute(query)]
 
+    def newest_judge(self, alias: str) -> str | None:
+        """Return the version of the judge that scored a trajectory of an alias last; None where none did."""
+        runs, table = schema.trajectories, schema.verdicts
+        query = (
+            sa.select(table.c.judge_version)
+            .join(runs, runs.c.id == table.c.trajectory_id)
+            .where(runs.c.alias == alias, table.c.score.is_not(None))
+            .order_by(table.c.id.desc())
+            .limit(1)
+        )
+        with read(self._engine) as connection:
+            version: str | None = connection.scalar(query)
+        return version
+
     def scored(self, alias: str, judge_version: str, limit: int = 5000) -> list[PastScore]:
         """Return the newest scores that this version of a judge gave an alias's trajectories, oldest first."""
         runs, table = schema.trajectories, schema.verdicts
         query = (
-            sa.select(runs.c.id, runs.c.task, runs.c.root_node, runs.c.tools_hash, table.c.score, table.c.judged_at)
+            sa.select(
+                runs.c.id,
+                runs.c.task,
+                runs.c.root_node,
+                runs.c.tools_hash,
+                runs.c.version,
+                table.c.score,
+                table.c.judged_at,
+            )
             .join(runs, runs.c.id == table.c.trajectory_id)
             .where(runs.c.alias == alias, table.c.judge_version == judge_version, table.c.score.is_not(None))
             .order_by(table.c.id.desc())
@@ -150,6 +172,7 @@ class Groups:
                 trajectory_id=row.id,
                 family=family_of(row.task, row.tools_hash),
                 cohort=cohort_of(row.task, row.root_node, row.tools_hash),
+                version=row.version,
                 score=row.score,
                 judged_at=row.judged_at,
             )

@@ -300,6 +300,7 @@ class PastScore(Record, frozen=True):
     trajectory_id: str
     family: str
     cohort: str
+    version: int  # that it was sampled from
     score: float
     judged_at: float
 

@@ -57,6 +57,7 @@ def past(member: Trajectory, verdict: Verdict) -> PastScore:
         trajectory_id=member.id,
         family=member.family,
         cohort=member.group_key,
+        version=member.version,
         score=verdict.score or 0.0,
         judged_at=verdict.judged_at,
     )

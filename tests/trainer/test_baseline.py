@@ -12,7 +12,7 @@ from trainer.baseline import SHRINKAGE, ScoreBook
 
 
 def scored(name: str, score: float, at: float, family: str = "mail", cohort: str = "c") -> PastScore:
-    return PastScore(trajectory_id=name, family=family, cohort=cohort, score=score, judged_at=at)
+    return PastScore(trajectory_id=name, family=family, cohort=cohort, version=0, score=score, judged_at=at)
 
 
 def test_a_baseline_is_made_of_earlier_scores_of_the_same_family_alone() -> None:

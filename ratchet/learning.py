@@ -1,0 +1,89 @@
+"""`ratchet status --report`: is it learning? The report of the trainer's room as text, JSON or a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ratchet.errors import FaceError
+from ratchet.settings import Settings
+
+if TYPE_CHECKING:
+    from trainer.learning_report import Gain, LearningReport
+
+_MOST = 100_000  # newest scores that are read
+
+
+def read(settings: Settings) -> LearningReport:
+    """Return the report on what the store holds. Raises FaceError where there is no store yet."""
+    from store import open_store
+    from trainer.learning_report import learning_report
+
+    if settings.store is None and not settings.state.store.exists():
+        raise FaceError("nothing has run yet: there is no store to report on")
+    store = open_store(settings.store_url)
+    try:
+        judge = store.groups.newest_judge(settings.model)
+        return learning_report(store.groups.scored(settings.model, judge, limit=_MOST) if judge else [])
+    finally:
+        store.close()
+
+
+def plain(report: LearningReport) -> dict[str, Any]:
+    """Return the report as JSON can hold it."""
+    content = dataclasses.asdict(report)
+    for told, family in zip(content["families"], report.families, strict=True):
+        told["gain"]["verdict"] = family.gain.verdict
+        if family.same_tasks is not None:
+            told["same_tasks"]["verdict"] = family.same_tasks.verdict
+    for version in content["versions"]:  # one score alone has no interval
+        version |= {name: version[name] if math.isfinite(version[name]) else None for name in ("low", "high")}
+    return content
+
+
+def lines(report: LearningReport) -> list[str]:
+    """Return the report for people."""
+    text = [
+        f"  @{v.version:<5} {v.count:>6} scored   mean {v.mean:.3f}{_interval(v.low, v.high)}" for v in report.versions
+    ]
+    if report.missing:
+        return ["is it learning?  not known yet: " + report.missing, *text]
+    for family in report.families:
+        before, after = family.before, family.after
+        text.append(
+            f"{family.family}: {before.mean:.3f} (@{before.first_version}..{before.last_version}, n={before.count}) -> "
+            f"{after.mean:.3f} (@{after.first_version}..{after.last_version}, n={after.count}): {_gain(family.gain)}"
+        )
+        if family.same_tasks is not None:
+            text.append(f"  on the {family.same_tasks.count} tasks that came under both: {_gain(family.same_tasks)}")
+    return [f"is it learning?  {report.families[0].gain.verdict}", *text]
+
+
+def draw(report: LearningReport, path: Path) -> None:
+    """Draw the mean score by version with its intervals. Raises FaceError where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise FaceError("a picture needs matplotlib: pip install 'ratchet-rl[demo]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    shown = [version for version in report.versions if math.isfinite(version.low)]
+    reach = [[v.mean - v.low for v in shown], [v.high - v.mean for v in shown]]
+    axes.errorbar([v.version for v in shown], [v.mean for v in shown], yerr=reach, fmt="o-", capsize=3)
+    axes.set(xlabel="policy version", ylabel="mean score, 95% interval", title="Scores of real traffic by version")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _gain(gain: Gain) -> str:
+    return f"{gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}) {gain.verdict}"
+
+
+def _interval(low: float, high: float) -> str:
+    return f"   95% {low:.3f} to {high:.3f}" if math.isfinite(low) else ""

@@ -1,0 +1,42 @@
+"""`ratchet status --report` reads the store and says what is known."""
+
+from __future__ import annotations
+
+import json
+
+from store import open_store
+from store.records import Verdict
+from tests.ratchet.project import Project
+from tests.records import answered_trajectory
+
+
+def scored(project: Project, version: int, score: float, count: int) -> None:
+    store = open_store(str(project.folder / "s.db"))
+    names = [f"t{version}-{number}" for number in range(count)]
+    for name in names:
+        answered_trajectory(store, name, "Oslo", version=version, alias="policy")
+    store.trajectories.seal_idle("policy", now=100.0, idle_seconds=1.0)
+    group = store.groups.form(f"k{version}", "policy", names, now=101.0)
+    verdicts = [
+        Verdict(trajectory_id=name, group_id=group.id, judge="j", judge_version="1", score=score + 0.1 * (number % 2))
+        for number, name in enumerate(names)
+    ]
+    store.groups.record(group.id, verdicts)
+    store.close()
+
+
+def test_the_report_says_better_with_its_interval_and_draws_it(project: Project) -> None:
+    project.write(store="sqlite:///s.db")
+    scored(project, 0, 0.2, 40)
+    early = project.run("status", "--report")
+    assert "not known yet" in early.stdout
+    scored(project, 1, 0.7, 40)
+    told = json.loads(project.run("status", "--report", "--json").stdout)
+    assert told["families"][0]["gain"]["verdict"] == "better"
+    done = project.run("status", "--report", "--png", "curve.png")
+    assert done.stdout.startswith("is it learning?  better")
+    assert (project.folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_needs_the_report(project: Project) -> None:
+    assert project.run("status", "--png", "x.png").returncode == 2

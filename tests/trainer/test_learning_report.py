@@ -1,0 +1,83 @@
+"""Is it learning? The report claims nothing that its intervals do not hold."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from store.records import PastScore
+from trainer.learning_report import learning_report
+
+
+def traffic(
+    version: int, rate: float, count: int, seed: int = 0, family: str = "mail", tasks: int = 20
+) -> list[PastScore]:
+    randomness = random.Random(f"{version}{seed}")
+    return [
+        PastScore(
+            trajectory_id=f"{version}-{family}-{number}", family=family, cohort=f"{family}/{number % tasks}",
+            version=version, score=float(randomness.random() < rate), judged_at=version * 1e6 + number,
+        )
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def test_a_real_gain_is_told_with_its_interval() -> None:
+    report = learning_report([*traffic(0, 0.3, 200), *traffic(1, 0.5, 50), *traffic(2, 0.8, 200)])
+    (whole,) = report.families
+    assert (whole.before.first_version, whole.after.first_version) == (0, 2)
+    assert whole.gain.verdict == "better"
+    assert whole.gain.low < whole.after.mean - whole.before.mean < whole.gain.high
+    assert whole.same_tasks is not None
+    assert (whole.same_tasks.count, whole.same_tasks.verdict) == (20, "better")
+    assert [version.version for version in report.versions] == [0, 1, 2]
+
+
+def test_without_a_difference_nothing_is_claimed_more_often_than_one_in_ten() -> None:
+    claims = 0
+    for seed in range(100):
+        report = learning_report([*traffic(0, 0.5, 60, seed), *traffic(1, 0.5, 60, seed)])
+        claims += report.families[0].gain.verdict != "unknown"
+    assert claims <= 10
+
+
+def test_easier_tasks_are_not_taken_for_learning() -> None:
+    hard, easy = traffic(0, 0.0, 100, tasks=5), traffic(1, 1.0, 100, family="other", tasks=5)
+    mixed = [*hard, *traffic(1, 0.0, 100, tasks=5), *easy]
+    whole = learning_report(mixed).families[0]
+    assert whole.gain.verdict == "better"  # the mix has changed
+    assert whole.same_tasks is not None
+    assert whole.same_tasks.value == pytest.approx(0.0)
+
+
+def test_families_are_told_apart() -> None:
+    both = [
+        *traffic(0, 0.2, 100), *traffic(1, 0.9, 100), *traffic(0, 0.9, 100, family="math"),
+        *traffic(1, 0.2, 100, family="math"),
+    ]  # fmt: skip
+    verdicts = {family.family: family.gain.verdict for family in learning_report(both).families}
+    assert (verdicts["mail"], verdicts["math"]) == ("better", "worse")
+
+
+@pytest.mark.parametrize(
+    ("scores", "why"),
+    [([], "of none"), (traffic(3, 0.5, 90), "of version 3"), (traffic(0, 0.5, 9) + traffic(1, 0.5, 9), "needs 30")],
+)
+def test_too_little_is_said_to_be_too_little(scores: list[PastScore], why: str) -> None:
+    report = learning_report(scores)
+    assert report.families == ()
+    assert why in (report.missing or "")
+
+
+def test_a_revised_verdict_counts_once_and_as_revised() -> None:
+    scores = [*traffic(0, 0.0, 40), *traffic(1, 0.0, 40)]
+    revised = [
+        PastScore(
+            trajectory_id=one.trajectory_id, family=one.family, cohort=one.cohort, version=1, score=1.0, judged_at=9e9
+        )
+        for one in scores
+        if one.version == 1
+    ]
+    whole = learning_report([*scores, *revised]).families[0]
+    assert (whole.after.count, whole.after.mean) == (40, 1.0)
