@@ -12,6 +12,7 @@ import click
 import pytest
 
 from ratchet.cli import cli
+from store.database import HEAD
 from tests.ratchet.project import ROOT, Project
 
 HEAVY = ("torch", "transformers", "trl", "peft", "vllm", "matplotlib")
@@ -67,7 +68,7 @@ def test_status_down_and_policies_work_before_anything_has_run(project: Project)
 
 def test_a_store_is_migrated_verified_and_listed(project: Project) -> None:
     url = f"sqlite:///{project.folder / 'other.db'}"
-    assert "schema none -> 0002" in project.run("store", "migrate", "--store", url).stdout
+    assert f"schema none -> {HEAD}" in project.run("store", "migrate", "--store", url).stdout
     assert "nothing to do" in project.run("store", "migrate", "--store", url).stdout
     verified = project.run("store", "verify", "--store", url)
     assert (verified.returncode, verified.stdout) == (0, "0 messages: 0 damaged, 0 without parent\n")
