@@ -12,6 +12,7 @@ import click
 import pytest
 
 from ratchet.cli import cli
+from store.columns import pack_hash
 from store.database import HEAD
 from tests.ratchet.project import ROOT, Project
 
@@ -81,7 +82,7 @@ def test_a_damaged_message_fails_the_verification(project: Project) -> None:
     database = project.folder / "other.db"
     project.run("store", "migrate", "--store", str(database))
     with sqlite3.connect(database) as connection:
-        connection.execute("INSERT INTO messages VALUES ('b2:00', '', 'user', x'7b7d')")
+        connection.execute("INSERT INTO messages VALUES (?, x'', 'user', x'7b7d')", (pack_hash("b2:00"),))
     connection.close()
     verified = project.run("store", "verify", "--store", str(database))
     assert verified.returncode == 1
@@ -91,7 +92,7 @@ def test_a_damaged_message_fails_the_verification(project: Project) -> None:
 def test_a_trainer_without_judge_says_how_to_name_one(project: Project) -> None:
     trainer = project.run("trainer")
     assert trainer.returncode == 2
-    assert "--judge MODULE:FUNCTION" in trainer.stdout
+    assert "--judge module:function" in trainer.stdout
 
 
 def test_a_doctor_without_a_project_says_what_it_could_not_prove(project: Project) -> None:
