@@ -112,7 +112,8 @@ class Endpoint:
         other = alias in self._book.others
         found = identity.evidence(scope, headers, request, keys, (alias, wanted), attempt, now, other)
         link = self._links.find(found)
-        version = next(known for known in (link.version, wanted, self._book.live(alias)) if known is not None)
+        version = wanted if link.version is None else link.version
+        version = self._book.begins(alias, link.trajectory_id) if version is None else version
         link = replace(link, version=version)
         self._links.begin(link, alias, version, now)
         task, role, tags = identity.labels(headers)

@@ -4,6 +4,8 @@ Two tasks: one renews the copy every `refresh_seconds` (a store that does not an
 the other tells the store about once a second, and at once after a change, which versions are live here and how many
 trajectories hold each. What it tells was true at one moment: live versions and pins are read together.
 
+A canary gets its share of the new trajectories by their ids; those that it got keep it, as any version is kept.
+
 At start it asks the replicas for the base model and registers it; until an alias has a live version, calls get 503.
 The copy belongs to the event loop's thread; each task has a thread of its own for the synchronous store.
 """
@@ -18,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from hashlib import blake2b
 from typing import TypeVar
 
 from proxy.errors import NotFound, NotReady, UpstreamError
@@ -70,6 +73,9 @@ class PolicyBook:
         self._refresh_seconds = refresh_seconds
         self._beat_seconds = beat_seconds
         self._live: dict[str, int] = {}
+        self._canaries: dict[str, Policy] = {}
+        for alias in self.aliases:
+            metrics.canary_share.labels(alias).set(0.0)
         self._versions: dict[tuple[str, int], Policy] = {}
         self._all_at = 0.0
         self._changed = asyncio.Event()
@@ -92,6 +98,18 @@ class PolicyBook:
         if not _VERSION.fullmatch(number) or (alias, int(number)) not in self._versions:
             raise self._unknown(model)
         return alias, int(number)
+
+    def begins(self, alias: str, trajectory_id: str) -> int:
+        """Return the version that a new trajectory begins on: the canary for its share of them, else the live one.
+
+        Which ones a canary gets is told by the trajectory's id alone, and a larger share keeps those of a smaller.
+        """
+        canary = self._canaries.get(alias)
+        if canary is None or alias in self.others:
+            return self.live(alias)
+        chosen = canary.version if _place(canary, trajectory_id) < (canary.share or 0.0) else self.live(alias)
+        self._metrics.canary_trajectories.labels(alias, "canary" if chosen == canary.version else "live").inc()
+        return chosen
 
     def live(self, alias: str) -> int:
         """Return the version that new trajectories of a known alias begin on; 0 of a model that is not ours."""
@@ -164,9 +182,10 @@ class PolicyBook:
                 log.warning("event=policies_not_read reason=%r", str(error))
 
     async def _look(self) -> None:
-        found = await self._ask(0, self._store.policies.live)
-        live = {alias: found[alias].version for alias in self.aliases if alias in found}
-        known = {(policy.alias, policy.version) for policy in found.values()}
+        found = await self._ask(0, self._store.policies.serving)
+        live = {policy.alias: policy.version for policy in found
+                if policy.state == PolicyState.LIVE and policy.alias in self.aliases}  # fmt: skip
+        known = {(policy.alias, policy.version) for policy in found}
         if not known <= self._versions.keys() or time.monotonic() - self._all_at > _ALL_EVERY:
             everything = await self._ask(0, self._store.policies.all)
             self._versions = {
@@ -177,12 +196,25 @@ class PolicyBook:
             self._all_at = time.monotonic()
         self.heard_at = time.monotonic()
         self._metrics.store_up.set(1)
+        self._take_canaries(policy for policy in found if policy.state == PolicyState.CANARY)
         if live != self._live:
             log.info("event=live_versions %s", " ".join(f"{alias}={version}" for alias, version in live.items()))
             for alias, version in live.items():
                 self._metrics.live_version.labels(alias).set(version)
             self._live = live
             self._changed.set()
+
+    def _take_canaries(self, found: Iterable[Policy]) -> None:
+        canaries = {policy.alias: policy for policy in found if policy.alias in self.aliases}
+        for alias in self.aliases:
+            policy, before = canaries.get(alias), self._canaries.get(alias)
+            if (policy and (policy.version, policy.share)) == (before and (before.version, before.share)):
+                continue
+            share = (policy.share if policy else None) or 0.0
+            version = policy.version if policy else None
+            log.info("event=canary alias=%s version=%s share=%g", alias, version, share)
+            self._metrics.canary_share.labels(alias).set(share)
+        self._canaries = canaries
 
     async def _discover(self) -> None:
         """Find the base model and register it, trying until both the replica and the store answer."""
@@ -237,3 +269,9 @@ class PolicyBook:
 
     async def _ask(self, thread: int, verb: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads[thread], verb)
+
+
+def _place(canary: Policy, trajectory_id: str) -> float:
+    """Return where a trajectory stands among all, from 0 to 1; another canary shuffles them anew."""
+    name = f"{canary.alias}@{canary.version}\0{trajectory_id}"
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) / 2**64

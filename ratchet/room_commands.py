@@ -194,6 +194,8 @@ def list_policies(
         return
     for policy in found:
         made = datetime.fromtimestamp(policy.created_at, UTC).strftime("%Y-%m-%d %H:%M:%S")
-        click.echo(f"{policy.alias}@{policy.version}  {policy.state:<9}  {made}  {policy.adapter or 'base model'}")
+        share = f" {policy.share:.0%}" if policy.share else ""
+        state = f"{policy.state}{share}"
+        click.echo(f"{policy.alias}@{policy.version}  {state:<11}  {made}  {policy.adapter or 'base model'}")
     if not found:
         click.echo("no versions yet: nothing has run on this store")

@@ -1,7 +1,7 @@
 """Policies: which versions of an alias exist, which one is live, and why.
 
-Promises: at most one live version per alias; a promotion retires the old one in the same transaction; every
-decision keeps its evidence.
+Promises: at most one live version and one canary per alias; a promotion retires the old one in the same transaction;
+every decision keeps its evidence.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from store import schema
 from store.database import read, write
-from store.errors import UnknownRecord
+from store.errors import ForbiddenChange, UnknownRecord
 from store.records import BASE_VERSION, Policy
 from store.shipping import insert_new
 from store.states import POLICY_STEPS, PolicyState, check
@@ -52,6 +52,10 @@ class Policies:
             connection.execute(sa.update(table).where(base).values(served_name=served_name))
         return self.get(alias, BASE_VERSION)
 
+    def serving(self) -> list[Policy]:
+        """Return the versions that new trajectories begin on: live ones and canaries, of every alias."""
+        return self._select(schema.policies.c.state.in_((PolicyState.LIVE, PolicyState.CANARY)))
+
     def live(self) -> dict[str, Policy]:
         """Return the live version of every alias."""
         return {policy.alias: policy for policy in self._select(schema.policies.c.state == PolicyState.LIVE)}
@@ -82,6 +86,23 @@ class Policies:
             _settle(connection, policy, PolicyState.LIVE, evidence)
         return self.get(alias, version)
 
+    def canary(self, alias: str, version: int, share: float, evidence: Mapping[str, Any] | None = None) -> Policy:
+        """Let a candidate serve a share of new trajectories, more than 0 and less than 1; or change a canary's share.
+
+        Raises ForbiddenChange where the alias has another canary, UnknownRecord.
+        """
+        if not 0.0 < share < 1.0:
+            raise ForbiddenChange(f"policy {alias}@{version}: a canary's share is between 0 and 1, not {share:g}")
+        policy = self.get(alias, version)
+        if policy.state != PolicyState.CANARY:
+            check(POLICY_STEPS, policy.state, PolicyState.CANARY, f"policy {alias}@{version}")
+        serving = [found for found in self.serving() if found.alias == alias and found.version != version]
+        if other := next((found.version for found in serving if found.state == PolicyState.CANARY), None):
+            raise ForbiddenChange(f"{alias}@{other} is a canary already: promote or reject it before {alias}@{version}")
+        with write(self._engine) as connection:
+            _settle(connection, policy, PolicyState.CANARY, evidence or {}, share)
+        return self.get(alias, version)
+
     def reject(self, alias: str, version: int, evidence: Mapping[str, Any]) -> Policy:
         """Mark a candidate that failed its proof or its gate. Raises ForbiddenChange, UnknownRecord."""
         policy = self.get(alias, version)
@@ -103,10 +124,16 @@ class Policies:
         ]
 
 
-def _settle(connection: sa.Connection, policy: Policy, state: PolicyState, evidence: Mapping[str, Any]) -> None:
+def _settle(
+    connection: sa.Connection,
+    policy: Policy,
+    state: PolicyState,
+    evidence: Mapping[str, Any],
+    share: float | None = None,
+) -> None:
     table = schema.policies
     connection.execute(
         sa.update(table)
         .where(table.c.alias == policy.alias, table.c.version == policy.version)
-        .values(state=state, evidence=dict(policy.evidence) | dict(evidence))
+        .values(state=state, evidence=dict(policy.evidence) | dict(evidence), share=share)
     )

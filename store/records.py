@@ -347,6 +347,7 @@ class Policy(Record, frozen=True):
     created_at: float
     round_id: str | None = None
     evidence: Mapping[str, Any] = {}
+    share: float | None = None  # of new trajectories, where it is a canary
 
 
 class Round(Record, frozen=True):

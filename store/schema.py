@@ -291,6 +291,7 @@ policies = sa.Table(
     sa.Column("created_at", _TIME, nullable=False),
     sa.Column("round_id", _ID, sa.ForeignKey("rounds.id")),
     sa.Column("evidence", _JSON, nullable=False),
+    sa.Column("share", sa.Double),
     _state("state", PolicyState),
     # Version 0 is the base model; every other version has an adapter.
     sa.CheckConstraint("(version = 0) = (adapter IS NULL)", name="base_has_no_adapter"),
@@ -298,6 +299,10 @@ policies = sa.Table(
 # At most one version of an alias is live.
 sa.Index("uq_policies_live", policies.c.alias, unique=True, sqlite_where=policies.c.state == "live",
          postgresql_where=policies.c.state == "live")  # fmt: skip
+
+# At most one version of an alias is a canary.
+sa.Index("uq_policies_canary", policies.c.alias, unique=True, sqlite_where=policies.c.state == "canary",
+         postgresql_where=policies.c.state == "canary")  # fmt: skip
 
 # A lease is held by one owner until it expires; the holder renews it.
 leases = sa.Table(

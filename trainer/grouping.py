@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from store.records import OTHER, Trajectory
+from store.records import Trajectory
 
 EVALUATION = "eval"  # asked for by explicit version: a measurement, never training data
-OTHER_MODEL = "other_model"  # what a model that is not trained here said
 CUT_OFF = "cut_off"  # a machine ended its last call: that is not the policy's failure
 SINGLE = "single"  # nobody else tried the same task in time, and singles are not trained
-
-_WHY = {OTHER: OTHER_MODEL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ def plan_groups(
     `cut_off` holds the ids of those whose last call was ended by a machine.
     """
     groups: list[PlannedGroup] = []
-    drops = [(run.id, _WHY.get(run.purpose, EVALUATION)) for run in waiting if run.purpose != "live"]
+    drops = [(run.id, EVALUATION) for run in waiting if run.purpose != "live"]
     drops += [(run.id, CUT_OFF) for run in waiting if run.purpose == "live" and run.id in cut_off]
     buckets: dict[tuple[str, str], list[Trajectory]] = {}
     for run in waiting:

@@ -73,6 +73,15 @@ class Metrics:
         self.upstream_in_flight = Gauge(
             "ratchet_upstream_in_flight", "Calls whose answers have not ended", ["upstream"], registry=registry
         )
+        self.canary_share = Gauge(
+            "ratchet_canary_share", "Share of new trajectories for the canary", ["alias"], registry=registry
+        )
+        self.canary_trajectories = Counter(
+            "ratchet_canary_trajectories",
+            "New trajectories while there is a canary",
+            ["alias", "policy"],
+            registry=registry,
+        )
         self.adapter_loads = Counter(
             "ratchet_adapter_loads",
             "Adapters loaded because a replica did not know them",

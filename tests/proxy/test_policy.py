@@ -13,11 +13,18 @@ from tests.proxy.conftest import Proxy, Start
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually
 
+BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 
-def promote(proxy: Proxy, version: int) -> None:
-    """Register a version with an adapter and make it live, as the trainer does; wait until the proxy knows."""
+
+def candidate(proxy: Proxy, version: int) -> None:
+    """Register a version with an adapter, as the trainer does."""
     begun = proxy.store.rounds.start("agent", version - 1)
     proxy.store.rounds.commit(begun.id, version=version, checkpoint=f"/adapters/{version}", groups=[], metrics={})
+
+
+def promote(proxy: Proxy, version: int) -> None:
+    """Register a version and make it live, as the trainer does; wait until the proxy knows."""
+    candidate(proxy, version)
     proxy.store.policies.promote("agent", version, {})
     eventually(lambda: any(d.live.get("agent") == version for d in proxy.store.doors.open("agent", time.time() - 2)))
 
@@ -53,6 +60,36 @@ def test_a_version_can_be_asked_for_by_name(proxy: Proxy, vllm: ScriptedVllm) ->
     answer = proxy.agent().chat.completions.create(model="agent@0", messages=[{"role": "user", "content": "hi"}])
     assert answer.model == "agent@0"
     assert vllm.calls[-1]["model"] == vllm.base
+
+
+def test_a_canary_gets_its_share_of_new_trajectories_by_their_ids_and_keeps_them(proxy: Proxy) -> None:
+    def began(names: list[str]) -> dict[str, str]:
+        answers = [proxy.http.post(f"/t/{name}/v1/chat/completions", json=BODY) for name in names]
+        return {name: answer.headers["x-ratchet-policy"] for name, answer in zip(names, answers, strict=True)}
+
+    def share() -> str:
+        return next(line for line in proxy.http.get("/metrics").text.splitlines() if "ratchet_canary_share{" in line)
+
+    candidate(proxy, 1)
+    first = [f"a{n}" for n in range(200)]
+    proxy.store.policies.canary("agent", 1, 0.25)
+    eventually(lambda: share().endswith(" 0.25"))
+    few = {name for name, policy in began(first).items() if policy == "agent@1"}
+    assert 20 <= len(few) <= 85, "50 of 200, within five standard deviations"
+    assert f'ratchet_canary_trajectories_total{{alias="agent",policy="canary"}} {len(few)}.0' in (
+        proxy.http.get("/metrics").text
+    )
+    proxy.store.policies.canary("agent", 1, 0.75)
+    eventually(lambda: share().endswith(" 0.75"))
+    assert {name for name, policy in began(first).items() if policy == "agent@1"} == few, "pinned"
+    more = began([f"b{n}" for n in range(100)])
+    assert 50 <= list(more.values()).count("agent@1") <= 98
+    assert proxy.http.post("/v1/chat/completions", json=BODY | {"model": "agent@0"}).headers[
+        "x-ratchet-policy"] == "agent@0"  # fmt: skip
+    proxy.store.policies.reject("agent", 1, {})
+    eventually(lambda: share().endswith(" 0.0"))
+    assert set(began([f"c{n}" for n in range(30)]).values()) == {"agent@0"}
+    assert began(sorted(few))[min(few)] == "agent@1", "a trajectory finishes on the version that it began with"
 
 
 def test_an_evaluation_and_an_agent_at_work_never_share_a_trajectory(proxy: Proxy) -> None:

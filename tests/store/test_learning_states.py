@@ -121,6 +121,27 @@ def test_one_version_is_live_and_the_old_one_stays_addressable(store: Store) -> 
     assert store.policies.get("agent", 0).served_name == "renamed"
 
 
+def test_one_candidate_is_a_canary_until_it_is_promoted_or_rejected(store: Store) -> None:
+    store.policies.register_base("agent", "base")
+    for version in (1, 2):
+        held = store.rounds.start("agent", 0)
+        store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
+    assert store.policies.canary("agent", 1, 0.05, {"why": "gate"}).share == 0.05
+    assert store.policies.canary("agent", 1, 0.5).evidence == {"why": "gate"}
+    assert [(p.version, p.state, p.share) for p in store.policies.serving()] == [(0, "live", None), (1, "canary", 0.5)]
+    with pytest.raises(ForbiddenChange, match="agent@1 is a canary already: promote or reject it"):
+        store.policies.canary("agent", 2, 0.1)
+    for share in (0.0, 1.0, -1.0, float("nan")):
+        with pytest.raises(ForbiddenChange, match="between 0 and 1"):
+            store.policies.canary("agent", 1, share)
+    assert store.policies.promote("agent", 1, {}).share is None
+    with pytest.raises(ForbiddenChange, match="live and cannot become canary"):
+        store.policies.canary("agent", 1, 0.1)
+    store.policies.canary("agent", 2, 0.1)
+    assert store.policies.reject("agent", 2, {}).share is None
+    assert [policy.version for policy in store.policies.serving()] == [1]
+
+
 def test_dropped_trajectories_are_counted_by_reason(store: Store) -> None:
     group = judged_group(store, ["a", "b"], [1.0, 1.0])
     store.groups.drop(group.id, "no_variance")
