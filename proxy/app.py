@@ -17,6 +17,7 @@ from proxy.dialects.responses import Responses
 from proxy.endpoint import Endpoint
 from proxy.exact.contexts import Contexts
 from proxy.exact.forward import ExactForwarder
+from proxy.inflate import Inflate
 from proxy.linking.attempts import RETRIED_WITHIN
 from proxy.linking.links import Links
 from proxy.middleware import Errors
@@ -121,7 +122,7 @@ def create_app(
         rest=PassThrough(book, upstream, pool, others, metrics, settings.body_limit),
     )
     ring = KeyRing(settings, store)
-    app = Errors(Keys(routes, ring), count=metrics.refused)
+    app = Errors(Keys(Inflate(routes, settings.body_limit), ring), count=metrics.refused)
     memory = Memory(links, store, settings.idle_seconds)
     logs = [call_log] if call_log else []
     return Lifespan(app, [*logs, ring, upstream, others, journal, shipper, memory, book, probes])
