@@ -40,24 +40,44 @@ def _url(text: str) -> sa.URL:
     return url
 
 
-def connect(store_url: str) -> sa.Engine:
-    """Return an engine for `store_url` without looking at the schema. SQLite folders are made."""
+def connect(store_url: str, create: bool = True) -> sa.Engine:
+    """Return an engine for `store_url` without looking at the schema.
+
+    The folder and the file of an SQLite store are made by the first connection where `create` says so, and never
+    later: a store that is moved away comes back as it was, not to an empty one in its place.
+    """
     url = _url(store_url)
     if url.get_backend_name() == "sqlite":
-        if url.database and url.database != ":memory:":
-            Path(url.database).parent.mkdir(parents=True, exist_ok=True)
         engine = sa.create_engine(
             url,
             connect_args={"timeout": 15, "check_same_thread": False},
             json_serializer=_dump,
             json_deserializer=_load,
         )
+        if url.database and url.database != ":memory:":
+            sa.event.listen(engine, "do_connect", _FileGuard(Path(url.database), create))
         sa.event.listen(engine, "connect", _prepare_sqlite)
         return engine
     try:
         return sa.create_engine(url, pool_pre_ping=True, json_serializer=_dump, json_deserializer=_load)
     except ModuleNotFoundError as error:
         raise StoreError("PostgreSQL needs its driver: pip install 'ratchet-rl[postgres]'") from error
+
+
+class _FileGuard:
+    """Lets SQLite make a database file once, where it may at all."""
+
+    def __init__(self, file: Path, create: bool) -> None:
+        self._file = file
+        self._may_create = create
+
+    def __call__(self, *_: Any) -> None:
+        """Before a connection: make the folder, or refuse to connect to nothing."""
+        if self._may_create:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._may_create = False
+        elif not self._file.exists():
+            raise sqlite3.OperationalError(f"there is no store at {self._file}")
 
 
 def _dump(value: Any) -> str:

@@ -158,7 +158,7 @@ def main() -> None:
     url = _hear(questions)
     if url is None:
         return
-    porter = Porter(Store(connect(url.decode())))
+    porter = Porter(Store(connect(url.decode(), create=False)))
     while (question := _hear(questions)) is not None:
         try:
             _say(answers, _ask(_answer(porter, _asked(question))))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import anthropic
@@ -117,3 +119,40 @@ def test_text_completions_and_token_counts_are_answered_too(url: str) -> None:
     )
     assert counted.input_tokens > 5
     assert httpx.get(f"{url}/health/ready").status_code == 200
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_a_client_that_leaves_stops_the_engine_and_what_was_generated_is_recorded(
+    project: Project, url: str, streamed: bool
+) -> None:
+    vllm_url = str(project.running()["vllm_url"])
+
+    def running() -> float:
+        lines = httpx.get(f"{vllm_url}/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
+
+    body = {"model": "mail", "messages": [{"role": "user", "content": f"Where? {streamed}"}], "stream": streamed}
+    body |= {"max_tokens": 900, "ignore_eos": True}
+    with httpx.Client(timeout=httpx.Timeout(30, read=30 if streamed else 0.5)) as client:
+        if streamed:
+            with client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
+                events = (line for line in answer.iter_lines() if line.startswith("data:"))
+                assert len(list(islice(events, 10))) == 10  # the first one brings no token
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(f"{url}/v1/chat/completions", json=body)
+    left = time.monotonic()
+    wait_for("the engine is idle", lambda: running() == 0, seconds=5)
+    assert time.monotonic() - left < 2.0  # generating all of it takes longer; its metrics are a moment old
+    store = open_store(str(project.state / "store.db"))
+
+    def aborted() -> list[Any]:
+        return [found for found in store.calls.page(state="aborted") if found.streamed == streamed]
+
+    wait_for("the call is in the store", lambda: bool(aborted()))
+    (call,) = aborted()
+    store.close()
+    assert (call.status, call.error) == (499, "the client left")
+    assert (len(call.choices) == 1) == streamed
+    assert all(0 < len(choice.ids) == len(choice.logprobs) < 4 * 900 for choice in call.choices)

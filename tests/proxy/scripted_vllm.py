@@ -24,8 +24,6 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from tests.proxy import obliging
-
 TURN, END = 256, 257
 _DIRECTIVE = re.compile(r"#(\w+)(?:=([^\s#]+))?")
 
@@ -61,7 +59,7 @@ class ScriptedVllm:
 
     def __init__(self, base: str = "tiny-base", obliging: bool = False) -> None:
         self.base = base
-        self.obliging = obliging
+        self.obliging = obliging  # thinks where it is asked to, and calls the first tool until it has a result
         self._numbers = itertools.count()
         self.restart()
 
@@ -73,6 +71,7 @@ class ScriptedVllm:
         self.queries: list[bytes] = []
         self.loads: list[str] = []
         self.aborted = 0
+        self.left_at: list[float] = []  # when a client closed before its answer was whole (monotonic seconds)
         self.failures_left = 0  # so many calls are answered with `failure` first
         self.failure = 503
 
@@ -126,8 +125,10 @@ class ScriptedVllm:
     async def _chat(self, body: Json, receive: Receive, send: Send) -> None:
         self.calls.append(body)
         script = dict(_DIRECTIVE.findall(_last_text(body["messages"])))
-        if self.obliging:
-            script |= obliging.script(body)
+        if self.obliging and (body.get("reasoning_effort") or body.get("chat_template_kwargs")):
+            script["think"] = "let.me.see"
+        if self.obliging and body.get("tools") and body["messages"][-1]["role"] != "tool":
+            script["tool"] = body["tools"][0]["function"]["name"]
         if body["model"] not in (self.base, *self.adapters):
             await _error(send, 404, f"The model `{body['model']}` does not exist.", "NotFoundError")
         elif self.failures_left > 0:
@@ -142,6 +143,7 @@ class ScriptedVllm:
 
     async def _answer(self, body: Json, script: Mapping[str, str], receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_disconnected(receive))
+        gone.add_done_callback(lambda done: None if done.cancelled() else self.left_at.append(time.monotonic()))
         try:
             choices = [_Choice(index, self._words(script), body, script) for index in range(body.get("n") or 1)]
             head = {"id": f"chatcmpl-{next(self._numbers)}", "created": int(time.time()), "model": body["model"]}

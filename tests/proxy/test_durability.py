@@ -5,10 +5,8 @@ from __future__ import annotations
 import resource
 import shutil
 import sqlite3
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,52 +19,10 @@ from tests.proxy.conftest import Proxy, Start
 from tests.proxy.servers import ProxyProcess, eventually
 
 BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
-KILLS = 10
 
 
 def ready(url: str) -> bool:
     return httpx.get(url + "/health/ready", timeout=5).status_code == 200
-
-
-def load(url: str, stop: threading.Event, answered: set[str], number: int) -> None:
-    """Call until the proxy dies; remember every call whose end was seen."""
-    with httpx.Client(base_url=url, timeout=5) as client:
-        turn = number
-        while not stop.is_set():
-            turn += 1
-            body = BODY | {"stream": bool(turn % 2)}
-            try:
-                with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-                    text = answer.read().decode()
-                    if answer.status_code == 200 and (not turn % 2 or text.endswith("data: [DONE]\n\n")):
-                        answered.add(answer.headers["x-ratchet-call"])
-            except httpx.HTTPError:
-                return
-
-
-def test_kill_9_in_mid_load_loses_no_answered_call_and_doubles_none(vllm_url: str, tmp_path: Path) -> None:
-    answered: set[str] = set()
-    for kill in range(KILLS):
-        proxy = ProxyProcess(tmp_path, upstreams=[vllm_url])
-        eventually(partial(ready, proxy.url), 10)
-        stop = threading.Event()
-        with ThreadPoolExecutor(6) as pool:
-            for number in range(6):
-                pool.submit(load, proxy.url, stop, answered, number)
-            time.sleep(0.25 + 0.037 * kill)
-            proxy.kill()
-            stop.set()
-    last = ProxyProcess(tmp_path, upstreams=[vllm_url])
-    assert last.stop() == 0
-    store = open_store(str(tmp_path / "store.db"))
-    rows: dict[str, CallState] = {}
-    while page := store.calls.page(1000, before=min(rows, default=None)):
-        assert not rows.keys() & {call.id for call in page}
-        rows |= {call.id: call.state for call in page}
-    store.close()
-    assert len(answered) > 20 * KILLS
-    assert answered <= {name for name, state in rows.items() if state == CallState.ANSWERED}
-    assert CallState.BEGUN not in rows.values()
 
 
 def test_a_locked_database_fails_no_call_and_gets_everything_later(proxy: Proxy, tmp_path: Path) -> None:

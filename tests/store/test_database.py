@@ -82,3 +82,20 @@ def test_an_error_inside_a_transaction_rolls_it_back(store_url: str) -> None:
     with database.read(engine) as connection:
         assert connection.scalar(sa.select(sa.func.count()).select_from(metadata.tables["leases"])) == 0
     engine.dispose()
+
+
+def test_a_store_that_was_moved_away_is_not_replaced_by_an_empty_one(tmp_path: Path) -> None:
+    folder = tmp_path / "db"
+    engine = database.connect(str(folder / "store.db"))
+    database.ensure_schema(engine)
+    engine.dispose()
+    folder.rename(tmp_path / "away")
+    late = database.connect(str(folder / "store.db"), create=False)
+    for one in (engine, late):
+        with pytest.raises(StoreUnavailable, match="there is no store"), database.read(one):
+            pass
+    assert not folder.exists()
+    (tmp_path / "away").rename(folder)
+    assert database.schema_version(engine) == database.schema_version(late) == database.HEAD
+    late.dispose()
+    engine.dispose()

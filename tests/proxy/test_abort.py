@@ -1,0 +1,65 @@
+"""A client that leaves stops the upstream's work at once, and what was generated is recorded."""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import time
+from urllib.parse import urlsplit
+
+import pytest
+
+from store.records import unpack_ids
+from store.states import CallState
+from tests.proxy.conftest import Proxy
+from tests.proxy.scripted_vllm import ScriptedVllm
+from tests.proxy.servers import eventually
+
+TURNS = 20
+SOON = 0.1  # seconds
+
+
+def leave_in_the_middle(proxy: Proxy, vllm: ScriptedVllm, streamed: bool) -> float:
+    """Call, close once the upstream is at work, and return the seconds until the upstream's client has closed."""
+    body = {
+        "model": "agent",
+        "stream": streamed,
+        "messages": [{"role": "user", "content": "#tokens=2000 #delay=0.005"}],
+    }
+    payload = json.dumps(body).encode()
+    address = urlsplit(proxy.url)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(payload)}\r\n\r\n".encode()
+    under_way, left = len(vllm.calls), len(vllm.left_at)
+    with socket.create_connection((address.hostname, address.port), timeout=5) as client:
+        client.sendall(head + payload)
+        eventually(lambda: len(vllm.calls) > under_way)
+        if streamed:
+            came = b""
+            while b'"x"' not in came:
+                came += (piece := client.recv(2**16))
+                assert piece, came
+        else:
+            time.sleep(0.03)
+    closed = time.monotonic()
+    eventually(lambda: len(vllm.left_at) > left)
+    return vllm.left_at[-1] - closed
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_the_upstream_is_let_go_within_a_tenth_of_a_second(proxy: Proxy, vllm: ScriptedVllm, streamed: bool) -> None:
+    took = [leave_in_the_middle(proxy, vllm, streamed) for _ in range(TURNS)]
+    print(f"median {1000 * statistics.median(took):.1f} ms, most {1000 * max(took):.1f} ms")
+    assert statistics.median(took) < SOON / 4
+    assert max(took) < SOON
+    proxy.settled()
+    calls = proxy.store.calls.page(100)
+    assert [(call.state, call.status, call.error) for call in calls] == [
+        (CallState.ABORTED, 499, "the client left")
+    ] * TURNS
+    if streamed:
+        for call in calls:
+            (choice,) = call.choices
+            assert choice.finish_reason is None
+            assert 0 < len(choice.ids) == len(choice.logprobs) == 4 * call.completion_tokens
+            assert set(unpack_ids(choice.ids)) == {ord("x")}
