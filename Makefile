@@ -32,8 +32,9 @@ check: venv ## lint, format, types, import contracts
 e2e: clients ## only the tests on the real vLLM
 	@$(BIN)/python -m pytest -m e2e
 
-bench: venv ## measure the proxy beside the machine's floor
+bench: venv ## measure the proxy beside the machine's floor, and how well calls are linked
 	@$(BIN)/python -m benchmarks.proxy_overhead
+	@$(BIN)/python -m benchmarks.linking
 
 docs: venv ## rewrite what is made from code: the README tree, docs/commands.md
 	@$(BIN)/python -m tests.house

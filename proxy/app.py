@@ -15,6 +15,9 @@ from proxy.dialects.dialect import Dialect
 from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses
 from proxy.endpoint import Endpoint
+from proxy.exact.contexts import Contexts
+from proxy.exact.forward import ExactForwarder
+from proxy.inflate import Inflate
 from proxy.linking.attempts import RETRIED_WITHIN
 from proxy.linking.links import Links
 from proxy.middleware import Errors
@@ -34,7 +37,7 @@ from proxy.recording.shipper import Shipper
 from proxy.routing import Lifespan, Routes
 from proxy.settings import ProxySettings
 from proxy.upstreams.breaker import Breaker
-from proxy.upstreams.forward import ByModel, ReplicaForwarder
+from proxy.upstreams.forward import ByModel, Forwarder, ReplicaForwarder
 from proxy.upstreams.others import OtherModels
 from proxy.upstreams.pool import Pool, Replica
 from proxy.upstreams.probes import Probes
@@ -88,10 +91,15 @@ def create_app(
     metrics.registry.register(PolicyInfo(book.known))
     call_log = CallLog(metrics) if settings.log_calls else None
     observer = Observer(metrics, call_log)
-    forwarder = ByModel(ReplicaForwarder(book, upstream, pool, metrics), others)
+    own: Forwarder = ReplicaForwarder(book, upstream, pool, metrics)
+    contexts = None
+    if settings.exact_context != "off":
+        contexts = Contexts(store, settings.exact_context_bytes)
+        own = ExactForwarder(own, book, upstream, pool, contexts, metrics, insisted=settings.exact_context == "on")
+    forwarder = ByModel(own, others)
 
     def captured(dialect: Dialect) -> Endpoint:
-        return Endpoint(dialect, book, links, recorder, forwarder, metrics, observer, settings.body_limit)
+        return Endpoint(dialect, book, links, recorder, forwarder, contexts, metrics, observer, settings.body_limit)
 
     models = Models(book)
     health = Health(book, probes, journal, shipper, settings.most_lag)
@@ -114,7 +122,7 @@ def create_app(
         rest=PassThrough(book, upstream, pool, others, metrics, settings.body_limit),
     )
     ring = KeyRing(settings, store)
-    app = Errors(Keys(routes, ring), count=metrics.refused)
+    app = Errors(Keys(Inflate(routes, settings.body_limit), ring), count=metrics.refused)
     memory = Memory(links, store, settings.idle_seconds)
     logs = [call_log] if call_log else []
     return Lifespan(app, [*logs, ring, upstream, others, journal, shipper, memory, book, probes])

@@ -23,6 +23,7 @@ from proxy.asgi import KEY_ID, headers_of, read_body, send_bytes
 from proxy.dialects.dialect import LARGE, Asked, Dialect, Voice
 from proxy.disconnect import Watch
 from proxy.errors import UpstreamBroke, UpstreamError
+from proxy.exact.contexts import Contexts
 from proxy.exchange import Exchange
 from proxy.linking import identity
 from proxy.linking.leaf import Attempt
@@ -54,6 +55,7 @@ class Endpoint:
         links: Links,
         recorder: Recorder,
         forwarder: Forwarder,
+        contexts: Contexts | None,
         metrics: Metrics,
         observer: Observer,
         body_limit: int,
@@ -63,6 +65,7 @@ class Endpoint:
         self._links = links
         self._recorder = recorder
         self._forwarder = forwarder
+        self._contexts = contexts
         self._metrics = metrics
         self._observer = observer
         self._body_limit = body_limit
@@ -246,6 +249,8 @@ class Endpoint:
         end = End(state, status, now, exchange.first_byte_at, error, exchange.url)
         leaves, durable = self._recorder.end(exchange.opened, exchange.capture, end)
         self._links.end(exchange.opened.link, leaves, now)
+        if self._contexts is not None and exchange.opened.ended is not None:
+            self._contexts.add(exchange.opened.ended)
         if state == CallState.ABORTED or status in _RETRIED or status >= 500:
             self._links.unanswered(exchange.opened.link, exchange.attempt, now)
         self._metrics.trajectories.set(len(self._links))

@@ -5,7 +5,9 @@
     |-- WrongKey              401  no key, or one that is not known
     |-- Forbidden             403  this door is not for the one who knocks; the message says how it is opened
     |-- NotFound              404  no such route, record or model; the message lists what exists
+    |-- MethodNotAllowed      405  the route takes other methods; the header `allow` lists them
     |-- BodyTooLarge          413
+    |-- UnknownEncoding       415  the body is compressed in a way that cannot be read here
     |-- RateLimited           429  the key's requests or tokens of this minute are used up; the headers say until when
     |-- NotReady              503  the proxy cannot answer yet; the client may try again (retry-after)
     |-- UpstreamError
@@ -70,11 +72,31 @@ class NotFound(ProxyError):
     kind = "invalid_request_error"
 
 
+class MethodNotAllowed(ProxyError):
+    """The route exists and takes other methods."""
+
+    status = 405
+    kind = "invalid_request_error"
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, allow: str) -> None:
+        super().__init__(message)
+        self.headers = ((b"allow", allow.encode()),)
+
+
 class BodyTooLarge(ProxyError):
     """The body is above the `body_limit` setting."""
 
     status = 413
     kind = "invalid_request_error"
+
+
+class UnknownEncoding(ProxyError):
+    """The request's `content-encoding` is none that the proxy reads."""
+
+    status = 415
+    kind = "invalid_request_error"
+    code = "unsupported_content_encoding"
 
 
 class RateLimited(ProxyError):

@@ -58,6 +58,10 @@ class ChatRequest:
 
     def outgoing(self, served_name: str) -> bytes:
         """Return the body for vLLM: the served model, and the request for ids, logprobs and usage."""
+        return _encode(self.outgoing_fields(served_name))
+
+    def outgoing_fields(self, served_name: str) -> dict[str, Raw]:
+        """Return the first level of the body for vLLM."""
         fields = dict(self.fields)
         fields["model"] = Raw(_encode(served_name))
         fields["return_token_ids"] = _TRUE
@@ -65,7 +69,7 @@ class ChatRequest:
         fields.setdefault("top_logprobs", _ZERO)
         if self.streamed:
             fields["stream_options"] = Raw(_encode({**self.stream_options, "include_usage": True}))
-        return _encode(fields)
+        return fields
 
 
 def read(body: bytes) -> ChatRequest:

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proxy.asgi import PATH, TRAJECTORY
-from proxy.errors import NotFound, ProxyError
+from proxy.errors import MethodNotAllowed, NotFound, ProxyError
 
 log = logging.getLogger("ratchet.proxy")
 
@@ -41,14 +41,35 @@ class Routes:
         scope[TRAJECTORY], path = split_trajectory(path)
         versioned = path.startswith("/v1/")
         scope[PATH] = path = path[3:] if versioned else path
-        endpoint = self._routes.get((scope["method"], path))
-        if endpoint is None and path.startswith("/models/") and scope["method"] == "GET":
-            endpoint = self._models
-        if endpoint is None and versioned:
-            endpoint = self._rest
-        if endpoint is None:
-            raise NotFound(f"no route {scope['method']} {scope['path'][:200]}", code="unknown_route")
+        endpoint = self._routes.get((scope["method"], path)) or self._lenient(scope, path.rstrip("/"), versioned)
         await endpoint(scope, receive, send)
+
+    def _lenient(self, scope: Scope, path: str, versioned: bool) -> ASGIApp:
+        """Return the endpoint of a path without its last slashes; HEAD is GET, whose body the server drops."""
+        scope[PATH], method = path, "GET" if scope["method"] == "HEAD" else scope["method"]
+        if found := self._routes.get((method, path)):
+            return found
+        allowed = sorted({known for known, route in self._routes if route == path})
+        if allowed:
+            return _Others([*allowed, "HEAD"] if "GET" in allowed else allowed)
+        if path.startswith("/models/") and method == "GET":
+            return self._models
+        if versioned and path:
+            return self._rest
+        raise NotFound(f"no route {scope['method']} {scope['path'][:200]}", code="unknown_route")
+
+
+class _Others:
+    """The endpoint for the methods that a route does not take: says which it takes, to OPTIONS as an answer."""
+
+    def __init__(self, allowed: Sequence[str]) -> None:
+        self._allow = ", ".join([*allowed, "OPTIONS"])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "OPTIONS":
+            raise MethodNotAllowed(f"{scope['path'][:200]} takes {self._allow}, not {scope['method']}", self._allow)
+        await send({"type": "http.response.start", "status": 204, "headers": [(b"allow", self._allow.encode())]})
+        await send({"type": "http.response.body", "body": b""})
 
 
 def split_trajectory(path: str) -> tuple[str | None, str]:

@@ -32,6 +32,8 @@ class ProxySettings(BaseModel):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)  # 0 takes any free port
     capture: Literal["strict", "relaxed"] = "strict"
+    exact_context: Literal["off", "on", "auto"] = "auto"  # continue on the sampled ids; auto: where vLLM offers it
+    exact_context_bytes: int = Field(default=64 * 2**20, ge=2**16)  # ids of open answers kept in memory
     key_hashes: frozenset[str] = frozenset()  # SHA-256 hex of agents' keys, beside those in the store
     operator_hashes: frozenset[str] = frozenset()  # those that open /api, beside those in the store
     requests_per_minute: int | None = Field(default=None, ge=1)  # of a key without a limit of its own
@@ -66,6 +68,12 @@ class ProxySettings(BaseModel):
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"upstream {url!r} is not a URL; write it like http://127.0.0.1:8001")
         return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
+
+    @field_validator("exact_context", mode="before")
+    @classmethod
+    def _yaml_means_words(cls, value: Any) -> Any:
+        """YAML reads a bare `on` and `off` as true and false."""
+        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
     @field_validator("model")
     @classmethod

@@ -269,7 +269,7 @@ class Trajectory(Record, frozen=True):
 
 
 class Transcript(Record, frozen=True):
-    """A trajectory with its content: calls in order, and the messages of its longest final path."""
+    """A trajectory with its content: calls in order, and the messages up to its last word (see endings.py)."""
 
     trajectory: Trajectory
     calls: tuple[Call, ...]

@@ -27,3 +27,22 @@ def sequences(calls: Iterable[Call]) -> dict[tuple[str, int], bytes]:
         for choice in call.choices:
             whole[call.id, choice.index] = prompt + choice.ids
     return whole
+
+
+def sampled_spans(calls: Iterable[Call], answer: tuple[str, int]) -> tuple[tuple[int, int], ...]:
+    """Return which ids of an answer's sequence were sampled, as [start, end) in order; `answer` as in `sequences`."""
+    known = {call.id: call for call in calls}
+    chain: list[tuple[Call, bytes]] = []
+    name, index = answer
+    while name in known:
+        call = known[name]
+        chain.append((call, next((choice.ids for choice in call.choices if choice.index == index), b"")))
+        if call.context != "exact":
+            break
+        name, index = call.parent_call or "", call.parent_choice
+    spans, length = [], 0
+    for call, ids in reversed(chain):
+        start = length + len(call.prompt_ids) // 4
+        length = start + len(ids) // 4
+        spans.append((start, length))
+    return tuple(spans)

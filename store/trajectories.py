@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from store import schema
 from store.calls import load_calls
 from store.database import read, write
+from store.endings import last_word
 from store.errors import ForbiddenChange, UnknownRecord
 from store.records import Call, Trajectory, Transcript
 from store.shipping import FINISH, IDLE
@@ -111,11 +112,11 @@ class Trajectories:
         return self._select(where, min(limit, _PAGE_MOST))
 
     def read(self, trajectory_id: str) -> Transcript:
-        """Return a trajectory with its calls and the messages of its last answered path. Raises UnknownRecord."""
+        """Return a trajectory with its calls and the messages up to its last word. Raises UnknownRecord."""
         trajectory = self.get(trajectory_id)
         with read(self._engine) as connection:
             calls = load_calls(connection, schema.calls.c.trajectory_id == trajectory_id)
-            messages = load_path(connection, _last_node(calls))
+            messages = load_path(connection, last_word(calls, lambda node: _system_prompt(connection, node)))
             tools = _load_tools(connection, trajectory.tools_hash)
         return Transcript(trajectory=trajectory, calls=tuple(calls), messages=messages, tools=tools)
 
@@ -195,13 +196,10 @@ def load_path(connection: sa.Connection, leaf: str) -> tuple[Mapping[str, Any], 
     return tuple(msgspec.json.decode(body) for body in bodies)
 
 
-def _last_node(calls: Sequence[Call]) -> str:
-    """Return the node of the last answer; of the last prompt where nothing was answered."""
-    for call in reversed(calls):
-        for choice in call.choices:
-            if choice.reply_node:
-                return choice.reply_node
-    return calls[-1].prompt_node if calls else ""
+def _system_prompt(connection: sa.Connection, leaf: str) -> str:
+    """Return the system prompt that the path to a node begins with; nothing where it has none."""
+    first = next(iter(load_path(connection, leaf)), {})
+    return str(first.get("content")) if first.get("role") in ("system", "developer") else ""
 
 
 def _load_tools(connection: sa.Connection, name: str) -> tuple[Mapping[str, Any], ...]:

@@ -1,8 +1,9 @@
 """Rows: the token sequences that a trajectory gives to the learner.
 
 A trajectory whose calls are token-exact continuations of each other is one row, however many calls it took. Where the
-context forked, a further row begins. Promises: every trained token is one that the engine sampled in an answered call
-of this trajectory, and it is trained in exactly one row; whatever is left out is counted with its reason. Pure.
+context forked, and where a segment or a branch begins, a further row begins. Promises: every trained token is one that
+the engine sampled in an answered call of this trajectory, and it is trained in exactly one row; whatever is left out is
+counted with its reason. Pure.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _CONSTRAINTS = (
     "allowed_token_ids", "bad_words", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
     "structured_outputs",
 )  # fmt: skip
+_REPEATS = ("retry", "resend")  # links of calls that were made because nobody had the answer to the one before
 _GREEDY_BELOW = 0.01  # vLLM raises temperatures between 0 and this to it
 
 
@@ -57,6 +59,7 @@ def build_rows(trajectory_id: str, calls: Sequence[Call], advantage: float) -> R
     spans: dict[_Key, _Span] = {}
     own: dict[_Key, _Span] = {}
     continued = {(call.parent_call, call.parent_choice) for call in calls}
+    repeated = {_prompt(call): call.id for call in calls if call.linked_by in _REPEATS}
     for call in calls:
         for choice in call.choices:
             key = (call.id, choice.index)
@@ -67,7 +70,7 @@ def build_rows(trajectory_id: str, calls: Sequence[Call], advantage: float) -> R
             spans[key] = span = _Span(call, choice, parent)
             if call.trajectory_id != trajectory_id:
                 continue
-            reason = why_untrainable(call, choice) or _why_left_out(call, key, continued)
+            reason = why_untrainable(call, choice) or _why_left_out(call, key, continued, repeated)
             if reason:
                 untrained[reason] += _size(choice)
             else:
@@ -113,9 +116,25 @@ def _temperature(sampling: Mapping[str, Any]) -> float | None:
     return temperature if math.isfinite(temperature) and temperature >= 0 else None
 
 
-def _why_left_out(call: Call, key: _Key, continued: set[tuple[str | None, int]]) -> str | None:
-    """Of several answers to one call, only those that the agent went on with earn the trajectory's score."""
-    return "answer not taken" if len(call.choices) > 1 and key not in continued else None
+def _why_left_out(
+    call: Call, key: _Key, continued: set[tuple[str | None, int]], repeated: Mapping[tuple[str | None, int, str], str]
+) -> str | None:
+    """Return why an answer does not earn the trajectory's score: the agent never had it, or went on with another.
+
+    Of several answers to one call those count that the agent went on with, and where it ended with the call, the one
+    that the transcript ends with: the first.
+    """
+    if key in continued:
+        return None
+    if any((call.id, choice.index) in continued for choice in call.choices):
+        return "answer not taken"
+    if repeated.get(_prompt(call), call.id) != call.id:
+        return "answer lost"
+    return None if key[1] == call.choices[0].index else "answer not taken"
+
+
+def _prompt(call: Call) -> tuple[str | None, int, str]:
+    return call.parent_call, call.parent_choice, call.prompt_node
 
 
 def _size(choice: Choice) -> int:

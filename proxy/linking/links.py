@@ -74,6 +74,7 @@ class Links:
             return earlier
         leaf, by = self._parent(asked, None)
         if leaf is not None:
+            by = "retry" if asked.again and leaf.extended else by
             return Link(leaf.trajectory_id, leaf.version, by, leaf, leaf.purpose)
         said, goes_on, by = quotes.quoted(self._leaves, asked.messages, lambda leaf: self._fits(leaf, asked, None))
         if said is not None:

@@ -119,6 +119,17 @@ class Metrics:
         self.log_lines_dropped = Counter(
             "ratchet_call_log_dropped", "Lines of the call log that were not written", registry=registry
         )
+        self.exact_splices = Counter(
+            "ratchet_exact_splices", "Continuations by what exact_context made of them", ["outcome"], registry=registry
+        )
+        self.exact_fallbacks = Counter(
+            "ratchet_exact_fallbacks", "Calls answered by plain chat because exact_context failed", ["reason"],
+            registry=registry,
+        )  # fmt: skip
+        self.exact_lag_seconds = Histogram(
+            "ratchet_exact_lag_seconds", "From the arrival of streamed ids to their words", buckets=_TOKEN_BUCKETS,
+            registry=registry,
+        )  # fmt: skip
         self.lag_seconds = Gauge(
             "ratchet_journal_lag_seconds", "Age of the oldest record that is not in the store yet", registry=registry
         )

@@ -21,7 +21,10 @@ SKIP = "RATCHET_SKIP_CLIENTS"
 
 @dataclass(frozen=True)
 class Program:
-    """A program and where it runs: `environment` is a file of `requirements/`, or `node`."""
+    """A program and where it runs: `environment` is a file of `requirements/`, or `node`.
+
+    `script` is a file of `programs/`, or of `node/`, or else of an npm package.
+    """
 
     name: str
     environment: str
@@ -35,7 +38,9 @@ class Program:
         if self.environment == "node":
             if shutil.which("node") is None:
                 pytest.skip("node is not installed; Ratchet does not need it")
-            return ["node", str(_made(HOME / "node" / "node_modules") and HERE / "node" / self.script), *self.arguments]
+            modules = _made(HOME / "node" / "node_modules")
+            own = HERE / "node" / self.script
+            return ["node", str(own if own.exists() else modules / self.script), *self.arguments]
         python = _made(HOME / self.environment / "bin" / "python")
         return [str(python), str(HERE / "programs" / self.script), *self.arguments]
 

@@ -61,12 +61,12 @@ FINAL_TOOL = _loop(
     '#tool=final_answer #args={"answer":"It.is.40"}', tool_text("final_answer", {"answer": ANSWER})
 )  # the agent ends with a tool of its framework
 CODE = Scenario(
-    "#say=Searching:<code>print(search('budget',2)) #stopped=</code>",
-    search=("Two mails. #say=Reading:<code>print(read('budget',2)) #stopped=</code>",),
-    read=("The budget is 40. #say=Done:<code>final_answer('It.is.40') #stopped=</code>",),
+    "#say=I.search:<code>print(search('budget',2)) #stopped=</code>",
+    search=("Two mails. #say=I.read:<code>print(read('budget',2)) #stopped=</code>",),
+    read=("The budget is 40. #say=I.know:<code>final_answer('It.is.40') #stopped=</code>",),
     sampled=(
-        "Searching:<code>print(search('budget',2))",
-        "Reading:<code>print(read('budget',2))",
-        "Done:<code>final_answer('It is 40')",
+        "I search:<code>print(search('budget',2))",
+        "I read:<code>print(read('budget',2))",
+        "I know:<code>final_answer('It is 40')",
     ),
-)  # the agent acts in code, which it closes itself
+)  # the agent acts in code, whose end it closes itself

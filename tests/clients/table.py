@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.clients.program import Program
-from tests.clients.scenario import LOOP, Scenario
+from tests.clients.scenario import CODE, FINAL_TOOL, LOOP, Scenario
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,11 @@ def _client(name: str, environment: str, script: str, *arguments: str, **more: A
     return Client(name, Program(name, environment, script, arguments), **more)
 
 
-RESPONSE_ID = ("body",)  # `previous_response_id`, which the SDK's own documentation teaches
+RESPONSE_ID = ("previous_response",)  # `previous_response_id`, which the SDK's own documentation teaches
+
+# The history becomes texts: it names our tool calls' ids, or holds our words, and each context is a new one.
+TOLD_IN_TEXTS: dict[str, Any] = {"linked_by": ("tool_ids",), "contexts": ("root", "fork", "fork", "fork")}
+TOLD_IN_CODE: dict[str, Any] = {"linked_by": ("quote",), "contexts": ("root", "fork", "fork")}
 
 CLIENTS = (
     _client("openai2", "openai2", "openai_chat.py"),
@@ -56,4 +60,7 @@ CLIENTS = (
     _client("autogen", "openai3", "autogen_agent.py"),
     _client("llama-index", "openai2", "llama_index_agent.py"),
     _client("strands", "openai2", "strands_agent.py", modes=(True,)),
+    _client("smolagents-tools", "openai3", "smolagents_agent.py", "tools", scenario=FINAL_TOOL, **TOLD_IN_TEXTS),
+    # Not streamed, too: two runs that say the same to different questions in texts are not told apart.
+    _client("smolagents-code", "openai3", "smolagents_agent.py", "code", scenario=CODE, modes=(False,), **TOLD_IN_CODE),
 )

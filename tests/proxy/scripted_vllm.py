@@ -24,6 +24,8 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from tests.proxy import obliging
+
 TURN, END = 256, 257
 _DIRECTIVE = re.compile(r"#(\w+)(?:=([^\s#]+))?")
 
@@ -59,7 +61,7 @@ class ScriptedVllm:
 
     def __init__(self, base: str = "tiny-base", obliging: bool = False) -> None:
         self.base = base
-        self.obliging = obliging  # thinks where it is asked to, and calls the first tool until it has a result
+        self.obliging = obliging
         self._numbers = itertools.count()
         self.restart()
 
@@ -125,10 +127,8 @@ class ScriptedVllm:
     async def _chat(self, body: Json, receive: Receive, send: Send) -> None:
         self.calls.append(body)
         script = dict(_DIRECTIVE.findall(_last_text(body["messages"])))
-        if self.obliging and (body.get("reasoning_effort") or body.get("chat_template_kwargs")):
-            script["think"] = "let.me.see"
-        if self.obliging and body.get("tools") and body["messages"][-1]["role"] != "tool":
-            script["tool"] = body["tools"][0]["function"]["name"]
+        if self.obliging:
+            script |= obliging.script(body)
         if body["model"] not in (self.base, *self.adapters):
             await _error(send, 404, f"The model `{body['model']}` does not exist.", "NotFoundError")
         elif self.failures_left > 0:

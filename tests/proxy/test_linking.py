@@ -16,6 +16,7 @@ from store.records import OpenLeaf, pack_ids, unpack_ids
 from store.states import CallState
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.scripted_vllm import ScriptedVllm, render
+from tests.proxy.servers import eventually
 
 Message = dict[str, Any]
 USER: Message = {"role": "user", "content": "hi"}
@@ -316,6 +317,26 @@ def test_an_sdks_retries_are_one_trajectory(proxy: Proxy, vllm: ScriptedVllm) ->
     assert len({call.trajectory_id for call in calls}) == 1
     assert [call.linked_by for call in calls] == ["root", "retry", "retry"]
     assert [call.state for call in calls] == [CallState.FAILED, CallState.FAILED, CallState.ANSWERED]
+
+
+def test_a_time_out_while_the_first_attempt_runs_is_one_run_whose_attempts_are_aborted(
+    proxy: Proxy, vllm: ScriptedVllm
+) -> None:
+    slow: Any = [{"role": "user", "content": "#tokens=400 #delay=0.02"}]
+    with pytest.raises(openai.APITimeoutError):
+        proxy.agent(max_retries=2, timeout=0.5).chat.completions.create(model="agent", messages=slow)
+    eventually(lambda: vllm.aborted == 3 and len(proxy.store.calls.page(9, state=CallState.ABORTED)) == 3)
+    calls = proxy.store.calls.page(9)[::-1]
+    assert [call.linked_by for call in calls] == ["root", "retry", "retry"]
+    assert len({call.trajectory_id for call in calls}) == 1
+
+
+def test_a_retry_of_an_answered_call_is_known_by_its_history(links: Links) -> None:
+    run = answered(links, [USER], REPLY)
+    for again, by in ((False, "graph"), (True, "retry")):
+        link = links.find(asked([USER, REPLY, NEXT], attempt=ATTEMPT, again=again))
+        links.begin(link, "agent", 0, 2.0)
+        assert (link.trajectory_id, link.linked_by) == (run.trajectory_id, by)
 
 
 def test_runs_are_continued_after_a_restart_of_the_proxy(start: Start, tmp_path: Any) -> None:

@@ -120,6 +120,49 @@ def test_of_several_answers_the_one_that_the_agent_took_is_trained() -> None:
     assert built.untrained == {"answer not taken": 1}
 
 
+def test_of_several_answers_that_the_agent_took_each_is_a_row() -> None:
+    calls = [
+        call("1", (1,), choice((2,)), choice((3,), index=1), choice((4,), index=2)),
+        call("2", (5,), choice((6,)), parent_call="1", parent_choice=2, context="exact"),
+        call("3", (7,), choice((8,)), parent_call="1", parent_choice=0, context="exact"),
+    ]
+    built = build_rows("t", calls, 1.0)
+    assert {(row.ids, row.mask) for row in built.rows} == {((1, 4, 5, 6), (0, 1, 0, 1)), ((1, 2, 7, 8), (0, 1, 0, 1))}
+    assert built.untrained == {"answer not taken": 1}
+
+
+def test_of_several_last_answers_the_one_that_was_judged_is_trained() -> None:
+    built = build_rows("t", [call("1", (1,), choice((2,)), choice((3,), index=1))], 1.0)
+    assert [row.ids for row in built.rows] == [(1, 2)]
+    assert built.untrained == {"answer not taken": 1}
+
+
+def test_segments_are_rows_of_their_own_that_share_the_reward() -> None:
+    calls = [
+        call("main", (1,), choice((2,))),
+        call("sub", (30,), choice((31,)), linked_by="quote"),
+        call("sub 2", (32,), choice((33,)), parent_call="sub", context="exact"),
+        call("main 2", (3,), choice((4,)), parent_call="main", context="exact"),
+        call("compacted", (50,), choice((51,)), linked_by="quote"),
+    ]
+    rows = build_rows("t", calls, 0.7).rows
+    assert {row.ids for row in rows} == {(1, 2, 3, 4), (30, 31, 32, 33), (50, 51)}
+    assert {row.advantage for row in rows} == {0.7}
+    assert sum(sum(row.mask) for row in rows) == 5
+
+
+@pytest.mark.parametrize("by", ["retry", "resend"])
+def test_an_answer_that_the_client_never_had_is_not_trained(by: str) -> None:
+    calls = [
+        call("1", (1,), choice((2,)), prompt_node="p"),
+        call("2", (1,), choice((3,)), prompt_node="p", linked_by=by),
+        call("3", (4,), choice((5,)), parent_call="2", context="exact", prompt_node="q"),
+    ]
+    built = build_rows("t", calls, 1.0)
+    assert [row.ids for row in built.rows] == [(1, 3, 4, 5)]
+    assert built.untrained == {"answer lost": 1}
+
+
 def test_a_row_has_one_temperature() -> None:
     calls = [
         call("1", (1,), choice((2,)), sampling={"temperature": 0.5}),

@@ -1,0 +1,206 @@
+"""The agents of the linking benchmark: they speak to a proxy as SDKs do, and note of every call what is true of it.
+
+A call carries its label in `x-ratchet-role`, which linking does not look at; by it the stored call is found again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from benchmarks.linking_score import Truth
+from store.messages import link_keys
+
+Json = dict[str, Any]
+Message = dict[str, Any]
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    for name in ("search", "delegate")
+]
+
+
+@dataclass
+class Traffic:
+    """Where the proxy is, and what was asked of it. `start` may change the place in the middle of a run."""
+
+    url: str
+    session: aiohttp.ClientSession
+    rng: random.Random
+    truths: list[Truth] = field(default_factory=list)
+    under_way: int = 0
+    open: asyncio.Event = field(default_factory=asyncio.Event)  # closed while the proxy is away
+
+    def run(self, kind: str, name: object, key: str = "k") -> Run:
+        """Return an agent."""
+        return Run(self, kind, str(name), key)
+
+
+@dataclass
+class Said:
+    """An answer: its call's label, the messages of its choices, and the body as it came."""
+
+    label: str
+    messages: list[Message]
+    body: Json
+
+    @property
+    def message(self) -> Message:
+        """The first choice."""
+        return self.messages[0]
+
+
+@dataclass
+class Run:
+    """One agent with all that belongs to it: what should become one trajectory."""
+
+    traffic: Traffic
+    kind: str
+    name: str
+    key: str
+    turns: int = 0
+
+    async def chat(self, messages: Sequence[Message], before: str | None = None, **more: Any) -> Said:
+        """Ask in Chat Completions, streamed now and then; 503 is tried again, as the SDKs do."""
+        asked: Json = {"model": "agent", "messages": copy.deepcopy(list(messages)), "tools": TOOLS, **more}
+        if self.traffic.rng.random() < 0.3 and "n" not in more:
+            asked["stream"] = True
+        return await self.ask("/v1/chat/completions", asked, before)
+
+    async def ask(
+        self, path: str, body: Json, before: str | None = None, choice: int = 0, retry: int = 0, patience: float = 30.0
+    ) -> Said:
+        """Make a call, and the SDK's retries of it; `before` is the call whose answer it goes on from."""
+        for again in range(retry, retry + 8):
+            label = self.note(body, before, choice)
+            headers = self.headers(label) | {"x-stainless-retry-count": str(again)}
+            answer = await asyncio.wait_for(self._once(path, body, headers), patience)
+            if answer is not None:
+                return Said(label, _messages(answer), answer)
+            await asyncio.sleep(0.02)
+        raise RuntimeError(f"{self.kind}: no answer after 8 attempts")
+
+    async def leave(self, path: str, body: Json, before: str | None = None, after: float = 0.3) -> str:
+        """Make a call and hang up before the answer; return its label."""
+        label = self.note(body, before, 0, left=True)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._once(path, body, self.headers(label)), after)
+        return label
+
+    def note(self, body: Json, before: str | None, choice: int, *, left: bool = False) -> str:
+        """Note what is true of a call; return its label."""
+        label = f"call {len(self.traffic.truths)}"
+        alike = f"{self.key} {link_keys(body.get('messages', ()))[-1:]}"
+        self.traffic.truths.append(Truth(label, self.kind, self.name, before, choice, alike, self.turns, left))
+        self.turns += 1
+        return label
+
+    def headers(self, label: str) -> dict[str, str]:
+        """Return the headers of a call."""
+        return {"x-ratchet-role": label, "authorization": f"Bearer {self.key}"}
+
+    async def _once(self, path: str, body: Json, headers: dict[str, str]) -> Json | None:
+        await self.traffic.open.wait()
+        self.traffic.under_way += 1
+        try:
+            return await self._sent(path, body, headers)
+        finally:
+            self.traffic.under_way -= 1
+
+    async def _sent(self, path: str, body: Json, headers: dict[str, str]) -> Json | None:
+        async with self.traffic.session.post(self.traffic.url + path, json=body, headers=headers) as answer:
+            if answer.status == 503:
+                return None
+            assert answer.status == 200, await answer.text()
+            if body.get("stream"):
+                return _folded((await answer.read()).decode())
+            told: Json = await answer.json()
+            return told
+
+
+def _messages(answer: Json) -> list[Message]:
+    """Return the messages of a chat answer; none of the other dialects'."""
+    return [choice["message"] for choice in answer.get("choices", ()) if "message" in choice]
+
+
+def _folded(stream: str) -> Json:
+    """Return a stream of chunks as the SDKs fold it."""
+    message: Message = {"role": "assistant", "content": None}
+    calls: dict[int, Json] = {}
+    for line in stream.split("\n\n"):
+        if not line.startswith("data: {"):
+            continue
+        for choice in json.loads(line[6:])["choices"]:
+            delta = choice["delta"]
+            message["content"] = (message["content"] or "") + (delta.get("content") or "") or None
+            for part in delta.get("tool_calls") or ():
+                empty: Json = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+                call = calls.setdefault(part["index"], empty)
+                call["id"] = part.get("id") or call["id"]
+                call["function"]["name"] += part["function"].get("name") or ""
+                call["function"]["arguments"] += part["function"].get("arguments") or ""
+    if calls:
+        message["tool_calls"] = [calls[index] for index in sorted(calls)]
+    return {"choices": [{"message": message}]}
+
+
+def user(text: str) -> Message:
+    """A user's message."""
+    return {"role": "user", "content": text}
+
+
+def system(text: str) -> Message:
+    """A system message."""
+    return {"role": "system", "content": text}
+
+
+def results(message: Message, text: str = "nothing found") -> list[Message]:
+    """A result for each tool call of a message; `text` may tell the scripted model what to say next."""
+    calls = message.get("tool_calls") or ()
+    return [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in calls]
+
+
+def say(words: str) -> str:
+    """The directive that makes the scripted model say this; no full stops, hashes or line breaks."""
+    return "#say=" + words.replace(" ", ".")
+
+
+def echoed(message: Message, rng: random.Random) -> Message:
+    """The message as some framework sends it back."""
+    back: Message = {name: value for name, value in message.items() if value is not None}
+    text = back.get("content")
+    if isinstance(text, str):
+        styles: list[Any] = [text, text + "\n", text.strip(), [{"type": "text", "text": text}]]
+        back["content"] = rng.choice(styles)
+    else:
+        empty: list[Any] = [None, "", []]
+        back["content"] = rng.choice(empty)
+        if rng.random() < 0.5:
+            del back["content"]
+    if rng.random() < 0.5:
+        back["refusal"] = None
+    if rng.random() < 0.5:
+        back.pop("reasoning", None)
+    if rng.random() < 0.3:
+        back |= {"name": "agent", "provider_specific_fields": {"refusal": None}, "annotations": []}
+    if calls := back.get("tool_calls"):
+        back["tool_calls"] = [_respaced(call, rng) for call in calls]
+    elif rng.random() < 0.3:
+        back["tool_calls"] = None
+    return back
+
+
+def _respaced(call: Json, rng: random.Random) -> Json:
+    arguments = json.loads(call["function"]["arguments"])
+    names = rng.sample(sorted(arguments), len(arguments))
+    separators = rng.choice([(",", ":"), (", ", ": "), (" , ", " : ")])
+    text = json.dumps({name: arguments[name] for name in names}, separators=separators)
+    return {**call, "index": 0, "function": {**call["function"], "arguments": text}}

@@ -1,0 +1,79 @@
+"""The ids of open answers, so that coming calls can be spliced onto them. Bounded in bytes; the stillest go first.
+
+What is not here any more is read from the store, off the event loop. A context that is not the one linking knows
+is not given out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+
+from proxy.exact.splice import NOTHING, Context
+from proxy.linking.leaf import Leaf, Sequence32
+from store import Store
+from store.errors import StoreError
+from store.records import OTHER, CallEnded
+from store.tokens import sampled_spans, sequences
+
+log = logging.getLogger("ratchet.proxy")
+
+Key = tuple[str, int]  # (call id, choice)
+
+
+class Contexts:
+    """The contexts of answers, by call and choice. `most_bytes` bounds their ids."""
+
+    def __init__(self, store: Store, most_bytes: int) -> None:
+        self._store = store
+        self._most = most_bytes
+        self._held: OrderedDict[Key, Context] = OrderedDict()
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, record: CallEnded) -> None:
+        """Keep the answers of a call that has ended."""
+        begun, before = record.begun, NOTHING
+        if record.untrainable or not record.choices or begun.purpose == OTHER:
+            return
+        if record.context == "exact":
+            parent = self._held.get((begun.parent_call or "", begun.parent_choice))
+            if parent is None:  # the store knows it
+                return
+            before = parent
+        for choice in record.choices:
+            self._put((begun.call_id, choice.index), before.followed(record.prompt_ids, choice.ids))
+
+    async def of(self, leaf: Leaf) -> Context | None:
+        """Return the context of an answer, or None where nobody knows it any more."""
+        key = (leaf.call_id, leaf.choice)
+        context = self._held.get(key)
+        if context is None:
+            context = await asyncio.to_thread(self._read, leaf.trajectory_id, key)
+            if context is not None:
+                self._put(key, context)
+        if context is None or leaf.sequence != Sequence32.of(context.ids):
+            return None
+        self._held.move_to_end(key)
+        return context
+
+    def _put(self, key: Key, context: Context) -> None:
+        if (old := self._held.pop(key, None)) is not None:
+            self.bytes -= len(old.ids)
+        self._held[key] = context
+        self.bytes += len(context.ids)
+        while self.bytes > self._most:
+            _, gone = self._held.popitem(last=False)
+            self.bytes -= len(gone.ids)
+
+    def _read(self, trajectory_id: str, key: Key) -> Context | None:
+        try:
+            calls = self._store.trajectories.context_calls(self._store.trajectories.read(trajectory_id))
+        except StoreError as error:
+            log.info("event=context_not_read trajectory=%s reason=%r", trajectory_id, str(error))
+            return None
+        ids = sequences(calls).get(key)
+        return Context(ids, sampled_spans(calls, key)) if ids else None

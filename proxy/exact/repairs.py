@@ -1,0 +1,114 @@
+"""What derender says otherwise than plain chat would, set right. Pure; no I/O.
+
+Found by comparing both on the real vLLM 0.32, request by request (`benchmarks/exact_context.py`):
+- with a parser, derender keeps special tokens, so the id that ended the answer would be read as its text: cut first;
+- it knows no stop strings: the string is cut off the text, and while streaming as much is held back as may begin one;
+- `tool_calls` as finish reason where the engine just stopped, and only there;
+- tool-call ids have vLLM's prefix;
+- null members of a delta are left out, the role comes in a first event of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from proxy.exact.scale_out import Ended
+
+TOOL_ID = "chatcmpl-tool-"
+_TEXTS = ("content", "reasoning")  # in the order in which a stop string is looked for
+
+Json = dict[str, Any]
+
+
+def without_turn_end(choice: Ended) -> Ended:
+    """Return the choice without the id that ended it; a stop string is no id of its own."""
+    ids = choice.token_ids or []
+    if choice.finish_reason == "stop" and not isinstance(choice.stop_reason, str):
+        ids = ids[:-1]
+    return Ended(choice.index, ids, choice.finish_reason, choice.stop_reason)
+
+
+def whole_message(message: Mapping[str, Any] | None, choice: Ended) -> Json:
+    """Return a whole message as plain chat words it; derender has none where there are no ids."""
+    worded: Json = {"role": "assistant", "content": None if message else "", **(message or {})}
+    if isinstance(choice.stop_reason, str):
+        _cut(worded, choice.stop_reason)
+    if worded.get("tool_calls"):
+        worded["tool_calls"] = [_with_prefix(call) for call in worded["tool_calls"]]
+    return worded
+
+
+def whole_finish(choice: Ended, message: Mapping[str, Any], tool_choice: Any) -> str | None:
+    """Return the finish reason of a whole answer."""
+    called = bool(message.get("tool_calls")) and tool_choice in (None, "auto")
+    required = tool_choice == "required" and choice.finish_reason == "stop"
+    return "tool_calls" if called or required else choice.finish_reason
+
+
+def _cut(message: Json, stop: str) -> None:
+    for name in _TEXTS:
+        head, found, _ = (message.get(name) or "").rpartition(stop)
+        if found:
+            message[name] = head
+            return
+
+
+def _with_prefix(call: Mapping[str, Any]) -> Json:
+    name = call.get("id")
+    return {**call, "id": name if not name or name.startswith(TOOL_ID) else TOOL_ID + name}
+
+
+class StreamRepair:
+    """Sets the pieces of one streamed choice right, in order."""
+
+    def __init__(self, stops: Sequence[str], tool_choice: Any) -> None:
+        self._held = dict.fromkeys(_TEXTS, "")
+        self._stops = bool(stops)
+        self._longest = max((len(stop) for stop in stops), default=1) - 1
+        self._named = isinstance(tool_choice, Mapping)
+        self._tools = False
+
+    def delta(self, given: Mapping[str, Any], piece: Ended) -> Json:
+        """Return a delta as plain chat words it."""
+        delta = {name: value for name, value in given.items() if value not in (None, []) and name != "role"}
+        if "tool_calls" in delta:
+            self._tools = True
+            delta["tool_calls"] = [_without_nulls(_with_prefix(call)) for call in delta["tool_calls"]]
+        if self._stops:
+            self._hold(delta, piece)
+        return delta
+
+    def finish(self, piece: Ended) -> str | None:
+        """Return the finish reason of a piece."""
+        return (
+            "tool_calls" if piece.finish_reason == "stop" and self._tools and not self._named else piece.finish_reason
+        )
+
+    def _hold(self, delta: Json, piece: Ended) -> None:
+        """Keep back what may begin a stop string; at the end, give it out without the one that was met."""
+        last = piece.finish_reason is not None
+        for name in _TEXTS:
+            text = self._held[name] + (delta.pop(name, None) or "")
+            other_goes_on = name == "reasoning" and (delta.get("content") or self._held["content"])
+            keep = 0 if last or other_goes_on else min(self._longest, len(text))
+            self._held[name] = text[len(text) - keep :]
+            if text[: len(text) - keep]:
+                delta[name] = text[: len(text) - keep]
+        if last and isinstance(piece.stop_reason, str):
+            _cut(delta, piece.stop_reason)
+            for name in [name for name in _TEXTS if delta.get(name) == ""]:
+                del delta[name]
+
+
+def _without_nulls(call: Mapping[str, Any]) -> Json:
+    """Return a streamed tool call without null members, its function's too."""
+    kept = {name: value for name, value in call.items() if value is not None}
+    if isinstance(kept.get("function"), Mapping):
+        kept["function"] = {name: value for name, value in kept["function"].items() if value is not None}
+    return kept
+
+
+def first_delta(index: int) -> Json:
+    """Return the choice of a stream's first event: the role, and nothing yet."""
+    return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}

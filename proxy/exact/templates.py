@@ -1,0 +1,152 @@
+"""What a chat template does with answers, found out by rendering: which id ends a turn, and where an answer ends.
+
+Nothing is known of any template by name. The id that ends a turn is the one after an answer's last word, whatever the
+words are. Before the ids of a kind of answer (text, tool calls, with reasoning or without) are spliced for the first
+time, the place where the answer ends is found a second way, by rendering the request again with other words in its
+place; the two ways must agree. A template of which that cannot be shown is never spliced.
+
+Promises: a few small renders per template, one per kind of answer; then none. Memory is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from secrets import token_hex
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import Raw
+
+from proxy.exact.scale_out import Fields, Rendered, ScaleOut
+from proxy.exact.splice import Fork, first_after_change, tail_after_change
+
+_MOST_TEMPLATES = 256
+_MOST_KINDS = 256  # of one template
+_SHAPING = ("chat_template", "chat_template_kwargs", "reasoning_effort", "documents", "add_special_tokens")
+_WORDS = ("Fig", "Oak")  # they end unlike each other
+
+_encode = msgspec.json.Encoder().encode
+
+Json = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Template:
+    """What is known of one template. `spelled` is its turn end as text, `longest` the model's context in tokens."""
+
+    turn_end: int
+    spelled: str
+    longest: int | None = None
+    proven: set[tuple[Any, ...]] = field(default_factory=set)
+
+    def check_room(self, plain: int, exact: int, wanted: int | None) -> None:
+        """Raise Fork where the longer prompt leaves an answer much less room than the plain one would.
+
+        `plain` and `exact` are lengths of prompts, `wanted` the client's own limit of the answer.
+        """
+        if self.longest is None or exact <= plain:
+            return
+        room, plain_room = self.longest - exact, self.longest - plain
+        if room < (plain_room / 2 if wanted is None else min(wanted, plain_room)):
+            raise Fork("too_long")
+
+
+class Cards(Protocol):
+    """Where the length of a model's context is read."""
+
+    async def models(self, url: str) -> list[dict[str, Any]]:
+        """Return a replica's model cards. Raises UpstreamError."""
+
+
+class Templates:
+    """The templates that requests were rendered with, by replica, model and whatever shapes the render."""
+
+    def __init__(self, scale_out: ScaleOut, cards: Cards) -> None:
+        self._scale_out = scale_out
+        self._cards = cards
+        self._known: OrderedDict[bytes, Template | None] = OrderedDict()
+
+    async def of(self, url: str, family: str, body: Fields) -> Template:
+        """Return what is known of the template that renders `body`. Raises Fork, UpstreamError.
+
+        `family` names what all versions of a model share.
+        """
+        shaping = {name: body[name] for name in _SHAPING if name in body}
+        key = _encode([url, family, shaping])
+        if key not in self._known:
+            self._known[key] = await self._look_at(url, {"model": body["model"], **shaping})
+            while len(self._known) > _MOST_TEMPLATES:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        template = self._known[key]
+        if template is None:
+            raise Fork("template_unknown")
+        return template
+
+    async def prove(
+        self,
+        template: Template,
+        url: str,
+        body: Fields,
+        messages: Sequence[Json],
+        place: int,
+        rendered: Rendered,
+        tail: Sequence[int],
+    ) -> None:
+        """Make sure that `tail` is what follows the answer at `place`. Raises Fork, UpstreamError."""
+        kind = _kind(messages, place)
+        if kind in template.proven:
+            return
+        changed = [*messages[:place], _with_other_words(messages[place]), *messages[place + 1 :]]
+        other = await self._scale_out.render(url, {**body, "messages": Raw(_encode(changed))})
+        if tail_after_change(rendered.ids, other.ids, template.turn_end) != list(tail):
+            raise Fork("template_unproven")
+        if len(template.proven) < _MOST_KINDS:
+            template.proven.add(kind)
+
+    async def _look_at(self, url: str, fields: Fields) -> Template | None:
+        renders = []
+        for word in _WORDS:
+            messages = [_said("user", "Hi"), _said("assistant", f"Yes {word}"), _said("user", "Go on")]
+            renders.append((await self._scale_out.render(url, {**fields, "messages": Raw(_encode(messages))})).ids)
+        turn_end = first_after_change(*renders)
+        if turn_end is None:
+            return None  # the template does not write answers
+        spelled = await self._scale_out.text(url, msgspec.json.decode(fields["model"]), [turn_end])
+        lengths = [card.get("max_model_len") for card in await self._cards.models(url)]
+        return Template(turn_end, spelled, max((n for n in lengths if isinstance(n, int)), default=None))
+
+
+def spells(message: Json, text: str) -> bool:
+    """Return whether an assistant message's own words hold `text`."""
+    functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    words = [message.get("content"), message.get("reasoning"), message.get("reasoning_content")]
+    words += [function.get(name) for function in functions for name in ("name", "arguments")]
+    return any(text in (word if isinstance(word, str) else str(word)) for word in words if word)
+
+
+def _kind(messages: Sequence[Json], place: int) -> tuple[Any, ...]:
+    """Return what a template may make a difference of: the answer's parts, and who speaks next."""
+    answer = messages[place]
+    return (
+        bool(answer.get("content")),
+        bool(answer.get("reasoning") or answer.get("reasoning_content")),
+        min(2, len(answer.get("tool_calls") or ())),
+        messages[place + 1].get("role") if place + 1 < len(messages) else None,
+    )
+
+
+def _with_other_words(answer: Json) -> Json:
+    """Return the answer with its last words changed."""
+    word = token_hex(6)
+    if calls := answer.get("tool_calls"):
+        *before, last = calls
+        changed = {**last, "function": {**last["function"], "arguments": _encode({"q": word}).decode()}}
+        return {**answer, "tool_calls": [*before, changed]}
+    return {**answer, "content": word}
+
+
+def _said(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}

@@ -1,0 +1,44 @@
+"""How a trajectory ends: which of its answers is the last word of the agent that it began with.
+
+A trajectory may have segments (sub-agents, summaries, the context after a compaction) and branches (several answers,
+edited turns). The agent's own segments have the tools and the system prompt of the first one; of these the one that
+was answered last counts, and in it the longest path, the later one of two as long. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from store.records import Call
+
+
+def last_word(calls: Sequence[Call], system_prompt: Callable[[str], str]) -> str:
+    """Return the node of the last answer; of the last prompt where nothing was answered.
+
+    `calls` come in the order in which they began; `system_prompt` tells, of a prompt's node, which one it begins with.
+    """
+    answered = [call for call in calls if any(choice.reply_node for choice in call.choices)]
+    if not answered:
+        return calls[-1].prompt_node if calls else ""
+    first, depth = _segments(calls)
+    by_id = {call.id: call for call in calls}
+    begins = list(dict.fromkeys(first[call.id] for call in answered))
+    if len(begins) > 1:
+        kinds = {name: (by_id[name].tools_hash, system_prompt(by_id[name].prompt_node)) for name in begins}
+        own = kinds[begins[0]]
+        answered = [call for call in answered if kinds[first[call.id]] == own]
+    segment = first[answered[-1].id]
+    inside = [call for call in answered if first[call.id] == segment]
+    last = max(enumerate(inside), key=lambda item: (depth[item[1].id], item[0]))[1]
+    return next(choice.reply_node for choice in last.choices if choice.reply_node)
+
+
+def _segments(calls: Sequence[Call]) -> tuple[dict[str, str], dict[str, int]]:
+    """Return, by call id, the first call of its segment, and how many calls led to it there."""
+    first: dict[str, str] = {}
+    depth: dict[str, int] = {}
+    for call in calls:
+        parent = call.parent_call or ""
+        first[call.id] = first.get(parent, call.id)
+        depth[call.id] = depth.get(parent, -1) + 1
+    return first, depth

@@ -1,0 +1,36 @@
+"""How an obliging model would answer a conformance suite.
+
+It thinks where it is asked to, calls the first tool until it has a result, and keeps to the schemas of the request.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def script(body: dict[str, Any]) -> dict[str, str]:
+    """Return the directives of the scripted vLLM that suit a chat request."""
+    told: dict[str, str] = {}
+    if body.get("reasoning_effort") or body.get("chat_template_kwargs"):
+        told["think"] = "let.me.see"
+    wanted = body.get("response_format") or {}
+    if wanted.get("type") == "json_schema":
+        told["say"] = _json(wanted["json_schema"]["schema"])
+    if body.get("tools") and body["messages"][-1]["role"] != "tool":
+        function = body["tools"][0]["function"]
+        told |= {"tool": function["name"], "args": _json(function.get("parameters") or {})}
+    return told
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return json.dumps(_example(schema), separators=(",", ":"))
+
+
+def _example(schema: dict[str, Any]) -> Any:
+    """Return a value that the schema allows."""
+    if schema.get("enum"):
+        return schema["enum"][0]
+    if "properties" in schema:
+        return {name: _example(inner) for name, inner in schema["properties"].items()}
+    return {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}}.get(schema.get("type", ""), "x")

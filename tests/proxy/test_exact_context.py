@@ -1,0 +1,325 @@
+"""exact_context over the scripted vLLM: one exact sequence where plain chat forks; plain chat where anything fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from proxy.exact.contexts import Contexts
+from proxy.settings import ProxySettings
+from store import Store
+from store.records import Call, CallBegun, CallEnded, Choice, pack_ids
+from store.states import CallState
+from tests.proxy.conftest import Proxy, Start, running
+from tests.proxy.scripted_scale_out import DERENDER, DETOKENIZE, GENERATE, RENDER, ScriptedScaleOut
+from tests.proxy.servers import eventually, served
+from tests.proxy.test_policy import promote
+
+FORMS = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+KEY = {"authorization": "Bearer k"}  # as `Proxy.agent` has it
+CALL = "#think=hm #tool=search #drift"  # sampled without the blanks that the template puts between
+
+
+@pytest.fixture
+def vllm() -> ScriptedScaleOut:
+    return ScriptedScaleOut()
+
+
+@pytest.fixture
+def vllm_url(vllm: ScriptedScaleOut) -> Iterator[str]:
+    with served(vllm) as url:
+        yield url
+
+
+def ask(agent: openai.OpenAI, messages: list[Any], streamed: bool, **more: Any) -> Any:
+    """Make a call and return its message, as an agent keeps it."""
+    if not streamed:
+        answer = agent.chat.completions.create(model="agent", messages=messages, **more)
+        return answer.choices[0].message.model_dump(exclude_none=True)
+    with agent.chat.completions.stream(model="agent", messages=messages, **more) as stream:
+        return stream.get_final_completion().choices[0].message.model_dump(exclude_none=True, exclude={"parsed"})
+
+
+def answered(message: Any, text: str) -> list[Any]:
+    """Return an answer with tool calls, as the agent sends it back, and the tool's result."""
+    calls = [
+        {"id": call["id"], "type": "function", "function": {k: call["function"][k] for k in ("name", "arguments")}}
+        for call in message["tool_calls"]
+    ]
+    said = {"role": "assistant", "content": message.get("content"), "tool_calls": calls}
+    return [said, {"role": "tool", "tool_call_id": calls[0]["id"], "content": text}]
+
+
+def converse(proxy: Proxy, streamed: bool, *turns: str) -> list[Any]:
+    """Let an agent call a tool at every turn; return what it was told."""
+    agent = proxy.agent()
+    messages: list[Any] = [{"role": "user", "content": f"find it {turns[0]}"}]
+    said = [ask(agent, messages, streamed)]
+    for text in turns[1:]:
+        messages += answered(said[-1], text)
+        said.append(ask(agent, messages, streamed))
+    return said
+
+
+def calls_of(proxy: Proxy) -> list[Call]:
+    proxy.settled()
+    return sorted(proxy.store.calls.page(limit=50), key=lambda call: call.started_at)
+
+
+def counted(proxy: Proxy, metric: str) -> dict[str, float]:
+    """Return a counter's values by its label."""
+    lines = [line for line in proxy.http.get("/metrics").text.splitlines() if line.startswith(f"ratchet_{metric}{{")]
+    return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+@FORMS
+def test_tool_calls_that_the_template_writes_anew_stay_one_exact_sequence(start: Start, streamed: bool) -> None:
+    proxy = start()
+    converse(proxy, streamed, CALL, CALL, CALL, "#say=the.end")
+    calls = calls_of(proxy)
+    assert [call.context for call in calls] == ["root", "exact", "exact", "exact"]
+    assert [call.untrainable for call in calls] == [None] * 4
+    assert counted(proxy, "exact_splices_total") == {"spliced": 3.0}
+    assert counted(proxy, "exact_fallbacks_total") == {}
+
+
+@FORMS
+def test_without_it_every_such_continuation_is_a_fork(start: Start, vllm: ScriptedScaleOut, streamed: bool) -> None:
+    proxy = start(exact_context="off")
+    converse(proxy, streamed, CALL, CALL, "#say=the.end")
+    assert [call.context for call in calls_of(proxy)] == ["root", "fork", "fork"]
+    assert not vllm.rendered
+
+
+@FORMS
+def test_the_client_is_told_what_plain_chat_tells(start: Start, tmp_path: Path, streamed: bool) -> None:
+    turns = (CALL, CALL, "#think=so #tool=one+other #drift", "#think=well #say=the.end")
+    exact = converse(start(), streamed, *turns)
+    plain = converse(start(exact_context="off", journal=tmp_path / "other"), streamed, *turns)
+    for message in exact + plain:
+        for call in message.get("tool_calls", ()):
+            assert call.pop("id").startswith("chatcmpl-tool-")
+    assert exact == plain
+
+
+def test_a_stream_begins_with_the_role_and_holds_nothing_that_was_not_asked_for(start: Start) -> None:
+    proxy = start()
+    messages = [{"role": "user", "content": f"hi {CALL}"}]
+    messages += answered(ask(proxy.agent(), messages, False), "#say=a.b.c")
+    body = {"model": "agent", "messages": messages, "stream": True}
+    answer = proxy.http.post("/v1/chat/completions", json=body, headers=KEY)
+    lines = [line for line in answer.text.split("\n\n") if line]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert counted(proxy, "exact_splices_total") == {"spliced": 1.0}
+    assert lines[-1] == "data: [DONE]"
+    assert [event["choices"][0]["delta"].get("role") for event in events] == ["assistant"] + [None] * (len(events) - 1)
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "a b c"
+    assert not any("token_ids" in event["choices"][0] or "prompt_token_ids" in event for event in events)
+    assert all(event["choices"][0]["logprobs"] is None and "usage" not in event for event in events)
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
+    assert len({event["id"] for event in events}) == 1
+
+
+def test_a_stop_string_ends_the_text_and_the_turn_is_closed_for_the_next_call(start: Start) -> None:
+    proxy = start()
+    for streamed in (False, True):
+        agent = proxy.agent()
+        messages: list[Any] = [{"role": "user", "content": f"hi {streamed} {CALL}"}]
+        messages += answered(ask(agent, messages, streamed), "#say=one.two.END #stopped=END")
+        told = ask(agent, messages, streamed, stop=["END"])
+        assert told["content"] == "one two "
+        messages += [{"role": "assistant", "content": told["content"]}, {"role": "user", "content": "#say=more"}]
+        assert ask(agent, messages, streamed)["content"] == "more"
+    assert [call.context for call in calls_of(proxy)] == ["root", "exact", "exact"] * 2
+
+
+def test_every_choice_of_a_call_can_be_continued(start: Start) -> None:
+    proxy = start()
+    agent = proxy.agent()
+    first = [{"role": "user", "content": f"hi {CALL}"}]
+    answer = agent.chat.completions.create(model="agent", messages=first, n=2)  # type: ignore[arg-type]
+    for choice in answer.choices:
+        ask(agent, first + answered(choice.message.model_dump(), CALL), False, n=2)
+    assert [call.context for call in calls_of(proxy)] == ["root", "exact", "exact"]
+    assert [len(call.choices) for call in calls_of(proxy)] == [2, 2, 2]
+
+
+@FORMS
+def test_messages_stays_exact_although_its_clients_lose_the_spacing_of_arguments(start: Start, streamed: bool) -> None:
+    proxy = start()
+    client = anthropic.Anthropic(base_url=proxy.url, api_key="x", max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": f"hi {CALL}"}]
+    for _ in range(3):
+        ask_for: dict[str, Any] = {"model": "agent", "max_tokens": 500, "messages": messages}
+        if streamed:
+            with client.messages.stream(**ask_for) as stream:
+                blocks = stream.get_final_message().content
+        else:
+            blocks = client.messages.create(**ask_for).content
+        said = [
+            block.model_dump(include={"type", "id", "name", "input"}) for block in blocks if block.type == "tool_use"
+        ]
+        result = {"type": "tool_result", "tool_use_id": said[0]["id"], "content": CALL}
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": [result]}]
+    client.close()
+    assert [call.context for call in calls_of(proxy)] == ["root", "exact", "exact"]
+
+
+def test_an_adapter_is_asked_for_by_its_own_name(start: Start, vllm: ScriptedScaleOut) -> None:
+    proxy = start()
+    promote(proxy, 1)
+    converse(proxy, False, CALL, CALL, CALL)
+    assert [call.context for call in calls_of(proxy)] == ["root", "exact", "exact"]
+    assert {body["model"] for body in vllm.generated} == {"agent@1"}
+
+
+def test_where_nothing_drifts_plain_chat_answers(start: Start, vllm: ScriptedScaleOut) -> None:
+    proxy = start()
+    converse(proxy, False, "#tool=search", "#tool=search", "#say=end")
+    assert [call.context for call in calls_of(proxy)] == ["root", "exact", "exact"]
+    assert counted(proxy, "exact_splices_total") == {"undrifted": 2.0}
+    assert not vllm.generated
+
+
+def test_after_a_restart_the_ids_come_from_the_store(start: Start, vllm_url: str, store: Store, tmp_path: Path) -> None:
+    messages: list[Any] = [{"role": "user", "content": f"hi {CALL}"}]
+    with running(vllm_url, store, tmp_path) as first:
+        for _ in range(2):
+            messages += answered(ask(first.agent(), messages, False), CALL)
+        first.settled()
+    second = start(journal=tmp_path / "second")
+    ask(second.agent(), messages, False)
+    assert [call.context for call in calls_of(second)] == ["root", "exact", "exact"]
+
+
+@FORMS
+@pytest.mark.parametrize(("path", "status"), [(RENDER, 400), (GENERATE, 500), (DERENDER, 400), (DETOKENIZE, 500)])
+def test_whatever_fails_before_the_first_words_plain_chat_answers(
+    start: Start, vllm: ScriptedScaleOut, path: str, status: int, streamed: bool
+) -> None:
+    vllm.refuse[path] = status
+    proxy = start()
+    said = converse(proxy, streamed, CALL, "#say=the.end")
+    assert said[-1]["content"] == "the end"
+    assert [(call.context, str(call.state)) for call in calls_of(proxy)] == [("root", "answered"), ("fork", "answered")]
+    assert counted(proxy, "exact_fallbacks_total") == {"exact_refused": 1.0}
+
+
+def test_an_engine_without_the_endpoints_is_told_once_and_left_alone(
+    start: Start, vllm: ScriptedScaleOut, caplog: pytest.LogCaptureFixture
+) -> None:
+    vllm.offered = False
+    proxy = start()
+    with caplog.at_level(logging.WARNING, "ratchet.proxy"):
+        converse(proxy, False, CALL, CALL, CALL, "#say=end")
+    assert [call.context for call in calls_of(proxy)] == ["root", "fork", "fork", "fork"]
+    assert len([r for r in caplog.records if "exact_context_not_offered" in r.getMessage()]) == 1
+    assert vllm.paths.count(RENDER) == 0
+    assert counted(proxy, "exact_fallbacks_total") == {"exact_not_offered": 1.0}
+
+
+def test_a_request_that_only_plain_chat_can_answer_gets_plain_chat(start: Start, vllm: ScriptedScaleOut) -> None:
+    proxy = start()
+    messages: list[Any] = [{"role": "user", "content": f"hi {CALL}"}]
+    messages += answered(ask(proxy.agent(), messages, False), "#say=end")
+    for more in ({"include_reasoning": False}, {"prompt_logprobs": 1}, {"continue_final_message": True}):
+        ask(proxy.agent(), messages, False, extra_body=more)
+    assert counted(proxy, "exact_splices_total") == {"unsuited_field": 3.0}
+    ask(proxy.agent(), messages, False, extra_body={"include_reasoning": True, "add_generation_prompt": True})
+    assert counted(proxy, "exact_splices_total")["spliced"] == 1.0
+    assert len(vllm.generated) == 1
+
+
+def test_an_answer_that_spells_the_turn_end_is_never_spliced(start: Start, vllm: ScriptedScaleOut) -> None:
+    proxy = start()
+    messages: list[Any] = [{"role": "user", "content": "hi #think=hm #say=a<|end|>b"}]
+    said = ask(proxy.agent(), messages, False)
+    messages += [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": "#say=end"}]
+    ask(proxy.agent(), messages, False)
+    assert counted(proxy, "exact_splices_total") == {"turn_end_spelled": 1.0}
+    assert not vllm.generated
+
+
+def test_a_template_whose_answers_end_elsewhere_is_never_spliced(start: Start, vllm: ScriptedScaleOut) -> None:
+    vllm.odd_template = True
+    proxy = start()
+    converse(proxy, False, CALL, CALL, "#say=end")
+    assert counted(proxy, "exact_splices_total") == {"template_unproven": 1.0, "history_edited": 1.0}
+    assert [call.context for call in calls_of(proxy)] == ["root", "fork", "fork"]
+
+
+def test_a_template_is_looked_at_once_and_each_kind_of_answer_is_proven_once(
+    start: Start, vllm: ScriptedScaleOut
+) -> None:
+    proxy = start()
+    converse(proxy, False, *[CALL] * 6)
+    assert counted(proxy, "exact_splices_total") == {"spliced": 5.0}
+    assert len(vllm.rendered) == 2 + 1 + 5
+
+
+def test_the_memory_of_ids_is_bounded_and_the_stillest_go_first(store: Store) -> None:
+    contexts = Contexts(store, most_bytes=4_000)
+    for number in range(10):
+        contexts.add(ended(f"call_{number}", 250))
+    assert (len(contexts), contexts.bytes) == (4, 4_000)
+
+
+def ended(name: str, ids: int) -> CallEnded:
+    """Return the record of a call with so many ids."""
+    begun = CallBegun(call_id=name, trajectory_id="t", started_at=0.0, alias="a", version=0, dialect="chat",
+                      streamed=False, linked_by="root", prompt_node="")  # fmt: skip
+    choice = Choice(index=0, finish_reason="stop", ids=pack_ids(range(ids - 10)), logprobs=b"")
+    return CallEnded(begun=begun, state=CallState.ANSWERED, ended_at=0.0, status=200, prompt_ids=pack_ids(range(10)),
+                     choices=(choice,))  # fmt: skip
+
+
+def test_words_that_fail_in_mid_stream_are_an_error_event_and_recorded(start: Start, vllm: ScriptedScaleOut) -> None:
+    proxy = start()
+    messages: list[Any] = [{"role": "user", "content": f"hi {CALL}"}]
+    messages += answered(ask(proxy.agent(), messages, False), "#tokens=40 #delay=0.01")
+    vllm.derenders_left = vllm.worded + 2
+    with pytest.raises(openai.APIError):
+        ask(proxy.agent(), messages, True)
+    assert [(call.context, str(call.state)) for call in calls_of(proxy)][-1] == ("exact", "failed")
+
+
+def test_ids_that_break_off_in_mid_stream_are_an_error_event(start: Start) -> None:
+    proxy = start()
+    messages: list[Any] = [{"role": "user", "content": f"hi {CALL}"}]
+    messages += answered(ask(proxy.agent(), messages, False), "#tokens=40 #delay=0.005 #cut=30")
+    with pytest.raises(openai.APIError):
+        ask(proxy.agent(), messages, True)
+    assert str(calls_of(proxy)[-1].state) == "failed"
+
+
+@FORMS
+def test_a_client_that_leaves_stops_generating_at_once(start: Start, vllm: ScriptedScaleOut, streamed: bool) -> None:
+    proxy = start()
+    messages: list[Any] = [{"role": "user", "content": f"hi {CALL}"}]
+    messages += answered(ask(proxy.agent(), messages, False), "#tokens=400 #delay=0.02")
+    body = {"model": "agent", "messages": messages, "stream": streamed}
+    with httpx.Client(base_url=proxy.url, timeout=1.0 if not streamed else 20, headers=KEY) as client:
+        if streamed:
+            with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                next(answer.iter_bytes())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/chat/completions", json=body)
+    eventually(lambda: vllm.aborted == 1, 1.0)
+    call = eventually(lambda: [call for call in calls_of(proxy) if str(call.state) == "aborted"])[0]
+    assert bool(call.choices and call.choices[0].ids) is streamed
+
+
+def test_a_bare_on_and_off_in_yaml_are_understood() -> None:
+    values = {"upstreams": ("http://x",), "model": "m", "store": "-", "journal": "j"}
+    assert [ProxySettings(**values, exact_context=said).exact_context for said in (True, False, "auto")] == [
+        "on", "off", "auto",
+    ]  # fmt: skip

@@ -1,0 +1,89 @@
+"""What derender says otherwise than plain chat, set right: turn ends, stop strings, finish reasons, deltas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proxy.exact import repairs
+from proxy.exact.scale_out import Ended
+
+
+def piece(text_end: str | None = None, stop: int | str | None = None) -> Ended:
+    return Ended(0, [1], text_end, stop)
+
+
+def stream(stops: tuple[str, ...], deltas: list[dict[str, Any]], stop: str | None) -> dict[str, str]:
+    """Return what the client ends with."""
+    repair = repairs.StreamRepair(stops, None)
+    said = {"content": "", "reasoning": ""}
+    for place, given in enumerate(deltas):
+        last = place == len(deltas) - 1
+        delta = repair.delta(given, piece("stop", stop) if last else piece())
+        for name in said:
+            said[name] += delta.get(name, "")
+    return said
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop", "kept"),
+    [("stop", None, [1, 2]), ("stop", 3, [1, 2]), ("stop", "x", [1, 2, 3]), ("length", None, [1, 2, 3])],
+)
+def test_only_the_id_that_ended_the_answer_is_cut(finish: str, stop: int | str | None, kept: list[int]) -> None:
+    assert repairs.without_turn_end(Ended(0, [1, 2, 3], finish, stop)).token_ids == kept
+
+
+def test_a_whole_text_ends_before_its_stop_string() -> None:
+    message = repairs.whole_message({"content": "a stop b stop", "reasoning": "stop"}, piece("stop", "stop"))
+    assert (message["content"], message["reasoning"]) == ("a stop b ", "stop")
+    assert repairs.whole_message({"content": None, "reasoning": "so stop"}, piece("stop", "stop"))["reasoning"] == "so "
+
+
+def test_an_answer_without_ids_is_empty_text() -> None:
+    assert repairs.whole_message(None, piece("stop")) == {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 50])
+def test_a_stream_never_shows_a_part_of_the_stop_string_that_ends_it(size: int) -> None:
+    text = "one EN two END"
+    deltas = [{"content": text[k : k + size]} for k in range(0, len(text), size)]
+    assert stream(("END", "x"), deltas, "END")["content"] == "one EN two "
+    assert stream(("END", "x"), deltas, None)["content"] == text
+
+
+def test_what_was_held_back_comes_out_in_order_when_other_words_begin() -> None:
+    said = stream(
+        ("STOP",), [{"reasoning": "a th"}, {"reasoning": "ought"}, {"content": "text"}, {"content": " S"}], None
+    )
+    assert said == {"reasoning": "a thought", "content": "text S"}
+
+
+def test_a_stop_string_of_one_letter_is_cut_too() -> None:
+    assert stream(("e",), [{"content": "g"}, {"content": "ent"}], "e")["content"] == "g"
+
+
+def test_a_delta_has_no_role_and_no_null_members_and_ids_as_the_engine_gives_them() -> None:
+    repair = repairs.StreamRepair((), None)
+    call = {"index": 0, "id": "abc", "type": "function", "function": {"name": "f", "arguments": None}}
+    delta = repair.delta({"role": "assistant", "content": None, "reasoning": None, "tool_calls": [call]}, piece())
+    told = {"index": 0, "id": "chatcmpl-tool-abc", "type": "function", "function": {"name": "f"}}
+    assert delta == {"tool_calls": [told]}
+
+
+@pytest.mark.parametrize(
+    ("engine", "tool_choice", "whole", "streamed"),
+    [
+        ("stop", None, "tool_calls", "tool_calls"),
+        ("stop", "required", "tool_calls", "tool_calls"),
+        ("stop", {"type": "function"}, "stop", "stop"),
+        ("length", "auto", "tool_calls", "length"),
+        ("length", "required", "length", "length"),
+    ],
+)
+def test_the_finish_reason_is_plain_chats(engine: str, tool_choice: Any, whole: str, streamed: str) -> None:
+    message = {"tool_calls": [{"id": "a"}]}
+    assert repairs.whole_finish(piece(engine), message, tool_choice) == whole
+    repair = repairs.StreamRepair((), tool_choice)
+    repair.delta({"tool_calls": [{"index": 0}]}, piece())
+    assert repair.finish(piece(engine)) == streamed

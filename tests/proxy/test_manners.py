@@ -1,0 +1,91 @@
+"""What clients do besides asking: probes, slashes, other methods, compressed bodies, headers of their vendors."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from typing import Any
+
+import pytest
+
+from tests.proxy.conftest import Proxy, Start
+from tests.proxy.scripted_vllm import ScriptedVllm
+
+BODY: dict[str, Any] = {"model": "agent", "messages": [{"role": "user", "content": "#say=hello"}]}
+
+
+def test_a_head_request_is_answered_like_the_get_without_its_body(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    for path in ("/v1/models", "/models", "/v1/models/agent", "/health/live"):
+        got, head = proxy.http.get(path), proxy.http.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == got.headers["content-length"]
+    assert proxy.http.head("/v1/models/nobody").status_code == 404
+
+
+@pytest.mark.parametrize("slashes", ["/", "//"])
+def test_a_slash_too_many_at_the_end_changes_nothing(proxy: Proxy, slashes: str) -> None:
+    assert proxy.http.get(f"/v1/models{slashes}").json() == proxy.http.get("/v1/models").json()
+    assert proxy.http.get(f"/v1/models/agent{slashes}").json()["id"] == "agent"
+    for path in ("/v1/chat/completions", "/chat/completions", "/t/run-7/v1/chat/completions"):
+        answer = proxy.http.post(path + slashes, json=BODY)
+        assert answer.json()["choices"][0]["message"]["content"] == "hello"
+    assert answer.headers["x-ratchet-trajectory"] == "run-7"
+
+
+@pytest.mark.parametrize("base", ["/v1", "/v1/", "", "/"])
+def test_a_base_url_may_end_as_it_likes(proxy: Proxy, base: str) -> None:
+    client = proxy.agent(path=base)
+    assert client.chat.completions.create(**BODY).choices[0].message.content == "hello"
+    assert client.models.retrieve("agent").id == "agent"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("GET", "/v1/chat/completions", "POST, OPTIONS"),
+        ("HEAD", "/v1/responses", "POST, OPTIONS"),
+        ("DELETE", "/v1/models", "GET, HEAD, OPTIONS"),
+        ("PUT", "/v1/messages", "POST, OPTIONS"),
+    ],
+)
+def test_another_method_is_refused_here_and_not_asked_of_vllm(
+    proxy: Proxy, vllm: ScriptedVllm, method: str, path: str, allow: str
+) -> None:
+    before = len(vllm.paths)
+    answer = proxy.http.request(method, path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, allow)
+    options = proxy.http.request("OPTIONS", path)
+    assert (options.status_code, options.headers["allow"], options.content) == (204, allow, b"")
+    assert path not in vllm.paths[before:]
+
+
+def test_headers_of_the_vendors_do_no_harm(proxy: Proxy) -> None:
+    headers = {"OpenAI-Beta": "assistants=v2", "OpenAI-Organization": "o", "anthropic-beta": "x", "HTTP-Referer": "y"}
+    assert proxy.http.post("/v1/chat/completions?beta=true", json=BODY, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress), ("GZIP", gzip.compress)]
+)
+def test_a_compressed_body_is_read_and_recorded(proxy: Proxy, encoding: str, pack: Any) -> None:
+    answer = post(proxy, pack(json.dumps(BODY).encode()), encoding)
+    assert answer.json()["choices"][0]["message"]["content"] == "hello"
+    proxy.settled()
+    assert proxy.store.calls.page(1)[0].untrainable is None
+
+
+def test_a_compressed_body_cannot_be_a_bomb_and_a_broken_one_is_named(start: Start) -> None:
+    proxy = start(body_limit=100_000)
+    bomb = post(proxy, gzip.compress(b" " * 50_000_000), "gzip")
+    assert (bomb.status_code, "body_limit" in bomb.text) == (413, True)
+    whole = gzip.compress(json.dumps(BODY).encode())
+    assert "ends too early" in post(proxy, whole[:-4], "gzip").text
+    assert post(proxy, b"{}", "gzip").status_code == 400
+    foreign = post(proxy, b"x", "zstd")
+    assert (foreign.status_code, "send it as gzip" in foreign.text) == (415, True)
+
+
+def post(proxy: Proxy, content: bytes, encoding: str) -> Any:
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    return proxy.http.post("/v1/chat/completions", content=content, headers=headers)
