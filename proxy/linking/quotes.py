@@ -20,7 +20,7 @@ from proxy.linking.traces import ANCHOR, LEAST, PROMPT, Quote, digest
 from store import messages as canon
 
 _BOUNDS = ("\n", ": ", '"', ">", "`", "(", "[")
-_MOST_TEXT = 200_000  # characters that are looked at, of the latest messages
+_MOST_TEXT = 150_000  # characters that are looked at, of the latest messages
 _ID = re.compile(r"(?:chatcmpl-tool-|call_|toolu_)[A-Za-z0-9]{9,}")
 _json = JSONDecoder(strict=False)
 _ID_BEGINS = ("chatcmpl-tool-", "call_", "toolu_")
