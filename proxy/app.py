@@ -8,6 +8,8 @@ import time
 
 from proxy.access.keyring import KeyRing
 from proxy.access.keys import Keys
+from proxy.access.patterns import Patterns
+from proxy.access.redaction import Redacting, Redactor
 from proxy.dialects.chat import Chat
 from proxy.dialects.completions import Completions
 from proxy.dialects.count_tokens import CountTokens
@@ -61,7 +63,8 @@ def create_app(
     metrics, bell = Metrics(), Bell()
     links = Links(settings.idle_seconds, settings.most_trajectories)
     journal = Journal(settings.journal, settings.journal_limit, settings.segment_bytes, metrics, bell)
-    recorder = Recorder(journal, metrics, strict=settings.capture == "strict")
+    redactor = Redactor(Patterns(settings.redact, settings.redact_patterns)) if settings.redacts else None
+    recorder = Recorder(journal, metrics, strict=settings.capture == "strict", redactor=redactor)
     shipper = Shipper(journal, store, carrier or Porter(store), metrics, bell, on_dead_letter=recorder.forget_known)
     failures, cool_off = settings.breaker_failures, settings.breaker_seconds
     replicas = [Replica(replica, Breaker(failures, cool_off)) for replica in settings.upstreams]
@@ -99,6 +102,7 @@ def create_app(
     forwarder = ByModel(own, others)
 
     def captured(dialect: Dialect) -> Endpoint:
+        dialect = dialect if redactor is None else Redacting(dialect, redactor)
         return Endpoint(dialect, book, links, recorder, forwarder, contexts, metrics, observer, settings.body_limit)
 
     models = Models(book)

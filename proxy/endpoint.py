@@ -142,7 +142,7 @@ class Endpoint:
         )
         return Exchange(
             request=request,
-            opened=self._recorder.begin(request, link, begun, nodes, keys),
+            opened=self._recorder.begin(asked, link, begun),
             voice=asked.voice(begun),
             request_id=identity.request_id(headers, begun.call_id),
             attempt=attempt,

@@ -38,6 +38,8 @@ class ProxySettings(BaseModel):
     operator_hashes: frozenset[str] = frozenset()  # those that open /api, beside those in the store
     requests_per_minute: int | None = Field(default=None, ge=1)  # of a key without a limit of its own
     tokens_per_minute: int | None = Field(default=None, ge=1)  # of a key without a limit of its own
+    redact: tuple[str, ...] = ()  # names of built-in patterns
+    redact_patterns: dict[str, str] = Field(default_factory=dict)  # further ones: name -> pattern of RE2
     upstream_key: SecretStr | None = None  # sent to vLLM as bearer token
     model_list: tuple[ModelEntry, ...] = ()  # other models by name
     model_keys: dict[str, SecretStr] = Field(default_factory=dict)  # theirs, by variable
@@ -90,6 +92,19 @@ class ProxySettings(BaseModel):
                 "alias's own vLLM replicas as upstreams"
             )
         return self
+
+    @model_validator(mode="after")
+    def _patterns_can_be_used(self) -> Self:
+        if self.redacts:
+            from proxy.access.patterns import Patterns
+
+            Patterns(self.redact, self.redact_patterns)
+        return self
+
+    @property
+    def redacts(self) -> bool:
+        """Whether anything is redacted."""
+        return bool(self.redact or self.redact_patterns)
 
     @model_validator(mode="after")
     def _journal_holds_segments(self) -> Self:

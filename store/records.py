@@ -23,6 +23,7 @@ from store.states import (
 )
 
 BASE_VERSION = 0  # version 0 of every alias is the base model without an adapter
+REDACTED = "redacted"  # why a call is untrainable of which something was not written down
 OTHER = "other"  # the purpose of calls to a model that is not trained here
 
 

@@ -7,9 +7,9 @@ that comes with it turns vLLM's answer into what the client expects, piece by pi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from proxy.capture import Capture
 from proxy.errors import BadRequest, ProxyError
@@ -43,14 +43,29 @@ class Voice(Protocol):
         """Return the events that tell a failure in mid-stream."""
 
 
+@dataclass(slots=True, frozen=True)
+class Kept:
+    """What may be written of a request. `redacted` says that something of its content may not."""
+
+    nodes: tuple[MessageNode, ...]
+    tools_hash: str
+    tools: bytes
+    sampling: Mapping[str, Any]
+    redacted: bool
+
+
 @dataclass(slots=True)
 class Asked:
-    """A request that was understood: the inner call, its messages as nodes with their link keys, and its voice."""
+    """A request that was understood: the inner call, its messages as nodes with their link keys, and its voice.
+
+    `kept` is there where not all of it may be written.
+    """
 
     request: ChatRequest
     nodes: tuple[MessageNode, ...]
     keys: tuple[str, ...]
     voice: Callable[[CallBegun], Voice]
+    kept: Kept | None = None
 
 
 class Dialect(Protocol):

@@ -21,7 +21,7 @@ from proxy.dialects.inner import Json
 from proxy.errors import NotFound, NotReady
 from store import Store
 from store.errors import StoreError, UnknownRecord
-from store.records import CallBegun
+from store.records import REDACTED, CallBegun
 
 _MOST_RESPONSES = 10_000
 _MOST_BYTES = 256 * 2**20
@@ -92,7 +92,7 @@ class ResponseMemory:
     def _read(self, name: str) -> Turn | None:
         try:
             call = self._store.calls.read("call_" + name.removeprefix("resp_"))
-            if not call.choices or call.dialect != "responses":
+            if not call.choices or call.dialect != "responses" or call.untrainable == REDACTED:
                 return None
             messages = self._store.trajectories.path(call.choices[0].reply_node)
             key_id = self._store.trajectories.get(call.trajectory_id).key_id

@@ -18,6 +18,7 @@ _REASONS = (
     "no logprobs",
     "no prompt token ids",
     "no answer",
+    "redacted",
     "other model",
     "echo",
     "image",

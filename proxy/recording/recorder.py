@@ -19,12 +19,13 @@ from typing import Any
 
 import msgspec
 
+from proxy.access.redaction import Redactor
 from proxy.capture import Capture
+from proxy.dialects.dialect import Asked
 from proxy.linking.leaf import Leaf, Link, Sequence32
 from proxy.linking.traces import Traces, traces
 from proxy.observing.metrics import Metrics
 from proxy.recording.journal import Journal
-from proxy.request import ChatRequest
 from store import messages as canon
 from store.records import OTHER, CallBegun, CallEnded, Choice, MessageNode
 from store.states import CallState
@@ -55,14 +56,16 @@ class Opened:
     keys: tuple[str, ...]  # link keys of the prompt's messages; none where nothing can continue the call
     messages: Sequence[dict[str, Any]]  # of the prompt
     untrainable: str | None
-    nodes: tuple[MessageNode, ...]  # all of the prompt
+    nodes: tuple[MessageNode, ...]  # all of the prompt, as they are written
+    redacted: bool = False  # something of the request's content was not
     ended: CallEnded | None = None  # the record of its end
 
 
 class Recorder:
     """Writes beginnings and ends of calls."""
 
-    def __init__(self, journal: Journal, metrics: Metrics, *, strict: bool) -> None:
+    def __init__(self, journal: Journal, metrics: Metrics, *, strict: bool, redactor: Redactor | None = None) -> None:
+        self._redactor = redactor
         self._journal = journal
         self._metrics = metrics
         self._strict = strict
@@ -72,25 +75,30 @@ class Recorder:
         """Write every message again from now on: a record that carried some was put aside."""
         self._known.clear()
 
-    def begin(
-        self, request: ChatRequest, link: Link, begun: CallBegun, nodes: tuple[MessageNode, ...], keys: tuple[str, ...]
-    ) -> Opened:
+    def begin(self, asked: Asked, link: Link, begun: CallBegun) -> Opened:
         """Journal the beginning of a call; it is not waited for."""
+        request, kept = asked.request, asked.kept
+        nodes, tools = (asked.nodes, request.tools) if kept is None else (kept.nodes, kept.tools)
+        if self._redactor is not None and kept is not None:
+            begun = self._redactor.begun(begun, kept)
         begun = msgspec.structs.replace(
             begun,
             nodes=tuple(node for node in nodes if node.hash not in self._known),
-            tools=b"" if request.tools_hash in self._known else request.tools,
+            tools=b"" if begun.tools_hash in self._known else tools,
         )
         try:
             self._journal.write(begun)
         except Exception as error:
             log.exception("event=record_failed call=%s reason=%r", begun.call_id, str(error))
-        return Opened(begun, link, keys, request.messages, request.untrainable, nodes)
+        redacted = kept is not None and kept.redacted
+        return Opened(begun, link, asked.keys, request.messages, request.untrainable, nodes, redacted)
 
     def end(self, opened: Opened, capture: Capture, end: End) -> tuple[list[Leaf], asyncio.Future[bool] | None]:
         """Hand the end of a call to the journal; return its answers, and what the client's last byte waits for."""
         try:
             record, leaves = assemble(opened, capture, end)
+            if self._redactor is not None:
+                record = self._redactor.ended(record, leaves, redacted=opened.redacted)
             opened.ended = record
             future = self._journal.commit(record)
             hashes = [node.hash for node in (*opened.nodes, *record.nodes)]
