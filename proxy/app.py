@@ -69,7 +69,6 @@ def create_app(
     failures, cool_off = settings.breaker_failures, settings.breaker_seconds
     replicas = [Replica(replica, Breaker(failures, cool_off)) for replica in settings.upstreams]
     pool = Pool(replicas, metrics, settings.affinity_slack)
-    probes = Probes(pool, lambda replica: upstream.models(replica.url), min(settings.probe_seconds, cool_off))
     others = OtherModels(
         settings.model_list,
         settings.model_keys,
@@ -94,7 +93,9 @@ def create_app(
     metrics.registry.register(PolicyInfo(book.known))
     call_log = CallLog(metrics) if settings.log_calls else None
     observer = Observer(metrics, call_log)
-    own: Forwarder = ReplicaForwarder(book, upstream, pool, metrics)
+    direct = ReplicaForwarder(book, upstream, pool, metrics)
+    probes = Probes(pool, direct.look, min(settings.probe_seconds, cool_off))
+    own: Forwarder = direct
     contexts = None
     if settings.exact_context != "off":
         contexts = Contexts(store, settings.exact_context_bytes)

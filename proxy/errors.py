@@ -13,7 +13,8 @@
     |-- UpstreamError
     |   |-- UpstreamUnreachable  502  no connection; the message names the upstream
     |   |-- UpstreamBroke        502  the answer broke off or cannot be read
-    |   `-- UpstreamTimeout      504  no whole answer in time
+    |   |-- UpstreamTimeout      504  no whole answer in time
+    |   `-- ContextOverflow      400  the prompt is longer than the model's context; the message tells both lengths
     `-- StartError            the proxy cannot start; the message names the setting and the remedy
 
 `ClientLeft` is no answer at all: nobody is there to read one.
@@ -143,6 +144,19 @@ class UpstreamTimeout(UpstreamError):
 
     status = 504
     code = "upstream_timeout"
+
+
+class ContextOverflow(UpstreamError):
+    """The prompt is longer than the model's context. `limit` and `asked` are tokens, `asked` only where it is told."""
+
+    status = 400
+    kind = "invalid_request_error"
+    code = "context_length_exceeded"
+
+    def __init__(self, message: str, *, limit: int, asked: int | None, param: str) -> None:
+        super().__init__(message, param=param)
+        self.limit = limit
+        self.asked = asked
 
 
 class StartError(ProxyError):

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from proxy.errors import ProxyError, to_openai_error, with_openai_shape
+from proxy.errors import ContextOverflow, ProxyError, to_openai_error, with_openai_shape
+from proxy.upstreams.context_limit import read_overflow
 
 _ANTHROPIC_KINDS = {
     400: "invalid_request_error",
@@ -40,7 +41,9 @@ class OpenAIShape:
 
     def theirs(self, status: int, body: bytes) -> tuple[bytes, str]:
         """Return an upstream's error body in this shape, and its message."""
-        return with_openai_shape(status, body)
+        shaped, message = with_openai_shape(status, body)
+        overflow = read_overflow(status, message)
+        return (self.ours(overflow), message) if overflow else (shaped, message)
 
 
 class AnthropicShape:
@@ -48,12 +51,22 @@ class AnthropicShape:
 
     def ours(self, error: ProxyError) -> bytes:
         """Return the body of an error of the proxy's."""
-        return msgspec.json.encode(_anthropic(error.status, str(error), error.code))
+        message = _too_long(error) if isinstance(error, ContextOverflow) else str(error)
+        return msgspec.json.encode(_anthropic(error.status, message, error.code))
 
     def theirs(self, status: int, body: bytes) -> tuple[bytes, str]:
         """Return an upstream's error body in this shape, and its message."""
         _, message = with_openai_shape(status, body)
+        if overflow := read_overflow(status, message):
+            return self.ours(overflow), message
         return msgspec.json.encode(_anthropic(status, message, None)), message
+
+
+def _too_long(error: ContextOverflow) -> str:
+    """Return the words by which Anthropic's clients know that they must shorten the conversation."""
+    if error.asked is not None and error.asked > error.limit:
+        return f"prompt is too long: {error.asked} tokens > {error.limit} maximum"
+    return f"prompt is too long: {error}"
 
 
 def _anthropic(status: int, message: str, code: str | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from proxy.policy import PolicyBook
 from proxy.upstreams.adapters import Adapters
 from proxy.upstreams.answer import Answer
 from proxy.upstreams.connection import HttpAnswer
+from proxy.upstreams.context_limit import known_overflow, longest_context
 from proxy.upstreams.pool import Pool, Replica
 from proxy.upstreams.upstream import Upstream
 from store.records import OTHER
@@ -49,9 +50,16 @@ class ReplicaForwarder:
         self._pool = pool
         self._adapters = Adapters(book, upstream, metrics)
 
+    async def look(self, replica: Replica) -> None:
+        """Ask a replica whether it is there, and what it holds. Raises UpstreamError."""
+        replica.max_model_len = longest_context(await self._upstream.models(replica.url))
+
     async def forward(self, exchange: Exchange, path: str, headers: Mapping[str, str]) -> Answer:
         """Send a call to `path` and return its answer; `exchange.url` says where it went. Raises UpstreamError."""
         begun = exchange.opened.begun
+        too_long = known_overflow(exchange.request, (replica.max_model_len for replica in self._pool.replicas))
+        if too_long:
+            raise too_long
         body = exchange.request.outgoing(self._book.served(begun.alias, begun.version))
 
         async def ask(replica: Replica) -> HttpAnswer:

@@ -32,13 +32,14 @@ _MOST_ATTEMPTS = 3  # replicas that one call is offered to
 class Replica:
     """One server. `in_flight` counts the calls whose answers have not ended; `label` names it in the metrics."""
 
-    __slots__ = ("breaker", "in_flight", "label", "url")
+    __slots__ = ("breaker", "in_flight", "label", "max_model_len", "url")
 
     def __init__(self, url: str, breaker: Breaker, label: str = "") -> None:
         self.url = url
         self.breaker = breaker
         self.label = label or url
         self.in_flight = 0
+        self.max_model_len: int | None = None  # tokens, as far as it has told
 
     def release(self) -> None:
         """A call is over."""

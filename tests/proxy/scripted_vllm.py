@@ -51,6 +51,12 @@ def tool_text(name: str, arguments: Any, drift: bool = False) -> str:
     return f"<tool_call>{text.replace(': ', ':') if drift else text}</tool_call>"
 
 
+def too_long(length: int, limit: int) -> str:
+    """Return how vLLM refuses a prompt."""
+    told = f"This model's maximum context length is {limit} tokens. However, your prompt contains {length} input tokens"
+    return f"{told}, which exceeds this limit even without any output tokens. (parameter=input_tokens, value={length})"
+
+
 def logprob(place: int) -> float:
     """Return the logprob of the token at a place of an answer."""
     return -0.5 - (place % 7) / 8
@@ -76,6 +82,7 @@ class ScriptedVllm:
         self.left_at: list[float] = []  # when a client closed before its answer was whole (monotonic seconds)
         self.failures_left = 0  # so many calls are answered with `failure` first
         self.failure = 503
+        self.max_model_len = 10_000_000
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -109,7 +116,8 @@ class ScriptedVllm:
             await _json(send, 200, {"path": path, "body": body.decode()})
 
     def _models(self) -> Json:
-        cards = [{"id": self.base, "object": "model", "created": 1, "owned_by": "vllm", "root": "x", "parent": None}]
+        cards = [{"id": self.base, "object": "model", "created": 1, "owned_by": "vllm", "root": "x", "parent": None,
+                  "max_model_len": self.max_model_len}]  # fmt: skip
         return {
             "object": "list",
             "data": [*cards, *({**cards[0], "id": n, "parent": self.base} for n in self.adapters)],
@@ -138,6 +146,8 @@ class ScriptedVllm:
             await _send(send, 502, b"<html>bad gateway</html>", [(b"content-type", b"text/html")])
         elif "status" in script:
             await _error(send, int(script["status"]), "scripted failure", headers=[(b"retry-after", b"7")])
+        elif (length := len(body.get("prompt_ids") or render(body["messages"]))) > self.max_model_len:
+            await _error(send, 400, too_long(length, self.max_model_len))
         else:
             await self._answer(body, script, receive, send)
 

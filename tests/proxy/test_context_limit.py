@@ -1,0 +1,99 @@
+"""A prompt that is too long is told so, in every dialect's own words, and nothing that fits is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from proxy.upstreams.context_limit import read_overflow
+from tests.proxy.conftest import Proxy
+from tests.proxy.scripted_vllm import ScriptedVllm, render
+
+LONG: Any = [{"role": "user", "content": "x" * 400}]
+ASKED = len(render(LONG))
+
+
+@pytest.fixture
+def limited(vllm: ScriptedVllm, proxy: Proxy) -> Proxy:
+    """A proxy before a vLLM that takes 300 tokens, as the proxy knows."""
+    vllm.max_model_len = 300
+    assert proxy.http.get("/health/ready").status_code == 200
+    return proxy
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_vllms_refusal_has_the_code_that_openai_clients_know(limited: Proxy, stream: bool) -> None:
+    agent = limited.agent()
+    with pytest.raises(openai.BadRequestError) as chat:
+        agent.chat.completions.create(model="agent", messages=LONG, stream=stream)
+    with pytest.raises(openai.BadRequestError) as responses:
+        agent.responses.create(model="agent", input="x" * 400, stream=stream)
+    with pytest.raises(openai.BadRequestError) as completions:
+        agent.completions.create(model="agent", prompt="x" * 400, stream=stream)
+    for error, asked in ((chat, ASKED), (responses, ASKED), (completions, 400)):
+        assert (error.value.code, error.value.type) == ("context_length_exceeded", "invalid_request_error")
+        assert f"maximum context length is 300 tokens. However, your prompt contains {asked}" in error.value.message
+    limited.settled()
+    assert {(call.state, call.status) for call in limited.store.calls.page(9)} == {("failed", 400)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_clients_get_the_words_that_make_them_shorten(limited: Proxy, stream: bool) -> None:
+    with (
+        anthropic.Anthropic(base_url=limited.url, api_key="k", max_retries=0) as claude,
+        pytest.raises(anthropic.BadRequestError) as error,
+    ):
+        claude.messages.create(model="agent", max_tokens=9, messages=LONG, stream=stream)
+    told: Any = error.value.body
+    assert told["error"]["message"] == f"prompt is too long: {ASKED} tokens > 300 maximum"
+    assert told["error"]["details"] == {"error_code": "context_length_exceeded"}
+
+
+def test_a_prompt_of_token_ids_is_refused_before_it_is_sent_and_never_one_that_fits(
+    limited: Proxy, vllm: ScriptedVllm
+) -> None:
+    agent = limited.agent()
+    prompts: Any = {300: [1] * 300, 301: [[1], [2] * 301]}
+    for asked, prompt in prompts.items():
+        with pytest.raises(openai.BadRequestError, match=f"your prompt contains {asked} input tokens") as error:
+            agent.completions.create(model="agent", prompt=prompt)
+        assert error.value.code == "context_length_exceeded"
+    assert vllm.calls == []
+    agent.completions.create(model="agent", prompt=[65] * 299)
+    cut = {"model": "agent", "prompt": [65] * 400, "truncate_prompt_tokens": 10}
+    assert limited.http.post("/v1/completions", json=cut).json()["error"]["code"] == "context_length_exceeded"
+    assert len(vllm.calls) == 2, "what vLLM may cut is vLLM's to judge"
+
+
+@pytest.mark.parametrize(
+    ("message", "limit", "asked"),
+    [
+        (
+            "This model's maximum context length is 1024 tokens. However, your prompt contains at least 1025 input "
+            "tokens, which exceeds this limit even without any output tokens.",
+            1024,
+            1025,
+        ),
+        (
+            "This model's maximum context length is 1024 tokens. However, your prompt contains 99999 characters (more "
+            "than 2048 characters, which is the upper bound for 1024 input tokens).",
+            1024,
+            None,
+        ),
+        ("Input length (1100) exceeds model's maximum context length (1024).", 1024, 1100),
+        ("The decoder prompt (length 1100) is longer than the maximum model length of 1024. Make sure", 1024, 1100),
+        ("This model's maximum context length is 8 tokens. However, you requested 12 tokens (4 in the", 8, 12),
+    ],
+)
+def test_every_wording_of_vllm_is_understood(message: str, limit: int, asked: int | None) -> None:
+    overflow = read_overflow(400, message)
+    assert overflow is not None
+    assert (overflow.limit, overflow.asked, str(overflow)) == (limit, asked, message)
+    assert read_overflow(500, message) is None
+
+
+def test_another_refusal_is_no_overflow() -> None:
+    assert read_overflow(400, "max_tokens must be at least 1, got 0.") is None
