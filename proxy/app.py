@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 
 from proxy.access.keyring import KeyRing
@@ -29,6 +30,7 @@ from proxy.observing.health import Health
 from proxy.observing.metrics import Metrics
 from proxy.observing.observer import Observer
 from proxy.observing.policy_info import PolicyInfo
+from proxy.observing.tracing import spans_for
 from proxy.passthrough import PassThrough
 from proxy.policy import PolicyBook
 from proxy.recording.bell import Bell
@@ -92,7 +94,8 @@ def create_app(
     metrics.unshipped.set_function(lambda: shipper.backlog)
     metrics.registry.register(PolicyInfo(book.known))
     call_log = CallLog(metrics) if settings.log_calls else None
-    observer = Observer(metrics, call_log)
+    spans = spans_for(settings.otlp_endpoint, os.environ)
+    observer = Observer(metrics, call_log, spans)
     direct = ReplicaForwarder(book, upstream, pool, metrics)
     probes = Probes(pool, direct.look, min(settings.probe_seconds, cool_off))
     own: Forwarder = direct
@@ -129,8 +132,8 @@ def create_app(
     ring = KeyRing(settings, store)
     app = Errors(Keys(Inflate(routes, settings.body_limit), ring), count=metrics.refused)
     memory = Memory(links, store, settings.idle_seconds)
-    logs = [call_log] if call_log else []
-    return Lifespan(app, [*logs, ring, upstream, others, journal, shipper, memory, book, probes])
+    watching = [service for service in (call_log, spans) if service is not None]
+    return Lifespan(app, [*watching, ring, upstream, others, journal, shipper, memory, book, probes])
 
 
 class Memory:

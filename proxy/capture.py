@@ -122,6 +122,7 @@ class Capture:
         self.prompt_ids: bytes = b""
         self.prompt_tokens = 0
         self.completion_tokens = 0
+        self.answer_id: str | None = None  # what the engine calls this answer
         self.error: str | None = None  # an error event inside the stream
         self._unread: str | None = None
 
@@ -207,6 +208,8 @@ class Capture:
     def _head(self, top: dict[str, Raw]) -> None:
         if "model" in top:
             top["model"] = self._model
+        if self.answer_id is None and "id" in top:
+            self.answer_id = _text.decode(top["id"])
         if "prompt_token_ids" in top:
             self._prompt(top)
         if "usage" in top and (usage := _usage.decode(top["usage"])):

@@ -82,7 +82,7 @@ class Endpoint:
         self._metrics.under_way.inc()
         with Watch(receive) as watch:
             try:
-                await self._serve(exchange, identity.trace(headers), send, watch)
+                await self._serve(exchange, self._observer.begun(exchange, headers), send, watch)
             except UpstreamError as error:
                 await self._fail(exchange, error, send, watch)
             except asyncio.CancelledError:

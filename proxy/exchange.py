@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from proxy.asgi import JSON, Headers
 from proxy.capture import Capture
@@ -32,6 +33,7 @@ class Exchange:
     first_byte_at: float | None = None
     spent: float | None = None  # the overhead when the answer, or its head, was ready to be sent
     failure: str | None = None  # class of the error that it ended with
+    span: Any = None  # OpenTelemetry's, where calls are traced
     told: bool = False  # its end was told to the observer
 
     @property

@@ -61,6 +61,7 @@ class ProxySettings(BaseModel):
     affinity_slack: int = Field(default=16, ge=1)  # more calls than the least busy replica: others take the rest
     log_calls: bool = True  # one line per call, without content
     log_format: Literal["text", "json"] = "text"
+    otlp_endpoint: str | None = None  # base URL of the OpenTelemetry collector that gets a span per call
     drain_timeout: float = Field(default=30.0, gt=0)  # at stop: for running calls to end
 
     @field_validator("upstreams")

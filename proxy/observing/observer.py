@@ -1,4 +1,4 @@
-"""Told of every call's end, once, after its last byte: counts and logs it.
+"""Told of every call: at its beginning, and once after its last byte. Counts, logs and traces it.
 
 Promise: whatever goes wrong here never fails a call.
 """
@@ -7,33 +7,52 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 
 from proxy.exchange import Exchange
+from proxy.linking import identity
 from proxy.observing.call_counts import CallCounts
 from proxy.observing.call_log import CallLog
 from proxy.observing.metrics import Metrics
 from proxy.observing.timing import Timing
+from proxy.observing.tracing import Spans
 
 log = logging.getLogger("ratchet.proxy")
 
 
 class Observer:
-    """The one who is told. Without a call log no line is written."""
+    """The one who is told. Without a call log no line is written, without spans none is made."""
 
-    def __init__(self, metrics: Metrics, call_log: CallLog | None) -> None:
+    def __init__(self, metrics: Metrics, call_log: CallLog | None = None, spans: Spans | None = None) -> None:
         self._counts = CallCounts(metrics)
         self._log = call_log
+        self._spans = spans
+
+    def begun(self, exchange: Exchange, headers: Mapping[bytes, bytes]) -> dict[str, str]:
+        """Take note of a call's beginning; return the tracing headers that go on to vLLM."""
+        if self._spans is not None:
+            try:
+                return self._spans.begin(exchange, headers)
+            except Exception as error:  # a call without a span is a call
+                log.exception("event=observation_failed call=%s reason=%r", exchange.opened.begun.call_id, str(error))
+        return identity.trace(headers)
 
     def ended(self, exchange: Exchange) -> None:
         """Take note of a call's end; telling it again changes nothing."""
-        record = exchange.opened.ended
-        if exchange.told or record is None:  # what could not be recorded is counted as lost
+        if exchange.told:
             return
         exchange.told = True
-        timing = Timing.of(record, time.perf_counter() - exchange.arrived, exchange.spent)
         try:
+            self._note(exchange)
+        except Exception as error:  # the client has its answer; only what is told about it is at stake
+            log.exception("event=observation_failed call=%s reason=%r", exchange.opened.begun.call_id, str(error))
+
+    def _note(self, exchange: Exchange) -> None:
+        record, timing = exchange.opened.ended, None
+        if record is not None:  # what could not be recorded is counted as lost
+            timing = Timing.of(record, time.perf_counter() - exchange.arrived, exchange.spent)
             self._counts.count(record, timing, exchange.failure)
             if self._log is not None:
                 self._log.note(record, timing, exchange.failure)
-        except Exception as error:  # the client has its answer; only what is told about it is at stake
-            log.exception("event=observation_failed call=%s reason=%r", record.begun.call_id, str(error))
+        if self._spans is not None:
+            self._spans.end(exchange, record, timing)
