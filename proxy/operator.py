@@ -1,6 +1,6 @@
 """The operator API under /api: what was recorded, judged and trained, and the finishing of trajectories.
 
-Lists are pages by key: `limit`, and `before` = the last id of the page before. Packed tokens come out as lists.
+Lists are pages by key: `limit`, and `before` = the `next` of the page before. Packed tokens come out as lists.
 Reads the store in threads; never on the path of a call.
 """
 
@@ -11,7 +11,7 @@ import time
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import Response
 
 from proxy.errors import openai_error
@@ -19,6 +19,7 @@ from proxy.linking.links import Links
 from proxy.recording.shipper import Shipper
 from store import Store
 from store.errors import ForbiddenChange, StoreError, StoreUnavailable, UnknownRecord
+from store.listing import Chosen
 from store.records import Call, Record, unpack_ids, unpack_logprobs
 
 _Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -41,7 +42,7 @@ def create_operator(store: Store, shipper: Shipper, links: Links) -> FastAPI:
         limit: _Limit = 100, before: str | None = None, trajectory: str | None = None, state: str | None = None
     ) -> Response:
         """Calls, newest first."""
-        return _page([_call(call) for call in store.calls.page(limit, before, trajectory, state)])
+        return _page([_call(call) for call in store.calls.page(limit, before, trajectory, state)], limit)
 
     @api.get("/calls/{call_id}")
     def call(call_id: str) -> Response:
@@ -49,9 +50,11 @@ def create_operator(store: Store, shipper: Shipper, links: Links) -> FastAPI:
         return _json(_call(store.calls.read(call_id)))
 
     @api.get("/trajectories")
-    def trajectories(limit: _Limit = 100, before: str | None = None, state: str | None = None) -> Response:
-        """Trajectories without content, newest first."""
-        return _page([_plain(found) for found in store.trajectories.page(limit, before, state)])
+    def trajectories(
+        chosen: Annotated[Chosen, Depends(_chosen)], limit: _Limit = 100, before: str | None = None
+    ) -> Response:
+        """Trajectories without content, newest first; those of a search in the order of their ids, the last first."""
+        return _page([_plain(found) for found in store.trajectories.page(limit, before, chosen=chosen)], limit)
 
     @api.get("/trajectories/{trajectory_id}")
     def trajectory(trajectory_id: str) -> Response:
@@ -74,7 +77,7 @@ def create_operator(store: Store, shipper: Shipper, links: Links) -> FastAPI:
     @api.get("/groups")
     def groups(limit: _Limit = 100, before: str | None = None) -> Response:
         """Groups, newest first."""
-        return _page([_plain(group) for group in store.groups.page(limit, before)])
+        return _page([_plain(group) for group in store.groups.page(limit, before)], limit)
 
     @api.get("/groups/{group_id}")
     def group(group_id: str) -> Response:
@@ -116,8 +119,24 @@ def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-def _page(rows: list[dict[str, Any]]) -> Response:
-    return _json({"data": rows})
+def _page(rows: list[dict[str, Any]], limit: int | None = None) -> Response:
+    """Answer with a list; `next` is what `before` has to be for the page that follows, null where none does."""
+    return _json({"data": rows, "next": rows[-1]["id"] if limit and len(rows) == limit else None})
+
+
+def _chosen(
+    state: str | None = None,
+    alias: str | None = None,
+    version: int | None = None,
+    task: str | None = None,
+    key: str | None = None,
+    tag: str | None = None,
+    since: float | None = None,
+    until: float | None = None,
+    search: str | None = None,
+) -> Chosen:
+    """Read the filter: equal to what is given; opened from `since` on and before `until`; an id that begins so."""
+    return Chosen(state, alias, version, task, key, tag, since, until, search)
 
 
 def _plain(record: Record) -> dict[str, Any]:

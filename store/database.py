@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 import sqlalchemy as sa
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DataError, DBAPIError, OperationalError
 
-from store.errors import SchemaMismatch, StoreError, StoreUnavailable
+from store.errors import SchemaMismatch, StoreError, StoreUnavailable, UnknownRecord
 
 HEAD = "0006"  # the newest migration; a test holds it equal to the migrations folder
 _WAL_SECONDS = 15.0
@@ -128,12 +128,17 @@ def write(engine: sa.Engine) -> Iterator[sa.Connection]:
 
 @contextmanager
 def read(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """Open one read transaction, a single point in time. Raises StoreUnavailable when the database is down."""
+    """Open one read transaction, a single point in time. Raises StoreUnavailable when the database is down.
+
+    Raises UnknownRecord where something is asked for that no column can hold (a number too large, a NUL in a text).
+    """
     try:
         with engine.connect() as connection:
             if engine.dialect.name == "sqlite":
                 connection.exec_driver_sql("BEGIN")
             yield connection
+    except (DataError, OverflowError) as error:
+        raise UnknownRecord("no record can have such a value") from error
     except OperationalError as error:
         raise StoreUnavailable(f"the store did not answer: {error.orig}") from error
 

@@ -16,7 +16,9 @@ from store.calls import load_calls
 from store.database import read, write
 from store.endings import last_word
 from store.errors import ForbiddenChange, UnknownRecord
+from store.listing import Chosen, page_ids
 from store.records import Call, Trajectory, Transcript
+from store.remembered import Remembered
 from store.shipping import FINISH, IDLE
 from store.states import TRAJECTORY_STEPS, CallState, TrajectoryState, origins
 
@@ -28,6 +30,8 @@ class Trajectories:
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
+        self._counts = Remembered(self._count)
+        self._drop_counts = Remembered(self._count_drops)
 
     def seal_idle(self, alias: str, now: float, idle_seconds: float, lost_after: float = 3600.0) -> list[str]:
         """Seal an alias's open trajectories that have been still for `idle_seconds`; return their ids.
@@ -100,16 +104,18 @@ class Trajectories:
         with read(self._engine) as connection:
             return set(connection.scalars(query))
 
-    def page(self, limit: int = 100, before: str | None = None, state: str | None = None) -> list[Trajectory]:
-        """Return at most `limit` trajectories, newest first, opened before the trajectory `before`."""
+    def page(
+        self, limit: int = 100, before: str | None = None, state: str | None = None, chosen: Chosen | None = None
+    ) -> list[Trajectory]:
+        """Return at most `limit` trajectories that are meant, newest first, from the trajectory `before` on."""
         runs = schema.trajectories
-        where: sa.ColumnElement[bool] = sa.true()
-        if before:
-            mark = self.get(before)
-            where = sa.tuple_(runs.c.opened_at, runs.c.id) < sa.tuple_(sa.literal(mark.opened_at), sa.literal(mark.id))
-        if state:
-            where = sa.and_(where, runs.c.state == state)
-        return self._select(where, min(limit, _PAGE_MOST))
+        wanted = chosen or Chosen(state=state)
+        opened_at = self.get(before).opened_at if before else 0.0
+        ids = page_ids(wanted, min(limit, _PAGE_MOST), before, opened_at)
+        with read(self._engine) as connection:
+            names = list(connection.scalars(ids))
+        found = {run.id: run for run in self._select(runs.c.id.in_(names), len(names))} if names else {}
+        return [found[name] for name in names if name in found]
 
     def read(self, trajectory_id: str) -> Transcript:
         """Return a trajectory with its calls and the messages up to its last word. Raises UnknownRecord."""
@@ -144,14 +150,20 @@ class Trajectories:
             return list(connection.scalars(query))
 
     def counts(self) -> dict[str, int]:
-        """Return how many trajectories are in each state; states without any are 0."""
+        """Return how many trajectories are in each state; states without any are 0. Where they are many, a bit old."""
+        return dict(self._counts())
+
+    def drop_counts(self) -> dict[str, int]:
+        """Return how many trajectories were dropped for each reason. Where they are many, a bit old."""
+        return dict(self._drop_counts())
+
+    def _count(self) -> dict[str, int]:
         runs = schema.trajectories
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(runs.c.state, sa.func.count()).group_by(runs.c.state)).all()
         return {str(state): 0 for state in TrajectoryState} | {str(state): int(count) for state, count in rows}
 
-    def drop_counts(self) -> dict[str, int]:
-        """Return how many trajectories were dropped for each reason."""
+    def _count_drops(self) -> dict[str, int]:
         runs = schema.trajectories
         query = (
             sa.select(runs.c.drop_reason, sa.func.count())

@@ -27,6 +27,23 @@ def test_calls_and_trajectories_are_read_back_page_by_page(proxy: Proxy) -> None
     assert found["calls"][0]["id"] == call["id"]
 
 
+def test_trajectories_are_filtered_and_the_next_page_is_named(proxy: Proxy) -> None:
+    for number in range(4):
+        headers = {"x-ratchet-task": f"find/{number % 2}", "x-ratchet-tags": "nightly,big"}
+        proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": [USER]}, headers=headers)
+    proxy.settled()
+    chosen = {"task": "find/1", "alias": "agent", "state": "open", "tag": "nightly", "limit": 1}
+    first = proxy.http.get("/api/trajectories", params=chosen).json()
+    second = proxy.http.get("/api/trajectories", params=chosen | {"before": first["next"]}).json()
+    third = proxy.http.get("/api/trajectories", params=chosen | {"before": second["next"]}).json()
+    assert [len(page["data"]) for page in (first, second, third)] == [1, 1, 0]
+    assert {page["data"][0]["task"] for page in (first, second)} == {"find/1"}
+    assert third["next"] is None
+    name = first["data"][0]["id"]
+    assert [run["id"] for run in proxy.http.get("/api/trajectories", params={"search": name}).json()["data"]] == [name]
+    assert proxy.http.get("/api/trajectories", params={"before": "gone"}).status_code == 404
+
+
 def test_finishing_a_trajectory_seals_it_with_all_its_calls(proxy: Proxy) -> None:
     body = {"model": "agent", "messages": [USER]}
     for _ in range(3):

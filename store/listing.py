@@ -1,0 +1,89 @@
+"""Which trajectories are meant: one filter for lists, exports and deletions, and the pages of a list.
+
+A page follows its index: newest first, from a key on, never by counting rows. The filter by tag walks the tags, the
+search by the beginning of an id walks the ids (which sort by time where Ratchet made them). Statements only; no I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import sqlalchemy as sa
+
+from store import schema
+from store.shipping import short_task
+
+_LAST = "\U0010ffff"
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The trajectories that fit everything that is said here. Times are Unix seconds."""
+
+    state: str | None = None
+    alias: str | None = None
+    version: int | None = None
+    task: str | None = None
+    key: str | None = None  # the id of an API key
+    tag: str | None = None
+    since: float | None = None  # opened then or later
+    until: float | None = None  # opened before then
+    search: str | None = None  # the beginning of the id
+    id: str | None = None  # the whole id, with the trajectories that succeeded it
+
+    @property
+    def nothing_said(self) -> bool:
+        """Whether every trajectory fits."""
+        return all(getattr(self, field.name) is None for field in fields(self))
+
+    def where(self) -> sa.ColumnElement[bool]:
+        """Return the condition on the table of trajectories; a tag is a condition as well here."""
+        runs, tags = schema.trajectories, schema.tags
+        pairs: list[tuple[Any, Any]] = [
+            (runs.c.state, self.state),
+            (runs.c.alias, self.alias),
+            (runs.c.version, self.version),
+            (runs.c.task, short_task(self.task)),
+            (runs.c.key_id, self.key),
+        ]
+        said = [column == value for column, value in pairs if value is not None]
+        if self.since is not None:
+            said.append(runs.c.opened_at >= self.since)
+        if self.until is not None:
+            said.append(runs.c.opened_at < self.until)
+        if self.search:
+            said += [runs.c.id >= self.search, runs.c.id < self.search + _LAST]
+        if self.id is not None:
+            said.append(sa.or_(runs.c.id == self.id, successors_of(self.id)))
+        if self.tag is not None:
+            said.append(runs.c.id.in_(sa.select(tags.c.trajectory_id).where(tags.c.tag == self.tag[:128])))
+        return sa.and_(sa.true(), *said)
+
+
+def successors_of(name: str) -> sa.ColumnElement[bool]:
+    """Return whether a trajectory's id says that it took the later calls of the one named."""
+    runs = schema.trajectories
+    return sa.and_(runs.c.id > f"{name}~", runs.c.id < f"{name}~:")  # a number follows the ~; a colon follows the 9
+
+
+def page_ids(chosen: Chosen, limit: int, before: str | None, opened_at: float) -> sa.Select[str]:
+    """Return the ids of a page in order. `opened_at` is that of `before`, the last trajectory of the page before."""
+    runs, tags = schema.trajectories, schema.tags
+    if chosen.search:
+        query = sa.select(runs.c.id).where(chosen.where()).order_by(runs.c.id.desc())
+        return query.where(runs.c.id < before).limit(limit) if before else query.limit(limit)
+    if chosen.tag is not None:
+        untagged = Chosen(**{f.name: getattr(chosen, f.name) for f in fields(chosen) if f.name != "tag"})
+        query = sa.select(tags.c.trajectory_id).where(tags.c.tag == chosen.tag[:128])
+        if not untagged.nothing_said:
+            query = query.join(runs, runs.c.id == tags.c.trajectory_id).where(untagged.where())
+        time, name = tags.c.opened_at, tags.c.trajectory_id
+    else:
+        query, time, name = sa.select(runs.c.id).where(chosen.where()), runs.c.opened_at, runs.c.id
+    if before:
+        # Said twice: the first is what an index on the time alone can begin at.
+        query = query.where(
+            time <= opened_at, sa.tuple_(time, name) < sa.tuple_(sa.literal(opened_at), sa.literal(before))
+        )
+    return query.order_by(time.desc(), name.desc()).limit(limit)

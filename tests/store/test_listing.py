@@ -1,0 +1,80 @@
+"""The lists: every filter finds what it says, page by page, without gaps and without reading the whole table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from store import Store
+from store.database import connect
+from store.errors import UnknownRecord
+from store.listing import Chosen, page_ids
+from tests.records import answered_trajectory
+
+RUNS: dict[str, dict[str, Any]] = {
+    "t0": {"at": 1.0, "alias": "mail", "task": "find/1", "key_id": "k1", "tags": ("red", "big")},
+    "t1": {"at": 2.0, "alias": "mail", "task": "find/2", "key_id": "k2", "tags": ("red",)},
+    "t2": {"at": 2.0, "alias": "chat", "version": 3, "key_id": "k1", "tags": ("blue", "red")},
+    "u3": {"at": 4.0, "alias": "chat", "version": 4, "task": "find/1"},
+}
+FILTERS: list[tuple[dict[str, Any], list[str]]] = [
+    ({}, ["u3", "t2", "t1", "t0"]),
+    ({"state": "sealed"}, ["t1"]),
+    ({"alias": "mail"}, ["t1", "t0"]),
+    ({"alias": "chat", "version": 3}, ["t2"]),
+    ({"alias": "mail", "state": "open"}, ["t0"]),
+    ({"task": "find/1"}, ["u3", "t0"]),
+    ({"key": "k1"}, ["t2", "t0"]),
+    ({"tag": "red"}, ["t2", "t1", "t0"]),
+    ({"tag": "red", "alias": "mail", "state": "open"}, ["t0"]),
+    ({"since": 2.0}, ["u3", "t2", "t1"]),
+    ({"since": 2.0, "until": 4.0}, ["t2", "t1"]),
+    ({"search": "t"}, ["t2", "t1", "t0"]),
+    ({"search": "t", "tag": "blue"}, ["t2"]),
+    ({"search": "%"}, []),
+    ({"task": "nothing"}, []),
+]
+
+
+@pytest.fixture
+def filled(store: Store) -> Store:
+    for name, values in RUNS.items():
+        answered_trajectory(store, name, **values)
+    store.trajectories.seal("t1", now=9.0)
+    return store
+
+
+@pytest.mark.parametrize(("said", "expected"), FILTERS, ids=[str(said) for said, _ in FILTERS])
+@pytest.mark.parametrize("limit", [1, 2, 100])
+def test_every_filter_finds_what_it_says_without_gaps(
+    filled: Store, said: dict[str, Any], expected: list[str], limit: int
+) -> None:
+    seen: list[str] = []
+    while page := filled.trajectories.page(limit, seen[-1] if seen else None, chosen=Chosen(**said)):
+        seen += [run.id for run in page]
+    assert seen == expected
+
+
+@pytest.mark.parametrize("said", [said for said, _ in FILTERS if said], ids=str)
+def test_no_filter_reads_the_whole_table(filled: Store, store_url: str, said: dict[str, Any]) -> None:
+    engine = connect(store_url)
+    query = page_ids(Chosen(**said), 10, "t2", 2.0).compile(engine, compile_kwargs={"literal_binds": True})
+    with engine.connect() as connection:
+        if engine.dialect.name == "sqlite":
+            rows = connection.execute(sa.text(f"EXPLAIN QUERY PLAN {query}")).all()
+            plan = " ".join(str(row[-1]) for row in rows)
+            assert "SCAN" not in plan, plan
+        else:
+            connection.execute(sa.text("SET enable_seqscan = off"))
+            plan = " ".join(connection.scalars(sa.text(f"EXPLAIN {query}".replace(":", "\\:"))))
+            assert "Seq Scan" not in plan, plan
+    engine.dispose()
+
+
+def test_a_value_that_no_column_holds_is_no_failure(filled: Store) -> None:
+    with pytest.raises(UnknownRecord):
+        filled.trajectories.page(chosen=Chosen(version=2**70))
+    with pytest.raises(UnknownRecord):
+        filled.trajectories.page(before="gone")
