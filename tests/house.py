@@ -40,7 +40,7 @@ NOTES = {
     "pyproject.toml": "dependencies, extras, lint, types, import contracts",
     "examples/email_search/README.md": "how to run it, and what it shows",
     "benchmarks": "what it costs, measured",
-    "deploy": "the environments' set-up",
+    "deploy": "the environments' set-up, a Grafana dashboard",
     "docs": "architecture, clients, commands, configuration, metrics, security, tools, tracing",
     "tests": "claims, by room; tests/e2e runs the real vLLM",
     "store/migrations": "the schema, step by step (Alembic)",

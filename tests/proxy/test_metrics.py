@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import sqlite3
 from pathlib import Path
@@ -127,6 +128,19 @@ def test_every_metric_is_documented_and_only_those(proxy: Proxy) -> None:
     }
     assert names == set(re.findall(r"^\| `(ratchet_\w+)`", page, re.MULTILINE))
     assert _named_in(page) <= names
+
+
+def test_the_dashboard_shows_only_what_there_is(proxy: Proxy) -> None:
+    dashboard = json.loads((ROOT / "deploy" / "grafana.json").read_text())
+    told = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    assert len(told) > 20
+    known = {family.name + ("_total" if family.type == "counter" else "") for family in families(proxy)}
+    for expression in told:
+        assert _named_in(expression) <= known, expression
+        assert expression.count("(") == expression.count(")")
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
+    assert len(set(places)) == len(places), "no panel lies on another"
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(places)
 
 
 def _named_in(text: str) -> set[str]:
