@@ -107,7 +107,8 @@ def create_app(
 
     def captured(dialect: Dialect) -> Endpoint:
         dialect = dialect if redactor is None else Redacting(dialect, redactor)
-        return Endpoint(dialect, book, links, recorder, forwarder, contexts, metrics, observer, settings.body_limit)
+        return Endpoint(dialect, book, links, recorder, forwarder, contexts, metrics, observer, settings.body_limit,
+                        settings.keep_alive_seconds)  # fmt: skip
 
     models = Models(book)
     health = Health(book, probes, journal, shipper, settings.most_lag)
@@ -133,7 +134,9 @@ def create_app(
     app = Errors(Keys(Inflate(routes, settings.body_limit), ring), count=metrics.refused)
     memory = Memory(links, store, settings.idle_seconds)
     watching = [service for service in (call_log, spans) if service is not None]
-    return Lifespan(app, [*watching, ring, upstream, others, journal, shipper, memory, book, probes])
+    return Lifespan(
+        app, [*watching, ring, upstream, others, journal, shipper, memory, book, probes], on_stop=health.stop
+    )
 
 
 class Memory:

@@ -22,9 +22,10 @@ from proxy.access.limits import HOLD, Hold
 from proxy.asgi import KEY_ID, headers_of, read_body, send_bytes
 from proxy.dialects.dialect import LARGE, Asked, Dialect, Voice
 from proxy.disconnect import Watch
-from proxy.errors import UpstreamBroke, UpstreamError
+from proxy.errors import UpstreamBroke, UpstreamError, UpstreamRefused
 from proxy.exact.contexts import Contexts
 from proxy.exchange import Exchange
+from proxy.keep_alive import KeepAlive
 from proxy.linking import identity
 from proxy.linking.leaf import Attempt
 from proxy.linking.links import Links
@@ -34,6 +35,7 @@ from proxy.policy import PolicyBook
 from proxy.recording.recorder import End, Recorder
 from proxy.sse import DONE, Events
 from proxy.upstreams.answer import Answer
+from proxy.upstreams.context_limit import read_overflow
 from proxy.upstreams.forward import Forwarder
 from store.ids import new_id
 from store.records import CallBegun
@@ -59,6 +61,7 @@ class Endpoint:
         metrics: Metrics,
         observer: Observer,
         body_limit: int,
+        keep_alive: float,
     ) -> None:
         self._dialect = dialect
         self._book = book
@@ -69,6 +72,7 @@ class Endpoint:
         self._metrics = metrics
         self._observer = observer
         self._body_limit = body_limit
+        self._keep_alive = keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
@@ -150,23 +154,30 @@ class Endpoint:
         )
 
     async def _serve(self, exchange: Exchange, trace: dict[str, str], send: Send, watch: Watch) -> None:
-        answer = await self._forward(exchange, trace)
+        quiet = None
+        if exchange.request.streamed and self._keep_alive:
+            quiet = KeepAlive(send, self._keep_alive, exchange.head, exchange.begin)
         try:
-            if answer.status != 200:
-                await self._refuse(exchange, answer, send, watch)
-            elif exchange.request.streamed:
-                await self._stream(exchange, answer, send, watch)
-            else:
-                await self._whole(exchange, answer, send, watch)
+            answer = await self._forward(exchange, trace)
+            try:
+                if answer.status != 200:
+                    await self._refuse(exchange, answer, send, watch, quiet)
+                elif exchange.request.streamed:
+                    await self._stream(exchange, answer, send, watch, quiet)
+                else:
+                    await self._whole(exchange, answer, send, watch)
+            finally:
+                answer.close()
         finally:
-            answer.close()
+            if quiet is not None:
+                quiet.stop()
 
     async def _forward(self, exchange: Exchange, trace: dict[str, str]) -> Answer:
-        sent = time.perf_counter()
+        exchange.waiting_since = time.perf_counter()
         try:
             return await self._forwarder.forward(exchange, self._dialect.path, trace)
         finally:
-            exchange.upstream_seconds += time.perf_counter() - sent
+            exchange.waited()
 
     async def _whole(self, exchange: Exchange, answer: Answer, send: Send, watch: Watch) -> None:
         waited = time.perf_counter()
@@ -178,9 +189,14 @@ class Endpoint:
         await _wait(self._end(exchange, CallState.ANSWERED, 200))
         await self._last(exchange, 200, payload, exchange.headers(), send, watch)
 
-    async def _stream(self, exchange: Exchange, answer: Answer, send: Send, watch: Watch) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": exchange.headers(streamed=True)})
-        exchange.started = True
+    async def _stream(
+        self, exchange: Exchange, answer: Answer, send: Send, watch: Watch, quiet: KeepAlive | None
+    ) -> None:
+        if quiet is not None:
+            await quiet.settle()
+        if head := exchange.head():
+            exchange.begin()
+            await send(head)
         exchange.spent = exchange.overhead()
         events = Events()
         pieces = answer.pieces()
@@ -188,6 +204,8 @@ class Endpoint:
             out, done = _client_events(exchange.voice, events, piece)
             if out:
                 await send({"type": "http.response.body", "body": b"".join(out), "more_body": True})
+                if quiet is not None:
+                    quiet.spoke()
                 if exchange.first_byte_at is None:
                     exchange.first_byte_at = time.time()
             if done:
@@ -200,6 +218,8 @@ class Endpoint:
             exchange.failure = "stream_error"
         await _wait(self._end(exchange, CallState.FAILED if broken else CallState.ANSWERED, 200, broken))
         watch.stop()
+        if quiet is not None:
+            quiet.stop()
         await send({"type": "http.response.body", "body": last})
         self._observer.ended(exchange)
         with contextlib.suppress(TimeoutError, UpstreamError):
@@ -207,11 +227,21 @@ class Endpoint:
                 async for _ in pieces:
                     pass
 
-    async def _refuse(self, exchange: Exchange, answer: Answer, send: Send, watch: Watch) -> None:
-        """Pass on an upstream's error: its status, its body, and when to come back."""
+    async def _refuse(
+        self, exchange: Exchange, answer: Answer, send: Send, watch: Watch, quiet: KeepAlive | None
+    ) -> None:
+        """Pass on an upstream's error: its status, its body, and when to come back; or as an event."""
         body, message = self._dialect.shape.theirs(answer.status, await answer.read())
         self._metrics.upstream_errors.labels(f"status_{answer.status // 100}xx").inc()
         exchange.failure = f"status_{answer.status // 100}xx"
+        if quiet is not None:
+            quiet.stop()
+        if exchange.started:
+            await _wait(self._end(exchange, CallState.FAILED, 200, message))
+            watch.stop()
+            refused = read_overflow(answer.status, message) or UpstreamRefused(message, answer.status)
+            await send({"type": "http.response.body", "body": exchange.voice.failed(refused)})
+            return
         headers = exchange.headers()
         headers += [(n.encode(), answer.headers[n].encode()) for n in _KEPT_HEADERS if n in answer.headers]
         await _wait(self._end(exchange, CallState.FAILED, answer.status, message))

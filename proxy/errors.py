@@ -14,6 +14,7 @@
     |   |-- UpstreamUnreachable  502  no connection; the message names the upstream
     |   |-- UpstreamBroke        502  the answer broke off or cannot be read
     |   |-- UpstreamTimeout      504  no whole answer in time
+    |   |-- UpstreamRefused           its own status; told in a stream that has begun
     |   `-- ContextOverflow      400  the prompt is longer than the model's context; the message tells both lengths
     `-- StartError            the proxy cannot start; the message names the setting and the remedy
 
@@ -144,6 +145,15 @@ class UpstreamTimeout(UpstreamError):
 
     status = 504
     code = "upstream_timeout"
+
+
+class UpstreamRefused(UpstreamError):
+    """vLLM's own refusal, of which only a stream's event can tell: the client has the response's head."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = "rate_limit_exceeded" if status == 429 else f"status_{status}"
 
 
 class ContextOverflow(UpstreamError):

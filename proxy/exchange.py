@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.types import Message
+
 from proxy.asgi import JSON, Headers
 from proxy.capture import Capture
 from proxy.dialects.dialect import Voice
@@ -27,6 +29,7 @@ class Exchange:
     attempt: Attempt  # what a retry repeats
     arrived: float
     upstream_seconds: float = 0.0
+    waiting_since: float | None = None  # for the upstream
     url: str | None = None
     started: bool = False  # the client has the response's head
     over: bool = False  # its end is recorded
@@ -48,7 +51,25 @@ class Exchange:
 
     def overhead(self) -> float:
         """Return the seconds so far that were not spent waiting for the upstream."""
-        return max(0.0, time.perf_counter() - self.arrived - self.upstream_seconds)
+        now = time.perf_counter()
+        waiting = 0.0 if self.waiting_since is None else now - self.waiting_since
+        return max(0.0, now - self.arrived - self.upstream_seconds - waiting)
+
+    def waited(self) -> None:
+        """The upstream has answered, or failed."""
+        if self.waiting_since is not None:
+            self.upstream_seconds += time.perf_counter() - self.waiting_since
+            self.waiting_since = None
+
+    def begin(self) -> None:
+        """The client has the response's head."""
+        self.started = True
+
+    def head(self) -> Message | None:
+        """Return a stream's head, unless it has been sent."""
+        if self.started:
+            return None
+        return {"type": "http.response.start", "status": 200, "headers": self.headers(streamed=True)}
 
     def headers(self, *, streamed: bool = False) -> Headers:
         """Return the response headers that every captured call has."""

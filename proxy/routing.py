@@ -7,7 +7,7 @@ under `asgi.PATH`. Also here: the start and stop of services with the server (AS
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 from urllib.parse import unquote
 
@@ -93,9 +93,10 @@ class Service(Protocol):
 class Lifespan:
     """Starts services in order when the server starts, stops them in reverse order when it ends."""
 
-    def __init__(self, app: ASGIApp, services: Sequence[Service]) -> None:
+    def __init__(self, app: ASGIApp, services: Sequence[Service], on_stop: Callable[[], None]) -> None:
         self._app = app
         self._services = services
+        self.on_stop = on_stop  # to be called when the server is told to stop
         self.failure: ProxyError | None = None  # why the services did not start
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,7 +1,8 @@
 """Runs one proxy until it is told to stop: what `ratchet proxy` calls.
 
-SIGTERM and SIGINT stop the listening, let running calls end (`drain_timeout`), then write, ship and close; a second
-SIGINT does not wait. The port is taken before anything else, so that a busy one is an error with a remedy.
+SIGTERM and SIGINT make it unready, stop the listening (after `drain_delay`), let running calls end (`drain_timeout`),
+then write, ship and close; a second signal does not wait for the delay, and a third, SIGINT, for nothing. The port is
+taken before anything else, so that a busy one is an error with a remedy.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
         app,
         connections,
         lambda: _started(url, on_listening),
+        settings.drain_delay,
     )
     _open_files(2 * settings.most_connections + _OTHER_FILES)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every malformed request: a flood
@@ -81,12 +83,29 @@ class _Server(uvicorn.Server):
     """uvicorn's server that says when it serves, and why it cannot."""
 
     def __init__(
-        self, config: uvicorn.Config, app: Lifespan, connections: Connections, on_started: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        app: Lifespan,
+        connections: Connections,
+        on_started: Callable[[], None],
+        drain_delay: float,
     ) -> None:
         super().__init__(config)
         self._lifespan = app
         self._connections = connections
         self._on_started = on_started
+        self._drain_delay = drain_delay
+        self._told = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Be unready at once, and stop after `drain_delay`; a second signal does not wait for that."""
+        self._lifespan.on_stop()
+        if self._told or not self._drain_delay or not self.started:
+            super().handle_exit(sig, frame)
+            return
+        self._told = True
+        log.info("event=stopping delay=%g", self._drain_delay)
+        self._loop.call_soon_threadsafe(self._loop.call_later, self._drain_delay, super().handle_exit, sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:
@@ -94,6 +113,7 @@ class _Server(uvicorn.Server):
         except SystemExit:  # uvicorn's way to give up
             raise StartError(f"the proxy could not start: {self._lifespan.failure or 'see its log'}") from None
         if self.started:
+            self._loop = asyncio.get_running_loop()
             self._watch = asyncio.create_task(self._connections.watch())
             self._on_started()
 

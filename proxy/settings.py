@@ -62,6 +62,8 @@ class ProxySettings(BaseModel):
     log_calls: bool = True  # one line per call, without content
     log_format: Literal["text", "json"] = "text"
     otlp_endpoint: str | None = None  # base URL of the OpenTelemetry collector that gets a span per call
+    keep_alive_seconds: float = Field(default=15.0, ge=0)  # of silence in a stream before a comment; 0: none
+    drain_delay: float = Field(default=0.0, ge=0)  # at stop: not ready, but still serving
     drain_timeout: float = Field(default=30.0, gt=0)  # at stop: for running calls to end
 
     @field_validator("upstreams")

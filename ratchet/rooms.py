@@ -103,7 +103,12 @@ def _with_ports(settings: Settings) -> tuple[Settings, list[str]]:
     changes = {
         "vllm": vllm.model_copy(update={"port": vllm_port}),
         # vLLM waits with its own end for the proxy's, so this bounds how long stopping takes.
-        "proxy": {**settings.proxy, "port": proxy_port, "drain_timeout": min(proxy.drain_timeout, _DRAIN)},
+        "proxy": {
+            **settings.proxy,
+            "port": proxy_port,
+            "drain_timeout": min(proxy.drain_timeout, _DRAIN),
+            "drain_delay": 0.0,
+        },
     }
     return settings.model_copy(update=changes), notes
 

@@ -33,6 +33,7 @@ _ECHOED: Json = {
     "truncation": "disabled",
     "user": None,
 }
+_CODES = ("context_length_exceeded", "rate_limit_exceeded")  # by which clients act
 _PREFIX = {Kind.THOUGHT: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 
 
@@ -109,7 +110,8 @@ class ResponseTeller(Teller):
     def failed(self, error: ProxyError) -> list[Event]:
         """The response breaks off."""
         self._status = "failed"
-        self._error = {"code": "server_error", "message": str(error)}
+        code = error.code if error.code in _CODES else "server_error"
+        self._error = {"code": code, "message": str(error)}
         return [self._event("response.failed", response=self.answer())]
 
     def answer(self) -> Json:

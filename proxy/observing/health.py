@@ -31,6 +31,11 @@ class Health:
         self._shipper = shipper
         self._most_lag = most_lag
         self._started_at = time.time()
+        self._stopping = False
+
+    def stop(self) -> None:
+        """The proxy was told to stop: from here on it is not ready."""
+        self._stopping = True
 
     async def live(self, scope: Scope, receive: Receive, send: Send) -> None:
         """200 as long as the process answers."""
@@ -39,7 +44,7 @@ class Health:
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
         """200 when a call would be served: by at least one replica; else 503 with what is missing."""
         upstreams = await self._probes.look()
-        missing = self._book.readiness()
+        missing = [*(["the proxy is stopping"] if self._stopping else ()), *self._book.readiness()]
         if not any(told["answers"] for told in upstreams):
             missing += [told["reason"] for told in upstreams]
         status = "not ready" if missing else "ready"

@@ -5,7 +5,7 @@ begins with its tokens. Directives in the last message say how to answer: `#say=
 `#think=WORDS` before it, `#tool=NAME` or `#tool=ONE+OTHER` (`#args=JSON` without blanks, `#drift` samples the arguments
 in another spacing than the template renders, `#broken` ones that are no JSON), `#delay=SECONDS` per token,
 `#status=CODE`, `#cut=N` breaks off after N tokens, `#fault=N` puts an error event there, `#length` and `#stopped=WORD`
-end for another reason, `#noids`, `#nologprobs`, `#short` (one logprob too few), `#html` (an error that is a page).
+end for another reason, `#noids`, `#nologprobs`, `#short` (one logprob too few), `#html` (a page), `#wait=SECONDS`.
 
 Run alone: `python -m tests.proxy.scripted_vllm PORT`.
 """
@@ -135,8 +135,8 @@ class ScriptedVllm:
     async def _chat(self, body: Json, receive: Receive, send: Send) -> None:
         self.calls.append(body)
         script = dict(_DIRECTIVE.findall(_last_text(body["messages"])))
-        if self.obliging:
-            script |= obliging.script(body)
+        script |= obliging.script(body) if self.obliging else {}
+        await asyncio.sleep(float(script.get("wait", 0)))
         if body["model"] not in (self.base, *self.adapters):
             await _error(send, 404, f"The model `{body['model']}` does not exist.", "NotFoundError")
         elif self.failures_left > 0:

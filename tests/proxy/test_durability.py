@@ -99,6 +99,25 @@ def test_a_stop_lets_running_calls_end_and_ships_them(vllm_url: str, tmp_path: P
     assert store.doors.open("agent", time.time() - 60) == []
 
 
+def test_a_drain_is_unready_then_refuses_while_running_streams_end(vllm_url: str, tmp_path: Path, store: Store) -> None:
+    process = ProxyProcess(tmp_path, upstreams=[vllm_url], drain_delay=1.0)
+    eventually(lambda: ready(process.url))
+    body = BODY | {"messages": [{"role": "user", "content": "#tokens=60 #delay=0.05"}], "stream": True}
+    with ThreadPoolExecutor(2) as pool:
+        call = pool.submit(httpx.post, process.url + "/v1/chat/completions", json=body, timeout=20)
+        eventually(lambda: len(store.calls.page(9)) == 1)
+        stopped = pool.submit(process.stop)
+        told = eventually(lambda: [a for a in [httpx.get(process.url + "/health/ready")] if a.status_code == 503])[0]
+        assert "the proxy is stopping" in told.json()["missing"]
+        assert httpx.post(process.url + "/v1/chat/completions", json=BODY).status_code == 200, "still taken"
+        with pytest.raises(httpx.ConnectError):
+            eventually(lambda: httpx.get(process.url + "/health/live") is None)
+        assert not call.done()
+        assert call.result().text.endswith("data: [DONE]\n\n")
+        assert stopped.result() == 0
+    assert [call.state for call in store.calls.page(9)] == [CallState.ANSWERED] * 2
+
+
 def test_a_call_that_a_stop_cut_off_is_told_apart_from_one_whose_client_left(
     vllm_url: str, tmp_path: Path, store: Store
 ) -> None:
