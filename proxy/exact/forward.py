@@ -12,9 +12,11 @@ before the first words, the plain way is gone from the start.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from proxy import request
 from proxy.dialects.chat import PATH
@@ -44,10 +46,10 @@ from proxy.upstreams.connection import HttpAnswer
 from proxy.upstreams.forward import Forwarder
 from proxy.upstreams.pool import Pool, Replica
 from proxy.upstreams.upstream import Upstream
-from store import messages as canon
 
 log = logging.getLogger("ratchet.proxy")
 
+_LONG = 16_000  # ids; longer prompts are spliced off the event loop
 _ASK_AGAIN = 300.0  # seconds until a replica without the endpoints is asked again
 # What generate or derender would answer otherwise than plain chat does, with the value that asks for nothing odd.
 _UNSUITED = {
@@ -127,9 +129,9 @@ class ExactForwarder:
         held = await self._contexts.of(leaf)
         if held is None:
             raise Fork("context_unknown")
-        served = self._book.served(begun.alias, begun.version)
-        body = wanted.outgoing_fields(served)
-        rendered, spliced = await self._spliced(url, begun.alias, body, wanted, leaf, held)
+        place = _place(exchange.opened.keys, leaf)
+        body = wanted.outgoing_fields(self._book.served(begun.alias, begun.version))
+        rendered, spliced = await self._spliced(url, begun.alias, body, wanted, place, held)
         if spliced is None:
             return None
         in_text = wanted.asks_logprobs
@@ -139,17 +141,17 @@ class ExactForwarder:
         return await self._in_words(ids, wanted, made)
 
     async def _spliced(
-        self, url: str, alias: str, body: Fields, wanted: ChatRequest, leaf: Leaf, held: Context
+        self, url: str, alias: str, body: Fields, wanted: ChatRequest, place: int, held: Context
     ) -> tuple[Rendered, Spliced | None]:
         """Return the render, and the prompt in place of its own. Raises Fork, UpstreamError."""
         template = await self._templates.of(url, alias, body)
         if any(templates.spells(said, template.spelled) for said in wanted.messages if said.get("role") == "assistant"):
             raise Fork("turn_end_spelled")
         rendered = await self._scale_out.render(url, body)
-        spliced = splice(held, rendered.ids, template.turn_end)
+        cut = partial(splice, held, rendered.ids, template.turn_end)
+        spliced = await asyncio.to_thread(cut) if len(rendered.ids) > _LONG else cut()
         if spliced is not None:
             template.check_room(len(rendered.ids), len(spliced.ids), _limit(wanted))
-            place = _place(wanted, leaf)
             await self._templates.prove(template, url, body, wanted.messages, place, rendered, spliced.tail)
         return rendered, spliced
 
@@ -195,9 +197,8 @@ def _check_suited(wanted: ChatRequest) -> None:
         raise Fork("unsuited_field")
 
 
-def _place(wanted: ChatRequest, leaf: Leaf) -> int:
+def _place(keys: Sequence[str], leaf: Leaf) -> int:
     """Return the place of the answer that is continued. Raises Fork."""
-    keys = canon.link_keys(wanted.messages)
     if leaf.link_key not in keys:
         raise Fork("answer_not_found")
     return len(keys) - 1 - keys[::-1].index(leaf.link_key)
