@@ -32,7 +32,7 @@ def test_trajectories_are_filtered_and_the_next_page_is_named(proxy: Proxy) -> N
         headers = {"x-ratchet-task": f"find/{number % 2}", "x-ratchet-tags": "nightly,big"}
         proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": [USER]}, headers=headers)
     proxy.settled()
-    chosen = {"task": "find/1", "alias": "agent", "state": "open", "tag": "nightly", "limit": 1}
+    chosen: dict[str, str | int] = {"task": "find/1", "alias": "agent", "state": "open", "tag": "nightly", "limit": 1}
     first = proxy.http.get("/api/trajectories", params=chosen).json()
     second = proxy.http.get("/api/trajectories", params=chosen | {"before": first["next"]}).json()
     third = proxy.http.get("/api/trajectories", params=chosen | {"before": second["next"]}).json()
