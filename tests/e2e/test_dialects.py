@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -121,6 +123,16 @@ def test_text_completions_and_token_counts_are_answered_too(url: str) -> None:
     assert httpx.get(f"{url}/health/ready").status_code == 200
 
 
+def post_without_reading(url: str, body: dict[str, Any]) -> socket.socket:
+    """A chat call that has been sent; closing the socket is leaving."""
+    host, port = url.removeprefix("http://").split(":")
+    content = json.dumps(body)
+    head = ("POST /v1/chat/completions HTTP/1.1", f"host: {host}", f"content-length: {len(content)}")
+    sent = socket.create_connection((host, int(port)))
+    sent.sendall("\r\n".join((*head, "content-type: application/json", "", content)).encode())
+    return sent
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_a_client_that_leaves_stops_the_engine_and_what_was_generated_is_recorded(
@@ -132,19 +144,23 @@ def test_a_client_that_leaves_stops_the_engine_and_what_was_generated_is_recorde
         lines = httpx.get(f"{vllm_url}/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
 
+    def forwarded() -> bool:
+        return f'ratchet_upstream_in_flight{{{{upstream="{vllm_url}"}}}} 1.0' in httpx.get(f"{url}/metrics").text
+
     body = {"model": "mail", "messages": [{"role": "user", "content": f"Where? {streamed}"}], "stream": streamed}
     body |= {"max_tokens": 900, "ignore_eos": True}
-    with httpx.Client(timeout=httpx.Timeout(30, read=30 if streamed else 0.5)) as client:
-        if streamed:
-            with client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
-                events = (line for line in answer.iter_lines() if line.startswith("data:"))
-                assert len(list(islice(events, 10))) == 10  # the first one brings no token
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                client.post(f"{url}/v1/chat/completions", json=body)
-    left = time.monotonic()
+    if streamed:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=30) as answer:
+            events = (line for line in answer.iter_lines() if line.startswith("data:"))
+            assert len(list(islice(events, 10))) == 10  # the first one brings no token
+    else:
+        with post_without_reading(url, body):
+            left = time.monotonic()
+            while (
+                not forwarded()
+            ):  # without sleep: a busy engine may keep a sleeping client from waking until it is done
+                assert time.monotonic() - left < 5
     wait_for("the engine is idle", lambda: running() == 0, seconds=5)
-    assert time.monotonic() - left < 2.0  # generating all of it takes longer; its metrics are a moment old
     store = open_store(str(project.state / "store.db"))
 
     def aborted() -> list[Any]:
