@@ -27,6 +27,7 @@ from ratchet.settings import Settings
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 
 # The ranks that vLLM's LoRA kernels know.
+_CPUS_TO_SHARE = 4
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 # What a chat template writes around a tool call names the parser; the model's family decides where it says nothing.
@@ -214,4 +215,16 @@ def _environment(settings: Settings, model: str, gpu: bool) -> dict[str, str]:
         environment["HF_HUB_OFFLINE"] = os.environ["HF_HUB_OFFLINE"]
     if not gpu:
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(settings.vllm.cpu_kvcache_gb)
+        environment |= unbound_threads(os.cpu_count() or 1)
     return environment | settings.vllm.env
+
+
+def unbound_threads(cpus: int) -> dict[str, str]:
+    """Return what keeps vLLM from binding its worker to a core that the proxy, the trainer and clients need too.
+
+    Bound to one of two cores, a busy worker was seen to keep processes on that core from waking for two seconds.
+    """
+    if cpus > _CPUS_TO_SHARE or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+        return {}
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cpus // 2)))
+    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads}

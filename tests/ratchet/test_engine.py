@@ -96,3 +96,12 @@ def test_what_looks_like_a_path_must_be_there(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ModelMissing, match="there is no such folder, looked for at /"):
         engine.check_model(name)
     assert engine.check_model("other/mine") == "other/mine"
+
+
+def test_on_few_cores_the_engine_binds_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert engine.unbound_threads(2) == {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    assert engine.unbound_threads(64) == {}
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+    assert engine.unbound_threads(2) == {}
