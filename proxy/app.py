@@ -60,7 +60,9 @@ def create_app(
     `url` is where this proxy is reached; the trainer reads it in the store's doors. `carrier` brings the journal's
     records into the store; without one a thread of this process does.
     """
-    from proxy.operator import create_operator  # FastAPI takes a while to import; the proxy's parts do not
+    # FastAPI and pydantic's models take a while to import; the proxy's parts do not.
+    from proxy.feedback import FeedbackDesk
+    from proxy.operator import create_operator
 
     metrics, bell = Metrics(), Bell()
     links = Links(settings.idle_seconds, settings.most_trajectories)
@@ -113,6 +115,7 @@ def create_app(
     models = Models(book)
     health = Health(book, probes, journal, shipper, settings.most_lag)
     metrics.lag_seconds.set_function(health.lag)
+    desk = FeedbackDesk(store, settings.model, journal, shipper, redactor, metrics)
     routes = Routes(
         {
             ("POST", "/chat/completions"): captured(Chat()),
@@ -127,7 +130,7 @@ def create_app(
             ("GET", "/health/backlog"): health.backlog,
         },
         models=models,
-        mounts={"/api": create_operator(store, shipper, links)},
+        mounts={"/api": create_operator(store, shipper, links, desk)},
         rest=PassThrough(book, upstream, pool, others, metrics, settings.body_limit),
     )
     ring = KeyRing(settings, store)

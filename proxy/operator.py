@@ -1,4 +1,4 @@
-"""The operator API under /api: what was recorded, judged and trained, and the finishing of trajectories.
+"""The operator API under /api: what was recorded, judged and trained; feedback, and the finishing of trajectories.
 
 Lists are pages by key: `limit`, and `before` = the `next` of the page before. Packed tokens come out as lists.
 Reads the store in threads; never on the path of a call.
@@ -14,7 +14,9 @@ import msgspec
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import Response
 
-from proxy.errors import openai_error
+from proxy.asgi import CALLER, read_body
+from proxy.errors import ProxyError, openai_error, to_openai_error
+from proxy.feedback import BODY_LIMIT, FeedbackBody, FeedbackDesk, read_feedback
 from proxy.linking.links import Links
 from proxy.recording.shipper import Shipper
 from store import Store
@@ -24,11 +26,12 @@ from store.records import Call, Record, unpack_ids, unpack_logprobs
 
 _Limit = Annotated[int, Query(ge=1, le=1000)]
 _SETTLE_SECONDS = 5.0
+_FEEDBACK_BODY = {"content": {"application/json": {"schema": FeedbackBody.model_json_schema()}}, "required": True}
 
 _STATUS: dict[type[StoreError], int] = {UnknownRecord: 404, ForbiddenChange: 409, StoreUnavailable: 503}
 
 
-def create_operator(store: Store, shipper: Shipper, links: Links) -> FastAPI:
+def create_operator(store: Store, shipper: Shipper, links: Links, desk: FeedbackDesk) -> FastAPI:
     """Return the operator application."""
     api = FastAPI(title="Ratchet operator API", version="1")
 
@@ -36,6 +39,11 @@ def create_operator(store: Store, shipper: Shipper, links: Links) -> FastAPI:
     async def refuse(_: Request, error: StoreError) -> Response:
         status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
         return Response(openai_error(str(error), type(error).__name__), status, media_type="application/json")
+
+    @api.exception_handler(ProxyError)
+    async def tell(_: Request, error: ProxyError) -> Response:
+        headers = {"retry-after": str(error.retry_after)} if error.retry_after is not None else None
+        return Response(to_openai_error(error), error.status, headers, media_type="application/json")
 
     @api.get("/calls")
     def calls(
@@ -63,6 +71,8 @@ def create_operator(store: Store, shipper: Shipper, links: Links) -> FastAPI:
         return _json(
             _plain(found.trajectory)
             | {"calls": [_call(call) for call in found.calls], "messages": found.messages, "tools": found.tools}
+            | {"feedback": [_plain(said) for said in found.feedback]}
+            | {"trained": store.lineage.of([trajectory_id]).get(trajectory_id, ())}
         )
 
     @api.post("/trajectories/{trajectory_id}/finish")
@@ -73,6 +83,24 @@ def create_operator(store: Store, shipper: Shipper, links: Links) -> FastAPI:
         sealed = await asyncio.to_thread(store.trajectories.seal, trajectory_id, time.time())
         links.forget(trajectory_id)
         return _json(_plain(sealed))
+
+    @api.post("/feedback", status_code=201, openapi_extra={"requestBody": _FEEDBACK_BODY})
+    async def say(request: Request) -> Response:
+        """Say how good a trajectory or an answer was: 201 once it is durable, 202 where its call is waited for."""
+        body = read_feedback(await read_body(request.receive, BODY_LIMIT))
+        key = request.headers.get("idempotency-key")
+        said = body.record(request.scope[CALLER], key[:200] if key else None, time.time())
+        place = await desk.take(said)
+        trajectory, call = place or (None, None)
+        told = {"id": said.id, "trajectory_id": trajectory, "call_id": call, "state": "placed" if place else "waiting"}
+        return _json(told, 201 if place else 202)
+
+    @api.get("/feedback")
+    def feedback(limit: _Limit = 100, before: str | None = None, trajectory: str | None = None) -> Response:
+        """What was said, newest first, each with the policies that its trajectory had part in."""
+        found = store.feedback.page(limit, before, trajectory)
+        trained = store.lineage.of(list({said.trajectory_id for said in found if said.trajectory_id}))
+        return _page([_plain(said) | {"trained": trained.get(said.trajectory_id or "", ())} for said in found], limit)
 
     @api.get("/groups")
     def groups(limit: _Limit = 100, before: str | None = None) -> Response:
@@ -115,8 +143,8 @@ def create_operator(store: Store, shipper: Shipper, links: Links) -> FastAPI:
     return api
 
 
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def _page(rows: list[dict[str, Any]], limit: int | None = None) -> Response:

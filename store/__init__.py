@@ -13,9 +13,11 @@ from store.calls import Calls
 from store.database import connect, ensure_schema
 from store.doors import Doors
 from store.errors import StoreError
+from store.feedback import Feedbacks
 from store.groups import Groups
 from store.keys import Keys
 from store.leases import Leases
+from store.lineage import Lineage
 from store.open_runs import OpenRuns
 from store.policies import Policies
 from store.rounds import Rounds
@@ -34,8 +36,10 @@ class Store:
         self.open_runs = OpenRuns(engine)
         self.trajectories = Trajectories(engine)
         self.groups = Groups(engine)
+        self.feedback = Feedbacks(engine)
         self.policies = Policies(engine)
         self.rounds = Rounds(engine)
+        self.lineage = Lineage(engine)
         self.leases = Leases(engine)
         self.doors = Doors(engine)
         self.alarms = Alarms(engine)

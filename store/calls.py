@@ -14,7 +14,8 @@ from store import schema
 from store.blocks import Blocks
 from store.database import read, write
 from store.errors import UnknownRecord
-from store.records import Call, Choice, Shipment
+from store.feedback import add, place_waiting
+from store.records import Call, Choice, Feedback, Shipment
 from store.shipping import IN_MOST, ship
 from store.states import CallState
 
@@ -28,12 +29,16 @@ class Calls:
         self._engine = engine
 
     def ship(self, records: Sequence[Shipment]) -> None:
-        """Write a batch of beginnings and ends; repeating any of them changes nothing.
+        """Write a batch of beginnings, ends and feedback; repeating any of them changes nothing.
 
         Raises StoreUnavailable, in which case nothing of the batch was written.
         """
+        calls = [record for record in records if not isinstance(record, Feedback)]
         with write(self._engine) as connection:
-            ship(connection, records)
+            if calls:
+                ship(connection, calls)
+                place_waiting(connection, calls)
+            add(connection, [record for record in records if isinstance(record, Feedback)])
 
     def interrupt(self, call_ids: Iterable[str]) -> None:
         """Mark calls whose proxy died before their end; calls that have an end stay as they are."""

@@ -6,13 +6,15 @@ are the only two ways in and out. Times are Unix seconds (float, UTC). A record 
 
 from __future__ import annotations
 
-import sys
-from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from store.packing import pack_ids as pack_ids  # told here as well: they are part of what the records are
+from store.packing import pack_logprobs as pack_logprobs
+from store.packing import unpack_ids as unpack_ids
+from store.packing import unpack_logprobs as unpack_logprobs
 from store.states import (
     CallState,
     GroupState,
@@ -29,40 +31,6 @@ OTHER = "other"  # the purpose of calls to a model that is not trained here
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A frozen record; `msgspec.structs.replace` makes changed copies."""
-
-
-# --- tokens ---------------------------------------------------------------------------------------------------
-
-
-def pack_ids(ids: Iterable[int]) -> bytes:
-    """Return token ids as little-endian int32 bytes."""
-    return _little_endian(array("i", ids)).tobytes()
-
-
-def unpack_ids(packed: bytes) -> tuple[int, ...]:
-    """Return the token ids of `pack_ids`."""
-    ids = array("i")
-    ids.frombytes(packed)
-    return tuple(_little_endian(ids))
-
-
-def pack_logprobs(logprobs: Iterable[float]) -> bytes:
-    """Return natural-log probabilities as little-endian float32 bytes."""
-    return _little_endian(array("f", logprobs)).tobytes()
-
-
-def unpack_logprobs(packed: bytes) -> tuple[float, ...]:
-    """Return the logprobs of `pack_logprobs`."""
-    logprobs = array("f")
-    logprobs.frombytes(packed)
-    return tuple(_little_endian(logprobs))
-
-
-def _little_endian(values: array[Any]) -> array[Any]:
-    if sys.byteorder == "big":
-        values = values[:]
-        values.byteswap()
-    return values
 
 
 # --- what the proxy ships -------------------------------------------------------------------------------------
@@ -142,9 +110,32 @@ class CallEnded(Record, frozen=True, tag="ended"):
     error: str | None = None
     upstream: str | None = None
     nodes: tuple[MessageNode, ...] = ()  # the answers
+    answer_id: str | None = None  # what the client knows the answer by, where that does not follow from the call's id
 
 
-Shipment = CallBegun | CallEnded
+class Feedback(Record, frozen=True, tag="feedback"):
+    """What somebody said of one answer or of a whole trajectory. What was said never changes.
+
+    `trajectory_id` and `call_id` are where it belongs; a `target` that is not stored yet is waited for.
+    """
+
+    id: str
+    kind: str  # what `target` names: trajectory, call, response
+    target: str
+    source: str  # who says it: an end user, else the key; the same source said again is a revision
+    given_at: float
+    key_id: str | None = None  # whose trajectories it may speak of
+    trusted: bool = False  # an operator's: of anyone's
+    value: float | None = None  # the more, the better; None where only words were given
+    comment: str = ""
+    demonstration: str | None = None  # the answer that would have been right
+    trajectory_id: str | None = None
+    call_id: str | None = None  # None where it is said of the whole trajectory
+    heard_at: float | None = None  # when a verdict first took it into account
+
+
+CallRecord = CallBegun | CallEnded
+Shipment = CallBegun | CallEnded | Feedback
 
 
 class OpenLeaf(Record, frozen=True):
@@ -225,6 +216,7 @@ class Call(Record, frozen=True):
     untrainable: str | None
     error: str | None
     choices: tuple[Choice, ...]
+    answer_id: str | None = None
 
 
 def cohort_of(task: str | None, root_node: str, tools_hash: str) -> str:
@@ -276,6 +268,7 @@ class Transcript(Record, frozen=True):
     calls: tuple[Call, ...]
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...]
+    feedback: tuple[Feedback, ...] = ()  # oldest first
 
 
 class Verdict(Record, frozen=True):

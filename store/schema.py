@@ -146,6 +146,7 @@ calls = sa.Table(
     sa.Column("upstream", sa.Text),
     sa.Column("untrainable", sa.Text),
     sa.Column("error", sa.Text),
+    sa.Column("answer_id", sa.String(128)),
     _state("state", CallState),
     sa.CheckConstraint("context IN ('root', 'exact', 'fork')", name="context_known"),
     sa.Index(None, "trajectory_id", "started_at"),
@@ -155,6 +156,9 @@ calls = sa.Table(
 # The calls that were not answered are few and often asked for.
 sa.Index("ix_calls_unanswered", calls.c.state, calls.c.id,
          sqlite_where=calls.c.state != "answered", postgresql_where=calls.c.state != "answered")  # fmt: skip
+
+sa.Index("ix_calls_answer_id", calls.c.answer_id,
+         sqlite_where=calls.c.answer_id.is_not(None), postgresql_where=calls.c.answer_id.is_not(None))  # fmt: skip
 
 # 256 tokens of the prompts of a trajectory's forks, once.
 blocks = sa.Table(
@@ -236,6 +240,34 @@ verdicts = sa.Table(
     sa.Index(None, "trajectory_id", "id"),
     sa.Index(None, "group_id"),
 )
+
+# What was said is only ever added. Where it belongs and when a judge heard it are noted beside it, once.
+feedback = sa.Table(
+    "feedback",
+    metadata,
+    sa.Column("id", _CALL_ID, primary_key=True),
+    sa.Column("kind", sa.String(16), nullable=False),
+    sa.Column("target", sa.String(256), nullable=False),
+    sa.Column("source", sa.String(256), nullable=False),
+    sa.Column("given_at", _TIME, nullable=False),
+    sa.Column("key_id", sa.String(64)),
+    sa.Column("trusted", sa.Boolean, nullable=False),
+    sa.Column("value", sa.Double),
+    sa.Column("comment", sa.Text, nullable=False),
+    sa.Column("demonstration", sa.Text),
+    sa.Column("trajectory_id", _TRAJECTORY_ID, sa.ForeignKey("trajectories.id", ondelete="CASCADE")),
+    sa.Column("call_id", _CALL_ID),
+    sa.Column("heard_at", _TIME),
+    sa.Index(None, "trajectory_id", "given_at"),
+    sa.Index(None, "given_at", "id"),
+)
+# What waits for its call, and what waits for a judge, are few and often asked for.
+sa.Index("ix_feedback_waiting", feedback.c.target,
+         sqlite_where=feedback.c.trajectory_id.is_(None),
+         postgresql_where=feedback.c.trajectory_id.is_(None))  # fmt: skip
+sa.Index("ix_feedback_unheard", feedback.c.trajectory_id,
+         sqlite_where=sa.and_(feedback.c.heard_at.is_(None), feedback.c.value.is_not(None)),
+         postgresql_where=sa.and_(feedback.c.heard_at.is_(None), feedback.c.value.is_not(None)))  # fmt: skip
 
 exchanges = sa.Table(
     "exchanges",

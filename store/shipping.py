@@ -20,7 +20,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from store import blocks, schema
 from store.owners import may_share
-from store.records import CallBegun, CallEnded, MessageNode, Shipment
+from store.records import CallBegun, CallEnded, CallRecord, MessageNode
 from store.states import CallState, TrajectoryState
 
 IDLE = "idle"  # why a trajectory was sealed: it was still
@@ -34,16 +34,16 @@ _BEGUN_COLUMNS = (
 )  # fmt: skip
 _ENDED_COLUMNS = (
     "state", "ended_at", "first_byte_at", "status", "context", "prompt_ids", "prompt_tokens", "completion_tokens",
-    "untrainable", "error", "upstream",
+    "untrainable", "error", "upstream", "answer_id",
 )  # fmt: skip
 _NOT_ENDED: Mapping[str, Any] = {
     "state": CallState.BEGUN, "ended_at": None, "first_byte_at": None, "status": None, "context": "root",
     "prompt_ids": b"", "prompt_tokens": 0, "completion_tokens": 0, "untrainable": None, "error": None,
-    "upstream": None,
+    "upstream": None, "answer_id": None,
 }  # fmt: skip
 
 
-def ship(connection: sa.Connection, records: Sequence[Shipment]) -> None:
+def ship(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
     """Write a batch of beginnings and ends inside the caller's transaction."""
     share_messages(connection)
     _add_messages(connection, records)
@@ -75,11 +75,11 @@ def share_messages(connection: sa.Connection) -> None:
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock_shared({MESSAGES_LOCK})")
 
 
-def _begun_of(record: Shipment) -> CallBegun:
+def _begun_of(record: CallRecord) -> CallBegun:
     return record if isinstance(record, CallBegun) else record.begun
 
 
-def _add_messages(connection: sa.Connection, records: Sequence[Shipment]) -> None:
+def _add_messages(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
     nodes: dict[str, MessageNode] = {}
     toolsets: dict[str, bytes] = {}
     for record in records:

@@ -16,6 +16,7 @@ from store.calls import load_calls
 from store.database import read, write
 from store.endings import last_word
 from store.errors import ForbiddenChange, UnknownRecord
+from store.feedback import feedback_of
 from store.listing import Chosen, page_ids
 from store.records import Call, Trajectory, Transcript
 from store.remembered import Remembered
@@ -124,7 +125,8 @@ class Trajectories:
             calls = load_calls(connection, schema.calls.c.trajectory_id == trajectory_id)
             messages = load_path(connection, last_word(calls, lambda node: _system_prompt(connection, node)))
             tools = _load_tools(connection, trajectory.tools_hash)
-        return Transcript(trajectory=trajectory, calls=tuple(calls), messages=messages, tools=tools)
+            said = feedback_of(connection, trajectory_id)
+        return Transcript(trajectory=trajectory, calls=tuple(calls), messages=messages, tools=tools, feedback=said)
 
     def path(self, leaf: str) -> tuple[Mapping[str, Any], ...]:
         """Return the messages from the first one to the one named `leaf`; none where it is not stored."""

@@ -9,11 +9,16 @@ from proxy.access.limits import Meter
 
 @dataclass(slots=True, frozen=True)
 class Caller:
-    """`key_id` names the key in records; `trajectory` is the run that a suffix of the key names; `meter` its limits."""
+    """`key_id` names the key in records; `trajectory` is the run that a suffix of the key names; `meter` its limits.
+
+    `operator` says that everything may be read and spoken of.
+    """
 
     key_id: str | None
     trajectory: str | None = None
     meter: Meter | None = None
+    operator: bool = False
 
 
 NOBODY = Caller(None)
+OPERATOR = Caller(None, operator=True)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from proxy.access.caller import NOBODY, Caller
+from proxy.access.caller import NOBODY, OPERATOR, Caller
 from proxy.access.keyring import KeyRing
 from proxy.access.limits import metered
 from proxy.asgi import CALLER, KEY_ID, header
@@ -27,6 +27,7 @@ PREFIX = "rk-"  # by which a leaked key is recognised
 
 _OPEN_PATHS = ("/health/", "/metrics")  # a probe or a scraper has no key
 _OPERATOR_PATH = "/api"
+_SPEAKING = ("POST", "/api/feedback")  # an agent's key opens this as well: it says something and reads nothing
 
 
 def new_key() -> str:
@@ -49,8 +50,9 @@ class Keys:
             if not needed:
                 _refuse_web_pages(scope)
             key = _key_of(scope)
-            if path == _OPERATOR_PATH or path.startswith(_OPERATOR_PATH + "/"):
+            if self._is_operators(scope, path, key):
                 self._check_operator(key)
+                caller = OPERATOR
             else:
                 caller = self._agent(key) if needed else self._anyone(key)
         scope[CALLER] = caller
@@ -59,6 +61,12 @@ class Keys:
             await self._app(scope, receive, send)
         else:
             await metered(self._app, caller.meter, scope, receive, send)
+
+    def _is_operators(self, scope: Scope, path: str, key: str) -> bool:
+        """Return whether a request is to be let in as an operator's, or not at all."""
+        if (scope["method"], path) == _SPEAKING:
+            return self._ring.opens_operator(_hash(key)) or not self._ring.operator_needed
+        return path == _OPERATOR_PATH or path.startswith(_OPERATOR_PATH + "/")
 
     def _agent(self, key: str) -> Caller:
         """Return whose key it is, with the trajectory of its suffix. Raises WrongKey."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from proxy.dialects.dialect import LARGE, Asked, Dialect, Kept
 from proxy.linking.leaf import Leaf, Sequence32
 from proxy.shapes import Shape
 from store import messages as canon
-from store.records import REDACTED, CallBegun, CallEnded
+from store.records import REDACTED, CallBegun, CallEnded, Feedback
 
 _encode = msgspec.json.Encoder(order="sorted").encode
 _object = msgspec.json.Decoder(dict[str, Any]).decode
@@ -95,6 +96,21 @@ class Redactor:
             untrainable=REDACTED,
             error=error,
         )
+
+    def feedback(self, said: Feedback) -> Feedback:
+        """Return feedback with what may be written of it; a source that must not be written is known by its hash."""
+        clean = self._patterns.text
+        source = said.source if clean(said.source) == said.source else f"hash:{_digest(said.source)}"
+        return msgspec.structs.replace(
+            said,
+            source=source,
+            comment=clean(said.comment),
+            demonstration=clean(said.demonstration) if said.demonstration else said.demonstration,
+        )
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 class Redacting:

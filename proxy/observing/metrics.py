@@ -56,6 +56,7 @@ class Metrics:
         self.untrainable = Counter(
             "ratchet_untrainable_calls", "Calls whose tokens may not be trained", ["reason"], registry=registry
         )
+        self.feedback = Counter("ratchet_feedback", "Feedback that was taken", ["state"], registry=registry)
         self.links = Counter(
             "ratchet_links", "Calls by how their trajectory was found", ["linked_by"], registry=registry
         )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from store import Store
-from store.records import CallBegun, CallEnded, Shipment
+from store.records import CallBegun, CallEnded, CallRecord
 from store.states import CallState, ToolOutcome
 from store.tool_records import ToolAnswer, ToolCall
 
@@ -49,7 +49,7 @@ class ToolChecks:
         self._store = store
         self._toolsets: OrderedDict[str, Toolset] = OrderedDict()
 
-    def check(self, records: Sequence[Shipment]) -> list[ToolCount]:
+    def check(self, records: Sequence[CallRecord]) -> list[ToolCount]:
         """Check what the store has just taken; return what is new. Raises nothing."""
         try:
             found = [row for end in records if isinstance(end, CallEnded) for row in self._tool_calls(end)]
@@ -103,7 +103,7 @@ class ToolChecks:
         return known
 
 
-def _beginning(record: Shipment) -> CallBegun:
+def _beginning(record: CallRecord) -> CallBegun:
     return record.begun if isinstance(record, CallEnded) else record
 
 

@@ -19,7 +19,7 @@ from proxy.observing.tool_checks import ToolChecks, ToolCount
 from proxy.recording.segments import read_segment
 from store import Store
 from store.errors import SchemaMismatch, StoreUnavailable
-from store.records import CallBegun, CallEnded, Shipment
+from store.records import CallBegun, CallEnded, Feedback, Shipment
 
 DEAD_LETTERS = "dead-letters.jsonl"
 _BATCH_BYTES = 2**20
@@ -90,7 +90,7 @@ class Porter:
             begun=tuple(record.call_id for record in reading.records if isinstance(record, CallBegun)),
             ended=tuple(record.begun.call_id for record in reading.records if isinstance(record, CallEnded)),
             dead=tuple(dead),
-            tools=tuple(self._checks.check(reading.records)),
+            tools=tuple(self._checks.check([one for one in reading.records if not isinstance(one, Feedback)])),
         )
 
     def _ship(self, records: Sequence[Shipment], dead_letters: Path) -> list[DeadLetter]:
@@ -116,8 +116,7 @@ class Porter:
 
 
 def _put_aside(record: Shipment, error: Exception, dead_letters: Path) -> DeadLetter:
-    begun = record if isinstance(record, CallBegun) else record.begun
-    letter = DeadLetter(begun.call_id, f"{type(error).__name__}: {error}"[:2000])
+    letter = DeadLetter(_name(record), f"{type(error).__name__}: {error}"[:2000])
     line = {
         "at": time.time(),
         "call": letter.call_id,
@@ -132,4 +131,11 @@ def _put_aside(record: Shipment, error: Exception, dead_letters: Path) -> DeadLe
 def _without_ended_beginnings(records: Sequence[Shipment]) -> list[Shipment]:
     """Leave out beginnings whose end is here too: the end repeats them."""
     ended = {record.begun.call_id for record in records if isinstance(record, CallEnded)}
-    return [record for record in records if isinstance(record, CallEnded) or record.call_id not in ended]
+    return [record for record in records if not isinstance(record, CallBegun) or record.call_id not in ended]
+
+
+def _name(record: Shipment) -> str:
+    """Return the id of a call, or of feedback."""
+    if isinstance(record, Feedback):
+        return record.id
+    return record.begun.call_id if isinstance(record, CallEnded) else record.call_id

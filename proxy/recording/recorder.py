@@ -33,6 +33,7 @@ from store.states import CallState
 log = logging.getLogger("ratchet.proxy")
 
 _MOST_KNOWN = 50_000
+_ENGINE_NAMED = ("chat", "completions")  # dialects in which the client gets the engine's id; others word the call's
 
 
 @dataclass(slots=True)
@@ -169,6 +170,7 @@ def assemble(opened: Opened, capture: Capture, end: End) -> tuple[CallEnded, lis
         error=end.error,
         upstream=end.upstream,
         nodes=tuple(nodes),
+        answer_id=capture.answer_id if begun.dialect in _ENGINE_NAMED else None,
     )
     return record, leaves
 

@@ -1,0 +1,168 @@
+"""Feedback: what people said of answers, where it belongs, and whether a judge has heard it.
+
+Promises: what was said is only ever added, once per id; it is placed at its trajectory as soon as that is stored, in
+the transaction that stores the later of the two; what one key says of another key's trajectory is never placed.
+
+A response is known by the id that the client saw: `resp_...` and `msg_...` follow from the call's id, any other is the
+engine's own and was recorded with the call. Where an engine gave an id twice, the newest call of the speaker is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from store import schema
+from store.database import read, write
+from store.owners import may_share
+from store.records import CallEnded, CallRecord, Feedback
+from store.shipping import IN_MOST, insert_new
+from store.states import GroupState, TrajectoryState
+
+TRAJECTORY, CALL, RESPONSE = "trajectory", "call", "response"
+_WORDED = ("resp_", "msg_")  # the beginnings of ids that this proxy makes of a call's
+_CALL = "call_"
+_SAME_ID = 100  # calls with one engine's id that are looked at
+
+Place = tuple[str, str | None]  # trajectory, call
+
+
+class Feedbacks:
+    """The verbs over feedback."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def add(self, said: Sequence[Feedback]) -> None:
+        """Add what is not there yet."""
+        with write(self._engine) as connection:
+            add(connection, said)
+
+    def place_of(self, said: Feedback) -> Place | None:
+        """Return where it belongs; None where that is not stored, or is another key's."""
+        with read(self._engine) as connection:
+            return _place(connection, said)
+
+    def get(self, name: str) -> Feedback | None:
+        """Return one; None where it is not there."""
+        found = self._select(schema.feedback.c.id == name, 1)
+        return found[0] if found else None
+
+    def page(self, limit: int = 100, before: str | None = None, trajectory: str | None = None) -> list[Feedback]:
+        """Return at most `limit`, newest first, older than the one with the id `before`."""
+        table = schema.feedback
+        where = [table.c.trajectory_id == trajectory] if trajectory else []
+        last = self.get(before) if before else None
+        if last is not None:
+            at = sa.tuple_(sa.literal(last.given_at), sa.literal(last.id))
+            where.append(sa.tuple_(table.c.given_at, table.c.id) < at)
+        return self._select(sa.and_(sa.true(), *where), min(limit, 1000))
+
+    def heard(self, names: Sequence[str], now: float) -> None:
+        """Note that a verdict took these into account."""
+        table = schema.feedback
+        with write(self._engine) as connection:
+            for start in range(0, len(names), IN_MOST):
+                chosen = table.c.id.in_(names[start : start + IN_MOST])
+                connection.execute(sa.update(table).where(chosen, table.c.heard_at.is_(None)).values(heard_at=now))
+
+    def late(self, alias: str, limit: int = 100) -> list[str]:
+        """Return an alias's trajectories that were judged or put aside before somebody gave a value for them."""
+        table, runs, groups = schema.feedback, schema.trajectories, schema.groups
+        settled = sa.or_(
+            runs.c.state.in_([TrajectoryState.TRAINED, TrajectoryState.DROPPED]),
+            sa.and_(runs.c.state == TrajectoryState.GROUPED, groups.c.state != GroupState.READY),
+        )
+        query = (
+            sa.select(runs.c.id)
+            .distinct()
+            .join(table, table.c.trajectory_id == runs.c.id)
+            .outerjoin(groups, groups.c.id == runs.c.group_id)
+            .where(table.c.heard_at.is_(None), table.c.value.is_not(None), runs.c.alias == alias, settled)
+            .order_by(runs.c.id)
+            .limit(limit)
+        )
+        with read(self._engine) as connection:
+            return list(connection.scalars(query))
+
+    def _select(self, where: sa.ColumnElement[bool], limit: int) -> list[Feedback]:
+        table = schema.feedback
+        query = sa.select(table).where(where).order_by(table.c.given_at.desc(), table.c.id.desc()).limit(limit)
+        with read(self._engine) as connection:
+            return [_feedback(row) for row in connection.execute(query)]
+
+
+def add(connection: sa.Connection, said: Iterable[Feedback]) -> None:
+    """Add feedback inside the caller's transaction, at its place where that is known."""
+    rows = []
+    for one in said:
+        trajectory, call = _place(connection, one) or (None, None)
+        rows.append(msgspec.structs.asdict(one) | {"trajectory_id": trajectory, "call_id": call})
+    insert_new(connection, schema.feedback, rows)
+
+
+def place_waiting(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
+    """Put feedback that came before these calls where it belongs, inside the caller's transaction."""
+    table = schema.feedback
+    waits = table.c.trajectory_id.is_(None)
+    if connection.scalar(sa.select(table.c.id).where(waits).limit(1)) is None:
+        return
+    names = sorted({name for record in records for name in _names(record)})
+    for start in range(0, len(names), IN_MOST):
+        chosen = sa.select(table).where(waits, table.c.target.in_(names[start : start + IN_MOST]))
+        for row in connection.execute(chosen).all():
+            place = _place(connection, _feedback(row))
+            if place is not None:
+                values = {"trajectory_id": place[0], "call_id": place[1]}
+                connection.execute(sa.update(table).where(table.c.id == row.id).values(values))
+
+
+def feedback_of(connection: sa.Connection, trajectory_id: str) -> tuple[Feedback, ...]:
+    """Return what was said of a trajectory, oldest first."""
+    table = schema.feedback
+    chosen = sa.select(table).where(table.c.trajectory_id == trajectory_id).order_by(table.c.given_at, table.c.id)
+    return tuple(_feedback(row) for row in connection.execute(chosen))
+
+
+def _names(record: CallRecord) -> list[str]:
+    """Return what feedback may call a call."""
+    begun, answer_id = (record.begun, record.answer_id) if isinstance(record, CallEnded) else (record, None)
+    bare = begun.call_id.removeprefix(_CALL)
+    worded = [prefix + bare for prefix in _WORDED]
+    return [begun.trajectory_id, begun.call_id, *worded, *([answer_id] if answer_id else [])]
+
+
+def _place(connection: sa.Connection, said: Feedback) -> Place | None:
+    """Return the trajectory, and the call, that are meant and may be spoken of."""
+    runs, calls = schema.trajectories, schema.calls
+    if said.kind == TRAJECTORY:
+        found = connection.execute(sa.select(runs.c.id, runs.c.key_id).where(runs.c.id == said.target)).first()
+        return (found.id, None) if found and _may_speak(said, found.key_id) else None
+    query = sa.select(calls.c.id, calls.c.trajectory_id, runs.c.key_id).join(runs, runs.c.id == calls.c.trajectory_id)
+    name = _call_of(said)
+    if name is not None and (one := connection.execute(query.where(calls.c.id == name)).first()):
+        return (one.trajectory_id, one.id) if _may_speak(said, one.key_id) else None
+    if said.kind == CALL:
+        return None
+    newest = query.where(calls.c.answer_id == said.target).order_by(calls.c.id.desc()).limit(_SAME_ID)
+    rows = [row for row in connection.execute(newest) if _may_speak(said, row.key_id)]
+    return (rows[0].trajectory_id, rows[0].id) if rows else None
+
+
+def _call_of(said: Feedback) -> str | None:
+    """Return the id of the call that the target's own text names."""
+    if said.kind == CALL:
+        return said.target
+    prefix = next((prefix for prefix in _WORDED if said.target.startswith(prefix)), None)
+    return _CALL + said.target.removeprefix(prefix) if prefix else None
+
+
+def _may_speak(said: Feedback, key_id: str | None) -> bool:
+    return said.trusted or may_share(said.key_id, key_id)
+
+
+def _feedback(row: Any) -> Feedback:
+    return Feedback(**{name: getattr(row, name) for name in Feedback.__struct_fields__})

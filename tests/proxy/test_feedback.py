@@ -1,0 +1,204 @@
+"""What people say of answers: by any id that a client has, durable before the 201, and nobody's but their own."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from store import Store, open_store
+from store.states import KeyScope
+from tests.proxy.conftest import Proxy, Start
+from tests.proxy.servers import ProxyProcess, eventually
+from tests.proxy.test_keys import ask, bearer, made
+
+USER: Any = {"role": "user", "content": "hi"}
+BODY: Any = {"model": "agent", "messages": [USER]}
+
+
+def say(proxy: Proxy, status: int = 201, key: str | None = None, **body: Any) -> dict[str, Any]:
+    answer = proxy.http.post("/api/feedback", json=body, headers=bearer(key) if key else {})
+    assert answer.status_code == status, answer.text
+    told: dict[str, Any] = answer.json()
+    return told
+
+
+def heard(proxy: Proxy, **chosen: Any) -> list[dict[str, Any]]:
+    proxy.settled()
+    rows: list[dict[str, Any]] = proxy.http.get("/api/feedback", params=chosen).json()["data"]
+    return rows
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("dialect", ["chat", "completions", "responses", "messages"])
+def test_the_id_of_an_answer_names_it_in_every_dialect(proxy: Proxy, dialect: str, streamed: bool) -> None:
+    name = answer_id(proxy, dialect, streamed)
+    told = say(proxy, response_id=name, value="up")
+    (row,) = heard(proxy)
+    call = proxy.http.get(f"/api/calls/{told['call_id']}").json()
+    assert (call["dialect"], call["trajectory_id"]) == (dialect, told["trajectory_id"])
+    assert (row["value"], row["target"], row["call_id"]) == (1.0, name, call["id"])
+
+
+def answer_id(proxy: Proxy, dialect: str, streamed: bool) -> str:
+    client = proxy.agent()
+    said: Any
+    if dialect == "messages":
+        with anthropic.Anthropic(base_url=proxy.url, api_key="k") as other:
+            if streamed:
+                with other.messages.stream(model="agent", max_tokens=9, messages=[USER]) as stream:
+                    return stream.get_final_message().id
+            return other.messages.create(model="agent", max_tokens=9, messages=[USER]).id
+    if dialect == "chat":
+        said = client.chat.completions.create(**BODY, stream=streamed)
+    elif dialect == "completions":
+        said = client.completions.create(model="agent", prompt="hi", stream=streamed)
+    else:
+        said = client.responses.create(model="agent", input="hi", stream=streamed)
+        done = [event.response for event in said if event.type == "response.completed"] if streamed else [said]
+        return str(done.pop().id)
+    return [str(chunk.id) for chunk in said].pop() if streamed else str(said.id)
+
+
+def test_everything_that_can_be_said_is_kept(proxy: Proxy) -> None:
+    asked = proxy.http.post("/v1/chat/completions", json=BODY)
+    names = {"call_id": asked.headers["x-ratchet-call"], "trajectory_id": asked.headers["x-ratchet-trajectory"]}
+    for value, number in ((True, 1.0), (False, 0.0), ("down", 0.0), (4, 4.0), (-0.5, -0.5)):
+        told = say(proxy, call_id=names["call_id"], value=value, end_user="ann", comment="well\0")
+        assert told["state"] == "placed"
+        (row,) = [row for row in heard(proxy) if row["id"] == told["id"]]
+        assert (row["value"], row["source"], row["comment"]) == (number, "user:ann", "well\N{REPLACEMENT CHARACTER}")
+    told = say(proxy, trajectory_id=names["trajectory_id"], demonstration="Oslo.")
+    assert told["call_id"] is None
+    found = proxy.http.get(f"/api/trajectories/{names['trajectory_id']}")
+    proxy.settled()
+    found = proxy.http.get(f"/api/trajectories/{names['trajectory_id']}")
+    assert [row["demonstration"] for row in found.json()["feedback"]] == [None] * 5 + ["Oslo."]
+    assert found.json()["trained"] == []
+    assert 'ratchet_feedback_total{state="placed"} 6.0' in proxy.http.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ({"value": 1}, "trajectory_id"),
+        ({"call_id": "a", "trajectory_id": "b", "value": 1}, "one of"),
+        ({"call_id": "a"}, "say something"),
+        ({"call_id": "a", "value": "great"}, "value"),
+        ({"call_id": "a", "value": "1"}, "value"),
+        ({"call_id": "a", "value": 1e300}, "value"),
+        ({"call_id": "a", "value": 10**400}, "value"),
+        ({"call_id": "a", "value": [1]}, "value"),
+        ({"call_id": "a", "value": 1, "score": 2}, "score"),
+        ({"call_id": 3, "value": 1}, "call_id"),
+        ({"call_id": "a", "comment": "x" * 10_001}, "comment"),
+        ({"call_id": "a" * 99, "value": 1}, "call_id"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_the_fields_name(proxy: Proxy, body: Any, word: str) -> None:
+    assert word in say(proxy, 400, **body)["error"]["message"]
+    assert heard(proxy) == []
+
+
+def test_a_body_that_is_no_json_or_too_large_is_refused(proxy: Proxy) -> None:
+    assert proxy.http.post("/api/feedback", content=b'{"value": NaN, "call_id": "a"}').status_code == 400
+    assert proxy.http.post("/api/feedback", content=b"[1]").status_code == 400
+    assert proxy.http.post("/api/feedback", content=b" " * (2**20 + 1)).status_code == 413
+
+
+def test_an_unknown_id_is_a_404_that_says_which_ids_there_are(proxy: Proxy) -> None:
+    for name in ("call_id", "response_id", "trajectory_id"):
+        body: dict[str, Any] = {name: "nobody's", "value": 1}
+        told = say(proxy, 404, **body)["error"]
+        assert (told["param"], told["code"]) == (name, "unknown_target")
+        assert "x-ratchet-call" in told["message"]
+
+
+def test_the_same_idempotency_key_is_one_feedback(proxy: Proxy) -> None:
+    name = proxy.http.post("/v1/chat/completions", json=BODY).json()["id"]
+    first = say(proxy, response_id=name, value=1, idempotency_key="a")
+    again = say(proxy, response_id=name, value=0, idempotency_key="a")
+    header = proxy.http.post(
+        "/api/feedback", json={"response_id": name, "value": 0}, headers={"idempotency-key": "a"}
+    ).json()
+    assert first["id"] == again["id"] == header["id"]
+    assert [row["value"] for row in heard(proxy)] == [1.0]
+
+
+def test_an_agents_key_speaks_of_its_own_trajectories_alone_and_reads_nothing(start: Start, store: Store) -> None:
+    (ann, _), (bob, _), (boss, _) = made(store), made(store), made(store, KeyScope.OPERATOR)
+    proxy = start()
+    name = ask(proxy, ann).json()["id"]
+    say(proxy, 201, ann, response_id=name, value="up")
+    say(proxy, 404, bob, response_id=name, value="down")
+    say(proxy, 401, "rk-unknown", response_id=name, value="down")
+    say(proxy, 401, response_id=name, value="down")
+    say(proxy, 201, boss, response_id=name, value=0.5)
+    proxy.settled()
+    for key, status in ((ann, 403), (bob, 403), (boss, 200)):
+        assert proxy.http.get("/api/feedback", headers=bearer(key)).status_code == status
+    rows = proxy.http.get("/api/feedback", headers=bearer(boss)).json()["data"]
+    assert [(row["value"], row["trusted"]) for row in rows] == [(0.5, True), (1.0, False)]
+
+
+def test_feedback_on_a_call_that_is_not_in_the_store_yet_waits_and_finds_it(proxy: Proxy, tmp_path: Path) -> None:
+    blocker = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+    blocker.execute("BEGIN EXCLUSIVE")
+    name = proxy.agent().chat.completions.create(**BODY).id
+    told = say(proxy, 202, response_id=name, value="up")
+    assert (told["state"], told["trajectory_id"]) == ("waiting", None)
+    blocker.rollback()
+    blocker.close()
+    (row,) = heard(proxy)
+    assert row["id"] == told["id"]
+    assert row["trajectory_id"] is not None
+
+
+def test_feedback_survives_a_kill_while_the_store_is_away(vllm_url: str, tmp_path: Path) -> None:
+    folder = tmp_path / "db"
+    folder.mkdir()
+    process = ProxyProcess(tmp_path, upstreams=[vllm_url], store=str(folder / "store.db"))
+    eventually(lambda: httpx.get(process.url + "/health/ready", timeout=5).status_code == 200)
+    folder.rename(tmp_path / "away")
+    with httpx.Client(base_url=process.url, timeout=20) as client:
+        name = client.post("/v1/chat/completions", json=BODY).json()["id"]
+        answer = client.post("/api/feedback", json={"response_id": name, "value": "down"})
+        assert answer.status_code == 202, answer.text
+    process.kill()
+    (tmp_path / "away").rename(folder)
+    again = ProxyProcess(tmp_path, upstreams=[vllm_url], store=str(folder / "store.db"))
+    assert again.stop() == 0
+    store = open_store(str(folder / "store.db"))
+    (row,) = store.feedback.page()
+    assert (row.id, row.value) == (answer.json()["id"], 0.0)
+    assert row.trajectory_id is not None
+    store.close()
+
+
+def test_without_a_durable_journal_feedback_is_not_taken(vllm_url: str, tmp_path: Path) -> None:
+    process = ProxyProcess(tmp_path, upstreams=[vllm_url])
+    eventually(lambda: httpx.get(process.url + "/health/ready", timeout=5).status_code == 200)
+    with httpx.Client(base_url=process.url, timeout=20) as client:
+        name = client.post("/v1/chat/completions", json=BODY).headers["x-ratchet-call"]
+        eventually(lambda: client.get("/health/backlog").json()["unshipped_records"] == 0)
+        for segment in (tmp_path / "journal").glob("*.journal"):
+            segment.unlink()
+        (tmp_path / "journal").rename(tmp_path / "gone")
+        (tmp_path / "journal").write_text("in the way")
+        answer = client.post("/api/feedback", json={"call_id": name, "value": "up"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    process.stop()
+
+
+def test_what_must_not_be_written_is_not(start: Start) -> None:
+    proxy = start(redact=["email"])
+    name = proxy.http.post("/v1/chat/completions", json=BODY).json()["id"]
+    for user in ("ann@example.com", "bob@example.com"):
+        say(proxy, response_id=name, value=1, end_user=user, comment=f"ask {user}", demonstration=f"To {user}")
+    rows = heard(proxy)
+    assert "@example" not in str(rows)
+    assert len({row["source"] for row in rows}) == 2

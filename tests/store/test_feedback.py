@@ -1,0 +1,106 @@
+"""Feedback is kept once, finds its trajectory whichever comes first, and never reaches another key's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from store import Store
+from store.lineage import descendants
+from store.records import Feedback
+from tests.records import begun, ended, judged_group
+
+REPLY = {"role": "assistant", "content": "Oslo"}
+
+
+def said(name: str, kind: str = "call", target: str = "call_1", **changes: Any) -> Feedback:
+    values: dict[str, Any] = {"source": "user:ann", "given_at": 5.0, "value": 1.0, "key_id": "k1"} | changes
+    return Feedback(id=name, kind=kind, target=target, **values)
+
+
+def answered(name: str = "call_1", run: str = "t1", **changes: Any) -> Any:
+    return ended(begun(name, run, key_id="k1"), REPLY, **changes)
+
+
+TARGETS = [
+    ("call", "call_1"),
+    ("response", "chatcmpl-9"),
+    ("response", "resp_1"),
+    ("response", "msg_1"),
+    ("trajectory", "t1"),
+]
+
+
+@pytest.mark.parametrize(("kind", "target"), TARGETS)
+@pytest.mark.parametrize("order", ["call first", "feedback first", "together"])
+def test_feedback_finds_its_trajectory_whichever_comes_first(store: Store, kind: str, target: str, order: str) -> None:
+    call, word = answered(answer_id="chatcmpl-9"), said("fb_1", kind, target)
+    together = [word, call] if order == "together" else [call]
+    if order == "feedback first":
+        store.calls.ship([word])
+        assert store.trajectories.page() == []
+    store.calls.ship(together)
+    if order == "call first":
+        store.calls.ship([word])
+    store.calls.ship([word])  # again changes nothing
+    (kept,) = store.trajectories.read("t1").feedback
+    assert (kept.id, kept.trajectory_id, kept.value) == ("fb_1", "t1", 1.0)
+    assert kept.call_id == (None if kind == "trajectory" else "call_1")
+
+
+def test_a_beginning_places_what_was_said_of_its_call(store: Store) -> None:
+    store.calls.ship([said("fb_1")])
+    store.calls.ship([begun("call_1", "t1", key_id="k1")])
+    store.calls.ship([answered()])  # replaces the beginning's row
+    assert [one.id for one in store.trajectories.read("t1").feedback] == ["fb_1"]
+
+
+@pytest.mark.parametrize(("kind", "target"), TARGETS)
+def test_a_key_never_speaks_of_anothers_trajectory(store: Store, kind: str, target: str) -> None:
+    store.calls.ship([said("fb_early", kind, target, key_id="k2"), answered(answer_id="chatcmpl-9")])
+    store.calls.ship([said("fb_late", kind, target, key_id="k2")])
+    store.calls.ship([said("fb_open", kind, target, key_id="open:1"), said("fb_nobody", kind, target, key_id=None)])
+    assert store.trajectories.read("t1").feedback == ()
+    store.calls.ship([said("fb_operator", kind, target, key_id=None, trusted=True)])
+    assert [one.id for one in store.trajectories.read("t1").feedback] == ["fb_operator"]
+
+
+def test_an_id_that_an_engine_gave_twice_means_the_newest_call_of_the_speaker(store: Store) -> None:
+    for name, run, key in (("call_1", "t1", "k1"), ("call_2", "t2", "k1"), ("call_3", "t3", "k2")):
+        store.calls.ship([ended(begun(name, run, key_id=key), REPLY, answer_id="chatcmpl-9")])
+    store.calls.ship([said("fb_1", "response", "chatcmpl-9")])
+    assert [one.id for one in store.trajectories.read("t2").feedback] == ["fb_1"]
+
+
+def test_pages_go_from_the_newest_on(store: Store) -> None:
+    store.calls.ship([answered(), *(said(f"fb_{number}", given_at=float(number // 2)) for number in range(6))])
+    first = store.feedback.page(limit=4)
+    rest = store.feedback.page(limit=4, before=first[-1].id)
+    assert [one.id for one in (*first, *rest)] == [f"fb_{number}" for number in (5, 4, 3, 2, 1, 0)]
+    assert store.feedback.page(trajectory="nobody's") == []
+
+
+def test_late_feedback_is_told_until_it_is_heard(store: Store) -> None:
+    judged_group(store, ["a", "b"], [0.0, 1.0])
+    assert store.feedback.late("agent") == []
+    store.feedback.add([said("fb_1", "trajectory", "a", trusted=True), said("fb_2", "trajectory", "b", trusted=True)])
+    store.feedback.add([said("fb_3", "trajectory", "b", trusted=True, value=None, comment="words alone")])
+    assert store.feedback.late("agent") == ["a", "b"]
+    assert store.feedback.late("another") == []
+    store.feedback.heard(["fb_1"], 9.0)
+    assert store.feedback.late("agent") == ["b"]
+
+
+def test_what_a_trajectory_trained_is_the_version_and_all_that_descend_from_it(store: Store) -> None:
+    for number, origin in ((1, 0), (2, 1), (3, 2)):
+        group = judged_group(store, [f"a{number}", f"b{number}"], [0.0, 1.0], task=f"t{number}")
+        held = store.rounds.start("agent", origin)
+        store.rounds.commit(held.id, version=number, checkpoint=f"/c/{number}", groups=[group.id], metrics={})
+    judged_group(store, ["idle", "still"], [0.0, 1.0], task="later")
+    told = store.lineage.of(["a2", "b3", "idle"])
+    assert told == {"a2": ("agent@2", "agent@3"), "b3": ("agent@3",)}
+
+
+def test_descent_follows_the_rounds_and_not_the_numbers() -> None:
+    assert descendants([(0, 1), (0, 2), (1, 3), (3, 5)], 1) == [1, 3, 5]
