@@ -61,8 +61,17 @@ class Groups:
         groups = schema.groups
         return self._select(sa.and_(groups.c.state == GroupState.JUDGED, groups.c.alias == alias), limit)
 
-    def record(self, group_id: str, verdicts: Sequence[Verdict], exchanges: Sequence[Exchange] = ()) -> None:
-        """Add the verdicts of all members and move the group on. Raises ForbiddenChange where one is missing."""
+    def record(
+        self,
+        group_id: str,
+        verdicts: Sequence[Verdict],
+        exchanges: Sequence[Exchange] = (),
+        drop_reason: str | None = None,
+    ) -> None:
+        """Add the verdicts of all members and move the group on, to judged or, with a reason, to dropped.
+
+        Raises ForbiddenChange where a verdict is missing or the group was moved meanwhile; then nothing is written.
+        """
         group = self.get(group_id)
         check(GROUP_STEPS, group.state, GroupState.JUDGED, f"group {group_id}")
         scored = {verdict.trajectory_id for verdict in verdicts if verdict.score is not None}
@@ -70,7 +79,11 @@ class Groups:
             raise ForbiddenChange(f"group {group_id} has {len(group.members)} members, {len(scored)} of them scored")
         with write(self._engine) as connection:
             _add_verdicts(connection, verdicts, exchanges)
-            _move(connection, group, GroupState.JUDGED)
+            if drop_reason is None:
+                _move(connection, group, GroupState.JUDGED)
+            else:
+                _move(connection, group, GroupState.DROPPED, drop_reason=drop_reason)
+                drop_trajectories(connection, group.members, drop_reason)
 
     def fail(
         self, group_id: str, verdicts: Sequence[Verdict], retry_at: float, exchanges: Sequence[Exchange] = ()

@@ -72,10 +72,17 @@ class Policies:
         """Return every version, of one alias or of all, oldest first."""
         return self._select(schema.policies.c.alias == alias if alias else sa.true())
 
-    def promote(self, alias: str, version: int, evidence: Mapping[str, Any]) -> Policy:
-        """Make a version live and retire the one that was. Raises ForbiddenChange, UnknownRecord."""
+    def promote(
+        self, alias: str, version: int, evidence: Mapping[str, Any], *, only_from: PolicyState | None = None
+    ) -> Policy:
+        """Make a version live and retire the one that was; with `only_from`, only if that is its state.
+
+        Raises ForbiddenChange, UnknownRecord.
+        """
         policy = self.get(alias, version)
         check(POLICY_STEPS, policy.state, PolicyState.LIVE, f"policy {alias}@{version}")
+        if only_from is not None and policy.state is not only_from:
+            raise ForbiddenChange(f"policy {alias}@{version} is {policy.state} by now, not {only_from}")
         table = schema.policies
         with write(self._engine) as connection:
             connection.execute(
@@ -132,8 +139,9 @@ def _settle(
     share: float | None = None,
 ) -> None:
     table = schema.policies
-    connection.execute(
-        sa.update(table)
-        .where(table.c.alias == policy.alias, table.c.version == policy.version)
-        .values(state=state, evidence=dict(policy.evidence) | dict(evidence), share=share)
+    one = sa.and_(table.c.alias == policy.alias, table.c.version == policy.version, table.c.state == policy.state)
+    settled = connection.execute(
+        sa.update(table).where(one).values(state=state, evidence=dict(policy.evidence) | dict(evidence), share=share)
     )
+    if not settled.rowcount:
+        raise ForbiddenChange(f"policy {policy.alias}@{policy.version} was changed by another process")

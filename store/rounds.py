@@ -1,7 +1,8 @@
 """Training rounds: started, then committed or abandoned.
 
-Promise: one transaction consumes the trajectories, records the checkpoint and registers the candidate. Whatever
-dies, and whenever, no trajectory is trained into two committed rounds.
+Promises: one transaction consumes the trajectories, records the checkpoint and registers the candidate; every committed
+round goes on from the one before it. Whatever dies, and whenever, no trajectory is trained into two committed rounds,
+and what was trained is in every later version.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from store import schema
 from store.database import read, write
 from store.errors import ForbiddenChange, UnknownRecord
 from store.ids import new_id
-from store.records import Policy, Round
+from store.records import BASE_VERSION, Policy, Round
 from store.states import ROUND_STEPS, GroupState, PolicyState, RoundState, TrajectoryState, check
 
 
@@ -27,7 +28,11 @@ class Rounds:
         self._engine = engine
 
     def start(self, alias: str, from_version: int) -> Round:
-        """Begin a round. A round that a dead trainer left open is abandoned: its work was never committed."""
+        """Begin a round. A round that a dead trainer left open is abandoned: its work was never committed.
+
+        Raises ForbiddenChange when `from_version` is not the newest committed one: what another trainer committed
+        meanwhile would be lost. Since one round of an alias is open at a time, that holds until the commit.
+        """
         started = Round(
             id=new_id("rnd"),
             alias=alias,
@@ -51,6 +56,16 @@ class Rounds:
                     ended_at=time.time(),
                 )
             )
+            # After the update: it has waited for the commit of another trainer, which this look therefore sees.
+            newest = connection.scalar(
+                sa.select(sa.func.max(table.c.to_version)).where(
+                    table.c.alias == alias, table.c.state == RoundState.COMMITTED
+                )
+            )
+            if (newest or BASE_VERSION) != from_version:
+                raise ForbiddenChange(
+                    f"{alias}@{newest} is committed: a round goes on from it, not from {from_version}"
+                )
             connection.execute(
                 sa.insert(table).values(
                     id=started.id,

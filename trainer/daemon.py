@@ -20,8 +20,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from pathlib import Path
 from types import FrameType
 
 from store import Store, open_store
@@ -38,26 +39,40 @@ from trainer.judges.make import make_judge
 from trainer.learner import Learner
 from trainer.lease import Lease
 from trainer.publisher import DOOR_SILENCE, Publisher
-from trainer.school import STALE, School
+from trainer.school import STALE, Pupil, School
 from trainer.scorekeeper import Scorekeeper
 from trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 
+MakePupil = Callable[[TrainerSettings, Path | None], Pupil]
+
 _BATCH = 200  # trajectories or groups looked at in one turn
 _DRAIN_EVERY = 2.0  # seconds
 _STALE_ALARM = 4  # rounds' worth of groups
 _PAUSE_AFTER_OUTAGE = 2.0  # seconds
+_MOST_OVERTAKEN = 10  # turns in a row; more than that is no coincidence
 _JUDGE_PATIENCE = 0.5  # seconds that a turn waits for a judge; a slower one is heard in a later turn
+
+
+def make_learner(settings: TrainerSettings, resume_from: Path | None) -> Pupil:
+    """Return the learner of these settings, as a checkpoint left it, or new."""
+    return Learner(settings.base_model, settings.learner, workdir=settings.checkpoints.parent, resume_from=resume_from)
 
 
 class Daemon:
     """The trainer of one alias. `turn` does whatever is due once; `run` repeats it until `stop` is set."""
 
     def __init__(
-        self, settings: TrainerSettings, store: Store, stop: threading.Event, upstream_key: str | None = None
+        self,
+        settings: TrainerSettings,
+        store: Store,
+        stop: threading.Event,
+        upstream_key: str | None = None,
+        make_pupil: MakePupil = make_learner,
     ) -> None:
         self.settings = settings
+        self._make_pupil = make_pupil
         self._store = store
         self._stop = stop
         self._replicas = [Replica(url, key=upstream_key) for url in settings.vllm]
@@ -93,14 +108,10 @@ class Daemon:
         self._drained_at = 0.0
         log.info("event=trainer_ready alias=%s version=%d judge=%s", settings.model, self._version, judge.name)
 
-    def _make_learner(self) -> tuple[int, Learner]:
+    def _make_learner(self) -> tuple[int, Pupil]:
         """Return the newest committed version and a learner that stands exactly there."""
         version, resume_from = self._school.newest()
-        settings = self.settings
-        learner = Learner(
-            settings.base_model, settings.learner, workdir=settings.checkpoints.parent, resume_from=resume_from
-        )
-        return version, learner
+        return version, self._make_pupil(self.settings, resume_from)
 
     def close(self) -> None:
         """Close the connections to vLLM and to the judge."""
@@ -110,14 +121,22 @@ class Daemon:
 
     def run(self, lease: Lease) -> None:
         """Work until `stop` is set. Raises what waiting cannot mend."""
+        overtaken = 0  # turns in a row
         while not self._stop.is_set():
-            lease.check()
             try:
+                lease.check()
                 worked = self.turn(time.time())
+                overtaken = 0
             except (StoreUnavailable, EngineUnreachable) as outage:
                 log.warning("event=outage reason=%r", str(outage))
                 self._stop.wait(_PAUSE_AFTER_OUTAGE)
                 continue
+            except ForbiddenChange as changed:  # by a person, or by a leader that stood still; the next turn looks anew
+                overtaken += 1
+                log.warning("event=turn_overtaken reason=%r", str(changed))
+                if overtaken == _MOST_OVERTAKEN:
+                    raise
+                worked = False
             if not worked:
                 self._stop.wait(self.settings.poll_seconds)
 
@@ -235,7 +254,7 @@ class Daemon:
             self._publisher.drain(now)
 
 
-def run(settings: TrainerSettings) -> int:
+def run(settings: TrainerSettings, make_pupil: MakePupil = make_learner) -> int:
     """Run the trainer until SIGTERM or SIGINT; return the exit code. Another trainer of the alias is waited for."""
     stop = threading.Event()
 
@@ -248,8 +267,7 @@ def run(settings: TrainerSettings) -> int:
     try:
         store = open_store(settings.store)
         with Lease(store, f"trainer:{settings.model}", settings.lease_seconds) as lease:
-            if lease.wait(stop):
-                daemon = Daemon(settings, store, stop, os.environ.get("RATCHET_UPSTREAM_API_KEY"))
+            if lease.wait(stop) and (daemon := _made(settings, store, stop, make_pupil)):
                 daemon.run(lease)
                 daemon.close()
         store.close()
@@ -258,3 +276,14 @@ def run(settings: TrainerSettings) -> int:
         return 1
     log.info("event=trainer_stopped")
     return 0
+
+
+def _made(settings: TrainerSettings, store: Store, stop: threading.Event, make_pupil: MakePupil) -> Daemon | None:
+    """Return the daemon, once the store answers; None where `stop` came first."""
+    while not stop.is_set():
+        try:
+            return Daemon(settings, store, stop, os.environ.get("RATCHET_UPSTREAM_API_KEY"), make_pupil)
+        except StoreUnavailable as outage:
+            log.warning("event=outage reason=%r", str(outage))
+            stop.wait(_PAUSE_AFTER_OUTAGE)
+    return None

@@ -1,10 +1,15 @@
-"""The trainer's lease: one trainer leads an alias; another waits, and takes over when this one stops renewing."""
+"""The trainer's lease: one trainer leads an alias; another waits, and takes over when this one stops renewing.
+
+Promises: a holder that could not renew for the lease's own time, because it stood still or the store was away, asks
+again before it goes on. The store does not rest on it: a round that another leader has overtaken cannot be committed.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
+import time
 from types import TracebackType
 
 from store import Store
@@ -25,23 +30,32 @@ class Lease:
         self.owner = new_id(f"pid{os.getpid()}")
         self._stop = threading.Event()
         self._lost = threading.Event()
+        self._renewed_at = 0.0  # monotonic
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def wait(self, stop: threading.Event) -> bool:
         """Wait until the lease is ours; False when `stop` came first."""
-        waiting = False
-        while not self._store.leases.acquire(self._name, self.owner, self._seconds):
-            if not waiting:
-                log.info("event=lease_waiting name=%s", self._name)
-                waiting = True
+        told = ""
+        while True:
+            try:
+                if self._take():
+                    break
+                waits_for = "another trainer leads"
+            except StoreUnavailable as outage:
+                waits_for = str(outage)
+            if waits_for != told:
+                log.info("event=lease_waiting name=%s reason=%r", self._name, waits_for)
+                told = waits_for
             if stop.wait(self._seconds / 10):
                 return False
         self._thread.start()
         return True
 
     def check(self) -> None:
-        """Raise LeaseLost when another trainer has taken over."""
-        if self._lost.is_set():
+        """Raise LeaseLost when another trainer has taken over, StoreUnavailable when that cannot be known."""
+        overdue = time.monotonic() - self._renewed_at > self._seconds
+        if self._lost.is_set() or (overdue and not self._take()):
+            self._lost.set()
             raise LeaseLost(f"the lease {self._name} was taken by another trainer; this one stops")
 
     def __enter__(self) -> Lease:
@@ -53,14 +67,25 @@ class Lease:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        if not self._lost.is_set():
+        if self._lost.is_set():
+            return
+        try:
             self._store.leases.release(self._name, self.owner)
+        except StoreUnavailable as outage:
+            log.warning("event=lease_not_released name=%s reason=%r", self._name, str(outage))
+
+    def _take(self) -> bool:
+        asked_at = time.monotonic()
+        taken = self._store.leases.acquire(self._name, self.owner, self._seconds)
+        if taken:
+            self._renewed_at = asked_at
+        return taken
 
     def _renew(self) -> None:
         while not self._stop.wait(self._seconds / 4):
             try:
-                if not self._store.leases.acquire(self._name, self.owner, self._seconds):
+                if not self._take():
                     self._lost.set()
                     return
-            except StoreUnavailable as error:
-                log.warning("event=lease_not_renewed reason=%r", str(error))
+            except StoreUnavailable as outage:
+                log.warning("event=lease_not_renewed reason=%r", str(outage))

@@ -63,7 +63,7 @@ class Publisher:
                 return self._reject(candidate, str(refusal), proofs)
             if not proofs[replica.url].holds:
                 return self._reject(candidate, f"{replica.url}: {proofs[replica.url].reason}", proofs)
-        self._store.policies.promote(self._alias, candidate.version, _evidence(proofs))
+        self._store.policies.promote(self._alias, candidate.version, _evidence(proofs), only_from=PolicyState.CANDIDATE)
         self._store.alarms.clear(f"swap_refused:{self._alias}")
         worst = max((proof.served_vs_trainer for proof in proofs.values()), default=0.0)
         log.info("event=policy_live policy=%s replaces=%s proof_nats=%.5f", candidate.served_name, live.version, worst)

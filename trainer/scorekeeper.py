@@ -91,17 +91,15 @@ class Scorekeeper:
         if failed:
             self._failed(group, judgement, failed, now)
             return
-        self._store.groups.record(group.id, verdicts, judgement.exchanges)
-        self._store.alarms.clear(self._name(JUDGE_FAILED, group))
         teaches = self._credit.teaches(members, verdicts)
+        useless = BASELINE if teaches is None else None if teaches else NO_VARIANCE
+        self._store.groups.record(group.id, verdicts, judgement.exchanges, drop_reason=useless)
         self._credit.remember(members, verdicts)
-        if teaches is None:
-            self._store.groups.drop(group.id, BASELINE)
-        elif teaches:
+        self._store.alarms.clear(self._name(JUDGE_FAILED, group))
+        if teaches:
             self._flat.clear()
             self._store.alarms.clear(self._name("no_signal", group))
-        else:
-            self._store.groups.drop(group.id, NO_VARIANCE)
+        elif teaches is not None:
             self._flat = [*self._flat[1 - _FLAT_REMEMBERED :], (group, verdicts[0].score or 0.0)]
             self._warn_of_flatness(group)
 

@@ -104,6 +104,42 @@ def test_a_round_that_a_dead_trainer_left_is_abandoned(store: Store) -> None:
     assert store.rounds.newest_committed("agent") is None
 
 
+def test_a_round_goes_on_from_the_newest_commit_or_not_at_all(store: Store) -> None:
+    first = store.rounds.start("agent", 0)
+    store.rounds.commit(first.id, version=1, checkpoint="/c/0001", groups=[], metrics={})
+    with pytest.raises(ForbiddenChange, match="agent@1 is committed: a round goes on from it, not from 0"):
+        store.rounds.start("agent", 0)
+    overtaken = store.rounds.start("agent", 1)
+    second = store.rounds.start("agent", 1)
+    with pytest.raises(ForbiddenChange, match="abandoned and cannot become committed"):
+        store.rounds.commit(overtaken.id, version=2, checkpoint="/c/0002", groups=[], metrics={})
+    store.rounds.commit(second.id, version=3, checkpoint="/c/0003", groups=[], metrics={})
+
+
+def test_a_group_that_teaches_nothing_is_judged_and_dropped_at_once(store: Store) -> None:
+    for name in ("a", "b"):
+        answered_trajectory(store, name)
+    store.trajectories.seal_idle("agent", now=10.0, idle_seconds=1.0)
+    group = store.groups.form("k", "agent", ["a", "b"], now=11.0)
+    given = [Verdict(trajectory_id=n, group_id=group.id, judge="j", judge_version="1", score=1.0) for n in ("a", "b")]
+    store.groups.record(group.id, given, drop_reason="no_variance")
+    assert store.groups.get(group.id).state is GroupState.DROPPED
+    assert store.trajectories.get("a").drop_reason == "no_variance"
+    assert store.groups.verdicts(["a", "b"]) == {"a": given[0], "b": given[1]}
+
+
+def test_an_overtaken_candidate_is_not_promoted_by_who_has_not_noticed(store: Store) -> None:
+    store.policies.register_base("agent", "base")
+    for version in (1, 2):
+        held = store.rounds.start("agent", version - 1)
+        store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
+    store.policies.reject("agent", 1, {"reason": "a newer version came first"})
+    store.policies.promote("agent", 2, {}, only_from=PolicyState.CANDIDATE)
+    with pytest.raises(ForbiddenChange, match="agent@1 is rejected by now"):
+        store.policies.promote("agent", 1, {}, only_from=PolicyState.CANDIDATE)
+    assert store.policies.live()["agent"].version == 2
+
+
 def test_one_version_is_live_and_the_old_one_stays_addressable(store: Store) -> None:
     store.policies.register_base("agent", "base")
     group = judged_group(store, ["a", "b"], [0.0, 1.0])
@@ -124,7 +160,7 @@ def test_one_version_is_live_and_the_old_one_stays_addressable(store: Store) -> 
 def test_one_candidate_is_a_canary_until_it_is_promoted_or_rejected(store: Store) -> None:
     store.policies.register_base("agent", "base")
     for version in (1, 2):
-        held = store.rounds.start("agent", 0)
+        held = store.rounds.start("agent", version - 1)
         store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
     assert store.policies.canary("agent", 1, 0.05, {"why": "gate"}).share == 0.05
     assert store.policies.canary("agent", 1, 0.5).evidence == {"why": "gate"}

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from store import Store, open_store
-from store.errors import StoreUnavailable
+from store.errors import ForbiddenChange, StoreUnavailable
 from store.records import Policy
 from store.rounds import Rounds
 from store.states import GroupState, RoundState, TrajectoryState
@@ -21,10 +21,9 @@ from tests.trainer.scripted_engine import ScriptedEngine
 from trainer.checkpoint import newest_complete
 from trainer.credit import Credit
 from trainer.daemon import Daemon
-from trainer.errors import CheckpointDamaged, LeaseLost, TrainingDiverged
-from trainer.learner import Learner, LearnerSettings, RoundReport
-from trainer.lease import Lease
-from trainer.school import School
+from trainer.errors import CheckpointDamaged, TrainingDiverged
+from trainer.learner import LearnerSettings, RoundReport
+from trainer.school import Pupil, School
 from trainer.settings import TrainerSettings
 from trainer.tokens import TokenRow
 
@@ -46,8 +45,12 @@ class OutageAtCommit(Rounds):
 class Power:
     """A power cut, right after the checkpoint is on disk and before the commit."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: Pupil) -> None:
         self._learner = learner
+
+    @property
+    def step(self) -> int:
+        return self._learner.step
 
     def unfit(self, row: TokenRow) -> str | None:
         return self._learner.unfit(row)
@@ -55,8 +58,8 @@ class Power:
     def train_round(self, rows: Sequence[TokenRow]) -> RoundReport:
         return self._learner.train_round(rows)
 
-    def score(self, rows: Sequence[TokenRow | Sequence[int]]) -> list[tuple[float, ...]]:
-        return self._learner.score(rows)
+    def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool = True) -> list[tuple[float, ...]]:
+        return self._learner.score(rows, adapter=adapter)
 
     def save(self, folder: Path) -> None:
         self._learner.save(folder)
@@ -210,6 +213,23 @@ def test_a_store_outage_at_the_commit_trains_nothing_twice(store: Store, make_da
     assert [held.state for held in store.rounds.page("agent")] == [RoundState.COMMITTED, RoundState.ABANDONED]
 
 
+def test_a_leader_that_was_overtaken_goes_on_from_what_the_other_one_committed(
+    store: Store, make_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    stood_still = make_daemon()
+    agents_work(store, "a", [0.0, 1.0])
+    agents_work(store, "b", [0.0, 1.0])
+    make_daemon().turn(1000.0)
+    agents_work(store, "c", [0.0, 1.0])
+    agents_work(store, "d", [0.0, 1.0])
+    with pytest.raises(ForbiddenChange, match="agent@1 is committed"):
+        stood_still.turn(1001.0)
+    stood_still.turn(1002.0)
+    assert stood_still.learner.step == 2
+    committed = [held for held in store.rounds.page("agent") if held.state is RoundState.COMMITTED]
+    assert [(held.from_version, held.to_version) for held in committed] == [(1, 2), (0, 1)]
+
+
 def test_a_round_that_diverges_is_put_aside_loudly(
     store: Store, make_daemon: Callable[..., Daemon], tmp_path: Path
 ) -> None:
@@ -294,31 +314,6 @@ def test_a_candidate_that_a_dead_trainer_left_is_published_by_the_next(
     assert isinstance(left, Policy)
     make_daemon().turn(1001.0)
     assert store.policies.live()["agent"].version == 1
-
-
-def test_one_trainer_leads_and_another_takes_over(store: Store) -> None:
-    stop = threading.Event()
-    with Lease(store, "trainer:agent", seconds=5.0) as first:
-        assert first.wait(stop)
-        second = Lease(store, "trainer:agent", seconds=5.0)
-        threading.Timer(0.1, stop.set).start()
-        assert not second.wait(stop)
-    with Lease(store, "trainer:agent", seconds=5.0) as third:
-        assert third.wait(threading.Event())
-
-
-def test_a_trainer_whose_lease_was_taken_stops(store: Store) -> None:
-    with Lease(store, "trainer:agent", seconds=0.2) as lease:
-        assert lease.wait(threading.Event())
-        lease.check()
-        for _ in range(100):  # whoever may write to the store can take it
-            store.leases.release("trainer:agent", lease.owner)
-            if store.leases.acquire("trainer:agent", "thief", seconds=60.0):
-                break
-        with pytest.raises(LeaseLost):  # noqa: PT012  the renewing thread needs a moment to find out
-            for _ in range(200):
-                lease.check()
-                threading.Event().wait(0.01)
 
 
 def test_singles_are_compared_with_what_their_family_scored_before(

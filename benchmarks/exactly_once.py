@@ -1,0 +1,397 @@
+"""Trained once: `kill -9` of everything that the school is made of, at random moments, again and again.
+
+A real proxy, a real store, two real trainer processes of which one leads, and a scripted learner, grader and vLLM
+(`benchmarks/scripted_school.py`), all in processes of their own. Agents work without a pause. Victims: either trainer,
+the grader, vLLM, the database (PostgreSQL), and a trainer that is stopped for longer than its lease and then goes on as
+if nothing had happened.
+
+Then the store and the newest checkpoint are read: every trajectory whose agent got its answer is trained; the weights
+hold each trained trajectory exactly once; each version goes on from the one before it; what is live never went back.
+
+    python -m benchmarks.exactly_once [--kills 100] [--store sqlite|postgresql] [--seed 1] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import httpx
+
+from benchmarks.databases import Postgres, postgres_server
+from benchmarks.scripted_school import read_weights
+from store import Store, open_store
+from store.errors import StoreUnavailable
+from store.records import Group, Round, Trajectory
+from store.states import GroupState, PolicyState, RoundState, TrajectoryState
+from tests.proxy.servers import ROOT, ProxyProcess, eventually
+from trainer import checkpoint
+
+ALIAS = "agent"
+_LEASE_SECONDS = 2.0
+AGENTS = 3
+_SETTLE_SECONDS = 90.0
+
+
+@dataclass
+class Outcome:
+    """What a campaign came to; `violations` is empty where every promise held."""
+
+    store: str
+    kills: dict[str, int] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=dict)  # trainers that ended by themselves, by the reason they gave
+    answered: int = 0
+    trained: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    rounds: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+    judged_again: int = 0  # trajectories with more than one verdict
+    takeovers: int = 0
+    seconds: float = 0.0
+    violations: list[str] = field(default_factory=list)
+
+
+class Part:
+    """One process that is started again whenever it is gone."""
+
+    def __init__(self, name: str, value: str, log: Path) -> None:
+        self._command = [sys.executable, "-m", "benchmarks.scripted_school", name, value]
+        self.log = log
+        self.start()
+
+    def start(self) -> None:
+        """Start it."""
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(self._command, cwd=ROOT, stderr=log, stdout=log)
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.kill()
+        self.process.wait(10)
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has ended by itself."""
+        return self.process.poll() is not None
+
+
+class Agents:
+    """Clients that try each task twice, and remember the trajectories that were answered."""
+
+    def __init__(self, url: str, pause: float) -> None:
+        self.answered: set[str] = set()
+        self._url = url
+        self._pause = pause
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(AGENTS)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End; calls under way are waited for."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _work(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=30.0) as client:
+            while not self._stop.wait(self._pause):
+                task = f"task/{uuid.uuid4().hex[:12]}"
+                for attempt in range(2):
+                    while not self._try(client, task, attempt) and not self._stop.wait(0.2):
+                        pass
+
+    def _try(self, client: httpx.Client, task: str, attempt: int) -> bool:
+        name = f"run-{uuid.uuid4().hex}"
+        body = {"model": ALIAS, "messages": [{"role": "user", "content": f"{task} {attempt} #tokens=4"}]}
+        headers = {"x-ratchet-trajectory": name, "x-ratchet-task": task}
+        try:
+            answer = client.post("/v1/chat/completions", json=body, headers=headers)
+        except httpx.HTTPError:
+            return False
+        if answer.status_code == 200:
+            self.answered.add(name)
+        return answer.status_code == 200
+
+
+class Campaign:
+    """One school, and what is done to it."""
+
+    def __init__(self, folder: Path, server: Postgres | None, seed: int) -> None:
+        self._folder = folder
+        self._server = server
+        self._random = random.Random(seed)
+        self.url = server.url if server else str(folder / "store.db")
+        self.outcome = Outcome("postgresql" if server else "sqlite")
+        self._store = open_store(self.url)
+        ports = {name: _free_port() for name in ("grader", "vllm")}
+        self._checkpoints = folder / "checkpoints"
+        self._parts = {name: Part(name, str(port), folder / f"{name}.log") for name, port in ports.items()}
+        vllm = f"http://127.0.0.1:{ports['vllm']}"
+        eventually(lambda: _answers(ports["vllm"]) and _answers(ports["grader"]), 30)
+        self._proxy = ProxyProcess(folder, upstreams=[vllm], store=self.url, port=_free_port(), breaker_seconds=0.5)
+        eventually(lambda: httpx.get(self._proxy.url + "/health/ready", timeout=5).status_code == 200, 30)
+        trainer = json.dumps(self._trainer_settings(vllm, f"http://127.0.0.1:{ports['grader']}"))
+        self._parts |= {name: Part("trainer", trainer, folder / f"{name}.log") for name in ("first", "second")}
+        self._agents = Agents(self._proxy.url, pause=0.25)
+        self._live = 0
+
+    def _trainer_settings(self, vllm: str, grader: str) -> dict[str, object]:
+        return {
+            "store": self.url, "model": ALIAS, "base_model": "scripted", "vllm": [vllm],
+            "checkpoints": str(self._checkpoints), "judge": {"kind": "http", "url": grader, "timeout_seconds": 5.0},
+            "judge_retry_seconds": 0.5, "seal_after_idle_seconds": 0.5, "group_size": 2, "groups_per_round": 8,
+            "group_wait_seconds": 3600.0, "round_wait_seconds": 1.0, "max_staleness": 10**6,
+            "lease_seconds": _LEASE_SECONDS, "poll_seconds": 0.05,
+        }  # fmt: skip
+
+    def hurt(self, number: int) -> None:
+        """Kill one part at a random moment, leave it dead for a moment, and go on."""
+        self._watch(self._random.uniform(0.05, 1.2))
+        victims: list[tuple[str, Callable[[], None]]] = [
+            ("a trainer", self._kill_a_trainer),
+            ("the grader", lambda: self._kill_for_a_while("grader")),
+            ("vLLM", lambda: self._kill_for_a_while("vllm")),
+            ("a trainer", self._kill_a_trainer),
+            ("a trainer, stopped past its lease", self._pause_a_trainer),
+        ]
+        if self._server is not None:
+            victims.append(("the database", self._kill_database))
+        name, act = victims[number % len(victims)]
+        act()
+        _count(self.outcome.kills, name)
+
+    def end(self) -> Outcome:
+        """Let the school finish what is there, stop it and look at what it did."""
+        self._agents.stop()
+        until = time.monotonic() + _SETTLE_SECONDS
+        while not self._settled() and time.monotonic() < until:
+            self._watch(0.2)
+        if not self._settled():
+            self.outcome.violations.append(f"not settled: {self._store.trajectories.counts()}")
+        for part in self._parts.values():
+            part.kill()
+        if self._proxy.stop() != 0:
+            self.outcome.violations.append("the proxy did not stop cleanly")
+        self._read()
+        self._store.close()
+        return self.outcome
+
+    def abandon(self) -> None:
+        """End what still runs."""
+        for part in self._parts.values():
+            part.kill()
+        with contextlib.suppress(ProcessLookupError):
+            self._proxy.kill()
+
+    def _kill_a_trainer(self) -> None:
+        part = self._parts[self._random.choice(["first", "second"])]
+        part.kill()
+        part.start()
+
+    def _kill_for_a_while(self, name: str) -> None:
+        self._parts[name].kill()
+        self._watch(self._random.uniform(0.0, 1.5))
+        self._parts[name].start()
+
+    def _kill_database(self) -> None:
+        assert self._server is not None
+        self._server.kill()
+        self._watch(self._random.uniform(0.0, 1.5))
+        self._server.start()
+
+    def _pause_a_trainer(self) -> None:
+        """Stop one trainer for longer than its lease, then let it go on; the other one may lead by then."""
+        part = self._parts[self._random.choice(["first", "second"])]
+        os.kill(part.process.pid, signal.SIGSTOP)
+        self._watch(_LEASE_SECONDS * 1.5)
+        os.kill(part.process.pid, signal.SIGCONT)
+
+    def _watch(self, seconds: float) -> None:
+        """Wait; start again trainers that ended by themselves, and see that the live version never goes back."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            for name in ("first", "second"):
+                part = self._parts[name]
+                if part.gone:
+                    _count(self.outcome.ended, _last_words(part.log))
+                    part.start()
+            with contextlib.suppress(StoreUnavailable):
+                live = self._store.policies.live()[ALIAS].version
+                if live < self._live:
+                    self.outcome.violations.append(f"version {live} became live after {self._live}")
+                self._live = live
+            time.sleep(0.05)
+
+    def _settled(self) -> bool:
+        try:
+            counts = self._store.trajectories.counts()
+            states = {policy.state for policy in self._store.policies.all(ALIAS)}
+        except StoreUnavailable:
+            return False
+        idle = not counts["open"] and not counts["grouped"] and counts["sealed"] <= AGENTS
+        return idle and PolicyState.CANDIDATE not in states
+
+    def _read(self) -> None:
+        outcome = self.outcome
+        runs = list(_all_runs(self._store))
+        rounds = [held for held in _all_rounds(self._store) if held.state is RoundState.COMMITTED]
+        outcome.answered = len(self._agents.answered)
+        outcome.trained = sum(run.state is TrajectoryState.TRAINED for run in runs)
+        outcome.dropped = dict(self._store.trajectories.drop_counts())
+        outcome.rounds = dict(Counter(str(held.state) for held in _all_rounds(self._store)))
+        outcome.versions = dict(Counter(str(policy.state) for policy in self._store.policies.all(ALIAS)))
+        outcome.judged_again = self._judged_again()
+        ready = [path.read_text().count("event=trainer_ready") for path in self._folder.glob("*.log")]
+        outcome.takeovers = max(0, sum(ready) - 1)
+        outcome.violations += [*self._lost(runs), *self._trained_wrongly(runs, rounds), *self._lineage(rounds)]
+
+    def _judged_again(self) -> int:
+        judged: Counter[str] = Counter()
+        for group in _all_groups(self._store):
+            judged.update(verdict.trajectory_id for verdict in self._store.groups.history(group.id))
+        return sum(count > 1 for count in judged.values())
+
+    def _lost(self, runs: Sequence[Trajectory]) -> Iterator[str]:
+        """What was answered, and has a partner in its task, must be trained."""
+        by_name = {run.id: run for run in runs}
+        for name in self._agents.answered:
+            run = by_name.get(name)
+            if run is None:
+                yield f"{name} was answered and is not stored"
+            elif run.state is TrajectoryState.DROPPED or run.state is TrajectoryState.GROUPED:
+                yield f"{name} was answered and is {run.state}: {run.drop_reason}"
+        for group in _all_groups(self._store):
+            if group.state is not GroupState.TRAINED:
+                yield f"group {group.id} is {group.state}: {group.drop_reason}"
+
+    def _trained_wrongly(self, runs: Sequence[Trajectory], rounds: Sequence[Round]) -> Iterator[str]:
+        """The weights hold exactly what the store says was trained, each once."""
+        newest = rounds[0] if rounds else None
+        if newest is None or newest.checkpoint is None:
+            yield "nothing was trained"
+            return
+        folder = Path(newest.checkpoint)
+        if not checkpoint.complete(folder):
+            yield f"the newest committed checkpoint {folder.name} is not whole"
+        counts = Counter(read_weights(folder))
+        trained = {run.id for run in runs if run.state is TrajectoryState.TRAINED}
+        twice = [name for name, count in counts.items() if count > 1]
+        if twice:
+            yield f"{len(twice)} trajectories were trained twice, e.g. {twice[0]}"
+        if missing := trained - set(counts):
+            yield f"{len(missing)} trajectories were consumed and are not in the weights, e.g. {min(missing)}"
+        if surplus := set(counts) - trained:
+            yield f"{len(surplus)} trajectories are in the weights and were not consumed, e.g. {min(surplus)}"
+
+    def _lineage(self, rounds: Sequence[Round]) -> Iterator[str]:
+        """Each committed round goes on from the one before; numbers rise; the newest version is live."""
+        before = 0
+        for held in reversed(rounds):
+            if held.from_version != before:
+                yield f"version {held.to_version} was trained from {held.from_version}, not from {before}"
+            if (held.to_version or 0) <= before:
+                yield f"version {held.to_version} came after {before}"
+            before = held.to_version or 0
+        live = self._store.policies.live()[ALIAS].version
+        if live != before:
+            yield f"version {live} is live, the newest one is {before}"
+
+
+def run(folder: Path, kills: int, server: Postgres | None = None, seed: int = 1) -> Outcome:
+    """Run a campaign in an empty folder."""
+    began = time.perf_counter()
+    campaign = Campaign(folder, server, seed)
+    try:
+        for number in range(kills):
+            campaign.hurt(number)
+        outcome = campaign.end()
+    except BaseException:
+        campaign.abandon()
+        raise
+    outcome.seconds = time.perf_counter() - began
+    return outcome
+
+
+def _all_runs(store: Store) -> Iterator[Trajectory]:
+    last = None
+    while page := store.trajectories.page(1000, before=last):
+        last = page[-1].id
+        yield from page
+
+
+def _all_rounds(store: Store) -> Iterator[Round]:
+    """Newest first."""
+    last = None
+    while page := store.rounds.page(ALIAS, 1000, before=last):
+        last = page[-1].id
+        yield from page
+
+
+def _all_groups(store: Store) -> Iterator[Group]:
+    last = None
+    while page := store.groups.page(1000, before=last):
+        last = page[-1].id
+        yield from page
+
+
+def _last_words(log: Path) -> str:
+    lines = [line for line in log.read_text().splitlines() if line.strip()]
+    return lines[-1].split(" ", 3)[-1][:160] if lines else "nothing"
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _count(counts: dict[str, int], name: str) -> None:
+    counts[name] = counts.get(name, 0) + 1
+
+
+def main() -> None:
+    """Print what happened; fail where a promise was broken."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--store", choices=["sqlite", "postgresql"], default="postgresql")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="keep everything there")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
+        server = stack.enter_context(postgres_server()) if options.store == "postgresql" else None
+        outcome = run(options.folder or Path(made), options.kills, server, options.seed)
+    if options.json:
+        print(json.dumps(asdict(outcome)))
+    else:
+        for name, value in asdict(outcome).items():
+            shown = ", ".join(f"{n} {key}" for key, n in value.items()) if isinstance(value, dict) else value
+            print(f"{name:12} {shown if name != 'violations' else len(outcome.violations)}")
+        for violation in outcome.violations[:20]:
+            print(f"  {violation}")
+    sys.exit(1 if outcome.violations else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Everything that a trainer needs, scripted, each in a process of its own, so that a campaign can kill it.
+
+The learner's weights are the list of the trajectories that they were trained on, in order: what was trained twice, or
+is lost, is there to be read in the newest checkpoint. The vLLM serves a version by reading that list from the adapter's
+folder, so that the proof of a swap holds exactly where the right folder was loaded. The grader scores by id alone: a
+trajectory that is judged again gets the same score. Nothing here imports torch.
+
+    python -m benchmarks.scripted_school trainer SETTINGS_JSON | grader PORT | vllm PORT
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from tests.proxy.scripted_vllm import ScriptedVllm
+from trainer import checkpoint
+from trainer.daemon import run
+from trainer.learner import RoundReport
+from trainer.settings import TrainerSettings
+from trainer.tokens import TokenRow
+
+WEIGHTS = "weights.json"
+_STEP_SECONDS = 0.1  # long enough to be killed in
+_PARTS = 4  # a checkpoint is written in so many files, with pauses
+_PAUSE = 0.01  # seconds
+
+
+def read_weights(folder: Path | None) -> list[str]:
+    """Return the trajectories that a checkpoint was trained on, over its whole life; none for the base model."""
+    return [] if folder is None else [str(name) for name in json.loads((folder / WEIGHTS).read_text())]
+
+
+def logprob(weights: Sequence[str], ids: Sequence[int]) -> float:
+    """Return what a version with these weights gives the last id: the same everywhere, different for other weights."""
+    digest = hashlib.sha256(json.dumps([list(weights), list(ids)]).encode()).digest()
+    return -0.5 - int.from_bytes(digest[:4]) / 2**33
+
+
+def grade(trajectory_id: str) -> float:
+    """Return the score that the grader gives."""
+    return int.from_bytes(hashlib.sha256(trajectory_id.encode()).digest()[:4]) / 2**32
+
+
+class ScriptedPupil:
+    """A learner that writes down what it learns."""
+
+    def __init__(self, _: TrainerSettings, resume_from: Path | None) -> None:
+        self._weights = read_weights(resume_from)
+
+    @property
+    def step(self) -> int:
+        return len(self._weights)
+
+    def unfit(self, row: TokenRow) -> str | None:
+        return None
+
+    def train_round(self, rows: Sequence[TokenRow]) -> RoundReport:
+        time.sleep(_STEP_SECONDS)
+        names = list(dict.fromkeys(row.trajectory_id for row in rows))
+        self._weights += names
+        tokens = sum(row.tokens_trained for row in rows)
+        return RoundReport(
+            loss=0.0, grad_norm=0.0, entropy=0.0, clip_share=0.0, tokens_trained=tokens,
+            rows=len(rows), optimiser_steps=1, step=self.step, logprob_abs_diff_mean=0.0, logprob_abs_diff_max=0.0,
+            tokens_compared=0, importance_truncated_share=0.0, seconds=_STEP_SECONDS, weight_change=float(len(names)),
+        )  # fmt: skip
+
+    def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool = True) -> list[tuple[float, ...]]:
+        sequences = [row.ids if isinstance(row, TokenRow) else row for row in rows]
+        weights = self._weights if adapter else []
+        return [(*(0.0,) * (len(ids) - 1), logprob(weights, ids)) for ids in sequences]
+
+    def save(self, folder: Path) -> None:
+        checkpoint.write_atomically(folder, self._write)
+
+    def _write(self, folder: Path) -> None:
+        for part in range(_PARTS):
+            (folder / f"part-{part}").write_bytes(b"x" * 4096)
+            time.sleep(_PAUSE)
+        (folder / WEIGHTS).write_text(json.dumps(self._weights))
+
+
+class ScoringVllm(ScriptedVllm):
+    """The scripted vLLM, which also unloads adapters and scores prompts of ids under what it has loaded."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == "/v1/unload_lora_adapter":
+            self.adapters.pop(str((await _body(receive))["lora_name"]), None)
+            await _answer(send, 200, "Success: LoRA adapter removed successfully.")
+        elif scope["type"] == "http" and scope["path"] == "/v1/completions":
+            await self._score(await _body(receive), send)
+        else:
+            await super().__call__(scope, receive, send)
+
+    async def _score(self, body: dict[str, Any], send: Send) -> None:
+        name = body["model"]
+        if name not in (self.base, *self.adapters):
+            await _answer(send, 404, {"error": {"message": f"The model `{name}` does not exist."}})
+            return
+        weights = read_weights(Path(self.adapters[name]) if name in self.adapters else None)
+        tops = [
+            {f"token_id:{token}": logprob(weights, (*ids, token)) for token in range(3, 3 + body["logprobs"])}
+            for ids in body["prompt"]
+        ]
+        choices = [{"index": place, "logprobs": {"top_logprobs": [top]}} for place, top in enumerate(tops)]
+        await _answer(send, 200, {"choices": choices})
+
+
+async def grader(scope: Scope, receive: Receive, send: Send) -> None:
+    """The ASGI application of the judge's server."""
+    if scope["type"] == "http":
+        name = str((await _body(receive))["trajectory_id"])
+        await asyncio.sleep(_PAUSE)
+        await _answer(send, 200, {"score": grade(name)})
+
+
+async def _body(receive: Receive) -> dict[str, Any]:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), bool(message.get("more_body"))
+    found: dict[str, Any] = json.loads(body)
+    return found
+
+
+async def _answer(send: Send, status: int, value: Any) -> None:
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(value).encode()})
+
+
+def main() -> int:
+    """Run one part until it is killed."""
+    import uvicorn
+
+    part, value = sys.argv[1:]
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    if part == "trainer":
+        return run(TrainerSettings(**json.loads(value)), ScriptedPupil)
+    app: Any = grader if part == "grader" else ScoringVllm()
+    uvicorn.run(app, port=int(value), http="httptools", loop="uvloop", log_level="critical", lifespan="off")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

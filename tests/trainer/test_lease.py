@@ -1,0 +1,84 @@
+"""The trainer's lease: who leads, who waits, who takes over, and what a holder does that stood still."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from store import Store, open_store
+from store.errors import StoreUnavailable
+from store.leases import Leases
+from trainer.errors import LeaseLost
+from trainer.lease import Lease
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(str(tmp_path / "store.db"))
+    yield opened
+    opened.close()
+
+
+class AwayAtFirst(Leases):
+    """The leases of a store that is away for the first few asks."""
+
+    def __init__(self, store: Store, away: int = 1) -> None:
+        super().__init__(store._engine)
+        self.away = away
+        self.asked = 0
+
+    def acquire(self, name: str, owner: str, seconds: float) -> bool:
+        self.asked += 1
+        if self.away:
+            self.away -= 1
+            raise StoreUnavailable("scripted outage")
+        return super().acquire(name, owner, seconds)
+
+
+def test_one_trainer_leads_and_another_takes_over(store: Store) -> None:
+    stop = threading.Event()
+    with Lease(store, "trainer:agent", seconds=5.0) as first:
+        assert first.wait(stop)
+        second = Lease(store, "trainer:agent", seconds=5.0)
+        threading.Timer(0.1, stop.set).start()
+        assert not second.wait(stop)
+    with Lease(store, "trainer:agent", seconds=5.0) as third:
+        assert third.wait(threading.Event())
+
+
+def test_a_trainer_waits_for_a_store_that_is_away(store: Store) -> None:
+    store.leases = AwayAtFirst(store)
+    with Lease(store, "trainer:agent", seconds=0.5) as lease:
+        assert lease.wait(threading.Event())
+    assert store.leases.asked >= 2
+
+
+def test_a_trainer_that_stood_still_past_its_lease_asks_before_it_goes_on(store: Store) -> None:
+    store.leases = still = AwayAtFirst(store, away=0)
+    with Lease(store, "trainer:agent", seconds=0.2) as lease:
+        assert lease.wait(threading.Event())
+        still.away = 10**6  # it cannot renew, as a process that is stopped cannot
+        threading.Event().wait(0.3)
+        with pytest.raises(StoreUnavailable):
+            lease.check()
+        assert Leases(store._engine).acquire("trainer:agent", "successor", seconds=60.0)
+        still.away = 0
+        with pytest.raises(LeaseLost):
+            lease.check()
+
+
+def test_a_trainer_whose_lease_was_taken_stops(store: Store) -> None:
+    with Lease(store, "trainer:agent", seconds=0.2) as lease:
+        assert lease.wait(threading.Event())
+        lease.check()
+        for _ in range(100):  # whoever may write to the store can take it
+            store.leases.release("trainer:agent", lease.owner)
+            if store.leases.acquire("trainer:agent", "thief", seconds=60.0):
+                break
+        with pytest.raises(LeaseLost):  # noqa: PT012  the renewing thread needs a moment to find out
+            for _ in range(200):
+                lease.check()
+                threading.Event().wait(0.01)
