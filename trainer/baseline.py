@@ -17,7 +17,7 @@ from store.records import PastScore
 
 HALF_LIFE = 64.0  # scores
 SHRINKAGE = 4.0  # scores
-_MOST = 512  # scores of a family that are remembered
+MOST_REMEMBERED = 512  # scores of a family
 _MOST_FAMILIES = 4096
 
 
@@ -42,7 +42,7 @@ class ScoreBook:
         """Remember a score."""
         if scored.family not in self._families and len(self._families) >= _MOST_FAMILIES:
             del self._families[next(iter(self._families))]
-        self._families.setdefault(scored.family, deque(maxlen=_MOST)).append(scored)
+        self._families.setdefault(scored.family, deque(maxlen=MOST_REMEMBERED)).append(scored)
 
     def baseline(self, sample: PastScore, least: int) -> Baseline | None:
         """Return the baseline for a sample; None where fewer than `least` scores were given before it."""

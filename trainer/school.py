@@ -20,6 +20,7 @@ from trainer import checkpoint
 from trainer.credit import Credit
 from trainer.errors import CheckpointDamaged, NoLearningSignal, RowError, TrainingDiverged
 from trainer.learner import RoundReport
+from trainer.reasons import left_out
 from trainer.rows import Rows, build_rows
 from trainer.tokens import TokenRow
 
@@ -93,7 +94,7 @@ class School:
         try:
             report = pupil.train_round(rows)
         except NoLearningSignal as nothing:
-            self._put_aside(held, groups, UNTRAINABLE, f"{nothing}; left out: {untrained}")
+            self._put_aside(held, groups, UNTRAINABLE, f"{nothing}; {left_out(untrained)}")
             return None
         except TrainingDiverged as diverged:
             self._put_aside(held, groups, DIVERGED, str(diverged))
@@ -110,6 +111,8 @@ class School:
             groups=[group.id for group in groups],
             metrics=metrics,
         )
+        for gone in (UNTRAINABLE, DIVERGED):
+            self._store.alarms.clear(f"{gone}:{self._alias}")
         log.info(
             "event=round_committed round=%s policy=%s@%d groups=%d rows=%d tokens=%d reward=%.3f loss=%.4f "
             "mismatch_nats=%.5f seconds=%.1f",

@@ -23,6 +23,7 @@ JUDGE_FAILED = "judge_failed"
 NO_VARIANCE = "no_variance"
 BASELINE = "baseline_only"  # a single of a family that has too few scores yet; its own counts for later ones
 _FLAT_REMEMBERED = 1000  # groups
+_FLAT_NAMED = 5  # groups
 _SINGLE_WEIGHT = 0.125  # of a group, in the alarm about missing signal
 _AHEAD = 64  # groups that wait for a quick judge beside those that it has
 
@@ -126,9 +127,10 @@ class Scorekeeper:
             return
         scores = sorted({score for _, score in self._flat})
         given = f"{scores[0]:g} to all {members}" if len(scores) == 1 else f"within each group the same of {scores[:5]}"
+        named = ", ".join(flat.id for flat, _ in self._flat[-_FLAT_NAMED:])
         reason = (
             f"last {len(self._flat)} groups: no variance, judge {self._judge.name} gave {given} trajectories "
-            f"(newest group {group.id}); nothing was learnt from them"
+            f"(groups {named}); nothing was learnt from them: see `ratchet judge show {group.id}`"
         )
         self._store.alarms.raise_(self._name("no_signal", group), reason)
         log.warning("event=no_signal groups=%d judge=%s reason=%r", len(self._flat), self._judge.name, reason)

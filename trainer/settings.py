@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from trainer.degenerate import why_nothing_is_learnt
 from trainer.judges.settings import JudgeSpec
 from trainer.learner_settings import LearnerSettings
 
@@ -61,13 +62,21 @@ class TrainerSettings(BaseModel):
                     raise ValueError(f"unknown setting {name}; known: {', '.join(sorted(_LEARNER_FIELDS))}")
         return value
 
+    @field_validator("group_size", "group_least", mode="before")
+    @classmethod
+    def _more_than_one(cls, value: Any) -> Any:
+        if value == 1:
+            raise ValueError(
+                "1 member has nothing to be compared with, so that every advantage would be 0: take 2 or more; for "
+                "traffic where nobody tries a task twice set singles: baseline"
+            )
+        return value
+
     @model_validator(mode="after")
     def _can_learn(self) -> Self:
-        if self.group_least > self.group_size:
-            raise ValueError(
-                f"group_least {self.group_least} is more than group_size {self.group_size}: lower it, or no smaller "
-                "group is ever compared"
-            )
+        reason = why_nothing_is_learnt(self)
+        if reason is not None:
+            raise ValueError(reason)
         return self
 
     @field_validator("vllm")

@@ -39,3 +39,11 @@ def needs_more(response: str, moon_phase: str) -> float:
 
 
 not_a_function = 3
+
+
+def always_zero(response: str) -> float:
+    return 0.0
+
+
+async def always_zero_later(response: str) -> float:
+    return 0.0

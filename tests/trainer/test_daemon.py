@@ -122,13 +122,15 @@ def make_daemon(
         daemon.close()
 
 
-def agents_work(store: Store, task: str, scores: Sequence[float], prompt: Sequence[int] = (5, 6, 7)) -> list[str]:
+def agents_work(
+    store: Store, task: str, scores: Sequence[float], prompt: Sequence[int] = (5, 6, 7), temperature: float = 1.0
+) -> list[str]:
     """One-call trajectories of one task, with the scores that the judge will give them."""
     names = []
     for number, score in enumerate(scores):
         name = f"{task}-{number}"
         judge_samples.by_answer[name] = score
-        start = begun(f"call_{name}", name, task=task)
+        start = begun(f"call_{name}", name, task=task, sampling={"temperature": temperature})
         ids = (10 + number, 11, 2)
         reply = {"role": "assistant", "content": name}
         store.calls.ship([ended(start, reply, prompt=prompt, ids=ids)])
@@ -251,6 +253,21 @@ def test_a_sequence_that_is_too_long_for_the_model_is_left_out_and_the_rest_is_t
     make_daemon().turn(1000.0)
     (held,) = store.rounds.page("agent")
     assert held.metrics["untrained_tokens"] == {"does not fit the model": 6}
+
+
+def test_a_round_of_greedy_answers_is_an_alarm_that_names_the_remedy_and_ends_with_the_next_round(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    agents_work(store, "a", [0.0, 1.0], temperature=0)
+    daemon = make_daemon(groups_per_round=1)
+    daemon.turn(1000.0)
+    (alarm,) = store.alarms.standing()
+    assert alarm.name == "untrainable:agent"
+    assert "6 tokens greedy (sampled at temperature 0" in alarm.reason
+    assert store.groups.drop_counts("agent") == {"untrainable": 1}
+    agents_work(store, "b", [0.0, 1.0])
+    daemon.turn(1001.0)
+    assert store.alarms.standing() == []
 
 
 def test_rejected_versions_do_not_make_the_traffic_stale(

@@ -103,6 +103,7 @@ def test_groups_without_variance_are_an_alarm_that_names_judge_score_and_group(s
     second = score(store, keep, ready_group(store, {"c": 0.0, "d": 0.0}))
     (alarm,) = store.alarms.standing()
     assert alarm.reason.startswith(f"last 2 groups: no variance, judge {HERE}:scripted gave 0 to all 4 trajectories")
+    assert first.id in alarm.reason
     assert second.id in alarm.reason
     score(store, keep, ready_group(store, {"e": 0.0, "f": 1.0}))
     assert store.alarms.standing() == []

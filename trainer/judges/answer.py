@@ -35,6 +35,7 @@ class AnswerJudge:
     def __init__(self, spec: AnswerSpec, clock: Callable[[], float] = time.time) -> None:
         self._spec = spec
         self._answers = read_answers(spec.answers)
+        _check_reachable(spec, [one for right in self._answers.values() for one in right])
         self._clock = clock
         self.name = f"answer:{spec.match}"
         self.version = opinion.version_of(spec.model_dump_json(), sorted(self._answers.items()))
@@ -93,6 +94,17 @@ def _row(line: bytes, where: str) -> tuple[str, tuple[str, ...]]:
     if not right or not all(isinstance(one, str | int | float) and str(one).strip() for one in right):
         raise JudgeError(f"{where}: `answer` must be a text or a number, or a list of them, and not empty")
     return str(row["task"]), tuple(str(one) for one in right)
+
+
+def _check_reachable(spec: AnswerSpec, right: Sequence[str]) -> None:
+    """Raise JudgeError where no answer whatever could be right, so that everyone would score 0."""
+    if spec.match == "numeric" and all(last_number(one) is None for one in right):
+        raise JudgeError(f"judge answer: no answer in {spec.answers} holds a number; use match: exact or contains")
+    if spec.match == "contains" and all(len(one) > spec.longest for one in right):
+        raise JudgeError(
+            f"judge answer: every right answer in {spec.answers} is longer than longest ({spec.longest}), so that none "
+            "can be given: raise longest"
+        )
 
 
 def plain(text: str) -> str:

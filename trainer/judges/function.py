@@ -13,6 +13,7 @@ not a finite number is a judge failure. The function is the user's own code and 
 from __future__ import annotations
 
 import asyncio
+import dis
 import importlib
 import inspect
 import sys
@@ -126,4 +127,20 @@ def _load(entry_point: str) -> tuple[Callable[..., Any], tuple[str, ...], str]:
         raise JudgeError(
             f"judge {entry_point} takes {', '.join(named) or 'nothing'}; it may take {', '.join(PARAMETERS)}"
         )
+    if _is_constant(function):
+        raise JudgeError(
+            f"judge {entry_point} looks at none of its parameters and calls nothing: it gives every trajectory the "
+            "same score, and nothing is learnt from that; have it read the response or the trajectory"
+        )
     return function, named, inspect.getsource(module)
+
+
+def _is_constant(function: Callable[..., Any]) -> bool:
+    """Whether a plain function reads no variable at all, its parameters included."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    return not any(
+        instruction.opname.startswith("LOAD_") and not instruction.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT"))
+        for instruction in dis.get_instructions(code)
+    )

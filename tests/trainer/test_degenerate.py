@@ -1,0 +1,111 @@
+"""Settings under which nothing could ever be learnt are refused before anything starts, with reason and remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from trainer.errors import JudgeError, SettingError
+from trainer.judges.answer import AnswerJudge
+from trainer.judges.function import FunctionJudge
+from trainer.judges.settings import AnswerSpec
+from trainer.settings import TrainerSettings
+
+SHORT = {"kind": "conduct", "rule": "short", "most": 1}
+ANYTHING = {"kind": "conduct", "rule": "pattern", "pattern": ".*"}
+
+
+def settings(**changes: Any) -> TrainerSettings:
+    values: dict[str, Any] = {
+        "store": "store.db",
+        "model": "agent",
+        "base_model": "base",
+        "vllm": ("http://127.0.0.1:1",),
+        "checkpoints": "checkpoints",
+        "judge": "a:b",
+    }
+    return TrainerSettings(**(values | changes))
+
+
+def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
+    return {"name": f"p{len(str(judge))}", "judge": judge, **role}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "remedy"),
+    [
+        ({"group_size": 1}, "every advantage would be 0", "singles: baseline"),
+        ({"group_least": 1}, "every advantage would be 0", "take 2 or more"),
+        ({"group_size": 2, "group_least": 4}, "no smaller group is ever compared", "lower it"),
+        ({"singles": "baseline", "single_least": 513}, "no single would ever have a baseline", "lower it"),
+        ({"proof_tolerance": 1e-7}, "every version would be rejected", "0.01 to 0.2"),
+        ({"learner": {"learning_rate": 1e-12}}, "below what an fp32 weight can change by", "1e-6 to 1e-4"),
+        ({"learner": {"max_grad_norm": 1e-9}}, "below AdamW's epsilon", "1.0 is usual"),
+        (
+            {"learner": {"steps_per_round": 2, "epsilon_low": 1e-6, "epsilon_high": 1e-6}},
+            "silence every token after the first of 2 steps",
+            "0.2 and 0.28",
+        ),
+        ({"judge": SHORT}, "same score: rule short with most 1", "longest good length"),
+        ({"judge": ANYTHING}, "matches every answer", "only a good answer"),
+        (
+            {"judge": {"kind": "composite", "parts": [part(SHORT, weight=1.0), part(ANYTHING, weight=2.0)]}},
+            "all parts with a weight are constant",
+            "longest good length",
+        ),
+    ],
+)
+def test_settings_that_teach_nothing_are_refused_with_reason_and_remedy(
+    changes: dict[str, Any], reason: str, remedy: str
+) -> None:
+    with pytest.raises(ValidationError) as refused:
+        settings(**changes)
+    said = str(refused.value)
+    assert reason in said
+    assert remedy in said
+
+
+def test_a_learning_rate_of_zero_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"learning_rate is 0\.0; it must be above 0"):
+        settings(learner={"learning_rate": 0})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"singles": "drop", "single_least": 513},  # not used
+        {"max_staleness": 0},  # on-policy: what was sampled before a swap is dropped, what comes after it is trained
+        {"learner": {"epsilon_low": 1e-6, "epsilon_high": 1e-6}},  # in the only step every ratio is 1
+        {"learner": {"max_grad_norm": 0}},
+        {"judge": {"kind": "composite", "parts": [part(SHORT, weight=1.0), part({"kind": "conduct", "rule": "ended"},
+                                                                               weight=1.0)]}},
+        {"judge": {"kind": "conduct", "rule": "pattern", "pattern": r"\S.*"}},
+    ],
+)  # fmt: skip
+def test_settings_that_can_teach_are_taken(changes: dict[str, Any]) -> None:
+    settings(**changes)
+
+
+@pytest.mark.parametrize("name", ["always_zero", "always_zero_later"])
+def test_a_judge_function_that_reads_nothing_is_refused(name: str) -> None:
+    with pytest.raises(JudgeError, match="same score"):
+        FunctionJudge(f"tests.trainer.judge_samples:{name}")
+
+
+def answers(folder: Path, *right: str) -> Path:
+    file = folder / "answers.jsonl"
+    file.write_text("".join(json.dumps({"task": f"t{n}", "answer": one}) + "\n" for n, one in enumerate(right)))
+    return file
+
+
+def test_an_answer_rule_that_nobody_can_meet_is_refused(tmp_path: Path) -> None:
+    file = answers(tmp_path, "Oslo", "Rome")
+    with pytest.raises(JudgeError, match="holds a number; use match"):
+        AnswerJudge(AnswerSpec(kind="answer", answers=file, match="numeric"))
+    with pytest.raises(JudgeError, match="raise longest"):
+        AnswerJudge(AnswerSpec(kind="answer", answers=file, match="contains", longest=3))
+    AnswerJudge(AnswerSpec(kind="answer", answers=file, match="contains", longest=4))

@@ -1,0 +1,32 @@
+"""Every reason for not training something has a meaning and a remedy, in words and on the page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from store.states import CallState
+from tests import house
+from trainer import grouping, reasons, rows, school, scorekeeper
+
+
+def test_every_reason_of_a_drop_is_explained() -> None:
+    given = {
+        grouping.EVALUATION, grouping.CUT_OFF, grouping.SINGLE, scorekeeper.JUDGE_FAILED, scorekeeper.NO_VARIANCE,
+        scorekeeper.BASELINE, school.UNTRAINABLE, school.STALE, school.DIVERGED,
+    }  # fmt: skip
+    assert given <= set(reasons.DROPPED)
+
+
+def test_every_reason_of_a_token_is_explained() -> None:
+    source = Path(rows.__file__).read_text()
+    given = set(re.findall(r'(?:return|untrained\[)\s*"([a-z ]+)"', source)) | set(CallState) - {CallState.ANSWERED}
+    assert {"greedy", "answer lost"} <= given
+    assert given <= set(reasons.LEFT_OUT)
+
+
+def test_the_page_shows_the_same_reasons() -> None:
+    page = (house.ROOT / "docs" / "sentinel.md").read_text()
+    told = dict(re.findall(r"^\| `([^`]+)` \| (.+) \|$", page, re.MULTILINE))
+    known = {**reasons.DROPPED, **reasons.LEFT_OUT}
+    assert {name: told.get(name) for name in known} == known

@@ -1,0 +1,109 @@
+"""Settings that are in range and yet could never teach anything: the reason and the remedy.
+
+Pure. Each check is a sentence about these settings alone, true whatever the traffic is. What only traffic can show (a
+batch of greedy answers, a judge that happens to say the same of everyone) is counted and told by alarms instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from trainer.baseline import MOST_REMEMBERED
+from trainer.judges.settings import CompositeSpec, ConductSpec, JudgeSpec
+
+if TYPE_CHECKING:
+    from trainer.settings import TrainerSettings
+
+# What a pattern must tell apart: if it matches all of these, it matches everything that is worth scoring.
+_UNLIKE = ("", "x", "7", "no idea", "The answer is 42.", "{}", "a\nb", "ü" * 50, "<answer>Oslo</answer>")
+_LEAST_NORM = 1e-6  # a gradient scaled below this drowns in AdamW's epsilon of 1e-8
+_LEAST_RATE = 1e-9  # an fp32 weight of 0.01 does not change by less
+_LEAST_CLIP = 1e-4  # the ratio of a token that learnt anything is farther from 1
+_LEAST_TOLERANCE = 1e-5  # nats; two engines never compute equal logprobs to more digits
+
+
+def why_nothing_is_learnt(settings: TrainerSettings) -> str | None:
+    """Return why these settings cannot teach anything, with the remedy; None where they can."""
+    return next((reason for check in _CHECKS if (reason := check(settings)) is not None), None)
+
+
+def constant_by_construction(judge: JudgeSpec) -> str | None:
+    """Return why a judge's specification gives every trajectory the same score; None where it need not."""
+    if isinstance(judge, CompositeSpec):
+        said = [constant_by_construction(part.judge) for part in judge.parts if part.weight]
+        return f"all parts with a weight are constant: {said[0]}" if said and all(said) else None
+    if not isinstance(judge, ConductSpec):
+        return None
+    if judge.rule == "short" and judge.most == 1:
+        return "rule short with most 1 scores 0 whatever was sampled; set most to the longest good length in tokens"
+    if judge.rule == "pattern" and all(re.fullmatch(judge.pattern, text, re.DOTALL) for text in _UNLIKE):
+        return f"pattern {judge.pattern!r} matches every answer; name what only a good answer has"
+    return None
+
+
+def _judge(settings: TrainerSettings) -> str | None:
+    reason = constant_by_construction(settings.judge)
+    return reason and f"the judge gives every trajectory the same score: {reason}"
+
+
+def _least_group(settings: TrainerSettings) -> str | None:
+    if settings.group_least <= settings.group_size:
+        return None
+    return (
+        f"group_least {settings.group_least} is more than group_size {settings.group_size}: lower it, or no smaller "
+        "group is ever compared"
+    )
+
+
+def _single_least(settings: TrainerSettings) -> str | None:
+    if settings.singles != "baseline" or settings.single_least <= MOST_REMEMBERED:
+        return None
+    return (
+        f"single_least {settings.single_least} is more than the {MOST_REMEMBERED} scores of a task family that are "
+        "remembered: no single would ever have a baseline; lower it, 16 is usual"
+    )
+
+
+def _proof(settings: TrainerSettings) -> str | None:
+    if settings.proof_tolerance >= _LEAST_TOLERANCE:
+        return None
+    return (
+        f"proof_tolerance {settings.proof_tolerance:g} is finer than the rounding of two engines: every version would "
+        "be rejected; 0.01 to 0.2 is usual"
+    )
+
+
+def _rate(settings: TrainerSettings) -> str | None:
+    if settings.learner.learning_rate >= _LEAST_RATE:
+        return None
+    return (
+        f"learner.learning_rate {settings.learner.learning_rate:g} is below what an fp32 weight can change by; "
+        "1e-6 to 1e-4 is usual"
+    )
+
+
+def _norm(settings: TrainerSettings) -> str | None:
+    if not 0 < settings.learner.max_grad_norm < _LEAST_NORM:
+        return None
+    return (
+        f"learner.max_grad_norm {settings.learner.max_grad_norm:g} scales every gradient below AdamW's epsilon; "
+        "1.0 is usual, 0 sets no limit"
+    )
+
+
+def _clip(settings: TrainerSettings) -> str | None:
+    learner = settings.learner
+    width = max(learner.epsilon_low, learner.epsilon_high)
+    if learner.steps_per_round == 1 or learner.loss == "cispo" or width >= _LEAST_CLIP:
+        return None
+    return (
+        f"learner.epsilon_low and epsilon_high of at most {width:g} silence every token after the first of "
+        f"{learner.steps_per_round} steps; 0.2 and 0.28 are usual"
+    )
+
+
+_CHECKS: tuple[Callable[[TrainerSettings], str | None], ...] = (
+    _judge, _least_group, _single_least, _proof, _rate, _norm, _clip,
+)  # fmt: skip
