@@ -55,6 +55,15 @@ class Tools:
         with read(self._engine) as connection:
             return [_tool_call(row) for row in connection.execute(query)]
 
+    def newest_answered(self, alias: str, limit: int) -> list[ToolCall]:
+        """Return the newest tool calls of an alias whose result is known, newest first."""
+        # coalesce: by the primary key's order, not by the index of the alias, which would sort all of its rows.
+        mine = sa.func.coalesce(_rows.c.alias, "") == alias
+        order = (_rows.c.call_id.desc(), _rows.c.choice.desc(), _rows.c.place.desc())
+        query = sa.select(_rows).where(mine, _rows.c.result.is_not(None)).order_by(*order).limit(limit)
+        with read(self._engine) as connection:
+            return [_tool_call(row) for row in connection.execute(query)]
+
     def tally(self, alias: str | None = None, version: int | None = None) -> list[ToolTally]:
         """Return the counts per alias, version and tool, the most called first; at most `_MOST_TALLIED`."""
         names = (_rows.c.alias, _rows.c.version, _rows.c.tool)

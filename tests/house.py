@@ -134,6 +134,8 @@ def settings_rows() -> Iterator[tuple[str, str, str]]:
             yield ".".join(path), _shown(_learner_default(path[-1])), ""
             continue
         model = Settings if len(path) == 1 else sections[path[0]]
+        for section in path[1:-1]:
+            model = model.model_fields[section].annotation
         field = model.model_fields[path[-1]]
         default = None if field.is_required() else field.get_default(call_default_factory=True)
         yield ".".join(path), _shown(default), (field.description or "").replace("|", "\\|")

@@ -5,7 +5,9 @@
     seal         open trajectories     sealed trajectories            idle time
     group        sealed trajectories   ready groups, drops            group_size or group_wait_seconds
     score        ready groups          judged groups, drops, alarms   the judge
-    train        judged groups         a committed round, candidate   groups_per_round or round_wait_seconds
+    watch        the newest of all     alarms                         sentinel.every_seconds
+    train        judged groups         a committed round, candidate   groups_per_round or round_wait_seconds, and
+                                                                      that nothing holds training
     publish      the newest candidate  the live version, or reject    vLLM
     drain        old versions          free adapter slots             the doors
 
@@ -38,9 +40,11 @@ from trainer.grouping import plan_groups
 from trainer.judges.make import make_judge
 from trainer.learner import Learner
 from trainer.lease import Lease
+from trainer.metrics import Metrics
 from trainer.publisher import DOOR_SILENCE, Publisher
 from trainer.school import STALE, Pupil, School
 from trainer.scorekeeper import Scorekeeper
+from trainer.sentinel.watch import Sentinel
 from trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -99,6 +103,10 @@ class Daemon:
             tolerance=settings.proof_tolerance,
             keep_loaded=settings.keep_loaded,
         )
+        self.metrics = Metrics(settings.model, store)
+        if settings.metrics_port is not None:
+            self.metrics.serve(settings.metrics_host, settings.metrics_port)
+        self._sentinel = Sentinel(settings.sentinel, store, settings.model, self.metrics)
         checkpoint.sweep(settings.checkpoints)
         self._version, self.learner = self._make_learner()
         self._most_waiting = max(_BATCH, 2 * settings.groups_per_round * settings.group_size)
@@ -148,6 +156,7 @@ class Daemon:
         self._store.trajectories.seal_idle(alias, shipped, self.settings.seal_after_idle_seconds)
         grouped = self._group(now)
         scored = self._score(now)
+        self._sentinel.look(now)
         trained = self._train(now)
         published = self._publish()
         self._drain(now)
@@ -186,6 +195,8 @@ class Daemon:
         self._first_judged = self._first_judged or now
         enough = self._weight(waiting) >= self.settings.groups_per_round
         if not enough and now - self._first_judged < self.settings.round_wait_seconds:
+            return False
+        if self._sentinel.holding:
             return False
         # The newest first: where more comes in than can be trained, the rest grows stale, not what is used.
         newest = self._newest(waiting)

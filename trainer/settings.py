@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from trainer.degenerate import why_nothing_is_learnt
 from trainer.judges.settings import JudgeSpec
 from trainer.learner_settings import LearnerSettings
+from trainer.sentinel.settings import SentinelSettings
 
 _LEARNER_FIELDS = {field.name for field in dataclasses.fields(LearnerSettings)}
 
@@ -51,6 +52,13 @@ class TrainerSettings(BaseModel):
     keep_loaded: int = Field(2, ge=0, description="retired versions that stay loaded in vLLM")
     lease_seconds: float = Field(30.0, gt=0, description="another trainer takes over this long after this one died")
     poll_seconds: float = Field(0.25, gt=0, description="pause between looks at the store when there is no work")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port of the trainer's own /metrics; 0 takes any free one; null: none"
+    )
+    metrics_host: str = Field("127.0.0.1", description="address that the trainer's /metrics listens on")
+    sentinel: SentinelSettings = Field(
+        default_factory=lambda: SentinelSettings(), description="what is watched, and from where on it is an alarm"
+    )
     learner: LearnerSettings = Field(default_factory=LearnerSettings, description="the LoRA learner")
 
     @field_validator("learner", mode="before")

@@ -14,10 +14,11 @@ from store import Store, open_store
 from store.errors import ForbiddenChange, StoreUnavailable
 from store.records import Policy
 from store.rounds import Rounds
-from store.states import GroupState, RoundState, TrajectoryState
+from store.states import GroupState, RoundState, ToolResult, TrajectoryState
 from tests.records import begun, ended
 from tests.trainer import judge_samples
 from tests.trainer.scripted_engine import ScriptedEngine
+from tests.trainer.tool_records import tool_called
 from trainer.checkpoint import newest_complete
 from trainer.credit import Credit
 from trainer.daemon import Daemon
@@ -268,6 +269,21 @@ def test_a_round_of_greedy_answers_is_an_alarm_that_names_the_remedy_and_ends_wi
     agents_work(store, "b", [0.0, 1.0])
     daemon.turn(1001.0)
     assert store.alarms.standing() == []
+
+
+def test_while_a_tool_is_sick_no_step_is_taken_and_what_was_judged_waits(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    agents_work(store, "a", [0.0, 1.0])
+    agents_work(store, "b", [0.0, 1.0])
+    daemon = make_daemon(sentinel={"every_seconds": 1.0})
+    tool_called(store, "a-0", ToolResult.TIMEOUT)
+    daemon.turn(1000.0)
+    assert [len(store.groups.judged("agent")), store.rounds.page("agent")] == [2, []]
+    assert "training_held:agent" in {alarm.name for alarm in store.alarms.standing()}
+    tool_called(store, "b-1", ToolResult.OK)
+    daemon.turn(1001.0)
+    assert store.policies.live()["agent"].version == 1
 
 
 def test_rejected_versions_do_not_make_the_traffic_stale(

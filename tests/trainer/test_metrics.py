@@ -1,0 +1,94 @@
+"""What the trainer tells Prometheus, over HTTP as Prometheus asks for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from store import Store, open_store
+from store.states import ToolResult
+from tests import house
+from tests.records import answered_trajectory, judged_group
+from tests.trainer.tool_records import tool_called
+from trainer.errors import SettingError
+from trainer.metrics import Metrics
+from trainer.sentinel.settings import SentinelSettings
+from trainer.sentinel.watch import Sentinel
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(str(tmp_path / "store.db"))
+    opened.policies.register_base("agent", "base")
+    yield opened
+    opened.close()
+
+
+def told(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    """Every sample by its name and its labels' values."""
+    text = httpx.get(f"http://127.0.0.1:{metrics.serve('127.0.0.1', 0)}/metrics", trust_env=False).text
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def test_findings_rounds_drops_and_alarms_are_told(store: Store) -> None:
+    judged_group(store, ["a", "b"], [0.0, 1.0])
+    flat = judged_group(store, ["c", "d"], [0.0, 0.0])
+    store.groups.drop(flat.id, "no_variance")
+    held = store.rounds.start("agent", 0)
+    numbers = {"reward": 0.5, "loss": -0.1, "untrained_tokens": {"greedy": 7}, "tokens_trained": 3}
+    group = next(one for one in store.groups.judged("agent"))
+    store.rounds.commit(held.id, version=1, checkpoint="x", groups=[group.id], metrics=numbers)
+    tool_called(store, "a", ToolResult.TIMEOUT)
+    metrics = Metrics("agent", store)
+    watching = Sentinel(SentinelSettings(every_seconds=1.0), store, "agent", metrics)
+    watching.look(1.0)
+    watching.look(2.0)
+    found = told(metrics)
+    assert found["ratchet_training_held", "agent"] == 1
+    assert found["ratchet_tool_failure_share", "agent", "search"] == 1
+    assert found["ratchet_alarm_standing", "training_held:agent"] == 1
+    assert found["ratchet_trajectories_dropped_total", "no_variance"] == 2
+    assert found["ratchet_groups_dropped_total", "agent", "no_variance"] == 1
+    assert found["ratchet_rounds_total", "agent", "committed"] == 1
+    assert found["ratchet_tokens_dropped_total", "agent", "greedy"] == 7
+    assert found["ratchet_round_reward", "agent"] == 0.5
+    assert found["ratchet_left_out_token_share", "agent"] == 0.7
+
+
+def test_what_is_no_longer_found_is_no_longer_shown(store: Store) -> None:
+    answered_trajectory(store, "a")
+    tool_called(store, "a", ToolResult.OK)
+    metrics = Metrics("agent", store)
+    Sentinel(SentinelSettings(), store, "agent", metrics).look(1.0)
+    metrics.found((), held=False)
+    assert not [name for name, *_ in told(metrics) if name == "ratchet_tool_failure_share"]
+
+
+def test_a_store_that_is_away_leaves_the_rest(store: Store, tmp_path: Path) -> None:
+    metrics = Metrics("agent", store)
+    store.close()
+    (tmp_path / "store.db").rename(tmp_path / "away.db")
+    assert told(metrics) == {("ratchet_training_held", "agent"): 0}
+
+
+def test_a_port_that_is_taken_is_refused_by_name() -> None:
+    port = Metrics("agent").serve("127.0.0.1", 0)
+    with pytest.raises(SettingError, match=f"trainer.metrics_port {port}"):
+        Metrics("agent").serve("127.0.0.1", port)
+
+
+def test_every_metric_of_the_trainer_is_documented(store: Store) -> None:
+    _, _, page = (house.ROOT / "docs" / "metrics.md").read_text().partition("## The trainer")
+    families = Metrics("agent", store).registry.collect()
+    names = {family.name + ("_total" if family.type == "counter" else "") for family in families}
+    assert names == set(re.findall(r"^\| `(ratchet_\w+)`", page, re.MULTILINE))

@@ -1,0 +1,277 @@
+"""The sentinel's checks on frozen records: what each one sees, and what it does not cry over."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from store.records import Round, Trajectory, Transcript
+from store.states import RoundState, ToolOutcome, ToolResult, TrajectoryState
+from store.tool_records import ToolCall
+from tests.records import TOOLS
+from trainer.sentinel import Finding
+from trainer.sentinel.change import change, share_change
+from trainer.sentinel.conduct import Conduct, conduct, occurs
+from trainer.sentinel.drift import coverage, drift, needless_tool_calls
+from trainer.sentinel.last_rounds import last_rounds
+from trainer.sentinel.settings import SentinelSettings
+from trainer.sentinel.tool_health import ToolPast, tool_health
+
+SETTINGS = SentinelSettings()
+OK, ERROR, EMPTY = ToolResult.OK, ToolResult.ERROR, ToolResult.EMPTY
+
+
+def calls(results: Sequence[ToolResult], version: int = 1, **changes: Any) -> list[ToolCall]:
+    """Tool calls, the newest first."""
+    values: dict[str, Any] = {
+        "call_id": "c", "choice": 0, "place": 0, "alias": "agent", "version": version, "tool": "search",
+        "tool_call_id": "i", "outcome": ToolOutcome.VALID,
+    }  # fmt: skip
+    return [ToolCall(**(values | {"result": result} | changes)) for result in results]
+
+
+def one(findings: Sequence[Finding], check: str) -> Finding:
+    (found,) = [finding for finding in findings if finding.check == check]
+    return found
+
+
+# --- tool health ----------------------------------------------------------------------------------------------
+
+
+def test_a_tool_that_fails_more_than_under_the_same_version_holds_training() -> None:
+    newest = calls([ERROR] * 30 + [OK] * 20) + calls([OK] * 190 + [ERROR] * 10)
+    (found,), _ = tool_health(newest, SETTINGS)
+    assert (found.subject, found.value, found.holds) == ("search", 0.6, True)
+    assert found.reason == (
+        "tool 'search' failed in 30 of its last 50 calls (30 error), before in 5% under the same version: mend the tool"
+    )
+
+
+def test_failures_that_begin_with_a_version_are_told_and_do_not_hold() -> None:
+    (found,), _ = tool_health(calls([ERROR] * 40 + [OK] * 10, version=2) + calls([OK] * 200), SETTINGS)
+    assert "it began with version 2" in str(found.reason)
+    assert not found.holds
+
+
+def test_a_tool_that_was_always_flaky_is_no_alarm() -> None:
+    (found,), _ = tool_health(calls([ERROR, OK] * 300), SETTINGS)
+    assert found == Finding("tool_health", "ratchet_tool_failure_share", "search", 0.5)
+
+
+def test_a_tool_that_never_works_holds_without_any_past() -> None:
+    (found,), _ = tool_health(calls([ToolResult.TIMEOUT] * 50), SETTINGS)
+    assert found.holds
+    assert "raise tool_failure_share" in str(found.reason)
+
+
+def test_a_few_failures_say_nothing() -> None:
+    assert tool_health(calls([ERROR] * 15), SETTINGS) == ([], {})
+    (found,), _ = tool_health(calls([ERROR] * 20), SETTINGS)  # less than tool_calls, and no past
+    assert found.reason is None
+
+
+def test_what_the_policy_did_wrong_does_not_count_against_the_tool() -> None:
+    wrong = calls([ERROR] * 300, outcome=ToolOutcome.SCHEMA_VIOLATION)
+    (found,), _ = tool_health(wrong + calls([OK] * 100), SETTINGS)
+    assert (found.value, found.reason) == (0.0, None)
+
+
+def test_a_long_sickness_does_not_become_its_own_past() -> None:
+    sick = calls([ERROR] * 2000)
+    settings = SentinelSettings(tool_failure_share=1.0)
+    milder = calls([ERROR, ERROR, ERROR, OK] * 500)
+    assert tool_health(milder, settings)[0][0].reason is None  # nothing else is known
+    kept = {"search": ToolPast(failures=5, calls=100, same_versions=True)}
+    (found,), pasts = tool_health(milder, settings, kept)
+    assert found.holds
+    assert pasts == kept
+    assert tool_health(sick, settings, kept)[0][0].holds
+
+
+def test_an_empty_result_counts_only_against_the_tools_own_past() -> None:
+    settings = SentinelSettings()
+    (usual,), _ = tool_health(calls([EMPTY, OK] * 200), settings)
+    (risen,), _ = tool_health(calls([EMPTY] * 40 + [OK] * 10) + calls([OK] * 200), settings)
+    assert usual.reason is None
+    assert risen.holds
+
+
+# --- conduct ----------------------------------------------------------------------------------------------------
+
+
+def transcript(messages: Sequence[dict[str, Any]]) -> Transcript:
+    run = Trajectory(
+        id="t", alias="agent", version=0, state=TrajectoryState.SEALED, task="mail/1", root_node="r",
+        tools_hash="", key_id=None, opened_at=1.0, last_active_at=2.0,
+    )  # fmt: skip
+    return Transcript(trajectory=run, calls=(), messages=tuple(messages), tools=tuple(TOOLS))
+
+
+def asks_tool(**arguments: Any) -> dict[str, Any]:
+    function = {"name": "search", "arguments": json.dumps(arguments)}
+    return {"role": "assistant", "content": "Let me look.", "tool_calls": [{"id": "c", "function": function}]}
+
+
+def test_arguments_that_occur_nowhere_before_the_call_are_made_up() -> None:
+    told = conduct(
+        transcript(
+            [
+                {"role": "user", "content": "When did Anna write of the invoice 4711?"},
+                asks_tool(
+                    query="invoice from Anna", sender="bob@example.com", limit=5, order={"ids": ["4711", "9999"]}
+                ),
+                {"role": "tool", "content": '{"id": "m-42"}'},
+                asks_tool(id="m-42"),
+                {"role": "assistant", "content": "In May."},
+            ]
+        )
+    )
+    assert (told.arguments, told.made_up) == (5, 2)  # bob@example.com and 9999
+    assert (told.tool_calls, told.actions) == (2, 3)
+    assert told.used == told.offered == {"search"}
+
+
+@pytest.mark.parametrize(
+    ("value", "context", "known"),
+    [
+        ("Anna Berg", "a note by anna", True),
+        ("Zoe Lund", "a note by anna", False),
+        ("2026-01-04", "on 2026-01-04 at noon", True),
+        ("2026-01-05", "on 2026-01-04 at noon", False),
+        ("10", "", None),
+        ("", "", None),
+        ("ok", "", None),
+    ],
+)
+def test_what_counts_as_known(value: str, context: str, known: bool | None) -> None:
+    assert occurs(value, context) is known
+
+
+def test_hostile_arguments_cost_little_and_break_nothing() -> None:
+    deep = "[" * 100_000
+    messages: list[dict[str, Any]] = [
+        {"role": "assistant", "tool_calls": [{"function": {"name": "search", "arguments": deep}}, "x", None]}
+    ]
+    messages += [{"role": "assistant", "content": 7, "tool_calls": {"a": 1}}]
+    messages += [asks_tool(**{f"k{n}": f"value{n}" for n in range(5000)})]
+    assert conduct(transcript(messages)).arguments == 200
+
+
+# --- drift --------------------------------------------------------------------------------------------------------
+
+
+def conducts(count: int, family: str = "task:mail", **changes: Any) -> list[Conduct]:
+    base = Conduct("t", family, "c", 100, 20.0, 4, 3, 4, 0, frozenset({"search"}), frozenset({"search"}))
+    return [
+        dataclasses.replace(base, sampled_tokens=base.sampled_tokens + n % 7, trajectory_id=f"t{n}", **changes)
+        for n in range(count)
+    ]
+
+
+def test_healthy_traffic_has_numbers_and_no_alarm() -> None:
+    findings = drift(conducts(300), SETTINGS)
+    assert [found.reason for found in findings] == [None] * len(findings)
+    assert {found.metric for found in findings} == {
+        "ratchet_trajectory_tokens", "ratchet_reasoning_tokens_per_action", "ratchet_actions_per_trajectory",
+        "ratchet_made_up_argument_share", "ratchet_tool_use_share",
+    }  # fmt: skip
+
+
+def test_answers_that_grow_are_length_drift() -> None:
+    longer = [dataclasses.replace(told, sampled_tokens=told.sampled_tokens * 3) for told in conducts(64)]
+    found = one(drift(conducts(300) + longer, SETTINGS), "length_drift")
+    assert found.reason is not None
+    assert "went from 103 to 309 in task:mail" in found.reason
+
+
+def test_another_mix_of_tasks_is_no_length_drift() -> None:
+    long_tasks = [
+        dataclasses.replace(told, sampled_tokens=900 + n % 5) for n, told in enumerate(conducts(40, "task:book"))
+    ]
+    mixed = long_tasks[:20] + conducts(300) + long_tasks + conducts(24)
+    assert one(drift(mixed, SETTINGS), "length_drift").reason is None
+
+
+def test_reasoning_that_vanishes_is_drift() -> None:
+    findings = drift(conducts(300) + conducts(64, reasoning_tokens=1.0), SETTINGS)
+    assert "went from 5 to 0" in str(one(findings, "reasoning_drift").reason)
+
+
+def test_arguments_that_are_made_up_more_and_more_are_an_alarm() -> None:
+    found = one(drift(conducts(300) + conducts(64, made_up=2), SETTINGS), "made_up_arguments")
+    assert found.value == 0.5
+    assert "50% of tool arguments occur nowhere in their context, before 0%" in str(found.reason)
+    assert one(drift(conducts(364, made_up=2), SETTINGS), "made_up_arguments").reason is None
+
+
+def test_a_tool_that_nobody_uses_is_neglected_once_enough_could_have() -> None:
+    both = frozenset({"search", "read"})
+    assert [found.reason is None for found in coverage(conducts(99, offered=both), SETTINGS)] == [True, True]
+    read, search = coverage(conducts(100, offered=both), SETTINGS)
+    assert "tool 'read' was used in 0.0% of the last 100 trajectories" in str(read.reason)
+    assert (search.value, search.reason) == (1.0, None)
+
+
+def test_tools_called_where_none_is_needed_are_counted() -> None:
+    easy = conducts(4, cohort="easy")
+    easy[0] = dataclasses.replace(easy[0], tool_calls=0)
+    hard = [dataclasses.replace(told, trajectory_id=f"h{told.trajectory_id}") for told in conducts(4, cohort="hard")]
+    scores = {"t0": 1.0, "t1": 1.0, "t2": 0.0, "t3": 0.0, "ht0": 1.0, "ht1": 0.0, "ht2": 0.0, "ht3": 0.0}
+    found = needless_tool_calls(easy + hard, scores)
+    assert found is not None
+    assert found.value == 9 / 4
+    assert needless_tool_calls(hard, scores) is None
+
+
+# --- rounds -------------------------------------------------------------------------------------------------------
+
+
+def rounds(count: int, **metrics: Any) -> list[Round]:
+    told = {"tokens_compared": 100, "logprob_abs_diff_mean": 0.001, "tokens_trained": 100, "untrained_tokens": {}}
+    held = Round(
+        id="r", alias="agent", state=RoundState.COMMITTED, from_version=0, to_version=1, started_at=1.0, ended_at=2.0,
+        checkpoint="x", metrics=told | metrics, reason=None,
+    )  # fmt: skip
+    return [held] * count
+
+
+def test_trainer_and_engine_that_disagree_are_an_alarm() -> None:
+    assert last_rounds(rounds(1), SETTINGS)[0].reason is None
+    found = one(last_rounds(rounds(1, logprob_abs_diff_mean=0.9) + rounds(4), SETTINGS), "mismatch")
+    assert found.value == pytest.approx(0.1808)
+    assert "same weights, dtype" in str(found.reason)
+
+
+def test_tokens_that_are_mostly_left_out_are_an_alarm_with_the_reasons() -> None:
+    found = one(last_rounds(rounds(2, untrained_tokens={"greedy": 300, "aborted": 1}), SETTINGS), "left_out_tokens")
+    assert "75% of the sampled tokens of the last 2 rounds were not trained" in str(found.reason)
+    assert "600 tokens greedy (sampled at temperature 0" in str(found.reason)
+
+
+def test_before_the_first_round_there_is_nothing_to_say() -> None:
+    assert last_rounds([], SETTINGS) == []
+    assert drift([], SETTINGS) == []
+
+
+# --- change -------------------------------------------------------------------------------------------------------
+
+
+def test_a_change_needs_enough_values_and_more_than_chance() -> None:
+    assert change([1.0] * 15, [9.0] * 100) is None
+    assert share_change((1, 15), (9, 100)) is None
+    noise = change([float(n % 10) for n in range(100)], [float(n % 10) for n in range(5, 95)])
+    assert noise is not None
+    assert abs(noise.sigmas) < 1
+    grown = change([1.0] * 20, [2.0] * 20)
+    assert grown is not None
+    assert (grown.ratio, grown.sigmas) == (2.0, float("inf"))
+
+
+def test_a_window_without_a_past_is_refused() -> None:
+    with pytest.raises(ValidationError, match="lower recent or raise window"):
+        SentinelSettings(window=64, recent=33)

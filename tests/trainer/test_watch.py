@@ -1,0 +1,99 @@
+"""The watcher over a real store: alarms come, go by themselves, and hold training while tools are sick."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from store import Store, open_store
+from store.states import ToolResult
+from tests.records import answered_trajectory, begun, ended
+from tests.trainer import tool_records
+from trainer.sentinel.conduct import conduct
+from trainer.sentinel.settings import SentinelSettings
+from trainer.sentinel.watch import Sentinel
+
+EAGER = SentinelSettings(every_seconds=1.0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(str(tmp_path / "store.db"))
+    yield opened
+    opened.close()
+
+
+def tool_called(store: Store, name: str, result: ToolResult, times: int = 50, alias: str = "agent") -> None:
+    """A trajectory whose only call called a tool so many times, with this result."""
+    answered_trajectory(store, name, alias=alias)
+    tool_records.tool_called(store, name, result, times, alias)
+
+
+def test_a_sick_tool_holds_training_and_a_mended_one_lets_it_go_on(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    watching = Sentinel(EAGER, store, "agent")
+    tool_called(store, "a1", ToolResult.OK, 200)
+    assert not watching.look(1.0)
+    tool_called(store, "a2", ToolResult.TIMEOUT)
+    assert watching.look(2.0)
+    standing = {alarm.name: alarm.reason for alarm in store.alarms.standing()}
+    assert set(standing) == {"tool_health:agent", "training_held:agent"}
+    assert standing["training_held:agent"].startswith("no step is taken, collecting and judging go on: tool 'search'")
+    assert "event=training_held" in caplog.text
+    tool_called(store, "a3", ToolResult.OK)
+    assert not watching.look(3.0)
+    assert store.alarms.standing() == []
+    assert "event=training_resumed" in caplog.text
+
+
+def test_it_looks_no_oftener_than_it_is_told_to(store: Store) -> None:
+    watching = Sentinel(SentinelSettings(every_seconds=30.0), store, "agent")
+    watching.look(1.0)
+    tool_called(store, "a1", ToolResult.TIMEOUT)
+    assert not watching.look(30.0)
+    assert watching.look(31.0)
+
+
+def test_without_hold_a_sick_tool_is_an_alarm_and_training_goes_on(store: Store) -> None:
+    tool_called(store, "a1", ToolResult.ERROR)
+    assert not Sentinel(SentinelSettings(hold=False), store, "agent").look(1.0)
+    assert [alarm.name for alarm in store.alarms.standing()] == ["tool_health:agent"]
+
+
+def test_the_tools_of_another_alias_hold_nobody_up(store: Store) -> None:
+    tool_called(store, "b1", ToolResult.ERROR, alias="other")
+    assert not Sentinel(EAGER, store, "agent").look(1.0)
+
+
+def test_an_alarm_that_a_dead_trainer_left_is_cleared_by_the_next(store: Store) -> None:
+    tool_called(store, "a1", ToolResult.ERROR)
+    Sentinel(EAGER, store, "agent").look(1.0)
+    tool_called(store, "a2", ToolResult.OK)
+    Sentinel(EAGER, store, "agent").look(2.0)
+    assert store.alarms.standing() == []
+
+
+def test_a_look_reads_a_few_trajectories_at_a_time_and_each_once(store: Store) -> None:
+    for number in range(100):
+        answered_trajectory(store, f"t{number:03}")
+    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    watching = Sentinel(EAGER, store, "agent")
+    watching.look(1.0)
+    assert len(watching._conducts) == 64
+    first = dict(watching._conducts)
+    watching.look(2.0)
+    assert len(watching._conducts) == 100
+    assert all(watching._conducts[name] is told for name, told in first.items())
+
+
+def test_reasoning_tokens_are_the_reasonings_share_of_what_was_sampled(store: Store) -> None:
+    start = begun("call_a", "a")
+    reply = {"role": "assistant", "content": f"<think>{'a' * 30}</think>{'b' * 10}"}
+    store.calls.ship([ended(start, reply, ids=range(3, 13))])
+    told = conduct(store.trajectories.read("a"))
+    assert (told.sampled_tokens, told.reasoning_tokens, told.actions) == (10, 7.5, 1)

@@ -1,0 +1,20 @@
+"""Tool calls in a store, with what came of them."""
+
+from __future__ import annotations
+
+from store import Store
+from store.states import ToolOutcome, ToolResult
+from store.tool_records import ToolAnswer, ToolCall
+
+
+def tool_called(store: Store, name: str, result: ToolResult, times: int = 50, alias: str = "agent") -> None:
+    """The call of a one-call trajectory called a tool so many times, with this result."""
+    made = [
+        ToolCall(
+            call_id=f"call_{name}", choice=0, place=place, alias=alias, version=0, tool="search",
+            tool_call_id=f"i{place}", outcome=ToolOutcome.VALID,
+        )
+        for place in range(times)
+    ]  # fmt: skip
+    told = [ToolAnswer(call_id=f"call_{name}", choice=0, tool_call_id=one.tool_call_id, result=result) for one in made]
+    store.tools.record(made, told)

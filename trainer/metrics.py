@@ -1,0 +1,142 @@
+"""What the trainer counts, for Prometheus, at an address of its own. Every name is documented in docs/metrics.md.
+
+Counts that the store keeps (drops, standing alarms) are read when Prometheus asks, so that they survive restarts; a
+store that does not answer leaves them out of that answer. The rest is what this process saw.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from store import Store
+from store.errors import StoreError
+from store.records import Round
+from store.states import RoundState
+from trainer.errors import SettingError
+from trainer.sentinel import Finding
+
+log = logging.getLogger(__name__)
+
+_MOST_SUBJECTS = 100  # tools or families of one metric: agents choose their names
+_SUBJECT_CHARS = 64
+
+# What findings are shown as: metric -> help, and whether it has a tool as subject.
+_FOUND = {
+    "ratchet_tool_failure_share": ("Share of a tool's newest fitting calls that failed", True),
+    "ratchet_tool_use_share": ("Share of the trajectories that were offered a tool and used it", True),
+    "ratchet_trajectory_tokens": ("Sampled tokens per trajectory", False),
+    "ratchet_reasoning_tokens_per_action": ("Reasoning tokens per tool call or answer", False),
+    "ratchet_actions_per_trajectory": ("Tool calls and answers per trajectory", False),
+    "ratchet_made_up_argument_share": ("Share of tool arguments that occur nowhere in their context", False),
+    "ratchet_needless_tool_calls": ("Tool calls per trajectory on tasks that are solved without any", False),
+    "ratchet_logprob_mismatch_nats": ("Mean |trainer - engine| logprob of the last rounds", False),
+    "ratchet_left_out_token_share": ("Share of sampled tokens that the last rounds did not train", False),
+}
+
+# What the newest committed round is shown as: metric -> (key of its metrics, help).
+_ROUND = {
+    "ratchet_round_reward": ("reward", "Mean score of the newest round's trajectories"),
+    "ratchet_round_loss": ("loss", "Loss of the newest round"),
+    "ratchet_round_gradient_norm": ("grad_norm", "Gradient norm of the newest round, before clipping"),
+    "ratchet_round_entropy_nats": ("entropy", "Entropy of the policy at the trained tokens"),
+    "ratchet_round_clip_share": ("clip_share", "Share of trained tokens that the clip silenced"),
+    "ratchet_round_tokens": ("tokens_trained", "Tokens that the newest round trained"),
+    "ratchet_round_seconds": ("seconds", "Time that the newest round's steps took"),
+}
+
+
+class Metrics:
+    """The trainer's metrics of one alias in a registry of their own."""
+
+    def __init__(self, alias: str, store: Store | None = None) -> None:
+        self._alias = alias
+        self.registry = registry = CollectorRegistry()
+        self._held = Gauge("ratchet_training_held", "1 while no step is taken", ["alias"], registry=registry)
+        self._held.labels(alias).set(0)
+        self._found = {
+            name: Gauge(name, said, ["alias", "tool"] if by_tool else ["alias"], registry=registry)
+            for name, (said, by_tool) in _FOUND.items()
+        }
+        self._round = {name: Gauge(name, said, ["alias"], registry=registry) for name, (_, said) in _ROUND.items()}
+        self._rounds = Counter("ratchet_rounds", "Rounds by their end", ["alias", "state"], registry=registry)
+        self._left_out = Counter(
+            "ratchet_tokens_dropped", "Sampled tokens of trained trajectories without loss", ["alias", "reason"],
+            registry=registry,
+        )  # fmt: skip
+        self._counted: set[str] = set()  # ids of rounds
+        if store is not None:
+            registry.register(_Stored(store, alias))
+
+    def found(self, findings: Sequence[Finding], *, held: bool) -> None:
+        """Show what the sentinel found at its last look, and nothing of earlier ones."""
+        self._held.labels(self._alias).set(held)
+        for name, (_, by_tool) in _FOUND.items():
+            gauge = self._found[name]
+            gauge.clear()
+            for one in [finding for finding in findings if finding.metric == name][:_MOST_SUBJECTS]:
+                subject = (one.subject[:_SUBJECT_CHARS],) if by_tool else ()
+                gauge.labels(self._alias, *subject).set(one.value)
+
+    def rounds(self, newest: Sequence[Round]) -> None:
+        """Count rounds that have ended since the last time, newest first, and show the newest committed one."""
+        ended = [one for one in newest if one.state is not RoundState.STARTED]
+        for one in ended:
+            if one.id not in self._counted:
+                self._rounds.labels(self._alias, str(one.state)).inc()
+                for reason, tokens in (one.metrics.get("untrained_tokens") or {}).items():
+                    self._left_out.labels(self._alias, reason).inc(tokens)
+        self._counted = {one.id for one in ended}
+        committed = next((one for one in ended if one.state is RoundState.COMMITTED), None)
+        for name, (key, _) in _ROUND.items():
+            if committed is not None and key in committed.metrics:
+                self._round[name].labels(self._alias).set(committed.metrics[key])
+
+    def serve(self, host: str, port: int) -> int:
+        """Answer GET /metrics in a thread of its own; return the port. Raises SettingError where it is taken."""
+        try:
+            server, _ = start_http_server(port, addr=host, registry=self.registry)
+        except OSError as error:
+            raise SettingError(
+                f"trainer.metrics_port {port} at {host} cannot be used: {error.strerror}; choose another, or null"
+            ) from error
+        log.info("event=metrics_ready url=http://%s:%d/metrics", host, server.server_port)
+        return int(server.server_port)
+
+
+class _Stored(Collector):
+    """Counts that the store keeps."""
+
+    def __init__(self, store: Store, alias: str) -> None:
+        self._store = store
+        self._alias = alias
+
+    def describe(self) -> Iterable[Metric]:
+        """Return the names without asking the store."""
+        return _families()
+
+    def collect(self) -> Iterable[Metric]:
+        """Read the store; a store that is away tells nothing."""
+        dropped, groups, alarms = _families()
+        try:
+            for reason, count in self._store.trajectories.drop_counts().items():
+                dropped.add_metric([reason], count)
+            for reason, count in self._store.groups.drop_counts(self._alias).items():
+                groups.add_metric([self._alias, reason], count)
+            for alarm in self._store.alarms.standing():
+                alarms.add_metric([alarm.name], 1)
+        except StoreError as error:
+            log.warning("event=metrics_without_store reason=%r", str(error))
+        return dropped, groups, alarms
+
+
+def _families() -> tuple[CounterMetricFamily, CounterMetricFamily, GaugeMetricFamily]:
+    return (
+        CounterMetricFamily("ratchet_trajectories_dropped", "Trajectories that were put aside", labels=["reason"]),
+        CounterMetricFamily("ratchet_groups_dropped", "Groups that were put aside", labels=["alias", "reason"]),
+        GaugeMetricFamily("ratchet_alarm_standing", "1 for every alarm that is not cleared", labels=["name"]),
+    )

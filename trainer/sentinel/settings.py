@@ -1,0 +1,55 @@
+"""The sentinel's settings: how much is looked at, and from where on it is an alarm."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class SentinelSettings(BaseModel):
+    """Thresholds; their reasons stand in docs/sentinel.md."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    every_seconds: float = Field(30.0, gt=0, description="pause between looks")
+    window: int = Field(512, ge=32, le=1000, description="newest trajectories that are looked at")
+    recent: int = Field(64, ge=8, description="the newest of those, held against the others")
+    sigmas: float = Field(4.0, gt=0, description="standard errors that a change must exceed to count")
+    hold: bool = Field(True, description="whether sick tools hold training back; false: they are only an alarm")
+    tool_calls: int = Field(50, ge=10, description="newest results of a tool, held against its earlier ones")
+    tool_failure_share: float = Field(
+        0.95,
+        gt=0,
+        le=1,
+        description="share of a tool's newest calls that fail from which it is sick, whatever its past",
+    )
+    tool_failure_rise: float = Field(
+        0.3, gt=0, le=1, description="rise of that share over the tool's own past from which it is sick"
+    )
+    length_ratio: float = Field(2.0, gt=1, description="growth or fall of sampled tokens per trajectory that is drift")
+    reasoning_ratio: float = Field(3.0, gt=1, description="growth or fall of reasoning tokens per action that is drift")
+    made_up_rise: float = Field(
+        0.2, gt=0, le=1, description="rise of the share of tool arguments that occur nowhere in their context"
+    )
+    coverage_least: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="a tool is neglected below this share of the trajectories that could use it; 0: off",
+    )
+    mismatch_nats: float = Field(
+        0.1, gt=0, description="mean |trainer - engine| logprob of the last rounds that is a mismatch, nats"
+    )
+    left_out_share: float = Field(
+        0.5, gt=0, le=1, description="share of sampled tokens that the last rounds could not train"
+    )
+
+    @model_validator(mode="after")
+    def _something_to_compare_with(self) -> Self:
+        if 2 * self.recent > self.window:
+            raise ValueError(
+                f"recent {self.recent} is more than half of window {self.window}: nothing is left to compare with; "
+                "lower recent or raise window"
+            )
+        return self

@@ -1,0 +1,130 @@
+"""The watcher: feeds the checks from the store, raises and clears their alarms, and says whether training should wait.
+
+Promises: a look costs a bounded amount of reading (the newest tool calls and rounds, and of the window's trajectories
+those that it has not read before, a few at a time); an alarm clears at the first look that finds its cause gone; what
+holds training is an alarm of its own, `training_held`. Never raises for what it finds. Does not stop collecting,
+grouping or judging.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from store import Store
+from store.errors import UnknownRecord
+from store.listing import Chosen
+from store.records import Trajectory
+from store.states import TrajectoryState
+from trainer.metrics import Metrics
+from trainer.sentinel import Finding
+from trainer.sentinel.conduct import Conduct, conduct
+from trainer.sentinel.drift import drift, needless_tool_calls
+from trainer.sentinel.last_rounds import LOOKED_AT, last_rounds
+from trainer.sentinel.settings import SentinelSettings
+from trainer.sentinel.tool_health import CHECK, ToolPast, tool_health
+
+log = logging.getLogger(__name__)
+
+HELD = "training_held"
+_TOOL_CALLS = 2_000  # newest ones of the alias
+_READ_AT_ONCE = 64  # transcripts in one look
+_TOLD = 3  # subjects that an alarm names
+_ABANDONED = 4  # rounds read for each committed one that is looked at
+
+
+class Sentinel:
+    """Watches one alias."""
+
+    def __init__(self, settings: SentinelSettings, store: Store, alias: str, metrics: Metrics | None = None) -> None:
+        self._settings = settings
+        self._store = store
+        self._alias = alias
+        self._metrics = metrics or Metrics(alias)
+        self._looked_at: float | None = None
+        self._conducts: dict[str, Conduct] = {}
+        self._pasts: dict[str, ToolPast] = {}  # of tools that are sick
+        self._standing: set[str] | None = None  # checks whose alarm stands; None: not known yet
+        self.findings: tuple[Finding, ...] = ()
+        self.holding = False
+
+    def look(self, now: float) -> bool:
+        """Look where it is time to; return whether training should wait."""
+        if self._looked_at is None or now - self._looked_at >= self._settings.every_seconds:
+            self._looked_at = now
+            self.findings = tuple(self._look())
+            self._tell(self.findings)
+            self._metrics.found(self.findings, held=self.holding)
+        return self.holding
+
+    def _look(self) -> list[Finding]:
+        rounds = self._store.rounds.page(self._alias, limit=_ABANDONED * LOOKED_AT)
+        self._metrics.rounds(rounds)
+        conducts = self._newest_conducts()
+        needless = needless_tool_calls(conducts, self._scores([one.trajectory_id for one in conducts]))
+        return [
+            *self._tool_health(),
+            *drift(conducts, self._settings),
+            *last_rounds(rounds, self._settings),
+            *([needless] if needless else []),
+        ]
+
+    def _tool_health(self) -> list[Finding]:
+        newest = self._store.tools.newest_answered(self._alias, _TOOL_CALLS)
+        findings, pasts = tool_health(newest, self._settings, self._pasts)
+        sick = {found.subject for found in findings if found.reason}
+        self._pasts = {tool: past for tool, past in pasts.items() if tool in sick}
+        return findings
+
+    def _scores(self, names: Sequence[str]) -> dict[str, float]:
+        verdicts = self._store.groups.verdicts(names) if names else {}
+        return {name: verdict.score for name, verdict in verdicts.items() if verdict.score is not None}
+
+    def _newest_conducts(self) -> list[Conduct]:
+        """Return the conducts of the window as far as they were read, oldest first; reads some more."""
+        runs = self._store.trajectories.page(limit=self._settings.window, chosen=Chosen(alias=self._alias))
+        ended = [run for run in runs if run.purpose == "live" and run.state is not TrajectoryState.OPEN]
+        known = {run.id: self._conducts[run.id] for run in ended if run.id in self._conducts}
+        for run in [run for run in ended if run.id not in known][:_READ_AT_ONCE]:
+            read = self._read(run)
+            if read is not None:
+                known[run.id] = read
+        self._conducts = known
+        return [known[run.id] for run in reversed(ended) if run.id in known]
+
+    def _read(self, run: Trajectory) -> Conduct | None:
+        try:
+            return conduct(self._store.trajectories.read(run.id))
+        except UnknownRecord:  # deleted in between
+            return None
+
+    def _tell(self, findings: Sequence[Finding]) -> None:
+        """Raise the alarms of what was found, and clear those whose cause is gone."""
+        wrong: dict[str, list[str]] = {}
+        for found in findings:
+            if found.reason:
+                wrong.setdefault(found.check, []).append(found.reason)
+        holds = [found.reason for found in findings if found.holds and found.reason] if self._settings.hold else []
+        if holds:
+            wrong[HELD] = [f"no step is taken, collecting and judging go on: {_joined(holds)}"]
+        checks = {CHECK, HELD, *(found.check for found in findings)}
+        for check in sorted(checks if self._standing is None else checks | self._standing):
+            self._alarm(check, wrong.get(check, []))
+        if bool(holds) != self.holding:
+            log.warning("event=%s reason=%r", "training_held" if holds else "training_resumed", _joined(holds))
+        self.holding = bool(holds)
+        self._standing = set(wrong)
+
+    def _alarm(self, check: str, reasons: Sequence[str]) -> None:
+        name = f"{check}:{self._alias}"
+        if reasons:
+            self._store.alarms.raise_(name, _joined(reasons))
+            if self._standing is None or check not in self._standing:
+                log.warning("event=alarm name=%s reason=%r", name, _joined(reasons))
+        elif self._standing is None or check in self._standing:
+            self._store.alarms.clear(name)
+
+
+def _joined(reasons: Sequence[str]) -> str:
+    more = f"; and {len(reasons) - _TOLD} more" if len(reasons) > _TOLD else ""
+    return "; ".join(reasons[:_TOLD]) + more
