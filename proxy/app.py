@@ -109,7 +109,7 @@ def create_app(
 
     def captured(dialect: Dialect) -> Endpoint:
         dialect = dialect if redactor is None else Redacting(dialect, redactor)
-        return Endpoint(dialect, book, links, recorder, forwarder, contexts, metrics, observer, settings.body_limit,
+        return Endpoint(dialect, book, links, recorder, forwarder, contexts, metrics, observer, settings.bounds,
                         settings.keep_alive_seconds)  # fmt: skip
 
     models = Models(book)
@@ -120,9 +120,9 @@ def create_app(
         {
             ("POST", "/chat/completions"): captured(Chat()),
             ("POST", "/completions"): captured(Completions()),
-            ("POST", "/responses"): captured(Responses(store)),
+            ("POST", "/responses"): captured(Responses(store, settings.bounds)),
             ("POST", "/messages"): captured(Messages()),
-            ("POST", "/messages/count_tokens"): CountTokens(book, upstream, pool, settings.body_limit),
+            ("POST", "/messages/count_tokens"): CountTokens(book, upstream, pool, settings.bounds),
             ("GET", "/models"): models,
             ("GET", "/metrics"): metrics,
             ("GET", "/health/live"): health.live,
@@ -131,7 +131,7 @@ def create_app(
         },
         models=models,
         mounts={"/api": create_operator(store, shipper, links, desk)},
-        rest=PassThrough(book, upstream, pool, others, metrics, settings.body_limit),
+        rest=PassThrough(book, upstream, pool, others, metrics, settings.bounds),
     )
     ring = KeyRing(settings, store)
     app = Errors(Keys(Inflate(routes, settings.body_limit), ring), count=metrics.refused)

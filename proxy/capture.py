@@ -158,7 +158,7 @@ class Capture:
             for fields in choices:
                 self._choice(fields).whole(self._message(fields))
             top["choices"] = Raw(_encode(choices))
-        except (msgspec.DecodeError, KeyError, TypeError) as error:
+        except (msgspec.DecodeError, KeyError, TypeError, RecursionError) as error:
             raise UpstreamBroke(f"the upstream's answer is not a chat completion: {error}") from error
         return _encode(top)
 
@@ -176,7 +176,7 @@ class Capture:
             for fields in choices:
                 if self._grow(self._choice(fields), fields):
                     idle = False
-        except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        except (msgspec.DecodeError, KeyError, TypeError, AttributeError, RecursionError):
             self._unread = "a chunk could not be read"
             return data
         if not self._asks_usage and "usage" in top:

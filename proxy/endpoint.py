@@ -18,8 +18,9 @@ from dataclasses import replace
 
 from starlette.types import Receive, Scope, Send
 
+from proxy.access.bounds import Bounds, read_json
 from proxy.access.limits import HOLD, Hold
-from proxy.asgi import KEY_ID, headers_of, read_body, send_bytes
+from proxy.asgi import KEY_ID, headers_of, send_bytes
 from proxy.dialects.dialect import LARGE, Asked, Dialect, Voice
 from proxy.disconnect import Watch
 from proxy.errors import UpstreamBroke, UpstreamError, UpstreamRefused
@@ -60,7 +61,7 @@ class Endpoint:
         contexts: Contexts | None,
         metrics: Metrics,
         observer: Observer,
-        body_limit: int,
+        bounds: Bounds,
         keep_alive: float,
     ) -> None:
         self._dialect = dialect
@@ -71,12 +72,12 @@ class Endpoint:
         self._contexts = contexts
         self._metrics = metrics
         self._observer = observer
-        self._body_limit = body_limit
+        self._bounds = bounds
         self._keep_alive = keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
-        body = await read_body(receive, self._body_limit)
+        body = await read_json(receive, self._bounds)
         asked = await self._dialect.read(body, scope[KEY_ID])
         headers = headers_of(scope)
         hold: Hold | None = scope.get(HOLD)

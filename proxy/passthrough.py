@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import re
 import string
-from urllib.parse import quote_from_bytes
+from urllib.parse import quote_from_bytes, unquote
 
 import msgspec
 from msgspec import Raw
 from starlette.types import Receive, Scope, Send
 
+from proxy.access.bounds import Bounds, read_json
 from proxy.access.limits import HOLD
 from proxy.asgi import PATH, TRAJECTORY, header, read_body
 from proxy.disconnect import Watch
@@ -45,6 +46,7 @@ _CONTROL = frozenset(
     }
 )  # fmt: skip
 _OF_OTHERS = ("/embeddings", "/rerank", "/score", "/classify", "/pooling", "/moderations")
+_KEYS = ("key", "api_key", "api-key", "apikey", "x-api-key", "access_token", "token", "authorization")
 _OURS = ("connection", "keep-alive", "transfer-encoding", "content-length", "server", "date")
 
 
@@ -58,23 +60,23 @@ class PassThrough:
         pool: Pool[Replica],
         others: OtherModels,
         metrics: Metrics,
-        body_limit: int,
+        bounds: Bounds,
     ) -> None:
         self._book = book
         self._others = others
         self._upstream = upstream
         self._pool = pool
         self._adapters = Adapters(book, upstream, metrics)
-        self._body_limit = body_limit
+        self._bounds = bounds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not _may_pass(scope[PATH]):
             raise NotFound(f"no route {scope['method']} {scope['path'][:200]}", code="unknown_route")
-        body = await read_body(receive, self._body_limit)
+        is_json = "json" in (header(scope, b"content-type") or "")
+        body = await (read_json(receive, self._bounds) if is_json else read_body(receive, self._bounds.body))
         if HOLD in scope:
             scope[HOLD].reserve_prompt(body)
-        kind = header(scope, b"content-type") or ""
-        fields, name = _fields(body) if body and "json" in kind else ({}, None)
+        fields, name = _fields(body) if body and is_json else ({}, None)
         other = name in self._book.others
         if other and scope[PATH] not in _OF_OTHERS:
             raise NotFound(f"no route {scope['path'][:200]} for the model {name}", code="unknown_route")
@@ -137,13 +139,19 @@ def _fields(body: bytes) -> tuple[dict[str, Raw], str | None]:
     try:
         fields = msgspec.json.decode(body, type=dict[str, Raw])
         return fields, msgspec.json.decode(fields["model"], type=str) if "model" in fields else None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not a JSON object with a model name: {error}") from error
 
 
 def _query(scope: Scope) -> str:
-    query = quote_from_bytes(scope["query_string"], safe=string.punctuation)
+    """Return the query for the upstream, without what may be a key: keys are read from headers alone."""
+    parts = [part for part in scope["query_string"].split(b"&") if not _is_key(part)]
+    query = quote_from_bytes(b"&".join(parts), safe=string.punctuation)
     return f"?{query}" if query else ""
+
+
+def _is_key(part: bytes) -> bool:
+    return unquote(part.partition(b"=")[0].decode("latin-1")).lower() in _KEYS
 
 
 def _headers(scope: Scope) -> dict[str, str]:

@@ -6,6 +6,7 @@ first level is taken apart; everything else stays raw JSON until it is needed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -32,6 +33,9 @@ _messages = msgspec.json.Decoder(list[dict[str, Any]])
 _encode = msgspec.json.Encoder().encode
 
 _LARGE = 4096  # bytes; of a larger sampling parameter only the presence is recorded
+
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")  # it may have more than 64 bits
+_CACHED_TOOLS = 256 * 1024  # bytes
 
 _TRUE = Raw(b"true")
 _ZERO = Raw(b"0")
@@ -85,7 +89,7 @@ def read(body: bytes) -> ChatRequest:
     if not messages:
         raise BadRequest("`messages` is empty", param="messages")
     streamed, options = stream_in(fields)
-    tools_hash, tools = _tools(bytes(fields["tools"])) if "tools" in fields else ("", b"")
+    tools_hash, tools = _tools_in(fields)
     return ChatRequest(
         fields=fields,
         model=model,
@@ -127,15 +131,31 @@ def stream_in(fields: Mapping[str, Raw]) -> tuple[bool, dict[str, Any]]:
 
 
 def sampling_in(fields: Mapping[str, Raw]) -> dict[str, Any]:
-    """Return the sampling parameters as they were sent; `True` in place of a large one."""
-    return {
-        name: value(fields, name) if len(bytes(fields[name])) <= _LARGE else True for name in SAMPLING if name in fields
-    }
+    """Return the sampling parameters as they were sent; `True` in place of one that is too large for a record."""
+    return {name: _sampled_by(bytes(fields[name])) for name in SAMPLING if name in fields}
+
+
+def _sampled_by(raw: bytes) -> Any:
+    found = msgspec.json.decode(raw) if len(raw) <= _LARGE else True
+    if len(raw) > 18 and _LONG_NUMBER.search(raw):
+        try:
+            msgspec.msgpack.encode(found)
+        except OverflowError:
+            return True
+    return found
 
 
 def value(fields: Mapping[str, Raw], name: str) -> Any:
     """Return a field decoded; None where it is absent."""
     return msgspec.json.decode(fields[name]) if name in fields else None
+
+
+def _tools_in(fields: Mapping[str, Raw]) -> tuple[str, bytes]:
+    """Return (hash, canonical JSON) of the tool list; only lists of a usual size are kept for the next call."""
+    raw = bytes(fields.get("tools", b""))
+    if not raw:
+        return "", b""
+    return _tools(raw) if len(raw) <= _CACHED_TOOLS else _tools.__wrapped__(raw)
 
 
 @lru_cache(maxsize=64)

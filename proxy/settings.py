@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from proxy.access.bounds import Bounds
 from proxy.upstreams.model_list import ModelEntry, keys_in
 
 KEYS_VARIABLE = "RATCHET_API_KEYS"
@@ -50,6 +51,10 @@ class ProxySettings(BaseModel):
     read_timeout: float = Field(default=30.0, gt=0)  # for a request to arrive; more for large ones
     write_timeout: float = Field(default=60.0, gt=0)  # for a client to read on
     body_limit: int = Field(default=64 * 2**20, ge=1024)
+    most_messages: int = Field(default=10_000, ge=1)  # in one request
+    most_tools: int = Field(default=1_000, ge=1)
+    most_depth: int = Field(default=100, ge=8, le=200)  # levels of JSON; what reads it again has the stack for these
+    most_values: int = Field(default=2_000_000, ge=1000)  # of JSON
     journal_limit: int = Field(default=4 * 2**30, ge=2**16)  # all segments together
     segment_bytes: int = Field(default=8 * 2**20, ge=2**12)
     request_timeout: float = Field(default=600.0, gt=0)
@@ -103,6 +108,11 @@ class ProxySettings(BaseModel):
 
             Patterns(self.redact, self.redact_patterns)
         return self
+
+    @property
+    def bounds(self) -> Bounds:
+        """What a request's JSON may hold."""
+        return Bounds(self.body_limit, self.most_messages, self.most_tools, self.most_depth, self.most_values)
 
     @property
     def redacts(self) -> bool:

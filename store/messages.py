@@ -17,11 +17,14 @@ from typing import Any
 
 import msgspec
 
+from store.nesting import is_deeper
 from store.records import MessageNode
 
 ROOT = ""
 ANYWHERE = "anywhere"  # in place of a parent's key: the message wherever it stands
 _HASH = "b2:"  # BLAKE2b, 16 bytes: the algorithm's name is part of every hash text
+
+_DEEP = 100  # levels; arguments that go deeper are compared as text
 
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # parts that agents keep or drop as they like
 _THOUGHT_END = "</think>"  # of models whose thoughts nobody parses
@@ -58,7 +61,7 @@ def _arguments(text: Any) -> Any:
     if not isinstance(text, str):
         return text or {}
     try:
-        return _decode_arguments(text) or {}
+        return (text.strip() if is_deeper(text, _DEEP) else _decode_arguments(text)) or {}
     except msgspec.DecodeError:
         return text.strip() or {}
 

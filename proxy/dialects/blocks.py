@@ -178,7 +178,7 @@ class TellingVoice:
             return None
         try:
             return _events(self._teller.feed(_object.decode(kept)))
-        except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+        except (msgspec.DecodeError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UpstreamBroke(f"the upstream sent a chunk that cannot be read: {error}") from error
 
     def end(self) -> bytes:

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from proxy.asgi import JSON, read_body, send_bytes, send_json
+from proxy.access.bounds import Bounds, read_json
+from proxy.asgi import JSON, send_bytes, send_json
 from proxy.dialects import inner, messages_request
 from proxy.dialects.dialect import read_body_with
 from proxy.disconnect import Watch
@@ -27,14 +28,14 @@ PATH = "/tokenize"
 class CountTokens:
     """The endpoint. Nothing is generated, so nothing is recorded."""
 
-    def __init__(self, book: PolicyBook, upstream: Upstream, pool: Pool[Replica], body_limit: int) -> None:
+    def __init__(self, book: PolicyBook, upstream: Upstream, pool: Pool[Replica], bounds: Bounds) -> None:
         self._book = book
         self._upstream = upstream
         self._pool = pool
-        self._body_limit = body_limit
+        self._bounds = bounds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body_with(self._body, await read_body(receive, self._body_limit))
+        body = await read_body_with(self._body, await read_json(receive, self._bounds))
         with Watch(receive) as watch:
             try:
                 status, answer = await self._ask(body)

@@ -147,5 +147,5 @@ def _input(arguments: str) -> dict[str, Any]:
     """Return a tool call's arguments as an object; what is none is kept, so that it comes back as it was."""
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return {messages_request.UNREADABLE: arguments}

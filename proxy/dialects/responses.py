@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from proxy.access.bounds import Bounds
 from proxy.capture import Capture
 from proxy.dialects import chat, inner, responses_request
 from proxy.dialects.blocks import TellingVoice
@@ -23,8 +24,9 @@ class Responses:
     path = chat.PATH
     shape = OPENAI
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, bounds: Bounds) -> None:
         self._memory = ResponseMemory(store)
+        self._bounds = bounds
 
     async def read(self, body: bytes, key_id: str | None) -> Asked:
         """Return what a request asks for. Raises BadRequest; NotFound for an unknown previous response."""
@@ -36,6 +38,7 @@ class Responses:
     def _read(self, body: Json, previous: Turn | None) -> Asked:
         added = responses_request.added_messages(body)
         before = previous.conversation(instructed=bool(body.get("instructions"))) if previous else []
+        self._bounds.check_messages(len(before) + len(added))
         wanted = responses_request.read(body, added, before)
         if previous:
             wanted.follows = (previous.trajectory_id, previous.call_id)

@@ -186,5 +186,5 @@ def _input(arguments: str) -> str:
     """Return a custom tool's input: what its JSON wrapper holds, or the text where it is none."""
     try:
         return str(msgspec.json.decode(arguments, type=dict[str, Any])["input"]) if arguments else ""
-    except (msgspec.DecodeError, KeyError):
+    except (msgspec.DecodeError, KeyError, RecursionError):
         return arguments

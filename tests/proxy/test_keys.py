@@ -191,3 +191,14 @@ def test_when_a_key_was_used_last_is_noted(start: Start, store: Store, vllm_url:
     with running(vllm_url, store, tmp_path / "apart") as proxy:
         assert status(proxy, agent) == 200
     assert store.keys.all()[0].last_used_at == pytest.approx(time.time(), abs=30)
+
+
+def test_a_key_in_a_url_is_neither_read_nor_told_to_the_upstream(
+    start: Start, store: Store, vllm: ScriptedVllm
+) -> None:
+    key, _ = made(store)
+    proxy = start()
+    path = f"/v1/score?key={key}&a=1&API%5FKEY={key}&token={key}&b=2&access_token"
+    assert proxy.http.post(path, json={"model": "agent"}).status_code == 401
+    assert proxy.http.post(path, json={"model": "agent"}, headers=bearer(key)).status_code == 200
+    assert vllm.queries[-1] == b"a=1&b=2"

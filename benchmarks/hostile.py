@@ -1,0 +1,348 @@
+"""Hostile clients against a real proxy process with keys: no 5xx of its own making, no growth, nothing of another key.
+
+An agent with a key sends requests with something wrong in any place (`hostile_bodies`), what is no HTTP at all, and
+requests that never end (`hostile_wire`); schemathesis asks the operator API from its own OpenAPI document. Before, an
+agent with another key has said secret words in every dialect; its runs and responses are asked for by name as well.
+The upstream behaves, so every 5xx is the proxy's own. Then everything recorded is read back over the operator API.
+
+    python -m benchmarks.hostile [--requests 10000] [--seed 1] [--store sqlite|postgresql] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis.core.result import Ok
+from starlette.types import Message, Receive, Scope, Send
+
+from benchmarks.databases import postgres_server
+from benchmarks.hostile_bodies import Asking, askings
+from benchmarks.hostile_wire import Reply, SlowSenders, ask, malformed, send
+from proxy.asgi import JSON, send_bytes
+from proxy.settings import hash_key
+from tests.proxy.scripted_vllm import ScriptedVllm
+from tests.proxy.servers import ProxyProcess, eventually, served
+
+_BAD_LINES = ("event=defect", "Traceback", "event=record_failed", "event=dead_letter", "event=tool_checks_failed")
+_CALM = settings(deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+
+
+@dataclass
+class Outcome:
+    """What a campaign came to; `violations` is empty where every promise held. Sizes are MiB."""
+
+    statuses: dict[str, dict[str, int]] = field(default_factory=dict)  # by kind; 0: closed without a reply
+    requests: int = 0
+    own_5xx: list[str] = field(default_factory=list)
+    leaks: list[str] = field(default_factory=list)
+    logged: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+    resident: list[list[float]] = field(default_factory=list)  # of the proxy and its shipper, from the first tenth on
+    open_files: tuple[int, int] = (0, 0)  # before and after
+    recorded: int = 0
+    seconds: float = 0.0
+
+    @property
+    def violations(self) -> list[str]:
+        """Return what must not be."""
+        return [*self.own_5xx, *self.leaks, *self.logged, *self.unreadable]
+
+
+class Upstream:
+    """A scripted vLLM that answers whatever reaches it, and keeps what it was sent where that holds a secret."""
+
+    def __init__(self, upstream_key: str) -> None:
+        self._vllm = ScriptedVllm()
+        self._upstream_key = upstream_key
+        self.secrets: list[str] = []
+        self.leaks: list[str] = []
+        self.opened = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._vllm(scope, receive, send)
+            return
+        body, message = b"", await receive()
+        while True:
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+            message = await receive()
+        head = repr((scope["path"], scope["query_string"], scope["headers"])).replace(self._upstream_key, "")
+        self.leaks += [
+            f"to the upstream: {one} in {scope['path']}" for one in self.secrets if one.encode() in body or one in head
+        ]
+        try:
+            plain = _plain(body)
+        except (ValueError, RecursionError):  # as vLLM tells it
+            await send_bytes(send, 400, b'{"error": {"message": "not JSON", "type": "BadRequestError"}}', [JSON])
+            return
+        given = False
+
+        async def behaved() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": plain, "more_body": False}
+
+        self._vllm.calls.clear()
+        self._vllm.paths.clear()
+        self._vllm.queries.clear()
+        await self._vllm(scope, behaved, send)
+
+
+def _plain(body: bytes) -> bytes:
+    """Return a body that asks the same of a model, with plain words."""
+    asked: Any = json.loads(body) if body else {}
+    asked = asked if isinstance(asked, dict) else {}
+    said = str(asked.get("messages") or asked.get("prompt"))
+    words = said[said.index("#say=") :].split("'")[0] if "#say=" in said else "#say=fine"
+    kept = {name: asked[name] for name in ("model", "logprobs", "return_token_ids", "stream_options") if name in asked}
+    kept["stream"] = asked.get("stream") is True
+    kept["prompt" if "prompt" in asked else "messages"] = (
+        words if "prompt" in asked else [{"role": "user", "content": words}]
+    )
+    return json.dumps({**kept, "input": "x"}).encode()
+
+
+class Campaign:
+    """One proxy and what is done to it."""
+
+    def __init__(self, folder: Path, upstream: Upstream, upstream_url: str, upstream_key: str, store: str) -> None:
+        self.victim, self.attacker, self.operator = (f"rk-{who}-{secrets.token_hex(8)}" for who in ("a", "b", "o"))
+        self._word = f"secret.{secrets.token_hex(8)}"
+        self._upstream = upstream
+        self._log = folder / "proxy.log"
+        self._proxy = ProxyProcess(
+            folder,
+            upstreams=[upstream_url],
+            upstream_key=upstream_key,
+            key_hashes=[hash_key(key.encode()) for key in (self.victim, self.attacker)],
+            operator_hashes=[hash_key(self.operator.encode())],
+            most_trajectories=200,
+            body_limit=8 * 2**20,
+            read_timeout=1.0,
+            request_timeout=20.0,
+            store=store,
+        )
+        self.url = self._proxy.url
+        self._process = psutil.Process(self._proxy.pid)
+        self.outcome = Outcome()
+        self._statuses: dict[str, Counter[str]] = {}
+        eventually(lambda: httpx.get(self.url + "/health/ready", timeout=5).status_code == 200, 30)
+        self._theirs = self._speak()
+        self._hidden = [self._word.replace(".", " "), self.victim, self.operator, upstream_key]
+        upstream.secrets = [self._word.replace(".", " "), self.victim, self.attacker, self.operator]
+
+    def _speak(self) -> list[Asking]:
+        """Say secret words as the other agent; return the requests that try to get at them."""
+        said, mine = f"#say={self._word}", {"authorization": f"Bearer {self.victim}", "x-ratchet-trajectory": "theirs"}
+        chat = {"model": "agent", "messages": [{"role": "user", "content": said}]}
+        client = httpx.Client(base_url=self.url, headers=mine, timeout=20)
+        client.post("/v1/chat/completions", json=chat).raise_for_status()
+        client.post("/v1/completions", json={"model": "agent", "prompt": said}).raise_for_status()
+        client.post("/v1/messages", json={**chat, "max_tokens": 9}).raise_for_status()
+        answer = client.post("/v1/responses", json={"model": "agent", "input": said}).raise_for_status()
+        client.close()
+        name, call = answer.json()["id"], answer.headers["x-ratchet-call"]
+        eventually(lambda: httpx.get(self.url + "/health/backlog").json()["unshipped_records"] == 0, 20)
+        follow = {"model": "agent", "input": "repeat it", "previous_response_id": name}
+        hello = {"model": "agent", "messages": [{"role": "user", "content": "repeat it"}]}
+        return [
+            self._mine("POST", "/v1/responses", follow),
+            self._mine("POST", "/t/theirs/v1/responses", follow),
+            self._mine("POST", "/t/theirs/v1/chat/completions", hello),
+            self._mine("POST", "/v1/chat/completions", hello, ("x-ratchet-trajectory", "theirs")),
+            self._mine("POST", "/v1/chat/completions", hello, ("x-session-id", "theirs"), ("x-request-id", call)),
+            self._mine("POST", "/v1/chat/completions", {**hello, "metadata": {"trajectory_id": "theirs"}}),
+            self._mine("GET", f"/v1/responses/{name}", None),
+            self._mine("GET", f"/v1/responses/{name}/input_items", None),
+            self._mine("DELETE", f"/v1/responses/{name}", None),
+            self._mine("GET", f"/api/calls/{call}", None),
+            self._mine("GET", "/api/calls", None),
+            self._mine("GET", "/api/trajectories/theirs", None),
+            self._mine("POST", "/api/trajectories/theirs/finish", None),
+            self._mine("GET", "/t/theirs/v1/models", None),
+            self._mine("GET", "/metrics", None),
+            self._mine("GET", "/health/backlog", None),
+            self._mine("POST", f"/v1/embeddings?key={self.attacker}", {"model": "agent", "input": "x"}),
+        ]
+
+    def _mine(self, method: str, path: str, body: Any, *headers: tuple[str, str]) -> Asking:
+        sent = b"" if body is None else json.dumps(body).encode()
+        return Asking("theirs", method, path, (("authorization", f"Bearer {self.attacker}"), *headers), sent)
+
+    def run(self, requests: int, number: int) -> None:
+        """Send so many requests, in the order of their seed."""
+        slow = SlowSenders(self.url, self.attacker, 3)
+        for asking in self._theirs:
+            self._ask(asking)
+        operator = requests // 10
+        self._given(requests // 10, number)
+        self._look()
+        before = self._process.num_fds()
+        left = requests - self.outcome.requests - operator
+        steps = 2 if requests < 2000 else 8
+        for step in range(steps):
+            self._given(left // steps, number + 1 + step)
+            for raw in malformed(self.attacker):
+                self._count("not HTTP", send(self.url, raw, half_close=step % 2 == 0), repr(raw[:80]))
+            self._look()
+        self._ask_operator(operator, number)
+        for asking in self._theirs:
+            self._ask(asking)
+        slow.join()
+        for reply in slow.replies:
+            self._count("never ends", reply, "a slow sender")
+        self.outcome.logged += ["a request that never ends was held open"] * slow.left_open
+        self._look()
+        self.outcome.open_files = (before, self._process.num_fds())
+
+    def end(self) -> Outcome:
+        """Read everything back, stop the proxy, and look at its log."""
+        eventually(lambda: httpx.get(self.url + "/health/backlog").json()["unshipped_records"] == 0, 60)
+        with httpx.Client(
+            base_url=self.url, headers={"authorization": f"Bearer {self.operator}"}, timeout=60
+        ) as client:
+            self.outcome.unreadable += list(self._unreadable(client, "calls"))
+            self.outcome.unreadable += list(self._unreadable(client, "trajectories"))
+        if self._proxy.stop() != 0:
+            self.outcome.logged.append("the proxy did not stop cleanly")
+        lines = self._log.read_text(errors="replace").splitlines()
+        self.outcome.logged += [line[:300] for line in lines if any(bad in line for bad in _BAD_LINES)]
+        self.outcome.leaks += [f"in the log: {one[:5]}..." for one in self._hidden if one in "\n".join(lines)]
+        self.outcome.leaks += self._upstream.leaks
+        self.outcome.statuses = {kind: dict(sorted(found.items())) for kind, found in sorted(self._statuses.items())}
+        return self.outcome
+
+    def abandon(self) -> None:
+        """End what still runs."""
+        if self._process.is_running():
+            self._proxy.kill()
+
+    def _given(self, count: int, number: int) -> None:
+        @seed(number)
+        @settings(_CALM, max_examples=count)
+        @given(askings(self.attacker))
+        def one(asking: Asking) -> None:
+            self._ask(asking)
+
+        one()
+
+    def _ask(self, asking: Asking) -> None:
+        what = f"{asking.method} {asking.path[:100]} {dict(asking.headers[1:])} {asking.body[:2000]!r}"[:1500]
+        self._count(asking.kind, ask(self.url, asking), what)
+
+    def _ask_operator(self, count: int, number: int) -> None:
+        """Ask every operation of the operator API what schemathesis finds likely to hurt."""
+        headers = {"authorization": f"Bearer {self.operator}"}
+        api = schemathesis.openapi.from_url(f"{self.url}/api/openapi.json", headers=headers)
+        operations = [found.ok() for found in api.get_all_operations() if isinstance(found, Ok)]
+        for operation in operations:
+
+            @seed(number)
+            @settings(_CALM, max_examples=max(1, count // len(operations)))
+            @given(operation.as_strategy())
+            def one(case: schemathesis.Case[Any]) -> None:
+                reply = case.call(headers=headers, timeout=20)
+                self._count("/api", Reply(reply.status_code, b""), f"{case.method} {case.path} {case.query}")
+
+            one()
+
+    def _count(self, kind: str, reply: Reply, what: str) -> None:
+        self.outcome.requests += 1
+        self._statuses.setdefault(kind, Counter())[str(reply.status)] += 1
+        if reply.status >= 500:
+            self.outcome.own_5xx.append(f"{reply.status} {reply.text[-200:]!r} to {what}")
+        self.outcome.leaks += [
+            f"{kind}: {one[:5]}... told to {what}" for one in self._hidden if one.encode() in reply.text
+        ]
+
+    def _look(self) -> None:
+        processes = [self._process, *self._process.children(recursive=True)]
+        self.outcome.resident.append([round(one.memory_info().rss / 2**20, 1) for one in processes])
+
+    def _unreadable(self, client: httpx.Client, records: str) -> Iterator[str]:
+        """Read all records over the operator API, each by itself; yield those that cannot be."""
+        before: str | None = None
+        while True:
+            params = {"limit": 200} | ({"before": before} if before else {})
+            page = client.get(f"/api/{records}", params=params)
+            if page.status_code != 200:
+                yield f"{page.status_code} for a page of {records} before {before}: {page.text[:200]}"
+                return
+            for row in page.json()["data"]:
+                self.outcome.recorded += records == "calls"
+                if row["id"] == "theirs":
+                    continue
+                answer = client.get(f"/api/{records}/{row['id']}")
+                if answer.status_code != 200:
+                    yield f"{answer.status_code} for {records}/{row['id']}: {answer.text[:200]}"
+                elif self._word.replace(".", " ") in answer.text and "theirs" not in answer.text:
+                    self.outcome.leaks.append(f"{records}/{row['id']} of another key holds the secret words")
+            before = page.json()["next"]
+            if before is None:
+                return
+
+
+def run(folder: Path, requests: int, number: int = 1, store: str = "") -> Outcome:
+    """Run a campaign on a store's URL; SQLite in the folder without one."""
+    began, upstream_key = time.monotonic(), f"up-{secrets.token_hex(8)}"
+    upstream = Upstream(upstream_key)
+    with served(upstream) as upstream_url, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        campaign = Campaign(folder, upstream, upstream_url, upstream_key, store or str(folder / "store.db"))
+        try:
+            campaign.run(requests, number)
+            outcome = campaign.end()
+        finally:
+            campaign.abandon()
+    outcome.seconds = round(time.monotonic() - began, 1)
+    return outcome
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what became of hostile requests; 1 where a promise did not hold."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--store", choices=("sqlite", "postgresql"), default="sqlite")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.store == "postgresql":
+            with postgres_server() as server:
+                outcome = run(Path(folder), options.requests, options.seed, server.url)
+        else:
+            outcome = run(Path(folder), options.requests, options.seed)
+    if options.json:
+        print(json.dumps(asdict(outcome)))
+        return bool(outcome.violations)
+    for kind, found in outcome.statuses.items():
+        print(f"{kind:24} {sum(found.values()):6}  {'  '.join(f'{name}: {count}' for name, count in found.items())}")
+    print(f"{outcome.requests} requests in {outcome.seconds:.0f} s; {outcome.recorded} calls recorded and read back")
+    print(f"5xx of our own making: {len(outcome.own_5xx)}; leaks: {len(outcome.leaks)}; defects: {len(outcome.logged)}")
+    print(f"resident MiB: {outcome.resident}; open files: {outcome.open_files}")
+    for violation in dict.fromkeys(outcome.violations):
+        print("VIOLATION", violation)
+    return bool(outcome.violations)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

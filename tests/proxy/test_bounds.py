@@ -1,0 +1,124 @@
+"""What a request's JSON may hold is bounded by settings, and a refusal names the one that refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proxy.access.bounds import Bounds
+from proxy.errors import BodyTooLarge
+from store import nesting
+from store.messages import link_key
+from tests.proxy.conftest import Start
+from tests.proxy.scripted_vllm import ScriptedVllm
+
+USER: Any = {"role": "user", "content": "hi"}
+BOUNDS = Bounds(body=10**6, most_messages=40, most_tools=20, most_depth=10, most_values=2000)
+
+
+def deep(levels: int) -> Any:
+    value: Any = "end"
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("text", "depth"),
+    [
+        ('{"a":[[1],[2,{"b":[]}]]}', 5),
+        ('{"a":"[[[[","b":"\\"[[[["}', 1),
+        ('["\\\\",[[]]]', 3),
+        ('"[["', 0),
+    ],
+)
+def test_depth_is_counted_outside_of_strings(text: str, depth: int) -> None:
+    assert nesting.depth(nesting.outside_strings(text.encode())) == depth
+
+
+def test_brackets_within_texts_count_for_nothing() -> None:
+    BOUNDS.check(b'{"messages":[{"role":"user","content":"' + b"[{," * 5000 + b'"}]}')
+
+
+@pytest.mark.parametrize("shape", [b'{"x":%s}', b'{"messages":[],"x":%s}'])
+def test_a_flat_list_of_very_many_values_is_refused_before_it_is_read(shape: bytes) -> None:
+    BOUNDS.check(shape % (b"[" + b"1," * 1900 + b"1]"))
+    with pytest.raises(BodyTooLarge, match="most_values"):
+        BOUNDS.check(shape % (b"[" + b"1," * 2100 + b"1]"))
+
+
+@pytest.mark.parametrize("body", [b"", b"]" * 50, b'{"messages":' + b"[" * 9, b"]]]]{{{{" * 9, b'"' + b"[" * 50])
+def test_what_is_no_json_is_left_to_its_reader(body: bytes) -> None:
+    BOUNDS.check(body)
+
+
+ROUTES: dict[str, Any] = {
+    "/v1/chat/completions": {"model": "agent", "messages": [USER]},
+    "/v1/completions": {"model": "agent", "prompt": "x"},
+    "/v1/responses": {"model": "agent", "input": [USER]},
+    "/v1/messages": {"model": "agent", "max_tokens": 5, "messages": [USER]},
+    "/v1/messages/count_tokens": {"model": "agent", "messages": [USER]},
+    "/v1/embeddings": {"model": "agent", "input": "x"},
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_json_that_is_too_deep_is_refused_in_every_dialect_by_the_settings_name(
+    start: Start, vllm: ScriptedVllm, path: str
+) -> None:
+    proxy = start(most_depth=20)
+    for name in ("tools", "metadata", "stop", "unknown"):
+        answer = proxy.http.post(path, json={**ROUTES[path], name: deep(30)})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+        assert "31 levels of JSON" in error["message"]
+        assert "at most 20" in error["message"]
+        assert "most_depth" in error["message"]
+        assert (answer.json().get("type") == "error") == path.startswith("/v1/messages")
+    assert vllm.calls == []
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("setting", ["most_messages", "most_tools"])
+def test_too_many_messages_or_tools_are_refused_by_the_settings_name(start: Start, path: str, setting: str) -> None:
+    proxy = start(**{setting: 3})
+    name = "tools" if setting == "most_tools" else "input" if "responses" in path else "messages"
+    answer = proxy.http.post(path, json={**ROUTES[path], name: [USER] * 4})
+    assert answer.status_code == 400
+    assert setting in answer.json()["error"]["message"]
+    assert "4" in answer.json()["error"]["message"]
+    if name != "tools":
+        assert proxy.http.post(path, json={**ROUTES[path], name: [USER] * 3}).status_code == 200
+
+
+def test_a_conversation_of_responses_is_bounded_as_a_whole(start: Start) -> None:
+    proxy = start(most_messages=3)
+    first = proxy.http.post("/v1/responses", json=ROUTES["/v1/responses"]).json()["id"]
+    follow = {"model": "agent", "input": "more", "previous_response_id": first}
+    second = proxy.http.post("/v1/responses", json=follow)
+    assert second.status_code == 200
+    third = proxy.http.post("/v1/responses", json={**follow, "previous_response_id": second.json()["id"]})
+    assert third.status_code == 400
+    assert "most_messages" in third.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("extra", [{"max_tokens": 10**30}, {"logit_bias": {"5": -(10**25)}}, {"seed": 2**64}])
+def test_a_number_of_more_than_64_bits_costs_no_record(start: Start, extra: Any) -> None:
+    proxy = start(tokens_per_minute=10**6)
+    call = proxy.http.post("/v1/chat/completions", json={**ROUTES["/v1/chat/completions"], **extra})
+    assert call.status_code == 200
+    proxy.settled()
+    found = proxy.store.calls.read(call.headers["x-ratchet-call"])
+    assert found.sampling == dict.fromkeys(extra, True)
+
+
+def test_arguments_that_are_too_deep_are_compared_as_text() -> None:
+    def called(arguments: str) -> Any:
+        return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+    assert link_key("", called('{"a":1,"b":[2]}')) == link_key("", called('{"b": [2], "a": 1}'))
+    for levels in (150, 5000):
+        text = "[" * levels + "]" * levels
+        assert link_key("", called(text)) == link_key("", called(text + " "))
+        assert link_key("", called(text)) != link_key("", called("[" + text + "]"))

@@ -1,0 +1,16 @@
+"""The hostile campaign in short; `benchmarks/hostile.py` is the long one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.hostile import run
+
+
+def test_hostile_requests_get_no_5xx_no_words_of_another_key_and_lose_no_record(tmp_path: Path) -> None:
+    outcome = run(tmp_path, requests=300)
+    assert outcome.violations == []
+    assert outcome.requests > 300
+    assert outcome.recorded > 20
+    assert {"400", "401", "404"} <= {status for found in outcome.statuses.values() for status in found}
+    assert outcome.statuses["theirs"]["403"] >= 4
