@@ -1,4 +1,7 @@
-"""Notices that a client has left while its answer is still being made, and cancels the work for it at once."""
+"""Notices that a client has left while its answer is still being made, and cancels the work for it at once.
+
+The listening begins a moment after the call: a call that has ended by then has nothing to listen for.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import asyncio
 from types import TracebackType
 
 from starlette.types import Receive
+
+_SOON = 0.02  # seconds
 
 
 class Watch:
@@ -15,17 +20,18 @@ class Watch:
     server itself wants the task to end.
     """
 
-    __slots__ = ("_listener", "_task", "left")
+    __slots__ = ("_listener", "_receive", "_task", "_timer", "left")
 
     def __init__(self, receive: Receive) -> None:
         task = asyncio.current_task()
         assert task is not None, "only inside a task"
         self._task: asyncio.Task[None] | None = task
-        self._listener = asyncio.get_running_loop().create_task(_disconnect(receive))
+        self._receive = receive
+        self._listener: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(_SOON, self._listen)
         self.left = False
 
     def __enter__(self) -> Watch:
-        self._listener.add_done_callback(self._gone)
         return self
 
     def __exit__(
@@ -36,13 +42,19 @@ class Watch:
     def stop(self) -> None:
         """From here on the client may leave unnoticed: the rest is ours to finish."""
         self._task = None
-        self._listener.cancel()
+        self._timer.cancel()
+        if self._listener is not None:
+            self._listener.cancel()
 
     def forgive(self) -> None:
         """Take back the cancellation that the disconnect caused."""
         task = asyncio.current_task()
         if task is not None:
             task.uncancel()
+
+    def _listen(self) -> None:
+        self._listener = asyncio.get_running_loop().create_task(_disconnect(self._receive))
+        self._listener.add_done_callback(self._gone)
 
     def _gone(self, listener: asyncio.Task[None]) -> None:
         if self._task is not None and not listener.cancelled():

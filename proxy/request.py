@@ -16,7 +16,9 @@ import msgspec
 from msgspec import Raw
 
 from proxy.errors import BadRequest
+from proxy.history import History
 from store import messages as canon
+from store.records import MessageNode
 
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "max_tokens",
@@ -29,7 +31,7 @@ SAMPLING = (
 _ALIEN_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file")
 
 _fields = msgspec.json.Decoder(dict[str, Raw])
-_messages = msgspec.json.Decoder(list[dict[str, Any]])
+_history = History()
 _encode = msgspec.json.Encoder().encode
 
 _LARGE = 4096  # bytes; of a larger sampling parameter only the presence is recorded
@@ -43,7 +45,10 @@ _ZERO = Raw(b"0")
 
 @dataclass(slots=True)
 class ChatRequest:
-    """One request as it came in. `asks_*` say which of the captured fields the client wants for itself."""
+    """One request as it came in. `asks_*` say which of the captured fields the client wants for itself.
+
+    The messages are shared with other requests of the same history: nobody changes them.
+    """
 
     fields: dict[str, Raw]
     model: str
@@ -59,6 +64,8 @@ class ChatRequest:
     trajectory: str | None = None
     follows: tuple[str, str] | None = None  # trajectory and call that the client says it continues
     untrainable: str | None = None
+    nodes: tuple[MessageNode, ...] = ()
+    keys: tuple[str, ...] = ()  # link keys of the messages
 
     def outgoing(self, served_name: str) -> bytes:
         """Return the body for vLLM: the served model, and the request for ids, logprobs and usage."""
@@ -81,13 +88,14 @@ def read(body: bytes) -> ChatRequest:
     fields = fields_of(body)
     model = model_in(fields)
     try:
-        messages = _messages.decode(fields["messages"])
+        history = _history.read(fields["messages"])
     except KeyError:
         raise BadRequest("`messages` is missing", param="messages") from None
     except msgspec.DecodeError as error:
         raise BadRequest(f"`messages` must be a list of objects: {error}", param="messages") from error
-    if not messages:
+    if not history:
         raise BadRequest("`messages` is empty", param="messages")
+    messages = [said.message for said in history]
     streamed, options = stream_in(fields)
     tools_hash, tools = _tools_in(fields)
     return ChatRequest(
@@ -104,6 +112,8 @@ def read(body: bytes) -> ChatRequest:
         tools=tools,
         trajectory=trajectory_in(fields),
         untrainable=untrainable_by(fields, messages),
+        nodes=tuple([said.node for said in history]),
+        keys=tuple([said.key for said in history]),
     )
 
 

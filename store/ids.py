@@ -10,11 +10,11 @@ import random
 import time
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
-_LENGTH = 26
+_PAIRS = [first + second for first in _ALPHABET for second in _ALPHABET]  # ten bits each
+_SHIFTS = tuple(range(120, -1, -10))
 
 
 def new_id(prefix: str) -> str:
     """Return `prefix_` + 26 characters, e.g. `call_06f3...`; ids of later milliseconds sort after earlier ones."""
     number = (time.time_ns() // 1_000_000) << 80 | random.getrandbits(80)
-    digits = [_ALPHABET[(number >> shift) & 31] for shift in range(5 * (_LENGTH - 1), -1, -5)]
-    return f"{prefix}_{''.join(digits)}"
+    return f"{prefix}_{''.join([_PAIRS[number >> shift & 1023] for shift in _SHIFTS])}"

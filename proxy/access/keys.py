@@ -11,6 +11,7 @@ any other may be another service's secret with a colon in it.
 from __future__ import annotations
 
 import secrets
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -121,6 +122,7 @@ def _refuse_web_pages(scope: Scope) -> None:
         raise Forbidden(f"without API keys the proxy answers no web page of another machine, not {origin!r}: {remedy}")
 
 
+@lru_cache(maxsize=256)
 def _is_ours(url: str) -> bool:
     try:
         return is_loopback(urlsplit(url).hostname or "")

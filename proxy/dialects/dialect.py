@@ -15,7 +15,6 @@ from proxy.capture import Capture
 from proxy.errors import BadRequest, ProxyError
 from proxy.request import ChatRequest
 from proxy.shapes import Shape
-from store import messages as canon
 from store.records import CallBegun, MessageNode
 
 LARGE = 256 * 1024  # bytes; larger bodies are read in a thread
@@ -89,7 +88,7 @@ class Dialect(Protocol):
 
 def asked(request: ChatRequest, voice: Callable[[CallBegun], Voice]) -> Asked:
     """Return a chat request with the nodes and link keys of its messages."""
-    return Asked(request, canon.path(request.messages), canon.link_keys(request.messages), voice)
+    return Asked(request, request.nodes, request.keys, voice)
 
 
 def told_policy(begun: CallBegun) -> str:

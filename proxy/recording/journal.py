@@ -2,9 +2,8 @@
 
 Promises:
 - `commit` resolves to True only after fdatasync; all that wait at the same time share one.
-- `write` (the beginning of a call) is handed to the writer before the call is forwarded and reaches the kernel with
-  the next turn of the writer, without a sync of its own: it survives a kill of this process at once, and a power
-  cut from the next group commit on.
+- `write` (the beginning of a call) reaches the kernel within `_LINGER`, or with the next commit, without a sync of its
+  own: from then on it survives a kill of this process, and a power cut from the next group commit on.
 - A full or broken disk never fails a call: `commit` resolves to False, the records are held in memory and tried
   again with every batch and every second, and an alarm stands until they are written. Only when that memory
   (`_MOST_HELD`) is full as well are the oldest given up, and counted.
@@ -36,6 +35,7 @@ from store.records import Shipment
 log = logging.getLogger("ratchet.proxy")
 
 ALARM = "proxy_journal"
+_LINGER = 0.002  # seconds that a record which nobody waits for may stay in this process
 _MOST_HELD = 32 * 2**20  # bytes of records in memory while the disk fails
 
 _Entry = tuple[bytes, "asyncio.Future[bool] | None"]
@@ -63,11 +63,15 @@ class Journal:
         self._segment_bytes = segment_bytes
         self._metrics = metrics
         self._bell = bell
-        self._entries: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._taken: list[_Entry] = []  # not handed to the writer yet
+        self._handing: asyncio.Handle | None = None  # when they will be
+        self._hurried = False
+        self._batches: queue.SimpleQueue[list[_Entry] | None] = queue.SimpleQueue()
         self._held: deque[bytes] = deque()
         self._held_bytes = 0
         self._number = 0
         self._file = -1
+        self._path = ""
         self._written: dict[int, Written] = {}  # the segments that are there
         self._place = threading.Lock()  # guards number, file, written and bytes, which the shipper reads
         self._lock = -1
@@ -98,24 +102,38 @@ class Journal:
 
     async def stop(self) -> None:
         """Write and sync what is left, and let go of the folder."""
-        self._entries.put(None)
+        self._hand_over()
+        self._batches.put(None)
         await asyncio.to_thread(self._thread.join)
         os.close(self._lock)
 
     def write(self, record: Shipment) -> None:
         """Append without waiting."""
-        data = frame(record)
+        assert self._loop is not None, "start() comes first"
+        self._taken.append((frame(record), None))
         self.taken += 1
-        self._entries.put((data, None))
+        if self._handing is None:
+            self._handing = self._loop.call_later(_LINGER, self._hand_over)
 
     def commit(self, record: Shipment) -> asyncio.Future[bool]:
         """Append; the future says whether it is durable."""
         assert self._loop is not None, "start() comes first"
-        data = frame(record)
         future: asyncio.Future[bool] = self._loop.create_future()
+        self._taken.append((frame(record), future))
         self.taken += 1
-        self._entries.put((data, future))
+        if not self._hurried:  # what else ends in this turn of the loop goes along
+            self._hurried = True
+            if self._handing is not None:
+                self._handing.cancel()
+            self._handing = self._loop.call_soon(self._hand_over)
         return future
+
+    def _hand_over(self) -> None:
+        """Give the writer what was taken."""
+        if self._taken:
+            self._batches.put(self._taken)
+            self._taken = []
+        self._handing, self._hurried = None, False
 
     def grows(self, number: int) -> bool:
         """Return whether this segment is the one that records are appended to."""
@@ -145,10 +163,10 @@ class Journal:
         while going:
             batch: list[_Entry] = []
             try:
-                entry = self._entries.get(timeout=1.0 if self._held else None)
-                while entry is not None:
-                    batch.append(entry)
-                    entry = self._entries.get_nowait()
+                entries = self._batches.get(timeout=1.0 if self._held else None)
+                while entries is not None:
+                    batch += entries
+                    entries = self._batches.get_nowait()
                 going = False
             except queue.Empty:
                 pass
@@ -195,7 +213,7 @@ class Journal:
 
     def _append(self, frames: Sequence[bytes], sync: bool) -> None:
         data = b"".join(frames)
-        if self._file >= 0 and not segment_path(self.folder, self._number).exists():
+        if self._file >= 0 and not os.path.exists(self._path):
             raise OSError("its segment was moved or deleted")
         if self._file >= 0 and len(MAGIC) < self._size() > self._segment_bytes - len(data):
             self._close()
@@ -236,7 +254,7 @@ class Journal:
             path.unlink(missing_ok=True)
             raise
         with self._place:
-            self._file, self._number = file, number
+            self._file, self._number, self._path = file, number, str(path)
             self._written[number] = Written(0, len(MAGIC))
             self.bytes += len(MAGIC)
 

@@ -102,9 +102,9 @@ class Recorder:
                 record = self._redactor.ended(record, leaves, redacted=opened.redacted)
             opened.ended = record
             future = self._journal.commit(record)
-            hashes = [node.hash for node in (*opened.nodes, *record.nodes)]
-            if opened.begun.tools_hash:
-                hashes.append(opened.begun.tools_hash)
+            hashes = [node.hash for node in (*record.begun.nodes, *record.nodes)]
+            if record.begun.tools:
+                hashes.append(record.begun.tools_hash)
             future.add_done_callback(lambda done: self._know(hashes, done))
         except Exception as error:
             log.exception("event=record_failed call=%s reason=%r", opened.begun.call_id, str(error))
@@ -118,9 +118,8 @@ class Recorder:
             return
         for name in hashes:
             self._known[name] = None
-            self._known.move_to_end(name)
         while len(self._known) > _MOST_KNOWN:
-            self._known.popitem(last=False)
+            self._known.popitem(last=False)  # the one that was written first; it is written again when it comes again
 
 
 def assemble(opened: Opened, capture: Capture, end: End) -> tuple[CallEnded, list[Leaf]]:

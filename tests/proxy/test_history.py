@@ -1,0 +1,61 @@
+"""A history that was read before is not read again, and says the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import Raw
+
+from proxy.history import History, Said
+from store import messages as canon
+
+
+def turns(count: int) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[n % 2], "content": f"{n} " * 50} for n in range(count)]
+
+
+def read(history: History, messages: list[dict[str, Any]], indent: int = 0) -> list[Said]:
+    return list(history.read(Raw(msgspec.json.format(msgspec.json.encode(messages), indent=indent))))
+
+
+def test_a_history_says_what_reading_it_at_once_says() -> None:
+    history = History()
+    for count in (3, 9, 9, 6):
+        found = read(history, turns(count))
+        assert [said.message for said in found] == turns(count)
+        assert tuple(said.node for said in found) == canon.path(turns(count))
+        assert tuple(said.key for said in found) == canon.link_keys(turns(count))
+
+
+def test_an_unchanged_beginning_is_not_read_again() -> None:
+    history = History()
+    before, after = read(history, turns(20)), read(history, turns(22))
+    assert all(old is new for old, new in zip(before, after, strict=False))
+
+
+def test_equal_messages_in_other_places_are_told_apart() -> None:
+    history = History()
+    same = {"role": "user", "content": "again"}
+    found = read(history, [same, same, same])
+    assert len({said.node.hash for said in found}) == len({said.key for said in found}) == 3
+
+
+def test_other_bytes_of_an_equal_message_lead_to_an_equal_node() -> None:
+    history = History()
+    assert [one.node for one in read(history, turns(3))] == [one.node for one in read(history, turns(3), indent=2)]
+
+
+def test_memory_is_bounded_and_what_is_still_sent_stays() -> None:
+    history = History(most_bytes=100_000)
+    kept = read(history, turns(5))[0]
+    for number in range(3000):
+        assert read(history, [*turns(5), {"role": "user", "content": f"{number} " * 20}])[0] is kept
+        assert len(history._young) + len(history._old) < 1000
+
+
+@pytest.mark.parametrize("sent", [b"{}", b"[1]", b'["a"]', b"[[]]", b"null", b'[{"role": 1}, "x"]'])
+def test_what_is_no_list_of_objects_is_refused(sent: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        History().read(Raw(sent))
