@@ -16,7 +16,7 @@ from msgspec import Raw
 from store import messages as canon
 from store.records import MessageNode
 
-_MOST_BYTES = 8 * 2**20
+_MOST_BYTES = 2 * 2**20
 _MOST_ONE = 2**18  # bytes; a larger message is read anew
 
 _raws = msgspec.json.Decoder(list[Raw])

@@ -34,7 +34,7 @@ class ProxySettings(BaseModel):
     port: int = Field(default=8000, ge=0, le=65535)  # 0 takes any free port
     capture: Literal["strict", "relaxed"] = "strict"
     exact_context: Literal["off", "on", "auto"] = "auto"  # continue on the sampled ids; auto: where vLLM offers it
-    exact_context_bytes: int = Field(default=64 * 2**20, ge=2**16)  # ids of open answers kept in memory
+    exact_context_bytes: int = Field(default=16 * 2**20, ge=2**16)  # ids of open answers kept in memory
     key_hashes: frozenset[str] = frozenset()  # SHA-256 hex of agents' keys, beside those in the store
     operator_hashes: frozenset[str] = frozenset()  # those that open /api, beside those in the store
     requests_per_minute: int | None = Field(default=None, ge=1)  # of a key without a limit of its own

@@ -1,7 +1,7 @@
-"""The ids of open answers, so that coming calls can be spliced onto them. Bounded in bytes; the stillest go first.
+"""The ids of open answers, so that coming calls can be spliced onto them.
 
-What is not here any more is read from the store, off the event loop. A context that is not the one linking knows
-is not given out.
+Bounded in bytes: those that were continued go first (the next answer holds their ids, too), then the stillest. What is
+not here any more is read from the store, off the event loop. A context that linking does not know is not given out.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ log = logging.getLogger("ratchet.proxy")
 
 Key = tuple[str, int]  # (call id, choice)
 
+_RECORD = 500  # bytes that a context takes besides its ids
+
 
 class Contexts:
     """The contexts of answers, by call and choice. `most_bytes` bounds their ids."""
@@ -34,6 +36,9 @@ class Contexts:
     def __len__(self) -> int:
         return len(self._held)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._held
+
     def add(self, record: CallEnded) -> None:
         """Keep the answers of a call that has ended."""
         begun, before = record.begun, NOTHING
@@ -44,6 +49,7 @@ class Contexts:
             if parent is None:  # the store knows it
                 return
             before = parent
+            self._held.move_to_end((begun.parent_call or "", begun.parent_choice), last=False)
         for choice in record.choices:
             self._put((begun.call_id, choice.index), before.followed(record.prompt_ids, choice.ids))
 
@@ -62,12 +68,12 @@ class Contexts:
 
     def _put(self, key: Key, context: Context) -> None:
         if (old := self._held.pop(key, None)) is not None:
-            self.bytes -= len(old.ids)
+            self.bytes -= _size(old)
         self._held[key] = context
-        self.bytes += len(context.ids)
+        self.bytes += _size(context)
         while self.bytes > self._most:
             _, gone = self._held.popitem(last=False)
-            self.bytes -= len(gone.ids)
+            self.bytes -= _size(gone)
 
     def _read(self, trajectory_id: str, key: Key) -> Context | None:
         try:
@@ -77,3 +83,7 @@ class Contexts:
             return None
         ids = sequences(calls).get(key)
         return Context(ids, sampled_spans(calls, key)) if ids else None
+
+
+def _size(context: Context) -> int:
+    return len(context.ids) + _RECORD

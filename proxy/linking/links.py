@@ -18,7 +18,7 @@ All state belongs to the event loop's thread. No I/O; time is a parameter.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -49,7 +49,7 @@ class Run:
     purpose: str = "live"
     key_id: str | None = None
     calls_under_way: int = 0
-    leaves: deque[Leaf] = field(default_factory=deque)
+    leaves: list[Leaf] = field(default_factory=list)
 
 
 class Links:
@@ -217,7 +217,7 @@ class Links:
         self._count += 1
         run.leaves.append(leaf)
         if len(run.leaves) > _MOST_LEAVES:
-            self._drop(run.leaves.popleft())
+            self._drop(run.leaves.pop(0))
 
     def _drop(self, leaf: Leaf) -> None:
         self._leaves.drop(leaf)

@@ -10,6 +10,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -266,10 +267,22 @@ def test_a_template_is_looked_at_once_and_each_kind_of_answer_is_proven_once(
 
 
 def test_the_memory_of_ids_is_bounded_and_the_stillest_go_first(store: Store) -> None:
-    contexts = Contexts(store, most_bytes=4_000)
+    contexts = Contexts(store, most_bytes=6_000)  # an answer takes 1,000 bytes of ids and 500 for itself
     for number in range(10):
         contexts.add(ended(f"call_{number}", 250))
-    assert (len(contexts), contexts.bytes) == (4, 4_000)
+    assert (len(contexts), contexts.bytes) == (4, 6_000)
+
+
+def test_of_the_remembered_ids_those_that_were_continued_go_first(store: Store) -> None:
+    contexts = Contexts(store, most_bytes=4_500)
+    for number in (1, 2):
+        contexts.add(ended(f"call_{number}", 100))
+    goes_on = ended("call_3", 100)
+    begun = msgspec.structs.replace(goes_on.begun, parent_call="call_2")
+    contexts.add(msgspec.structs.replace(goes_on, begun=begun, context="exact"))
+    for number in (4, 5):
+        contexts.add(ended(f"call_{number}", 100))
+    assert [number for number in range(1, 6) if (f"call_{number}", 0) in contexts] == [1, 3, 4, 5]
 
 
 def ended(name: str, ids: int) -> CallEnded:
