@@ -32,7 +32,7 @@ check: venv ## lint, format, types, import contracts
 e2e: clients ## only the tests on the real vLLM
 	@$(BIN)/python -m pytest -m e2e
 
-bench: venv ## measure the proxy beside the machine's floor, and how well calls are linked
+bench: venv ## measure the proxy beside a floor and LiteLLM's proxy, and how well calls are linked
 	@$(BIN)/python -m benchmarks.proxy_overhead
 	@$(BIN)/python -m benchmarks.linking
 

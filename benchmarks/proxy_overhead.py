@@ -1,161 +1,194 @@
-"""What a call through the proxy costs: its CPU per call and per streamed chunk, and the latency that it adds.
+"""What a call through the proxy costs, beside a floor and LiteLLM's proxy: the table of aims, in one run.
 
-A scripted vLLM, the proxy (capture on, durable) and the load run in processes of their own; calls go straight to the
-scripted vLLM and through the proxy in turns within one run, so that the machine's mood falls on both. CPU is the
-proxy process's own user and system time, divided by the calls.
+Every server runs by itself on one core, the upstream and the load share another. Ratchet runs as it does by default:
+every call captured, durable before its last byte (`capture: strict`), its shipper and its store on the same core; its
+CPU is that of all its processes, until everything is in the store. 4 KB in, 5 KB out with token ids and logprobs; every
+prompt is new, so that no cache helps. What is added to a latency is what a call takes more than straight to the
+upstream, in the same run.
 
-    python -m benchmarks.proxy_overhead [--calls 2000] [--concurrency 8] [--chunks 64] [--json]
+    python -m benchmarks.proxy_overhead [--calls 20000] [--seconds 4] [--only ratchet floor litellm] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import contextlib
 import json
-import socket
+import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import aiohttp
-import psutil
+from tqdm import tqdm
 
-from tests.proxy.servers import ROOT, ProxyProcess, eventually
+from benchmarks import contenders, wire_load
+from benchmarks.contenders import Contender, NotRun, on_core
+from benchmarks.wire_load import Target
+from benchmarks.wire_upstream import CHUNKS, MODEL
 
-PROMPT = "Find the message about the budget of the spring meeting. " * 60  # 3.5 KB
-
-
-@dataclass(frozen=True)
-class Cost:
-    """One kind of call: latencies in ms, straight and through the proxy; CPU of the proxy in microseconds per call."""
-
-    kind: str
-    straight_p50: float
-    proxy_p50: float
-    straight_p99: float
-    proxy_p99: float
-    cpu_us: float
-    added_p50: float
-    added_p99: float
+_SERVERS = {"ratchet": contenders.ratchet, "floor": contenders.floor, "litellm": contenders.litellm}
+_STEPS = 6
+_SLOW = 40  # LiteLLM makes so many times fewer calls for the memory's row
+_STALL = 0.005  # seconds
 
 
-async def one(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> float:
-    """Make one call; return its seconds."""
-    began = time.perf_counter()
-    async with session.post(url + "/v1/chat/completions", json=body) as answer:
-        assert answer.status == 200, await answer.text()
-        await answer.read()
-    return time.perf_counter() - began
+@dataclass
+class Found:
+    """What was measured of one server. Latencies are ms, CPU is microseconds, memory MB by process."""
+
+    name: str
+    not_run: str = ""
+    cpu_call: float = 0.0
+    cpu_alone: float = 0.0  # one call at a time
+    added_p50: float = 0.0
+    added_p99: float = 0.0
+    rate: float = 0.0  # calls a second while the load lasts
+    rate_done: float = 0.0  # with what is done after the answers
+    cpu_chunk: float = 0.0
+    memory: list[float] = field(default_factory=list)
+    memory_after: list[float] = field(default_factory=list)
+    calls: int = 0  # before memory_after
+    beside_max: float = 0.0  # of small calls while large ones pass
+    beside_stalls: float = 0.0  # percent of them that took 5 ms more than the median
+    alone_stalls: float = 0.0  # the same without large calls
 
 
-async def many(url: str, body: dict[str, Any], calls: int, concurrency: int) -> list[float]:
-    """Make `calls` calls, `concurrency` at a time; return their seconds."""
-    seconds: list[float] = []
-    left = iter(range(calls))
+class _Load(NamedTuple):
+    """What came of a load: seconds of each call, CPU in us per call, calls a second, those with what is done after."""
 
-    async def worker(session: aiohttp.ClientSession) -> None:
-        for _ in left:  # shared: a call is made by whoever is free
-            took = await one(session, url, body)
-            seconds.append(took)
-
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        await asyncio.gather(*(worker(session) for _ in range(concurrency)))
-    return seconds
+    seconds: list[float]
+    cpu: float
+    rate: float
+    rate_done: float
 
 
-def measure(kind: str, straight: str, proxy: ProxyProcess, body: dict[str, Any], calls: int, concurrency: int) -> Cost:
-    """Alternate between the two ways in ten rounds."""
-    process = psutil.Process(proxy.pid)
-    asyncio.run(many(straight, {**body, "model": "tiny-base"}, 50, concurrency))
-    asyncio.run(many(proxy.url, body, 50, concurrency))
-    direct: list[float] = []
-    through: list[float] = []
-    cpu = 0.0
-    asked = {**body, "model": "tiny-base", "return_token_ids": True, "logprobs": True, "top_logprobs": 0}
-    for _ in range(10):
-        direct += asyncio.run(many(straight, asked, calls // 10, concurrency))
-        before = process.cpu_times()
-        through += asyncio.run(many(proxy.url, body, calls // 10, concurrency))
-        after = process.cpu_times()
-        cpu += after.user + after.system - before.user - before.system
-    a, b = cuts(direct), cuts(through)
-    return Cost(kind, a[0], b[0], a[1], b[1], 1e6 * cpu / len(through), b[0] - a[0], b[1] - a[1])
+def measure(found: Found, server: Contender, straight: Target, seconds: float, step: Callable[[str], None]) -> None:
+    """Fill in what was found of one server; `step` is told of every row."""
+    target = server.target
+    make = wire_load.request(target)
+    wire_load.during(target, make, min(1.0, seconds), 8)
+    server.rest()
+    found.memory = server.memory()
+
+    step("latency")
+    direct = _cuts(wire_load.during(straight, wire_load.request(straight), seconds / 2, 1))
+    alone = _load(server, make, seconds, 1)
+    through = _cuts(alone.seconds)
+    found.added_p50, found.added_p99 = through[0] - direct[0], through[1] - direct[1]
+    found.cpu_alone, found.alone_stalls = alone.cpu, _stalls(alone.seconds)
+
+    step("calls")
+    _, found.cpu_call, found.rate, found.rate_done = _load(server, make, seconds, 32)
+
+    step("streams")
+    found.cpu_chunk = _load(server, wire_load.request(target, stream=True), seconds, 8).cpu / CHUNKS
+
+    step("large calls")
+    beside = wire_load.beside(target, make, wire_load.request(target, user=wire_load.LARGE_USER), seconds, 1)
+    found.beside_max, found.beside_stalls = 1000 * max(beside), _stalls(beside)
+    server.rest()
+
+    step("memory")
+    wire_load.many(target, make, found.calls, 8)
+    server.rest()
+    found.memory_after = server.memory()
 
 
-def cuts(seconds: Sequence[float]) -> tuple[float, float]:
+def _load(server: Contender, make: wire_load.Make, seconds: float, concurrency: int) -> _Load:
+    before, began = server.cpu(), time.perf_counter()
+    latencies = wire_load.during(server.target, make, seconds, concurrency)
+    took = time.perf_counter() - began
+    after = server.rest()
+    count = len(latencies)
+    return _Load(latencies, 1e6 * (server.cpu() - before) / count, count / took, count / (took + after))
+
+
+def _cuts(seconds: Sequence[float]) -> tuple[float, float]:
     """Return p50 and p99 in milliseconds."""
     parts = statistics.quantiles(seconds, n=100)
     return 1000 * parts[49], 1000 * parts[98]
 
 
-def free_port() -> int:
-    """Return a port that nobody holds now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+def _stalls(seconds: Sequence[float]) -> float:
+    """Return the percentage that took 5 ms more than the median."""
+    usual = statistics.median(seconds)
+    return 100 * sum(one > usual + _STALL for one in seconds) / len(seconds)
 
 
-def run(calls: int, concurrency: int, chunks: int) -> list[Cost]:
-    """Start the servers, measure, stop them."""
-    port = free_port()
-    upstream = subprocess.Popen([sys.executable, "-m", "tests.proxy.scripted_vllm", str(port)], cwd=ROOT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            proxy = ProxyProcess(Path(folder), upstreams=[url])
-            try:
-                eventually(lambda: _answers(f"{proxy.url}/health/ready"), 15)
-                text = [{"role": "user", "content": f"{PROMPT} #tokens={chunks}"}]
-                plain: dict[str, Any] = {"model": "agent", "messages": text}
-                return [
-                    measure("plain, one at a time", url, proxy, plain, calls, 1),
-                    measure(f"plain, {concurrency} at a time", url, proxy, plain, calls, concurrency),
-                    measure(
-                        f"stream of {chunks} chunks", url, proxy, {**plain, "stream": True}, calls // 4, concurrency
-                    ),
-                ]
-            finally:
-                proxy.stop()
-    finally:
-        upstream.terminate()
-        upstream.wait()
+def run(names: Sequence[str], seconds: float, calls: int) -> list[Found]:
+    """Measure each server by itself. Raises NotRun where nothing can be measured."""
+    server_core, load_core = contenders.cores()
+    results = [Found(name, calls=calls // _SLOW if name == "litellm" else calls) for name in names]
+    with tqdm(total=_STEPS * len(names), unit="step", leave=False) as bar, contenders.upstream(load_core) as port:
+        straight = Target(port, MODEL, contenders.ALL_TOLD)
+        for number, found in enumerate(results):
+            bar.set_description(f"{found.name}: start")
+            bar.update(_STEPS * number - bar.n)
+
+            def step(what: str, name: str = found.name) -> None:
+                bar.update()
+                bar.set_description(f"{name}: {what}")
+
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    with _SERVERS[found.name](server_core, Path(folder), port) as server, on_core(load_core):
+                        measure(found, server, straight, seconds, step)
+                except NotRun as reason:
+                    found.not_run = str(reason)
+    return results
 
 
-def _answers(url: str) -> bool:
-    import httpx
+_ROWS: list[tuple[str, str, Callable[[Found], str]]] = [
+    ("CPU per call, 32 at a time, us", "<= 200", lambda f: f"{f.cpu_call:,.0f}"),
+    ("CPU per call, one at a time, us", "", lambda f: f"{f.cpu_alone:,.0f}"),
+    ("added latency, one at a time, p50 / p99, ms", "0.5 / 3", lambda f: f"{f.added_p50:.2f} / {f.added_p99:.2f}"),
+    ("calls per second on one core", ">= 4,000", lambda f: f"{f.rate:,.0f}"),
+    ("  with everything written behind them", "", lambda f: f"{f.rate_done:,.0f}"),
+    ("CPU per streamed chunk, us", "<= 40", lambda f: f"{f.cpu_chunk:,.1f}"),
+    ("resident memory at first, MB", "<= 150", lambda f: _sum(f.memory)),
+    ("  after so many calls", "flat", lambda f: f"{_sum(f.memory_after)} ({f.calls:,})"),
+    ("longest call beside 100 KB in, 160 KB out, ms", "", lambda f: f"{f.beside_max:.1f}"),
+    ("  calls stalled by more than 5 ms", "none", lambda f: f"{f.beside_stalls:.2f}%"),
+    ("  the same without large calls", "", lambda f: f"{f.alone_stalls:.2f}%"),
+]  # fmt: skip
 
-    return httpx.get(url).status_code == 200
+
+def _sum(parts: Sequence[float]) -> str:
+    return " + ".join(f"{part:.0f}" for part in parts)
+
+
+def table(results: Sequence[Found]) -> str:
+    """Return the results beside the aims."""
+    lines = [f"{'':46} {'aim':>9}" + "".join(f" {found.name:>18}" for found in results)]
+    for title, aim, cell in _ROWS:
+        cells = ("not run" if found.not_run else cell(found) for found in results)
+        lines.append(f"{title:46} {aim:>9}" + "".join(f" {text:>18}" for text in cells))
+    lines += [f"{found.name} was not run: {found.not_run}" for found in results if found.not_run]
+    return "\n".join(lines)
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=2000)
-    parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--chunks", type=int, default=64)
+    parser.add_argument("--calls", type=int, default=20_000, help="before the memory is read again")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of load for each row")
+    parser.add_argument("--only", nargs="+", choices=list(_SERVERS), default=list(_SERVERS))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    costs = run(options.calls, options.concurrency, options.chunks)
+    told = ""
+    if "litellm" in options.only:
+        with contextlib.suppress(NotRun):
+            told = f", LiteLLM {contenders.prepare_litellm()}"
+    results = run(options.only, options.seconds, options.calls)
     if options.json:
-        print(json.dumps([{name: getattr(cost, name) for name in Cost.__dataclass_fields__} for cost in costs]))
-        return
-    print(f"{'':24} {'straight p50, p99':>18} {'proxy p50, p99':>18} {'added p50, p99 ms':>18} {'proxy CPU us':>13}")
-    for cost in costs:
-        pairs = (
-            (cost.straight_p50, cost.straight_p99),
-            (cost.proxy_p50, cost.proxy_p99),
-            (cost.added_p50, cost.added_p99),
-        )
-        print(f"{cost.kind:24} " + " ".join(f"{a:9.2f} {b:8.2f}" for a, b in pairs) + f" {cost.cpu_us:13.0f}")
-    stream = costs[-1]
-    print(f"per streamed chunk: {(stream.cpu_us - costs[1].cpu_us) / options.chunks:.1f} us of proxy CPU")
+        print(json.dumps([asdict(found) for found in results]))
+    else:
+        print(f"One core each, Python {platform.python_version()}{told}; strict capture; 4 KB in, 5 KB out")
+        print(table(results))
 
 
 if __name__ == "__main__":
