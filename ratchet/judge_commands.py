@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ratchet.settings import Settings
     from store import Store
     from trainer.judges import Judge
+    from trainer.judges.calibration import Calibration
 
 _SHOWN = 10  # trajectories that moved the farthest
 
@@ -179,6 +180,80 @@ def rescore(context: click.Context, /, limit: int, as_json: bool, **given: Any) 
         for name, before, after in told.moved[:_SHOWN]:
             click.echo(f"  {name}  {before:g} -> {after:g}")
     return int(told.failures > 0)
+
+
+@judge.command()
+@options.judge
+@click.option(
+    "--truth",
+    "truth_given",
+    required=True,
+    metavar="JUDGE",
+    callback=options.read_judge,
+    help="Judge that can verify: module:function, or a YAML file such as the answer rule.",
+)
+@click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True, help="Newest groups to look at.")
+@click.option(
+    "--least",
+    type=click.FloatRange(0, 1),
+    default=0.7,
+    show_default=True,
+    help="Agreement below which the command fails.",
+)
+@options.store_url
+@options.project
+@options.as_json
+@click.pass_context
+def calibrate(
+    context: click.Context, /, truth_given: Any, limit: int, least: float, as_json: bool, **given: Any
+) -> int:
+    """Hold a judge against verifiable truth, each group twice with its members in both orders. Nothing is recorded.
+
+    \b
+    Example:
+      ratchet judge calibrate --judge ruler.yaml --truth answers.yaml --limit 20
+    """
+    from tqdm import tqdm
+
+    from trainer.judges.calibration import Asked
+    from trainer.judges.calibration import calibrate as hold_against
+
+    settings = _settings(context, given)
+    truth_settings = _settings(context, given | {"judge": truth_given})
+    asked = []
+    with _store(settings) as store, _judge(settings) as made, _judge(truth_settings) as truth:
+        groups = [group for group in store.groups.page(limit) if len(group.members) > 1]
+        for group in tqdm(groups, unit="group", disable=not sys.stderr.isatty() or as_json):
+            members = [store.trajectories.read(name) for name in group.members]
+            first, reverse = (made.judge(None, order).verdicts for order in (members, members[::-1]))
+            asked.append(Asked(truth.judge(None, members).verdicts, first, reverse))
+    found = hold_against(asked)
+    if found.agreement is None:
+        raise click.ClickException(
+            f"of {len(asked)} groups with two members or more none has two that {truth.name} tells apart: there is "
+            "nothing to hold the judge against"
+        )
+    if as_json:
+        import dataclasses
+
+        options.emit({"judge": made.name, "version": made.version, "truth": truth.name} | dataclasses.asdict(found))
+    else:
+        for line in _calibration_lines(made.name, truth.name, found):
+            click.echo(line)
+    return int(found.agreement < least)
+
+
+def _calibration_lines(judge_name: str, truth_name: str, found: Calibration) -> list[str]:
+    order = "unknown" if found.tau is None else f"{found.tau:+.2f}"
+    swapped = "unknown" if found.swapped is None else f"{found.swapped:.1%}"
+    gap = "unknown" if found.gap is None else f"{found.gap:+.3f}"
+    return [
+        f"{judge_name} against {truth_name}: {found.trajectories} trajectories of {found.groups} groups, "
+        f"{found.failures} failures",
+        f"agreement {found.agreement:.1%} of {found.pairs} pairs (95% {found.low:.1%} to {found.high:.1%})",
+        f"order within groups (Kendall's tau-b): {order}; mean score of the better minus that of the worse: {gap}",
+        f"in the reverse order {swapped} of its pairs turn round, and scores move by {found.moved:.3f} on the mean",
+    ]
 
 
 def _settings(context: click.Context, given: dict[str, Any]) -> Settings:

@@ -20,7 +20,7 @@ alias = click.option("--model", metavar="ALIAS", help="Name that agents give as 
 base_model = click.option("--base-model", metavar="PATH", help="Model that learns: a folder or a hub name.")
 
 
-def _judge(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+def read_judge(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
     """Return `module:function` as it is, and what a YAML file holds."""
     if value is None or not value.endswith((".yaml", ".yml", ".json")):
         return value
@@ -35,7 +35,7 @@ def _judge(context: click.Context, parameter: click.Parameter, value: str | None
 judge = click.option(
     "--judge",
     metavar="JUDGE",
-    callback=_judge,
+    callback=read_judge,
     help="Judge of trajectories: module:function, or a YAML file (docs/judges.md); without one nothing is trained.",
 )
 

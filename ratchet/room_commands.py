@@ -92,9 +92,12 @@ def trainer(
     own = settings.trainer_settings(base_model=check_model(settings.base_model), **derived)
     logging.basicConfig(level=logging.INFO, format=_LOG_LINE)
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
     from trainer.daemon import run
 
-    return run(own)
+    with logging_redirect_tqdm():
+        return run(own)
 
 
 @click.group()

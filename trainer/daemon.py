@@ -41,6 +41,7 @@ from trainer.judges.make import make_judge
 from trainer.learner import Learner
 from trainer.lease import Lease
 from trainer.metrics import Metrics
+from trainer.progress import GATHERING, Progress, on_this_terminal
 from trainer.publisher import DOOR_SILENCE, Publisher
 from trainer.school import STALE, Pupil, School
 from trainer.scorekeeper import Scorekeeper
@@ -80,6 +81,11 @@ class Daemon:
         self._store = store
         self._stop = stop
         self._replicas = [Replica(url, key=upstream_key) for url in settings.vllm]
+        self.metrics = Metrics(settings.model, store)
+        if settings.metrics_port is not None:
+            self.metrics.serve(settings.metrics_host, settings.metrics_port)
+        self.progress = Progress(on_this_terminal(), self.metrics.progress)
+        self._gathering = self.progress.begin(GATHERING, settings.groups_per_round)
         judge = make_judge(settings.judge, os.environ)
         credit = Credit(
             settings.credit,
@@ -94,6 +100,7 @@ class Daemon:
             retry_seconds=settings.judge_retry_seconds,
             alarm_after=settings.no_signal_alarm,
             credit=credit,
+            progress=self.progress,
         )
         self._school = School(store, settings.model, settings.checkpoints, credit)
         self._publisher = Publisher(
@@ -103,9 +110,6 @@ class Daemon:
             tolerance=settings.proof_tolerance,
             keep_loaded=settings.keep_loaded,
         )
-        self.metrics = Metrics(settings.model, store)
-        if settings.metrics_port is not None:
-            self.metrics.serve(settings.metrics_host, settings.metrics_port)
         self._sentinel = Sentinel(settings.sentinel, store, settings.model, self.metrics)
         checkpoint.sweep(settings.checkpoints)
         self._version, self.learner = self._make_learner()
@@ -119,7 +123,10 @@ class Daemon:
     def _make_learner(self) -> tuple[int, Pupil]:
         """Return the newest committed version and a learner that stands exactly there."""
         version, resume_from = self._school.newest()
-        return version, self._make_pupil(self.settings, resume_from)
+        pupil = self._make_pupil(self.settings, resume_from)
+        if isinstance(pupil, Learner):
+            pupil.watched_by(self.progress)
+        return version, pupil
 
     def close(self) -> None:
         """Close the connections to vLLM and to the judge."""
@@ -193,7 +200,9 @@ class Daemon:
             self._first_judged = None
             return False
         self._first_judged = self._first_judged or now
-        enough = self._weight(waiting) >= self.settings.groups_per_round
+        weight, wanted = self._weight(waiting), self.settings.groups_per_round
+        self._gathering.at(min(weight, wanted), wanted)
+        enough = weight >= wanted
         if not enough and now - self._first_judged < self.settings.round_wait_seconds:
             return False
         if self._sentinel.holding:
@@ -204,6 +213,8 @@ class Daemon:
             self._version, self.learner = self._make_learner()
         # Whatever ends the round before its commit leaves a learner that nothing stands for.
         self._spoilt = True
+        self._gathering.end()
+        self._gathering = self.progress.begin(GATHERING, wanted)
         try:
             candidate = self._school.hold_round(self.learner, newest, self._version)
             self._spoilt = False

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from trainer import checkpoint
 from trainer.errors import NoLearningSignal, RowError
 from trainer.learner_settings import LearnerSettings
+from trainer.progress import TRAINING, Progress
 from trainer.tokens import TokenRow, split_by_budget
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class Learner:
 
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
+        self._progress = Progress()
         self._settings = settings
         self._clock = clock
         self._trainer = loss.build(base_model, settings, workdir / "trl")
@@ -108,6 +110,10 @@ class Learner:
     def step(self) -> int:
         """Optimiser steps taken since the first round, over all restarts."""
         return self._step
+
+    def watched_by(self, progress: Progress) -> None:
+        """Tell how far a round is from now on."""
+        self._progress = progress
 
     def unfit(self, row: TokenRow) -> str | None:
         """Why the base model cannot learn from a row, None where it can."""
@@ -123,6 +129,14 @@ class Learner:
         Raises NoLearningSignal when no row could move a weight, RowError when a row does not fit the model (both before
         anything changes), TrainingDiverged when a gradient is not finite.
         """
+        work = self._progress.begin(TRAINING, len(rows))
+        self._trainer.on_rows = work.add
+        try:
+            return self._trained(rows)
+        finally:
+            work.end()
+
+    def _trained(self, rows: Sequence[TokenRow]) -> RoundReport:
         began = self._clock()
         self._check_signal(rows)
         for row in rows:

@@ -22,7 +22,7 @@ it with a hand-written reference.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
     ) -> None:
         self._settings = settings
         self._micro: Micro | None = None
+        self.on_rows: Callable[[int], None] = lambda rows: None  # told after each micro-batch
         super().__init__(
             model=model,
             args=args,
@@ -114,6 +115,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
         for micro in micros:
             loss = self.compute_loss(self.model_wrapped, micro)  # ()
             self.accelerator.backward(loss)
+            self.on_rows(len(micro["temperature"]))
             losses.append(float(loss.detach()))
             n_trained, means = int(micro["tool_mask"].sum()), self._take_metrics()
             entropy_sum += means["entropy"] * n_trained

@@ -18,6 +18,7 @@ from store.errors import StoreError
 from store.records import Round
 from store.states import RoundState
 from trainer.errors import SettingError
+from trainer.progress import Standing
 from trainer.sentinel import Finding
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,15 @@ class Metrics:
             "ratchet_tokens_dropped", "Sampled tokens of trained trajectories without loss", ["alias", "reason"],
             registry=registry,
         )  # fmt: skip
+        works = ["alias", "work"]
+        self._done = Gauge("ratchet_progress_done", "Items of a long work that are done", works, registry=registry)
+        self._total = Gauge("ratchet_progress_total", "Items of a long work", works, registry=registry)
+        self._pace = Gauge("ratchet_progress_seconds_per_item", "Seconds an item took so far", works, registry=registry)
+        self._eta = Gauge("ratchet_progress_eta_seconds", "Seconds left at this pace", works, registry=registry)
+        self._mean = Gauge(
+            "ratchet_progress_mean", "Running mean, each metric over the rows that have it", [*works, "metric"],
+            registry=registry,
+        )  # fmt: skip
         self._counted: set[str] = set()  # ids of rounds
         if store is not None:
             registry.register(_Stored(store, alias))
@@ -95,6 +105,16 @@ class Metrics:
         for name, (key, _) in _ROUND.items():
             if committed is not None and key in committed.metrics:
                 self._round[name].labels(self._alias).set(committed.metrics[key])
+
+    def progress(self, standing: Standing) -> None:
+        """Show how far a work is; it stays shown as it ended until it begins anew."""
+        labels = (self._alias, standing.work)
+        self._done.labels(*labels).set(standing.done)
+        self._total.labels(*labels).set(standing.total)
+        self._pace.labels(*labels).set(standing.seconds_per_item or 0.0)
+        self._eta.labels(*labels).set(standing.eta_seconds or 0.0)
+        for name, value in standing.means.items():
+            self._mean.labels(*labels, name).set(value)
 
     def serve(self, host: str, port: int) -> int:
         """Answer GET /metrics in a thread of its own; return the port. Raises SettingError where it is taken."""

@@ -16,6 +16,7 @@ from store import Store
 from store.records import Group, Trajectory, Transcript, Verdict
 from trainer.credit import Credit
 from trainer.judges import Judge, Judgement
+from trainer.progress import GATHERING, JUDGING, Progress
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ _AHEAD = 64  # groups that wait for a quick judge beside those that it has
 class _Asked:
     group: Group
     members: tuple[Trajectory, ...]
+    measures: tuple[dict[str, float], ...]
     answer: Future[Judgement]
 
 
@@ -47,7 +49,9 @@ class Scorekeeper:
         retry_seconds: float,
         alarm_after: int,
         credit: Credit | None = None,
+        progress: Progress | None = None,
     ) -> None:
+        self._progress = progress or Progress()
         self._store = store
         self._judge = judge
         self._credit = credit or Credit()
@@ -69,7 +73,8 @@ class Scorekeeper:
                 continue
             members = [read(name) for name in group.members]
             future = self._threads.submit(self._judge.judge, group.id, members)
-            self._asked[group.id] = _Asked(group, _runs(members), future)
+            self._asked[group.id] = _Asked(group, _runs(members), tuple(map(_measures, members)), future)
+            self._progress.more(JUDGING)
 
     def collect(self, now: float, patience: float) -> int:
         """Write down what has been said, after waiting for the first of it at most `patience` seconds; count groups."""
@@ -78,13 +83,23 @@ class Scorekeeper:
         done, _ = wait([asked.answer for asked in self._asked.values()], timeout=patience)
         for asked in [asked for asked in self._asked.values() if asked.answer in done]:
             del self._asked[asked.group.id]
-            self._write_down(asked.group, asked.members, asked.answer.result(), now)
+            judgement = asked.answer.result()
+            self._write_down(asked.group, asked.members, judgement, now)
+            self._tell(asked.measures, judgement)
         return len(done)
 
     def close(self) -> None:
         """Ask no more; what is being judged is judged again after the next start."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._judge.close()
+
+    def _tell(self, measures: Sequence[dict[str, float]], judgement: Judgement) -> None:
+        """Add a group's members to the running means; a failed verdict has no reward, and its own divisor."""
+        for measured, verdict in zip(measures, judgement.verdicts, strict=True):
+            reward = {} if verdict.score is None else {"reward": verdict.score}
+            self._progress.note(JUDGING, **reward, failed=float(verdict.score is None), seconds=verdict.latency)
+            self._progress.note(GATHERING, **reward, **measured)
+        self._progress.one_done(JUDGING)
 
     def _write_down(self, group: Group, members: Sequence[Trajectory], judgement: Judgement, now: float) -> None:
         verdicts = judgement.verdicts
@@ -138,6 +153,10 @@ class Scorekeeper:
     @staticmethod
     def _name(kind: str, group: Group) -> str:
         return f"{kind}:{group.alias}"
+
+
+def _measures(member: Transcript) -> dict[str, float]:
+    return {"tokens": sum(call.completion_tokens for call in member.calls), "calls": len(member.calls)}
 
 
 def _runs(members: Sequence[Transcript]) -> tuple[Trajectory, ...]:

@@ -14,9 +14,10 @@ import pytest
 from examples.email_search.__main__ import DATABASE, main
 from examples.email_search.agent import Rollout
 from examples.email_search.mailbox import Mailbox
-from examples.email_search.progress import RunningMeans, metrics
+from examples.email_search.progress import metrics
 from examples.email_search.tasks import read_tasks
 from tests.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
+from trainer.progress import RunningMeans
 
 ROOT = Path(__file__).parents[2]
 ALWAYS_OSLO = '{"answer": "Oslo"}'

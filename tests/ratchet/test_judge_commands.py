@@ -91,6 +91,21 @@ def test_show_prints_what_was_asked_and_heard_and_cannot_steer_the_terminal(proj
     assert "[answer]" in shown.stdout
 
 
+def test_calibrate_holds_a_judge_against_the_truth_in_both_orders(project: Project, store: Store) -> None:
+    grouped(store)
+    against = ("--truth", "careful:judge", "--store", "judged.db")
+    good = project.run("judge", "calibrate", "--judge", "careful:judge", *against, "--json")
+    assert good.returncode == 0, good.stdout
+    told = json.loads(good.stdout)
+    assert (told["truth"], told["agreement"], told["pairs"], told["swapped"]) == ("careful:judge", 1.0, 1, 0.0)
+    bad = project.run("judge", "calibrate", "--judge", "fooled:judge", *against)
+    assert bad.returncode == 1
+    assert "agreement 50.0% of 1 pairs" in bad.stdout
+    nothing = project.run("judge", "calibrate", "--judge", "careful:judge", "--truth", "fooled:judge", *against[2:])
+    assert nothing.returncode == 1
+    assert "nothing to hold the judge against" in nothing.stdout
+
+
 def test_a_judge_file_that_is_no_judge_is_named(project: Project, tmp_path: Path) -> None:
     (project.folder / "odd.yaml").write_text("{kind: ruler, base_url: 'http://h', model: m, api_key: sk-secret}")
     done = project.run("judge", "lint", "--judge", "odd.yaml", "--answer", "x")

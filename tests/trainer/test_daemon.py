@@ -271,6 +271,24 @@ def test_a_round_of_greedy_answers_is_an_alarm_that_names_the_remedy_and_ends_wi
     assert store.alarms.standing() == []
 
 
+def test_gathering_judging_and_training_are_followed(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+    agents_work(store, "a", [0.0, 1.0])
+    agents_work(store, "b", [1.0, 0.0])
+    daemon = make_daemon()
+    daemon.turn(1000.0)
+    agents_work(store, "c", [0.5, 1.0])
+    daemon.turn(1001.0)
+
+    def told(name: str, work: str, **labels: str) -> float | None:
+        return daemon.metrics.registry.get_sample_value(name, {"alias": "agent", "work": work, **labels})
+
+    assert told("ratchet_progress_done", "training") == told("ratchet_progress_total", "training") == 4
+    assert told("ratchet_progress_done", "judging") == 1
+    assert told("ratchet_progress_mean", "judging", metric="reward") == 0.75
+    assert (told("ratchet_progress_done", "gathering"), told("ratchet_progress_total", "gathering")) == (1, 2)
+    assert told("ratchet_progress_mean", "gathering", metric="tokens") == 3
+
+
 def test_while_a_tool_is_sick_no_step_is_taken_and_what_was_judged_waits(
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:

@@ -1,0 +1,73 @@
+"""Calibration: what a judge is worth against the truth, and whether places sway it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import pytest
+
+from store.records import Verdict
+from trainer.judges.calibration import Asked, calibrate, differences, kendall
+
+
+def verdicts(scores: Mapping[str, float | None]) -> list[Verdict]:
+    return [
+        Verdict(trajectory_id=name, group_id="g", judge="j", judge_version="1", score=score,
+                failure=None if score is not None else "no answer")
+        for name, score in scores.items()
+    ]  # fmt: skip
+
+
+def asked(truth: Mapping[str, float], first: Mapping[str, float | None], reverse: Mapping[str, float | None]) -> Asked:
+    return Asked(verdicts(truth), verdicts(first), verdicts(reverse))
+
+
+TRUTH = {"a": 1.0, "b": 0.0, "c": 0.0}
+
+
+def test_a_judge_that_is_right_agrees_wholly_and_is_not_swayed() -> None:
+    found = calibrate([asked(TRUTH, {"a": 0.9, "b": 0.2, "c": 0.1}, {"a": 0.9, "b": 0.2, "c": 0.1})] * 10)
+    assert (found.agreement, found.pairs, found.swapped, found.moved) == (1.0, 20, 0.0, 0.0)
+    assert found.low == pytest.approx(0.839, abs=0.001)
+    assert found.gap == pytest.approx(0.75)
+
+
+def test_a_judge_that_likes_the_first_place_is_found_out_by_the_swap() -> None:
+    first, last = {"a": 0.9, "b": 0.5, "c": 0.1}, {"a": 0.1, "b": 0.5, "c": 0.9}
+    found = calibrate([asked(TRUTH, first, last)])
+    assert (found.agreement, found.swapped) == (1.0, 1.0)
+    assert found.moved == pytest.approx(1.6 / 3)
+
+
+def test_a_coin_agrees_with_half() -> None:
+    coin = random.Random(1)
+    groups = []
+    for _ in range(300):
+        said = {name: coin.random() for name in TRUTH}
+        groups.append(asked(TRUTH, said, said))
+    found = calibrate(groups)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low < 0.5 < found.high
+    assert found.tau == pytest.approx(0.0, abs=0.1)
+
+
+def test_a_judge_that_says_the_same_of_all_counts_half() -> None:
+    flat = dict.fromkeys(TRUTH, 0.5)
+    found = calibrate([asked(TRUTH, flat, flat)])
+    assert (found.agreement, found.tau, found.swapped) == (0.5, None, None)
+
+
+def test_failures_are_counted_and_never_scored() -> None:
+    found = calibrate([asked(TRUTH, {"a": None, "b": 0.1, "c": 0.2}, {"a": 0.9, "b": 0.1, "c": 0.2})])
+    assert (found.failures, found.trajectories, found.pairs, found.agreement) == (1, 2, 0, None)
+
+
+def test_kendalls_tau_counts_pairs() -> None:
+    one = {"a": 1.0, "b": 2.0, "c": 3.0}
+    assert kendall(differences(one, one)) == 1.0
+    assert kendall(differences(one, {"a": 3.0, "b": 2.0, "c": 1.0})) == -1.0
+    assert kendall(differences(one, {"a": 1.0, "b": 3.0, "c": 2.0})) == pytest.approx(1 / 3)
+    assert kendall(differences(one, dict.fromkeys(one, 1.0))) is None
+    assert kendall(differences(one, {"z": 1.0})) is None
