@@ -13,7 +13,15 @@ from pathlib import Path
 
 import click
 
-from ratchet import __version__, demo_command, judge_commands, key_commands, project_commands, room_commands
+from ratchet import (
+    __version__,
+    demo_command,
+    feedback_commands,
+    judge_commands,
+    key_commands,
+    project_commands,
+    room_commands,
+)
 from ratchet.errors import FaceError
 
 # The roots of the rooms' error trees: what they raise on purpose is told in one line, like our own.
@@ -49,6 +57,7 @@ for command in (
     room_commands.policies,
     key_commands.keys,
     judge_commands.judge,
+    feedback_commands.feedback,
 ):
     cli.add_command(command)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
+from ratchet.feedback_commands import line as feedback_line
 
 if TYPE_CHECKING:
     from ratchet.settings import Settings
@@ -64,7 +65,8 @@ def try_(context: click.Context, /, names: tuple[str, ...], as_json: bool, **giv
 @options.as_json
 @click.pass_context
 def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> None:
-    """Show every verdict on a group, and word for word what its judge asked a language model and heard.
+    """Show every verdict on a group, what people said of it, which policies it trained, and word for word what its
+    judge asked a language model and heard.
 
     \b
     Example:
@@ -73,26 +75,34 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
     with _store(_settings(context, given)) as store:
         found = store.groups.get(group)
         verdicts, exchanges = store.groups.history(group), store.groups.exchanges(group)
+        trained = store.lineage.of(found.members)
+        said = [one for name in found.members for one in reversed(store.feedback.page(trajectory=name))]
     if as_json:
         options.emit(
             {
                 "group": _plain(found),
                 "verdicts": [_plain(verdict) for verdict in verdicts],
                 "exchanges": [_readable(exchange) for exchange in exchanges],
+                "feedback": [_plain(one) for one in said],
+                "trained": trained,
             }
         )
         return
     click.echo(f"group {found.id} of {found.alias}, {found.state}, key {found.key}")
     for verdict in verdicts:
         click.echo(_line(verdict))
+    for one in said:
+        click.echo(f"feedback  {feedback_line(one, trained.get(one.trajectory_id or '', ()))}")
+    for policies in sorted(set(trained.values())):
+        click.echo(f"trained {', '.join(policies)}")
     for exchange in exchanges:
         told = _readable(exchange)
         click.echo(f"\n{told['id']}: {told['url']} status {told['status']}, {told['latency']:.1f} s")
         for message in told["request"].get("messages", ()):
-            click.echo(f"[{message.get('role')}] {_printable(message.get('content'))}")
-        click.echo(f"[answer] {_printable(told['answer'])}")
+            click.echo(f"[{message.get('role')}] {options.printable(message.get('content'))}")
+        click.echo(f"[answer] {options.printable(told['answer'])}")
         if told["problem"]:
-            click.echo(f"[not used] {_printable(told['problem'])}")
+            click.echo(f"[not used] {options.printable(told['problem'])}")
 
 
 @judge.command()
@@ -132,7 +142,7 @@ def lint(
         return int(bool(fooled))
     for finding in findings:
         score = "failed" if finding.score is None else f"{finding.score:g}"
-        why = f"  ({_printable(finding.failure)})" if finding.failure else ""
+        why = f"  ({options.printable(finding.failure)})" if finding.failure else ""
         click.echo(f"{'ok    ' if finding.sound else 'FOOLED'} {score:>8}  {finding.trick}{why}")
     if fooled:
         click.echo(f"{made.name} is fooled by {len(fooled)} of {len(findings)} answers", err=True)
@@ -303,10 +313,5 @@ def _readable(exchange: Any) -> dict[str, Any]:
 def _line(verdict: Any) -> str:
     score = "failed" if verdict.score is None else f"{verdict.score:g}"
     parts = " ".join(f"{name}={value:g}" for name, value in verdict.components.items())
-    words = _printable(verdict.failure or verdict.explanation)
+    words = options.printable(verdict.failure or verdict.explanation)
     return "  ".join(part for part in (f"{score:>8}", verdict.trajectory_id, parts, words) if part)
-
-
-def _printable(text: Any) -> str:
-    """Return text that cannot steer a terminal: what agents wrote is printed here."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in str(text))

@@ -71,3 +71,8 @@ def emit(content: Any) -> None:
     import json
 
     click.echo(json.dumps(content, indent=2, default=str))
+
+
+def printable(text: Any) -> str:
+    """Return text that cannot steer a terminal: what agents and their users wrote is printed."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in str(text))

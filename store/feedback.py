@@ -29,6 +29,8 @@ _SAME_ID = 100  # calls with one engine's id that are looked at
 
 Place = tuple[str, str | None]  # trajectory, call
 
+UNHEARD = (schema.feedback.c.heard_at.is_(None), schema.feedback.c.value.is_not(None))  # as the index of these says it
+
 
 class Feedbacks:
     """The verbs over feedback."""
@@ -61,6 +63,18 @@ class Feedbacks:
             where.append(sa.tuple_(table.c.given_at, table.c.id) < at)
         return self._select(sa.and_(sa.true(), *where), min(limit, 1000))
 
+    def first_given(self, trajectory_ids: Sequence[str]) -> dict[str, float]:
+        """Return when somebody first gave a value, for each of these trajectories that has one."""
+        table = schema.feedback
+        found: dict[str, float] = {}
+        for start in range(0, len(trajectory_ids), IN_MOST):
+            chosen = table.c.trajectory_id.in_(trajectory_ids[start : start + IN_MOST])
+            query = sa.select(table.c.trajectory_id, sa.func.min(table.c.given_at))
+            query = query.where(chosen, table.c.value.is_not(None)).group_by(table.c.trajectory_id)
+            with read(self._engine) as connection:
+                found |= {row[0]: row[1] for row in connection.execute(query)}
+        return found
+
     def heard(self, names: Sequence[str], now: float) -> None:
         """Note that a verdict took these into account."""
         table = schema.feedback
@@ -72,16 +86,17 @@ class Feedbacks:
     def late(self, alias: str, limit: int = 100) -> list[str]:
         """Return an alias's trajectories that were judged or put aside before somebody gave a value for them."""
         table, runs, groups = schema.feedback, schema.trajectories, schema.groups
+        state = unindexed(runs.c.state)
         settled = sa.or_(
-            runs.c.state.in_([TrajectoryState.TRAINED, TrajectoryState.DROPPED]),
-            sa.and_(runs.c.state == TrajectoryState.GROUPED, groups.c.state != GroupState.READY),
+            state.in_([TrajectoryState.TRAINED, TrajectoryState.DROPPED]),
+            sa.and_(state == TrajectoryState.GROUPED, groups.c.state != GroupState.READY),
         )
         query = (
             sa.select(runs.c.id)
             .distinct()
             .join(table, table.c.trajectory_id == runs.c.id)
             .outerjoin(groups, groups.c.id == runs.c.group_id)
-            .where(table.c.heard_at.is_(None), table.c.value.is_not(None), runs.c.alias == alias, settled)
+            .where(*UNHEARD, unindexed(runs.c.alias) == alias, settled)
             .order_by(runs.c.id)
             .limit(limit)
         )
@@ -93,6 +108,11 @@ class Feedbacks:
         query = sa.select(table).where(where).order_by(table.c.given_at.desc(), table.c.id.desc()).limit(limit)
         with read(self._engine) as connection:
             return [_feedback(row) for row in connection.execute(query)]
+
+
+def unindexed(column: sa.ColumnElement[str]) -> sa.ColumnElement[str]:
+    """Return a text column by which no index is walked: few are unheard, and very many have one state or alias."""
+    return column.concat("")
 
 
 def add(connection: sa.Connection, said: Iterable[Feedback]) -> None:

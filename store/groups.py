@@ -98,6 +98,11 @@ class Groups:
                 .values(failures=groups.c.failures + 1, retry_at=retry_at)
             )
 
+    def rescore(self, verdicts: Sequence[Verdict], exchanges: Sequence[Exchange] = ()) -> None:
+        """Add what a judge says of trajectories that were judged or put aside before; their states stay."""
+        with write(self._engine) as connection:
+            _add_verdicts(connection, verdicts, exchanges)
+
     def drop(self, group_id: str, reason: str) -> None:
         """Put a group and its members aside with the reason."""
         group = self.get(group_id)
@@ -169,7 +174,10 @@ class Groups:
         return version
 
     def scored(self, alias: str, judge_version: str, limit: int = 5000) -> list[PastScore]:
-        """Return the newest scores that this version of a judge gave an alias's trajectories, oldest first."""
+        """Return the newest scores that this version of a judge gave an alias's trajectories, oldest first.
+
+        Of a trajectory that it scored several times, the newest alone.
+        """
         runs, table = schema.trajectories, schema.verdicts
         query = (
             sa.select(
@@ -180,6 +188,7 @@ class Groups:
                 runs.c.version,
                 table.c.score,
                 table.c.judged_at,
+                table.c.id.label("verdict"),
             )
             .join(runs, runs.c.id == table.c.trajectory_id)
             .where(runs.c.alias == alias, table.c.judge_version == judge_version, table.c.score.is_not(None))
@@ -187,7 +196,7 @@ class Groups:
             .limit(limit)
         )
         with read(self._engine) as connection:
-            rows = connection.execute(query).all()
+            newest = {row.id: row for row in reversed(connection.execute(query).all())}
         return [
             PastScore(
                 trajectory_id=row.id,
@@ -197,7 +206,7 @@ class Groups:
                 score=row.score,
                 judged_at=row.judged_at,
             )
-            for row in reversed(rows)
+            for row in sorted(newest.values(), key=lambda row: row.verdict)
         ]
 
     def oldest_versions(self, alias: str) -> dict[str, int]:

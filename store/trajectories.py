@@ -16,7 +16,7 @@ from store.calls import load_calls
 from store.database import read, write
 from store.endings import last_word
 from store.errors import ForbiddenChange, UnknownRecord
-from store.feedback import feedback_of
+from store.feedback import UNHEARD, feedback_of, unindexed
 from store.listing import Chosen, page_ids
 from store.records import Call, Trajectory, Transcript
 from store.remembered import Remembered
@@ -85,11 +85,25 @@ class Trajectories:
             raise UnknownRecord(f"no trajectory {trajectory_id}")
         return found[0]
 
-    def sealed(self, alias: str, limit: int = 1000) -> list[Trajectory]:
-        """Return an alias's sealed trajectories, the longest waiting first."""
+    def sealed(self, alias: str, limit: int = 1000, silent_before: float | None = None) -> list[Trajectory]:
+        """Return an alias's sealed trajectories, the longest waiting first.
+
+        With `silent_before`, those that somebody gave a value for, and those whose last call was before that moment.
+        """
         runs = schema.trajectories
         where = sa.and_(runs.c.state == TrajectoryState.SEALED, runs.c.alias == alias)
-        return self._select(where, limit, oldest_first=True)
+        if silent_before is None:
+            return self._select(where, limit, oldest_first=True)
+        # Two walks, each along its index: those that still wait for a word may be very many.
+        silent = sa.select(runs.c.id).where(where, runs.c.last_active_at < silent_before)
+        silent = silent.order_by(runs.c.last_active_at).limit(limit)
+        unheard = sa.select(schema.feedback.c.trajectory_id).where(*UNHEARD)
+        sealed = sa.and_(unindexed(runs.c.state) == TrajectoryState.SEALED, unindexed(runs.c.alias) == alias)
+        spoken = sa.select(runs.c.id).where(runs.c.id.in_(unheard), sealed).limit(limit)
+        with read(self._engine) as connection:
+            names = sorted({*connection.scalars(silent), *connection.scalars(spoken)})
+        found = self._select(runs.c.id.in_(names), len(names), oldest_first=True) if names else []
+        return [run for run in found if run.state is TrajectoryState.SEALED][:limit]
 
     def cut_off(self, trajectory_ids: Sequence[str]) -> set[str]:
         """Return those whose last call was ended by a machine, not by the agent or the policy.

@@ -39,10 +39,13 @@ class ScoreBook:
             self.add(scored)
 
     def add(self, scored: PastScore) -> None:
-        """Remember a score."""
+        """Remember a score; of a trajectory that was scored before, the new one alone."""
         if scored.family not in self._families and len(self._families) >= _MOST_FAMILIES:
             del self._families[next(iter(self._families))]
-        self._families.setdefault(scored.family, deque(maxlen=MOST_REMEMBERED)).append(scored)
+        known = self._families.setdefault(scored.family, deque(maxlen=MOST_REMEMBERED))
+        for earlier in [one for one in known if one.trajectory_id == scored.trajectory_id]:
+            known.remove(earlier)
+        known.append(scored)
 
     def baseline(self, sample: PastScore, least: int) -> Baseline | None:
         """Return the baseline for a sample; None where fewer than `least` scores were given before it."""

@@ -3,8 +3,9 @@
     component    consumes              produces                       waits for
     ---------    --------------------  -----------------------------  ------------------------------
     seal         open trajectories     sealed trajectories            idle time
-    group        sealed trajectories   ready groups, drops            group_size or group_wait_seconds
+    group        sealed trajectories   ready groups, drops            company or group_wait_seconds; feedback
     score        ready groups          judged groups, drops, alarms   the judge
+    rehear       late feedback         further verdicts               the judge
     watch        the newest of all     alarms                         sentinel.every_seconds
     train        judged groups         a committed round, candidate   groups_per_round or round_wait_seconds, and
                                                                       that nothing holds training
@@ -38,11 +39,13 @@ from trainer.engine import Replica
 from trainer.errors import EngineUnreachable, TrainerError, TrainingDiverged
 from trainer.grouping import plan_groups
 from trainer.judges.make import make_judge
+from trainer.judges.patience import patience_of
 from trainer.learner import Learner
 from trainer.lease import Lease
 from trainer.metrics import Metrics
 from trainer.progress import GATHERING, Progress, on_this_terminal
 from trainer.publisher import DOOR_SILENCE, Publisher
+from trainer.rehearing import Rehearing
 from trainer.school import STALE, Pupil, School
 from trainer.scorekeeper import Scorekeeper
 from trainer.sentinel.watch import Sentinel
@@ -101,6 +104,15 @@ class Daemon:
             alarm_after=settings.no_signal_alarm,
             credit=credit,
             progress=self.progress,
+        )
+        self._patience = patience_of(settings.judge)
+        self._rehearing = Rehearing(
+            store,
+            settings.model,
+            self._scorekeeper.ask_judge,
+            credit,
+            attempts=settings.judge_attempts,
+            retry_seconds=settings.judge_retry_seconds,
         )
         self._school = School(store, settings.model, settings.checkpoints, credit)
         self._publisher = Publisher(
@@ -161,7 +173,7 @@ class Daemon:
         alias = self.settings.model
         shipped = self._store.doors.shipped_until(alias, now, since=now - DOOR_SILENCE)
         self._store.trajectories.seal_idle(alias, shipped, self.settings.seal_after_idle_seconds)
-        grouped = self._group(now)
+        grouped = self._group(now, shipped)
         scored = self._score(now)
         self._sentinel.look(now)
         trained = self._train(now)
@@ -169,10 +181,15 @@ class Daemon:
         self._drain(now)
         return grouped or scored or trained or published
 
-    def _group(self, now: float) -> bool:
-        waiting = self._store.trajectories.sealed(self.settings.model, limit=10 * _BATCH)
+    def _group(self, now: float, shipped: float) -> bool:
+        patience = self._patience
+        silent_before = None if patience is None else shipped - patience.within_seconds
+        waiting = self._store.trajectories.sealed(self.settings.model, 10 * _BATCH, silent_before)
+        spoken = self._store.feedback.first_given([run.id for run in waiting]) if patience is not None else {}
         plan = plan_groups(
             waiting,
+            silent={run.id for run in waiting if run.id not in spoken} if patience and patience.drops else frozenset(),
+            ripe_at=spoken,
             cut_off=self._store.trajectories.cut_off([run.id for run in waiting]) if waiting else frozenset(),
             size=self.settings.group_size,
             least=self.settings.group_least,
@@ -192,7 +209,11 @@ class Daemon:
     def _score(self, now: float) -> bool:
         ready = self._store.groups.ready(self.settings.model, now, limit=_BATCH)
         self._scorekeeper.ask(ready, self._store.trajectories.read)
-        return bool(self._scorekeeper.collect(now, _JUDGE_PATIENCE))
+        scored = self._scorekeeper.collect(now, _JUDGE_PATIENCE)
+        if self._patience is not None:
+            self._rehearing.look(now)
+            scored += self._rehearing.collect(now)
+        return bool(scored)
 
     def _train(self, now: float) -> bool:
         waiting = self._fresh(self._store.groups.judged(self.settings.model, limit=self._most_waiting))

@@ -6,13 +6,14 @@ together, in the order in which they were sealed; versions may differ within a g
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from store.records import Trajectory
 
 EVALUATION = "eval"  # asked for by explicit version: a measurement, never training data
 CUT_OFF = "cut_off"  # a machine ended its last call: that is not the policy's failure
+NO_FEEDBACK = "no_feedback"  # the judge needs the word of people, and nobody gave it in time
 SINGLE = "single"  # nobody else tried the same task in time, and singles are not trained
 
 
@@ -41,26 +42,31 @@ def plan_groups(
     wait_seconds: float,
     now: float,
     cut_off: Set[str] = frozenset(),
+    silent: Set[str] = frozenset(),
+    ripe_at: Mapping[str, float] | None = None,
     singles: bool = False,
 ) -> GroupingPlan:
     """Return the groups of `size` that are complete, smaller ones that waited long enough, and the drops.
 
     With `singles`, what found no company in time becomes a group of one, to be compared with what came before it.
-    `cut_off` holds the ids of those whose last call was ended by a machine.
+    `cut_off` holds the ids of those whose last call was ended by a machine, `silent` of those that nobody spoke of;
+    `ripe_at` is since when one could be judged, where that was later than its sealing.
     """
     groups: list[PlannedGroup] = []
     drops = [(run.id, EVALUATION) for run in waiting if run.purpose != "live"]
     drops += [(run.id, CUT_OFF) for run in waiting if run.purpose == "live" and run.id in cut_off]
+    drops += [(r.id, NO_FEEDBACK) for r in waiting if r.purpose == "live" and r.id in silent and r.id not in cut_off]
     buckets: dict[tuple[str, str], list[Trajectory]] = {}
     for run in waiting:
-        if run.purpose == "live" and run.id not in cut_off:
+        if run.purpose == "live" and run.id not in cut_off and run.id not in silent:
             buckets.setdefault((run.alias, run.group_key), []).append(run)
+    since = {run.id: max(_sealed_at(run), (ripe_at or {}).get(run.id, 0.0)) for run in waiting}
     for (alias, key), runs in buckets.items():
-        runs.sort(key=lambda run: (_sealed_at(run), run.id))
+        runs.sort(key=lambda run: (since[run.id], run.id))
         whole = len(runs) - len(runs) % size
         parts = [runs[start : start + size] for start in range(0, whole, size)]
         rest = runs[whole:]
-        tired = bool(rest) and now - _sealed_at(rest[0]) >= wait_seconds
+        tired = bool(rest) and now - since[rest[0].id] >= wait_seconds
         if tired and len(rest) >= least:
             parts.append(rest)
         if tired and len(rest) < least and singles:

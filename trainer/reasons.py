@@ -13,6 +13,7 @@ DROPPED: Mapping[str, str] = {
     "no_variance": "all members got the same score: harder or easier tasks, or a judge that tells them apart",
     "baseline_only": "a single of a task family with too few earlier scores: it counts for later ones",
     "judge_failed": "the judge failed on every attempt: see `ratchet judge show GROUP`",
+    "no_feedback": "nobody gave a value in time: raise the judge's within_seconds, or set its missing to a score",
     "stale": "sampled too many versions ago: raise trainer.max_staleness, or train less often",
     "untrainable": "no token of the round could be trained: see the tokens that were left out",
     "diverged": "the gradient was not finite: lower trainer.learner.learning_rate",

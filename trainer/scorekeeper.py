@@ -3,6 +3,7 @@
 Promises: a judge failure is never a score; a group whose scores do not differ is dropped with that reason and counted;
 several of them in a row are an alarm that names the judge, the score and the groups. A slow judge holds nobody up:
 groups are judged in threads, as many at once as the judge allows, and the caller's thread writes down what was said.
+What people say after the verdict is judged anew in the same way; that is `rehearing.py`'s.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class _Asked:
     group: Group
     members: tuple[Trajectory, ...]
     measures: tuple[dict[str, float], ...]
+    heard: tuple[str, ...]  # feedback that the judge has before it
     answer: Future[Judgement]
 
 
@@ -64,7 +66,7 @@ class Scorekeeper:
 
     def score(self, group: Group, members: Sequence[Transcript], now: float) -> None:
         """Have one group judged and move it on."""
-        self._write_down(group, _runs(members), self._judge.judge(group.id, members), now)
+        self._write_down(group, _runs(members), _feedback(members), self._judge.judge(group.id, members), now)
 
     def ask(self, groups: Sequence[Group], read: Callable[[str], Transcript]) -> None:
         """Have groups judged that are not being judged already; a few more than the judge takes at once may wait."""
@@ -72,9 +74,14 @@ class Scorekeeper:
             if group.id in self._asked or len(self._asked) >= 2 * self._judge.at_once + _AHEAD:
                 continue
             members = [read(name) for name in group.members]
-            future = self._threads.submit(self._judge.judge, group.id, members)
-            self._asked[group.id] = _Asked(group, _runs(members), tuple(map(_measures, members)), future)
+            answer = self.ask_judge(group.id, members)
+            measures = tuple(map(_measures, members))
+            self._asked[group.id] = _Asked(group, _runs(members), measures, _feedback(members), answer)
             self._progress.more(JUDGING)
+
+    def ask_judge(self, group_id: str | None, members: Sequence[Transcript]) -> Future[Judgement]:
+        """Have the judge say something, in its turn, that the caller writes down."""
+        return self._threads.submit(self._judge.judge, group_id, members)
 
     def collect(self, now: float, patience: float) -> int:
         """Write down what has been said, after waiting for the first of it at most `patience` seconds; count groups."""
@@ -84,7 +91,7 @@ class Scorekeeper:
         for asked in [asked for asked in self._asked.values() if asked.answer in done]:
             del self._asked[asked.group.id]
             judgement = asked.answer.result()
-            self._write_down(asked.group, asked.members, judgement, now)
+            self._write_down(asked.group, asked.members, asked.heard, judgement, now)
             self._tell(asked.measures, judgement)
         return len(done)
 
@@ -101,7 +108,9 @@ class Scorekeeper:
             self._progress.note(GATHERING, **reward, **measured)
         self._progress.one_done(JUDGING)
 
-    def _write_down(self, group: Group, members: Sequence[Trajectory], judgement: Judgement, now: float) -> None:
+    def _write_down(
+        self, group: Group, members: Sequence[Trajectory], heard: Sequence[str], judgement: Judgement, now: float
+    ) -> None:
         verdicts = judgement.verdicts
         failed = [verdict for verdict in verdicts if verdict.failure is not None]
         if failed:
@@ -110,6 +119,8 @@ class Scorekeeper:
         teaches = self._credit.teaches(members, verdicts)
         useless = BASELINE if teaches is None else None if teaches else NO_VARIANCE
         self._store.groups.record(group.id, verdicts, judgement.exchanges, drop_reason=useless)
+        if heard:
+            self._store.feedback.heard(heard, now)
         self._credit.remember(members, verdicts)
         self._store.alarms.clear(self._name(JUDGE_FAILED, group))
         if teaches:
@@ -161,3 +172,7 @@ def _measures(member: Transcript) -> dict[str, float]:
 
 def _runs(members: Sequence[Transcript]) -> tuple[Trajectory, ...]:
     return tuple(member.trajectory for member in members)
+
+
+def _feedback(members: Sequence[Transcript]) -> tuple[str, ...]:
+    return tuple(said.id for member in members for said in member.feedback)

@@ -145,6 +145,15 @@ def test_an_agents_key_speaks_of_its_own_trajectories_alone_and_reads_nothing(st
     assert [(row["value"], row["trusted"]) for row in rows] == [(0.5, True), (1.0, False)]
 
 
+def test_feedback_counts_as_a_request_of_its_key(start: Start, store: Store) -> None:
+    (ann, _), (boss, _) = made(store, requests_per_minute=2), made(store, KeyScope.OPERATOR)
+    proxy = start()
+    name = ask(proxy, ann).json()["id"]
+    say(proxy, 201, ann, response_id=name, value="up")
+    say(proxy, 429, ann, response_id=name, value="down")
+    say(proxy, 201, boss, response_id=name, value="down")
+
+
 def test_feedback_on_a_call_that_is_not_in_the_store_yet_waits_and_finds_it(proxy: Proxy, tmp_path: Path) -> None:
     blocker = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
     blocker.execute("BEGIN EXCLUSIVE")

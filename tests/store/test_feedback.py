@@ -104,3 +104,19 @@ def test_what_a_trajectory_trained_is_the_version_and_all_that_descend_from_it(s
 
 def test_descent_follows_the_rounds_and_not_the_numbers() -> None:
     assert descendants([(0, 1), (0, 2), (1, 3), (3, 5)], 1) == [1, 3, 5]
+
+
+def test_those_that_wait_for_a_word_are_told_once_it_is_said_or_its_time_is_up(store: Store) -> None:
+    for name, at in (("old", 1.0), ("new", 50.0), ("spoken", 60.0)):
+        store.calls.ship([ended(begun(f"call_{name}", name, key_id="k1", at=at), REPLY)])
+    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    store.feedback.add([said("fb_1", target="call_spoken", given_at=70.0), said("fb_2", target="call_new", value=None)])
+
+    def told(silent_before: float | None) -> list[str]:
+        return [run.id for run in store.trajectories.sealed("agent", silent_before=silent_before)]
+
+    assert told(None) == ["old", "new", "spoken"]
+    assert told(0.0) == ["spoken"]
+    assert told(10.0) == ["old", "spoken"]
+    assert store.trajectories.sealed("another", silent_before=999.0) == []
+    assert store.feedback.first_given(["old", "new", "spoken"]) == {"spoken": 70.0}

@@ -47,3 +47,7 @@ def always_zero(response: str) -> float:
 
 async def always_zero_later(response: str) -> float:
     return 0.0
+
+
+def comments(trajectory: Mapping[str, Any]) -> Any:
+    return {"score": 1, "explanation": " ".join(said["comment"] for said in trajectory["feedback"])}

@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from store.records import Transcript, Verdict
 from trainer.errors import JudgeError
 from trainer.judges import Judgement
@@ -99,6 +101,7 @@ def arguments(member: Transcript) -> dict[str, Any]:
             "calls": len(member.calls),
             "messages": [dict(message) for message in member.messages],
             "tools": [dict(tool) for tool in member.tools],
+            "feedback": [msgspec.structs.asdict(said) for said in member.feedback],
         },
         "response": last_answer(member),
         "task": run.task,

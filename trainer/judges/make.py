@@ -8,6 +8,7 @@ from trainer.judges import Judge
 from trainer.judges.answer import AnswerJudge
 from trainer.judges.composite import CompositeJudge, Part
 from trainer.judges.conduct import ConductJudge
+from trainer.judges.feedback import FeedbackJudge
 from trainer.judges.function import FunctionJudge
 from trainer.judges.grader import GraderJudge
 from trainer.judges.language_model import LanguageModel
@@ -17,6 +18,7 @@ from trainer.judges.settings import (
     AnswerSpec,
     CompositeSpec,
     ConductSpec,
+    FeedbackSpec,
     FunctionSpec,
     GraderSpec,
     JudgeSpec,
@@ -32,6 +34,8 @@ def make_judge(spec: JudgeSpec, environ: Mapping[str, str]) -> Judge:
         return AnswerJudge(spec)
     if isinstance(spec, ConductSpec):
         return ConductJudge(spec)
+    if isinstance(spec, FeedbackSpec):
+        return FeedbackJudge(spec)
     if isinstance(spec, GraderSpec):
         return GraderJudge(spec, environ.get(spec.secret_variable))
     if isinstance(spec, CompositeSpec):

@@ -7,11 +7,12 @@ the variable that `key_variable` names.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
 ENTRY_POINT = r"^[\w.]+:\w+$"
+DROP: Final = "drop"
 
 RUBRIC = """\
 - A trajectory that reaches its goal scores far above one that does not, whatever else it does well.
@@ -112,6 +113,24 @@ class GraderSpec(_Spec):
     at_once: int = Field(4, ge=1, le=64, description="groups graded at the same time")
 
 
+class FeedbackSpec(_Spec):
+    """What people said of the trajectory."""
+
+    kind: Literal["feedback"]
+    within_seconds: float = Field(86_400.0, gt=0, description="how long after its last call a trajectory waits for it")
+    missing: Literal["drop"] | float = Field(DROP, description="after that: put it aside (drop), or score it so")
+    worst: float = Field(0.0, description="the value that scores 0; whatever is worse does as well")
+    best: float = Field(1.0, description="the value that scores 1")
+
+    @model_validator(mode="after")
+    def _scale_has_two_ends(self) -> FeedbackSpec:
+        if self.worst == self.best:
+            raise ValueError("worst and best are the same: every value would score the same")
+        if self.missing != DROP and not 0.0 <= float(self.missing) <= 1.0:
+            raise ValueError(f"missing {self.missing} is not between 0 and 1, as scores are; or set it to drop")
+        return self
+
+
 class PartSpec(_Spec):
     """One part of a composite: a weighted score, or a penalty for not being good."""
 
@@ -159,7 +178,7 @@ def _named(value: Any) -> Any:
 
 JudgeSpec = Annotated[
     Annotated[
-        FunctionSpec | AnswerSpec | ConductSpec | RulerSpec | NextStateSpec | GraderSpec | CompositeSpec,
+        FunctionSpec | AnswerSpec | ConductSpec | RulerSpec | NextStateSpec | GraderSpec | FeedbackSpec | CompositeSpec,
         Field(discriminator="kind"),
     ],
     BeforeValidator(_named),

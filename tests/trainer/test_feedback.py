@@ -1,0 +1,305 @@
+"""What people say becomes a score, is waited for, changes verdicts when it comes late, and trains nothing twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from store import Store, open_store
+from store.records import Feedback, Transcript
+from store.states import GroupState, TrajectoryState
+from tests.records import answered_trajectory
+from tests.trainer import judge_samples
+from tests.trainer.scripted_engine import ScriptedEngine
+from tests.trainer.test_daemon import agents_work
+from trainer.daemon import Daemon
+from trainer.grouping import NO_FEEDBACK
+from trainer.judges.feedback import FeedbackJudge, votes_of
+from trainer.judges.make import make_judge
+from trainer.judges.patience import Patience, patience_of
+from trainer.judges.settings import FeedbackSpec, read_spec
+from trainer.learner import LearnerSettings
+from trainer.settings import TrainerSettings
+
+DAY = 86_400.0
+WAITING: Any = {"kind": "feedback", "within_seconds": 100.0}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(str(tmp_path / "store.db"))
+    opened.policies.register_base("agent", "base")
+    judge_samples.by_answer.clear()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def make_daemon(store: Store, tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
+    made: list[Daemon] = []
+    engine = ScriptedEngine(lambda name, ids: 0.0)
+
+    def make(**changes: Any) -> Daemon:
+        values: dict[str, Any] = {
+            "store": str(tmp_path / "store.db"),
+            "model": "agent",
+            "base_model": str(tiny_model),
+            "vllm": (engine.url,),
+            "checkpoints": tmp_path / "checkpoints",
+            "judge": WAITING,
+            "group_size": 2,
+            "groups_per_round": 1,
+            "learner": LearnerSettings(learning_rate=1e-2),
+        }
+        daemon = Daemon(TrainerSettings(**(values | changes)), store, threading.Event())
+        made.append(daemon)
+
+        def served(name: str, ids: Sequence[int]) -> float:
+            return daemon.learner.score([ids], adapter=list(engine.loaded)[-1:] == [name])[0][-1]
+
+        engine.scorer = served
+        return daemon
+
+    yield make
+    for daemon in made:
+        daemon.close()
+    engine.close()
+
+
+_numbers = iter(range(10**6))
+
+
+def say(store: Store, run: str, value: float | None, source: str = "user:ann", **changes: Any) -> None:
+    number = next(_numbers)
+    values: dict[str, Any] = {"kind": "trajectory", "target": run, "given_at": 2.0 + number, "trusted": True} | changes
+    store.feedback.add([Feedback(id=f"fb_{number:06d}", source=source, value=value, **values)])
+
+
+def score(store: Store, run: str, **spec: Any) -> Any:
+    return FeedbackJudge(FeedbackSpec(kind="feedback", **spec)).judge(None, [read(store, run)]).verdicts[0]
+
+
+def read(store: Store, run: str) -> Transcript:
+    return store.trajectories.read(run)
+
+
+def latest(store: Store, *runs: str) -> list[float | None]:
+    found = store.groups.verdicts(runs)
+    return [found[run].score if run in found else None for run in runs]
+
+
+def finish_judging(daemon: Daemon, now: float, turns: int = 6) -> None:
+    for _ in range(turns):
+        daemon.turn(now)
+
+
+# --- the score ------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_word_of_a_source_counts_and_sources_are_averaged(store: Store) -> None:
+    answered_trajectory(store, "t")
+    say(store, "t", 0.0, comment="too long")
+    say(store, "t", 1.0)  # ann thinks better of it
+    say(store, "t", 0.0, source="user:bob")
+    say(store, "t", None, source="user:cid", comment="no thumb")
+    verdict = score(store, "t")
+    assert (verdict.score, verdict.components) == (0.5, {"sources": 2.0, "apart": 1.0})
+    assert verdict.explanation == "too long | no thumb"
+
+
+def test_a_word_on_the_whole_counts_in_place_of_words_on_its_answers() -> None:
+    def word(call: str | None, value: float) -> Feedback:
+        return Feedback(id="f", kind="call", target="x", source="ann", given_at=1.0, value=value, call_id=call)
+
+    assert votes_of([word("a", 1.0), word("b", 0.0), word("b", 0.5)]) == {"ann": 0.75}
+    assert votes_of([word(None, 0.25), word("a", 1.0)]) == {"ann": 0.25}
+    assert votes_of([]) == {}
+
+
+def test_values_are_read_on_their_own_scale(store: Store) -> None:
+    answered_trajectory(store, "t")
+    for stars, wanted in ((4.0, 0.75), (9.0, 1.0), (-3.0, 0.0)):
+        say(store, "t", stars)
+        assert score(store, "t", worst=1, best=5).score == wanted
+    assert score(store, "t", worst=5, best=1).score == 1.0  # the fewer, the better
+
+
+def test_silence_is_a_failure_or_the_score_that_was_set(store: Store) -> None:
+    answered_trajectory(store, "t")
+    assert score(store, "t").failure == "nobody has given feedback on this trajectory yet"
+    assert score(store, "t", missing=0.5).score == 0.5
+    say(store, "t", None, demonstration="Oslo, of course.")
+    assert score(store, "t").score is None  # the right answer is no score of the given one
+
+
+def test_it_is_named_like_any_judge_and_works_as_a_part(store: Store) -> None:
+    answered_trajectory(store, "t")
+    say(store, "t", 1.0)
+    parts = [
+        {"name": "liked", "weight": 1.0, "judge": {"kind": "feedback", "within_seconds": 5}},
+        {"name": "brief", "penalty": 0.5, "judge": {"kind": "conduct", "rule": "short", "most": 4}},
+    ]
+    spec = read_spec({"kind": "composite", "parts": parts})
+    verdict = make_judge(spec, {}).judge(None, [read(store, "t")]).verdicts[0]
+    assert (verdict.score, verdict.components) == (0.75, {"liked": 1.0, "brief": 0.5})
+    assert patience_of(spec) == Patience(5.0, drops=True)
+    assert patience_of(read_spec({"kind": "feedback", "missing": 0.5})) == Patience(DAY, drops=False)
+    assert patience_of(read_spec("a:b")) is None
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"worst": 1, "best": 1}, {"missing": 2}, {"missing": "wait"}, {"within_seconds": 0}, {"within": 5}]
+)
+def test_a_scale_or_a_default_that_means_nothing_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        read_spec({"kind": "feedback"} | wrong)
+
+
+def test_a_judge_function_sees_what_was_said(store: Store) -> None:
+    answered_trajectory(store, "t", "liked")
+    say(store, "t", 1.0, comment="good")
+    verdict = make_judge(read_spec("tests.trainer.judge_samples:comments"), {}).judge(None, [read(store, "t")])
+    assert verdict.verdicts[0].explanation == "good"
+
+
+# --- waiting --------------------------------------------------------------------------------------------------
+
+
+def test_a_trajectory_waits_for_its_feedback_and_fails_nothing_meanwhile(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    good, bad = agents_work(store, "a", [0.0, 0.0])
+    daemon = make_daemon()
+    daemon.turn(70.0)
+    say(store, good, 1.0)
+    daemon.turn(80.0)
+    assert {store.trajectories.get(name).state for name in (good, bad)} == {TrajectoryState.SEALED}
+    say(store, bad, 0.0)
+    finish_judging(daemon, 90.0)
+    assert latest(store, good, bad) == [1.0, 0.0]
+    assert {store.trajectories.get(name).state for name in (good, bad)} == {TrajectoryState.TRAINED}
+    assert store.feedback.late("agent") == []
+    assert store.alarms.standing() == []
+
+
+def test_whoever_nobody_spoke_of_in_time_is_dropped_with_that_reason(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    spoken, other, silent = agents_work(store, "a", [0.0, 0.0, 0.0])
+    daemon = make_daemon()
+    daemon.turn(100.0)
+    assert store.trajectories.drop_counts() == {}
+    say(store, spoken, 1.0)
+    say(store, other, 0.0)
+    finish_judging(daemon, 102.0)
+    assert store.trajectories.get(silent).drop_reason == NO_FEEDBACK
+    assert store.trajectories.drop_counts() == {NO_FEEDBACK: 1}
+    assert {store.trajectories.get(name).state for name in (spoken, other)} == {TrajectoryState.TRAINED}
+
+
+def test_with_a_default_silence_is_judged_once_its_time_is_up(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+    spoken, silent = agents_work(store, "a", [0.0, 0.0])
+    say(store, spoken, 1.0)
+    daemon = make_daemon(judge=WAITING | {"missing": 0.5})
+    daemon.turn(100.0)
+    assert store.groups.page() == []
+    finish_judging(daemon, 102.0)
+    assert latest(store, spoken, silent) == [1.0, 0.5]
+    assert store.trajectories.get(silent).state is TrajectoryState.TRAINED
+
+
+def test_company_is_waited_for_from_the_feedback_on(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+    early, late = agents_work(store, "a", [0.0, 0.0])
+    daemon = make_daemon(judge=WAITING | {"within_seconds": DAY}, group_wait_seconds=300.0)
+    say(store, early, 1.0, given_at=5000.0)
+    daemon.turn(5001.0)
+    assert store.trajectories.get(early).state is TrajectoryState.SEALED
+    say(store, late, 0.0, given_at=5200.0)
+    finish_judging(daemon, 5201.0)
+    assert store.trajectories.get(early).group_id == store.trajectories.get(late).group_id is not None
+
+
+# --- late and revised -----------------------------------------------------------------------------------------
+
+
+def test_late_feedback_adds_a_verdict_names_what_was_trained_and_trains_nothing_twice(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    first, second = agents_work(store, "a", [0.0, 0.0])
+    say(store, first, 1.0)
+    say(store, second, 0.0)
+    daemon = make_daemon()
+    finish_judging(daemon, 70.0)
+    more = agents_work(store, "b", [0.0, 0.0])
+    for name, value in zip(more, (0.0, 1.0), strict=True):
+        say(store, name, value)
+    finish_judging(daemon, 140.0)
+    assert store.lineage.of([first])[first] == ("agent@1", "agent@2")
+    group = store.trajectories.get(first).group_id or ""
+    assert len(store.groups.history(group)) == 2
+
+    say(store, first, 0.0)  # the same user thinks worse of it
+    finish_judging(daemon, 150.0)
+    verdict = store.groups.verdicts([first])[first]
+    assert verdict.score == 0.0
+    assert verdict.explanation.startswith("[after it trained agent@1, agent@2]")
+    assert [one.score for one in store.groups.history(group)] == [1.0, 0.0, 0.0]  # added, and only what changed
+    assert store.groups.get(group).state is GroupState.TRAINED
+    assert len(store.rounds.page("agent")) == 2
+    assert store.feedback.late("agent") == []
+    assert [one.score for one in store.groups.scored("agent", verdict.judge_version)].count(1.0) == 1
+
+
+def test_revised_feedback_before_the_round_is_what_trains(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+    first, second = agents_work(store, "a", [0.0, 0.0])
+    say(store, first, 1.0)
+    say(store, second, 0.0)
+    daemon = make_daemon(groups_per_round=2)
+    finish_judging(daemon, 70.0)
+    assert latest(store, first, second) == [1.0, 0.0]
+    say(store, first, 0.25)
+    finish_judging(daemon, 71.0)
+    finish_judging(daemon, 71.0 + 601.0)
+    (held,) = store.rounds.page("agent")
+    assert held.metrics["reward"] == 0.125
+
+
+def test_feedback_on_what_was_put_aside_is_a_verdict_all_the_same(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    (name,) = agents_work(store, "a", [0.0])
+    daemon = make_daemon()
+    finish_judging(daemon, 200.0)
+    assert store.trajectories.get(name).drop_reason == NO_FEEDBACK
+    say(store, name, 1.0)
+    finish_judging(daemon, 201.0)
+    assert latest(store, name) == [1.0]
+    assert store.trajectories.get(name).state is TrajectoryState.DROPPED
+
+
+def test_a_part_that_fails_does_not_hold_late_feedback_for_ever(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    parts = [
+        {"name": "liked", "weight": 1.0, "judge": WAITING},
+        {"name": "rule", "weight": 1.0, "judge": "tests.trainer.judge_samples:scripted"},
+    ]
+    first, second = agents_work(store, "a", [0.0, 1.0])
+    say(store, first, 0.0)
+    say(store, second, 1.0)
+    judge: Any = {"kind": "composite", "parts": parts}
+    daemon = make_daemon(judge=judge, judge_attempts=2, judge_retry_seconds=1.0)
+    finish_judging(daemon, 70.0)
+    assert latest(store, first, second) == [0.0, 1.0]
+    judge_samples.by_answer[first] = ValueError("out of order")
+    say(store, first, 1.0)
+    finish_judging(daemon, 71.0)
+    assert store.feedback.late("agent") == [first]  # tried once, to be tried again
+    finish_judging(daemon, 73.0)
+    assert store.feedback.late("agent") == []
+    assert latest(store, first, second) == [0.0, 1.0]  # a failure is no number
