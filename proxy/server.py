@@ -30,6 +30,7 @@ from store import open_store
 
 log = logging.getLogger("ratchet.proxy")
 
+_COLLECT = (5_000, 10, 200)  # a full collection stalls every call for tens of milliseconds: seldom, not each second
 _OTHER_FILES = 256  # listener, journal, store, libraries
 
 
@@ -121,6 +122,7 @@ class _Server(uvicorn.Server):
 def _started(url: str, on_listening: Callable[[str], None] | None) -> None:
     gc.collect()
     sys.setswitchinterval(0.0005)  # the loop gets the interpreter back soon while the shipper works
+    gc.set_threshold(*_COLLECT)
     gc.freeze()  # what was imported stays; collections need not walk it
     log.info("event=listening url=%s", url)
     if on_listening is not None:

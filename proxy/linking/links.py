@@ -18,7 +18,7 @@ All state belongs to the event loop's thread. No I/O; time is a parameter.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -28,6 +28,7 @@ from proxy.linking import likeness, quotes
 from proxy.linking.attempts import RESENT_WITHIN, RETRIED_WITHIN, Attempts
 from proxy.linking.leaf import Attempt, Evidence, Leaf, Link, Sequence32
 from proxy.linking.leaves import Leaves
+from proxy.linking.pins import Pins
 from proxy.linking.restored import restored_attempt, restored_leaf
 from store import messages as canon
 from store.ids import new_id
@@ -62,6 +63,7 @@ class Links:
         self._leaves = Leaves()
         self._count = 0  # of leaves
         self._attempts = Attempts()
+        self._pins = Pins()
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -188,6 +190,8 @@ class Links:
             parent = known.get((lost.parent_call, lost.parent_choice))
             self._attempts.add(*restored_attempt(lost, parent))
         self._runs = OrderedDict(sorted(self._runs.items(), key=lambda item: item[1].last_active_at))
+        for trajectory_id, run in self._runs.items():
+            self._pins.touch(trajectory_id, run)
         self._forget_still(now)
 
     def _restored(self, known: OpenLeaf | OpenAttempt, key_id: str | None) -> Run:
@@ -197,20 +201,18 @@ class Links:
     def forget(self, trajectory_id: str) -> None:
         """Forget a trajectory: it is complete, and what comes next begins another one."""
         run = self._runs.pop(trajectory_id, None)
+        self._pins.forget(trajectory_id)
         for leaf in run.leaves if run else ():
             self._drop(leaf)
 
     def pins(self, now: float, idle_seconds: float) -> dict[str, int]:
         """Return how many trajectories hold each `alias@version`: active within `idle_seconds`, or under way."""
-        held: Counter[str] = Counter()
-        for run in self._runs.values():
-            if run.calls_under_way or now - run.last_active_at < idle_seconds:
-                held[f"{run.alias}@{run.version}"] += 1
-        return dict(held)
+        return self._pins.counts(now, idle_seconds)
 
     def _touch(self, trajectory_id: str, run: Run, now: float) -> None:
         run.last_active_at = now
         self._runs.move_to_end(trajectory_id)
+        self._pins.touch(trajectory_id, run)
 
     def _add(self, run: Run, leaf: Leaf) -> None:
         self._leaves.add(leaf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import openai
@@ -179,6 +180,22 @@ def test_pins_count_runs_that_are_active_or_under_way(links: Links) -> None:
     links.begin(running, "agent", 4, 1.0)
     assert links.pins(2.0, 30) == {"agent@0": 1, "agent@4": 1}
     assert links.pins(100.0, 30) == {"agent@4": 1}
+    answered(links, [USER], {**REPLY, "content": "later"}, now=101.0)
+    links.end(running, [], 102.0)
+    assert links.pins(110.0, 30) == {"agent@0": 1, "agent@4": 1}
+    assert links.pins(131.5, 30) == {"agent@4": 1}
+    links.forget(running.trajectory_id)
+    assert links.pins(131.5, 30) == {}
+
+
+def test_what_pins_cost_does_not_grow_with_the_open_runs() -> None:
+    links = Links(idle_seconds=900, most_runs=10_000)
+    for n in range(5_000):
+        answered(links, [USER], {**REPLY, "content": str(n)}, now=n / 1000)
+    began = time.thread_time()
+    for _ in range(1_000):
+        assert links.pins(5.0, 30) == {"agent@0": 5_000}
+    assert time.thread_time() - began < 0.2
 
 
 def test_a_restored_answer_is_continued(links: Links) -> None:
