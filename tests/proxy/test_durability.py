@@ -89,10 +89,10 @@ def test_a_broken_disk_never_fails_a_call_and_gets_everything_later(vllm_url: st
 def test_a_stop_lets_running_calls_end_and_ships_them(vllm_url: str, tmp_path: Path, store: Store) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url])
     eventually(lambda: ready(process.url))
-    slow = BODY | {"messages": [{"role": "user", "content": "#tokens=20 #delay=0.03"}], "stream": True}
+    slow = BODY | {"messages": [{"role": "user", "content": "#tokens=60 #delay=0.05"}], "stream": True}
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(httpx.post, process.url + "/v1/chat/completions", json=slow, timeout=10)
-        time.sleep(0.2)
+        call = pool.submit(httpx.post, process.url + "/v1/chat/completions", json=slow, timeout=20)
+        eventually(lambda: len(store.calls.page(9)) == 1)
         assert process.stop() == 0
         assert call.result().text.endswith("data: [DONE]\n\n")
     assert [c.state for c in store.calls.page(9)] == [CallState.ANSWERED]

@@ -45,7 +45,8 @@ def test_a_stream_that_pauses_gets_comments_between_its_events(proxy: Proxy) -> 
 
 
 def test_quick_streams_whole_answers_and_0_get_none(start: Start, proxy: Proxy) -> None:
-    assert "keep-alive" not in proxy.http.post("/v1/chat/completions", json=chat("hi")).text
+    patient = start(keep_alive_seconds=3)
+    assert "keep-alive" not in patient.http.post("/v1/chat/completions", json=chat("hi")).text
     whole = proxy.http.post("/v1/chat/completions", json=chat(SLOW) | {"stream": False})
     assert (whole.status_code, "keep-alive" in whole.text) == (200, False)
 

@@ -134,7 +134,7 @@ def test_a_schema_that_is_too_costly_is_soon_left_alone() -> None:
     began = time.process_time()
     for _ in range(1_000):
         assert tools.judge("search", "{}") == (ToolOutcome.UNCHECKED, "too much work")
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - began < 10, "a thousand full attempts take far longer"
 
 
 def test_hostile_arguments_cost_little() -> None:
