@@ -44,9 +44,11 @@ def test_a_stream_that_pauses_gets_comments_between_its_events(proxy: Proxy) -> 
     assert all(event.startswith((": keep-alive", "data: ")) for event in answer.strip().split("\n\n"))
 
 
-def test_quick_streams_whole_answers_and_0_get_none(start: Start, proxy: Proxy) -> None:
-    patient = start(keep_alive_seconds=3)
-    assert "keep-alive" not in patient.http.post("/v1/chat/completions", json=chat("hi")).text
+def test_a_quick_stream_gets_none(start: Start) -> None:
+    assert "keep-alive" not in start(keep_alive_seconds=3).http.post("/v1/chat/completions", json=chat("hi")).text
+
+
+def test_a_whole_answer_gets_none(proxy: Proxy) -> None:
     whole = proxy.http.post("/v1/chat/completions", json=chat(SLOW) | {"stream": False})
     assert (whole.status_code, "keep-alive" in whole.text) == (200, False)
 
