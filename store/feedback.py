@@ -17,6 +17,7 @@ import sqlalchemy as sa
 
 from store import schema
 from store.database import read, write
+from store.errors import UnknownRecord
 from store.owners import may_share
 from store.records import CallEnded, CallRecord, Feedback
 from store.shipping import IN_MOST, insert_new
@@ -48,17 +49,19 @@ class Feedbacks:
         with read(self._engine) as connection:
             return _place(connection, said)
 
-    def get(self, name: str) -> Feedback | None:
-        """Return one; None where it is not there."""
+    def get(self, name: str) -> Feedback:
+        """Return one. Raises UnknownRecord."""
         found = self._select(schema.feedback.c.id == name, 1)
-        return found[0] if found else None
+        if not found:
+            raise UnknownRecord(f"no feedback {name}")
+        return found[0]
 
     def page(self, limit: int = 100, before: str | None = None, trajectory: str | None = None) -> list[Feedback]:
-        """Return at most `limit`, newest first, older than the one with the id `before`."""
+        """Return at most `limit`, newest first, older than the one with the id `before`. Raises UnknownRecord."""
         table = schema.feedback
         where = [table.c.trajectory_id == trajectory] if trajectory else []
-        last = self.get(before) if before else None
-        if last is not None:
+        if before:
+            last = self.get(before)
             at = sa.tuple_(sa.literal(last.given_at), sa.literal(last.id))
             where.append(sa.tuple_(table.c.given_at, table.c.id) < at)
         return self._select(sa.and_(sa.true(), *where), min(limit, 1000))

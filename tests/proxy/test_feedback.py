@@ -118,6 +118,14 @@ def test_an_unknown_id_is_a_404_that_says_which_ids_there_are(proxy: Proxy) -> N
         assert "x-ratchet-call" in told["message"]
 
 
+def test_hostile_words_and_pages_are_answers_of_the_same_shape(proxy: Proxy) -> None:
+    for content in (b'{"call_id": "\\ud800", "value": 1}', b'{"value": ' + b"[" * 5000, b"\xff\xfe", b"null", b""):
+        answer = proxy.http.post("/api/feedback", content=content)
+        assert (answer.status_code, set(answer.json()["error"])) == (400, {"message", "type", "param", "code"})
+    assert proxy.http.get("/api/feedback", params={"before": "gone"}).status_code == 404
+    assert proxy.http.get("/api/feedback", params={"trajectory": "gone\0"}).json()["data"] == []
+
+
 def test_the_same_idempotency_key_is_one_feedback(proxy: Proxy) -> None:
     name = proxy.http.post("/v1/chat/completions", json=BODY).json()["id"]
     first = say(proxy, response_id=name, value=1, idempotency_key="a")
