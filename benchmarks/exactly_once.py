@@ -20,12 +20,9 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -34,18 +31,19 @@ from pathlib import Path
 import httpx
 
 from benchmarks.databases import Postgres, postgres_server
+from benchmarks.school_parts import AGENTS, ALIAS, Agents, Part
 from benchmarks.scripted_school import read_weights
 from store import Store, open_store
 from store.errors import StoreUnavailable
 from store.records import Group, Round, Trajectory
 from store.states import GroupState, PolicyState, RoundState, TrajectoryState
-from tests.proxy.servers import ROOT, ProxyProcess, eventually
+from tests.proxy.servers import ProxyProcess, eventually
 from trainer import checkpoint
 
-ALIAS = "agent"
 _LEASE_SECONDS = 2.0
-AGENTS = 3
-_SETTLE_SECONDS = 90.0
+_KEPT = 3  # newest versions on the disk
+_BEST = 2  # and so many of the best ones
+_SETTLE_SECONDS = 60.0  # without any progress
 
 
 @dataclass
@@ -64,69 +62,6 @@ class Outcome:
     takeovers: int = 0
     seconds: float = 0.0
     violations: list[str] = field(default_factory=list)
-
-
-class Part:
-    """One process that is started again whenever it is gone."""
-
-    def __init__(self, name: str, value: str, log: Path) -> None:
-        self._command = [sys.executable, "-m", "benchmarks.scripted_school", name, value]
-        self.log = log
-        self.start()
-
-    def start(self) -> None:
-        """Start it."""
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(self._command, cwd=ROOT, stderr=log, stdout=log)
-
-    def kill(self) -> None:
-        """kill -9."""
-        self.process.kill()
-        self.process.wait(10)
-
-    @property
-    def gone(self) -> bool:
-        """Whether it has ended by itself."""
-        return self.process.poll() is not None
-
-
-class Agents:
-    """Clients that try each task twice, and remember the trajectories that were answered."""
-
-    def __init__(self, url: str, pause: float) -> None:
-        self.answered: set[str] = set()
-        self._url = url
-        self._pause = pause
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(AGENTS)]
-        for thread in self._threads:
-            thread.start()
-
-    def stop(self) -> None:
-        """End; calls under way are waited for."""
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(60)
-
-    def _work(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=30.0) as client:
-            while not self._stop.wait(self._pause):
-                task = f"task/{uuid.uuid4().hex[:12]}"
-                for attempt in range(2):
-                    while not self._try(client, task, attempt) and not self._stop.wait(0.2):
-                        pass
-
-    def _try(self, client: httpx.Client, task: str, attempt: int) -> bool:
-        name = f"run-{uuid.uuid4().hex}"
-        body = {"model": ALIAS, "messages": [{"role": "user", "content": f"{task} {attempt} #tokens=4"}]}
-        headers = {"x-ratchet-trajectory": name, "x-ratchet-task": task}
-        try:
-            answer = client.post("/v1/chat/completions", json=body, headers=headers)
-        except httpx.HTTPError:
-            return False
-        if answer.status_code == 200:
-            self.answered.add(name)
-        return answer.status_code == 200
 
 
 class Campaign:
@@ -157,8 +92,13 @@ class Campaign:
             "checkpoints": str(self._checkpoints), "judge": {"kind": "http", "url": grader, "timeout_seconds": 5.0},
             "judge_retry_seconds": 0.5, "seal_after_idle_seconds": 0.5, "group_size": 2, "groups_per_round": 8,
             "group_wait_seconds": 3600.0, "round_wait_seconds": 1.0, "max_staleness": 10**6,
-            "lease_seconds": _LEASE_SECONDS, "poll_seconds": 0.05,
+            "lease_seconds": _LEASE_SECONDS, "poll_seconds": 0.05, "keep_folders": _KEPT,
         }  # fmt: skip
+
+    def has_begun(self) -> bool:
+        """Whether a first version has been trained and serves."""
+        self._watch(0.1)
+        return self._live > 0
 
     def hurt(self, number: int) -> None:
         """Kill one part at a random moment, leave it dead for a moment, and go on."""
@@ -179,11 +119,17 @@ class Campaign:
     def end(self) -> Outcome:
         """Let the school finish what is there, stop it and look at what it did."""
         self._agents.stop()
-        until = time.monotonic() + _SETTLE_SECONDS
+        trained, until = -1, time.monotonic() + _SETTLE_SECONDS
         while not self._settled() and time.monotonic() < until:
             self._watch(0.2)
+            now_trained = self._store.trajectories.counts()["trained"]
+            if now_trained > trained:  # as long as it goes on, however slow the machine is
+                trained, until = now_trained, time.monotonic() + _SETTLE_SECONDS
         if not self._settled():
             self.outcome.violations.append(f"not settled: {self._store.trajectories.counts()}")
+            for name in ("first", "second"):
+                os.kill(self._parts[name].process.pid, signal.SIGUSR1)
+            time.sleep(0.5)
         for part in self._parts.values():
             part.kill()
         if self._proxy.stop() != 0:
@@ -244,6 +190,8 @@ class Campaign:
             states = {policy.state for policy in self._store.policies.all(ALIAS)}
         except StoreUnavailable:
             return False
+        if sum(counts.values()) < len(self._agents.answered):  # some are still on their way to the store
+            return False
         idle = not counts["open"] and not counts["grouped"] and counts["sealed"] <= AGENTS
         return idle and PolicyState.CANDIDATE not in states
 
@@ -287,6 +235,8 @@ class Campaign:
             yield "nothing was trained"
             return
         folder = Path(newest.checkpoint)
+        if len(list(folder.parent.glob("[0-9]*"))) > _KEPT + _BEST:
+            yield "versions that nobody needs are still on the disk"
         if not checkpoint.complete(folder):
             yield f"the newest committed checkpoint {folder.name} is not whole"
         counts = Counter(read_weights(folder))
@@ -316,8 +266,10 @@ class Campaign:
 def run(folder: Path, kills: int, server: Postgres | None = None, seed: int = 1) -> Outcome:
     """Run a campaign in an empty folder."""
     began = time.perf_counter()
+    folder.mkdir(parents=True, exist_ok=True)
     campaign = Campaign(folder, server, seed)
     try:
+        eventually(campaign.has_begun, 120)
         for number in range(kills):
             campaign.hurt(number)
         outcome = campaign.end()

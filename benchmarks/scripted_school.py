@@ -11,9 +11,11 @@ trajectory that is judged again gets the same score. Nothing here imports torch.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import hashlib
 import json
 import logging
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -67,13 +69,17 @@ class ScriptedPupil:
     def train_round(self, rows: Sequence[TokenRow]) -> RoundReport:
         time.sleep(_STEP_SECONDS)
         names = list(dict.fromkeys(row.trajectory_id for row in rows))
-        self._weights += names
+        self.learn(names)
         tokens = sum(row.tokens_trained for row in rows)
         return RoundReport(
             loss=0.0, grad_norm=0.0, entropy=0.0, clip_share=0.0, tokens_trained=tokens,
             rows=len(rows), optimiser_steps=1, step=self.step, logprob_abs_diff_mean=0.0, logprob_abs_diff_max=0.0,
             tokens_compared=0, importance_truncated_share=0.0, seconds=_STEP_SECONDS, weight_change=float(len(names)),
         )  # fmt: skip
+
+    def learn(self, names: Sequence[str]) -> None:
+        """Take trajectories into the weights."""
+        self._weights = [*self._weights, *names]
 
     def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool = True) -> list[tuple[float, ...]]:
         sequences = [row.ids if isinstance(row, TokenRow) else row for row in rows]
@@ -84,8 +90,9 @@ class ScriptedPupil:
         checkpoint.write_atomically(folder, self._write)
 
     def _write(self, folder: Path) -> None:
+        (folder / checkpoint.STATE).mkdir()
         for part in range(_PARTS):
-            (folder / f"part-{part}").write_bytes(b"x" * 4096)
+            (folder / checkpoint.STATE / f"part-{part}").write_bytes(b"x" * 4096)
             time.sleep(_PAUSE)
         (folder / WEIGHTS).write_text(json.dumps(self._weights))
 
@@ -146,6 +153,7 @@ def main() -> int:
     part, value = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    faulthandler.register(signal.SIGUSR1)  # tells where it stands
     if part == "trainer":
         return run(TrainerSettings(**json.loads(value)), ScriptedPupil)
     app: Any = grader if part == "grader" else ScoringVllm()

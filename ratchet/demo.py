@@ -15,10 +15,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ratchet import engine, interrupts, pidfile
 from ratchet.demo_figures import Evaluation, Figures, read_evaluation, read_figures
@@ -51,6 +52,7 @@ class DemoOptions:
     heldout_tasks: int = 150
     heldout_attempts: int = 2  # at temperature 1; the greedy run tries each task once
     folder: Path | None = None  # of the state of all projects
+    changes: Mapping[tuple[str, ...], Any] = field(default_factory=dict)  # settings that an experiment sets, by path
 
 
 def run(options: DemoOptions) -> int:
@@ -239,6 +241,6 @@ def _settings(options: DemoOptions) -> Settings:
         ("base_model",): ("--model", options.base_model),
         ("trainer", "learner", "seed"): ("--seed", options.seed),
         ("folder",): ("--folder", str(options.folder) if options.folder else None),
-    }
+    } | {path: (".".join(path), value) for path, value in options.changes.items()}
     secrets = {name: value for name, value in os.environ.items() if name in SECRETS}
     return load(TINY if options.base_model is None else REAL, values, secrets)

@@ -142,6 +142,13 @@ class Trajectories:
             said = feedback_of(connection, trajectory_id)
         return Transcript(trajectory=trajectory, calls=tuple(calls), messages=messages, tools=tools, feedback=said)
 
+    def last_active(self, trajectory_ids: Sequence[str]) -> dict[str, float]:
+        """Return when each trajectory was last active (Unix seconds); unknown ones are left out."""
+        runs = schema.trajectories
+        query = sa.select(runs.c.id, runs.c.last_active_at).where(runs.c.id.in_(list(trajectory_ids)))
+        with read(self._engine) as connection:
+            return {row.id: row.last_active_at for row in connection.execute(query)}
+
     def path(self, leaf: str) -> tuple[Mapping[str, Any], ...]:
         """Return the messages from the first one to the one named `leaf`; none where it is not stored."""
         with read(self._engine) as connection:

@@ -12,12 +12,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 from trainer.errors import CheckpointExists, CheckpointUnwritable
 
 MANIFEST = "manifest.json"
+STATE = "learner"  # the part of a checkpoint that only training goes on from
 
 _NUMBERED = re.compile(r"\d{4,}")
 _ASIDE = re.compile(r"\.(?P<name>.+)\.tmp-(?P<pid>\d+)")
@@ -91,6 +92,29 @@ def sweep(root: Path) -> tuple[Path, ...]:
     return tuple(sorted(abandoned))
 
 
+def prune(root: Path, folders: Set[int], states: Set[int]) -> tuple[int, ...]:
+    """Remove the numbered folders not in `folders`, and the learner's state from those not in `states`.
+
+    Returns the numbers of the removed folders. Numbers above all of `folders` are left: a round that writes one may be
+    under way. A folder vanishes from under its number in one step; one without its state is complete all the time.
+    What is interrupted is done by the next call, or by `sweep`.
+    """
+    gone: list[int] = []
+    for entry in [entry for entry in _entries(root) if _NUMBERED.fullmatch(entry.name)]:
+        number = int(entry.name)
+        if number > max(folders, default=0):
+            continue
+        if number not in folders:
+            aside = entry.with_name(f".{entry.name}.tmp-{os.getpid()}")
+            entry.rename(aside)
+            shutil.rmtree(aside)
+            gone.append(number)
+        elif number not in states and (entry / STATE).is_dir() and complete(entry):
+            _write_manifest(entry, without=STATE)
+            shutil.rmtree(entry / STATE)
+    return tuple(sorted(gone))
+
+
 def _entries(root: Path) -> Iterator[Path]:
     return (entry for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else iter(())
 
@@ -99,9 +123,13 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _write_manifest(folder: Path) -> None:
-    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
-    (folder / MANIFEST).write_text(json.dumps({"bytes": sizes}, indent=2) + "\n")
+def _write_manifest(folder: Path, without: str | None = None) -> None:
+    """Write the manifest of a folder, in one step; `without` leaves out a folder inside."""
+    files = [path for path in _files(folder) if path.name != MANIFEST and path.relative_to(folder).parts[0] != without]
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    aside = folder / f".{MANIFEST}"
+    aside.write_text(json.dumps({"bytes": sizes}, indent=2) + "\n")
+    aside.rename(folder / MANIFEST)
 
 
 def _flush(folder: Path) -> None:

@@ -10,6 +10,7 @@
     train        judged groups         a committed round, candidate   groups_per_round or round_wait_seconds, and
                                                                       that nothing holds training
     publish      the newest candidate  the live version, or reject    vLLM
+    prune        old versions' folders space on the disk              a publication
     drain        old versions          free adapter slots             the doors
 
 Each step is a state change in the store: a crash at any point resumes there. If a step fails for a reason that
@@ -46,10 +47,12 @@ from trainer.metrics import Metrics
 from trainer.progress import GATHERING, Progress, on_this_terminal
 from trainer.publisher import DOOR_SILENCE, Publisher
 from trainer.rehearing import Rehearing
+from trainer.retention import best_first, retained
 from trainer.school import STALE, Pupil, School
 from trainer.scorekeeper import Scorekeeper
 from trainer.sentinel.watch import Sentinel
 from trainer.settings import TrainerSettings
+from trainer.transcripts import Transcripts
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +117,9 @@ class Daemon:
             attempts=settings.judge_attempts,
             retry_seconds=settings.judge_retry_seconds,
         )
-        self._school = School(store, settings.model, settings.checkpoints, credit)
+        self._judge_version = judge.version
+        self._transcripts = Transcripts(store, most=4 * settings.groups_per_round * settings.group_size)
+        self._school = School(store, settings.model, settings.checkpoints, credit, self._transcripts)
         self._publisher = Publisher(
             store,
             self._replicas,
@@ -208,7 +213,7 @@ class Daemon:
 
     def _score(self, now: float) -> bool:
         ready = self._store.groups.ready(self.settings.model, now, limit=_BATCH)
-        self._scorekeeper.ask(ready, self._store.trajectories.read)
+        self._scorekeeper.ask(ready, self._transcripts.read)
         scored = self._scorekeeper.collect(now, _JUDGE_PATIENCE)
         if self._patience is not None:
             self._rehearing.look(now)
@@ -289,7 +294,24 @@ class Daemon:
         if not candidates:
             return False
         self._publisher.publish(candidates[-1], self._school.probes(candidates[-1]), self.learner.score)
+        self._prune()
         return True
+
+    def _prune(self) -> None:
+        """Remove from the disk what no version in use, no resumption and no look back needs."""
+        settings, alias = self.settings, self.settings.model
+        doors = self._store.doors.open(alias, time.time() - DOOR_SILENCE)
+        pins = {name.rpartition("@") for door in doors for name, count in door.pins.items() if count}
+        kept = retained(
+            self._store.policies.all(alias),
+            pinned={int(version) for name, _, version in pins if name == alias},
+            best=best_first(self._store.groups.scored(alias, self._judge_version)),
+            newest=settings.keep_folders,
+            states=settings.keep_states,
+        )
+        gone = checkpoint.prune(settings.checkpoints, kept.folders, kept.states)
+        if gone:
+            log.info("event=versions_pruned alias=%s versions=%s", alias, ",".join(map(str, gone)))
 
     def _drain(self, now: float) -> None:
         if now - self._drained_at >= _DRAIN_EVERY:

@@ -28,7 +28,7 @@ from trainer.errors import CheckpointDamaged, CheckpointMismatch
 from trainer.learner_settings import LearnerSettings
 from trainer.loss import RecordedGRPOTrainer
 
-FOLDER = "learner"
+FOLDER = checkpoint.STATE
 
 # Settings that decide which weights there are; a checkpoint of other ones cannot be continued.
 _SHAPING = ("rank", "alpha", "target_modules")
@@ -55,7 +55,10 @@ def read(trainer: RecordedGRPOTrainer, settings: LearnerSettings, folder: Path) 
     """
     inner = folder / FOLDER
     if not checkpoint.complete(folder) or not (inner / "state.json").is_file():
-        raise CheckpointDamaged(f"{folder} is not a complete checkpoint of a learner; resume from another one")
+        raise CheckpointDamaged(
+            f"{folder} is not a complete checkpoint of a learner (older ones keep only their adapter, see "
+            "trainer.keep_states); resume from another one"
+        )
     state = json.loads((inner / "state.json").read_text())
     _check_settings(settings, state["settings"], folder)
     weights = safetensors.torch.load((inner / "lora.safetensors").read_bytes())

@@ -23,6 +23,7 @@ from trainer.learner import RoundReport
 from trainer.reasons import left_out
 from trainer.rows import Rows, build_rows
 from trainer.tokens import TokenRow
+from trainer.transcripts import Transcripts
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +31,8 @@ UNTRAINABLE = "untrainable"
 STALE = "stale"
 DIVERGED = "diverged"
 # A swap is proven on so many contexts of so many trained rows, each of at most so many tokens.
-_PROBED_ROWS = 6
-_PROBES_A_ROW = 3
+_PROBED_ROWS = 4
+_PROBES_A_ROW = 2
 _PROBE_TOKENS = 512
 
 
@@ -53,8 +54,11 @@ class Pupil(Protocol):
 class School:
     """Runs the rounds of one alias."""
 
-    def __init__(self, store: Store, alias: str, checkpoints: Path, credit: Credit) -> None:
+    def __init__(
+        self, store: Store, alias: str, checkpoints: Path, credit: Credit, transcripts: Transcripts | None = None
+    ) -> None:
         self._store = store
+        self._transcripts = transcripts or Transcripts(store)
         self._alias = alias
         self._checkpoints = checkpoints
         self._credit = credit
@@ -123,6 +127,7 @@ class School:
 
     def probes(self, candidate: Policy) -> list[tuple[int, ...]]:
         """Return contexts from which the candidate's trained tokens were sampled: where a swap must show."""
+        wanted = _PROBED_ROWS * _PROBES_A_ROW
         found: list[tuple[int, ...]] = []
         for name in self._store.trajectories.of_round(candidate.round_id or "", limit=2 * _PROBED_ROWS):
             transcript = self._store.trajectories.read(name)
@@ -131,7 +136,9 @@ class School:
                 found += [
                     row.ids[: sampled[len(sampled) * part // _PROBES_A_ROW]] for part in range(_PROBES_A_ROW) if sampled
                 ]
-        return found[: _PROBED_ROWS * _PROBES_A_ROW]
+            if len(found) >= wanted:
+                break
+        return found[:wanted]
 
     def _next_folder(self) -> Path:
         """Return the folder of the next version: a number that neither the store nor the disk has seen."""
@@ -167,7 +174,7 @@ class School:
         advantages: list[float] = []
         for group in groups:
             verdicts = self._store.groups.verdicts(group.members)
-            members += (read := [self._store.trajectories.read(name) for name in group.members])
+            members += (read := self._transcripts.take(group.members))
             said += (given := [verdicts[name] for name in group.members])
             found = self._credit.advantages([member.trajectory for member in read], given)
             advantages += found or (0.0,) * len(read)

@@ -27,6 +27,7 @@ BASELINE = "baseline_only"  # a single of a family that has too few scores yet; 
 _FLAT_REMEMBERED = 1000  # groups
 _FLAT_NAMED = 5  # groups
 _SINGLE_WEIGHT = 0.125  # of a group, in the alarm about missing signal
+_PAUSE_GROWS = 4.0  # times, from one failure of a judge on a group to the next
 _AHEAD = 64  # groups that wait for a quick judge beside those that it has
 
 
@@ -132,20 +133,23 @@ class Scorekeeper:
 
     def _failed(self, group: Group, judgement: Judgement, failed: Sequence[Verdict], now: float) -> None:
         verdicts = judgement.verdicts
-        self._store.groups.fail(group.id, verdicts, now + self._retry_seconds, judgement.exchanges)
+        pause = self._retry_seconds * _PAUSE_GROWS**group.failures
+        self._store.groups.fail(group.id, verdicts, now + pause, judgement.exchanges)
         reason = failed[0].failure
         log.warning(
             "event=judge_failed group=%s attempt=%d of=%d failures=%d judge=%s reason=%r",
             group.id, group.failures + 1, self._attempts, len(failed), self._judge.name, reason,
         )  # fmt: skip
-        if group.failures + 1 < self._attempts:
-            return
-        self._store.groups.drop(group.id, JUDGE_FAILED)
-        self._store.alarms.raise_(
-            self._name(JUDGE_FAILED, group),
-            f"judge {self._judge.name} failed {self._attempts} times on group {group.id} "
-            f"({len(failed)} of {len(verdicts)} members, e.g. {reason}); the group was dropped, not scored 0",
-        )
+        last = group.failures + 1 >= self._attempts
+        if last:
+            self._store.groups.drop(group.id, JUDGE_FAILED)
+        if last or group.failures:
+            self._store.alarms.raise_(
+                self._name(JUDGE_FAILED, group),
+                f"judge {self._judge.name} failed {group.failures + 1} times on group {group.id} "
+                f"({len(failed)} of {len(verdicts)} members, e.g. {reason}); the group "
+                + ("was dropped, not scored 0" if last else f"is judged again in {pause:g} s"),
+            )
 
     def _warn_of_flatness(self, group: Group) -> None:
         members = sum(len(flat.members) for flat, _ in self._flat)

@@ -30,8 +30,10 @@ class TrainerSettings(BaseModel):
     vllm: tuple[str, ...] = Field(min_length=1, description="base URL of every vLLM replica, without /v1")
     checkpoints: Path = Field(description="folder that gets one folder per version; vLLM must be able to read it")
     judge: JudgeSpec = Field(description="the judge: module:function, or a mapping with `kind` (docs/judges.md)")
-    judge_attempts: int = Field(3, ge=1, description="tries before a group is dropped as judge_failed")
-    judge_retry_seconds: float = Field(5.0, ge=0, description="pause before a failed judge is asked again")
+    judge_attempts: int = Field(5, ge=1, description="tries before a group is dropped as judge_failed")
+    judge_retry_seconds: float = Field(
+        5.0, ge=0, description="pause before a failed judge is asked again; it grows fourfold"
+    )
     seal_after_idle_seconds: float = Field(60.0, gt=0, description="a trajectory this still is complete")
     group_size: int = Field(8, ge=2, description="attempts at one task that are compared with each other")
     group_least: int = Field(2, ge=2, description="smallest group that is worth comparing")
@@ -50,6 +52,8 @@ class TrainerSettings(BaseModel):
     no_signal_alarm: int = Field(5, ge=1, description="groups in a row without variance that raise an alarm")
     proof_tolerance: float = Field(0.1, gt=0, description="mean |served - trainer| logprob that proves a swap, nats")
     keep_loaded: int = Field(2, ge=0, description="retired versions that stay loaded in vLLM")
+    keep_folders: int = Field(8, ge=1, description="newest versions that stay on disk, beside the live and best ones")
+    keep_states: int = Field(2, ge=1, description="newest, and best, versions that keep their optimiser state on disk")
     lease_seconds: float = Field(30.0, gt=0, description="another trainer takes over this long after this one died")
     poll_seconds: float = Field(0.25, gt=0, description="pause between looks at the store when there is no work")
     metrics_port: int | None = Field(
@@ -85,6 +89,11 @@ class TrainerSettings(BaseModel):
         reason = why_nothing_is_learnt(self)
         if reason is not None:
             raise ValueError(reason)
+        if self.keep_folders <= self.keep_loaded:
+            raise ValueError(
+                f"keep_folders {self.keep_folders} must be more than keep_loaded {self.keep_loaded}: vLLM reads the "
+                "folder of what it has loaded"
+            )
         return self
 
     @field_validator("vllm")

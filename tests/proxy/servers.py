@@ -111,8 +111,27 @@ class VllmProcess:
         self._process.wait(10)
 
     def _answers(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self._port)) == 0
+        return _listens(self._port)
+
+
+@contextlib.contextmanager
+def scripted_process(module: str, *arguments: str) -> Iterator[str]:
+    """Run `python -m MODULE ARGUMENTS... PORT` on a free port; the value is its URL, once it answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, "-m", module, *arguments, str(port)], cwd=ROOT)
+    try:
+        eventually(lambda: _listens(port), 30)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def eventually(claim: Callable[[], Any], seconds: float = 5.0) -> Any:

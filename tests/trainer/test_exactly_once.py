@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.databases import postgres_server
-from benchmarks.exactly_once import AGENTS, run
+from benchmarks.exactly_once import run
+from benchmarks.school_parts import AGENTS
 
 
 @pytest.mark.filterwarnings("ignore:XDG_RUNTIME_DIR")
@@ -17,4 +18,4 @@ def test_kills_of_everything_train_nothing_twice_and_lose_nothing(tmp_path: Path
     assert outcome.violations == []
     assert len(outcome.kills) == 5
     assert outcome.trained >= outcome.answered - AGENTS  # each may have begun a task that it did not try again
-    assert outcome.trained > 30
+    assert outcome.rounds["committed"] > 0

@@ -96,6 +96,18 @@ def test_a_group_that_cannot_be_judged_is_dropped_loudly_not_scored_zero(store: 
     assert "dropped, not scored 0" in alarm.reason
 
 
+def test_a_judge_that_is_away_for_minutes_loses_nothing_and_is_an_alarm_meanwhile(store: Store) -> None:
+    group = ready_group(store, {"a": ConnectionError("away"), "b": 1.0})
+    keep, now = keeper(store, attempts=5), 100.0
+    for pause in (5.0, 20.0, 80.0, 320.0):
+        group = score(store, keep, group, now=now)
+        assert store.groups.ready("agent", now + pause - 1.0) == []
+        now += pause
+        assert store.groups.ready("agent", now) == [group]
+        assert bool(store.alarms.standing()) is (group.failures > 1)
+    assert "is judged again in 320 s" in store.alarms.standing()[0].reason
+
+
 def test_groups_without_variance_are_an_alarm_that_names_judge_score_and_group(store: Store) -> None:
     keep = keeper(store)
     first = score(store, keep, ready_group(store, {"a": 0.0, "b": 0.0}))

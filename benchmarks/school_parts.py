@@ -1,0 +1,79 @@
+"""The parts of the exactly-once campaign: processes that are killed and started again, and agents that work on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+
+import httpx
+
+from tests.proxy.servers import ROOT
+
+ALIAS = "agent"
+AGENTS = 3
+
+
+class Part:
+    """One process that is started again whenever it is gone."""
+
+    def __init__(self, name: str, value: str, log: Path) -> None:
+        self._command = [sys.executable, "-m", "benchmarks.scripted_school", name, value]
+        self.log = log
+        self.start()
+
+    def start(self) -> None:
+        """Start it."""
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(self._command, cwd=ROOT, stderr=log, stdout=log)
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.kill()
+        self.process.wait(10)
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has ended by itself."""
+        return self.process.poll() is not None
+
+
+class Agents:
+    """Clients that try each task twice, and remember the trajectories that were answered."""
+
+    def __init__(self, url: str, pause: float) -> None:
+        self.answered: set[str] = set()
+        self._url = url
+        self._pause = pause
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(AGENTS)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End; calls under way are waited for."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _work(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=30.0) as client:
+            while not self._stop.wait(self._pause):
+                task = f"task/{uuid.uuid4().hex[:12]}"
+                for attempt in range(2):
+                    while not self._try(client, task, attempt) and not self._stop.wait(0.2):
+                        pass
+
+    def _try(self, client: httpx.Client, task: str, attempt: int) -> bool:
+        name = f"run-{uuid.uuid4().hex}"
+        body = {"model": ALIAS, "messages": [{"role": "user", "content": f"{task} {attempt} #tokens=4"}]}
+        headers = {"x-ratchet-trajectory": name, "x-ratchet-task": task}
+        try:
+            answer = client.post("/v1/chat/completions", json=body, headers=headers)
+        except httpx.HTTPError:
+            return False
+        if answer.status_code == 200:
+            self.answered.add(name)
+        return answer.status_code == 200

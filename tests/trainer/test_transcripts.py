@@ -1,0 +1,64 @@
+"""A trajectory is read once between its judge and its round, unless it has gone on meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from store import Store, open_store
+from store.records import Transcript
+from store.trajectories import Trajectories
+from tests.records import answered_trajectory, begun, ended
+from trainer.transcripts import Transcripts
+
+
+class CountingReads(Trajectories):
+    """Trajectories whose every read is written down."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store._engine)
+        self.names: list[str] = []
+
+    def read(self, trajectory_id: str) -> Transcript:
+        self.names.append(trajectory_id)
+        return super().read(trajectory_id)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(str(tmp_path / "store.db"))
+    yield opened
+    opened.close()
+
+
+def test_what_the_judge_was_given_is_not_read_again_for_the_round(store: Store) -> None:
+    for name in ("a", "b"):
+        answered_trajectory(store, name)
+    store.trajectories = reads = CountingReads(store)
+    transcripts = Transcripts(store)
+    given = [transcripts.read(name) for name in ("a", "b")]
+    assert transcripts.take(["a", "b"]) == given
+    assert reads.names == ["a", "b"]
+    transcripts.take(["a"])
+    assert reads.names == ["a", "b", "a"]  # it is kept for one round
+
+
+def test_a_trajectory_that_has_gone_on_is_read_again(store: Store) -> None:
+    answered_trajectory(store, "a")
+    transcripts = Transcripts(store)
+    assert len(transcripts.read("a").calls) == 1
+    store.calls.ship([ended(begun("call_late", "a", at=50.0), {"role": "assistant", "content": "more"})])
+    assert len(transcripts.take(["a"])[0].calls) == 2
+
+
+def test_no_more_than_so_many_are_kept(store: Store) -> None:
+    for name in ("a", "b", "c"):
+        answered_trajectory(store, name)
+    store.trajectories = reads = CountingReads(store)
+    transcripts = Transcripts(store, most=2)
+    for name in ("a", "b", "c"):
+        transcripts.read(name)
+    transcripts.take(["a", "b", "c"])
+    assert reads.names == ["a", "b", "c", "a"]
