@@ -241,6 +241,20 @@ async def history_as_text(run: Run) -> None:
         text += f"Thought: {said.message['content']}\nObservation: {turn}\n"
 
 
+async def cut_answers(run: Run) -> None:
+    """Every agent says the same long words, for a task of its own; they come back with the tag that a stop cut off."""
+    messages = [system("Code."), user(f"Task {run.name}")]
+    before = None
+    for turn in range(4):
+        messages[-1]["content"] += " " + say(f"I write the code of step {turn} and print what it gives")
+        said = await run.chat(messages, before)
+        messages += [
+            {"role": "assistant", "content": said.message["content"] + "\n</code>"},
+            user(f"Observation {turn}"),
+        ]
+        before = said.label
+
+
 async def added_fields(run: Run) -> None:
     """Thoughts kept or dropped, fields added, content in every form, arguments written anew."""
     script = "#tool=search #think=let.me.see"
@@ -277,6 +291,15 @@ async def attempts_that_repeat_the_task(run: Run) -> None:
     task = _TASK.format("this year")
     arguments = json.dumps({"q": task}, separators=(",", ":")).replace(" ", ".")
     await loop(run, [system(f"Clock {run.name}."), user(f"{task} #tool=search #args={arguments}")], 3, "#tool=search")
+
+
+async def words_of_others(run: Run) -> None:
+    """An agent whose history was made elsewhere: it begins with words that we have said to another."""
+    words = f"I write the code of {run.name} and print what it gives"
+    await run.chat([system("Code."), user(f"Task {run.name} {say(words)}")])
+    other = run.traffic.run(run.kind, f"{run.name}.other")
+    history = [user(f"Another task {run.name}"), {"role": "assistant", "content": words + "\n</code>"}]
+    await other.chat([system("Code."), *history, user(f"Observation #tool=search {run.name}")])
 
 
 async def judges(run: Run) -> None:
@@ -322,12 +345,14 @@ KINDS = (
     Kind("reminders", reminders),
     Kind("tool calls as text", calls_as_text),
     Kind("history as text", history_as_text),
+    Kind("answers cut by a stop", cut_answers),
     Kind("fields added, dropped", added_fields),
     Kind("restart: tool-call ids", alike_with_ids, 64, restart=True),
     Kind("restart: alike, no ids", alike_without_ids, 64, alike=True, restart=True),
     Kind("restart: compaction", compaction, restart=True),
     Kind("restart: clock", clock_in_the_system_prompt, restart=True),
     Kind("tasks reworded", reworded_tasks, evidence=False),
+    Kind("words of others", words_of_others, evidence=False),
     Kind("first answers lost", lost_first_answers, evidence=False),
     Kind("task repeated by tools", attempts_that_repeat_the_task),
     Kind("judges of two runs", judges),

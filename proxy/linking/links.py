@@ -78,7 +78,9 @@ class Links:
         if leaf is not None:
             by = "retry" if asked.again and leaf.extended else by
             return Link(leaf.trajectory_id, leaf.version, by, leaf, leaf.purpose)
-        said, goes_on, by = quotes.quoted(self._leaves, asked.messages, lambda leaf: self._fits(leaf, asked, None))
+        said, goes_on, by = quotes.quoted(
+            self._leaves, asked.messages, asked.keys, lambda leaf: self._fits(leaf, asked, None)
+        )
         if said is not None:
             parent = said if goes_on else None
             return Link(said.trajectory_id, said.version, by, parent, said.purpose, quoted=said)

@@ -4,6 +4,8 @@ A summary call quotes the conversation, the call after it quotes the summary; a 
 parent's tool call; an agent that writes its history into one text quotes all of it. Quoted are whole answers and whole
 arguments, as they were or as a JSON string, after a line's beginning, a colon, a bracket or a quotation mark.
 All quotes of a prompt must be of one run: a judge's prompt, which quotes several, belongs to none of them.
+A message of the assistant that begins with an answer of ours and goes on (a closing tag that a stop string had cut off)
+is that answer only where all that stands before it is what led to the answer: other runs say the same words.
 """
 
 from __future__ import annotations
@@ -28,12 +30,17 @@ _ID_BEGINS = ("chatcmpl-tool-", "call_", "toolu_")
 BY_PATH, BY_IDS, BY_QUOTE = "graph", "tool_ids", "quote"
 
 
-def quoted(leaves: Leaves, messages: Sequence[dict[str, Any]], fits: Fits) -> tuple[Leaf | None, bool, str]:
-    """Return the leaf whose words or ids are quoted last, whether an assistant's message quotes it, and how."""
+def quoted(
+    leaves: Leaves, messages: Sequence[dict[str, Any]], keys: Sequence[str], fits: Fits
+) -> tuple[Leaf | None, bool, str]:
+    """Return the leaf whose words or ids are quoted last, whether an assistant's message quotes it, and how.
+
+    `keys` are the link keys of the messages.
+    """
     texts = _texts(messages)
-    if texts and texts[-1][0] == PROMPT and (leaf := _begun_with(leaves, texts[-1][1], fits)):
+    if texts and texts[-1][1] == PROMPT and (leaf := _begun_with(leaves, texts[-1][2], fits)):
         return leaf, True, BY_PATH
-    named = [(role, leaf) for role, text in texts for leaf in _named(leaves, text) if fits(leaf)]
+    named = [(role, leaf) for _, role, text in texts for leaf in _named(leaves, text) if fits(leaf)]
     if len({leaf.trajectory_id for _, leaf in named}) == 1:
         role, leaf = named[-1]
         return leaf, role in _CONTINUED, BY_IDS
@@ -41,8 +48,11 @@ def quoted(leaves: Leaves, messages: Sequence[dict[str, Any]], fits: Fits) -> tu
         return None, False, ""
     groups: dict[bytes, list[Leaf]] = {}
     last = ""
-    for role, text in texts:
-        for leaf, quote in _said(leaves, text):
+    for place, role, text in texts:
+        before = keys[place - 1] if place else canon.ROOT
+        for leaf, quote, at in _said(leaves, text):
+            if role == "assistant" and not at and not _is_answer(leaf, before, text[: quote.length]):
+                continue
             if fits(leaf) and not (quote.pending and leaf.extended):
                 groups.setdefault(quote.digest, []).append(leaf)
                 last = role
@@ -72,14 +82,20 @@ def _of_one_run(groups: dict[bytes, list[Leaf]]) -> Leaf | None:
     return choose(leaf for leaf in list(groups.values())[-1] if leaf.trajectory_id in runs)
 
 
-def _texts(messages: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return (role, text) of the messages that can quote, the last ones where there is too much."""
-    found: list[tuple[str, str]] = []
+def _is_answer(leaf: Leaf, before: str, words: str) -> bool:
+    """Return whether the words after the path named `before` are the leaf's answer."""
+    return canon.link_key(before, {"role": "assistant", "content": words}) == leaf.link_key
+
+
+def _texts(messages: Sequence[dict[str, Any]]) -> list[tuple[int, str, str]]:
+    """Return (place, role, text) of the messages that can quote, the last ones where there is too much."""
+    found: list[tuple[int, str, str]] = []
     left = _MOST_TEXT
-    for message in reversed(messages):
+    for place in range(len(messages) - 1, -1, -1):
+        message = messages[place]
         text = canon.spoken(message)
         if isinstance(text, str) and len(text) >= LEAST and left > 0:
-            found.append((str(message.get("role")), text[:left]))
+            found.append((place, str(message.get("role")), text[:left]))
             left -= len(text)
     return found[::-1]
 
@@ -90,14 +106,14 @@ def _named(leaves: Leaves, text: str) -> Iterator[Leaf]:
             yield from leaves.calling(found[0])
 
 
-def _said(leaves: Leaves, text: str) -> Iterator[tuple[Leaf, Quote]]:
-    """Yield the leaves whose words begin at a bound of the text and go on there to their end."""
+def _said(leaves: Leaves, text: str) -> Iterator[tuple[Leaf, Quote, int]]:
+    """Yield the leaves whose words begin at a bound of the text and go on there to their end, and where."""
     for at in sorted(set(_places(text))):
         anchor = text[at : at + ANCHOR]
         for leaf in leaves.saying(anchor):
             for quote in leaf.traces.quotes:
                 if quote.anchor == anchor and _stands(quote, text, at):
-                    yield leaf, quote
+                    yield leaf, quote, at
 
 
 def _places(text: str) -> Iterator[int]:

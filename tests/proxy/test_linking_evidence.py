@@ -122,6 +122,18 @@ def test_tool_calls_that_were_turned_into_text_are_known_by_their_id(links: Link
     assert (found.trajectory_id, found.linked_by, bool(found.parent)) == (run.trajectory_id, "tool_ids", True)
 
 
+def test_an_answer_with_an_end_put_on_is_known_by_all_that_stands_before_it(links: Links) -> None:
+    runs = [answered(links, [user(f"task {number}")], said(LONG)) for number in range(2)]
+    for number, run in enumerate(runs):
+        found = links.find(asked([user(f"task {number}"), said(LONG + "</code>"), NEXT]))
+        assert (found.trajectory_id, found.linked_by, bool(found.parent)) == (run.trajectory_id, "quote", True)
+
+
+def test_the_same_words_after_another_task_are_not_our_answer(links: Links) -> None:
+    answered(links, [user("task")], said(LONG))
+    assert links.find(asked([user("another task"), said(LONG + "</code>"), NEXT])).linked_by == "root"
+
+
 @pytest.mark.parametrize(
     "prompt",
     [

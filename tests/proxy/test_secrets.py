@@ -1,0 +1,199 @@
+"""No API key is ever written down, no URL of a client is ever opened, no key sees what belongs to another."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.settings import hash_key
+from store import open_store
+from store.states import KeyScope
+from tests.proxy.conftest import Proxy, Start
+from tests.proxy.scripted_vllm import ScriptedVllm
+from tests.proxy.servers import ProxyProcess, eventually
+
+KEYS = {who: f"rk-{who}-{hashlib.sha256(who.encode()).hexdigest()}" for who in ("agent", "stored", "operator", "wrong")}
+UPSTREAM_KEY = "sk-upstream-" + hashlib.sha256(b"upstream").hexdigest()
+USER: Any = {"role": "user", "content": "hi"}
+DIALECTS: dict[str, Any] = {
+    "/v1/chat/completions": {"model": "agent", "messages": [USER]},
+    "/v1/completions": {"model": "agent", "prompt": "hi"},
+    "/v1/responses": {"model": "agent", "input": "hi"},
+    "/v1/messages": {"model": "agent", "max_tokens": 5, "messages": [USER]},
+    "/v1/messages/count_tokens": {"model": "agent", "messages": [USER]},
+    "/v1/embeddings": {"model": "agent", "input": "hi"},
+}
+
+
+def forms(secret: str) -> list[bytes]:
+    """A secret as it may stand in a file."""
+    plain = secret.encode()
+    return [plain, base64.b64encode(plain).rstrip(b"=")[:-1], plain.hex().encode(), secret[::-1].encode()]
+
+
+def speak(url: str, key: str, headers: dict[str, str]) -> list[int]:
+    """Calls that are answered, that fail and that are refused, in every dialect."""
+    statuses = []
+    with httpx.Client(base_url=url, headers=headers, timeout=20) as client:
+        for path, body in DIALECTS.items():
+            for words in ("hi", "#status=500", "#html", "#fault=2"):
+                said = msgs(body, words)
+                for extra in ({}, {"stream": True}):
+                    with contextlib.suppress(httpx.RemoteProtocolError):
+                        statuses.append(client.post(path, json={**said, **extra}).status_code)
+            statuses.append(client.post(f"{path}?key={key}&api_key={key}", content=b"{").status_code)
+        statuses.append(client.get(f"/v1/nowhere?key={key}").status_code)
+        statuses.append(client.get("/api/calls").status_code)
+    return statuses
+
+
+def msgs(body: Any, words: str) -> Any:
+    """The body with other words."""
+    name = next(name for name in ("messages", "prompt", "input") if name in body)
+    return {**body, name: [{"role": "user", "content": words}] if name == "messages" else words}
+
+
+def ready(url: str) -> None:
+    eventually(lambda: httpx.get(url + "/health/ready").status_code == 200, 20)
+
+
+def test_no_byte_of_journal_store_logs_or_metrics_holds_a_key(vllm_url: str, tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store.db"))
+    store.keys.create("stored", hash_key(KEYS["stored"].encode()), KeyScope.AGENT)
+    store.close()
+    settings: Any = {
+        "upstreams": [vllm_url],
+        "upstream_key": UPSTREAM_KEY,
+        "key_hashes": [hash_key(KEYS["agent"].encode())],
+        "operator_hashes": [hash_key(KEYS["operator"].encode())],
+    }
+    told = b""
+    for ending in ("kill", "stop"):
+        proxy = ProxyProcess(tmp_path, **settings)
+        ready(proxy.url)
+        statuses: set[int] = set()
+        for key in KEYS.values():
+            statuses |= set(speak(proxy.url, key, {"authorization": f"Bearer {key}:run-1"}))
+            statuses.add(httpx.get(proxy.url + "/api/calls", headers={"x-api-key": key}).status_code)
+        assert {200, 400, 401, 403, 500, 502} <= statuses
+        told += httpx.get(proxy.url + "/metrics").content + httpx.get(proxy.url + "/health/backlog").content
+        if ending == "kill":
+            proxy.kill()
+            told += b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+        else:
+            assert proxy.stop() == 0
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"store.db", "proxy.log"} <= {path.name for path in files}
+    assert any(path.parent.name == "journal" for path in files)
+    assert sum(b"run-1" in held for held in files.values()) >= 1  # what is looked through does hold what was said
+    for secret in (*KEYS.values(), UPSTREAM_KEY):
+        for form in forms(secret):
+            assert [str(path) for path, held in files.items() if form in held] == []
+            assert form not in told
+
+
+@pytest.fixture
+def listener() -> Iterator[tuple[str, list[str]]]:
+    """A server that notes who connects, and its URL."""
+    opened: list[str] = []
+
+    class Noting(BaseHTTPRequestHandler):
+        def handle(self) -> None:
+            opened.append(str(self.client_address))
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Noting)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", opened
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_no_url_of_a_client_is_opened(proxy: Proxy, listener: tuple[str, list[str]]) -> None:
+    url, opened = listener
+    picture = {"type": "image_url", "image_url": {"url": url + "/x.png"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": url + "/schema.json"}}}
+    webhook = {"webhook_url": url, "callback": url, "metadata": {"webhook": url}, "file_id": url, "user": url}
+    part = {"type": "input_image", "image_url": url}
+    source = {"type": "image", "source": {"type": "url", "url": url}}
+    bodies: list[tuple[str, Any]] = [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [picture]}], "tools": [tool], **webhook}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "#tool=f"}], "tools": [tool]}),
+        ("/v1/completions", {"prompt": url, **webhook}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [part]}], **webhook}),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "mcp", "server_url": url, "server_label": "x"}]}),
+        ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": [source]}], **webhook}),
+        ("/v1/embeddings", {"input": url, **webhook}),
+        ("/v1/files", {"file": url, "purpose": "batch"}),
+    ]  # fmt: skip
+    headers = {"x-webhook-url": url, "x-forwarded-host": url[7:], "forwarded": f"host={url[7:]}", "referer": url}
+    for path, body in bodies:
+        answer = proxy.http.post(path, json={"model": "agent", **body}, headers=headers)
+        assert answer.status_code in (200, 400, 404), answer.text
+    proxy.http.get("/v1/models", headers=headers)
+    proxy.settled()
+    assert opened == []
+    httpx.Client().close()
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(url)
+    assert len(opened) == 1  # whoever opens it is noted
+
+
+def test_no_key_sees_what_belongs_to_another(start: Start, vllm: ScriptedVllm) -> None:
+    proxy = start(key_hashes=[hash_key(KEYS[who].encode()) for who in ("agent", "stored")])
+    ours, theirs = ({"authorization": f"Bearer {KEYS[who]}"} for who in ("agent", "stored"))
+    secret = "the code is forty two thousand and seventeen"
+    said = f"#say={secret.replace(' ', '.')}"
+    made = proxy.http.post("/v1/responses", json={"model": "agent", "input": said}, headers=ours)
+    named = proxy.http.post(
+        "/t/job/v1/chat/completions", json=msgs(DIALECTS["/v1/chat/completions"], said), headers=ours
+    )
+    assert secret in made.text
+    proxy.settled()
+    vllm.calls.clear()
+    name, call, run = made.json()["id"], made.headers["x-ratchet-call"], made.headers["x-ratchet-trajectory"]
+    hello = DIALECTS["/v1/chat/completions"]
+    follow = {"model": "agent", "input": "repeat it", "previous_response_id": name}
+    tries: list[tuple[str, str, Any, dict[str, str]]] = [
+        ("POST", "/v1/responses", follow, {}),
+        ("POST", "/t/job/v1/responses", follow, {}),
+        ("POST", "/v1/responses", follow, {"x-ratchet-trajectory": run}),
+        ("POST", "/t/job/v1/chat/completions", hello, {}),
+        ("POST", f"/t/{run}/v1/chat/completions", hello, {}),
+        ("POST", "/v1/chat/completions", hello, {"x-ratchet-trajectory": "job", "x-request-id": call}),
+        ("POST", "/v1/chat/completions", hello, {"x-session-id": run}),
+        ("POST", "/v1/chat/completions", {**hello, "metadata": {"trajectory_id": run}}, {}),
+        ("POST", "/v1/chat/completions", hello, {"authorization": f"Bearer {KEYS['stored']}:job"}),
+        *(("GET", f"/v1/responses/{name}{end}", None, {}) for end in ("", "/input_items")),
+        *(("DELETE", f"/v1/responses/{name}", None, {}), ("POST", f"/v1/responses/{name}/cancel", None, {})),
+        *(("GET", f"/api/{path}", None, {}) for path in ("calls", f"calls/{call}", f"trajectories/{run}")),
+        ("POST", f"/api/trajectories/{run}/finish", None, {}),
+        ("POST", "/api/feedback", {"trajectory_id": run, "value": 0}, {}),
+        ("GET", f"/v1/models/{run}", None, {}),
+        ("GET", f"/t/{run}/v1/models", None, {}),
+        ("GET", "/metrics", None, {}),
+        ("GET", "/health/backlog", None, {}),
+    ]  # fmt: skip
+    for method, path, body, headers in tries:
+        answer = proxy.http.request(method, path, json=body, headers={**theirs, **headers})
+        assert answer.status_code in (200, 403, 404), (path, answer.text)
+        assert secret not in answer.text
+        assert answer.headers.get("x-ratchet-trajectory") not in (run, "job")
+        if path.startswith("/api"):
+            assert answer.status_code == (404 if "feedback" in path else 403)
+        elif "responses" in path:
+            assert answer.status_code == 404
+    assert secret not in str(vllm.calls)
+    proxy.settled()
+    for owned in (run, named.headers["x-ratchet-trajectory"]):
+        assert len(proxy.store.trajectories.read(owned).calls) == 1
