@@ -48,6 +48,9 @@ class Finding:
         return asdict(self)
 
 
+_WITH_A_KEY = (
+    "run `RATCHET_API_KEYS=KEY ratchet doctor` with an agent's key (`ratchet keys create --name doctor` makes one)"
+)
 _NO_PROJECT = "start the project with `ratchet up --detach`, then run `ratchet doctor` again"
 
 
@@ -116,6 +119,8 @@ def _capture(settings: Settings, running: dict[str, Any]) -> tuple[tuple[int, ..
         )
     except httpx.HTTPError as error:
         return (), Finding("capture", False, f"{running['base_url']} does not answer: {error}", f"look at {log}")
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        return (), Finding("capture", False, keys_wanted(settings.store_url), _WITH_A_KEY)
     if answer.status_code != httpx.codes.OK:
         return (), Finding(
             "capture", False, f"the call failed: {answer.status_code} {answer.text[:300]}", f"look at {log}"
@@ -133,6 +138,21 @@ def _key() -> dict[str, str]:
 
     keys = os.environ.get("RATCHET_API_KEYS", "").split(",")
     return {"authorization": f"Bearer {keys[0].strip()}"} if keys[0].strip() else {}
+
+
+def keys_wanted(store_url: str) -> str:
+    """Return which agents' keys the store knows; it holds hashes, so that a key itself must be given."""
+    from store import open_store
+    from store.states import KeyScope
+
+    store = open_store(store_url)
+    try:
+        names = [key.name for key in store.keys.all() if key.revoked_at is None and key.scope == KeyScope.AGENT]
+    finally:
+        store.close()
+    known = f"the store knows agents' keys by the names {', '.join(names)}" if names else "the store has no agent's key"
+    given = "the key in RATCHET_API_KEYS is none of them" if _key() else "RATCHET_API_KEYS is not set"
+    return f"the proxy wants a key: {known}, and {given}"
 
 
 def _read_back(store: Any, call_id: str, log: str) -> tuple[tuple[int, ...], Finding]:

@@ -7,13 +7,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
 
 from ratchet.cli import cli
+from ratchet.doctor import keys_wanted
+from store import open_store
 from store.columns import pack_hash
 from store.database import HEAD
+from store.states import KeyScope
 from tests.ratchet.project import ROOT, Project
 
 HEAVY = ("torch", "transformers", "trl", "peft", "vllm", "matplotlib")
@@ -124,3 +128,19 @@ def test_keys_are_made_listed_and_revoked(project: Project) -> None:
     assert "is revoked" in project.run("keys", "revoke", rows[0]["id"], "--store", url).stdout
     assert "revoked" in project.run("keys", "list", "--store", url).stdout
     assert project.run("keys", "revoke", "key_x", "--store", url).returncode == 1
+
+
+def test_a_doctor_that_is_refused_tells_which_keys_the_store_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RATCHET_API_KEYS", raising=False)
+    url = str(tmp_path / "store.db")
+    store = open_store(url)
+    assert keys_wanted(url).endswith("the store has no agent's key, and RATCHET_API_KEYS is not set")
+    for number, (name, scope) in enumerate((("crawler", "agent"), ("boss", "operator"), ("gone", "agent"))):
+        made = store.keys.create(name, str(number) * 64, KeyScope(scope))
+        if name == "gone":
+            store.keys.revoke(made.id)
+    store.close()
+    monkeypatch.setenv("RATCHET_API_KEYS", "rk-other")
+    assert keys_wanted(url).endswith("by the names crawler, and the key in RATCHET_API_KEYS is none of them")
