@@ -69,7 +69,7 @@ def create_app(
     journal = Journal(settings.journal, settings.journal_limit, settings.segment_bytes, metrics, bell)
     redactor = Redactor(Patterns(settings.redact, settings.redact_patterns)) if settings.redacts else None
     recorder = Recorder(journal, metrics, strict=settings.capture == "strict", redactor=redactor)
-    shipper = Shipper(journal, store, carrier or Porter(store), metrics, bell, on_dead_letter=recorder.forget_known)
+    shipper = Shipper(journal, store, carrier or Porter(store), metrics, bell, recorder.forget_known)
     failures, cool_off = settings.breaker_failures, settings.breaker_seconds
     replicas = [Replica(replica, Breaker(failures, cool_off)) for replica in settings.upstreams]
     pool = Pool(replicas, metrics, settings.affinity_slack)

@@ -1,4 +1,4 @@
-"""The operator API under /api: what was recorded, judged and trained; feedback, and the finishing of trajectories.
+"""The operator API under /api: what was recorded, judged and trained; feedback; trajectories finished and deleted.
 
 Lists are pages by key: `limit`, and `before` = the `next` of the page before. Packed tokens come out as lists.
 Reads the store in threads; never on the path of a call.
@@ -27,6 +27,7 @@ from store.records import Call, Record, unpack_ids, unpack_logprobs
 _Limit = Annotated[int, Query(ge=1, le=1000)]
 _SETTLE_SECONDS = 5.0
 _FEEDBACK_BODY = {"content": {"application/json": {"schema": FeedbackBody.model_json_schema()}}, "required": True}
+_LOST_AFTER = 3600.0  # seconds after which a call without an end is not waited for
 
 _STATUS: dict[type[StoreError], int] = {UnknownRecord: 404, ForbiddenChange: 409, StoreUnavailable: 503}
 
@@ -101,6 +102,25 @@ def create_operator(store: Store, shipper: Shipper, links: Links, desk: Feedback
         found = store.feedback.page(limit, before, trajectory)
         trained = store.lineage.of(list({said.trajectory_id for said in found if said.trajectory_id}))
         return _page([_plain(said) | {"trained": trained.get(said.trajectory_id or "", ())} for said in found], limit)
+
+    @api.delete("/trajectories/{trajectory_id}")
+    async def delete(trajectory_id: str) -> Response:
+        """Delete a trajectory and its successors for good. Takes seconds: the proxies must know of it first."""
+        chosen = Chosen(id=trajectory_id)
+        if not await asyncio.to_thread(shipper.settle, _SETTLE_SECONDS):
+            raise StoreUnavailable("the store has not taken all calls yet; delete the trajectory again in a moment")
+        if await asyncio.to_thread(store.deletions.under_way, chosen, time.time() - _LOST_AFTER):
+            raise ForbiddenChange(f"a call of trajectory {trajectory_id} is under way: delete it when it has ended")
+        links.forget(trajectory_id)
+        done = await asyncio.to_thread(store.deletions.delete, chosen, "operator")
+        if not done.trajectories:
+            raise UnknownRecord(f"no trajectory {trajectory_id}")
+        return _json(_plain(done))
+
+    @api.get("/deletions")
+    def deletions() -> Response:
+        """What was deleted, without its content, and the policies that had learnt it; the latest first."""
+        return _page([_plain(found) for found in store.deletions.all()])
 
     @api.get("/groups")
     def groups(limit: _Limit = 100, before: str | None = None) -> Response:

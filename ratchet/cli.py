@@ -21,6 +21,7 @@ from ratchet import (
     key_commands,
     project_commands,
     room_commands,
+    store_commands,
 )
 from ratchet.errors import FaceError
 
@@ -53,7 +54,7 @@ for command in (
     demo_command.demo,
     room_commands.proxy,
     room_commands.trainer,
-    room_commands.store,
+    store_commands.store,
     room_commands.policies,
     key_commands.keys,
     judge_commands.judge,

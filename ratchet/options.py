@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,6 +11,7 @@ import click
 
 if TYPE_CHECKING:
     from ratchet.settings import Settings
+    from store import Store
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -64,6 +66,18 @@ def running_settings_of(context: click.Context, values: dict[str, Any]) -> Setti
 
     given = {key for key, value in values.items() if value is not None}
     return adopt(settings_of(context, values), given)
+
+
+@contextmanager
+def opened_store(url: str) -> Iterator[Store]:
+    """Open a store for one command."""
+    from store import open_store
+
+    opened = open_store(url)
+    try:
+        yield opened
+    finally:
+        opened.close()
 
 
 def emit(content: Any) -> None:

@@ -1,4 +1,4 @@
-"""The commands for one room alone: proxy and trainer; and for what the store holds: store, policies."""
+"""The commands for one room alone, proxy and trainer, and for the versions that they made, policies."""
 
 from __future__ import annotations
 
@@ -98,63 +98,6 @@ def trainer(
 
     with logging_redirect_tqdm():
         return run(own)
-
-
-@click.group()
-def store() -> None:
-    """Care for the database.
-
-    \b
-    Example:
-      ratchet store verify --store mail.db
-    """
-
-
-@store.command()
-@options.store_url
-@options.project
-@click.pass_context
-def migrate(context: click.Context, store: str | None, project: str | None) -> None:
-    """Bring the database to the schema of this version. Back it up first.
-
-    \b
-    Example:
-      ratchet store migrate --store postgresql://ratchet@db/ratchet
-    """
-    from store.database import HEAD, connect, schema_version
-    from store.database import migrate as bring_to_head
-
-    engine = connect(options.running_settings_of(context, {"store": store, "project": project}).store_url)
-    before = schema_version(engine)
-    bring_to_head(engine)
-    engine.dispose()
-    click.echo(f"schema {before or 'none'} -> {HEAD}" if before != HEAD else f"schema {HEAD}: nothing to do")
-
-
-@store.command()
-@options.store_url
-@options.project
-@options.as_json
-@click.pass_context
-def verify(context: click.Context, store: str | None, project: str | None, as_json: bool) -> int:
-    """Re-derive the hash of every stored message. Fails if one is damaged or has lost its parent.
-
-    \b
-    Example:
-      ratchet store verify --json
-    """
-    from store.verification import verify as re_derive
-
-    found = re_derive(options.running_settings_of(context, {"store": store, "project": project}).store_url)
-    if as_json:
-        options.emit(
-            {"messages": found.messages, "damaged": found.damaged, "orphaned": found.orphaned, "sound": found.sound}
-        )
-    else:
-        click.echo(f"{found.messages} messages: {len(found.damaged)} damaged, {len(found.orphaned)} without parent")
-        for name in (*found.damaged, *found.orphaned):
-            click.echo(f"  {name}")
-    return 0 if found.sound else 1
 
 
 @click.group()

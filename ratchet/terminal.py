@@ -1,13 +1,24 @@
-"""What the user sees while rooms start and stop: moving bars on a terminal, one line per event elsewhere."""
+"""What the user sees while something takes long: moving bars on a terminal; elsewhere one line per event of a room."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from ratchet.supervisor import Event
 
@@ -60,3 +71,19 @@ class Display:
 
     def _say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)
+
+
+@contextmanager
+def bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Show bars on stderr while the block works, on a terminal only; the value is told of (what, done now, in all)."""
+    console = Console(file=sys.stderr)
+    columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+
+        def told(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=total)
+            progress.advance(tasks[what], done)
+
+        yield told

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from store.alarms import Alarms
 from store.calls import Calls
 from store.database import connect, ensure_schema
+from store.deletion import Deletions
 from store.doors import Doors
 from store.errors import StoreError
 from store.feedback import Feedbacks
@@ -45,6 +46,7 @@ class Store:
         self.alarms = Alarms(engine)
         self.tools = Tools(engine)
         self.keys = Keys(engine)
+        self.deletions = Deletions(engine)
 
     def close(self) -> None:
         """Close every connection."""

@@ -16,6 +16,7 @@ from store.database import read, write
 from store.errors import ForbiddenChange, UnknownRecord
 from store.ids import new_id
 from store.records import Exchange, Group, PastScore, Verdict, cohort_of, family_of
+from store.shipping import fitting
 from store.states import GROUP_STEPS, GroupState, TrajectoryState, check
 from store.trajectories import drop as drop_trajectories
 
@@ -78,25 +79,30 @@ class Groups:
         if scored != set(group.members):
             raise ForbiddenChange(f"group {group_id} has {len(group.members)} members, {len(scored)} of them scored")
         with write(self._engine) as connection:
-            _add_verdicts(connection, verdicts, exchanges)
-            if drop_reason is None:
+            if drop_reason is None:  # first: a member may have been deleted
                 _move(connection, group, GroupState.JUDGED)
             else:
                 _move(connection, group, GroupState.DROPPED, drop_reason=drop_reason)
                 drop_trajectories(connection, group.members, drop_reason)
+            _add_verdicts(connection, verdicts, exchanges)
 
     def fail(
         self, group_id: str, verdicts: Sequence[Verdict], retry_at: float, exchanges: Sequence[Exchange] = ()
     ) -> None:
-        """Add what the judge managed, failures included; the group stays ready and is tried again at `retry_at`."""
+        """Add what the judge managed, failures included; the group stays ready and is tried again at `retry_at`.
+
+        Raises ForbiddenChange where it is not ready any more.
+        """
         groups = schema.groups
         with write(self._engine) as connection:
-            _add_verdicts(connection, verdicts, exchanges)
-            connection.execute(
+            waits = connection.execute(
                 sa.update(groups)
-                .where(groups.c.id == group_id)
+                .where(groups.c.id == group_id, groups.c.state == GroupState.READY)
                 .values(failures=groups.c.failures + 1, retry_at=retry_at)
             )
+            if not waits.rowcount:
+                raise ForbiddenChange(f"group {group_id} does not wait for a judge")
+            _add_verdicts(connection, verdicts, exchanges)
 
     def rescore(self, verdicts: Sequence[Verdict], exchanges: Sequence[Exchange] = ()) -> None:
         """Add what a judge says of trajectories that were judged or put aside before; their states stay."""
@@ -256,9 +262,11 @@ def _move(connection: sa.Connection, group: Group, state: GroupState, **values: 
 
 def _add_verdicts(connection: sa.Connection, verdicts: Sequence[Verdict], exchanges: Sequence[Exchange]) -> None:
     if exchanges:
-        connection.execute(sa.insert(schema.exchanges), [msgspec.structs.asdict(one) for one in exchanges])
+        asked = [fitting(schema.exchanges, msgspec.structs.asdict(one)) for one in exchanges]
+        connection.execute(sa.insert(schema.exchanges), asked)
     rows: list[dict[str, Any]] = [
-        msgspec.structs.asdict(verdict) | {"components": dict(verdict.components)} for verdict in verdicts
+        fitting(schema.verdicts, msgspec.structs.asdict(verdict)) | {"components": dict(verdict.components)}
+        for verdict in verdicts
     ]
     if rows:
         connection.execute(sa.insert(schema.verdicts), rows)

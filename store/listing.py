@@ -13,6 +13,7 @@ import sqlalchemy as sa
 
 from store import schema
 from store.shipping import short_task
+from store.states import TrajectoryState
 
 _LAST = "\U0010ffff"
 
@@ -31,6 +32,8 @@ class Chosen:
     until: float | None = None  # opened before then
     search: str | None = None  # the beginning of the id
     id: str | None = None  # the whole id, with the trajectories that succeeded it
+    still_since: float | None = None  # no call since then, nor of a successor that needs its tokens
+    trained: bool | None = None  # whether a round trained it
 
     @property
     def nothing_said(self) -> bool:
@@ -52,6 +55,10 @@ class Chosen:
             said.append(runs.c.opened_at >= self.since)
         if self.until is not None:
             said.append(runs.c.opened_at < self.until)
+        if self.trained is not None:
+            said.append((runs.c.state == TrajectoryState.TRAINED) == sa.literal(self.trained))
+        if self.still_since is not None:
+            said += [runs.c.last_active_at < self.still_since, ~self._is_needed(self.still_since)]
         if self.search:
             said += [runs.c.id >= self.search, runs.c.id < self.search + _LAST]
         if self.id is not None:
@@ -59,6 +66,25 @@ class Chosen:
         if self.tag is not None:
             said.append(runs.c.id.in_(sa.select(tags.c.trajectory_id).where(tags.c.tag == self.tag[:128])))
         return sa.and_(sa.true(), *said)
+
+    def _is_needed(self, still_since: float) -> sa.ColumnElement[bool]:
+        """Return whether a trajectory has a successor that is not meant: its contexts go on from this one's."""
+        runs, later = schema.trajectories, schema.trajectories.alias("later")
+        stays = later.c.last_active_at >= still_since
+        if self.trained is not None:
+            stays = sa.or_(stays, (later.c.state == TrajectoryState.TRAINED) != sa.literal(self.trained))
+        return sa.and_(runs.c.successors > 0, sa.exists().where(_succeeds(later, runs), stays))
+
+
+def _succeeds(later: Any, run: Any) -> sa.ColumnElement[bool]:
+    return sa.and_(later.c.id > run.c.id + "~", later.c.id < run.c.id + "~:")
+
+
+def with_successors(chosen: sa.ColumnElement[bool]) -> sa.CompoundSelect[Any]:
+    """Return the ids of the trajectories that fit and of those that took their later calls."""
+    runs, later = schema.trajectories, schema.trajectories.alias("later")
+    own = sa.select(runs.c.id).where(chosen)
+    return own.union(sa.select(later.c.id).join(runs, _succeeds(later, runs)).where(chosen, runs.c.successors > 0))
 
 
 def successors_of(name: str) -> sa.ColumnElement[bool]:

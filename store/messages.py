@@ -143,3 +143,8 @@ def tools_hash(tools: Any) -> tuple[str, bytes]:
 def is_intact(stored: MessageNode) -> bool:
     """Return whether a stored node's hash is the hash of its parent and body."""
     return stored.hash == _digest(stored.parent, stored.body)
+
+
+def is_intact_toolset(name: str, body: bytes) -> bool:
+    """Return whether a stored tool list's hash is the hash of what it holds."""
+    return name == _digest("tools", body)

@@ -5,11 +5,9 @@ Migrations live in `store/migrations`; a test proves that they lead to exactly t
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import sqlalchemy as sa
 
-from store.columns import Body, Hash, Ids
+from store.columns import Body, Ids
 from store.states import (
     CallState,
     GroupState,
@@ -20,30 +18,14 @@ from store.states import (
     ToolResult,
     TrajectoryState,
 )
-
-metadata = sa.MetaData(
-    naming_convention={
-        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
-        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
-        "ck": "ck_%(table_name)s_%(constraint_name)s",
-        "fk": "fk_%(table_name)s_%(column_0_name)s",
-        "pk": "pk_%(table_name)s",
-    }
-)
-
-_ID = sa.String(40)
-# Compared byte by byte everywhere, so that ids sort by time and pages go by id whatever the database's language is.
-_CALL_ID = sa.String(40).with_variant(sa.String(40, collation="C"), "postgresql")
-_TRAJECTORY_ID = sa.String(128).with_variant(sa.String(128, collation="C"), "postgresql")
-_HASH = Hash
-_TIME: sa.Double[float] = sa.Double()
-_JSON = sa.JSON()
-
-
-def _state(column: str, states: type[StrEnum]) -> sa.CheckConstraint:
-    listed = ", ".join(f"'{state}'" for state in states)
-    return sa.CheckConstraint(f"{column} IN ({listed})", name=f"{column}_known")
-
+from store.tables import CALL_ID as _CALL_ID
+from store.tables import HASH as _HASH
+from store.tables import ID as _ID
+from store.tables import JSON as _JSON
+from store.tables import TIME as _TIME
+from store.tables import TRAJECTORY_ID as _TRAJECTORY_ID
+from store.tables import metadata as metadata
+from store.tables import one_of as _state
 
 # A message is stored once, whoever says it: its hash covers its parent and its content.
 messages = sa.Table(
@@ -181,6 +163,8 @@ choices = sa.Table(
     sa.Column("tool_call_ids", _JSON, nullable=False),
     sa.Column("ids", Ids, nullable=False),
     sa.Column("logprobs", sa.LargeBinary, nullable=False),
+    # Which answers are a message: as above.
+    sa.Index(None, "reply_node"),
 )
 
 # One row per tool call that a model sampled, held against the tools of its own request; a row is never counted twice.
@@ -335,6 +319,22 @@ sa.Index("uq_policies_live", policies.c.alias, unique=True, sqlite_where=policie
 # At most one version of an alias is a canary.
 sa.Index("uq_policies_canary", policies.c.alias, unique=True, sqlite_where=policies.c.state == "canary",
          postgresql_where=policies.c.state == "canary")  # fmt: skip
+
+# What was deleted and when, without its content; proxies see by it that messages may have gone.
+deletions = sa.Table(
+    "deletions",
+    metadata,
+    sa.Column("id", _ID, primary_key=True),
+    sa.Column("why", sa.Text, nullable=False),
+    sa.Column("began_at", _TIME, nullable=False),
+    sa.Column("last_at", _TIME, nullable=False),
+    sa.Column("trajectories", sa.Integer, nullable=False),
+    sa.Column("calls", sa.Integer, nullable=False),
+    sa.Column("policies", _JSON, nullable=False),
+)
+
+# Messages and tool lists that a deleted call named: the sweep looks whether anybody else does.
+unclaimed = sa.Table("unclaimed", metadata, sa.Column("hash", _HASH, primary_key=True))
 
 # A lease is held by one owner until it expires; the holder renews it.
 leases = sa.Table(

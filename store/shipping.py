@@ -88,7 +88,7 @@ def _add_messages(connection: sa.Connection, records: Sequence[CallRecord]) -> N
             nodes[node.hash] = node
         if begun.tools:
             toolsets[begun.tools_hash] = begun.tools
-    rows = [_fitting(schema.messages, msgspec.structs.asdict(nodes[name])) for name in sorted(nodes)]
+    rows = [fitting(schema.messages, msgspec.structs.asdict(nodes[name])) for name in sorted(nodes)]
     insert_new(connection, schema.messages, rows)
     insert_new(connection, schema.toolsets, [{"hash": name, "body": toolsets[name]} for name in sorted(toolsets)])
 
@@ -104,7 +104,7 @@ def _known(connection: sa.Connection, names: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _fitting(table: sa.Table, row: dict[str, Any]) -> dict[str, Any]:
+def fitting(table: sa.Table, row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with every text cut to its column, and without what PostgreSQL's texts cannot hold."""
     for name, value in row.items():
         if type(value) is str and (len(value) > 30 or "\0" in value):
@@ -131,7 +131,7 @@ def _write_calls(
         row |= {name: getattr(end, name) for name in _ENDED_COLUMNS} if end else _NOT_ENDED
         row |= {"id": begun.call_id, "trajectory_id": hosts[begun.call_id], "prompt_blocks": None}
         row |= {"tags": list(begun.tags), "sampling": dict(begun.sampling)}
-        rows.append(_fitting(table, row))
+        rows.append(fitting(table, row))
     _cut_prompts(connection, rows)
     if rows:
         connection.execute(sa.insert(table), rows)
@@ -161,7 +161,7 @@ def _add_tags(connection: sa.Connection, calls: Sequence[CallBegun], hosts: Mapp
     opened = {row.id: row.opened_at for row in found}
     pairs = sorted({(hosts[begun.call_id], tag) for begun in calls for tag in begun.tags})
     rows = [{"tag": tag, "opened_at": opened[name], "trajectory_id": name} for name, tag in pairs]
-    insert_new(connection, schema.tags, [_fitting(schema.tags, row) for row in rows])
+    insert_new(connection, schema.tags, [fitting(schema.tags, row) for row in rows])
 
 
 def _write_choices(connection: sa.Connection, ends: Collection[CallEnded]) -> None:
@@ -181,7 +181,7 @@ def _write_choices(connection: sa.Connection, ends: Collection[CallEnded]) -> No
         for choice in end.choices
     ]
     if rows:
-        connection.execute(sa.insert(table), [_fitting(table, row) for row in rows])
+        connection.execute(sa.insert(table), [fitting(table, row) for row in rows])
 
 
 def _touch_ended(connection: sa.Connection, ends: Collection[CallEnded], hosts: Mapping[str, str]) -> None:
@@ -294,7 +294,7 @@ def _add_trajectories(connection: sa.Connection, new: Mapping[str, CallBegun]) -
         }
         for name, begun in sorted(new.items())
     ]
-    insert_new(connection, schema.trajectories, [_fitting(schema.trajectories, row) for row in rows])
+    insert_new(connection, schema.trajectories, [fitting(schema.trajectories, row) for row in rows])
 
 
 def _touch(connection: sa.Connection, times: Mapping[str, float]) -> None:

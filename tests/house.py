@@ -41,7 +41,7 @@ NOTES = {
     "examples/email_search/README.md": "how to run it, and what it shows",
     "benchmarks": "what it costs, measured",
     "deploy": "the environments' set-up, a Grafana dashboard",
-    "docs": "architecture, clients, commands, configuration, metrics, security, tools, tracing",
+    "docs": "architecture, clients, commands, configuration, metrics, security, storage, tools, tracing",
     "tests": "claims, by room; tests/e2e runs the real vLLM",
     "store/migrations": "the schema, step by step (Alembic)",
     "examples/email_search/policy": "the tiny policy that make_policy.py reproduces",

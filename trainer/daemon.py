@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType
 
 from store import Store, open_store
-from store.errors import ForbiddenChange, StoreError, StoreUnavailable
+from store.errors import ForbiddenChange, StoreError, StoreUnavailable, UnknownRecord
 from store.records import BASE_VERSION, Group
 from store.states import PolicyState
 from trainer import checkpoint
@@ -163,7 +163,7 @@ class Daemon:
                 log.warning("event=outage reason=%r", str(outage))
                 self._stop.wait(_PAUSE_AFTER_OUTAGE)
                 continue
-            except ForbiddenChange as changed:  # by a person, or by a leader that stood still; the next turn looks anew
+            except (ForbiddenChange, UnknownRecord) as changed:  # a person, a deletion, or a leader that stood still
                 overtaken += 1
                 log.warning("event=turn_overtaken reason=%r", str(changed))
                 if overtaken == _MOST_OVERTAKEN:

@@ -60,6 +60,7 @@ class Opened:
     nodes: tuple[MessageNode, ...]  # all of the prompt, as they are written
     redacted: bool = False  # something of the request's content was not
     ended: CallEnded | None = None  # the record of its end
+    epoch: int = 0  # of the recorder's memory when it began
 
 
 class Recorder:
@@ -71,14 +72,16 @@ class Recorder:
         self._metrics = metrics
         self._strict = strict
         self._known: OrderedDict[str, None] = OrderedDict()
+        self._epoch = 0
 
     def forget_known(self) -> None:
-        """Write every message again from now on: a record that carried some was put aside."""
+        """Write every message again from now on: a record that carried some was put aside, or some were deleted."""
+        self._epoch += 1  # first: what is under way, and left some out, proves nothing any more
         self._known.clear()
 
     def begin(self, asked: Asked, link: Link, begun: CallBegun) -> Opened:
         """Journal the beginning of a call; it is not waited for."""
-        request, kept = asked.request, asked.kept
+        request, kept, epoch = asked.request, asked.kept, self._epoch
         nodes, tools = (asked.nodes, request.tools) if kept is None else (kept.nodes, kept.tools)
         if self._redactor is not None and kept is not None:
             begun = self._redactor.begun(begun, kept)
@@ -92,7 +95,7 @@ class Recorder:
         except Exception as error:
             log.exception("event=record_failed call=%s reason=%r", begun.call_id, str(error))
         redacted = kept is not None and kept.redacted
-        return Opened(begun, link, asked.keys, request.messages, request.untrainable, nodes, redacted)
+        return Opened(begun, link, asked.keys, request.messages, request.untrainable, nodes, redacted, epoch=epoch)
 
     def end(self, opened: Opened, capture: Capture, end: End) -> tuple[list[Leaf], asyncio.Future[bool] | None]:
         """Hand the end of a call to the journal; return its answers, and what the client's last byte waits for."""
@@ -105,16 +108,16 @@ class Recorder:
             hashes = [node.hash for node in (*record.begun.nodes, *record.nodes)]
             if record.begun.tools:
                 hashes.append(record.begun.tools_hash)
-            future.add_done_callback(lambda done: self._know(hashes, done))
+            future.add_done_callback(lambda done: self._know(hashes, opened.epoch, done))
         except Exception as error:
             log.exception("event=record_failed call=%s reason=%r", opened.begun.call_id, str(error))
             self._metrics.lost.inc()
             return [], None
         return leaves, future if self._strict else None
 
-    def _know(self, hashes: Iterable[str], done: asyncio.Future[bool]) -> None:
+    def _know(self, hashes: Iterable[str], epoch: int, done: asyncio.Future[bool]) -> None:
         """Remember which messages are durable; a future that was cancelled or failed proves nothing."""
-        if done.cancelled() or not done.result():
+        if done.cancelled() or not done.result() or epoch != self._epoch:
             return
         for name in hashes:
             self._known[name] = None

@@ -2,6 +2,7 @@
 
 Promises: a record leaves the journal only after the store has it; while the store is down nothing is lost and nothing
 waits for it; a record that the store refuses for good (`carrier.py` puts it aside) is told by a counter and an alarm.
+Where something is deleted from the store, the recorder hears of it within about a second, before the next batch.
 What cannot be shipped any more, since its segment was deleted or is damaged, is counted as lost and told by an alarm.
 Calls that an earlier proxy process began and never ended become `interrupted` once its segments are shipped.
 """
@@ -33,6 +34,7 @@ DAMAGE_ALARM = "proxy_journal_damaged"
 LOSS_ALARM = "proxy_journal_lost"
 _LINGER = 0.1  # seconds to let a batch grow: most calls then end in the batch that they begin in
 _LONGEST_WAIT = 5.0  # seconds between tries while the store is down
+_LOOK_EVERY = 1.0  # seconds between looks for deletions; `store.deletion` counts on it
 
 
 class Shipper:
@@ -45,7 +47,7 @@ class Shipper:
         carrier: Carrier,
         metrics: Metrics,
         bell: Bell,
-        on_dead_letter: Callable[[], None],
+        forget_known: Callable[[], None],
     ) -> None:
         self.replayed = threading.Event()  # set when the segments of earlier processes are in the store
         self.moved = 0  # records taken out of the journal since the start, earlier processes' included
@@ -56,7 +58,9 @@ class Shipper:
         self._metrics = metrics
         self._tools = ToolCounts(metrics)
         self._bell = bell
-        self._on_dead_letter = on_dead_letter
+        self._forget_known = forget_known
+        self._deleted_at = 0.0  # the store's latest deletion that was seen
+        self._look_at = 0.0
         self._given_up = 0  # records of this process that can never be shipped
         self._done: Counter[int] = Counter()  # by segment of this process: records shipped or given up
         self._position = Position()
@@ -139,6 +143,7 @@ class Shipper:
 
     def _turn(self) -> bool:
         """Ship one batch; return whether there may be more. Raises StoreError, OSError; then nothing has moved."""
+        self._look_for_deletions()
         at = self._position
         written = self._journal.written()
         self._count_gaps(written)
@@ -172,6 +177,15 @@ class Shipper:
         if not ours or self._journal.written()[number].bytes == carried.offset:
             self._journal.remove(number)
         return True
+
+    def _look_for_deletions(self) -> None:
+        """Where something was deleted from the store, messages that were there may be there no more."""
+        if time.monotonic() < self._look_at:
+            return
+        deleted_at = self._store.deletions.latest()
+        if deleted_at != self._deleted_at:
+            self._forget_known()
+        self._deleted_at, self._look_at = deleted_at, time.monotonic() + _LOOK_EVERY
 
     def _keep_damaged(self, number: int, offset: int) -> None:
         """Put a segment that cannot be read on aside, for a person to see."""
@@ -223,7 +237,7 @@ class Shipper:
             self._metrics.dead_letters.inc()
             place = self._journal.folder / DEAD_LETTERS
             self._bell.ring(DEAD_LETTER_ALARM, f"the store refuses a record of call {letter.call_id}: see {place}")
-            self._on_dead_letter()
+            self._forget_known()
         return carried
 
     def _advance(self, segment: int, carried: Carried) -> None:

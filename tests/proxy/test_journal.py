@@ -50,7 +50,7 @@ async def journal(tmp_path: Path) -> AsyncIterator[Open]:
 
 
 def shipping(journal: Journal, store: Store) -> Shipper:
-    return Shipper(journal, store, Porter(store), journal._metrics, journal._bell, on_dead_letter=lambda: None)
+    return Shipper(journal, store, Porter(store), journal._metrics, journal._bell, forget_known=lambda: None)
 
 
 @pytest.mark.parametrize("cut", [1, 7, 8, 9, 20])

@@ -72,3 +72,9 @@ def test_tool_ids_are_kept_in_the_stored_message() -> None:
 def test_no_tools_have_no_hash() -> None:
     assert tools_hash(None) == ("", b"")
     assert tools_hash([]) == ("", b"")
+
+
+def test_arguments_nested_deeper_than_the_stack_are_compared_as_text() -> None:
+    deep = ["[" * depth + "]" * depth for depth in (3000, 100_000)]
+    keys = {link_keys([tool_call(arguments=text)]) for text in (*deep, deep[0] + " ")}
+    assert len(keys) == 2

@@ -10,9 +10,9 @@ import pytest
 
 from store import Store, open_store
 from store.errors import StoreError
-from store.records import CallEnded, Shipment, pack_ids
+from store.records import CallEnded, Shipment, Verdict, pack_ids
 from store.states import CallState, TrajectoryState
-from tests.records import QUESTION, begun, ended, tool_call
+from tests.records import QUESTION, answered_trajectory, begun, ended, tool_call
 
 
 def _pair(call_id: str, run: str, at: float = 1.0, **changes: Any) -> tuple[Shipment, CallEnded]:
@@ -92,6 +92,15 @@ def test_no_text_of_an_agent_or_an_upstream_is_refused(store: Store) -> None:
     assert call.state is CallState.ANSWERED
     assert call.sampling == {"stop": odd}
     assert store.trajectories.read("t1").messages[0] == messages[0]  # content is kept as it is
+
+
+def test_no_text_of_a_judge_is_refused(store: Store) -> None:
+    answered_trajectory(store, "a")
+    store.trajectories.seal("a", now=9.0)
+    group = store.groups.form("k", "agent", ["a"], now=9.0)
+    said = Verdict(trajectory_id="a", group_id=group.id, judge="j", judge_version="1", score=1.0, explanation="x\0y")
+    store.groups.record(group.id, [said])
+    assert store.groups.verdicts(["a"])["a"].explanation == "x\ufffdy"
 
 
 def test_a_forked_prompt_is_read_back_whole_and_stored_once(store: Store) -> None:

@@ -1,0 +1,101 @@
+"""`ratchet store export`: trajectories as files for other tools, read one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ratchet import options
+from ratchet.moments import Moment
+
+if TYPE_CHECKING:
+    from store import Store
+    from store.listing import Chosen
+    from trainer.exports import Exported
+
+_PAGE = 100
+
+
+@click.command()
+@click.option(
+    "--format",
+    "shape",
+    type=click.Choice(["jsonl", "parquet", "trl"]),
+    default="jsonl",
+    help="A trajectory a line or a row; or a training row a line, in TRL's columns.  [default: jsonl]",
+)
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="File; without it, standard output.")
+@click.option("--state", type=click.Choice(["open", "sealed", "grouped", "trained", "dropped"]), help="In this state.")
+@click.option("--model", "alias", metavar="ALIAS", help="Of this alias.")
+@click.option("--version", type=int, help="Of this policy version.")
+@click.option("--task", help="Of this task.")
+@click.option("--key", metavar="ID", help="Of this API key.")
+@click.option("--tag", help="With this tag.")
+@click.option("--since", type=Moment(), metavar="TIME", help="Opened then or later: 2026-11-21.")
+@click.option("--until", type=Moment(), metavar="TIME", help="Opened before then.")
+@options.store_url
+@options.project
+@click.pass_context
+def export(
+    context: click.Context, /, shape: str, out: Path | None, store: str | None, project: str | None, **filters: Any
+) -> None:
+    """Write trajectories that fit every option to a file, newest first, with the engine's ids, masks and logprobs.
+
+    \b
+    Example:
+      ratchet store export --format parquet --state trained --out trained.parquet
+    """
+    from ratchet.export_files import write_lines, write_parquet
+    from store.listing import Chosen
+    from trainer.exports import training_records, trajectory_record
+
+    if shape == "parquet" and out is None:
+        raise click.UsageError("Parquet needs a file: give --out FILE")
+    settings = options.running_settings_of(context, {"store": store, "project": project})
+    with options.opened_store(settings.store_url) as opened:
+        found = _chosen(opened, Chosen(**filters))
+        records: Iterable[dict[str, Any]] = map(trajectory_record, found)
+        if shape == "trl":
+            records = (row for one in found for row in training_records(one))
+        count = write_parquet(records, out) if shape == "parquet" and out else write_lines(records, out)
+    click.echo(f"{count} {'training rows' if shape == 'trl' else 'trajectories'}: {out or 'standard output'}", err=True)
+
+
+def _chosen(store: Store, chosen: Chosen) -> Iterator[Exported]:
+    """Yield the chosen trajectories, one at a time; one that is deleted meanwhile is left out."""
+    from ratchet.terminal import bars
+    from store.errors import UnknownRecord
+    from trainer.exports import Exported
+
+    advantages = lru_cache(maxsize=256)(lambda group: _advantages(store, group))
+    total = store.deletions.count(chosen)
+    last: str | None = None
+    with bars() as told:
+        while page := store.trajectories.page(_PAGE, last, chosen=chosen):
+            verdicts = store.groups.verdicts([run.id for run in page])
+            for run in page:
+                try:
+                    transcript = store.trajectories.read(run.id)
+                except UnknownRecord:
+                    continue
+                calls = store.trajectories.context_calls(transcript)
+                advantage = advantages(run.group_id).get(run.id) if run.group_id else None
+                yield Exported(transcript, calls, verdicts.get(run.id), advantage)
+            told("exporting", len(page), total)
+            last = page[-1].id
+
+
+def _advantages(store: Store, group_id: str) -> dict[str, float]:
+    """Return the advantages of a group's members within it; none where one of them is not scored."""
+    from trainer.advantage import group_advantages
+
+    members = store.groups.get(group_id).members
+    verdicts = store.groups.verdicts(members)
+    if len(members) < 2 or any(name not in verdicts for name in members):
+        return {}
+    scores = [verdicts[name].score or 0.0 for name in members]
+    return dict(zip(members, group_advantages(scores), strict=True))

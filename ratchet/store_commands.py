@@ -1,0 +1,240 @@
+"""The commands for what the store holds: its schema, its soundness, and what is deleted of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ratchet import options
+from ratchet.export_command import export
+from ratchet.moments import Age, Moment
+
+if TYPE_CHECKING:
+    from store import Store
+    from store.deletion import Deletion, Inheritor
+    from store.listing import Chosen
+
+_SHOWN = 20
+
+
+_dry_run = click.option("--dry-run", is_flag=True, help="Say what would be deleted, and delete nothing.")
+
+
+@click.group()
+def store() -> None:
+    """Care for the database.
+
+    \b
+    Example:
+      ratchet store verify --store mail.db
+    """
+
+
+store.add_command(export)
+
+
+@store.command()
+@options.store_url
+@options.project
+@click.pass_context
+def migrate(context: click.Context, store: str | None, project: str | None) -> None:
+    """Bring the database to the schema of this version. Back it up first.
+
+    \b
+    Example:
+      ratchet store migrate --store postgresql://ratchet@db/ratchet
+    """
+    from store.database import HEAD, connect, schema_version
+    from store.database import migrate as bring_to_head
+
+    engine = connect(store_url_of(context, store, project))
+    before = schema_version(engine)
+    bring_to_head(engine)
+    engine.dispose()
+    click.echo(f"schema {before or 'none'} -> {HEAD}" if before != HEAD else f"schema {HEAD}: nothing to do")
+
+
+@store.command()
+@options.store_url
+@options.project
+@options.as_json
+@click.pass_context
+def verify(context: click.Context, store: str | None, project: str | None, as_json: bool) -> int:
+    """Derive every hash again and look at every invariant. Fails where something is not as it has to be.
+
+    \b
+    Example:
+      ratchet store verify --json
+    """
+    import msgspec
+
+    from ratchet.terminal import bars
+    from store.verification import verify as look_at_everything
+
+    with bars() as told:
+        found = look_at_everything(store_url_of(context, store, project), told)
+    if as_json:
+        findings = [msgspec.structs.asdict(finding) for finding in found.findings]
+        options.emit({"rows": found.rows, "findings": findings, "count": found.count, "sound": found.sound})
+    else:
+        looked_at = ", ".join(f"{count} {table}" for table, count in found.rows.items())
+        click.echo(f"{looked_at}: {found.count or 'no'} findings")
+        for finding in found.findings:
+            click.echo(f"  {finding.row}: {finding.problem}\n    {finding.remedy}")
+        if found.count > len(found.findings):
+            click.echo(f"  and {found.count - len(found.findings)} more")
+    return 0 if found.sound else 1
+
+
+@store.command()
+@click.option("--older-than", type=Age(), required=True, metavar="AGE", help="Without a call for so long: 30d, 12h.")
+@click.option("--keep-trained", is_flag=True, help="Keep what a round has trained.")
+@_dry_run
+@options.store_url
+@options.project
+@options.as_json
+@click.pass_context
+def prune(
+    context: click.Context,
+    older_than: float,
+    keep_trained: bool,
+    dry_run: bool,
+    store: str | None,
+    project: str | None,
+    as_json: bool,
+) -> int:
+    """Delete the trajectories that have been still for long, with all that is theirs alone.
+
+    \b
+    Example:
+      ratchet store prune --older-than 30d --keep-trained
+    """
+    import time
+
+    from store.listing import Chosen
+
+    chosen = Chosen(still_since=time.time() - older_than, trained=False if keep_trained else None)
+    why = f"prune: still for {older_than:g} s" + (", not trained" if keep_trained else "")
+    with options.opened_store(store_url_of(context, store, project)) as opened:
+        return _delete(opened, [chosen], why, dry_run=dry_run, as_json=as_json)
+
+
+@store.command()
+@click.argument("trajectories", nargs=-1, metavar="[TRAJECTORY]...")
+@click.option("--key", metavar="ID", help="Those of an API key.")
+@click.option("--task", help="Those of a task.")
+@click.option("--tag", help="Those with a tag.")
+@click.option("--before", type=Moment(), metavar="TIME", help="Those opened before then: 2026-11-21.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@_dry_run
+@options.store_url
+@options.project
+@options.as_json
+@click.pass_context
+def forget(
+    context: click.Context,
+    trajectories: tuple[str, ...],
+    key: str | None,
+    task: str | None,
+    tag: str | None,
+    before: float | None,
+    yes: bool,
+    dry_run: bool,
+    store: str | None,
+    project: str | None,
+    as_json: bool,
+) -> int:
+    """Delete what somebody said: trajectories by name, or all that fit every option. Names the policies that learnt it.
+
+    \b
+    Example:
+      ratchet store forget --key key_01J8 --dry-run
+    """
+    from store.listing import Chosen
+
+    given = {"key": key, "task": task, "tag": tag, "until": before}
+    if not trajectories and all(value is None for value in given.values()):
+        raise click.UsageError("name a trajectory, or give --key, --task, --tag or --before")
+    chosen = [Chosen(id=name, **given) for name in trajectories] or [Chosen(**given)]  # type: ignore[arg-type]
+    # What was asked for, without the words themselves: a task or a tag may name a person.
+    named = [f"{len(trajectories)} by name"] if trajectories else []
+    why = "forget: " + ", ".join([*named, *(f"by {name}" for name, value in given.items() if value is not None)])
+    with options.opened_store(store_url_of(context, store, project)) as opened:
+        if not dry_run and not yes:
+            count = sum(opened.deletions.count(one) for one in chosen)
+            click.confirm(f"delete {count} trajectories for good?", abort=True, err=True)
+        return _delete(opened, chosen, why, dry_run=dry_run, as_json=as_json)
+
+
+def store_url_of(context: click.Context, store: str | None, project: str | None) -> str:
+    """Return the store that a command is about."""
+    return options.running_settings_of(context, {"store": store, "project": project}).store_url
+
+
+def _delete(store: Store, chosen: list[Chosen], why: str, *, dry_run: bool, as_json: bool) -> int:
+    if dry_run:
+        count = sum(store.deletions.count(one) for one in chosen)
+        policies = [policy for one in chosen for policy in store.deletions.trained_into(one)]
+        _tell_plan(count, list(dict.fromkeys(policies)), as_json)
+        return 0
+    done = [_with_bar(store, one, why) for one in chosen]
+    if as_json:
+        import msgspec
+
+        options.emit([msgspec.structs.asdict(one) | {"policies": list(map(_plain, one.policies))} for one in done])
+    else:
+        _tell(done)
+    return 1 if any(one.unswept for one in done) else 0
+
+
+def _with_bar(store: Store, chosen: Chosen, why: str) -> Deletion:
+    from ratchet.terminal import bars
+
+    total = store.deletions.count(chosen)
+    with bars() as told:
+        return store.deletions.delete(chosen, why, lambda count: told("deleting", count, total))
+
+
+def _tell_plan(count: int, policies: list[Inheritor], as_json: bool) -> None:
+    if as_json:
+        options.emit({"trajectories": count, "policies": list(map(_plain, policies))})
+        return
+    click.echo(f"{count} trajectories would be deleted")
+    _tell_policies(policies)
+
+
+def _tell(done: list[Deletion]) -> None:
+    deleted = sum(one.trajectories for one in done)
+    click.echo(
+        f"{deleted} trajectories deleted, with {sum(one.calls for one in done)} calls and "
+        f"{sum(one.messages for one in done)} messages and tool lists that nothing else names"
+    )
+    if dropped := sum(one.groups_dropped for one in done):
+        click.echo(f"{dropped} groups lost a member before they were trained and were dropped")
+    _tell_policies([policy for one in done for policy in one.policies])
+    if unswept := max((one.unswept for one in done), default=0):
+        click.echo(
+            f"{unswept} messages wait for a proxy that has not shipped its journal (/health/backlog): "
+            "run `ratchet store prune --older-than 9999d` when it has"
+        )
+
+
+def _tell_policies(policies: list[Inheritor]) -> None:
+    """Say what stays of it in adapters."""
+    kept = {(policy.alias, policy.version): policy for policy in policies}
+    if not kept:
+        click.echo("no policy was trained on them")
+        return
+    click.echo(f"what was learnt from them stays in {len(kept)} policy versions, until their adapters are deleted:")
+    for policy in list(kept.values())[:_SHOWN]:
+        how = "trained on them" if policy.directly else "went on from such a version"
+        click.echo(f"  {policy.alias}@{policy.version}  {policy.state:<9}  {how}  {policy.adapter or ''}")
+    if len(kept) > _SHOWN:
+        click.echo(f"  and {len(kept) - _SHOWN} more; --json lists them all")
+
+
+def _plain(policy: Inheritor) -> dict[str, Any]:
+    import msgspec
+
+    return msgspec.structs.asdict(policy)

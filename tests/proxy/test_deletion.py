@@ -1,0 +1,87 @@
+"""Deletion beside running proxies: what was deleted and is sent again is stored again, whole."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from store import Store, open_store
+from store.listing import Chosen
+from store.verification import verify
+from tests.proxy.conftest import Proxy
+from tests.proxy.scripted_vllm import ScriptedVllm
+from tests.proxy.servers import ProxyProcess, eventually
+
+TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}]
+TALK: list[dict[str, Any]] = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "Where?"}]
+
+
+def _say(http: httpx.Client, path: str = "") -> str:
+    answer = http.post(f"{path}/v1/chat/completions", json={"model": "agent", "messages": TALK, "tools": TOOLS})
+    assert answer.status_code == 200
+    return answer.headers["x-ratchet-trajectory"]
+
+
+def _is_whole(store: Store, name: str) -> None:
+    found = store.trajectories.read(name)
+    assert [message["role"] for message in found.messages] == ["system", "user", "assistant"]
+    assert found.tools == tuple(TOOLS)
+
+
+def test_what_was_deleted_and_is_sent_again_is_stored_again(vllm_url: str, tmp_path: Path) -> None:
+    process = ProxyProcess(tmp_path, upstreams=[vllm_url])
+    store = open_store(str(tmp_path / "store.db"))
+    try:
+        with httpx.Client(base_url=process.url, timeout=20) as http:
+            eventually(lambda: http.get("/health/ready").status_code == 200, 10)
+            _say(http)
+            eventually(lambda: http.get("/health/backlog").json()["unshipped_records"] == 0)
+            eventually(lambda: store.trajectories.page())
+            done = store.deletions.delete(Chosen(still_since=4e9), "prune")
+            assert (done.trajectories, done.unswept, store.calls.message_count()) == (1, 0, 0)
+            name = _say(http)
+            eventually(lambda: store.calls.page(trajectory=name, state="answered"))
+            _is_whole(store, name)
+    finally:
+        store.close()
+        process.stop()
+    assert verify(str(tmp_path / "store.db")).sound
+
+
+def test_calls_during_a_deletion_lose_no_message(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    names = [_say(proxy.http, f"/t/t{number}") for number in range(5)]
+    proxy.settled()
+    stop = threading.Event()
+    kept: list[str] = []
+
+    def agents() -> None:
+        with httpx.Client(base_url=proxy.url, timeout=20) as http:
+            while not stop.is_set():
+                kept.append(_say(http))
+
+    thread = threading.Thread(target=agents)
+    thread.start()
+    done = [proxy.store.deletions.delete(Chosen(id=name), "asked") for name in names[:2]]
+    stop.set()
+    thread.join()
+    proxy.settled()
+    assert [one.unswept for one in done] == [0, 0]
+    assert len(kept) > 5
+    for name in kept:
+        _is_whole(proxy.store, name)
+
+
+def test_an_operator_deletes_a_trajectory_and_reads_what_learnt_from_it(proxy: Proxy) -> None:
+    _say(proxy.http, "/t/job")
+    answer = proxy.http.delete("/api/trajectories/job")
+    assert (answer.status_code, answer.json()["trajectories"], answer.json()["policies"]) == (200, 1, [])
+    assert proxy.http.get("/api/trajectories/job").status_code == 404
+    assert proxy.http.delete("/api/trajectories/job").status_code == 404
+    assert [one["why"] for one in proxy.http.get("/api/deletions").json()["data"]] == ["operator"]
+    assert proxy.store.calls.message_count() == 0
+    assert _say(proxy.http, "/t/job") == "job"
+    proxy.settled()
+    _is_whole(proxy.store, "job")

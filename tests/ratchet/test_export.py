@@ -1,0 +1,114 @@
+"""Exports: token-exact, in every format, and readable by the tools that they are for."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+from store import open_store
+from store.records import unpack_ids, unpack_logprobs
+from tests.ratchet.project import Project
+from tests.records import QUESTION, begun, ended, judged_group, tool_call
+
+REPLIES = [tool_call(), {"role": "assistant", "content": "Oslo"}]
+
+
+@pytest.fixture
+def url(project: Project) -> str:
+    """A store with a judged group of two, and a trajectory of two calls with a tool, a picture and no score."""
+    file = str(project.folder / "filled.db")
+    store = open_store(file)
+    judged_group(store, ["a", "b"], [0.0, 1.0])
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+    asked: list[dict[str, Any]] = [*QUESTION, {"role": "user", "content": [{"type": "text", "text": "this?"}, picture]}]
+    first = begun("call_1", "talk", asked, at=500.0)
+    later = [*asked, REPLIES[0], {"role": "tool", "content": "found", "tool_call_id": "c1"}]
+    second = begun("call_2", "talk", later, at=501.0, parent_call="call_1", linked_by="graph")
+    store.calls.ship(
+        [
+            ended(first, REPLIES[0], messages=asked, prompt=(1, 2, 3), ids=(4, 5)),
+            ended(second, REPLIES[1], messages=later, prompt=(6,), ids=(7, 8, 9), context="exact"),
+        ]
+    )
+    store.close()
+    return file
+
+
+def _export(project: Project, url: str, *words: str) -> Path:
+    out = project.folder / "out"
+    done = project.run("store", "export", "--store", url, "--out", str(out), *words)
+    assert done.returncode == 0, done.stdout
+    return out
+
+
+def _is_exact(record: dict[str, Any], url: str) -> None:
+    store = open_store(url)
+    calls = store.trajectories.read(record["id"]).calls
+    store.close()
+    for call, told in zip(calls, record["calls"], strict=True):
+        assert tuple(told["prompt_ids"]) == unpack_ids(call.prompt_ids)
+        (answer,) = told["answers"]
+        assert tuple(answer["ids"]) == unpack_ids(call.choices[0].ids)
+        assert tuple(answer["logprobs"]) == unpack_logprobs(call.choices[0].logprobs)
+
+
+def test_lines_hold_the_chat_the_ids_the_mask_and_what_the_judge_said(project: Project, url: str) -> None:
+    records = {one["id"]: one for one in map(json.loads, _export(project, url).read_text().splitlines())}
+    assert set(records) == {"a", "b", "talk"}
+    talk = records["talk"]
+    assert [message["role"] for message in talk["messages"]] == [
+        "system",
+        "user",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert talk["messages"][2]["content"] == "this?"
+    assert talk["messages"][3]["tool_calls"][0]["function"] == {"name": "search", "arguments": '{"a": 1}'}
+    assert json.loads(talk["messages_json"])[2]["content"][1]["type"] == "image_url"
+    (row,) = talk["rows"]
+    assert (row["input_ids"], row["mask"]) == ([1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 0, 0, 1, 1, 0, 1, 1, 1])
+    assert (talk["score"], talk["advantage"]) == (None, None)
+    assert (records["b"]["score"], records["a"]["advantage"]) == (1.0, -records["b"]["advantage"])
+    assert records["b"]["advantage"] > 0
+    _is_exact(talk, url)
+
+
+def test_datasets_reads_parquet_and_trl_rows(project: Project, url: str) -> None:
+    import datasets
+
+    cache = str(project.folder / "cache")
+    files = str(_export(project, url, "--format", "parquet"))
+    found = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=cache)
+    talk = next(one for one in found if one["id"] == "talk")
+    assert talk["messages"][3]["tool_calls"][0]["function"]["name"] == "search"
+    _is_exact(talk, url)
+    rows = str(_export(project, url, "--format", "trl"))
+    told = datasets.load_dataset("json", data_files=rows, split="train", cache_dir=cache)
+    assert {"input_ids", "completion_mask", "assistant_masks", "advantage"} <= set(told.column_names)
+    assert [sum(mask) for mask in told["completion_mask"]] == [5, 2, 2]
+
+
+def test_the_filters_are_those_of_the_lists(project: Project, url: str) -> None:
+    def names(*words: str) -> set[str]:
+        return {json.loads(line)["id"] for line in _export(project, url, *words).read_text().splitlines()}
+
+    assert names("--state", "grouped") == {"a", "b"}
+    assert names("--since", "1970-01-01T00:05:00+00:00") == {"talk"}
+    assert names("--task", "t", "--model", "agent", "--version", "0") == {"a", "b"}
+    assert names("--tag", "none") == set()
+
+
+def test_parquet_needs_a_file_and_a_broken_export_leaves_none(project: Project, url: str) -> None:
+    assert project.run("store", "export", "--format", "parquet", "--store", url).returncode == 2
+    missing = project.run("store", "export", "--store", url, "--out", str(project.folder / "no" / "out"))
+    assert missing.returncode == 1
+    assert not [path for path in project.folder.iterdir() if path.name.startswith(".out")]

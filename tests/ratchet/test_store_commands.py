@@ -1,0 +1,71 @@
+"""The store's commands as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from store import open_store
+from tests.ratchet.project import Project
+from tests.records import answered_trajectory, judged_group
+
+
+@pytest.fixture
+def url(project: Project) -> str:
+    """A store with two old trajectories that a round trained, an old and a new one that it did not."""
+    file = str(project.folder / "filled.db")
+    store = open_store(file)
+    group = judged_group(store, ["a", "b"], [0.0, 1.0])
+    store.policies.register_base("agent", "base")
+    held = store.rounds.start("agent", 0)
+    store.rounds.commit(held.id, version=1, checkpoint="/c/0001", groups=[group.id], metrics={})
+    answered_trajectory(store, "old", key_id="key_1")
+    answered_trajectory(store, "new", "another answer", at=time.time(), tags=("person",))
+    store.close()
+    return file
+
+
+def _left(url: str) -> set[str]:
+    store = open_store(url)
+    names = {run.id for run in store.trajectories.page()}
+    store.close()
+    return names
+
+
+def test_pruning_by_age_can_be_tried_and_keep_what_was_trained(project: Project, url: str) -> None:
+    tried = project.run("store", "prune", "--older-than", "30d", "--dry-run", "--store", url)
+    assert "3 trajectories would be deleted" in tried.stdout
+    assert "agent@1" in tried.stdout
+    assert len(_left(url)) == 4
+    kept = project.run("store", "prune", "--older-than", "30d", "--keep-trained", "--store", url)
+    assert "1 trajectories deleted" in kept.stdout
+    assert "no policy was trained" in kept.stdout
+    assert _left(url) == {"a", "b", "new"}
+    done = project.run("store", "prune", "--older-than", "4w", "--json", "--store", url)
+    (told,) = json.loads(done.stdout)
+    assert (told["trajectories"], told["policies"][0]["adapter"]) == (2, "/c/0001")
+    assert _left(url) == {"new"}
+
+
+def test_forgetting_asks_first_and_takes_what_is_named(project: Project, url: str) -> None:
+    assert project.run("store", "forget", "--store", url).returncode == 2
+    assert project.run("store", "forget", "a", "--store", url).returncode == 130  # nobody there to say yes
+    assert len(_left(url)) == 4
+    done = project.run("store", "forget", "a", "nothing", "--yes", "--store", url)
+    assert "1 trajectories deleted" in done.stdout
+    assert "agent@1  candidate  trained on them  /c/0001" in done.stdout
+    assert project.run("store", "forget", "--key", "key_1", "--yes", "--store", url).returncode == 0
+    assert project.run("store", "forget", "--tag", "person", "--before", "2001-01-01", "--yes", "--store", url).stdout
+    assert _left(url) == {"b", "new"}
+    assert project.run("store", "forget", "--before", "2001-01-01", "--yes", "--store", url).returncode == 0
+    assert _left(url) == {"new"}
+
+
+@pytest.mark.parametrize("words", [("--older-than", "soon"), ("--older-than", "30")])
+def test_an_age_that_is_none_is_told(project: Project, tmp_path: Path, words: tuple[str, ...]) -> None:
+    done = project.run("store", "prune", *words, "--store", str(tmp_path / "x.db"))
+    assert done.returncode == 2
+    assert "write 30d" in done.stdout

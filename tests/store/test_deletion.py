@@ -1,0 +1,168 @@
+"""Deletion: what is gone is gone from every table, what others share stays, what was trained is named."""
+
+from __future__ import annotations
+
+import pytest
+import sqlalchemy as sa
+
+from store import Store, schema
+from store.database import connect
+from store.errors import ForbiddenChange, UnknownRecord
+from store.listing import Chosen
+from store.records import Door, Exchange, Verdict
+from store.states import GroupState, TrajectoryState
+from store.verification import verify
+from tests.records import QUESTION, answered_trajectory, begun, ended, judged_group, tool_call
+
+SECRET = "the patient's name is Ada Lovelace"
+_ANSWERS = ("deletions", "alembic_version")  # tables that may say something of what was deleted
+
+
+def _secretive(store: Store, name: str, secret: str = SECRET, at: float = 1.0) -> None:
+    messages = [*QUESTION, {"role": "user", "content": secret}]
+    start = begun(f"call_{name}", name, messages, at=at, tags=("tag",))
+    prompt = range(600)
+    store.calls.ship([start, ended(start, tool_call(), messages=messages, prompt=prompt, context="fork")])
+
+
+def _rows(store_url: str) -> dict[str, int]:
+    engine = connect(store_url)
+    with engine.connect() as connection:
+        counts = {
+            name: connection.scalar(sa.select(sa.func.count()).select_from(table)) or 0
+            for name, table in schema.metadata.tables.items()
+            if name not in _ANSWERS
+        }
+    engine.dispose()
+    return {name: count for name, count in counts.items() if count}
+
+
+def test_a_deleted_trajectory_leaves_no_row_and_others_keep_what_they_share(store: Store, store_url: str) -> None:
+    answered_trajectory(store, "stays")
+    before = _rows(store_url)
+    content = store.trajectories.read("stays")
+    _secretive(store, "goes")
+    store.calls.ship([begun("call_later", "goes", at=2.0)])
+    done = store.deletions.delete(Chosen(id="goes"), "asked")
+    assert (done.trajectories, done.calls, done.messages, done.unswept) == (1, 2, 2, 0)
+    assert _rows(store_url) == before
+    assert store.trajectories.read("stays") == content
+    assert [(one.why, one.trajectories) for one in store.deletions.all()] == [("asked", 1)]
+    store.deletions.delete(Chosen(), "all")
+    assert _rows(store_url) == {}
+
+
+def test_on_sqlite_the_file_holds_nothing_of_it_either(store: Store, store_url: str) -> None:
+    if not store_url.startswith("sqlite"):
+        pytest.skip("PostgreSQL frees rows by VACUUM")
+    words = "zyxwvutsrqponmlkjihgfedcba"
+    start = begun("call_1", "goes", task=words)
+    store.calls.ship([start, ended(start, tool_call(), error=words)])
+    file = sa.make_url(store_url).database or ""
+    store.deletions.delete(Chosen(id="goes"), "asked")
+    for name in (file, file + "-wal"):
+        with open(name, "rb") as opened:
+            assert words.encode() not in opened.read()
+
+
+def test_successors_go_with_the_trajectory_that_they_continue(store: Store) -> None:
+    answered_trajectory(store, "t1")
+    store.trajectories.seal("t1", now=2.0)
+    store.calls.ship([begun("call_2", "t1", at=3.0)])
+    answered_trajectory(store, "t10")
+    assert store.deletions.count(Chosen(id="t1")) == 2
+    assert store.deletions.delete(Chosen(id="t1"), "asked").trajectories == 2
+    assert [run.id for run in store.trajectories.page()] == ["t10"]
+
+
+def test_pruning_keeps_what_a_younger_successor_goes_on_from(store: Store) -> None:
+    for name in ("t1", "old"):
+        answered_trajectory(store, name)
+    store.trajectories.seal("t1", now=2.0)
+    store.calls.ship([begun("call_2", "t1", at=50.0)])
+    old = Chosen(still_since=10.0)
+    assert store.deletions.delete(old, "old").trajectories == 1
+    assert {run.id for run in store.trajectories.page()} == {"t1", "t1~1"}
+    assert store.deletions.delete(Chosen(still_since=60.0), "old").trajectories == 2
+
+
+def test_a_group_that_loses_a_member_before_it_is_trained_is_dropped_and_its_round_cannot_commit(store: Store) -> None:
+    group = judged_group(store, ["a", "b"], [0.0, 1.0])
+    store.policies.register_base("agent", "base")
+    held = store.rounds.start("agent", 0)
+    done = store.deletions.delete(Chosen(id="a"), "asked")
+    assert (done.groups_dropped, done.policies) == (1, ())
+    assert store.groups.get(group.id).state is GroupState.DROPPED
+    stayed = store.trajectories.get("b")
+    assert (stayed.state, stayed.drop_reason) == (TrajectoryState.DROPPED, "member_deleted")
+    with pytest.raises(ForbiddenChange):
+        store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[group.id], metrics={})
+    with pytest.raises(ForbiddenChange):
+        store.groups.fail(group.id, [], retry_at=1.0)
+
+
+def test_what_a_judge_asked_and_said_of_the_group_goes_and_other_scores_stay(store: Store) -> None:
+    for name in ("a", "b"):
+        answered_trajectory(store, name)
+    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    group = store.groups.form("k", "agent", ["a", "b"], now=101.0)
+    asked = Exchange(
+        id="exc_1", group_id=group.id, judge="j", url="u", request=SECRET.encode(), answer=b"", status=200,
+        problem=None, prompt_tokens=1, completion_tokens=1, cost=None, latency=0.1, asked_at=1.0,
+    )  # fmt: skip
+    said = [
+        Verdict(trajectory_id=name, group_id=group.id, judge="j", judge_version="1", score=score, explanation=SECRET,
+                exchange_id="exc_1")
+        for name, score in (("a", 0.0), ("b", 1.0))
+    ]  # fmt: skip
+    store.groups.record(group.id, said, [asked])
+    store.deletions.delete(Chosen(id="a"), "asked")
+    assert store.groups.exchanges(group.id) == []
+    (left,) = store.groups.history(group.id)
+    assert (left.trajectory_id, left.score, left.explanation, left.exchange_id) == ("b", 1.0, "", None)
+
+
+def test_the_policies_that_learnt_from_it_are_named_with_those_that_went_on_from_them(store: Store) -> None:
+    store.policies.register_base("agent", "base")
+    for version, names in ((1, ["other"]), (2, ["mine"]), (3, ["third"])):
+        group = judged_group(store, [*names, names[0] + "2"], [0.0, 1.0], task=names[0])
+        held = store.rounds.start("agent", version - 1)
+        store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[group.id], metrics={})
+    told = store.deletions.trained_into(Chosen(id="mine"))
+    assert [(one.version, one.directly, one.adapter) for one in told] == [(2, True, "/c/2"), (3, False, "/c/3")]
+    done = store.deletions.delete(Chosen(id="mine"), "asked")
+    assert done.policies == told == store.deletions.all()[0].policies
+    assert store.deletions.delete(Chosen(trained=False), "kept").trajectories == 0
+    assert len(store.trajectories.page()) == 5
+
+
+def test_the_sweep_waits_for_a_proxy_that_may_leave_messages_out(store: Store, store_url: str) -> None:
+    _secretive(store, "goes")
+    store.doors.beat(Door(id="d", url="u", live={}, pins={}, shipped_until=0.0, beat_at=4e9))
+    first = store.deletions.delete(Chosen(id="goes"), "asked", patience=0.3)
+    assert (first.trajectories, first.messages) == (1, 0)
+    assert first.unswept == 3
+    store.doors.beat(Door(id="d", url="u", live={}, pins={}, shipped_until=4e9, beat_at=4e9))
+    again = store.deletions.delete(Chosen(id="goes"), "asked")
+    assert (again.trajectories, again.messages, again.unswept) == (0, 5, 0)
+    assert store.calls.message_count() == 0
+    assert verify(store_url).sound
+
+
+def test_a_message_that_comes_back_is_stored_again(store: Store) -> None:
+    _secretive(store, "goes")
+    store.deletions.delete(Chosen(id="goes"), "asked")
+    with pytest.raises(UnknownRecord):
+        store.trajectories.get("goes")
+    _secretive(store, "goes")
+    assert store.trajectories.read("goes").messages[2]["content"] == SECRET
+
+
+def test_many_are_deleted_in_batches_and_the_newest_stay(store: Store) -> None:
+    for number in range(230):
+        answered_trajectory(store, f"t{number:03}", f"answer {number}", at=float(number))
+    told: list[int] = []
+    done = store.deletions.delete(Chosen(until=220.0), "old", told.append)
+    assert (done.trajectories, sum(told), len(told)) == (220, 220, 3)
+    assert len(store.trajectories.page()) == 10
+    assert store.calls.message_count() == len(QUESTION) + 10

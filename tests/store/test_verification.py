@@ -1,0 +1,154 @@
+"""Verification: a sound store has no finding, and each damage is told with its row and a remedy."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from store import Store, open_store, schema
+from store.database import connect
+from store.verification import verify
+from tests.records import answered_trajectory, begun, ended, judged_group, tool_call
+
+calls, choices, messages, runs = schema.calls, schema.choices, schema.messages, schema.trajectories
+
+
+@pytest.fixture
+def filled(store: Store) -> Store:
+    """A store with something of everything."""
+    return _fill(store)
+
+
+def _fill(store: Store) -> Store:
+    group = judged_group(store, ["a", "b"], [0.0, 1.0])
+    store.policies.register_base("agent", "base")
+    held = store.rounds.start("agent", 0)
+    store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[group.id], metrics={})
+    judged_group(store, ["c", "d"], [0.0, 1.0], task="u")
+    flat = judged_group(store, ["e", "f"], [1.0, 1.0], task="v")
+    store.groups.drop(flat.id, "no_variance")
+    first = begun("call_t1", "t1")
+    fork = begun("call_t2", "t1", at=2.0, parent_call="call_t1")
+    exact = begun("call_t3", "t1", at=3.0, parent_call="call_t2")
+    store.calls.ship(
+        [
+            ended(first, tool_call()),
+            ended(fork, tool_call(), prompt=range(600), context="fork", prompt_tokens=600),
+            ended(exact, tool_call(), prompt=(1, 2), context="exact", prompt_tokens=604),
+        ]
+    )
+    store.trajectories.seal("t1", now=9.0)
+    store.calls.ship([ended(begun("call_t4", "t1", at=10.0, parent_call="call_t3"), tool_call(), context="exact")])
+    store.calls.ship([begun("call_open", "open")])
+    return store
+
+
+def _do(*statements: sa.Executable) -> Callable[[sa.Connection], None]:
+    def damage(connection: sa.Connection) -> None:
+        for statement in statements:
+            connection.execute(statement)
+
+    return damage
+
+
+_USER = sa.select(calls.c.prompt_node).where(calls.c.id == "call_t1").scalar_subquery()
+_RAW: Any = sa.LargeBinary()
+DAMAGE: dict[str, tuple[Callable[[sa.Connection], None], str, str]] = {
+    "body": (_do(sa.update(messages).where(messages.c.hash == _USER).values(body=b'{"role":"x"}')), "message", "hash"),
+    "body cut": (
+        _do(sa.update(messages).where(messages.c.hash == _USER).values(body=sa.literal(b"\x01abc", _RAW))),
+        "message", "inflate",
+    ),
+    "parent": (_do(sa.update(messages).where(messages.c.hash == _USER).values(parent="b2:" + "0" * 32)), "message",
+               "parent"),
+    "leftover": (_do(sa.insert(messages).values(hash="b2:" + "1" * 32, parent="", role="user", body=b"{}")), "message",
+                 "no call, answer or message names it"),
+    "toolset": (_do(sa.update(schema.toolsets).values(body=b"[]")), "tool list", "hash"),
+    "no toolset": (_do(sa.delete(schema.toolsets)), "call call_a", "tool list"),
+    "prompt": (
+        _do(sa.update(calls).where(calls.c.id == "call_t1").values(prompt_ids=sa.literal(b"\x02abc", _RAW))),
+        "call call_t1", "damaged",
+    ),
+    "prompt tokens": (_do(sa.update(calls).where(calls.c.id == "call_t1").values(prompt_tokens=9)), "call call_t1",
+                      "3 token ids, the engine said 9"),
+    "block": (_do(sa.delete(schema.blocks)), "call call_t2", "block"),
+    "circle": (
+        _do(sa.update(calls).where(calls.c.id == "call_t2").values(parent_call="call_t3", context="exact")),
+        "call call_t2", "back to itself",
+    ),
+    "other run": (_do(sa.update(calls).where(calls.c.id == "call_t3").values(parent_call="call_a")), "call call_t3",
+                  "another run"),
+    "no end": (_do(sa.update(calls).where(calls.c.id == "call_t1").values(ended_at=None)), "call call_t1", "no end"),
+    "numbers": (_do(sa.update(choices).where(choices.c.call_id == "call_t1").values(choice=1)), "call call_t1",
+                "one is missing"),
+    "logprobs": (_do(sa.update(choices).where(choices.c.call_id == "call_t1").values(logprobs=b"1234")),
+                 "call call_t1 choice 0", "2 token ids and 1 logprobs"),
+    "no call": (_do(sa.delete(calls).where(calls.c.id == "call_open")), "trajectory open", "no call"),
+    "sealed": (_do(sa.update(runs).where(runs.c.id == "a").values(sealed_at=None)), "trajectory a", "never sealed"),
+    "round": (_do(sa.update(schema.rounds).values(state="abandoned")), "trajectory a", "second time"),
+    "member": (_do(sa.update(runs).where(runs.c.id == "c").values(state="sealed")), "group", "its member c is sealed"),
+    "verdict": (_do(sa.delete(schema.verdicts).where(schema.verdicts.c.trajectory_id == "c")), "group", "no verdict"),
+    "verdict's group": (_do(sa.update(runs).where(runs.c.id == "c").values(group_id=None, state="sealed")), "verdict",
+                        "its trajectory is of None"),
+    "policy": (_do(sa.update(schema.policies).values(round_id=None)), "round", "does not name it"),
+}  # fmt: skip
+
+
+def test_a_sound_store_has_no_finding_and_everything_was_looked_at(filled: Store, store_url: str) -> None:
+    told: dict[str, int] = {}
+    found = verify(store_url, lambda table, rows, total: told.update({table: told.get(table, 0) + rows}))
+    assert found.findings == []
+    assert found.sound
+    assert found.rows == told
+    assert (told["calls"], told["trajectories"], told["groups"]) == (11, 9, 3)
+
+
+@pytest.fixture(scope="module")
+def sound_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sound SQLite store; PostgreSQL is asked the same, above."""
+    file = tmp_path_factory.mktemp("sound") / "store.db"
+    store = _fill(open_store(str(file)))
+    store.close()
+    return file
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_each_damage_is_told_with_its_row_and_a_remedy(sound_file: Path, tmp_path: Path, name: str) -> None:
+    damage, row, problem = DAMAGE[name]
+    url = str(shutil.copy(sound_file, tmp_path))
+    engine = connect(url)
+    with engine.begin() as connection:
+        damage(connection)
+    engine.dispose()
+    found = verify(url)
+    assert not found.sound
+    assert any(one.row.startswith(row) and problem in one.problem and one.remedy for one in found.findings), found
+
+
+def test_a_row_that_refers_to_nothing_is_told(sound_file: Path, tmp_path: Path) -> None:
+    url = str(shutil.copy(sound_file, tmp_path))
+    engine = connect(url)
+    with engine.connect() as connection:
+        connection.exec_driver_sql("PRAGMA foreign_keys=OFF")
+        connection.execute(sa.delete(runs).where(runs.c.id == "t1"))
+        connection.commit()
+    engine.dispose()
+    found = verify(url)
+    assert any("calls rowid" in one.row and "trajectories" in one.problem for one in found.findings)
+
+
+def test_memory_is_bounded_where_much_is_wrong(store: Store, store_url: str) -> None:
+    for number in range(30):
+        answered_trajectory(store, f"t{number}", f"answer {number}")
+    engine = connect(store_url)
+    with engine.begin() as connection:
+        rows = [{"hash": f"b2:{number:032x}", "parent": "", "role": "user", "body": b"{}"} for number in range(1500)]
+        connection.execute(sa.insert(messages), rows)
+    engine.dispose()
+    found = verify(store_url)
+    assert (found.count, len(found.findings), found.rows["messages"]) == (3000, 1000, 1532)
