@@ -109,6 +109,12 @@ class Groups:
         with write(self._engine) as connection:
             _add_verdicts(connection, verdicts, exchanges)
 
+    def keep(self, exchanges: Sequence[Exchange]) -> None:
+        """Keep exchanges of a judge whose verdicts do not count."""
+        if exchanges:
+            with write(self._engine) as connection:
+                _add_verdicts(connection, [], exchanges)
+
     def drop(self, group_id: str, reason: str) -> None:
         """Put a group and its members aside with the reason."""
         group = self.get(group_id)

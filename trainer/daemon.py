@@ -50,6 +50,7 @@ from trainer.rehearing import Rehearing
 from trainer.retention import best_first, retained
 from trainer.school import STALE, Pupil, School
 from trainer.scorekeeper import Scorekeeper
+from trainer.second_judge import SecondJudge
 from trainer.sentinel.watch import Sentinel
 from trainer.settings import TrainerSettings
 from trainer.transcripts import Transcripts
@@ -93,6 +94,12 @@ class Daemon:
         self.progress = Progress(on_this_terminal(), self.metrics.progress)
         self._gathering = self.progress.begin(GATHERING, settings.groups_per_round)
         judge = make_judge(settings.judge, os.environ)
+        watched = settings.sentinel
+        second = (
+            SecondJudge(make_judge(watched.second_judge, os.environ), watched.second_judge_share, store)
+            if watched.second_judge
+            else None
+        )
         credit = Credit(
             settings.credit,
             settings.family_scale,
@@ -107,6 +114,7 @@ class Daemon:
             alarm_after=settings.no_signal_alarm,
             credit=credit,
             progress=self.progress,
+            second=second,
         )
         self._patience = patience_of(settings.judge)
         self._rehearing = Rehearing(
@@ -127,7 +135,7 @@ class Daemon:
             tolerance=settings.proof_tolerance,
             keep_loaded=settings.keep_loaded,
         )
-        self._sentinel = Sentinel(settings.sentinel, store, settings.model, self.metrics)
+        self._sentinel = Sentinel(settings.sentinel, store, settings.model, self.metrics, second)
         checkpoint.sweep(settings.checkpoints)
         self._version, self.learner = self._make_learner()
         self._most_waiting = max(_BATCH, 2 * settings.groups_per_round * settings.group_size)

@@ -35,6 +35,7 @@ _FOUND = {
     "ratchet_actions_per_trajectory": ("Tool calls and answers per trajectory", False),
     "ratchet_made_up_argument_share": ("Share of tool arguments that occur nowhere in their context", False),
     "ratchet_needless_tool_calls": ("Tool calls per trajectory on tasks that are solved without any", False),
+    "ratchet_second_judge_tau": ("Kendall's tau between the first and the second judge", False),
     "ratchet_logprob_mismatch_nats": ("Mean |trainer - engine| logprob of the last rounds", False),
     "ratchet_left_out_token_share": ("Share of sampled tokens that the last rounds did not train", False),
 }

@@ -18,6 +18,7 @@ from store.records import Group, Trajectory, Transcript, Verdict
 from trainer.credit import Credit
 from trainer.judges import Judge, Judgement
 from trainer.progress import GATHERING, JUDGING, Progress
+from trainer.second_judge import SecondJudge
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,9 @@ class Scorekeeper:
         alarm_after: int,
         credit: Credit | None = None,
         progress: Progress | None = None,
+        second: SecondJudge | None = None,
     ) -> None:
+        self._second = second
         self._progress = progress or Progress()
         self._store = store
         self._judge = judge
@@ -79,6 +82,8 @@ class Scorekeeper:
             measures = tuple(map(_measures, members))
             self._asked[group.id] = _Asked(group, _runs(members), measures, _feedback(members), answer)
             self._progress.more(JUDGING)
+            if self._second is not None:
+                self._second.offer(group.id, members)
 
     def ask_judge(self, group_id: str | None, members: Sequence[Transcript]) -> Future[Judgement]:
         """Have the judge say something, in its turn, that the caller writes down."""
@@ -94,12 +99,16 @@ class Scorekeeper:
             judgement = asked.answer.result()
             self._write_down(asked.group, asked.members, asked.heard, judgement, now)
             self._tell(asked.measures, judgement)
+            if self._second is not None:
+                self._second.compare(asked.group.id, judgement.verdicts)
         return len(done)
 
     def close(self) -> None:
         """Ask no more; what is being judged is judged again after the next start."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._judge.close()
+        if self._second is not None:
+            self._second.close()
 
     def _tell(self, measures: Sequence[dict[str, float]], judgement: Judgement) -> None:
         """Add a group's members to the running means; a failed verdict has no reward, and its own divisor."""

@@ -6,6 +6,8 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from trainer.judges.settings import JudgeSpec
+
 
 class SentinelSettings(BaseModel):
     """Thresholds; their reasons stand in docs/sentinel.md."""
@@ -43,6 +45,14 @@ class SentinelSettings(BaseModel):
     )
     left_out_share: float = Field(
         0.5, gt=0, le=1, description="share of sampled tokens that the last rounds could not train"
+    )
+
+    second_judge: JudgeSpec | None = Field(
+        None, description="asked about a sample of the groups and compared with the first; its scores never count"
+    )
+    second_judge_share: float = Field(0.1, gt=0, le=1, description="share of the groups that it is asked about")
+    agreement_least: float = Field(
+        0.2, ge=-1, le=1, description="Kendall's tau between the two judges below which it is an alarm"
     )
 
     @model_validator(mode="after")

@@ -17,7 +17,9 @@ from store.listing import Chosen
 from store.records import Trajectory
 from store.states import TrajectoryState
 from trainer.metrics import Metrics
+from trainer.second_judge import SecondJudge
 from trainer.sentinel import Finding
+from trainer.sentinel.agreement import agreement
 from trainer.sentinel.conduct import Conduct, conduct
 from trainer.sentinel.drift import drift, needless_tool_calls
 from trainer.sentinel.last_rounds import LOOKED_AT, last_rounds
@@ -36,10 +38,18 @@ _ABANDONED = 4  # rounds read for each committed one that is looked at
 class Sentinel:
     """Watches one alias."""
 
-    def __init__(self, settings: SentinelSettings, store: Store, alias: str, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self,
+        settings: SentinelSettings,
+        store: Store,
+        alias: str,
+        metrics: Metrics | None = None,
+        second: SecondJudge | None = None,
+    ) -> None:
         self._settings = settings
         self._store = store
         self._alias = alias
+        self._second = second
         self._metrics = metrics or Metrics(alias)
         self._looked_at: float | None = None
         self._conducts: dict[str, Conduct] = {}
@@ -67,6 +77,7 @@ class Sentinel:
             *drift(conducts, self._settings),
             *last_rounds(rounds, self._settings),
             *([needless] if needless else []),
+            *(agreement(self._second.heard(), self._second.name, self._settings) if self._second else []),
         ]
 
     def _tool_health(self) -> list[Finding]:

@@ -1,0 +1,162 @@
+"""The second judge is compared with the first and never scores; disagreement is an alarm."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from store import Store, open_store
+from store.records import Transcript
+from tests.records import answered_trajectory
+from tests.trainer import judge_samples
+from trainer.judges import Judgement
+from trainer.judges.function import FunctionJudge
+from trainer.judges.opinion import Opinion
+from trainer.scorekeeper import Scorekeeper
+from trainer.second_judge import SecondJudge, in_sample
+from trainer.sentinel.agreement import Heard, agreement
+from trainer.sentinel.settings import SentinelSettings
+from trainer.sentinel.watch import Sentinel
+
+SETTINGS = SentinelSettings(every_seconds=1.0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(str(tmp_path / "store.db"))
+    yield opened
+    opened.close()
+
+
+class Contrary:
+    """Gives the last member the best score."""
+
+    name, version, at_once = "contrary", "1", 1
+
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        self._gate = gate
+
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+        if self._gate is not None:
+            self._gate.wait(10)
+        opinions = [Opinion.of(float(place)) for place in range(len(members))]
+        return Judgement(
+            tuple(
+                opinion.verdict(member, group_id, judge=self.name, version="1", judged_at=1.0)
+                for opinion, member in zip(opinions, members, strict=True)
+            )
+        )
+
+    def close(self) -> None:
+        pass
+
+
+def form(store: Store, count: int) -> list[str]:
+    """So many ready groups; the first judge likes the first member of each."""
+    for number in range(count):
+        names = [f"g{number:02}-{place}" for place in range(3)]
+        for place, name in enumerate(names):
+            judge_samples.by_answer[name] = -float(place)
+            answered_trajectory(store, name, name, task=f"t{number}")
+        store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+        store.groups.form(f"task:t{number}", "agent", names, now=101.0)
+    return [group.id for group in store.groups.ready("agent", 102.0)]
+
+
+def keeper(store: Store, second: SecondJudge) -> Scorekeeper:
+    first = FunctionJudge("tests.trainer.judge_samples:scripted")
+    return Scorekeeper(store, first, attempts=1, retry_seconds=1.0, alarm_after=5, second=second)
+
+
+def test_judges_that_disagree_are_an_alarm_and_the_first_ones_scores_count(store: Store) -> None:
+    ids = form(store, 20)
+    second = SecondJudge(Contrary(), 1.0, store)
+    keep = keeper(store, second)
+    watching = Sentinel(SETTINGS, store, "agent", second=second)
+    for number, name in enumerate(ids, 1):
+        keep.ask([store.groups.get(name)], store.trajectories.read)
+        assert keep.collect(102.0, 5.0) == 1
+        assert eventually(partial(heard, second, number))
+    watching.look(102.0)
+    keep.close()
+    reasons = {alarm.name: alarm.reason for alarm in store.alarms.standing()}
+    assert "second judge contrary orders the members of the last 20 groups otherwise" in reasons["second_judge:agent"]
+    assert "Kendall's tau -1.00" in reasons["second_judge:agent"]
+    assert {verdict.judge for name in ids for verdict in store.groups.history(name)} == {
+        "tests.trainer.judge_samples:scripted"
+    }
+
+
+def test_a_slow_second_judge_holds_nobody_up(store: Store) -> None:
+    form(store, 30)
+    gate = threading.Event()
+    second = SecondJudge(Contrary(gate), 1.0, store)
+    keep = keeper(store, second)
+
+    def all_judged() -> bool:
+        keep.ask(store.groups.ready("agent", 102.0), store.trajectories.read)
+        keep.collect(102.0, 0.5)
+        return not store.groups.ready("agent", 102.0)
+
+    assert eventually(all_judged)
+    assert second.heard() == ()
+    gate.set()
+    keep.close()
+
+
+def heard(second: SecondJudge, count: int) -> bool:
+    return len(second.heard()) == count
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether it holds in time."""
+    until = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def scores(*values: float) -> Mapping[str, float]:
+    return {f"t{place}": value for place, value in enumerate(values)}
+
+
+def test_agreement_is_counted_in_pairs_and_small_samples_raise_nothing() -> None:
+    same = [Heard(f"g{n}", scores(0, 1, 2), scores(0.1, 0.5, 0.9)) for n in range(20)]
+    assert agreement(same, "second", SETTINGS)[0].value == 1.0
+    turned = [Heard(f"g{n}", scores(0, 1, 2), scores(0.9, 0.5, 0.1)) for n in range(19)]
+    (found,) = agreement(turned, "second", SETTINGS)
+    assert (found.value, found.reason) == (-1.0, None)
+    assert agreement([], "second", SETTINGS) == []
+
+
+def test_a_judge_with_noise_agrees_still() -> None:
+    noise = random.Random(3)
+    heard = []
+    for number in range(100):
+        first = scores(*(noise.random() for _ in range(4)))
+        heard.append(Heard(f"g{number}", first, {name: one + noise.gauss(0, 0.2) for name, one in first.items()}))
+    (found,) = agreement(heard, "second", SETTINGS)
+    assert found.value > 0.4
+    assert found.reason is None
+
+
+def test_a_second_judge_that_fails_is_told() -> None:
+    heard = [Heard(f"g{n}", scores(0, 1), None) for n in range(15)] + [Heard("g", scores(0, 1), scores(0, 1))] * 5
+    (found,) = agreement(heard, "second", SETTINGS)
+    assert found.reason == "second judge second failed on 15 of the last 20 groups"
+
+
+def test_the_sample_has_its_share_and_depends_on_ids_alone() -> None:
+    ids = [f"grp_{number}" for number in range(4000)]
+    sampled = [name for name in ids if in_sample(name, 0.1)]
+    assert 320 < len(sampled) < 480
+    assert set(sampled) < {name for name in ids if in_sample(name, 0.3)}
+    assert all(in_sample(name, 1.0) for name in ids)
