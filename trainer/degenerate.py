@@ -95,8 +95,9 @@ def _norm(settings: TrainerSettings) -> str | None:
 
 def _clip(settings: TrainerSettings) -> str | None:
     learner = settings.learner
-    width = max(learner.epsilon_low, learner.epsilon_high)
-    if learner.steps_per_round == 1 or learner.loss == "cispo" or width >= _LEAST_CLIP:
+    width = max(learner.clip)
+    by_token = learner.objective.shape == "clip" and learner.objective.ratio == "token"
+    if learner.steps_per_round == 1 or not by_token or width >= _LEAST_CLIP:
         return None
     return (
         f"learner.epsilon_low and epsilon_high of at most {width:g} silence every token after the first of "

@@ -3,7 +3,9 @@
 Promises: only tokens that the engine sampled carry loss; a round either moves the weights or says why it cannot; a
 learner resumed from a checkpoint is bitwise the one that never stopped (same machine, same settings); a checkpoint is
 whole or absent. Blind to algorithms: it sees ids, masks, logprobs, advantages and temperatures. Does not group, judge,
-choose rows, or serve. One process, one thread at a time. Torch is imported when a Learner is made, not before.
+choose rows, or serve. One thread at a time. Under `accelerate launch` every process calls the same methods with the
+same rows, each computes its share, and all end with the same weights. Torch is imported when a Learner is made, not
+before.
 """
 
 from __future__ import annotations
@@ -22,12 +24,10 @@ from trainer.errors import NoLearningSignal, RowError
 from trainer.learner_settings import LearnerSettings
 from trainer.progress import TRAINING, Progress
 from trainer.tokens import TokenRow, split_by_budget
+from trainer.whitening import whiten
 
 if TYPE_CHECKING:
     import torch
-
-    from trainer.loss import Micro
-
 __all__ = ["Learner", "LearnerSettings", "RoundReport"]
 
 
@@ -45,6 +45,8 @@ class RoundReport:
     importance_truncated_share of the compared tokens, those whose importance weight met its cap
     seconds                    wall time of the round
     weight_change              L2 norm of what was added to the LoRA parameters
+    kl                         to the base model at the trained tokens, mean in nats; 0 where `kl` is not set
+    rows_rejected              rows that the engine sampled with another policy than the one that learns
     """
 
     loss: float
@@ -61,16 +63,8 @@ class RoundReport:
     importance_truncated_share: float
     seconds: float
     weight_change: float
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """How far the trainer's logprobs lie from the engine's, over the comparable trained tokens."""
-
-    mean: float
-    largest: float
-    tokens: int
-    truncated_share: float
+    kl: float = 0.0
+    rows_rejected: int = 0
 
 
 class Learner:
@@ -96,14 +90,14 @@ class Learner:
 
         import torch
 
-        from trainer import learner_state, loss
+        from trainer import learner_state, lora
 
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._progress = Progress()
         self._settings = settings
         self._clock = clock
-        self._trainer = loss.build(base_model, settings, workdir / "trl")
+        self._trainer = lora.build(base_model, settings, workdir / "trl")
         self._step = learner_state.read(self._trainer, settings, resume_from) if resume_from else 0
 
     @property
@@ -138,33 +132,40 @@ class Learner:
 
     def _trained(self, rows: Sequence[TokenRow]) -> RoundReport:
         began = self._clock()
+        given, rows = rows, whiten(rows) if self._settings.objective.whitened else rows
         self._check_signal(rows)
         for row in rows:
             self._check_fits(row.ids, f"row of trajectory {row.trajectory_id}", row.temperature)
         before = {name: p.detach().clone() for name, p in self._trainer.lora_parameters().items()}
+        parts = self._parts(rows)
         # All logprobs of the round's first policy come before its first step.
-        prepared = [self._trainer.prepare(part) for part in self._parts(rows)]
-        gap = mismatch([micro for micros in prepared for micro in micros], self._settings.truncate_importance_at)
+        prepared = [self._trainer.prepare(part, only_step=len(parts) == 1) for part in parts]
         steps = []
         for micros in prepared:
             steps.append(self._trainer.optimiser_step(micros))
-            self._step += 1
-        tokens = sum(step.tokens for step in steps)
+            self._step += steps[-1].taken
+        taken = [step for step in steps if step.taken]
+        if not taken:
+            raise NoLearningSignal(self._why_nothing_was_left(len(rows), sum(step.rows_rejected for step in steps)))
+        gap = self._trainer.mismatch([micro for micros in prepared for micro in micros])
+        tokens = sum(step.tokens for step in taken)
         return RoundReport(
-            loss=sum(step.loss for step in steps) / len(steps),
-            grad_norm=sum(step.grad_norm for step in steps) / len(steps),
-            entropy=sum(step.entropy_sum for step in steps) / tokens,
-            clip_share=sum(step.clipped_sum for step in steps) / tokens,
+            loss=sum(step.loss for step in taken) / len(taken),
+            grad_norm=sum(step.grad_norm for step in taken) / len(taken),
+            entropy=sum(step.entropy_sum for step in taken) / tokens,
+            clip_share=sum(step.clipped_sum for step in taken) / tokens,
             tokens_trained=tokens,
-            rows=len(rows),
-            optimiser_steps=len(steps),
+            rows=len(given),
+            optimiser_steps=len(taken),
             step=self._step,
-            logprob_abs_diff_mean=gap.mean,
+            logprob_abs_diff_mean=gap.total / max(gap.tokens, 1),
             logprob_abs_diff_max=gap.largest,
             tokens_compared=gap.tokens,
-            importance_truncated_share=gap.truncated_share,
+            importance_truncated_share=gap.truncated / max(gap.tokens, 1),
             seconds=self._clock() - began,
             weight_change=self._distance_from(before),
+            kl=sum(step.kl_sum for step in taken) / tokens,
+            rows_rejected=sum(step.rows_rejected for step in steps),
         )
 
     def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool = True) -> list[tuple[float, ...]]:
@@ -189,13 +190,16 @@ class Learner:
     def save(self, folder: Path) -> None:
         """Write a checkpoint to the new `folder`, loadable by vLLM as an adapter and by `resume_from`.
 
-        Raises CheckpointExists or CheckpointUnwritable; nothing half-written is left.
+        Of several processes the first one writes. Raises CheckpointExists or CheckpointUnwritable; nothing half-written
+        is left.
         """
         from trainer import learner_state
 
-        checkpoint.write_atomically(
-            folder, lambda aside: learner_state.write(self._trainer, self._settings, self._step, aside)
-        )
+        if self._trainer.accelerator.is_main_process:
+            checkpoint.write_atomically(
+                folder, lambda aside: learner_state.write(self._trainer, self._settings, self._step, aside)
+            )
+        self._trainer.accelerator.wait_for_everyone()
 
     def _check_signal(self, rows: Sequence[TokenRow]) -> None:
         if not rows:
@@ -205,6 +209,15 @@ class Learner:
             raise NoLearningSignal(
                 f"all advantages of the round's {len(rows)} rows are 0: no score differed in its group"
             )
+
+    def _why_nothing_was_left(self, rows: int, rejected: int) -> str:
+        if not rejected:
+            return f"no advantage other than 0 was left in any step of the round's {rows} rows"
+        return (
+            f"{rejected} of the round's {rows} rows were rejected, and the others have no advantage: over whole rows "
+            f"the engine's probabilities are more than {self._settings.reject_ratio_beyond} times off the trainer's; "
+            "check that base_model is what vLLM serves, with --logprobs-mode processed_logprobs, or lower max_staleness"
+        )
 
     def _check_fits(self, ids: Sequence[int], what: str, temperature: float = 1.0) -> None:
         config = self._trainer.model.config.get_text_config()
@@ -230,32 +243,14 @@ class Learner:
         return [shuffled[part::count] for part in range(count)]
 
     def _score_batch(self, sequences: Sequence[tuple[int, ...]], adapter: bool) -> list[tuple[float, ...]]:
-        from trainer import loss
+        from trainer import micro_batches
 
         # The rows are only scored: all tokens but the first count, and the recorded logprobs are never read.
         rows = [TokenRow("", ids, (0, *(1,) * (len(ids) - 1)), (0.0,) * len(ids), advantage=0.0) for ids in sequences]
-        micro = loss.collate(rows, pad_id=0, device=self._trainer.accelerator.device)
+        micro = micro_batches.collate(rows, pad_id=0, device=self._trainer.accelerator.device)
         logprobs = self._trainer.token_logprobs(micro, adapter=adapter).tolist()  # (N, T)
         return [(0.0, *row[: len(ids) - 1]) for ids, row in zip(sequences, logprobs, strict=True)]
 
     def _distance_from(self, before: dict[str, torch.Tensor]) -> float:
         after = self._trainer.lora_parameters()
         return math.sqrt(sum(float((after[name].detach() - tensor).pow(2).sum()) for name, tensor in before.items()))
-
-
-def mismatch(micros: Sequence[Micro], cap: float | None) -> Mismatch:
-    """Compare trainer and engine over prepared micro-batches. Rows without `importance` are not comparable."""
-    from trainer.loss import importance_ratio
-
-    total, largest, truncated, tokens = 0.0, 0.0, 0, 0
-    for micro in micros:
-        compared = (micro["tool_mask"] == 1) & micro["importance"]  # (N, T)
-        gap = (micro["old_per_token_logps"] - micro["sampling_per_token_logps"])[compared].abs()  # (K,)
-        if not gap.numel():
-            continue
-        total += float(gap.sum())
-        largest = max(largest, float(gap.max()))
-        tokens += gap.numel()
-        if cap is not None:
-            truncated += int((importance_ratio(micro)[compared] > cap).sum())
-    return Mismatch(total / max(tokens, 1), largest, tokens, truncated / max(tokens, 1))

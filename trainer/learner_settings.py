@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.errors import SettingError
+from trainer.objectives import OBJECTIVES, Objective
 
-LOSSES = ("dapo", "cispo", "grpo")
+# What the base model's weights can be held in while it is not trained.
+QUANTIZATIONS = ("none", "nf4")
 
 # The ranks that vLLM's LoRA kernels serve; any other is padded up to one of them by --max-lora-rank.
 LARGEST_SERVABLE_RANK = 512
@@ -24,15 +26,20 @@ class LearnerSettings:
 
     rank, alpha, target_modules  of the LoRA adapter; alpha / rank scales its output
     learning_rate                of AdamW, constant over all rounds
-    loss                         dapo: clipped ratio, mean over the round's tokens; cispo: clipped weight on the
-                                 logprob, mean over tokens; grpo: clipped ratio, mean over rows of their token means
+    loss                         its standard name; trainer/objectives.py has the formulas and their sources
     epsilon_low, epsilon_high    the ratio to the round's first policy is clipped to [1 - low, 1 + high]; for cispo
-                                 `epsilon_high` is the largest weight itself (5.0 is usual)
+                                 `epsilon_high` is the largest weight itself; None = the loss's usual value
+    dr_grpo_length               tokens that dr_grpo divides each row's sum by; a constant, such as the longest answer
     kl                           weight of the KL penalty towards the base model, 0 = none
+    entropy_bonus                weight of the policy's entropy at the trained tokens, which is raised; 0 = none
+    entropy_top_share            share of a step's tokens, those of highest entropy, that carry the policy gradient
     max_grad_norm                the gradient is scaled down to this norm, 0 = never
     truncate_importance_at       cap of the weight trainer / engine probability of a token, None = no correction
+    reject_ratio_beyond          a row is left out where the geometric mean of trainer / engine probability over its
+                                 tokens is above this or below 1 / this, None = never
     steps_per_round              optimiser steps that a round's rows are split into, shuffled by seed and step
     token_budget                 padded tokens per micro-batch: memory, never the result
+    quantization                 of the frozen base model: none, or nf4 (QLoRA; needs the extra `qlora`)
     gradient_checkpointing       trade a third more time for much less activation memory
     seed                         of the adapter's first weights and of the shuffle
     threads                      CPU threads of torch, None = torch's own choice; 1 is by far the fastest for models of
@@ -44,13 +51,18 @@ class LearnerSettings:
     target_modules: str | Sequence[str] = "all-linear"
     learning_rate: float = 1e-5
     loss: str = "dapo"
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.28
+    epsilon_low: float | None = None
+    epsilon_high: float | None = None
+    dr_grpo_length: int = 1024
     kl: float = 0.0
+    entropy_bonus: float = 0.0
+    entropy_top_share: float = 1.0
     max_grad_norm: float = 1.0
     truncate_importance_at: float | None = 2.0
+    reject_ratio_beyond: float | None = 2.0
     steps_per_round: int = 1
     token_budget: int = 8192
+    quantization: str = "none"
     gradient_checkpointing: bool = False
     seed: int = 0
     threads: int | None = None
@@ -60,24 +72,40 @@ class LearnerSettings:
         self._require("alpha", self.alpha >= 1, "at least 1")
         self._require("target_modules", bool(self.target_modules), '"all-linear" or the names of linear layers')
         self._require("learning_rate", 0 < self.learning_rate < math.inf, "above 0, such as 1e-5")
-        self._require("loss", self.loss in LOSSES, f"one of {', '.join(LOSSES)}")
-        self._require("epsilon_low", 0 < self.epsilon_low < 1, "between 0 and 1, such as 0.2")
-        if self.loss == "cispo":
-            self._require("epsilon_high", self.epsilon_high >= 1, "at least 1 for cispo, such as 5.0")
+        self._require("loss", self.loss in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}")
+        low, high = self.clip
+        self._require("epsilon_low", 0 < low < 1, "between 0 and 1, such as 0.2, or null")
+        if self.objective.shape == "weight":
+            self._require("epsilon_high", high >= 1, f"at least 1 for {self.loss}, such as 5.0, or null")
         else:
-            self._require("epsilon_high", self.epsilon_high > 0, "above 0, such as 0.28")
+            self._require("epsilon_high", 0 < high < math.inf, "above 0, such as 0.28, or null")
+        self._require("dr_grpo_length", self.dr_grpo_length >= 1, "at least 1, such as 1024")
         self._require("kl", 0 <= self.kl < math.inf, "0 or more")
-        self._require(
-            "kl",
-            not (self.kl and self.loss == "grpo"),
-            "0 with loss grpo, whose mean over rows cannot weigh the penalty; use loss dapo for a penalty",
-        )
+        self._require("entropy_bonus", 0 <= self.entropy_bonus < math.inf, "0 or more, such as 0.001")
+        self._require("entropy_top_share", 0 < self.entropy_top_share <= 1, "above 0 and at most 1, such as 0.2")
         self._require("max_grad_norm", self.max_grad_norm >= 0, "0 (no limit) or more")
         cap = self.truncate_importance_at
         self._require("truncate_importance_at", cap is None or 1 <= cap < math.inf, "None or at least 1, such as 2.0")
+        limit = self.reject_ratio_beyond
+        self._require("reject_ratio_beyond", limit is None or 1 < limit < math.inf, "None or above 1, such as 2.0")
+        self._require("quantization", self.quantization in QUANTIZATIONS, f"one of {', '.join(QUANTIZATIONS)}")
         self._require("steps_per_round", self.steps_per_round >= 1, "at least 1")
         self._require("token_budget", self.token_budget >= 1, "at least 1, such as 8192")
         self._require("threads", self.threads is None or self.threads >= 1, "None or at least 1")
+
+    @property
+    def objective(self) -> Objective:
+        """What makes the loss."""
+        return OBJECTIVES[self.loss]
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """Return epsilon_low and epsilon_high, the loss's usual ones where none is set."""
+        low, high = self.epsilon_low, self.epsilon_high
+        return (
+            self.objective.epsilon_low if low is None else low,
+            self.objective.epsilon_high if high is None else high,
+        )
 
     def _require(self, field: str, sound: bool, remedy: str) -> None:
         if not sound:

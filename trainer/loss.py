@@ -4,15 +4,16 @@ TRL supplies what changes often and is easy to get wrong (clipping, KL, fused LM
 ours. What is left out of the textbook, and why:
 
 - Rollouts and rewards: they happened in production. TRL's dataset, sampler and reward machinery stay idle.
-- TRL's per-row and per-batch means: they are wrong over ragged micro-batches. Only losses that sum over tokens and
-  divide by the step's token count are used; a mean over rows is that loss with each row's advantages weighted.
+- TRL's per-row and per-batch means: they are wrong over ragged micro-batches. Only its losses that sum over tokens and
+  divide by a number are used; every other mean is that sum with weighted tokens (trainer/micro_batches.py).
 - TRL's importance sampling, which needs its own vLLM: every TRL loss is linear in a factor >= 0 of the advantage, so
-  the truncated weight (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training")
-  multiplies the advantages before TRL sees them.
+  the weight (trainer/correction.py) multiplies the advantages before TRL sees them.
 - Clipping against the engine's logprobs: the ratio is to the policy at the round's start, recomputed here, and the
   engine's mismatch enters by that weight alone ("decoupled"); doing both would correct twice.
+- A forward pass for that policy where a round is one step: its logprobs are then those of the training pass itself.
 - The KL penalty is the k3 estimator times the ratio (DeepSeek-V3.2, arXiv:2512.02556), and carries no importance
   weight.
+- TRL's entropy bonus and entropy quantile: both are per micro-batch there, here over the step.
 - Packing without padding: it wins only with FlashAttention.
 
 TRL's GRPOTrainer changes several times a week: it is pinned exactly, and tests/trainer/test_loss_contract.py compares
@@ -24,46 +25,68 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import LoraConfig
 
-from trainer import policy_model
-from trainer.errors import SettingError, TrainingDiverged
+from trainer import correction
+from trainer.errors import TrainingDiverged
 from trainer.learner_settings import LearnerSettings
-from trainer.tokens import TokenRow, split_by_budget
+from trainer.micro_batches import Micro, blank, collate, split, weigh
+from trainer.tokens import TokenRow
 from trainer.trl_without_vllm import GRPOConfig, GRPOTrainer
-
-# One micro-batch as TRL names its parts. N rows; T = tokens of the longest row less one, because TRL's "completion"
-# is here the whole row after its first token, and TRL's "tool mask" is the row's mask.
-Micro = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """What one optimiser step did; sums are over its trained tokens."""
+    """What one optimiser step did, over all processes; sums are over its trained tokens.
 
+    `taken` is False where nothing was left to learn from: then the weights did not move.
+    """
+
+    taken: bool
     loss: float
     grad_norm: float
     entropy_sum: float
     clipped_sum: float
+    kl_sum: float
     tokens: int
+    rows_rejected: int
+
+
+class _Alone:
+    """accelerate's Accelerator without what TRL's metrics gather: over ragged micro-batches that would hang."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> torch.Tensor:
+        return tensor
 
 
 class RecordedGRPOTrainer(GRPOTrainer):
     """GRPOTrainer whose loss is called by our own loop: `prepare` a round, then `optimiser_step` each of its parts.
 
-    One process. Rows may be ragged in length and in group size.
+    Under several processes each calls the same methods with the same rows, and computes its share of them. Rows may be
+    ragged in length and in group size.
     """
 
     def __init__(
         self, model: Any, args: GRPOConfig, tokenizer: Any, peft_config: LoraConfig, settings: LearnerSettings
     ) -> None:
         self._settings = settings
+        self._objective = settings.objective
         self._micro: Micro | None = None
+        self._seen: tuple[torch.Tensor, torch.Tensor] | None = None
         self.on_rows: Callable[[int], None] = lambda rows: None  # told after each micro-batch
         super().__init__(
             model=model,
@@ -74,6 +97,8 @@ class RecordedGRPOTrainer(GRPOTrainer):
             train_dataset=Dataset.from_dict({"prompt": ["-"] * args.generation_batch_size}),
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
         )
+        for parameter in self.lora_parameters().values():  # TRL makes those of a quantised model bf16
+            parameter.data = parameter.data.float()
         self.model.get_base_model().base_model.register_forward_hook(self._divide_by_temperature)
         # Trainer.train() would do what follows; our loop never calls it.
         if args.gradient_checkpointing:
@@ -92,70 +117,110 @@ class RecordedGRPOTrainer(GRPOTrainer):
     def _send_telemetry(self) -> None:
         """Report nothing home: HF_HUB_DISABLE_TELEMETRY comes too late when huggingface_hub was imported before."""
 
-    def prepare(self, rows: Sequence[TokenRow]) -> list[Micro]:
-        """The micro-batches of one optimiser step, with the policy's logprobs at this moment (the round's start)."""
-        micros = []
-        n_trained = sum(row.tokens_trained for row in rows)
-        for batch in split_by_budget([len(row.ids) for row in rows], self._settings.token_budget):
-            micro = collate([rows[index] for index in batch], self._pad_id, self.accelerator.device)
-            micro["num_items_in_batch"] = torch.tensor(float(n_trained), device=self.accelerator.device)
-            micro["old_per_token_logps"] = self.token_logprobs(micro)  # (N, T)
-            micro["advantages"] = micro["advantages"] * self._importance_weight(micro)  # (N, T)
-            if self._settings.loss == "grpo":
-                n_row = micro["tool_mask"].sum(-1, keepdim=True)  # (N, 1)
-                micro["advantages"] = micro["advantages"] * n_trained / (len(rows) * n_row)  # (N, T)
-            if self.beta:
+    def prepare(self, rows: Sequence[TokenRow], *, only_step: bool = False) -> list[Micro]:
+        """This process's micro-batches of one optimiser step.
+
+        They hold the policy's logprobs at this moment, the round's start, unless `only_step` says that the step is the
+        round: then the loss itself fills them in.
+        """
+        own = split(
+            rows,
+            self._settings.token_budget,
+            rank=self.accelerator.process_index,
+            ranks=self.accelerator.num_processes,
+        )
+        device = self.accelerator.device
+        micros = [collate(r, self._pad_id, device) if r else blank(rows[0], self._pad_id, device) for r in own]
+        units = len(rows) if self._objective.mean != "tokens" else sum(row.tokens_trained for row in rows)
+        for micro in micros:
+            micro["num_items_in_batch"] = torch.tensor(float(units), device=device)
+            self._weigh(micro, torch.ones_like(micro["importance"]))  # until it is known which rows are rejected
+        if self._must_look_before(only_step):
+            self._narrow(micros, [self._begin_with_own(micro) for micro in micros])
+        if self.beta:
+            for micro in micros:
                 micro["ref_per_token_logps"] = self.token_logprobs(micro, adapter=False)  # (N, T)
-            micros.append(micro)
         return micros
 
     def optimiser_step(self, micros: Sequence[Micro]) -> StepNumbers:
         """One step down the summed loss of the micro-batches. Raises TrainingDiverged before a non-finite step."""
-        losses, entropy_sum, clipped_sum, tokens = [], 0.0, 0.0, 0
-        for micro in micros:
-            loss = self.compute_loss(self.model_wrapped, micro)  # ()
-            self.accelerator.backward(loss)
-            self.on_rows(len(micro["temperature"]))
-            losses.append(float(loss.detach()))
-            n_trained, means = int(micro["tool_mask"].sum()), self._take_metrics()
-            entropy_sum += means["entropy"] * n_trained
-            clipped_sum += means.get("clip_ratio/region_mean", means.get("cispo_clip_ratio", 0.0)) * n_trained
-            tokens += n_trained
-        limit = self._settings.max_grad_norm or float("inf")
-        grad_norm = torch.nn.utils.clip_grad_norm_(list(self.lora_parameters().values()), limit)  # ()
-        if not torch.isfinite(grad_norm):
+        numbers = self.backward(micros)
+        if not numbers.taken:
+            self.optimizer.zero_grad()
+            return numbers
+        if not torch.isfinite(torch.tensor(numbers.grad_norm)):
             self.optimizer.zero_grad()
             raise TrainingDiverged(
-                f"the gradient's norm is {float(grad_norm)}: the step was not taken; resume from the last checkpoint "
+                f"the gradient's norm is {numbers.grad_norm}: the step was not taken; resume from the last checkpoint "
                 "with a lower learning_rate, or look for rows with extreme logprobs"
             )
         self.optimizer.step()
         self.lr_scheduler.step()
         self.optimizer.zero_grad()
-        return StepNumbers(sum(losses), float(grad_norm), entropy_sum, clipped_sum, tokens)
+        return numbers
+
+    def backward(self, micros: Sequence[Micro]) -> StepNumbers:
+        """Leave the clipped gradient of the step's loss in the LoRA parameters.
+
+        The mean divides by what was kept: that is known when all micro-batches have been seen, and the gradient is
+        linear in it.
+        """
+        sums = torch.zeros(8, dtype=torch.float64)
+        for place, micro in enumerate(micros):
+            last = place == len(micros) - 1
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model_wrapped):
+                loss = self.compute_loss(self.model_wrapped, micro)  # ()
+                self.accelerator.backward(loss)
+            sums += self._sums(micro, float(loss.detach()))
+            self.on_rows(len(micro["prompt_ids"]))
+        total = self.accelerator.reduce(sums.to(self.accelerator.device, torch.float32), "sum").tolist()
+        loss_sum, units, signal, rejected, *own = total
+        scale = float(micros[0]["num_items_in_batch"]) / max(units, 1.0)
+        parameters = list(self.lora_parameters().values())
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        limit = self._settings.max_grad_norm or float("inf")
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        return StepNumbers(
+            taken=units > 0 and (signal > 0 or bool(self.beta)),
+            loss=loss_sum * scale / self.accelerator.num_processes,
+            grad_norm=grad_norm,
+            entropy_sum=own[0],
+            clipped_sum=own[1],
+            kl_sum=own[2],
+            tokens=round(own[3]),
+            rows_rejected=round(rejected),
+        )
+
+    def mismatch(self, micros: Sequence[Micro]) -> correction.Mismatch:
+        """How far the engine's logprobs lie from this policy's, over the micro-batches of all processes."""
+        own = correction.mismatch(micros, self._settings.truncate_importance_at)
+        numbers = torch.tensor([[own.total, own.largest, own.tokens, own.truncated]], device=self.accelerator.device)
+        every = self.accelerator.gather(numbers)  # (processes, 4)
+        total, _, tokens, truncated = every.sum(0).tolist()
+        return correction.Mismatch(total, float(every[:, 1].max()), round(tokens), round(truncated))
 
     def compute_loss(self, model: Any, inputs: Micro, *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's loss of one micro-batch, as its share of the step's loss; shape ()."""
         self._micro = inputs
+        together: Any = self.accelerator
+        self.accelerator: Any = _Alone(together)
         try:
             loss: torch.Tensor = super().compute_loss(model, inputs, *args, **kwargs)
+            if self._settings.entropy_bonus:
+                assert self._seen is not None
+                bonus = (self._seen[1] * inputs["tool_mask"]).sum() / inputs["num_items_in_batch"]  # ()
+                loss = loss - self._settings.entropy_bonus * bonus * self.accelerator.num_processes
         finally:
             self._micro = None
+            self.accelerator = together
+        self._metrics["train"].clear()  # TRL's means are over weighted tokens: ours are counted apart
         return loss
 
-    @torch.no_grad()
     def token_logprobs(self, micro: Micro, *, adapter: bool = True) -> torch.Tensor:
         """Logprobs (N, T) of the trained tokens at the rows' temperatures, 0 elsewhere; of the base without adapter."""
-        ids = torch.cat([micro["prompt_ids"], micro["completion_ids"]], dim=1)  # (N, 1 + T)
-        attention = torch.cat([micro["prompt_mask"], micro["completion_mask"]], dim=1)  # (N, 1 + T)
-        self._micro = micro
-        try:
-            with contextlib.nullcontext() if adapter else self.model.disable_adapter():
-                logprobs: torch.Tensor
-                logprobs, _, _ = self._get_per_token_logps_and_entropies(self.model, ids, attention, ids.size(1) - 1)
-        finally:
-            self._micro = None
-        return logprobs
+        return self._score(micro, adapter=adapter)[0]
 
     def lora_parameters(self) -> dict[str, torch.nn.Parameter]:
         """The trained parameters by name, fp32."""
@@ -166,18 +231,74 @@ class RecordedGRPOTrainer(GRPOTrainer):
         pad_id: int | None = self._tokenizer.pad_token_id
         return 0 if pad_id is None else pad_id  # padding is masked out: any id will do
 
-    def _take_metrics(self) -> dict[str, float]:
-        """TRL's means over the trained tokens of the micro-batch just computed."""
-        metrics = {name: values[-1] for name, values in self._metrics["train"].items()}
-        self._metrics["train"].clear()
-        return metrics
+    def _must_look_before(self, only_step: bool) -> bool:
+        """Whether the policy at the round's start must be computed before the loss is."""
+        if self._objective.ratio == "none":
+            return False
+        return not only_step or bool(self.beta) or self._settings.entropy_top_share < 1
 
-    def _importance_weight(self, micro: Micro) -> torch.Tensor:
-        """min(pi_trainer / pi_engine, cap) of every token, (N, T); 1 where no correction is possible or wanted."""
-        cap = self._settings.truncate_importance_at
-        if cap is None:
-            return torch.ones_like(micro["advantages"])
-        return torch.where(micro["importance"], importance_ratio(micro).clamp(max=cap), 1.0)
+    def _begin_with_own(self, micro: Micro) -> torch.Tensor:
+        """Take the policy at this moment as the one at the round's start; returns its entropies, (N, T)."""
+        logprobs, entropy = self._score(micro)
+        self._begin(micro, logprobs)
+        return entropy
+
+    def _begin(self, micro: Micro, logprobs: torch.Tensor) -> None:
+        """Fix what follows from the policy at the round's start: weights, rejections, and what a token weighs."""
+        micro["old_per_token_logps"] = logprobs  # (N, T)
+        corrected = self._objective.ratio != "none"
+        kept = correction.kept(micro, self._settings.reject_ratio_beyond if corrected else None)  # (N, 1)
+        weight = correction.importance_weight(micro, self._settings.truncate_importance_at if corrected else None)
+        micro["advantages"] = torch.where(kept, micro["advantages"] * weight, 0.0)  # (N, T)
+        self._weigh(micro, kept)
+
+    def _weigh(self, micro: Micro, kept: torch.Tensor) -> None:
+        micro["tool_mask"], micro["units"] = weigh(micro, self._objective, self._settings.dr_grpo_length, kept)
+        micro["kept"] = kept
+
+    def _narrow(self, micros: Sequence[Micro], entropies: Sequence[torch.Tensor]) -> None:
+        """Leave the policy gradient to the tokens of highest entropy (Wang et al. 2025, "Beyond the 80/20 rule")."""
+        share = self._settings.entropy_top_share
+        if share == 1:
+            return
+        own = [e[m["trained"] & m["kept"]].float().cpu() for e, m in zip(entropies, micros, strict=True)]
+        found = torch.cat(gather_object(own))  # of all processes
+        if not found.numel():
+            return
+        threshold = float(found.kthvalue(max(1, round((1 - share) * found.numel()))).values)
+        for micro, entropy in zip(micros, entropies, strict=True):
+            micro["advantages"] = torch.where(entropy > threshold, micro["advantages"], 0.0)  # (N, T)
+
+    def _sums(self, micro: Micro, loss: float) -> torch.Tensor:
+        """Loss, units, tokens with a signal, rejected rows; of kept tokens entropy, clipped, KL and number; (8,)."""
+        assert self._seen is not None
+        logprobs, entropy = (seen.detach() for seen in self._seen)  # (N, T) each
+        on = micro["trained"] & micro["kept"]  # (N, T)
+        kl = torch.zeros(())
+        if self.beta:
+            gap = (micro["ref_per_token_logps"] - logprobs)[on]  # (K,)
+            kl = (gap.exp() - gap - 1).sum()
+        numbers = [
+            micro["units"],
+            (micro["advantages"][on] != 0).sum(),
+            (micro["trained"].any(-1, keepdim=True) & ~micro["kept"]).sum(),
+            entropy[on].sum(),
+            self._clipped(micro, logprobs)[on].sum(),
+            kl,
+            on.sum(),
+        ]
+        return torch.tensor([loss, *map(float, numbers)], dtype=torch.float64)
+
+    def _clipped(self, micro: Micro, logprobs: torch.Tensor) -> torch.Tensor:
+        """Which tokens' ratios met the clip, (N, T)."""
+        gap = (logprobs - micro["old_per_token_logps"]) * micro["trained"]  # (N, T)
+        if self._objective.ratio == "sequence":
+            gap = gap.sum(-1, keepdim=True) / micro["trained"].sum(-1, keepdim=True).clamp(min=1)  # (N, 1)
+        ratio, advantages = gap.exp(), micro["advantages"]
+        low, high = self._settings.clip
+        if self._objective.shape == "weight":
+            return (ratio > high) & (advantages > 0)
+        return ((ratio < 1 - low) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
 
     def _divide_by_temperature(self, module: Any, inputs: Any, output: Any) -> Any:
         """Scale hidden states (N, 1 + T, H) by each row's temperature: W (h / t) = logits / t."""
@@ -188,6 +309,19 @@ class RecordedGRPOTrainer(GRPOTrainer):
         output.last_hidden_state = (hidden.float() / temperature).to(hidden.dtype)
         return output
 
+    @torch.no_grad()
+    def _score(self, micro: Micro, *, adapter: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs and entropies (N, T) of the trained tokens, without a gradient."""
+        ids = torch.cat([micro["prompt_ids"], micro["completion_ids"]], dim=1)  # (N, 1 + T)
+        attention = torch.cat([micro["prompt_mask"], micro["completion_mask"]], dim=1)  # (N, 1 + T)
+        self._micro = micro
+        try:
+            with contextlib.nullcontext() if adapter else self.model.disable_adapter():
+                output = self._forward(self.model, ids, attention)
+        finally:
+            self._micro = None
+        return output.log_probs, output.entropy
+
     def _get_per_token_logps_and_entropies(
         self,
         model: Any,
@@ -195,96 +329,22 @@ class RecordedGRPOTrainer(GRPOTrainer):
         attention_mask: torch.Tensor,
         logits_to_keep: int,
         *,
-        compute_entropy: bool = False,
         compute_aux_loss: bool = False,
         **unused: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """TRL's forward pass, but the LM head scores trained tokens only: tool results cost no logits."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """TRL's forward pass; TRL reads the round's first policy and the advantages only after it."""
         assert self._micro is not None
-        trained = torch.nn.functional.pad(self._micro["tool_mask"], (1, 0))  # (N, 1 + T)
-        labels = input_ids.masked_fill(trained == 0, -100)  # (N, 1 + T)
         router = {"output_router_logits": True} if compute_aux_loss else {}
+        output = self._forward(model, input_ids, attention_mask, **router)
+        self._seen = (output.log_probs, output.entropy)
+        if "old_per_token_logps" not in self._micro:
+            self._begin(self._micro, output.log_probs.detach())
+        return output.log_probs, output.entropy, output.aux_loss if compute_aux_loss else None
+
+    def _forward(self, model: Any, ids: torch.Tensor, attention: torch.Tensor, **router: Any) -> Any:
+        """The model's pass; on a GPU the LM head then scores trained tokens only: tool results cost no logits."""
+        assert self._micro is not None
+        trained = torch.nn.functional.pad(self._micro["trained"], (1, 0))  # (N, 1 + T)
+        labels = ids.masked_fill(~trained, -100)  # (N, 1 + T)
         with self.accelerator.autocast():
-            output = model(
-                input_ids=input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True, **router
-            )
-        entropy = output.entropy if compute_entropy else None  # (N, T)
-        return output.log_probs, entropy, output.aux_loss if compute_aux_loss else None
-
-
-def collate(rows: Sequence[TokenRow], pad_id: int, device: torch.device) -> Micro:
-    """One right-padded micro-batch of N rows, under TRL's names (see Micro)."""
-    n_rows, width = len(rows), max(len(row.ids) for row in rows) - 1
-    ids = torch.full((n_rows, width), pad_id, dtype=torch.long)  # (N, T)
-    attended = torch.zeros(n_rows, width, dtype=torch.long)  # (N, T)
-    trained = torch.zeros(n_rows, width, dtype=torch.long)  # (N, T)
-    sampled = torch.zeros(n_rows, width)  # (N, T)
-    advantages = torch.zeros(n_rows, width)  # (N, T)
-    for place, row in enumerate(rows):
-        length = len(row.ids) - 1
-        ids[place, :length] = torch.tensor(row.ids[1:])
-        attended[place, :length] = 1
-        trained[place, :length] = torch.tensor(row.mask[1:])
-        sampled[place, :length] = torch.tensor(row.logprobs[1:])
-        advantages[place, :length] = torch.tensor(row.advantages[1:]) if row.advantages else row.advantage
-    micro = {
-        "prompt_ids": torch.tensor([row.ids[:1] for row in rows]),  # (N, 1)
-        "prompt_mask": torch.ones(n_rows, 1, dtype=torch.long),  # (N, 1)
-        "completion_ids": ids,
-        "completion_mask": attended,
-        "tool_mask": trained,
-        "sampling_per_token_logps": sampled * trained,
-        "advantages": advantages,
-        "temperature": torch.tensor([row.temperature for row in rows]),  # (N,)
-        "importance": torch.tensor([[row.importance] for row in rows]),  # (N, 1)
-    }
-    return {name: tensor.to(device) for name, tensor in micro.items()}
-
-
-def importance_ratio(micro: Micro) -> torch.Tensor:
-    """pi_trainer / pi_engine of every trained token, (N, T); 1 at all others."""
-    log_ratio = micro["old_per_token_logps"] - micro["sampling_per_token_logps"]  # (N, T)
-    return log_ratio.masked_fill(micro["tool_mask"] == 0, 0.0).exp()
-
-
-def build(base_model: str, settings: LearnerSettings, output_dir: Path) -> RecordedGRPOTrainer:
-    """The trainer over a fresh LoRA adapter, on the GPU in bf16 if there is one, else on the CPU in fp32.
-
-    LoRA parameters are fp32 on both: under AdamW at 1e-5 most updates are below bf16's resolution and would be lost.
-    Raises ModelNotFound, NotAModel, or SettingError for target_modules that the model does not have.
-    """
-    on_cpu = not torch.cuda.is_available()
-    model, tokenizer = policy_model.load(base_model, dtype=torch.float32 if on_cpu else torch.bfloat16)
-    targets = settings.target_modules
-    lora = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        target_modules=targets if isinstance(targets, str) else list(targets),
-        task_type="CAUSAL_LM",
-    )
-    args = GRPOConfig(
-        str(output_dir),
-        loss_type="dapo" if settings.loss == "grpo" else settings.loss,
-        learning_rate=settings.learning_rate,
-        lr_scheduler_type="constant",
-        epsilon=settings.epsilon_low,
-        epsilon_high=settings.epsilon_high,
-        beta=settings.kl,
-        use_bias_correction_kl=True,  # times the ratio: else its gradient is not that of the reverse KL
-        gradient_checkpointing=settings.gradient_checkpointing,
-        seed=settings.seed,
-        per_device_train_batch_size=2,
-        num_generations=2,
-        disable_dropout=True,
-        use_cpu=on_cpu,
-        bf16=not on_cpu,
-        report_to="none",
-        save_strategy="no",
-    )
-    try:
-        return RecordedGRPOTrainer(model, args, tokenizer, lora, settings)
-    except ValueError as error:  # peft knows no such layer, or TRL cannot train it
-        raise SettingError(
-            f"learner setting target_modules is {targets!r}, which does not fit {base_model}: {error}; "
-            'use "all-linear" or names of its linear layers, such as q_proj'
-        ) from error
+            return model(input_ids=ids, attention_mask=attention, labels=labels, fused_lm_head=True, **router)

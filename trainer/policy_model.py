@@ -15,23 +15,45 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from trainer.errors import ModelNotFound, NotAModel
+from trainer.errors import ModelNotFound, NotAModel, SettingError
 
 
-def load(model: str, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(
+    model: str, *, dtype: torch.dtype, quantization: str = "none"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The causal language model and tokenizer of a folder or hub name.
 
-    Raises ModelNotFound or NotAModel.
+    Raises ModelNotFound or NotAModel, or SettingError where the quantization is not installed.
     """
+    quantized = {"quantization_config": _nf4(dtype)} if quantization == "nf4" else {}
     is_folder = _is_folder(model)
     source = str(Path(model).expanduser()) if is_folder else model
     transformers_logging.disable_progress_bar()
     try:
-        network: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        network: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **quantized)
         tokenizer: Any = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise _why_not(model, is_folder, error) from error
     return network, tokenizer
+
+
+def _nf4(dtype: torch.dtype) -> Any:
+    """Four bits a weight in blocks, computed in `dtype`: Dettmers et al. 2023, "QLoRA" (arXiv:2305.14314)."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as absent:
+        raise SettingError(
+            "learner setting quantization is 'nf4', which needs bitsandbytes: install the extra `qlora` "
+            "(pip install -e '.[qlora]'), or set quantization to none"
+        ) from absent
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
 
 
 def _is_folder(model: str) -> bool:

@@ -30,6 +30,7 @@ from trainer.errors import (
 )
 from trainer.learner import Learner, RoundReport
 from trainer.learner_settings import LearnerSettings
+from trainer.objectives import OBJECTIVES
 from trainer.tokens import TokenRow
 
 SETTINGS = LearnerSettings(learning_rate=1e-3, steps_per_round=2, threads=1)
@@ -223,6 +224,76 @@ def test_later_steps_of_a_round_are_clipped_against_its_first_policy(make_learne
     assert learner.train_round([row] * 2).optimiser_steps == 2
 
 
+def test_every_loss_raises_the_odds_of_what_was_good(make_learner: LearnerMaker) -> None:
+    rows = [build_row(1, advantage=1.0), build_row(2, advantage=-1.0)]
+    for name in OBJECTIVES:
+        learner = make_learner(replace(SETTINGS, loss=name, steps_per_round=1, reject_ratio_beyond=None))
+        before = learner.score(rows)[0]
+        assert learner.train_round(rows if name != "sft" else rows[:1]).weight_change > 0
+        assert trained_sum(rows[0], learner.score(rows)[0]) > trained_sum(rows[0], before)
+
+
+def test_a_round_that_another_policy_sampled_is_refused_and_changes_nothing(
+    make_learner: LearnerMaker, tmp_path: Path
+) -> None:
+    for steps in (1, 2):
+        learner = make_learner(replace(SETTINGS, steps_per_round=steps))
+        train(learner, range(1))
+        before = adapter_of(learner, tmp_path / f"{steps}1")
+        foreign = [replace(row, logprobs=tuple(lp / 3 for lp in row.logprobs)) for row in build_rows(3)]
+        with pytest.raises(NoLearningSignal, match=r"3 of the round's 3 rows were rejected.* check that base_model"):
+            learner.train_round(foreign)
+        assert_bitwise_equal(adapter_of(learner, tmp_path / f"{steps}2"), before)
+        report = learner.train_round([*foreign, *build_rows(3, seed=9)])
+        assert (report.rows, report.rows_rejected) == (6, 3)
+        assert report.tokens_trained == sum(row.tokens_trained for row in build_rows(3, seed=9))
+
+
+def test_a_penalty_keeps_the_policy_near_the_base_and_is_reported(make_learner: LearnerMaker) -> None:
+    def drift(kl: float) -> float:
+        learner = make_learner(replace(SETTINGS, kl=kl, steps_per_round=1, learning_rate=1e-2))
+        for _ in range(6):
+            report = learner.train_round(build_rows(4, seed=3))
+        return report.kl if kl else distance(learner)
+
+    def distance(learner: Learner) -> float:
+        rows = build_rows(4, seed=3)
+        pairs = zip(rows, learner.score(rows), learner.score(rows, adapter=False), strict=True)
+        return sum(abs(trained_sum(row, ours) - trained_sum(row, base)) for row, ours, base in pairs)
+
+    assert 0 < drift(10.0) < 0.05
+    assert distance(make_learner()) == 0.0
+    assert drift(0.0) > 1.0
+
+
+def test_adapters_are_trained_in_fp32(make_learner: LearnerMaker, tmp_path: Path) -> None:
+    weights = adapter_of(make_learner(), tmp_path / "0001")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
+def test_quantization_without_its_library_is_refused_with_the_remedy(tiny_model: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.modules['bitsandbytes'] = None\n"
+        "from pathlib import Path; from trainer.learner import Learner, LearnerSettings\n"
+        "Learner(sys.argv[1], LearnerSettings(quantization='nf4', threads=1), workdir=Path(sys.argv[2]))\n"
+    )
+    command = [sys.executable, "-c", script, str(tiny_model), str(tmp_path)]
+    run = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert "SettingError: learner setting quantization is 'nf4', which needs bitsandbytes: install" in run.stderr
+
+
+def test_a_quantised_base_learns_with_adapters_in_fp32(make_learner: LearnerMaker, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra `qlora` is not installed")
+    learner = make_learner(replace(SETTINGS, quantization="nf4"))
+    rows = [build_row(1, advantage=1.0), build_row(2, advantage=-1.0)]
+    before = learner.score(rows)[0]
+    for _ in range(3):
+        learner.train_round(rows)
+    assert trained_sum(rows[0], learner.score(rows)[0]) > trained_sum(rows[0], before)
+    assert {tensor.dtype for tensor in adapter_of(learner, tmp_path / "0001").values()} == {torch.float32}
+
+
 def test_layers_that_the_model_does_not_have_are_refused(make_learner: LearnerMaker) -> None:
     for modules in (("no_such_layer",), ("q_proj", "lm_head")):
         with pytest.raises(SettingError, match=r"target_modules is .* does not fit"):
@@ -248,6 +319,11 @@ def test_a_missing_model_and_a_folder_that_is_none_are_told_apart(tmp_path: Path
         ("epsilon_low", 1.5),
         ("kl", -0.1),
         ("truncate_importance_at", 0.5),
+        ("reject_ratio_beyond", 1.0),
+        ("entropy_bonus", -1.0),
+        ("entropy_top_share", 0.0),
+        ("dr_grpo_length", 0),
+        ("quantization", "int2"),
         ("steps_per_round", 0),
         ("token_budget", 0),
         ("threads", 0),

@@ -1,4 +1,4 @@
-"""Claims about the loss: it equals a hand-written reference, unpadded and one row at a time, in fp32.
+"""Claims about the loss: it equals a naive reference in float64, written from the papers' formulas, one row at a time.
 
 This is the contract with the pinned TRL: if a new version fails here, its loss changed. Every case starts from an
 adapter that is not zero, ragged groups, several turns a row, mixed temperatures and a sampler that is off, and moves
@@ -7,6 +7,7 @@ the adapter between the recomputation of the round's first policy and the loss, 
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Sequence
@@ -18,24 +19,33 @@ import pytest
 import torch
 
 from tests.trainer.tiny import build_row
-from trainer import loss
+from trainer import lora, loss
 from trainer.advantage import group_advantages
 from trainer.learner_settings import LearnerSettings
+from trainer.micro_batches import Micro
+from trainer.objectives import OBJECTIVES
 from trainer.tokens import TokenRow
+from trainer.trl_without_vllm import GRPOTrainer
 
 GROUP_SIZES = (4, 3, 2)
 WORST_RELATIVE_ERROR = 2e-5
+PLAIN: dict[str, Any] = {"truncate_importance_at": None, "reject_ratio_beyond": None}
 
 CASES = [
-    pytest.param(LearnerSettings(loss="dapo"), id="dapo"),
-    pytest.param(LearnerSettings(loss="dapo", kl=0.05), id="dapo-kl"),
-    pytest.param(LearnerSettings(loss="dapo", truncate_importance_at=None), id="dapo-uncorrected"),
-    pytest.param(LearnerSettings(loss="cispo", epsilon_high=1.1), id="cispo"),
-    pytest.param(LearnerSettings(loss="cispo", epsilon_high=5.0, kl=0.05), id="cispo-kl"),
-    pytest.param(LearnerSettings(loss="cispo", epsilon_high=5.0, truncate_importance_at=None), id="cispo-uncorrected"),
-    pytest.param(LearnerSettings(loss="grpo"), id="grpo"),
-    pytest.param(LearnerSettings(loss="grpo", truncate_importance_at=None), id="grpo-uncorrected"),
-    pytest.param(LearnerSettings(loss="dapo", gradient_checkpointing=True), id="dapo-checkpointed"),
+    *({"loss": name} for name in OBJECTIVES if name != "sft"),
+    *({"loss": name, "kl": 0.05} for name in OBJECTIVES if name != "sft"),
+    *({"loss": name, "reject_ratio_beyond": 1.1} for name in OBJECTIVES if name != "sft"),
+    {"loss": "dapo", "reject_ratio_beyond": 1.1, "kl": 0.05, "entropy_bonus": 0.01},
+    {"loss": "dr_grpo", "dr_grpo_length": 7},
+    {"loss": "cispo", "epsilon_high": 1.1},
+    {"loss": "gspo", "epsilon_low": 0.05, "epsilon_high": 0.05, "entropy_bonus": 0.01},
+    {"loss": "grpo", "entropy_bonus": 0.01},
+    {"loss": "dapo", "entropy_top_share": 0.2},
+    {"loss": "grpo", "entropy_top_share": 0.2, "kl": 0.05, "reject_ratio_beyond": 1.1},
+    {"loss": "sft"},
+    {"loss": "sft", "kl": 0.05},
+    {"loss": "dapo", **PLAIN},
+    {"loss": "dapo", "gradient_checkpointing": True},
 ]
 
 
@@ -53,19 +63,57 @@ class Computed:
         return max(gap / size, abs(self.loss - other.loss) / max(abs(other.loss), 1e-3))
 
 
-@pytest.mark.parametrize("settings", CASES)
-def test_loss_and_gradient_equal_the_hand_written_reference(
-    settings: LearnerSettings, tiny_model: Path, tmp_path: Path
+@dataclass(frozen=True, slots=True)
+class AtStart:
+    """Logprobs and entropies of a row's tokens under the policy at the round's start, (T - 1,) each."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
+
+
+@pytest.mark.parametrize("only_step", [False, True], ids=["any step", "only step"])
+@pytest.mark.parametrize("chosen", CASES, ids=lambda chosen: "-".join(map(str, chosen.values())))
+def test_loss_and_gradient_equal_the_formulas(
+    chosen: dict[str, Any], only_step: bool, tiny_model: Path, tmp_path: Path
 ) -> None:
+    settings = LearnerSettings(max_grad_norm=0, **chosen)
     trainer = build_trainer(settings, tiny_model, tmp_path)
     rows = build_groups(trainer)
-    old = [reference_logprobs(trainer.model, row).detach() for row in rows]
-    micros = trainer.prepare(rows)
+    first = double(trainer.model)
+    old = [scored_at_start(first, row) for row in rows]
+    micros = trainer.prepare(rows, only_step=only_step)
     assert len(micros) > 2, "the case must span several micro-batches"
+    if not only_step:
+        disturb(trainer, scale=0.03, seed=2)
+    expected, rejected = reference(double(trainer.model), rows, old, settings)
+    ours, numbers = backward(trainer, micros)
+    assert (numbers.rows_rejected, numbers.tokens) == (
+        sum(rejected),
+        sum(row.tokens_trained for row, out in zip(rows, rejected, strict=True) if not out),
+    )
+    if settings.reject_ratio_beyond == 1.1:
+        assert 0 < sum(rejected) < len(rows)
+    assert ours.relative_error(expected) < WORST_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "cispo", "gspo"])
+@pytest.mark.parametrize("kl", [0.0, 0.05])
+def test_the_loss_is_trls_own_where_trl_has_it(name: str, kl: float, tiny_model: Path, tmp_path: Path) -> None:
+    """In one micro-batch, in which TRL's means are right."""
+    settings = LearnerSettings(loss=name, kl=kl, max_grad_norm=0, **PLAIN)
+    trainer = build_trainer(settings, tiny_model, tmp_path, budget=10_000)
+    rows = build_groups(trainer)
+    (micro,) = trainer.prepare(rows)
     disturb(trainer, scale=0.03, seed=2)
-    ours = sum_over_micros(trainer, micros)
-    error = ours.relative_error(reference_loss(trainer, rows, old, settings))
-    assert error < WORST_RELATIVE_ERROR
+    theirs: Micro = micro | {"tool_mask": micro["trained"].long()}
+    ours, _ = backward(trainer, [micro])
+    trainer.loss_type = "grpo" if name == "gspo" else name
+    trainer.max_completion_length = settings.dr_grpo_length
+    trainer.model.zero_grad()
+    trainer._micro = theirs
+    their_loss = GRPOTrainer._compute_loss(trainer, trainer.model, theirs)
+    their_loss.backward()
+    assert ours.relative_error(Computed(float(their_loss.detach()), gradients(trainer))) < WORST_RELATIVE_ERROR
 
 
 def test_masked_tokens_get_exactly_zero_gradient_and_trained_ones_do_not(tiny_model: Path, tmp_path: Path) -> None:
@@ -78,29 +126,41 @@ def test_masked_tokens_get_exactly_zero_gradient_and_trained_ones_do_not(tiny_mo
         captured.append(output.log_probs)
 
     handle = trainer.model.register_forward_hook(keep_gradient)
-    sum_over_micros(trainer, micros)
+    backward(trainer, micros)
     handle.remove()
     for log_probs, micro in zip(captured, micros, strict=True):
         assert log_probs.grad is not None
-        assert not log_probs.grad[micro["tool_mask"] == 0].any()
-        assert log_probs.grad[micro["tool_mask"] == 1].all()
+        assert not log_probs.grad[~micro["trained"]].any()
+        assert log_probs.grad[micro["trained"]].all()
 
 
-def test_the_size_of_micro_batches_does_not_change_the_gradient(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_size_of_micro_batches_does_not_change_the_gradient(name: str, tiny_model: Path, tmp_path: Path) -> None:
     results = []
     for budget in (1, 10_000):
-        trainer = build_trainer(LearnerSettings(), tiny_model, tmp_path, budget=budget)
+        trainer = build_trainer(LearnerSettings(loss=name), tiny_model, tmp_path, budget=budget)
+        results.append(backward(trainer, trainer.prepare(build_groups(trainer)))[0])
+    assert results[0].relative_error(results[1]) < WORST_RELATIVE_ERROR
+
+
+def test_a_rejected_row_is_as_if_it_had_never_been_there(tiny_model: Path, tmp_path: Path) -> None:
+    for name in OBJECTIVES:
+        trainer = build_trainer(LearnerSettings(loss=name, reject_ratio_beyond=2.0), tiny_model, tmp_path)
         rows = build_groups(trainer)
-        results.append(sum_over_micros(trainer, trainer.prepare(rows)))
-    error = results[0].relative_error(results[1])
-    assert error < WORST_RELATIVE_ERROR
+        sampled = tuple((lp - 3.0) * m for lp, m in zip(rows[2].logprobs, rows[2].mask, strict=True))
+        foreign = replace(rows[2], logprobs=sampled)
+        without = backward(trainer, trainer.prepare(rows))[0]
+        with_it, numbers = backward(trainer, trainer.prepare([*rows, foreign]))
+        assert numbers.rows_rejected == (name != "sft")
+        if name != "sft":
+            assert with_it.relative_error(without) < WORST_RELATIVE_ERROR
 
 
 def build_trainer(
     settings: LearnerSettings, model: Path, folder: Path, *, budget: int = 160
 ) -> loss.RecordedGRPOTrainer:
     """A trainer whose LoRA B is not zero: at zero, half of the gradient would vanish and hide errors."""
-    trainer = loss.build(str(model), replace(settings, token_budget=budget), folder)
+    trainer = lora.build(str(model), replace(settings, token_budget=budget), folder)
     disturb(trainer, scale=0.05, seed=1)
     return trainer
 
@@ -115,70 +175,115 @@ def disturb(trainer: loss.RecordedGRPOTrainer, *, scale: float, seed: int) -> No
 
 def build_groups(trainer: loss.RecordedGRPOTrainer) -> list[TokenRow]:
     """Ragged groups sampled by a policy near the trainer's; some rows uncorrected, some with an advantage a token."""
-    dice, rows = random.Random(0), []
+    dice, rows, sampler = random.Random(0), [], double(trainer.model)
     for group, size in enumerate(GROUP_SIZES):
         for member, advantage in enumerate(group_advantages([dice.random() for _ in range(size)])):
             row = build_row(10 * group + member, advantage=advantage, temperature=dice.choice([1.0, 0.7, 1.3]))
-            true = [0.0, *reference_logprobs(trainer.model, row).tolist()]
+            true = [0.0, *scored_at_start(sampler, row).logprobs.tolist()]
             sampled = [min(lp + dice.gauss(0, 0.5), 0.0) if m else 0.0 for lp, m in zip(true, row.mask, strict=True)]
             rows.append(replace(row, logprobs=tuple(sampled), importance=member != 1))
     rows[0] = replace(rows[0], advantages=tuple(dice.gauss(0, 1) for _ in rows[0].ids))
     return rows
 
 
-def sum_over_micros(trainer: loss.RecordedGRPOTrainer, micros: Sequence[loss.Micro]) -> Computed:
+def backward(trainer: loss.RecordedGRPOTrainer, micros: Sequence[Micro]) -> tuple[Computed, loss.StepNumbers]:
     trainer.model.zero_grad()
-    total = 0.0
-    for micro in micros:
-        part = trainer.compute_loss(trainer.model, micro)
-        part.backward()
-        total += float(part.detach())
-    return Computed(total, gradients(trainer))
+    numbers = trainer.backward(micros)
+    return Computed(numbers.loss, gradients(trainer)), numbers
 
 
-def gradients(trainer: loss.RecordedGRPOTrainer) -> dict[str, torch.Tensor]:
-    return {n: p.grad.clone() for n, p in trainer.lora_parameters().items() if p.grad is not None}
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    found = model.model if isinstance(model, loss.RecordedGRPOTrainer) else model
+    return {n: p.grad.double().clone() for n, p in found.named_parameters() if p.grad is not None}
+
+
+def double(model: Any) -> Any:
+    """A float64 copy of the model, without what the trainer hung into it."""
+    twin = copy.deepcopy(model).double()
+    base = twin.get_base_model()
+    base.__dict__.pop("forward", None)  # TRL's fused LM head
+    base.base_model._forward_hooks.clear()
+    return twin
+
+
+def reference_scores(model: Any, row: TokenRow) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs of the row's tokens at its temperature, and the entropies there, (T - 1,) each."""
+    ids = torch.tensor([row.ids])
+    logprobs = torch.log_softmax(model(input_ids=ids).logits[0, :-1] / row.temperature, -1)
+    return logprobs.gather(1, ids[0, 1:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
 
 def reference_logprobs(model: Any, row: TokenRow) -> torch.Tensor:
-    """Logprobs of all tokens after the first, (T - 1,), from the model's own logits."""
-    ids = torch.tensor([row.ids])  # (1, T)
-    logits = model(ids).logits[0, :-1].float() / row.temperature  # (T - 1, V)
-    return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
+    return reference_scores(model, row)[0]
 
 
-def reference_loss(
-    trainer: loss.RecordedGRPOTrainer, rows: Sequence[TokenRow], old: Sequence[torch.Tensor], settings: LearnerSettings
-) -> Computed:
-    """The loss as the papers write it, over the rows of one optimiser step."""
-    trainer.model.zero_grad()
-    n_trained = sum(row.tokens_trained for row in rows)
-    terms = []
-    for row, old_row in zip(rows, old, strict=True):
-        mask = torch.tensor(row.mask[1:], dtype=torch.float32)  # (T - 1,)
-        token_loss = reference_token_loss(trainer.model, row, old_row, settings) * mask
-        share = n_trained if settings.loss != "grpo" else float(mask.sum()) * len(rows)
-        terms.append(token_loss.sum() / share)
-    total = torch.stack(terms).sum()
+def scored_at_start(model: Any, row: TokenRow) -> AtStart:
+    with torch.no_grad():
+        return AtStart(*reference_scores(model, row))
+
+
+def reference(
+    model: Any, rows: Sequence[TokenRow], old: Sequence[AtStart], settings: LearnerSettings
+) -> tuple[Computed, list[bool]]:
+    """The loss as the papers write it, over the rows of one optimiser step, and which rows are rejected."""
+    rejected = [is_rejected(row, start.logprobs, settings) for row, start in zip(rows, old, strict=True)]
+    kept = [(row, start) for row, start, out in zip(rows, old, rejected, strict=True) if not out]
+    least = entropy_threshold(kept, settings.entropy_top_share)
+    n_tokens = sum(row.tokens_trained for row, _ in kept)
+    total = torch.zeros((), dtype=torch.float64)
+    for row, start in kept:
+        token_losses = reference_row(model, row, start, settings, least)  # (T - 1,)
+        if settings.loss in ("grpo", "gspo"):
+            total = total + token_losses.sum() / row.tokens_trained / len(kept)
+        elif settings.loss == "dr_grpo":
+            total = total + token_losses.sum() / settings.dr_grpo_length / len(kept)
+        else:
+            total = total + token_losses.sum() / n_tokens
     total.backward()
-    return Computed(float(total.detach()), gradients(trainer))
+    return Computed(float(total.detach()), gradients(model)), rejected
 
 
-def reference_token_loss(model: Any, row: TokenRow, old: torch.Tensor, settings: LearnerSettings) -> torch.Tensor:
-    new = reference_logprobs(model, row)  # (T - 1,)
-    advantage = torch.tensor(row.advantages[1:]) if row.advantages else row.advantage
+def is_rejected(row: TokenRow, old: torch.Tensor, settings: LearnerSettings) -> bool:
+    limit, mask = settings.reject_ratio_beyond, torch.tensor(row.mask[1:]).bool()
+    if limit is None or not row.importance or settings.loss == "sft":
+        return False
+    geometric_mean = float((old - torch.tensor(row.logprobs[1:]))[mask].mean().exp())
+    return not 1 / limit <= geometric_mean <= limit
+
+
+def entropy_threshold(rows: Sequence[tuple[TokenRow, AtStart]], share: float) -> float:
+    """The entropy that a token must exceed to carry the policy gradient."""
+    entropies = sorted(
+        float(entropy)
+        for row, start in rows
+        for entropy, trained in zip(start.entropies, row.mask[1:], strict=True)
+        if trained
+    )
+    return -math.inf if share == 1 else entropies[round((1 - share) * len(entropies)) - 1]
+
+
+def reference_row(model: Any, row: TokenRow, start: AtStart, settings: LearnerSettings, least: float) -> torch.Tensor:
+    mask = torch.tensor(row.mask[1:], dtype=torch.float64)  # (T - 1,)
+    new, entropy = reference_scores(model, row)
+    old = new.detach() if settings.loss == "sft" else start.logprobs
+    advantage = torch.tensor(row.advantages[1:] if row.advantages else [row.advantage] * len(new), dtype=torch.float64)
     weight = torch.ones_like(new)
-    if settings.truncate_importance_at is not None and row.importance:
+    if settings.truncate_importance_at is not None and row.importance and settings.loss != "sft":
         weight = (old - torch.tensor(row.logprobs[1:])).exp().clamp(max=settings.truncate_importance_at)
+    low, high = settings.clip
     ratio = (new - old).exp()
-    if settings.loss == "cispo":
-        token_loss = -ratio.clamp(max=settings.epsilon_high).detach() * advantage * new
+    if settings.loss == "gspo":
+        ratio = (((new - old) * mask).sum() / mask.sum()).exp() * torch.ones_like(new)
+    if settings.loss == "sft":
+        token_loss = -advantage * new
+    elif settings.loss == "cispo":
+        token_loss = -ratio.clamp(max=high).detach() * advantage * new
     else:
-        clipped = ratio.clamp(1 - settings.epsilon_low, 1 + settings.epsilon_high)
-        token_loss = -torch.min(ratio * advantage, clipped * advantage)
-    token_loss = token_loss * weight
+        token_loss = -torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    token_loss = token_loss * weight * (start.entropies > least)
     if settings.kl:
         with torch.no_grad(), model.disable_adapter():
             base = reference_logprobs(model, row)
         token_loss = token_loss + settings.kl * ratio * ((base - new).exp() - (base - new) - 1)
-    return token_loss
+    token_loss = token_loss - settings.entropy_bonus * entropy
+    return token_loss * mask

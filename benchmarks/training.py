@@ -1,0 +1,140 @@
+"""Training: the learner's time over a plain PyTorch loop on the same rows, and the tokens that a trajectory costs.
+
+    python -m benchmarks.training [--rounds 7]
+
+The plain loop is what one would write by hand: peft's LoRA on a transformers model, the same length-sorted
+micro-batches, all logits, log-softmax, the truncated importance weight and dapo's loss, AdamW. Both train one step a
+round, in turns, in one process and on one thread; CPU seconds of the process, median. The model is tiny and random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from store.records import Call, Choice, pack_ids, pack_logprobs
+from store.states import CallState
+from tests.trainer.tiny import build_row, build_tiny_model
+from trainer.learner import Learner
+from trainer.learner_settings import LearnerSettings
+from trainer.rows import build_rows
+from trainer.tokens import TokenRow, split_by_budget
+
+SETTINGS = LearnerSettings(learning_rate=1e-4, threads=1, token_budget=2048, reject_ratio_beyond=None)
+
+
+def plain_loop(folder: Path) -> Callable[[Sequence[TokenRow]], None]:
+    """Return one round of the loop that one would write by hand."""
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = get_peft_model(
+        base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimiser = torch.optim.AdamW(parameters, lr=SETTINGS.learning_rate)
+
+    def train(rows: Sequence[TokenRow]) -> None:
+        trained = sum(row.tokens_trained for row in rows)
+        for batch in split_by_budget([len(row.ids) for row in rows], SETTINGS.token_budget):
+            members = [rows[place] for place in batch]
+            width = max(len(row.ids) for row in members)
+            ids = padded([row.ids for row in members], width).long()
+            mask = padded([row.mask for row in members], width)[:, 1:]
+            sampled = padded([row.logprobs for row in members], width)[:, 1:]
+            attended = padded([(1,) * len(row.ids) for row in members], width).long()
+            logits = model(input_ids=ids, attention_mask=attended).logits[:, :-1]
+            logprobs = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
+            old = logprobs.detach()
+            weight = ((old - sampled) * mask).exp().clamp(max=2.0)
+            ratio = (logprobs - old).exp()
+            advantage = torch.tensor([[row.advantage] for row in members])
+            clipped = torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+            (-(clipped * weight * mask).sum() / trained).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+
+    return train
+
+
+def padded(rows: Sequence[Sequence[float]], width: int) -> torch.Tensor:
+    return torch.tensor([[*row, *(0,) * (width - len(row))] for row in rows], dtype=torch.float32)
+
+
+def cpu_seconds(work: Callable[[], Any]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def measure(rounds: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = build_tiny_model(Path(name) / "model", hidden=128, layers=4)
+        learner = Learner(str(folder), SETTINGS, workdir=Path(name) / "work")
+        twice = Learner(str(folder), LearnerSettings(**_twice()), workdir=Path(name) / "twice")
+        plain = plain_loop(folder)
+        rows = [build_row(seed) for seed in range(96)]
+        ways: dict[str, Callable[[], Any]] = {
+            "plain loop": lambda: plain(rows),
+            "learner": lambda: learner.train_round(rows),
+            "learner, with a pass of its own for the round's first policy (kl)": lambda: twice.train_round(rows),
+        }
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for place in range(rounds + 2):  # the first two warm up
+            for way, work in ways.items():
+                spent = cpu_seconds(work)
+                if place > 1:
+                    times[way].append(spent)
+    print(
+        f"{len(rows)} rows, {sum(len(row.ids) for row in rows)} tokens, {sum(r.tokens_trained for r in rows)} trained"
+    )
+    least = statistics.median(times["plain loop"])
+    for way, seconds in times.items():
+        median = statistics.median(seconds)
+        print(f"{way}: {median:.3f} s of CPU ({min(seconds):.3f} to {max(seconds):.3f}), {median / least:.2f} times")
+
+
+def _twice() -> dict[str, Any]:
+    return {
+        "learning_rate": 1e-4, "threads": 1, "token_budget": 2048, "reject_ratio_beyond": None, "kl": 0.01,
+    }  # fmt: skip
+
+
+def tokens_of_a_trajectory(turns: int = 10, prompt: int = 400, answer: int = 60, result: int = 90) -> tuple[int, int]:
+    """Tokens forwarded for an agent of exact continuations: as the learner's rows, and as one sequence per call."""
+    calls = [_call(turn, prompt if turn == 0 else result, answer) for turn in range(turns)]
+    rows = build_rows("t", calls, 1.0).rows
+    apart = sum(prompt + turn * (answer + result) + answer for turn in range(turns))
+    return sum(len(row.ids) for row in rows), apart
+
+
+def _call(turn: int, prompt: int, answer: int) -> Call:
+    choice = Choice(0, "stop", pack_ids([5] * answer), pack_logprobs([-1.0] * answer))
+    return Call(
+        id=str(turn), trajectory_id="t", state=CallState.ANSWERED, alias="a", version=1, dialect="chat", streamed=False,
+        linked_by="root" if turn == 0 else "path", parent_call=str(turn - 1) if turn else None, parent_choice=0,
+        role=None, sampling={"temperature": 1.0}, prompt_node=str(turn), tools_hash="",
+        context="exact" if turn else "root", prompt_ids=pack_ids([3] * prompt), prompt_tokens=prompt,
+        completion_tokens=answer, started_at=float(turn), first_byte_at=None, ended_at=turn + 0.5, status=200,
+        untrainable=None, error=None, choices=(choice,),
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    measure(parser.parse_args().rounds)
+    ours, apart = tokens_of_a_trajectory()
+    print(f"ten turns, exact: {ours} tokens in rows, {apart} as one sequence per call, {apart / ours:.1f} times fewer")
+
+
+if __name__ == "__main__":
+    main()
