@@ -26,7 +26,7 @@ from benchmarks.wire_load import Target
 from benchmarks.wire_upstream import MODEL
 from tests.proxy.servers import ROOT, ProxyProcess
 
-LITELLM = "litellm[proxy]>=1.100,!=1.107.0"  # 1.107.0 was published by somebody who had stolen the project's keys
+LITELLM = "litellm[proxy]>=1.100,!=1.107.0"  # 1.107.0: reported as compromised
 _HOME = Path(sys.prefix) / "bench" / "litellm"
 ALL_TOLD = {"logprobs": True, "return_token_ids": True}  # what Ratchet asks for by itself
 _QUIET = 0.02  # of a core: less than this is a server at rest
