@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.asgi import CALLER, read_body
 from proxy.errors import ProxyError, openai_error, to_openai_error
@@ -28,6 +29,16 @@ _Limit = Annotated[int, Query(ge=1, le=1000)]
 _SETTLE_SECONDS = 5.0
 _FEEDBACK_BODY = {"content": {"application/json": {"schema": FeedbackBody.model_json_schema()}}, "required": True}
 _LOST_AFTER = 3600.0  # seconds after which a call without an end is not waited for
+
+
+class _Order(BaseModel):
+    """What a person decides, and why."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reason: str = Field(min_length=1, max_length=2000)
+    by: str = Field("operator", min_length=1, max_length=100)
+
 
 _STATUS: dict[type[StoreError], int] = {UnknownRecord: 404, ForbiddenChange: 409, StoreUnavailable: 503}
 
@@ -136,8 +147,26 @@ def create_operator(store: Store, shipper: Shipper, links: Links, desk: Feedback
 
     @api.get("/policies")
     def policies(alias: str | None = None) -> Response:
-        """Every policy version, oldest first."""
-        return _page([_plain(policy) for policy in store.policies.all(alias)])
+        """Every policy version, oldest first, each with the newest decision about it."""
+        decided = {key: _plain(decision) for key, decision in store.decisions.latest(alias).items()}
+        found = store.policies.all(alias)
+        return _page([_plain(policy) | {"decision": decided.get((policy.alias, policy.version))} for policy in found])
+
+    @api.get("/policies/{version}/decisions")
+    def decisions(version: int, alias: str) -> Response:
+        """Every decision about a version with its evidence, newest first."""
+        return _page([_plain(decision) for decision in store.decisions.of(alias, version)])
+
+    @api.post("/policies/{version}/promote")
+    def promote(version: int, alias: str, order: _Order) -> Response:
+        """Make a version live by hand."""
+        return _json(_plain(store.policies.promote_by_hand(alias, version, by=order.by, reason=order.reason)))
+
+    @api.post("/policies/{version}/rollback")
+    def rollback(version: int, alias: str, order: _Order) -> Response:
+        """Go back to a version by hand: it is live, and every later one is rejected."""
+        rejected = store.policies.roll_back_by_hand(alias, version, by=order.by, reason=order.reason)
+        return _page([_plain(policy) for policy in rejected])
 
     @api.get("/training")
     def training(alias: str | None = None) -> Response:

@@ -191,7 +191,7 @@ class PolicyBook:
             self._versions = {
                 (policy.alias, policy.version): policy
                 for policy in everything
-                if policy.alias in self.aliases and policy.state != PolicyState.REJECTED
+                if policy.alias in self.aliases and policy.state != PolicyState.REJECTED and policy.pruned_at is None
             }
             self._all_at = time.monotonic()
         self.heard_at = time.monotonic()

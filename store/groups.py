@@ -17,7 +17,7 @@ from store.errors import ForbiddenChange, UnknownRecord
 from store.ids import new_id
 from store.records import Exchange, Group, PastScore, Verdict, cohort_of, family_of
 from store.shipping import fitting
-from store.states import GROUP_STEPS, GroupState, TrajectoryState, check
+from store.states import GROUP_STEPS, GroupState, PolicyState, TrajectoryState, check
 from store.trajectories import drop as drop_trajectories
 
 
@@ -76,7 +76,7 @@ class Groups:
         group = self.get(group_id)
         check(GROUP_STEPS, group.state, GroupState.JUDGED, f"group {group_id}")
         scored = {verdict.trajectory_id for verdict in verdicts if verdict.score is not None}
-        if scored != set(group.members):
+        if not scored >= set(group.members):
             raise ForbiddenChange(f"group {group_id} has {len(group.members)} members, {len(scored)} of them scored")
         with write(self._engine) as connection:
             if drop_reason is None:  # first: a member may have been deleted
@@ -221,6 +221,42 @@ class Groups:
             for row in sorted(newest.values(), key=lambda row: row.verdict)
         ]
 
+    def rewards(self, alias: str, judge_version: str, version: int, since: float = 0.0) -> list[PastScore]:
+        """Return the latest score of each live trajectory of a version that began at `since` or later, oldest first."""
+        runs, table = schema.trajectories, schema.verdicts
+        latest = (
+            sa.select(sa.func.max(table.c.id))
+            .join(runs, runs.c.id == table.c.trajectory_id)
+            .where(runs.c.alias == alias, runs.c.version == version, runs.c.opened_at >= since)
+            .where(runs.c.purpose == "live", table.c.judge_version == judge_version, table.c.score.is_not(None))
+            .group_by(table.c.trajectory_id)
+        )
+        query = _past_scores().where(table.c.id.in_(latest)).order_by(table.c.id)
+        with read(self._engine) as connection:
+            return [_past_score(row) for row in connection.execute(query)]
+
+    def drop_rejected(self, alias: str, reason: str) -> int:
+        """Drop what rejected versions sampled and no round has trained; return how many trajectories.
+
+        Groups go on without those members; groups that lose all of them are dropped too.
+        """
+        groups, runs, policies = schema.groups, schema.trajectories, schema.policies
+        rejected = sa.select(policies.c.version).where(
+            policies.c.alias == alias, policies.c.state == PolicyState.REJECTED
+        )
+        waiting = runs.c.state.in_((TrajectoryState.SEALED, TrajectoryState.GROUPED))
+        theirs = sa.and_(runs.c.alias == alias, waiting, runs.c.version.in_(rejected))
+        left = sa.exists().where(runs.c.group_id == groups.c.id, runs.c.state != TrajectoryState.DROPPED)
+        open_ones = sa.and_(groups.c.alias == alias, groups.c.state.in_((GroupState.READY, GroupState.JUDGED)))
+        with write(self._engine) as connection:
+            dropped = connection.execute(
+                sa.update(runs).where(theirs).values(state=TrajectoryState.DROPPED, drop_reason=reason)
+            ).rowcount
+            if dropped:
+                emptied = sa.update(groups).where(open_ones, ~left)
+                connection.execute(emptied.values(state=GroupState.DROPPED, drop_reason=reason))
+        return dropped
+
     def oldest_versions(self, alias: str) -> dict[str, int]:
         """Return the oldest version that the members of each judged group of an alias were sampled from."""
         groups, runs = schema.groups, schema.trajectories
@@ -239,7 +275,12 @@ class Groups:
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(groups).where(where).order_by(order).limit(limit)).all()
             members: dict[str, list[str]] = {}
-            named = sa.select(runs.c.group_id, runs.c.id).where(runs.c.group_id.in_([row.id for row in rows]))
+            named = (
+                sa.select(runs.c.group_id, runs.c.id)
+                .join(groups, groups.c.id == runs.c.group_id)
+                .where(runs.c.group_id.in_([row.id for row in rows]))
+                .where(sa.or_(groups.c.state == GroupState.DROPPED, runs.c.state != TrajectoryState.DROPPED))
+            )
             for group_id, name in connection.execute(named.order_by(runs.c.id)):
                 members.setdefault(group_id, []).append(name)
         return [
@@ -255,6 +296,23 @@ class Groups:
             )
             for row in rows
         ]
+
+
+def _past_scores() -> sa.Select[Any]:
+    runs, table = schema.trajectories, schema.verdicts
+    columns = (runs.c.id, runs.c.task, runs.c.root_node, runs.c.tools_hash, runs.c.version)
+    return sa.select(*columns, table.c.score, table.c.judged_at).join(runs, runs.c.id == table.c.trajectory_id)
+
+
+def _past_score(row: Any) -> PastScore:
+    return PastScore(
+        trajectory_id=row.id,
+        family=family_of(row.task, row.tools_hash),
+        cohort=cohort_of(row.task, row.root_node, row.tools_hash),
+        version=row.version,
+        score=row.score,
+        judged_at=row.judged_at,
+    )
 
 
 def _move(connection: sa.Connection, group: Group, state: GroupState, **values: str) -> None:

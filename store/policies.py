@@ -1,7 +1,8 @@
 """Policies: which versions of an alias exist, which one is live, and why.
 
-Promises: at most one live version and one canary per alias; a promotion retires the old one in the same transaction;
-every decision keeps its evidence.
+Promises: at most one live version and one canary per alias; a promotion retires the old one in the same transaction, a
+roll back rejects all that came after it; every decision is written down with its evidence in the same transaction; of
+two that decide at once, the later one is refused.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import sqlalchemy as sa
 
 from store import schema
 from store.database import read, write
+from store.decisions import write_down
 from store.errors import ForbiddenChange, UnknownRecord
 from store.records import BASE_VERSION, Policy
 from store.shipping import insert_new
-from store.states import POLICY_STEPS, PolicyState, check
+from store.states import POLICY_STEPS, PolicyAction, PolicyState, check
 
 
 class Policies:
@@ -73,34 +75,53 @@ class Policies:
         return self._select(schema.policies.c.alias == alias if alias else sa.true())
 
     def promote(
-        self, alias: str, version: int, evidence: Mapping[str, Any], *, only_from: PolicyState | None = None
+        self,
+        alias: str,
+        version: int,
+        evidence: Mapping[str, Any],
+        *,
+        only_from: PolicyState | None = None,
+        by: str = "proof",
+        reason: str = "proven",
     ) -> Policy:
-        """Make a version live and retire the one that was; with `only_from`, only if that is its state.
+        """Make a version live and retire the older one that was; with `only_from`, only if that is its state.
 
         Raises ForbiddenChange, UnknownRecord.
         """
-        policy = self.get(alias, version)
+        policy = self._usable(alias, version)
         check(POLICY_STEPS, policy.state, PolicyState.LIVE, f"policy {alias}@{version}")
         if only_from is not None and policy.state is not only_from:
             raise ForbiddenChange(f"policy {alias}@{version} is {policy.state} by now, not {only_from}")
-        table = schema.policies
-        with write(self._engine) as connection:
-            connection.execute(
-                sa.update(table)
-                .where(table.c.alias == alias, table.c.state == PolicyState.LIVE)
-                .values(state=PolicyState.RETIRED)
+        old = self.live().get(alias)
+        if old is not None and version < old.version:
+            raise ForbiddenChange(
+                f"{alias}@{version} is older than {old.version}, the live version: roll back to it instead, which also "
+                "rejects the versions after it"
             )
+        with write(self._engine) as connection:
+            if old is not None:
+                _settle(connection, old, PolicyState.RETIRED, {})
             _settle(connection, policy, PolicyState.LIVE, evidence)
+            write_down(connection, alias, version, PolicyAction.PROMOTE, by, reason, evidence)
         return self.get(alias, version)
 
-    def canary(self, alias: str, version: int, share: float, evidence: Mapping[str, Any] | None = None) -> Policy:
+    def canary(
+        self,
+        alias: str,
+        version: int,
+        share: float,
+        evidence: Mapping[str, Any] | None = None,
+        *,
+        by: str = "gate",
+        reason: str = "proven",
+    ) -> Policy:
         """Let a candidate serve a share of new trajectories, more than 0 and less than 1; or change a canary's share.
 
         Raises ForbiddenChange where the alias has another canary, UnknownRecord.
         """
         if not 0.0 < share < 1.0:
             raise ForbiddenChange(f"policy {alias}@{version}: a canary's share is between 0 and 1, not {share:g}")
-        policy = self.get(alias, version)
+        policy = self._usable(alias, version)
         if policy.state != PolicyState.CANARY:
             check(POLICY_STEPS, policy.state, PolicyState.CANARY, f"policy {alias}@{version}")
         serving = [found for found in self.serving() if found.alias == alias and found.version != version]
@@ -108,15 +129,91 @@ class Policies:
             raise ForbiddenChange(f"{alias}@{other} is a canary already: promote or reject it before {alias}@{version}")
         with write(self._engine) as connection:
             _settle(connection, policy, PolicyState.CANARY, evidence or {}, share)
+            told = {**(evidence or {}), "share": share}
+            write_down(connection, alias, version, PolicyAction.CANARY, by, reason, told)
         return self.get(alias, version)
 
-    def reject(self, alias: str, version: int, evidence: Mapping[str, Any]) -> Policy:
+    def hold(self, alias: str, version: int, evidence: Mapping[str, Any], *, by: str, reason: str) -> None:
+        """Say that only a person promotes this version; its state stays. Raises UnknownRecord."""
+        self.get(alias, version)
+        with write(self._engine) as connection:
+            write_down(connection, alias, version, PolicyAction.HOLD, by, reason, evidence)
+
+    def reject(
+        self, alias: str, version: int, evidence: Mapping[str, Any], *, by: str = "proof", reason: str = "rejected"
+    ) -> Policy:
         """Mark a candidate that failed its proof or its gate. Raises ForbiddenChange, UnknownRecord."""
         policy = self.get(alias, version)
         check(POLICY_STEPS, policy.state, PolicyState.REJECTED, f"policy {alias}@{version}")
         with write(self._engine) as connection:
             _settle(connection, policy, PolicyState.REJECTED, evidence)
+            write_down(connection, alias, version, PolicyAction.REJECT, by, reason, evidence)
         return self.get(alias, version)
+
+    def roll_back(self, alias: str, version: int, evidence: Mapping[str, Any], *, by: str, reason: str) -> list[Policy]:
+        """Make an earlier version live, or leave it so, and reject every later one; return the rejected ones.
+
+        Raises ForbiddenChange where the live version is older or there is nothing to reject, UnknownRecord.
+        """
+        target, live = self._usable(alias, version), self.live().get(alias)
+        if live is not None and live.version < version:
+            raise ForbiddenChange(f"{alias}@{version} is newer than {live.version}, the live one: promote it instead")
+        later = [p for p in self.all(alias) if p.version > version and p.state is not PolicyState.REJECTED]
+        if not later:
+            raise ForbiddenChange(f"{alias}@{version} is the newest version: there is nothing to roll back")
+        with write(self._engine) as connection:
+            for policy in later:
+                _settle(connection, policy, PolicyState.REJECTED, evidence)
+                write_down(connection, alias, policy.version, PolicyAction.ROLLBACK, by, reason, evidence)
+            if target.state is not PolicyState.LIVE:
+                _settle(connection, target, PolicyState.LIVE, {})
+                words = f"rolled back to, from {max(p.version for p in later)}: {reason}"
+                write_down(connection, alias, version, PolicyAction.PROMOTE, by, words, {})
+        return [self.get(alias, policy.version) for policy in later]
+
+    def promote_by_hand(self, alias: str, version: int | None, *, by: str, reason: str) -> Policy:
+        """Promote the version that is named, else the canary. Raises ForbiddenChange, UnknownRecord."""
+        if version is None:
+            canary = next((p for p in self.all(alias) if p.state is PolicyState.CANARY), None)
+            if canary is None:
+                raise ForbiddenChange(f"{alias} has no canary that could be promoted: name the version")
+            version = canary.version
+        return self.promote(alias, version, {}, by=by, reason=reason)
+
+    def roll_back_by_hand(self, alias: str, version: int | None, *, by: str, reason: str) -> list[Policy]:
+        """Go back to the version that is named; else take back a canary; else go back to what was live before.
+
+        Raises ForbiddenChange, UnknownRecord.
+        """
+        return self.roll_back(alias, self._before(alias) if version is None else version, {}, by=by, reason=reason)
+
+    def _before(self, alias: str) -> int:
+        known = self.all(alias)
+        live = next((policy for policy in known if policy.state is PolicyState.LIVE), None)
+        if live is None:
+            raise UnknownRecord(f"{alias} has no live version")
+        if any(policy.state is PolicyState.CANARY for policy in known):
+            return live.version
+        older = [p.version for p in known if p.state is PolicyState.RETIRED and p.version < live.version]
+        if not older:
+            raise ForbiddenChange(f"{alias}@{live.version} is live and nothing was before it")
+        return older[-1]
+
+    def prune(self, alias: str, version: int, now: float) -> Policy:
+        """Say that a version's folder is about to be deleted. Raises ForbiddenChange where it is in use."""
+        table = schema.policies
+        unused = table.c.state.in_((PolicyState.RETIRED, PolicyState.REJECTED))
+        mine = sa.and_(table.c.alias == alias, table.c.version == version, unused, table.c.adapter.is_not(None))
+        with write(self._engine) as connection:
+            if not connection.execute(sa.update(table).where(mine).values(pruned_at=now)).rowcount:
+                raise ForbiddenChange(f"{alias}@{version} is in use and cannot be pruned")
+        return self.get(alias, version)
+
+    def _usable(self, alias: str, version: int) -> Policy:
+        policy = self.get(alias, version)
+        if policy.pruned_at is not None:
+            raise ForbiddenChange(f"{alias}@{version} cannot serve again: its folder was pruned")
+        return policy
 
     def _select(self, where: sa.ColumnElement[bool]) -> list[Policy]:
         table = schema.policies

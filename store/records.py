@@ -342,6 +342,7 @@ class Policy(Record, frozen=True):
     round_id: str | None = None
     evidence: Mapping[str, Any] = {}
     share: float | None = None  # of new trajectories, where it is a canary
+    pruned_at: float | None = None  # when its folder was deleted; it can serve no more
 
 
 class Round(Record, frozen=True):

@@ -1,8 +1,8 @@
 """Training rounds: started, then committed or abandoned.
 
 Promises: one transaction consumes the trajectories, records the checkpoint and registers the candidate; every committed
-round goes on from the one before it. Whatever dies, and whenever, no trajectory is trained into two committed rounds,
-and what was trained is in every later version.
+round goes on from the newest one before it whose version is not rejected. Whatever dies, and whenever, no trajectory is
+trained into two committed rounds, and what was trained is in every later version, unless its version was rejected.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class Rounds:
     def start(self, alias: str, from_version: int) -> Round:
         """Begin a round. A round that a dead trainer left open is abandoned: its work was never committed.
 
-        Raises ForbiddenChange when `from_version` is not the newest committed one: what another trainer committed
-        meanwhile would be lost. Since one round of an alias is open at a time, that holds until the commit.
+        Raises ForbiddenChange when `from_version` is not the newest committed one that is not rejected: what another
+        trainer committed meanwhile would be lost. Since one round of an alias is open at a time, that holds until the
+        commit.
         """
         started = Round(
             id=new_id("rnd"),
@@ -59,7 +60,9 @@ class Rounds:
             # After the update: it has waited for the commit of another trainer, which this look therefore sees.
             newest = connection.scalar(
                 sa.select(sa.func.max(table.c.to_version)).where(
-                    table.c.alias == alias, table.c.state == RoundState.COMMITTED
+                    table.c.alias == alias,
+                    table.c.state == RoundState.COMMITTED,
+                    table.c.to_version.not_in(_rejected(alias)),
                 )
             )
             if (newest or BASE_VERSION) != from_version:
@@ -158,9 +161,10 @@ class Rounds:
         return found[0]
 
     def newest_committed(self, alias: str) -> Round | None:
-        """Return the newest committed round of an alias; its checkpoint is where training goes on."""
+        """Return the newest committed round whose version is not rejected; its checkpoint is where training goes on."""
         table = schema.rounds
-        found = self._select(sa.and_(table.c.alias == alias, table.c.state == RoundState.COMMITTED), 1)
+        committed = sa.and_(table.c.alias == alias, table.c.state == RoundState.COMMITTED)
+        found = self._select(sa.and_(committed, table.c.to_version.not_in(_rejected(alias))), 1)
         return found[0] if found else None
 
     def page(self, alias: str | None = None, limit: int = 100, before: str | None = None) -> list[Round]:
@@ -180,6 +184,12 @@ class Rounds:
             )
             for row in rows
         ]
+
+
+def _rejected(alias: str) -> sa.Select[tuple[int]]:
+    """Select the versions on which nothing is built any more."""
+    policies = schema.policies
+    return sa.select(policies.c.version).where(policies.c.alias == alias, policies.c.state == PolicyState.REJECTED)
 
 
 def _consume(connection: sa.Connection, round_id: str, group_ids: Sequence[str]) -> None:

@@ -308,6 +308,7 @@ policies = sa.Table(
     sa.Column("round_id", _ID, sa.ForeignKey("rounds.id")),
     sa.Column("evidence", _JSON, nullable=False),
     sa.Column("share", sa.Double),
+    sa.Column("pruned_at", _TIME),
     _state("state", PolicyState),
     # Version 0 is the base model; every other version has an adapter.
     sa.CheckConstraint("(version = 0) = (adapter IS NULL)", name="base_has_no_adapter"),

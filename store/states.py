@@ -63,7 +63,17 @@ class PolicyState(StrEnum):
     CANARY = "canary"  # serves a share of new trajectories
     LIVE = "live"  # serves all other new trajectories; at most one per alias
     RETIRED = "retired"  # was live; still addressable while its trajectories finish
-    REJECTED = "rejected"  # failed its proof or its gate
+    REJECTED = "rejected"  # failed its proof or its gate, or was taken back; nothing is trained on top of it
+
+
+class PolicyAction(StrEnum):
+    """What was decided about a version."""
+
+    CANARY = "canary"  # it gets a share of new trajectories
+    HOLD = "hold"  # only a person promotes it
+    PROMOTE = "promote"  # it is live
+    REJECT = "reject"  # it did not pass its proof, or a newer one came first
+    ROLLBACK = "rollback"  # it served, and serves no new trajectory any more
 
 
 class ToolOutcome(StrEnum):
@@ -110,8 +120,8 @@ ROUND_STEPS: Mapping[RoundState, frozenset[RoundState]] = {
 POLICY_STEPS: Mapping[PolicyState, frozenset[PolicyState]] = {
     PolicyState.CANDIDATE: frozenset({PolicyState.CANARY, PolicyState.LIVE, PolicyState.REJECTED}),
     PolicyState.CANARY: frozenset({PolicyState.LIVE, PolicyState.REJECTED}),
-    PolicyState.LIVE: frozenset({PolicyState.RETIRED}),
-    PolicyState.RETIRED: frozenset({PolicyState.LIVE}),
+    PolicyState.LIVE: frozenset({PolicyState.RETIRED, PolicyState.REJECTED}),
+    PolicyState.RETIRED: frozenset({PolicyState.LIVE, PolicyState.REJECTED}),
     PolicyState.REJECTED: frozenset({PolicyState.LIVE}),
 }
 

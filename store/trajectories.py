@@ -18,12 +18,13 @@ from store.endings import last_word
 from store.errors import ForbiddenChange, UnknownRecord
 from store.feedback import UNHEARD, feedback_of, unindexed
 from store.listing import Chosen, page_ids
-from store.records import Call, Trajectory, Transcript
+from store.records import Call, Trajectory, Transcript, cohort_of
 from store.remembered import Remembered
 from store.shipping import FINISH, IDLE
 from store.states import TRAJECTORY_STEPS, CallState, TrajectoryState, origins
 
 _PAGE_MOST = 1000
+_ATTEMPTS_SEEN = 16  # at each task that is looked for
 
 
 class Trajectories:
@@ -148,6 +149,29 @@ class Trajectories:
         query = sa.select(runs.c.id, runs.c.last_active_at).where(runs.c.id.in_(list(trajectory_ids)))
         with read(self._engine) as connection:
             return {row.id: row.last_active_at for row in connection.execute(query)}
+
+    def held_out(self, alias: str, reason: str, limit: int) -> list[str]:
+        """Return the newest trajectory that was dropped for this reason of each task, at most `limit` ids.
+
+        Only those of one answered chat call, so that their prompt can be asked again.
+        """
+        runs, calls = schema.trajectories, schema.calls
+        whole = sa.and_(calls.c.state == CallState.ANSWERED, calls.c.status == 200, calls.c.dialect != "completions")
+        columns = (runs.c.id, runs.c.task, runs.c.root_node, runs.c.tools_hash)
+        query = (
+            sa.select(*columns)
+            .join(calls, calls.c.trajectory_id == runs.c.id)
+            .where(runs.c.alias == alias, runs.c.drop_reason == reason)
+            .group_by(*columns, runs.c.opened_at)
+            .having(sa.func.count() == 1, sa.func.sum(sa.case((whole, 1), else_=0)) == 1)
+            .order_by(runs.c.opened_at.desc(), runs.c.id.desc())
+            .limit(_ATTEMPTS_SEEN * limit)
+        )
+        newest: dict[str, str] = {}
+        with read(self._engine) as connection:
+            for row in connection.execute(query):
+                newest.setdefault(cohort_of(row.task, row.root_node, row.tools_hash), row.id)
+        return list(newest.values())[:limit]
 
     def path(self, leaf: str) -> tuple[Mapping[str, Any], ...]:
         """Return the messages from the first one to the one named `leaf`; none where it is not stored."""

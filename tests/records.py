@@ -95,12 +95,20 @@ def answered_trajectory(store: Store, name: str, answer: str = "Oslo", **changes
     store.calls.ship([start, ended(start, {"role": "assistant", "content": answer})])
 
 
-def judged_group(store: Store, names: Sequence[str], scores: Sequence[float], *, task: str = "t") -> Group:
+def judged_group(
+    store: Store,
+    names: Sequence[str],
+    scores: Sequence[float],
+    *,
+    task: str = "t",
+    versions: Sequence[int] = (),
+    alias: str = "agent",
+) -> Group:
     """Ship, seal, group and judge one-call trajectories."""
-    for name in names:
-        answered_trajectory(store, name, task=task)
-    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
-    group = store.groups.form(f"task:{task}", "agent", names, now=101.0)
+    for name, version in zip(names, versions or [0] * len(names), strict=True):
+        answered_trajectory(store, name, task=task, version=version, alias=alias)
+    store.trajectories.seal_idle(alias, now=100.0, idle_seconds=1.0)
+    group = store.groups.form(f"task:{task}", alias, names, now=101.0)
     verdicts = [
         Verdict(trajectory_id=name, group_id=group.id, judge="rule", judge_version="1", score=score)
         for name, score in zip(names, scores, strict=True)

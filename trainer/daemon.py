@@ -9,7 +9,8 @@
     watch        the newest of all     alarms                         sentinel.every_seconds
     train        judged groups         a committed round, candidate   groups_per_round or round_wait_seconds, and
                                                                       that nothing holds training
-    publish      the newest candidate  the live version, or reject    vLLM
+    publish      the newest candidate  live or canary, or rejected    vLLM
+    gate         the canary's scores   live, rolled back, or held     scores; nothing is trained meanwhile
     prune        old versions' folders space on the disk              a publication
     drain        old versions          free adapter slots             the doors
 
@@ -38,6 +39,8 @@ from trainer.baseline import ScoreBook
 from trainer.credit import Credit
 from trainer.engine import Replica
 from trainer.errors import EngineUnreachable, TrainerError, TrainingDiverged
+from trainer.evaluation import Evaluator, is_held_out
+from trainer.gatekeeper import Gatekeeper
 from trainer.grouping import plan_groups
 from trainer.judges.make import make_judge
 from trainer.judges.patience import patience_of
@@ -128,13 +131,28 @@ class Daemon:
         self._judge_version = judge.version
         self._transcripts = Transcripts(store, most=4 * settings.groups_per_round * settings.group_size)
         self._school = School(store, settings.model, settings.checkpoints, credit, self._transcripts)
+        gate = settings.gate
+        self._evaluator = None
+        if gate.held_out:
+            self._evaluator = Evaluator(
+                store,
+                self._replicas[0],
+                make_judge(settings.judge, os.environ),
+                alias=settings.model,
+                prompts=gate.evaluation_prompts,
+                samples=gate.evaluation_samples,
+            )
         self._publisher = Publisher(
             store,
             self._replicas,
             alias=settings.model,
             tolerance=settings.proof_tolerance,
             keep_loaded=settings.keep_loaded,
+            share=gate.share if gate.enabled else None,
+            evaluator=self._evaluator,
         )
+        opinion = make_judge(gate.second_judge, os.environ) if gate.second_judge else None
+        self._gate = Gatekeeper(store, settings.model, gate, judge.version, opinion)
         self._sentinel = Sentinel(settings.sentinel, store, settings.model, self.metrics, second)
         checkpoint.sweep(settings.checkpoints)
         self._version, self.learner = self._make_learner()
@@ -156,6 +174,9 @@ class Daemon:
     def close(self) -> None:
         """Close the connections to vLLM and to the judge."""
         self._scorekeeper.close()
+        self._gate.close()
+        if self._evaluator is not None:
+            self._evaluator.close()
         for replica in self._replicas:
             replica.close()
 
@@ -186,13 +207,14 @@ class Daemon:
         alias = self.settings.model
         shipped = self._store.doors.shipped_until(alias, now, since=now - DOOR_SILENCE)
         self._store.trajectories.seal_idle(alias, shipped, self.settings.seal_after_idle_seconds)
+        decided = self._gate.turn(now)
         grouped = self._group(now, shipped)
         scored = self._score(now)
         self._sentinel.look(now)
         trained = self._train(now)
         published = self._publish()
         self._drain(now)
-        return grouped or scored or trained or published
+        return decided or grouped or scored or trained or published
 
     def _group(self, now: float, shipped: float) -> bool:
         patience = self._patience
@@ -209,6 +231,7 @@ class Daemon:
             wait_seconds=self.settings.group_wait_seconds,
             singles=self.settings.singles == "baseline",
             now=now,
+            held_out={run.id for run in waiting if is_held_out(run.group_key, self.settings.gate.held_out)},
         )
         try:
             for reason in {reason for _, reason in plan.drops}:
@@ -229,6 +252,8 @@ class Daemon:
         return bool(scored)
 
     def _train(self, now: float) -> bool:
+        if self._gate.pending:  # the next version is built on a decided one
+            return False
         waiting = self._fresh(self._store.groups.judged(self.settings.model, limit=self._most_waiting))
         if not waiting:
             self._first_judged = None
@@ -243,7 +268,7 @@ class Daemon:
             return False
         # The newest first: where more comes in than can be trained, the rest grows stale, not what is used.
         newest = self._newest(waiting)
-        if self._spoilt:
+        if self._spoilt or self._school.newest()[0] != self._version:  # a version may have been rejected since
             self._version, self.learner = self._make_learner()
         # Whatever ends the round before its commit leaves a learner that nothing stands for.
         self._spoilt = True
@@ -295,13 +320,18 @@ class Daemon:
 
     def _publish(self) -> bool:
         """Publish the newest candidate. Older ones were overtaken while vLLM was away: they are rejected."""
+        if self._gate.pending:
+            return False
         policies = self._store.policies.all(self.settings.model)
         candidates = [policy for policy in policies if policy.state is PolicyState.CANDIDATE]
-        for overtaken in candidates[:-1]:
-            self._store.policies.reject(overtaken.alias, overtaken.version, {"reason": "a newer version came first"})
         if not candidates:
             return False
-        self._publisher.publish(candidates[-1], self._school.probes(candidates[-1]), self.learner.score)
+        try:
+            for older in candidates[:-1]:
+                self._store.policies.reject(older.alias, older.version, {}, reason="a newer version came first")
+            self._publisher.publish(candidates[-1], self._school.probes(candidates[-1]), self.learner.score)
+        except ForbiddenChange as overtaken:  # a person decided meanwhile
+            log.info("event=publish_overtaken reason=%r", str(overtaken))
         self._prune()
         return True
 
@@ -317,6 +347,9 @@ class Daemon:
             newest=settings.keep_folders,
             states=settings.keep_states,
         )
+        for old in self._store.policies.all(alias):  # first the mark, so that nobody promotes what is half gone
+            if old.version not in kept.folders and old.adapter and old.pruned_at is None:
+                self._store.policies.prune(alias, old.version, time.time())
         gone = checkpoint.prune(settings.checkpoints, kept.folders, kept.states)
         if gone:
             log.info("event=versions_pruned alias=%s versions=%s", alias, ",".join(map(str, gone)))

@@ -6,7 +6,7 @@ twice: vLLM keys its prefix cache by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,28 @@ class Replica:
             {int(token.removeprefix("token_id:")): float(value) for token, value in likeliest.items()}
             for likeliest in (choice["logprobs"]["top_logprobs"][0] for choice in choices)
         ]
+
+    def chat(
+        self,
+        name: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        sampling: Mapping[str, Any],
+        count: int,
+    ) -> list[tuple[Mapping[str, Any], int]]:
+        """Return `count` sampled answers of `name` to a prompt, as messages, each with its length in tokens (a mean).
+
+        Raises AdapterRefused with vLLM's own words.
+        """
+        body = {"model": name, "messages": list(messages), **sampling, "n": count}
+        if tools:
+            body["tools"] = list(tools)
+        answer = self._ask("POST", "/v1/chat/completions", body)
+        if answer.is_error:
+            raise AdapterRefused(f"{self.url} could not answer with {name}: {answer.text[:500]}")
+        content = answer.json()
+        tokens = round(int(content["usage"]["completion_tokens"]) / count)
+        return [(choice["message"], tokens) for choice in content["choices"]]
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         try:

@@ -1,8 +1,9 @@
-"""Publishing: from a candidate on disk to the live version on every replica, and old versions out again.
+"""Publishing: from a candidate on disk to the live version or the canary on every replica, and old versions out again.
 
 Order: load everywhere under a new name, prove everywhere, flip in the store, wait for the doors, drain, unload.
 Promises: no version becomes live that a replica does not serve as the trainer made it; no version is unloaded while a
-trajectory is pinned to it. Does not train and does not decide whether a version is better.
+trajectory is pinned to it. Does not train; of the decision whether a version is better it makes the first part, on
+held-out prompts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from store.records import BASE_VERSION, Policy
 from store.states import PolicyState
 from trainer.engine import Replica
 from trainer.errors import AdapterRefused
+from trainer.evaluation import Evaluator
 from trainer.proof import Proof, prove
 
 log = logging.getLogger(__name__)
@@ -29,19 +31,32 @@ DOOR_SILENCE = 10.0  # seconds after which a proxy that does not beat counts as 
 
 
 class Publisher:
-    """Moves the newest candidate of one alias to live, or rejects it with the reason."""
+    """Moves the newest candidate of one alias to live, or rejects it with the reason.
+
+    With a `share` it becomes a canary, and the gate decides further.
+    """
 
     def __init__(
-        self, store: Store, replicas: Sequence[Replica], *, alias: str, tolerance: float, keep_loaded: int
+        self,
+        store: Store,
+        replicas: Sequence[Replica],
+        *,
+        alias: str,
+        tolerance: float,
+        keep_loaded: int,
+        share: float | None = None,
+        evaluator: Evaluator | None = None,
     ) -> None:
         self._store = store
         self._replicas = replicas
         self._alias = alias
         self._tolerance = tolerance
         self._keep_loaded = keep_loaded
+        self._share = share
+        self._evaluator = evaluator
 
     def publish(self, candidate: Policy, probes: Sequence[Sequence[int]], score: Score) -> bool:
-        """Load, prove and promote a candidate; return whether it is live now.
+        """Load, prove, evaluate and release a candidate; return whether it serves now.
 
         `probes` are id sequences, `score` the trainer's own logprobs of every id of a sequence. Raises
         EngineUnreachable when a replica does not answer: the candidate stays one, and publishing it again is safe.
@@ -63,10 +78,26 @@ class Publisher:
                 return self._reject(candidate, str(refusal), proofs)
             if not proofs[replica.url].holds:
                 return self._reject(candidate, f"{replica.url}: {proofs[replica.url].reason}", proofs)
-        self._store.policies.promote(self._alias, candidate.version, _evidence(proofs), only_from=PolicyState.CANDIDATE)
-        self._store.alarms.clear(f"swap_refused:{self._alias}")
         worst = max((proof.served_vs_trainer for proof in proofs.values()), default=0.0)
-        log.info("event=policy_live policy=%s replaces=%s proof_nats=%.5f", candidate.served_name, live.version, worst)
+        reason = f"its served logprobs lie {worst:.5f} nats from the trainer's"
+        evaluation = self._evaluator.evaluate(candidate, live) if self._evaluator else None
+        evidence = _evidence(proofs) | (evaluation.evidence() if evaluation else {})
+        if evaluation is not None:
+            reason = f"{reason}; {evaluation.told()}"
+            if evaluation.worse:
+                return self._turn_down(candidate, evaluation.told(), evidence)
+        if self._share is None:
+            self._store.policies.promote(
+                self._alias, candidate.version, evidence, only_from=PolicyState.CANDIDATE, reason=reason
+            )
+            event = "policy_live"
+        else:
+            self._store.policies.canary(
+                self._alias, candidate.version, self._share, evidence, by="proof", reason=reason
+            )
+            event = "policy_canary"
+        self._store.alarms.clear(f"swap_refused:{self._alias}")
+        log.info("event=%s policy=%s beside=%s proof_nats=%.5f", event, candidate.served_name, live.version, worst)
         return True
 
     def drain(self, now: float) -> list[str]:
@@ -94,13 +125,25 @@ class Publisher:
         return unloaded
 
     def _reject(self, candidate: Policy, reason: str, proofs: dict[str, Proof]) -> bool:
-        self._store.policies.reject(self._alias, candidate.version, _evidence(proofs) | {"reason": reason})
+        told = _evidence(proofs) | {"reason": reason}
+        self._store.policies.reject(self._alias, candidate.version, told, reason=reason)
         self._store.alarms.raise_(f"swap_refused:{self._alias}", f"{candidate.served_name} was not made live: {reason}")
         log.error("event=policy_rejected policy=%s reason=%r", candidate.served_name, reason)
+        self._unload(candidate)
+        return False
+
+    def _turn_down(self, candidate: Policy, reason: str, evidence: dict[str, object]) -> bool:
+        """Reject a candidate that is worse; that is no fault, so there is no alarm."""
+        self._store.policies.reject(self._alias, candidate.version, evidence, by="evaluation", reason=reason)
+        self._store.alarms.clear(f"swap_refused:{self._alias}")
+        log.warning("event=policy_turned_down policy=%s reason=%r", candidate.served_name, reason)
+        self._unload(candidate)
+        return False
+
+    def _unload(self, candidate: Policy) -> None:
         for replica in self._replicas:
             if candidate.served_name in replica.models():
                 replica.unload(candidate.served_name)
-        return False
 
 
 def prove_served(

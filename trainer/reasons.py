@@ -19,6 +19,8 @@ DROPPED: Mapping[str, str] = {
     "diverged": "the gradient was not finite: lower trainer.learner.learning_rate",
     "eval": "asked for by explicit version: a measurement, never training data",
     "other": "a call to another model: recorded, never trained",
+    "held_out": "its task is set aside for evaluation (trainer.gate.held_out)",
+    "rolled_back": "a version that was rejected sampled it: see `ratchet policies show`",
     "cut_off": "a machine ended its last call, which is not the policy's failure: see the proxy's errors",
 }
 

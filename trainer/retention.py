@@ -32,7 +32,7 @@ def retained(
     """Say what stays: `newest` versions with their folder, `states` of them with their state; `best`, best first."""
     versions = sorted((policy.version for policy in policies if policy.version != BASE_VERSION), reverse=True)
     serving = {policy.version for policy in policies if policy.state in _SERVING}
-    with_state = {*versions[:states], *best[:states]}
+    with_state = {*versions[:states], *best[:states], *serving}  # after a roll back training goes on from the live one
     return Retention(folders={*versions[:newest], *serving, *pinned, *with_state}, states=with_state)
 
 

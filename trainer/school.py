@@ -64,7 +64,7 @@ class School:
         self._credit = credit
 
     def newest(self) -> tuple[int, Path | None]:
-        """Return (version, checkpoint) where training goes on, (0, None) before the first round.
+        """Return (version, checkpoint) where training goes on: the newest that is not rejected, else (0, None).
 
         The store decides, not the newest folder. Raises CheckpointDamaged when that checkpoint is not whole.
         """

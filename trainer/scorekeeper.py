@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from store import Store
+from store.errors import ForbiddenChange
 from store.records import Group, Trajectory, Transcript, Verdict
 from trainer.credit import Credit
 from trainer.judges import Judge, Judgement
@@ -97,7 +98,10 @@ class Scorekeeper:
         for asked in [asked for asked in self._asked.values() if asked.answer in done]:
             del self._asked[asked.group.id]
             judgement = asked.answer.result()
-            self._write_down(asked.group, asked.members, asked.heard, judgement, now)
+            try:
+                self._write_down(asked.group, asked.members, asked.heard, judgement, now)
+            except ForbiddenChange as dropped:  # with the version that sampled it
+                log.info("event=verdict_too_late group=%s reason=%r", asked.group.id, str(dropped))
             self._tell(asked.measures, judgement)
             if self._second is not None:
                 self._second.compare(asked.group.id, judgement.verdicts)

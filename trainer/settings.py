@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trainer.degenerate import why_nothing_is_learnt
+from trainer.gate_settings import GateSettings
 from trainer.judges.settings import JudgeSpec
 from trainer.learner_settings import LearnerSettings
 from trainer.sentinel.settings import SentinelSettings
@@ -63,6 +64,7 @@ class TrainerSettings(BaseModel):
     sentinel: SentinelSettings = Field(
         default_factory=lambda: SentinelSettings(), description="what is watched, and from where on it is an alarm"
     )
+    gate: GateSettings = Field(default_factory=GateSettings, description="what a proven version must show")
     learner: LearnerSettings = Field(default_factory=LearnerSettings, description="the LoRA learner")
 
     @field_validator("learner", mode="before")

@@ -71,3 +71,25 @@ def test_the_journals_metrics_say_what_is_shipped(proxy: Proxy) -> None:
     text = proxy.http.get("/metrics").text
     assert "ratchet_journal_unshipped_records 0.0" in text
     assert "ratchet_shipped_records_total 4.0" in text
+
+
+def test_versions_are_promoted_and_rolled_back_by_hand_with_a_reason(proxy: Proxy) -> None:
+    for version in (1, 2):
+        held = proxy.store.rounds.start("agent", 0)
+        proxy.store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
+    where: dict[str, str] = {"alias": "agent"}
+    assert proxy.http.post("/api/policies/1/promote", params=where, json={}).status_code == 422
+    why = {"reason": "looked at it", "by": "anna"}
+    assert proxy.http.post("/api/policies/1/promote", params=where, json=why).json()["state"] == "live"
+    assert proxy.http.post("/api/policies/1/promote", params=where, json=why).status_code == 409
+    assert proxy.http.post("/api/policies/9/promote", params=where, json=why).status_code == 404
+    rejected = proxy.http.post("/api/policies/0/rollback", params=where, json={"reason": "rude"}).json()["data"]
+    assert [policy["version"] for policy in rejected] == [1, 2]
+    first = next(p for p in proxy.http.get("/api/policies").json()["data"] if p["version"] == 1)
+    assert (first["state"], first["decision"]["action"], first["decision"]["reason"]) == (
+        "rejected",
+        "rollback",
+        "rude",
+    )
+    told = proxy.http.get("/api/policies/1/decisions", params=where).json()["data"]
+    assert [(one["action"], one["by"]) for one in told] == [("rollback", "operator"), ("promote", "anna")]

@@ -151,8 +151,21 @@ def test_one_version_is_live_and_the_old_one_stays_addressable(store: Store) -> 
     assert store.policies.get("agent", 1).evidence == {"proof": 0.001}
     with pytest.raises(ForbiddenChange, match="live and cannot become live"):
         store.policies.promote("agent", 1, {})
-    store.policies.promote("agent", 0, {"why": "rolled back"})
-    assert store.policies.live()["agent"].version == 0
+    with pytest.raises(ForbiddenChange, match="roll back to it instead"):
+        store.policies.promote("agent", 0, {})
+    (rejected,) = store.policies.roll_back("agent", 0, {}, by="anna", reason="rude")
+    assert (rejected.version, rejected.state, store.policies.live()["agent"].version) == (1, PolicyState.REJECTED, 0)
+    assert store.rounds.newest_committed("agent") is None  # training goes on from the base
+    told = [
+        (decision.version, decision.action, decision.by, decision.reason) for decision in store.decisions.of("agent")
+    ]
+    assert told == [
+        (0, "promote", "anna", "rolled back to, from 1: rude"),
+        (1, "rollback", "anna", "rude"),
+        (1, "promote", "proof", "proven"),
+    ]
+    with pytest.raises(ForbiddenChange, match="nothing to roll back"):
+        store.policies.roll_back("agent", 0, {}, by="anna", reason="again")
     store.policies.register_base("agent", "renamed")
     assert store.policies.get("agent", 0).served_name == "renamed"
 
@@ -176,6 +189,51 @@ def test_one_candidate_is_a_canary_until_it_is_promoted_or_rejected(store: Store
     store.policies.canary("agent", 2, 0.1)
     assert store.policies.reject("agent", 2, {}).share is None
     assert [policy.version for policy in store.policies.serving()] == [1]
+
+
+def test_what_a_rejected_version_sampled_is_dropped_and_its_groups_go_on_without_it(store: Store) -> None:
+    store.policies.register_base("agent", "base")
+    held = store.rounds.start("agent", 0)
+    store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[], metrics={})
+    mixed = judged_group(store, ["a", "b"], [0.0, 1.0], task="mixed", versions=(0, 1))
+    alone = judged_group(store, ["c", "d"], [0.0, 1.0], task="alone", versions=(1, 1))
+    assert [found.score for found in store.groups.rewards("agent", "1", 1)] == [1.0, 0.0, 1.0]
+    assert store.groups.rewards("agent", "1", 1, since=9.0) == []
+    assert store.groups.drop_rejected("agent", "rolled_back") == 0
+    store.policies.reject("agent", 1, {})
+    assert store.groups.drop_rejected("agent", "rolled_back") == 3
+    assert store.groups.drop_rejected("agent", "rolled_back") == 0
+    assert store.groups.get(mixed.id).members == ("a",)
+    assert (store.groups.get(alone.id).state, store.groups.get(alone.id).members) == (GroupState.DROPPED, ("c", "d"))
+    store.groups.drop(mixed.id, "stale")
+    assert store.trajectories.drop_counts() == {"rolled_back": 3, "stale": 1}
+
+
+def test_held_out_prompts_are_the_newest_of_each_task_and_of_one_answered_call(store: Store) -> None:
+    for at, (name, task) in enumerate(
+        [("old", "t/1"), ("new", "t/1"), ("long", "t/2"), ("kept", "t/3"), ("text", "t/4")]
+    ):
+        changes = {"dialect": "completions"} if name == "text" else {}
+        answered_trajectory(store, name, task=task, at=float(at), **changes)
+    start = begun("call_more", "long", at=9.0)
+    store.calls.ship([start, ended(start, {"role": "assistant", "content": "more"})])
+    for name in ("old", "new", "long", "kept", "text"):
+        store.trajectories.seal(name, now=10.0)
+    store.trajectories.drop(["old", "new", "long", "text"], "held_out")
+    assert store.trajectories.held_out("agent", "held_out", 9) == ["new"]
+
+
+def test_a_pruned_version_serves_no_more(store: Store) -> None:
+    store.policies.register_base("agent", "base")
+    for version in (1, 2):
+        held = store.rounds.start("agent", version - 1)
+        store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
+        store.policies.promote("agent", version, {})
+    with pytest.raises(ForbiddenChange, match="in use"):
+        store.policies.prune("agent", 2, now=5.0)
+    assert store.policies.prune("agent", 1, now=5.0).pruned_at == 5.0
+    with pytest.raises(ForbiddenChange, match="was pruned"):
+        store.policies.roll_back("agent", 1, {}, by="anna", reason="rude")
 
 
 def test_dropped_trajectories_are_counted_by_reason(store: Store) -> None:

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from store import database, open_store
 from store.messages import path
-from store.records import pack_ids, pack_logprobs
+from store.records import pack_ids
 from store.verification import verify
 from tests.records import QUESTION, TOOLS, begun, ended
 
@@ -54,7 +54,7 @@ def test_a_store_of_the_first_schema_holds_the_same_after_the_migration(store_ur
     assert found.trajectory.root_node == path(QUESTION)[-1].hash
     (call,) = found.calls
     assert (call.prompt_ids, call.choices[0].ids) == (pack_ids((1, 2)), pack_ids(IDS))
-    assert call.choices[0].logprobs == pack_logprobs([-0.5] * 3)
+    assert call.choices[0].logprobs == ended(begun("call_1", "t1"), REPLY, ids=IDS).choices[0].logprobs
     store.calls.ship([ended(begun("call_1", "t1"), REPLY), ended(begun("call_2", "t1"), REPLY)])
     assert store.calls.message_count() == 3  # what comes again is known again
     store.close()

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from store import Store, open_store
+from tests.trainer import judge_samples
+from tests.trainer.scripted_engine import ScriptedEngine
 from tests.trainer.tiny import build_tiny_model
+
+if TYPE_CHECKING:
+    from trainer.daemon import Daemon
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +26,56 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # One thread: the operations are so small that on a busy machine a second one is only waited for, 50 times as long.
     torch.set_num_threads(1)
     return build_tiny_model(tmp_path_factory.mktemp("tiny_model"))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(str(tmp_path / "store.db"))
+    opened.policies.register_base("agent", "base")
+    judge_samples.by_answer.clear()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[ScriptedEngine]:
+    made = ScriptedEngine(lambda name, ids: 0.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make_daemon(
+    store: Store, engine: ScriptedEngine, tiny_model: Path, tmp_path: Path
+) -> Iterator[Callable[..., Daemon]]:
+    from trainer.daemon import Daemon
+    from trainer.learner_settings import LearnerSettings
+    from trainer.settings import TrainerSettings
+
+    made: list[Daemon] = []
+
+    def make(**changes: Any) -> Daemon:
+        values: dict[str, Any] = {
+            "store": str(tmp_path / "store.db"),
+            "model": "agent",
+            "base_model": str(tiny_model),
+            "vllm": (engine.url,),
+            "checkpoints": tmp_path / "checkpoints",
+            "judge": "tests.trainer.judge_samples:scripted",
+            "group_size": 2,
+            "groups_per_round": 2,
+            "learner": LearnerSettings(learning_rate=1e-2),
+        }
+        daemon = Daemon(TrainerSettings(**(values | changes)), store, threading.Event())
+        made.append(daemon)
+
+        def served(name: str, ids: Sequence[int]) -> float:
+            newest = list(engine.loaded)[-1:] == [name]  # older versions answer like the base
+            return daemon.learner.score([ids], adapter=newest)[0][-1]
+
+        engine.scorer = served
+        return daemon
+
+    yield make
+    for daemon in made:
+        daemon.close()

@@ -22,6 +22,8 @@ class ScriptedEngine:
         self.loaded: dict[str, str] = {}
         self.log: list[str] = []
         self.refuse: str | None = None
+        self.reply: Callable[[str, Sequence[Any]], str] = lambda name, messages: "noted"
+        self.asked: list[dict[str, Any]] = []  # bodies of chat calls
         self.key: str | None = None
         engine = self
 
@@ -68,6 +70,12 @@ class ScriptedEngine:
             self.loaded.pop(body["lora_name"], None)
             self.log.append(f"unload {body['lora_name']}")
             return 200, {}
+        if path == "/v1/chat/completions":
+            self.asked.append(body)
+            message = {"role": "assistant", "content": self.reply(body["model"], body["messages"])}
+            count = body.get("n", 1)
+            said = [{"index": index, "message": message} for index in range(count)]
+            return 200, {"choices": said, "usage": {"completion_tokens": 3 * count}}
         choices = [
             {"index": index, "logprobs": {"top_logprobs": [self._likeliest(body["model"], ids, body["logprobs"])]}}
             for index, ids in enumerate(body["prompt"])

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from store import Store, open_store
-from store.errors import ForbiddenChange, StoreUnavailable
+from store import Store
+from store.errors import StoreUnavailable
 from store.records import Policy
 from store.rounds import Rounds
 from store.states import GroupState, RoundState, ToolResult, TrajectoryState
-from tests.records import begun, ended
-from tests.trainer import judge_samples
+from tests.trainer.agents import agents_work
 from tests.trainer.scripted_engine import ScriptedEngine
 from tests.trainer.tool_records import tool_called
 from trainer.checkpoint import newest_complete
 from trainer.credit import Credit
 from trainer.daemon import Daemon
 from trainer.errors import CheckpointDamaged, TrainingDiverged
-from trainer.learner import LearnerSettings, RoundReport
+from trainer.learner import RoundReport
 from trainer.school import Pupil, School
-from trainer.settings import TrainerSettings
 from trainer.tokens import TokenRow
 
 
@@ -72,71 +69,6 @@ class Diverging(Power):
 
     def train_round(self, rows: Sequence[TokenRow]) -> RoundReport:
         raise TrainingDiverged("the gradient's norm is nan")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = open_store(str(tmp_path / "store.db"))
-    opened.policies.register_base("agent", "base")
-    judge_samples.by_answer.clear()
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def engine() -> Iterator[ScriptedEngine]:
-    made = ScriptedEngine(lambda name, ids: 0.0)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def make_daemon(
-    store: Store, engine: ScriptedEngine, tiny_model: Path, tmp_path: Path
-) -> Iterator[Callable[..., Daemon]]:
-    made: list[Daemon] = []
-
-    def make(**changes: Any) -> Daemon:
-        values: dict[str, Any] = {
-            "store": str(tmp_path / "store.db"),
-            "model": "agent",
-            "base_model": str(tiny_model),
-            "vllm": (engine.url,),
-            "checkpoints": tmp_path / "checkpoints",
-            "judge": "tests.trainer.judge_samples:scripted",
-            "group_size": 2,
-            "groups_per_round": 2,
-            "learner": LearnerSettings(learning_rate=1e-2),
-        }
-        daemon = Daemon(TrainerSettings(**(values | changes)), store, threading.Event())
-        made.append(daemon)
-
-        def served(name: str, ids: Sequence[int]) -> float:
-            newest = list(engine.loaded)[-1:] == [name]  # older versions answer like the base
-            return daemon.learner.score([ids], adapter=newest)[0][-1]
-
-        engine.scorer = served
-        return daemon
-
-    yield make
-    for daemon in made:
-        daemon.close()
-
-
-def agents_work(
-    store: Store, task: str, scores: Sequence[float], prompt: Sequence[int] = (5, 6, 7), temperature: float = 1.0
-) -> list[str]:
-    """One-call trajectories of one task, with the scores that the judge will give them."""
-    names = []
-    for number, score in enumerate(scores):
-        name = f"{task}-{number}"
-        judge_samples.by_answer[name] = score
-        start = begun(f"call_{name}", name, task=task, sampling={"temperature": temperature})
-        ids = (10 + number, 11, 2)
-        reply = {"role": "assistant", "content": name}
-        store.calls.ship([ended(start, reply, prompt=prompt, ids=ids)])
-        names.append(name)
-    return names
 
 
 def test_shipped_calls_become_a_live_version_that_is_proven_to_be_served(
@@ -225,9 +157,7 @@ def test_a_leader_that_was_overtaken_goes_on_from_what_the_other_one_committed(
     make_daemon().turn(1000.0)
     agents_work(store, "c", [0.0, 1.0])
     agents_work(store, "d", [0.0, 1.0])
-    with pytest.raises(ForbiddenChange, match="agent@1 is committed"):
-        stood_still.turn(1001.0)
-    stood_still.turn(1002.0)
+    stood_still.turn(1001.0)
     assert stood_still.learner.step == 2
     committed = [held for held in store.rounds.page("agent") if held.state is RoundState.COMMITTED]
     assert [(held.from_version, held.to_version) for held in committed] == [(1, 2), (0, 1)]

@@ -15,8 +15,8 @@ from store.records import Feedback, Transcript
 from store.states import GroupState, TrajectoryState
 from tests.records import answered_trajectory
 from tests.trainer import judge_samples
+from tests.trainer.agents import agents_work
 from tests.trainer.scripted_engine import ScriptedEngine
-from tests.trainer.test_daemon import agents_work
 from trainer.daemon import Daemon
 from trainer.grouping import NO_FEEDBACK
 from trainer.judges.feedback import FeedbackJudge, votes_of

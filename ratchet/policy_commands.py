@@ -1,0 +1,192 @@
+"""The commands about versions of a model: list and show them, and promote or roll back by hand with the reason."""
+
+from __future__ import annotations
+
+import getpass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ratchet import options
+
+if TYPE_CHECKING:
+    from store import Store
+    from store.decisions import Decision
+    from store.records import Policy
+
+_BY_HAND = click.option("--reason", required=True, help="Why; it is kept with the decision.")
+
+
+@click.group()
+def policies() -> None:
+    """Look at the versions of a model, and decide about them by hand.
+
+    \b
+    Example:
+      ratchet policies list --model mail
+    """
+
+
+@policies.command("list")
+@options.alias
+@options.store_url
+@options.project
+@options.as_json
+@click.pass_context
+def list_policies(
+    context: click.Context, model: str | None, store: str | None, project: str | None, as_json: bool
+) -> None:
+    """List every version: state, what vLLM knows it by, its adapter, and the newest decision about it.
+
+    \b
+    Example:
+      ratchet policies list --model mail --json
+    """
+    with _opened(context, store, project) as opened:
+        found, decided = opened.policies.all(model), opened.decisions.latest(model)
+    if as_json:
+        options.emit([_plain(one) | _last_decision(decided.get((one.alias, one.version))) for one in found])
+        return
+    for policy in found:
+        click.echo(_line(policy))
+        if decision := decided.get((policy.alias, policy.version)):
+            click.echo(f"    {_decided(decision)}")
+    if not found:
+        click.echo("no versions yet: nothing has run on this store")
+
+
+@policies.command()
+@click.argument("alias")
+@click.argument("version", type=int, required=False)
+@options.store_url
+@options.project
+@options.as_json
+@click.pass_context
+def show(
+    context: click.Context, alias: str, version: int | None, store: str | None, project: str | None, as_json: bool
+) -> None:
+    """Show every decision about a model, or about one version of it, newest first, with its evidence.
+
+    \b
+    Example:
+      ratchet policies show mail 7
+    """
+    from ratchet.status import canary_line, canary_scores
+
+    with _opened(context, store, project) as opened:
+        if version is not None:
+            opened.policies.get(alias, version)
+        decisions = opened.decisions.of(alias, version)
+        scores = canary_scores(opened, alias)
+    if as_json:
+        options.emit({"decisions": [_plain(decision) for decision in decisions], "canary": scores})
+        return
+    if scores:
+        click.echo(f"canary {alias}{canary_line(scores)}")
+    for decision in decisions:
+        click.echo(f"{alias}@{decision.version}  {_decided(decision)}")
+        for name, value in _leaves(decision.evidence):
+            click.echo(f"    {name}: {value:g}" if isinstance(value, float) else f"    {name}: {value}")
+    if not decisions:
+        click.echo(f"nothing was decided about {alias} yet")
+
+
+@policies.command()
+@click.argument("alias")
+@click.argument("version", type=int, required=False)
+@_BY_HAND
+@options.store_url
+@options.project
+@click.pass_context
+def promote(
+    context: click.Context, alias: str, version: int | None, reason: str, store: str | None, project: str | None
+) -> None:
+    """Make a version live: the one that is named, else the canary. Running proxies follow within a second.
+
+    \b
+    Example:
+      ratchet policies promote mail --reason "read fifty answers, the gain is real"
+    """
+    with _opened(context, store, project) as opened:
+        done = opened.policies.promote_by_hand(alias, version, by=_who(), reason=reason)
+    click.echo(f"{done.alias}@{done.version} is live")
+
+
+@policies.command()
+@click.argument("alias")
+@click.argument("version", type=int, required=False)
+@_BY_HAND
+@options.store_url
+@options.project
+@click.pass_context
+def rollback(
+    context: click.Context, alias: str, version: int | None, reason: str, store: str | None, project: str | None
+) -> None:
+    """Go back to a version and reject every later one; training goes on from there.
+
+    Without a version: a canary is taken back; where there is none, the version that was live before is live again.
+
+    \b
+    Example:
+      ratchet policies rollback mail 6 --reason "version 7 is rude"
+    """
+    with _opened(context, store, project) as opened:
+        rejected = opened.policies.roll_back_by_hand(alias, version, by=_who(), reason=reason)
+        live = opened.policies.live()[alias]
+    names = ", ".join(f"{policy.alias}@{policy.version}" for policy in rejected)
+    click.echo(f"{alias}@{live.version} is live; rejected: {names}")
+
+
+@contextmanager
+def _opened(context: click.Context, store: str | None, project: str | None) -> Iterator[Store]:
+    from store import open_store
+
+    opened = open_store(options.running_settings_of(context, {"store": store, "project": project}).store_url)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def _who() -> str:
+    try:
+        return getpass.getuser()
+    except OSError:  # a container may run under a number that has no name
+        return "a person"
+
+
+def _line(policy: Policy) -> str:
+    share = f" {policy.share:.0%}" if policy.share else ""
+    where = "pruned" if policy.pruned_at else policy.adapter or "base model"
+    return f"{policy.alias}@{policy.version}  {f'{policy.state}{share}':<11}  {_when(policy.created_at)}  {where}"
+
+
+def _decided(decision: Decision) -> str:
+    return f"{decision.action} by {decision.by}, {_when(decision.decided_at)}: {decision.reason}"
+
+
+def _when(moment: float) -> str:
+    from datetime import UTC, datetime
+
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    import msgspec
+
+    plain: dict[str, Any] = msgspec.to_builtins(record)
+    return plain
+
+
+def _last_decision(decision: Decision | None) -> dict[str, Any]:
+    return {"decision": _plain(decision) if decision else None}
+
+
+def _leaves(evidence: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in evidence.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value

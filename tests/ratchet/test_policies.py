@@ -1,0 +1,68 @@
+"""`ratchet policies`: what was decided and why, and deciding by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from store import Store, open_store
+from tests.ratchet.project import Project
+from tests.records import judged_group
+
+
+@pytest.fixture
+def url(project: Project) -> str:
+    return f"sqlite:///{project.folder / 'made.db'}"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    opened = open_store(url)
+    opened.policies.register_base("mail", "base")
+    for version in (1, 2, 3):
+        held = opened.rounds.start("mail", version - 1)
+        opened.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
+        if version < 3:
+            opened.policies.promote(
+                "mail", version, {"proof": {"worst": 0.001}}, reason="its logprobs are the trainer's"
+            )
+    opened.policies.canary("mail", 3, 0.25)
+    yield opened
+    opened.close()
+
+
+def test_the_canarys_scores_and_all_decisions_are_shown(project: Project, store: Store, url: str) -> None:
+    judged_group(store, ["a", "b"], [0.5, 1.0], alias="mail", versions=(3, 3))
+    told = project.run("policies", "show", "mail", "--store", url).stdout
+    assert "canary mail@3 25%: canary 2 scores, mean 0.750, live 0 scores" in told
+    assert "promote by proof" in told
+    assert "proof.worst: 0.001" in told
+    listed = json.loads(project.run("policies", "list", "--store", url, "--json").stdout)
+    assert [one["decision"] and one["decision"]["action"] for one in listed] == [None, "promote", "promote", "canary"]
+    status = project.run("status", "--json", "--project", "default").stdout
+    assert json.loads(status)["project"] == "default"
+
+
+def test_a_canary_is_promoted_or_taken_back_by_hand_with_the_reason(project: Project, store: Store, url: str) -> None:
+    assert project.run("policies", "promote", "mail", "--store", url).returncode == 2  # no reason
+    taken = project.run("policies", "rollback", "mail", "--reason", "too short", "--store", url)
+    assert taken.stdout == "mail@2 is live; rejected: mail@3\n"
+    assert store.decisions.of("mail", 3)[0].reason == "too short"
+    done = project.run("policies", "promote", "mail", "3", "--reason", "it is fine after all", "--store", url)
+    assert done.stdout == "mail@3 is live\n"
+
+
+def test_going_back_rejects_what_came_after(project: Project, store: Store, url: str) -> None:
+    assert (
+        "nothing to roll back"
+        not in project.run("policies", "rollback", "mail", "--reason", "x", "--store", url).stdout
+    )
+    back = project.run("policies", "rollback", "mail", "--reason", "rude", "--store", url)
+    assert back.stdout == "mail@1 is live; rejected: mail@2\n"
+    refused = project.run("policies", "promote", "mail", "0", "--reason", "x", "--store", url)
+    assert refused.returncode == 1
+    assert "roll back to it instead" in refused.stdout
+    unknown = project.run("policies", "promote", "mail", "9", "--reason", "x", "--store", url)
+    assert "no policy mail@9" in unknown.stdout

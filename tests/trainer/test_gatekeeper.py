@@ -1,0 +1,162 @@
+"""The gate in the daemon: worse versions go back, better ones become live, doubtful ones wait; all is on record."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+from store import Store
+from store.states import PolicyAction, PolicyState
+from tests.trainer import judge_samples
+from tests.trainer.agents import agents_work
+from trainer.daemon import Daemon
+
+GATE = {"enabled": True, "share": 0.25, "min_samples": 10, "max_samples": 60, "margin": 0.1}
+
+
+def first_canary(store: Store, daemon: Daemon) -> float:
+    """Bring the daemon to its first canary; return the time after that."""
+    agents_work(store, "a", [0.0, 1.0])
+    agents_work(store, "b", [1.0, 0.0])
+    now = time.time()
+    daemon.turn(now)
+    assert [(p.version, p.state) for p in store.policies.serving()] == [(0, "live"), (1, "canary")]
+    return now + 1.0
+
+
+def traffic(store: Store, daemon: Daemon, now: float, *, canary: float, live: float, most: int = 40) -> int:
+    """Serve both versions, by share, with these success rates until something is decided; return how many batches."""
+    dice = random.Random(7)
+    for batch in range(most):
+        for version, rate, count in ((1, canary, 2), (0, live, 6)):
+            scores = [float(dice.random() < rate) for _ in range(count)]
+            agents_work(store, f"{now:.0f}-{batch}-v{version}", scores, version=version, at=time.time())
+        daemon.turn(now + batch + 100.0)
+        daemon.turn(now + batch + 101.5)
+        if store.policies.get("agent", 1).state is not PolicyState.CANARY:
+            return batch
+    return most
+
+
+def test_a_worse_version_is_rolled_back_and_what_it_sampled_is_not_trained(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    daemon = make_daemon(gate=GATE, groups_per_round=2)
+    spoilt = daemon.learner
+    now = first_canary(store, daemon)
+    assert traffic(store, daemon, now, canary=0.1, live=0.9) < 40
+    assert [p.version for p in store.policies.serving()] == [0]
+    newest = store.decisions.of("agent", 1)[0]
+    assert (newest.action, newest.by) == (PolicyAction.ROLLBACK, "gate")
+    assert newest.evidence["gate"]["difference"]["high"] < 0
+    assert store.trajectories.drop_counts()["rolled_back"] > 0
+    agents_work(store, "mixed", [0.0, 1.0], at=time.time())
+    agents_work(store, "other", [1.0, 0.0], at=time.time())
+    daemon.turn(now + 300.0)
+    daemon.turn(now + 302.0)
+    assert daemon.learner is not spoilt  # it began again from the base
+    assert store.rounds.page("agent")[0].from_version == 0
+    trained = [run for run in store.trajectories.page(1000) if run.round_id and run.id[0] not in "ab"]
+    assert trained
+    assert {run.version for run in trained} == {0}
+
+
+def test_a_better_version_is_promoted_and_nothing_is_trained_meanwhile(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    daemon = make_daemon(gate=GATE | {"jump": None})
+    now = first_canary(store, daemon)
+    batches = traffic(store, daemon, now, canary=0.95, live=0.3)
+    assert batches < 40
+    assert store.policies.live()["agent"].version == 1
+    newest = store.decisions.of("agent", 1)[0]
+    assert (newest.action, newest.by) == (PolicyAction.PROMOTE, "gate")
+    assert newest.evidence["gate"]["difference"]["low"] > -0.1
+    first, *_ = reversed(store.rounds.page("agent"))
+    begun_after = [held.started_at for held in store.rounds.page("agent") if held.id != first.id]
+    assert all(started >= newest.decided_at for started in begun_after)
+
+
+def test_a_jump_waits_for_a_person_with_an_alarm_and_an_order_by_hand_ends_it(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    daemon = make_daemon(gate=GATE | {"jump": 0.4})
+    now = first_canary(store, daemon)
+    assert traffic(store, daemon, now, canary=1.0, live=0.2, most=30) == 30
+    assert store.decisions.of("agent", 1)[0].action is PolicyAction.HOLD
+    assert len(store.decisions.of("agent", 1)) == 2  # the canary and one hold, however often it was looked at
+    (alarm,) = [alarm for alarm in store.alarms.standing() if alarm.name == "held:agent"]
+    assert "too good" in alarm.reason
+    assert len(store.rounds.page("agent")) == 1
+    store.policies.promote("agent", 1, {}, by="anna", reason="read fifty answers")
+    daemon.turn(now + 300.0)
+    assert "held:agent" not in {alarm.name for alarm in store.alarms.standing()}
+    assert len(store.rounds.page("agent")) == 2
+
+
+def test_a_held_version_that_turns_out_worse_goes_back_by_itself(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    daemon = make_daemon(gate=GATE)
+    now = first_canary(store, daemon)
+    store.policies.hold("agent", 1, {}, by="anna", reason="I want to look")
+    assert traffic(store, daemon, now, canary=0.0, live=1.0) < 40
+    assert store.policies.get("agent", 1).state is PolicyState.REJECTED
+
+
+def test_a_second_judge_that_does_not_see_the_gain_holds_it(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+    second = {"kind": "function", "function": "tests.trainer.judge_samples:unmoved"}
+    daemon = make_daemon(gate=GATE | {"jump": None, "second_judge": second})
+    now = first_canary(store, daemon)
+    assert traffic(store, daemon, now, canary=1.0, live=0.2, most=30) == 30
+    held = store.decisions.of("agent", 1)[0]
+    assert held.action is PolicyAction.HOLD
+    assert "does not see the gain" in held.reason
+    assert held.evidence["second_judge"]["pairs"] >= 10
+
+
+def test_a_second_judge_that_sees_it_too_lets_it_pass(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+    second = {"kind": "function", "function": "tests.trainer.judge_samples:scripted"}
+    daemon = make_daemon(gate=GATE | {"jump": None, "second_judge": second})
+    now = first_canary(store, daemon)
+    assert traffic(store, daemon, now, canary=1.0, live=0.2) < 40
+    assert store.policies.live()["agent"].version == 1
+    assert store.decisions.of("agent", 1)[0].evidence["second_judge"]["low"] > 0
+
+
+def test_a_canary_without_traffic_goes_back_when_its_time_is_over(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    daemon = make_daemon(gate=GATE | {"patience_seconds": 50.0})
+    now = first_canary(store, daemon)
+    daemon.turn(now + 10.0)
+    assert store.policies.get("agent", 1).state is PolicyState.CANARY
+    daemon.turn(now + 60.0)
+    assert store.policies.get("agent", 1).state is PolicyState.REJECTED
+    assert "its time is over" in store.decisions.of("agent", 1)[0].reason
+
+
+def test_a_restarted_trainer_goes_on_with_the_canary(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+    now = first_canary(store, make_daemon(gate=GATE))
+    daemon = make_daemon(gate=GATE)
+    assert traffic(store, daemon, now, canary=0.0, live=1.0) < 40
+    assert store.policies.live()["agent"].version == 0
+
+
+def test_a_roll_back_by_hand_while_a_judge_thinks_stops_nothing(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    daemon = make_daemon(gate=GATE)
+    now = first_canary(store, daemon)
+    agents_work(store, "late", [0.0, 1.0], version=1, at=now)
+    judge_samples.pause.clear()
+    try:
+        daemon.turn(now + 100.0)
+        store.policies.roll_back("agent", 0, {}, by="anna", reason="rude")
+        daemon.turn(now + 102.0)
+    finally:
+        judge_samples.pause.set()
+    for later in range(4):
+        daemon.turn(now + 103.0 + later)
+    assert store.trajectories.drop_counts() == {"rolled_back": 2}

@@ -1,0 +1,153 @@
+"""The frozen evaluation: held-out prompts are answered by a candidate and by the live version, and judged in pairs.
+
+Held-out are the tasks of a fixed share of all hashes: they are served and recorded like any, never judged for training
+and never trained on. Their one-call trajectories are prompts with which a candidate is tried before it meets a user.
+The answers of both versions to one prompt are judged as one group, so that relative judges will do. What is sampled
+here goes to vLLM directly; nothing of it is recorded but the figures.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from store import Store
+from store.records import Call, Policy, Transcript
+from trainer.engine import Replica
+from trainer.grouping import HELD_OUT
+from trainer.judges import Judge
+
+ENOUGH = 5  # prompts
+_Z = statistics.NormalDist().inv_cdf(0.975)
+_AT_ONCE = 8  # prompts answered at the same time
+_SENT = (
+    "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "max_tokens", "max_completion_tokens",
+    "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "tool_choice", "response_format",
+    "chat_template_kwargs", "reasoning_effort",
+)  # fmt: skip
+
+
+def is_held_out(group_key: str, share: float) -> bool:
+    """Return whether a task is set aside; a larger share keeps those of a smaller."""
+    return int.from_bytes(blake2b(group_key.encode(), digest_size=8).digest()) / 2**64 < share
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The mean over prompts of (candidate - live) in units of the score, with its 95% interval."""
+
+    prompts: int
+    unjudged: int  # prompts that the judge failed on
+    candidate: float
+    live: float
+    difference: float
+    low: float
+    high: float
+
+    @property
+    def worse(self) -> bool:
+        """Whether the candidate is shown to be worse."""
+        return self.high < 0
+
+    def told(self) -> str:
+        """Return it in one clause."""
+        return (
+            f"on {self.prompts} held-out prompts {self.candidate:.3f} against {self.live:.3f}: "
+            f"difference {self.difference:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
+        )
+
+    def evidence(self) -> dict[str, Any]:
+        """Return it as a decision keeps it."""
+        return {"evaluation": asdict(self)}
+
+
+def summary(scored: Sequence[tuple[float, float]], unjudged: int) -> Evaluation | None:
+    """Return the evaluation of (candidate, live) mean scores by prompt; None of fewer than `ENOUGH` prompts."""
+    if len(scored) < ENOUGH:
+        return None
+    gains = [candidate - live for candidate, live in scored]
+    mean = statistics.fmean(gains)
+    reach = _Z * statistics.stdev(gains) / math.sqrt(len(gains))
+    candidate, live = (statistics.fmean(side) for side in zip(*scored, strict=True))
+    return Evaluation(len(scored), unjudged, candidate, live, mean, mean - reach, mean + reach)
+
+
+class Evaluator:
+    """Evaluates candidates of one alias on its held-out prompts; takes as long as vLLM and the judge take."""
+
+    def __init__(self, store: Store, replica: Replica, judge: Judge, *, alias: str, prompts: int, samples: int) -> None:
+        self._store = store
+        self._replica = replica
+        self._judge = judge
+        self._alias = alias
+        self._prompts = prompts
+        self._samples = samples
+
+    def close(self) -> None:
+        """Let go of the judge."""
+        self._judge.close()
+
+    def evaluate(self, candidate: Policy, live: Policy) -> Evaluation | None:
+        """Return the paired comparison; None while there are too few held-out prompts that the judge can judge.
+
+        Raises EngineUnreachable, AdapterRefused.
+        """
+        names = self._store.trajectories.held_out(self._alias, HELD_OUT, self._prompts)
+        asked = [recorded for name in names if _can_be_asked(recorded := self._store.trajectories.read(name))]
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="evaluation") as threads:
+            answered = list(threads.map(lambda one: self._answers(one, candidate, live), asked))
+        with ThreadPoolExecutor(self._judge.at_once, thread_name_prefix="evaluation_judge") as threads:
+            scored = [found for found in threads.map(self._scores, answered) if found is not None]
+        return summary(scored, len(answered) - len(scored))
+
+    def _answers(self, recorded: Transcript, candidate: Policy, live: Policy) -> list[Transcript]:
+        """Return the candidate's answers to a recorded prompt, then the live version's, as many."""
+        call = recorded.calls[0]
+        prompt = self._store.trajectories.path(call.prompt_node)
+        sampling = {name: call.sampling[name] for name in _SENT if name in call.sampling}
+        members = []
+        for policy in (candidate, live):
+            replies = self._replica.chat(policy.served_name, prompt, recorded.tools, sampling, self._samples)
+            members += [
+                _transcript(recorded, call, f"evaluation:{policy.version}:{number}", policy, (*prompt, reply), tokens)
+                for number, (reply, tokens) in enumerate(replies)
+            ]
+        return members
+
+    def _scores(self, members: Sequence[Transcript]) -> tuple[float, float] | None:
+        verdicts = self._judge.judge(None, members).verdicts
+        scores = [verdict.score for verdict in verdicts if verdict.score is not None]
+        if len(scores) < len(members):
+            return None
+        half = len(scores) // 2
+        return statistics.fmean(scores[:half]), statistics.fmean(scores[half:])
+
+
+def _can_be_asked(recorded: Transcript) -> bool:
+    """Return whether the sampling parameters are on record: of a large one only its presence is."""
+    return not any(recorded.calls[0].sampling.get(name) is True for name in _SENT)
+
+
+def _transcript(
+    recorded: Transcript,
+    call: Call,
+    name: str,
+    policy: Policy,
+    messages: tuple[Mapping[str, Any], ...],
+    tokens: int,
+) -> Transcript:
+    """Return what would have been recorded, without ids."""
+    run = msgspec.structs.replace(
+        recorded.trajectory, id=f"{recorded.trajectory.id}:{name}", version=policy.version, purpose="eval"
+    )
+    answered = msgspec.structs.replace(
+        call, trajectory_id=run.id, version=policy.version, choices=(), completion_tokens=tokens
+    )
+    return Transcript(trajectory=run, calls=(answered,), messages=messages, tools=recorded.tools)

@@ -1,0 +1,44 @@
+"""What the gate is told. Parsed once at the door; unknown names are errors."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from trainer.gate import GateRules
+from trainer.judges.settings import JudgeSpec
+
+
+class GateSettings(BaseModel):
+    """How a proven version becomes live."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    enabled: bool = Field(False, description="a proven version serves a share first; off: it is live at once")
+    share: float = Field(0.2, gt=0, lt=1, description="share of new trajectories that a canary serves")
+    min_samples: int = Field(20, ge=2, description="scores of each side before anything is decided")
+    max_samples: int = Field(200, ge=2, description="scores of the canary after which its mean decides")
+    alpha: float = Field(0.05, gt=0, lt=0.5, description="chance of a false alarm, however often one looks")
+    margin: float = Field(0.02, ge=0, description="mean score that a canary may be worse by and still be promoted")
+    jump: float | None = Field(0.5, gt=0, description="a larger gain is too good and waits for a person; null: none is")
+    patience_seconds: float = Field(86400.0, gt=0, description="a canary that is not promoted by then is rolled back")
+    held_out: float = Field(0.0, ge=0, le=0.5, description="share of tasks that are set aside for evaluation")
+    evaluation_prompts: int = Field(32, ge=5, description="held-out prompts that a candidate is tried with")
+    evaluation_samples: int = Field(4, ge=1, description="answers of each version to each of them")
+    second_judge: JudgeSpec | None = Field(None, description="asked before a promotion; one that disagrees holds it")
+    second_pairs: int = Field(20, ge=4, description="pairs of a canary's and a live trajectory that it is given")
+
+    @model_validator(mode="after")
+    def _can_decide(self) -> Self:
+        if self.max_samples < self.min_samples:
+            raise ValueError(
+                f"max_samples {self.max_samples} is less than min_samples {self.min_samples}: the gate would never look"
+            )
+        if self.jump is not None and self.jump <= self.margin:
+            raise ValueError(f"jump {self.jump:g} is not more than margin {self.margin:g}: no promotion would be left")
+        return self
+
+    def rules(self) -> GateRules:
+        """Return what the decision needs."""
+        return GateRules(self.alpha, self.margin, self.jump, self.min_samples, self.max_samples)
