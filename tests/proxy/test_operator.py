@@ -75,7 +75,7 @@ def test_the_journals_metrics_say_what_is_shipped(proxy: Proxy) -> None:
 
 def test_versions_are_promoted_and_rolled_back_by_hand_with_a_reason(proxy: Proxy) -> None:
     for version in (1, 2):
-        held = proxy.store.rounds.start("agent", 0)
+        held = proxy.store.rounds.start("agent", version - 1)
         proxy.store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
     where: dict[str, str] = {"alias": "agent"}
     assert proxy.http.post("/api/policies/1/promote", params=where, json={}).status_code == 422
