@@ -235,7 +235,10 @@ class Campaign:
             yield "nothing was trained"
             return
         folder = Path(newest.checkpoint)
-        if len(list(folder.parent.glob("[0-9]*"))) > _KEPT + _BEST:
+        versions = [policy for policy in self._store.policies.all(ALIAS) if policy.adapter]
+        kept = {Path(policy.adapter or "").name for policy in versions if policy.pruned_at is None}
+        there = {path.name for path in folder.parent.glob("[0-9]*")}
+        if there != kept or (len(versions) > 2 * (_KEPT + _BEST) and len(kept) == len(versions)):
             yield "versions that nobody needs are still on the disk"
         if not checkpoint.complete(folder):
             yield f"the newest committed checkpoint {folder.name} is not whole"

@@ -11,7 +11,7 @@
                                                                       that nothing holds training
     publish      the newest candidate  live or canary, or rejected    vLLM
     gate         the canary's scores   live, rolled back, or held     scores; nothing is trained meanwhile
-    prune        old versions' folders space on the disk              a publication
+    prune        old versions' folders space on the disk              a publication, the doors
     drain        old versions          free adapter slots             the doors
 
 Each step is a state change in the store: a crash at any point resumes there. If a step fails for a reason that
@@ -161,6 +161,7 @@ class Daemon:
         self._first_judged: float | None = None
         self._stale = 0  # groups in a row that were too old
         self._drained_at = 0.0
+        self._prune_due = True
         log.info("event=trainer_ready alias=%s version=%d judge=%s", settings.model, self._version, judge.name)
 
     def _make_learner(self) -> tuple[int, Pupil]:
@@ -212,7 +213,8 @@ class Daemon:
         scored = self._score(now)
         self._sentinel.look(now)
         trained = self._train(now)
-        published = self._publish()
+        if published := self._publish():
+            self._prune()
         self._drain(now)
         return decided or grouped or scored or trained or published
 
@@ -332,7 +334,7 @@ class Daemon:
             self._publisher.publish(candidates[-1], self._school.probes(candidates[-1]), self.learner.score)
         except ForbiddenChange as overtaken:  # a person decided meanwhile
             log.info("event=publish_overtaken reason=%r", str(overtaken))
-        self._prune()
+        self._prune_due = True
         return True
 
     def _prune(self) -> None:
@@ -351,6 +353,7 @@ class Daemon:
             if old.version not in kept.folders and old.adapter and old.pruned_at is None:
                 self._store.policies.prune(alias, old.version, time.time())
         gone = checkpoint.prune(settings.checkpoints, kept.folders, kept.states)
+        self._prune_due = bool(pins)
         if gone:
             log.info("event=versions_pruned alias=%s versions=%s", alias, ",".join(map(str, gone)))
 
@@ -358,6 +361,8 @@ class Daemon:
         if now - self._drained_at >= _DRAIN_EVERY:
             self._drained_at = now
             self._publisher.drain(now)
+            if self._prune_due:  # also what was pinned, or what an outage or a kill left
+                self._prune()
 
 
 def run(settings: TrainerSettings, make_pupil: MakePupil = make_learner) -> int:
