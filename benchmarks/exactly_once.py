@@ -38,7 +38,7 @@ from store.errors import StoreUnavailable
 from store.records import Group, Round, Trajectory
 from store.states import GroupState, PolicyState, RoundState, TrajectoryState
 from tests.proxy.servers import ProxyProcess, eventually
-from trainer import checkpoint
+from trainer.publishing import checkpoint
 
 _LEASE_SECONDS = 2.0
 _KEPT = 3  # newest versions on the disk

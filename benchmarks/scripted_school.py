@@ -25,11 +25,11 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from tests.proxy.scripted_vllm import ScriptedVllm
-from trainer import checkpoint
 from trainer.daemon import run
-from trainer.learner import RoundReport
+from trainer.learning.learner import RoundReport
+from trainer.learning.tokens import TokenRow
+from trainer.publishing import checkpoint
 from trainer.settings import TrainerSettings
-from trainer.tokens import TokenRow
 
 WEIGHTS = "weights.json"
 _STEP_SECONDS = 0.1  # long enough to be killed in

@@ -28,8 +28,8 @@ import httpx
 from benchmarks.scripted_school import ScriptedPupil
 from store import Store, open_store
 from tests.proxy.servers import ProxyProcess, eventually, scripted_process
-from trainer.engine import Replica
-from trainer.publisher import Publisher
+from trainer.publishing.engine import Replica
+from trainer.publishing.publisher import Publisher
 from trainer.settings import TrainerSettings
 
 ALIAS = "agent"

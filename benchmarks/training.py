@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM
 from store.records import Call, Choice, pack_ids, pack_logprobs
 from store.states import CallState
 from tests.trainer.tiny import build_row, build_tiny_model
-from trainer.learner import Learner
-from trainer.learner_settings import LearnerSettings
-from trainer.rows import build_rows
-from trainer.tokens import TokenRow, split_by_budget
+from trainer.learning.learner import Learner
+from trainer.learning.learner_settings import LearnerSettings
+from trainer.learning.rows import build_rows
+from trainer.learning.tokens import TokenRow, split_by_budget
 
 SETTINGS = LearnerSettings(learning_rate=1e-4, threads=1, token_budget=2048, reject_ratio_beyond=None)
 

@@ -191,9 +191,9 @@ def _gradient(
     """Return a learner after one round, and the finding."""
     try:
         base_model = engine.check_model(running.get("base_model") or settings.base_model)
-        from trainer.learner import Learner
-        from trainer.learner_settings import LearnerSettings
-        from trainer.tokens import TokenRow
+        from trainer.learning.learner import Learner
+        from trainer.learning.learner_settings import LearnerSettings
+        from trainer.learning.tokens import TokenRow
 
         own = dict(settings.trainer.get("learner", {}))
         # A step that shows: real rates move the logprobs by less than bfloat16 can tell.
@@ -227,9 +227,9 @@ def _swap(
         return Finding("swap", False, "not proven: no project is up", _NO_PROJECT)
     if learner is None:
         return Finding("swap", False, "not proven: there is no trained adapter", "mend the gradient first")
-    from trainer.engine import Replica
     from trainer.errors import TrainerError
-    from trainer.publisher import prove_served
+    from trainer.publishing.engine import Replica
+    from trainer.publishing.publisher import prove_served
 
     ids = captured or _ANY_IDS
     probes = [ids[:end] for end in range(len(ids), 1, -max(1, len(ids) // _PROBES))]

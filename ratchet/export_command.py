@@ -91,7 +91,7 @@ def _chosen(store: Store, chosen: Chosen) -> Iterator[Exported]:
 
 def _advantages(store: Store, group_id: str) -> dict[str, float]:
     """Return the advantages of a group's members within it; none where one of them is not scored."""
-    from trainer.advantage import group_advantages
+    from trainer.crediting.advantage import group_advantages
 
     members = store.groups.get(group_id).members
     verdicts = store.groups.verdicts(members)

@@ -142,7 +142,7 @@ def settings_rows() -> Iterator[tuple[str, str, str]]:
 
 
 def _learner_default(name: str) -> Any:
-    from trainer.learner_settings import LearnerSettings
+    from trainer.learning.learner_settings import LearnerSettings
 
     return next(field.default for field in dataclasses.fields(LearnerSettings) if field.name == name)
 

@@ -34,26 +34,26 @@ from store import Store, open_store
 from store.errors import ForbiddenChange, StoreError, StoreUnavailable, UnknownRecord
 from store.records import BASE_VERSION, Group
 from store.states import PolicyState
-from trainer import checkpoint
-from trainer.baseline import ScoreBook
-from trainer.credit import Credit
-from trainer.engine import Replica
+from trainer.crediting.baseline import ScoreBook
+from trainer.crediting.credit import Credit
 from trainer.errors import EngineUnreachable, TrainerError, TrainingDiverged
-from trainer.evaluation import Evaluator, is_held_out
-from trainer.gatekeeper import Gatekeeper
+from trainer.gating.evaluation import Evaluator, is_held_out
+from trainer.gating.gatekeeper import Gatekeeper
 from trainer.grouping import plan_groups
 from trainer.judges.make import make_judge
 from trainer.judges.patience import patience_of
-from trainer.learner import Learner
+from trainer.learning.learner import Learner
 from trainer.lease import Lease
 from trainer.metrics import Metrics
 from trainer.progress import GATHERING, Progress, on_this_terminal
-from trainer.publisher import DOOR_SILENCE, Publisher
+from trainer.publishing import checkpoint
+from trainer.publishing.engine import Replica
+from trainer.publishing.publisher import DOOR_SILENCE, Publisher
+from trainer.publishing.retention import best_first, retained
 from trainer.rehearing import Rehearing
-from trainer.retention import best_first, retained
 from trainer.school import STALE, Pupil, School
 from trainer.scorekeeper import Scorekeeper
-from trainer.second_judge import SecondJudge
+from trainer.sentinel.second_judge import SecondJudge
 from trainer.sentinel.watch import Sentinel
 from trainer.settings import TrainerSettings
 from trainer.transcripts import Transcripts

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trainer.baseline import MOST_REMEMBERED
+from trainer.crediting.baseline import MOST_REMEMBERED
 from trainer.judges.settings import CompositeSpec, ConductSpec, JudgeSpec
 
 if TYPE_CHECKING:

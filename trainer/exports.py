@@ -15,7 +15,7 @@ import msgspec
 
 from store.records import Call, Choice, Transcript, Verdict, unpack_ids, unpack_logprobs
 from trainer.errors import RowError
-from trainer.rows import Rows, build_rows
+from trainer.learning.rows import Rows, build_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import msgspec
 
 from store import Store
 from store.records import Trajectory, Transcript, Verdict
-from trainer.credit import Credit
+from trainer.crediting.credit import Credit
 from trainer.judges import Judgement
 
 log = logging.getLogger(__name__)

@@ -16,13 +16,13 @@ from typing import Protocol
 
 from store import Store
 from store.records import BASE_VERSION, Group, Policy, Round, Transcript, Verdict
-from trainer import checkpoint
-from trainer.credit import Credit
+from trainer.crediting.credit import Credit
 from trainer.errors import CheckpointDamaged, NoLearningSignal, RowError, TrainingDiverged
-from trainer.learner import RoundReport
+from trainer.learning.learner import RoundReport
+from trainer.learning.rows import Rows, build_rows
+from trainer.learning.tokens import TokenRow
+from trainer.publishing import checkpoint
 from trainer.reasons import left_out
-from trainer.rows import Rows, build_rows
-from trainer.tokens import TokenRow
 from trainer.transcripts import Transcripts
 
 log = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from store import Store
 from store.errors import ForbiddenChange
 from store.records import Group, Trajectory, Transcript, Verdict
-from trainer.credit import Credit
+from trainer.crediting.credit import Credit
 from trainer.judges import Judge, Judgement
 from trainer.progress import GATHERING, JUDGING, Progress
-from trainer.second_judge import SecondJudge
+from trainer.sentinel.second_judge import SecondJudge
 
 log = logging.getLogger(__name__)
 

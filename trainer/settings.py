@@ -12,9 +12,9 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trainer.degenerate import why_nothing_is_learnt
-from trainer.gate_settings import GateSettings
+from trainer.gating.gate_settings import GateSettings
 from trainer.judges.settings import JudgeSpec
-from trainer.learner_settings import LearnerSettings
+from trainer.learning.learner_settings import LearnerSettings
 from trainer.sentinel.settings import SentinelSettings
 
 _LEARNER_FIELDS = {field.name for field in dataclasses.fields(LearnerSettings)}

@@ -49,7 +49,7 @@ def make_daemon(
     store: Store, engine: ScriptedEngine, tiny_model: Path, tmp_path: Path
 ) -> Iterator[Callable[..., Daemon]]:
     from trainer.daemon import Daemon
-    from trainer.learner_settings import LearnerSettings
+    from trainer.learning.learner_settings import LearnerSettings
     from trainer.settings import TrainerSettings
 
     made: list[Daemon] = []

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from tests.trainer.tiny import build_rows
-from trainer.learner import Learner
-from trainer.learner_settings import LearnerSettings
+from trainer.learning.learner import Learner
+from trainer.learning.learner_settings import LearnerSettings
 
 
 def main(model: str, folder: Path, settings: LearnerSettings) -> None:

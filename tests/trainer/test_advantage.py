@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from trainer.advantage import LARGEST_SINGLE, group_advantages, has_signal, over_the_round, single_advantage
+from trainer.crediting.advantage import LARGEST_SINGLE, group_advantages, has_signal, over_the_round, single_advantage
 from trainer.errors import ScoreError
 
 

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from store.records import PastScore
-from trainer.baseline import SHRINKAGE, ScoreBook
+from trainer.crediting.baseline import SHRINKAGE, ScoreBook
 
 
 def scored(name: str, score: float, at: float, family: str = "mail", cohort: str = "c") -> PastScore:

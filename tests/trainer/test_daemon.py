@@ -17,13 +17,13 @@ from store.states import GroupState, RoundState, ToolResult, TrajectoryState
 from tests.trainer.agents import agents_work
 from tests.trainer.scripted_engine import ScriptedEngine
 from tests.trainer.tool_records import tool_called
-from trainer.checkpoint import newest_complete
-from trainer.credit import Credit
+from trainer.crediting.credit import Credit
 from trainer.daemon import Daemon
 from trainer.errors import CheckpointDamaged, TrainingDiverged
-from trainer.learner import RoundReport
+from trainer.learning.learner import RoundReport
+from trainer.learning.tokens import TokenRow
+from trainer.publishing.checkpoint import newest_complete
 from trainer.school import Pupil, School
-from trainer.tokens import TokenRow
 
 
 class OutageAtCommit(Rounds):

@@ -13,7 +13,7 @@ from tests.trainer import judge_samples
 from tests.trainer.agents import agents_work
 from tests.trainer.scripted_engine import ScriptedEngine
 from trainer.daemon import Daemon
-from trainer.evaluation import is_held_out, summary
+from trainer.gating.evaluation import is_held_out, summary
 
 GATE = {"held_out": 0.3, "evaluation_samples": 2}
 

@@ -23,7 +23,7 @@ from trainer.judges.feedback import FeedbackJudge, votes_of
 from trainer.judges.make import make_judge
 from trainer.judges.patience import Patience, patience_of
 from trainer.judges.settings import FeedbackSpec, read_spec
-from trainer.learner import LearnerSettings
+from trainer.learning.learner import LearnerSettings
 from trainer.settings import TrainerSettings
 
 DAY = 86_400.0

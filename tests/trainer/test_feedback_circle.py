@@ -18,7 +18,7 @@ from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import ProxyProcess, eventually, served
 from tests.trainer.scripted_engine import ScriptedEngine
 from trainer.daemon import Daemon
-from trainer.learner import LearnerSettings
+from trainer.learning.learner import LearnerSettings
 from trainer.settings import TrainerSettings
 
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from trainer.gate import Action, GateRules, decide
-from trainer.sequential import boundary, difference
+from trainer.gating.gate import Action, GateRules, decide
+from trainer.gating.sequential import boundary, difference
 
 
 def stream(rate: float, count: int, seed: int) -> list[float]:

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer.tiny import VOCABULARY, build_row, build_rows
-from trainer import checkpoint
 from trainer.errors import (
     CheckpointDamaged,
     CheckpointMismatch,
@@ -28,10 +27,11 @@ from trainer.errors import (
     TrainerError,
     TrainingDiverged,
 )
-from trainer.learner import Learner, RoundReport
-from trainer.learner_settings import LearnerSettings
-from trainer.objectives import OBJECTIVES
-from trainer.tokens import TokenRow
+from trainer.learning.learner import Learner, RoundReport
+from trainer.learning.learner_settings import LearnerSettings
+from trainer.learning.objectives import OBJECTIVES
+from trainer.learning.tokens import TokenRow
+from trainer.publishing import checkpoint
 
 SETTINGS = LearnerSettings(learning_rate=1e-3, steps_per_round=2, threads=1)
 
@@ -274,7 +274,7 @@ def test_adapters_are_trained_in_fp32(make_learner: LearnerMaker, tmp_path: Path
 def test_quantization_without_its_library_is_refused_with_the_remedy(tiny_model: Path, tmp_path: Path) -> None:
     script = (
         "import sys; sys.modules['bitsandbytes'] = None\n"
-        "from pathlib import Path; from trainer.learner import Learner, LearnerSettings\n"
+        "from pathlib import Path; from trainer.learning.learner import Learner, LearnerSettings\n"
         "Learner(sys.argv[1], LearnerSettings(quantization='nf4', threads=1), workdir=Path(sys.argv[2]))\n"
     )
     command = [sys.executable, "-c", script, str(tiny_model), str(tmp_path)]
@@ -335,7 +335,7 @@ def test_a_setting_out_of_range_is_refused_by_name(field: str, value: object) ->
 
 
 def test_importing_the_learner_does_not_import_torch() -> None:
-    script = "import sys, trainer.learner, trainer.checkpoint, trainer.advantage; sys.exit('torch' in sys.modules)"
+    script = "import sys, trainer.learning.learner, trainer.publishing.checkpoint, trainer.crediting.advantage; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
@@ -345,7 +345,7 @@ def test_a_learner_writes_nothing_outside_its_folders(tiny_model: Path, tmp_path
     elsewhere.mkdir()
     script = (
         "import sys; from pathlib import Path; from tests.trainer.tiny import build_rows\n"
-        "from trainer.learner import Learner, LearnerSettings\n"
+        "from trainer.learning.learner import Learner, LearnerSettings\n"
         "learner = Learner(sys.argv[1], LearnerSettings(threads=1), workdir=Path(sys.argv[2]) / 'work')\n"
         "learner.train_round(build_rows(2)); learner.save(Path(sys.argv[2]) / '0001')\n"
         "sys.exit('vllm' in sys.modules)\n"

@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from tests.trainer.tiny import build_row
-from trainer import lora, loss
-from trainer.advantage import group_advantages
-from trainer.learner_settings import LearnerSettings
-from trainer.micro_batches import Micro
-from trainer.objectives import OBJECTIVES
-from trainer.tokens import TokenRow
-from trainer.trl_without_vllm import GRPOTrainer
+from trainer.crediting.advantage import group_advantages
+from trainer.learning import lora, loss
+from trainer.learning.learner_settings import LearnerSettings
+from trainer.learning.micro_batches import Micro
+from trainer.learning.objectives import OBJECTIVES
+from trainer.learning.tokens import TokenRow
+from trainer.learning.trl_without_vllm import GRPOTrainer
 
 GROUP_SIZES = (4, 3, 2)
 WORST_RELATIVE_ERROR = 2e-5

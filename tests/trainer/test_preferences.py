@@ -125,7 +125,7 @@ def test_trls_own_trainers_learn_from_them(
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from trainer.trl_without_vllm import GRPOConfig  # before TRL: it must not find vLLM  # noqa: F401
+    from trainer.learning.trl_without_vllm import GRPOConfig  # before TRL: it must not find vLLM  # noqa: F401
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer  # isort: skip
 
     common: dict[str, Any] = {

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer.one_of_several import main
-from trainer.learner_settings import LearnerSettings
+from trainer.learning.learner_settings import LearnerSettings
 
 # Three micro-batches and more: one process has fewer of them than the other.
 SETTINGS = {"threads": 1, "token_budget": 120, "learning_rate": 1e-3, "steps_per_round": 2, "loss": "grpo", "kl": 0.01}

@@ -13,10 +13,10 @@ from store.records import Door, Policy
 from store.states import PolicyState
 from tests.records import judged_group
 from tests.trainer.scripted_engine import ScriptedEngine
-from trainer.engine import Replica
 from trainer.errors import AdapterRefused, EngineUnreachable
-from trainer.proof import prove
-from trainer.publisher import Publisher
+from trainer.publishing.engine import Replica
+from trainer.publishing.proof import prove
+from trainer.publishing.publisher import Publisher
 
 PROBES = [(1, 2, 3), (4, 5)]
 

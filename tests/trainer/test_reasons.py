@@ -7,7 +7,8 @@ from pathlib import Path
 
 from store.states import CallState
 from tests import house
-from trainer import grouping, reasons, rows, school, scorekeeper
+from trainer import grouping, reasons, school, scorekeeper
+from trainer.learning import rows
 
 
 def test_every_reason_of_a_drop_is_explained() -> None:

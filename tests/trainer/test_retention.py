@@ -6,8 +6,8 @@ from pathlib import Path
 
 from store.records import PastScore, Policy
 from store.states import PolicyState
-from trainer import checkpoint
-from trainer.retention import best_first, retained
+from trainer.publishing import checkpoint
+from trainer.publishing.retention import best_first, retained
 
 
 def policy(version: int, state: PolicyState = PolicyState.RETIRED) -> Policy:

@@ -8,7 +8,7 @@ import pytest
 
 from store.records import Call, Choice, pack_ids, pack_logprobs
 from store.states import CallState
-from trainer.rows import build_rows
+from trainer.learning.rows import build_rows
 
 
 def choice(ids: tuple[int, ...], index: int = 0, logprobs: tuple[float, ...] | None = None) -> Choice:

@@ -19,8 +19,8 @@ from trainer.judges import Judgement
 from trainer.judges.function import FunctionJudge
 from trainer.judges.opinion import Opinion
 from trainer.scorekeeper import Scorekeeper
-from trainer.second_judge import SecondJudge, in_sample
 from trainer.sentinel.agreement import Heard, agreement
+from trainer.sentinel.second_judge import SecondJudge, in_sample
 from trainer.sentinel.settings import SentinelSettings
 from trainer.sentinel.watch import Sentinel
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.trainer.tiny import build_rows
-from trainer.whitening import whiten
+from trainer.crediting.whitening import whiten
 
 
 def test_every_trained_token_counts_once_in_mean_and_variance() -> None:

@@ -17,12 +17,12 @@ from store.listing import Chosen
 from store.records import Trajectory
 from store.states import TrajectoryState
 from trainer.metrics import Metrics
-from trainer.second_judge import SecondJudge
 from trainer.sentinel import Finding
 from trainer.sentinel.agreement import agreement
 from trainer.sentinel.conduct import Conduct, conduct
 from trainer.sentinel.drift import drift, needless_tool_calls
 from trainer.sentinel.last_rounds import LOOKED_AT, last_rounds
+from trainer.sentinel.second_judge import SecondJudge
 from trainer.sentinel.settings import SentinelSettings
 from trainer.sentinel.tool_health import CHECK, ToolPast, tool_health
 

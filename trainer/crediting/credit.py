@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from store.records import PastScore, Trajectory, Verdict
-from trainer.advantage import NO_VARIANCE, group_advantages, has_signal, over_the_round, single_advantage
-from trainer.baseline import ScoreBook
+from trainer.crediting.advantage import NO_VARIANCE, group_advantages, has_signal, over_the_round, single_advantage
+from trainer.crediting.baseline import ScoreBook
 
 
 @dataclass(frozen=True, slots=True)

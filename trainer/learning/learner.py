@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer import checkpoint
+from trainer.crediting.whitening import whiten
 from trainer.errors import NoLearningSignal, RowError
-from trainer.learner_settings import LearnerSettings
+from trainer.learning.learner_settings import LearnerSettings
+from trainer.learning.tokens import TokenRow, split_by_budget
 from trainer.progress import TRAINING, Progress
-from trainer.tokens import TokenRow, split_by_budget
-from trainer.whitening import whiten
+from trainer.publishing import checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,7 @@ class Learner:
 
         import torch
 
-        from trainer import learner_state, lora
+        from trainer.learning import learner_state, lora
 
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -193,7 +193,7 @@ class Learner:
         Of several processes the first one writes. Raises CheckpointExists or CheckpointUnwritable; nothing half-written
         is left.
         """
-        from trainer import learner_state
+        from trainer.learning import learner_state
 
         if self._trainer.accelerator.is_main_process:
             checkpoint.write_atomically(
@@ -243,7 +243,7 @@ class Learner:
         return [shuffled[part::count] for part in range(count)]
 
     def _score_batch(self, sequences: Sequence[tuple[int, ...]], adapter: bool) -> list[tuple[float, ...]]:
-        from trainer import micro_batches
+        from trainer.learning import micro_batches
 
         # The rows are only scored: all tokens but the first count, and the recorded logprobs are never read.
         rows = [TokenRow("", ids, (0, *(1,) * (len(ids) - 1)), (0.0,) * len(ids), advantage=0.0) for ids in sequences]

@@ -16,7 +16,7 @@ from typing import Any
 
 from store.records import Call, Choice, unpack_ids, unpack_logprobs
 from store.states import CallState
-from trainer.tokens import TokenRow
+from trainer.learning.tokens import TokenRow
 
 _Key = tuple[str, int]  # call id, choice index
 

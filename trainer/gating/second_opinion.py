@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from store.records import PastScore, Transcript
+from trainer.gating.sequential import Difference
 from trainer.judges import Judge
-from trainer.sequential import Difference
 
 _Z = statistics.NormalDist().inv_cdf(0.975)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from trainer.objectives import Objective
-from trainer.tokens import TokenRow, split_by_budget
+from trainer.learning.objectives import Objective
+from trainer.learning.tokens import TokenRow, split_by_budget
 
 Micro = dict[str, torch.Tensor]
 

@@ -15,10 +15,10 @@ from store import Store
 from store.errors import ForbiddenChange
 from store.records import PastScore, Policy
 from store.states import PolicyAction, PolicyState
-from trainer.gate import Action, Decision, decide
-from trainer.gate_settings import GateSettings
+from trainer.gating.gate import Action, Decision, decide
+from trainer.gating.gate_settings import GateSettings
+from trainer.gating.second_opinion import ask, pair_up
 from trainer.judges import Judge
-from trainer.second_opinion import ask, pair_up
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from peft import LoraConfig
 
-from trainer import policy_model
 from trainer.errors import SettingError
-from trainer.learner_settings import LearnerSettings
-from trainer.loss import RecordedGRPOTrainer
-from trainer.trl_without_vllm import GRPOConfig
+from trainer.learning import policy_model
+from trainer.learning.learner_settings import LearnerSettings
+from trainer.learning.loss import RecordedGRPOTrainer
+from trainer.learning.trl_without_vllm import GRPOConfig
 
 # Processes of one run wait for each other as long as it takes: between rounds there may be hours without traffic.
 _PATIENCE = 30 * 24 * 3600  # seconds

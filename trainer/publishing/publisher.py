@@ -16,10 +16,10 @@ from pathlib import Path
 from store import Store
 from store.records import BASE_VERSION, Policy
 from store.states import PolicyState
-from trainer.engine import Replica
 from trainer.errors import AdapterRefused
-from trainer.evaluation import Evaluator
-from trainer.proof import Proof, prove
+from trainer.gating.evaluation import Evaluator
+from trainer.publishing.engine import Replica
+from trainer.publishing.proof import Proof, prove
 
 log = logging.getLogger(__name__)
 

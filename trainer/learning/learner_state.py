@@ -23,10 +23,10 @@ import safetensors.torch
 import torch
 from peft import get_peft_model_state_dict
 
-from trainer import checkpoint
 from trainer.errors import CheckpointDamaged, CheckpointMismatch
-from trainer.learner_settings import LearnerSettings
-from trainer.loss import RecordedGRPOTrainer
+from trainer.learning.learner_settings import LearnerSettings
+from trainer.learning.loss import RecordedGRPOTrainer
+from trainer.publishing import checkpoint
 
 FOLDER = checkpoint.STATE
 

@@ -20,9 +20,9 @@ import msgspec
 
 from store import Store
 from store.records import Call, Policy, Transcript
-from trainer.engine import Replica
 from trainer.grouping import HELD_OUT
 from trainer.judges import Judge
+from trainer.publishing.engine import Replica
 
 ENOUGH = 5  # prompts
 _Z = statistics.NormalDist().inv_cdf(0.975)

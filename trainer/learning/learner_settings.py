@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.errors import SettingError
-from trainer.objectives import OBJECTIVES, Objective
+from trainer.learning.objectives import OBJECTIVES, Objective
 
 # What the base model's weights can be held in while it is not trained.
 QUANTIZATIONS = ("none", "nf4")
@@ -26,7 +26,7 @@ class LearnerSettings:
 
     rank, alpha, target_modules  of the LoRA adapter; alpha / rank scales its output
     learning_rate                of AdamW, constant over all rounds
-    loss                         its standard name; trainer/objectives.py has the formulas and their sources
+    loss                         its standard name; trainer/learning/objectives.py has the formulas and their sources
     epsilon_low, epsilon_high    the ratio to the round's first policy is clipped to [1 - low, 1 + high]; for cispo
                                  `epsilon_high` is the largest weight itself; None = the loss's usual value
     dr_grpo_length               tokens that dr_grpo divides each row's sum by; a constant, such as the longest answer

@@ -5,9 +5,9 @@ ours. What is left out of the textbook, and why:
 
 - Rollouts and rewards: they happened in production. TRL's dataset, sampler and reward machinery stay idle.
 - TRL's per-row and per-batch means: they are wrong over ragged micro-batches. Only its losses that sum over tokens and
-  divide by a number are used; every other mean is that sum with weighted tokens (trainer/micro_batches.py).
+  divide by a number are used; every other mean is that sum with weighted tokens (trainer/learning/micro_batches.py).
 - TRL's importance sampling, which needs its own vLLM: every TRL loss is linear in a factor >= 0 of the advantage, so
-  the weight (trainer/correction.py) multiplies the advantages before TRL sees them.
+  the weight (trainer/learning/correction.py) multiplies the advantages before TRL sees them.
 - Clipping against the engine's logprobs: the ratio is to the policy at the round's start, recomputed here, and the
   engine's mismatch enters by that weight alone ("decoupled"); doing both would correct twice.
 - A forward pass for that policy where a round is one step: its logprobs are then those of the training pass itself.
@@ -32,12 +32,12 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import LoraConfig
 
-from trainer import correction
 from trainer.errors import TrainingDiverged
-from trainer.learner_settings import LearnerSettings
-from trainer.micro_batches import Micro, blank, collate, split, weigh
-from trainer.tokens import TokenRow
-from trainer.trl_without_vllm import GRPOConfig, GRPOTrainer
+from trainer.learning import correction
+from trainer.learning.learner_settings import LearnerSettings
+from trainer.learning.micro_batches import Micro, blank, collate, split, weigh
+from trainer.learning.tokens import TokenRow
+from trainer.learning.trl_without_vllm import GRPOConfig, GRPOTrainer
 
 
 @dataclass(frozen=True, slots=True)

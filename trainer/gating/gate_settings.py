@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from trainer.gate import GateRules
+from trainer.gating.gate import GateRules
 from trainer.judges.settings import JudgeSpec
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.micro_batches import Micro
+from trainer.learning.micro_batches import Micro
 
 
 @dataclass(frozen=True, slots=True)

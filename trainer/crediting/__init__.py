@@ -1,0 +1,1 @@
+"""Crediting: from verdicts to the advantages that the learner is told. Pure."""

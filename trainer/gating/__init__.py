@@ -1,0 +1,1 @@
+"""Gating: whether a candidate is better, and what becomes of it."""
