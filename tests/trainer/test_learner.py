@@ -335,7 +335,8 @@ def test_a_setting_out_of_range_is_refused_by_name(field: str, value: object) ->
 
 
 def test_importing_the_learner_does_not_import_torch() -> None:
-    script = "import sys, trainer.learning.learner, trainer.publishing.checkpoint, trainer.crediting.advantage; sys.exit('torch' in sys.modules)"
+    modules = "trainer.learning.learner, trainer.publishing.checkpoint, trainer.crediting.advantage"
+    script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
