@@ -18,7 +18,24 @@ from typing import IO, Any, Self
 from tqdm import tqdm
 
 from examples.email_search.agent import Rollout
-from trainer.progress import RunningMeans
+
+
+class RunningMeans:
+    """Means of named metrics over what was added so far; each metric counts only the rows that have it."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._divisors: Counter[str] = Counter()
+
+    def add(self, row: dict[str, float]) -> None:
+        """Adds one row of metrics."""
+        for name, value in row.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+            self._divisors[name] += 1
+
+    def means(self) -> dict[str, float]:
+        """The mean of each metric seen so far."""
+        return {name: total / self._divisors[name] for name, total in self._sums.items()}
 
 
 def metrics(rollout: Rollout) -> dict[str, float]:
