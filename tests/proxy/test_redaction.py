@@ -60,9 +60,9 @@ def test_keys_of_objects_are_cleaned_too_and_numbers_stay() -> None:
 @pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|a)*b", r"(.*a){12}x"])
 def test_no_text_makes_a_pattern_hang(pattern: str) -> None:
     patterns = Patterns((), {"evil": f"{pattern}zzz"})
-    began = time.process_time()
+    began = time.thread_time()
     patterns.text("a" * 200_000 + "!")
-    assert time.process_time() - began < 2
+    assert time.thread_time() - began < 5
 
 
 @pytest.mark.parametrize(
