@@ -14,21 +14,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import random
 import socket
 import sqlite3
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import psutil
 import sqlalchemy as sa
 
+from benchmarks.campaign import tell
 from benchmarks.databases import Postgres, postgres_server
 from benchmarks.load import Load
 from store import open_store, schema
@@ -235,15 +234,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         server = stack.enter_context(postgres_server()) if options.store == "postgresql" else None
         outcome = run(Path(folder), options.kills, options.outages, options.seconds, server, options.seed)
-    if options.json:
-        print(json.dumps(asdict(outcome)))
-    else:
-        for name, value in asdict(outcome).items():
-            shown = ", ".join(f"{n} {key}" for key, n in value.items()) if isinstance(value, dict) else value
-            print(f"{name:10} {shown if name != 'violations' else len(outcome.violations)}")
-        for violation in outcome.violations[:20]:
-            print(f"  {violation}")
-    sys.exit(1 if outcome.violations else 0)
+    tell(outcome, as_json=options.json)
 
 
 if __name__ == "__main__":

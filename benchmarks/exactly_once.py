@@ -20,16 +20,16 @@ import os
 import random
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
+from benchmarks.campaign import tell
 from benchmarks.databases import Postgres, postgres_server
 from benchmarks.school_parts import AGENTS, ALIAS, Agents, Part
 from benchmarks.scripted_school import read_weights
@@ -337,15 +337,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
         server = stack.enter_context(postgres_server()) if options.store == "postgresql" else None
         outcome = run(options.folder or Path(made), options.kills, server, options.seed)
-    if options.json:
-        print(json.dumps(asdict(outcome)))
-    else:
-        for name, value in asdict(outcome).items():
-            shown = ", ".join(f"{n} {key}" for key, n in value.items()) if isinstance(value, dict) else value
-            print(f"{name:12} {shown if name != 'violations' else len(outcome.violations)}")
-        for violation in outcome.violations[:20]:
-            print(f"  {violation}")
-    sys.exit(1 if outcome.violations else 0)
+    tell(outcome, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -28,12 +28,12 @@ import psutil
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis.core.result import Ok
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from benchmarks.databases import postgres_server
 from benchmarks.hostile_bodies import Asking, askings
 from benchmarks.hostile_wire import Reply, SlowSenders, ask, malformed, send
-from proxy.asgi import JSON, send_bytes
+from proxy.asgi import JSON, replaying, send_bytes
 from proxy.settings import hash_key
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import ProxyProcess, eventually, served
@@ -92,19 +92,10 @@ class Upstream:
         except (ValueError, RecursionError):  # as vLLM tells it
             await send_bytes(send, 400, b'{"error": {"message": "not JSON", "type": "BadRequestError"}}', [JSON])
             return
-        given = False
-
-        async def behaved() -> Message:
-            nonlocal given
-            if given:
-                return await receive()
-            given = True
-            return {"type": "http.request", "body": plain, "more_body": False}
-
         self._vllm.calls.clear()
         self._vllm.paths.clear()
         self._vllm.queries.clear()
-        await self._vllm(scope, behaved, send)
+        await self._vllm(scope, replaying(plain, receive), send)
 
 
 def _plain(body: bytes) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from proxy.errors import BodyTooLarge, ClientLeft
 
@@ -43,6 +43,20 @@ async def read_body(receive: Receive, limit: int) -> bytes:
         if not message.get("more_body"):
             return b"".join(parts)
         message = await receive()
+
+
+def replaying(body: bytes, receive: Receive) -> Receive:
+    """Return what hands out a body that was read already, and then whatever else comes, such as a disconnect."""
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
 
 
 def _too_large(limit: int) -> BodyTooLarge:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import zlib
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from proxy.asgi import header, read_body
+from proxy.asgi import header, read_body, replaying
 from proxy.errors import BadRequest, BodyTooLarge, UnknownEncoding
 
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
@@ -37,16 +37,7 @@ class Inflate:
         packed = await read_body(receive, self._body_limit)
         body = await asyncio.to_thread(inflated, packed, self._body_limit)
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-encoding"]
-        given = False
-
-        async def plain() -> Message:
-            nonlocal given
-            if given:
-                return await receive()
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        await self._app({**scope, "headers": headers}, plain, send)
+        await self._app({**scope, "headers": headers}, replaying(body, receive), send)
 
 
 def inflated(packed: bytes, limit: int) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +68,7 @@ def add(
     named: dict[str, Any] = {"response_id": response, "call_id": call, "trajectory_id": trajectory}
     body = named | {"comment": comment, "demonstration": demonstration, "end_user": end_user, "value": _value(value)}
     said = read_feedback(msgspec.json.encode(body)).record(OPERATOR, None, time.time())
-    with _opened(context, given) as store:
+    with options.running_store(context, **given) as store:
         place = store.feedback.place_of(said)
         if place is None:
             raise click.ClickException(f"the store holds no {said.kind} {said.target!r}")
@@ -97,7 +96,7 @@ def list_feedback(context: click.Context, /, trajectory: str | None, limit: int,
     """
     import msgspec
 
-    with _opened(context, given) as store:
+    with options.running_store(context, **given) as store:
         found = store.feedback.page(limit, trajectory=trajectory)
         trained = store.lineage.of(list({said.trajectory_id for said in found if said.trajectory_id}))
     if as_json:
@@ -134,8 +133,9 @@ def export(context: click.Context, /, form: str, out: str, limit: int, as_json: 
 
     from trainer import preferences
 
-    alias = options.running_settings_of(context, given).model
-    with _opened(context, given) as store:
+    settings = options.running_settings_of(context, given)
+    alias = settings.model
+    with options.opened_store(settings.store_url) as store:
         if form == "pairs":
             found = preferences.pairs(_judged_groups(store, alias, limit))
         else:
@@ -189,17 +189,6 @@ def line(said: Any, trained: tuple[str, ...]) -> str:
         f"trained {', '.join(trained)}" if trained else "",
     ]
     return "  ".join(options.printable(part).replace("\n", " ") for part in parts if part)
-
-
-@contextmanager
-def _opened(context: click.Context, given: dict[str, Any]) -> Iterator[Store]:
-    from store import open_store
-
-    opened = open_store(options.running_settings_of(context, given).store_url)
-    try:
-        yield opened
-    finally:
-        opened.close()
 
 
 def _value(text: str | None) -> float | bool | str | None:

@@ -15,7 +15,6 @@ from ratchet.feedback_commands import line as feedback_line
 
 if TYPE_CHECKING:
     from ratchet.settings import Settings
-    from store import Store
     from trainer.judges import Judge
     from trainer.judges.calibration import Calibration
 
@@ -47,7 +46,7 @@ def try_(context: click.Context, /, names: tuple[str, ...], as_json: bool, **giv
       ratchet judge try traj_01J8 traj_01J9 --judge my_agent.judge:judge
     """
     settings = _settings(context, given)
-    with _store(settings) as store, _judge(settings) as made:
+    with options.opened_store(settings.store_url) as store, _judge(settings) as made:
         judgement = made.judge(None, [store.trajectories.read(name) for name in names])
     if as_json:
         options.emit({"judge": made.name, "version": made.version, "verdicts": [_plain(v) for v in judgement.verdicts]})
@@ -72,7 +71,7 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
     Example:
       ratchet judge show grp_01J8
     """
-    with _store(_settings(context, given)) as store:
+    with options.opened_store(_settings(context, given).store_url) as store:
         found = store.groups.get(group)
         verdicts, exchanges = store.groups.history(group), store.groups.exchanges(group)
         trained = store.lineage.of(found.members)
@@ -169,7 +168,7 @@ def rescore(context: click.Context, /, limit: int, as_json: bool, **given: Any) 
 
     settings = _settings(context, given)
     compared = []
-    with _store(settings) as store, _judge(settings) as made:
+    with options.opened_store(settings.store_url) as store, _judge(settings) as made:
         for group in tqdm(store.groups.page(limit), unit="group", disable=not sys.stderr.isatty() or as_json):
             old = store.groups.verdicts(group.members)
             if old:
@@ -231,7 +230,7 @@ def calibrate(
     settings = _settings(context, given)
     truth_settings = _settings(context, given | {"judge": truth_given})
     asked = []
-    with _store(settings) as store, _judge(settings) as made, _judge(truth_settings) as truth:
+    with options.opened_store(settings.store_url) as store, _judge(settings) as made, _judge(truth_settings) as truth:
         groups = [group for group in store.groups.page(limit) if len(group.members) > 1]
         for group in tqdm(groups, unit="group", disable=not sys.stderr.isatty() or as_json):
             members = [store.trajectories.read(name) for name in group.members]
@@ -269,17 +268,6 @@ def _calibration_lines(judge_name: str, truth_name: str, found: Calibration) -> 
 def _settings(context: click.Context, given: dict[str, Any]) -> Settings:
     values = {"trainer.judge" if name == "judge" else name: value for name, value in given.items()}
     return options.running_settings_of(context, values)
-
-
-@contextmanager
-def _store(settings: Settings) -> Iterator[Store]:
-    from store import open_store
-
-    opened = open_store(settings.store_url)
-    try:
-        yield opened
-    finally:
-        opened.close()
 
 
 @contextmanager

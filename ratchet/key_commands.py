@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
 import click
 
 from ratchet import options
-
-if TYPE_CHECKING:
-    from store import Store
 
 
 @click.group()
@@ -56,7 +49,7 @@ def create(
     from store.states import KeyScope
 
     key = new_key()
-    with _opened(context, store, project) as opened:
+    with options.running_store(context, store=store, project=project) as opened:
         made = opened.keys.create(name, hash_key(key.encode()), KeyScope(scope), requests_per_minute, tokens_per_minute)
     click.echo(key)
     click.echo(f"{made.id}: scope {scope}; the key is not shown again", err=True)
@@ -76,7 +69,7 @@ def list_keys(context: click.Context, store: str | None, project: str | None, as
     """
     import msgspec
 
-    with _opened(context, store, project) as opened:
+    with options.running_store(context, store=store, project=project) as opened:
         found = opened.keys.all()
     if as_json:
         options.emit([{k: v for k, v in msgspec.structs.asdict(key).items() if k != "hash"} for key in found])
@@ -105,20 +98,9 @@ def revoke(context: click.Context, key_id: str, store: str | None, project: str 
     Example:
       ratchet keys revoke key_06f3k9q2m8d4x7w1n5b0c3v6t2
     """
-    with _opened(context, store, project) as opened:
+    with options.running_store(context, store=store, project=project) as opened:
         revoked = opened.keys.revoke(key_id)
     click.echo(f"{revoked.id} ({revoked.name}) is revoked")
-
-
-@contextmanager
-def _opened(context: click.Context, store: str | None, project: str | None) -> Iterator[Store]:
-    from store import open_store
-
-    opened = open_store(options.running_settings_of(context, {"store": store, "project": project}).store_url)
-    try:
-        yield opened
-    finally:
-        opened.close()
 
 
 def _when(moment: float | None) -> str:

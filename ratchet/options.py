@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -78,6 +78,11 @@ def opened_store(url: str) -> Iterator[Store]:
         yield opened
     finally:
         opened.close()
+
+
+def running_store(context: click.Context, **given: Any) -> AbstractContextManager[Store]:
+    """Open the store of what the project runs, or ran last; options win. Raises SettingsError."""
+    return opened_store(running_settings_of(context, given).store_url)
 
 
 def emit(content: Any) -> None:

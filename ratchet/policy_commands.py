@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,7 +11,6 @@ import click
 from ratchet import options
 
 if TYPE_CHECKING:
-    from store import Store
     from store.decisions import Decision
     from store.records import Policy
 
@@ -44,7 +42,7 @@ def list_policies(
     Example:
       ratchet policies list --model mail --json
     """
-    with _opened(context, store, project) as opened:
+    with options.running_store(context, store=store, project=project) as opened:
         found, decided = opened.policies.all(model), opened.decisions.latest(model)
     if as_json:
         options.emit([_plain(one) | _last_decision(decided.get((one.alias, one.version))) for one in found])
@@ -75,7 +73,7 @@ def show(
     """
     from ratchet.status import canary_line, canary_scores
 
-    with _opened(context, store, project) as opened:
+    with options.running_store(context, store=store, project=project) as opened:
         if version is not None:
             opened.policies.get(alias, version)
         decisions = opened.decisions.of(alias, version)
@@ -109,7 +107,7 @@ def promote(
     Example:
       ratchet policies promote mail --reason "read fifty answers, the gain is real"
     """
-    with _opened(context, store, project) as opened:
+    with options.running_store(context, store=store, project=project) as opened:
         done = opened.policies.promote_by_hand(alias, version, by=_who(), reason=reason)
     click.echo(f"{done.alias}@{done.version} is live")
 
@@ -132,22 +130,11 @@ def rollback(
     Example:
       ratchet policies rollback mail 6 --reason "version 7 is rude"
     """
-    with _opened(context, store, project) as opened:
+    with options.running_store(context, store=store, project=project) as opened:
         rejected = opened.policies.roll_back_by_hand(alias, version, by=_who(), reason=reason)
         live = opened.policies.live()[alias]
     names = ", ".join(f"{policy.alias}@{policy.version}" for policy in rejected)
     click.echo(f"{alias}@{live.version} is live; rejected: {names}")
-
-
-@contextmanager
-def _opened(context: click.Context, store: str | None, project: str | None) -> Iterator[Store]:
-    from store import open_store
-
-    opened = open_store(options.running_settings_of(context, {"store": store, "project": project}).store_url)
-    try:
-        yield opened
-    finally:
-        opened.close()
 
 
 def _who() -> str:

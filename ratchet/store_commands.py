@@ -116,7 +116,7 @@ def prune(
 
     chosen = Chosen(still_since=time.time() - older_than, trained=False if keep_trained else None)
     why = f"prune: still for {older_than:g} s" + (", not trained" if keep_trained else "")
-    with options.opened_store(store_url_of(context, store, project)) as opened:
+    with options.running_store(context, store=store, project=project) as opened:
         return _delete(opened, [chosen], why, dry_run=dry_run, as_json=as_json)
 
 
@@ -160,7 +160,7 @@ def forget(
     # What was asked for, without the words themselves: a task or a tag may name a person.
     named = [f"{len(trajectories)} by name"] if trajectories else []
     why = "forget: " + ", ".join([*named, *(f"by {name}" for name, value in given.items() if value is not None)])
-    with options.opened_store(store_url_of(context, store, project)) as opened:
+    with options.running_store(context, store=store, project=project) as opened:
         if not dry_run and not yes:
             count = sum(opened.deletions.count(one) for one in chosen)
             click.confirm(f"delete {count} trajectories for good?", abort=True, err=True)

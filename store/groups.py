@@ -192,34 +192,15 @@ class Groups:
         """
         runs, table = schema.trajectories, schema.verdicts
         query = (
-            sa.select(
-                runs.c.id,
-                runs.c.task,
-                runs.c.root_node,
-                runs.c.tools_hash,
-                runs.c.version,
-                table.c.score,
-                table.c.judged_at,
-                table.c.id.label("verdict"),
-            )
-            .join(runs, runs.c.id == table.c.trajectory_id)
+            _past_scores()
+            .add_columns(table.c.id.label("verdict"))
             .where(runs.c.alias == alias, table.c.judge_version == judge_version, table.c.score.is_not(None))
             .order_by(table.c.id.desc())
             .limit(limit)
         )
         with read(self._engine) as connection:
             newest = {row.id: row for row in reversed(connection.execute(query).all())}
-        return [
-            PastScore(
-                trajectory_id=row.id,
-                family=family_of(row.task, row.tools_hash),
-                cohort=cohort_of(row.task, row.root_node, row.tools_hash),
-                version=row.version,
-                score=row.score,
-                judged_at=row.judged_at,
-            )
-            for row in sorted(newest.values(), key=lambda row: row.verdict)
-        ]
+        return [_past_score(row) for row in sorted(newest.values(), key=lambda row: row.verdict)]
 
     def rewards(self, alias: str, judge_version: str, version: int, since: float = 0.0) -> list[PastScore]:
         """Return the latest score of each live trajectory of a version that began at `since` or later, oldest first."""

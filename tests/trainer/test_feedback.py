@@ -2,73 +2,33 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from store import Store, open_store
+from store import Store
 from store.records import Feedback, Transcript
 from store.states import GroupState, TrajectoryState
 from tests.records import answered_trajectory
 from tests.trainer import judge_samples
 from tests.trainer.agents import agents_work
-from tests.trainer.scripted_engine import ScriptedEngine
 from trainer.daemon import Daemon
 from trainer.grouping import NO_FEEDBACK
 from trainer.judges.feedback import FeedbackJudge, votes_of
 from trainer.judges.make import make_judge
 from trainer.judges.patience import Patience, patience_of
 from trainer.judges.settings import FeedbackSpec, read_spec
-from trainer.learning.learner import LearnerSettings
-from trainer.settings import TrainerSettings
 
 DAY = 86_400.0
 WAITING: Any = {"kind": "feedback", "within_seconds": 100.0}
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = open_store(str(tmp_path / "store.db"))
-    opened.policies.register_base("agent", "base")
-    judge_samples.by_answer.clear()
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def make_daemon(store: Store, tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
-    made: list[Daemon] = []
-    engine = ScriptedEngine(lambda name, ids: 0.0)
-
-    def make(**changes: Any) -> Daemon:
-        values: dict[str, Any] = {
-            "store": str(tmp_path / "store.db"),
-            "model": "agent",
-            "base_model": str(tiny_model),
-            "vllm": (engine.url,),
-            "checkpoints": tmp_path / "checkpoints",
-            "judge": WAITING,
-            "group_size": 2,
-            "groups_per_round": 1,
-            "learner": LearnerSettings(learning_rate=1e-2),
-        }
-        daemon = Daemon(TrainerSettings(**(values | changes)), store, threading.Event())
-        made.append(daemon)
-
-        def served(name: str, ids: Sequence[int]) -> float:
-            return daemon.learner.score([ids], adapter=list(engine.loaded)[-1:] == [name])[0][-1]
-
-        engine.scorer = served
-        return daemon
-
-    yield make
-    for daemon in made:
-        daemon.close()
-    engine.close()
+def waiting_daemon(make_daemon: Callable[..., Daemon]) -> Callable[..., Daemon]:
+    """A daemon whose judge waits for what people say."""
+    return lambda **changes: make_daemon(**({"judge": WAITING, "groups_per_round": 1} | changes))
 
 
 _numbers = iter(range(10**6))
@@ -171,10 +131,10 @@ def test_a_judge_function_sees_what_was_said(store: Store) -> None:
 
 
 def test_a_trajectory_waits_for_its_feedback_and_fails_nothing_meanwhile(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, waiting_daemon: Callable[..., Daemon]
 ) -> None:
     good, bad = agents_work(store, "a", [0.0, 0.0])
-    daemon = make_daemon()
+    daemon = waiting_daemon()
     daemon.turn(70.0)
     say(store, good, 1.0)
     daemon.turn(80.0)
@@ -188,10 +148,10 @@ def test_a_trajectory_waits_for_its_feedback_and_fails_nothing_meanwhile(
 
 
 def test_whoever_nobody_spoke_of_in_time_is_dropped_with_that_reason(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, waiting_daemon: Callable[..., Daemon]
 ) -> None:
     spoken, other, silent = agents_work(store, "a", [0.0, 0.0, 0.0])
-    daemon = make_daemon()
+    daemon = waiting_daemon()
     daemon.turn(100.0)
     assert store.trajectories.drop_counts() == {}
     say(store, spoken, 1.0)
@@ -202,10 +162,12 @@ def test_whoever_nobody_spoke_of_in_time_is_dropped_with_that_reason(
     assert {store.trajectories.get(name).state for name in (spoken, other)} == {TrajectoryState.TRAINED}
 
 
-def test_with_a_default_silence_is_judged_once_its_time_is_up(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+def test_with_a_default_silence_is_judged_once_its_time_is_up(
+    store: Store, waiting_daemon: Callable[..., Daemon]
+) -> None:
     spoken, silent = agents_work(store, "a", [0.0, 0.0])
     say(store, spoken, 1.0)
-    daemon = make_daemon(judge=WAITING | {"missing": 0.5})
+    daemon = waiting_daemon(judge=WAITING | {"missing": 0.5})
     daemon.turn(100.0)
     assert store.groups.page() == []
     finish_judging(daemon, 102.0)
@@ -213,9 +175,9 @@ def test_with_a_default_silence_is_judged_once_its_time_is_up(store: Store, make
     assert store.trajectories.get(silent).state is TrajectoryState.TRAINED
 
 
-def test_company_is_waited_for_from_the_feedback_on(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+def test_company_is_waited_for_from_the_feedback_on(store: Store, waiting_daemon: Callable[..., Daemon]) -> None:
     early, late = agents_work(store, "a", [0.0, 0.0])
-    daemon = make_daemon(judge=WAITING | {"within_seconds": DAY}, group_wait_seconds=300.0)
+    daemon = waiting_daemon(judge=WAITING | {"within_seconds": DAY}, group_wait_seconds=300.0)
     say(store, early, 1.0, given_at=5000.0)
     daemon.turn(5001.0)
     assert store.trajectories.get(early).state is TrajectoryState.SEALED
@@ -228,12 +190,12 @@ def test_company_is_waited_for_from_the_feedback_on(store: Store, make_daemon: C
 
 
 def test_late_feedback_adds_a_verdict_names_what_was_trained_and_trains_nothing_twice(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, waiting_daemon: Callable[..., Daemon]
 ) -> None:
     first, second = agents_work(store, "a", [0.0, 0.0])
     say(store, first, 1.0)
     say(store, second, 0.0)
-    daemon = make_daemon()
+    daemon = waiting_daemon()
     finish_judging(daemon, 70.0)
     more = agents_work(store, "b", [0.0, 0.0])
     for name, value in zip(more, (0.0, 1.0), strict=True):
@@ -255,11 +217,11 @@ def test_late_feedback_adds_a_verdict_names_what_was_trained_and_trains_nothing_
     assert [one.score for one in store.groups.scored("agent", verdict.judge_version)].count(1.0) == 1
 
 
-def test_revised_feedback_before_the_round_is_what_trains(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+def test_revised_feedback_before_the_round_is_what_trains(store: Store, waiting_daemon: Callable[..., Daemon]) -> None:
     first, second = agents_work(store, "a", [0.0, 0.0])
     say(store, first, 1.0)
     say(store, second, 0.0)
-    daemon = make_daemon(groups_per_round=2)
+    daemon = waiting_daemon(groups_per_round=2)
     finish_judging(daemon, 70.0)
     assert latest(store, first, second) == [1.0, 0.0]
     say(store, first, 0.25)
@@ -270,10 +232,10 @@ def test_revised_feedback_before_the_round_is_what_trains(store: Store, make_dae
 
 
 def test_feedback_on_what_was_put_aside_is_a_verdict_all_the_same(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, waiting_daemon: Callable[..., Daemon]
 ) -> None:
     (name,) = agents_work(store, "a", [0.0])
-    daemon = make_daemon()
+    daemon = waiting_daemon()
     finish_judging(daemon, 200.0)
     assert store.trajectories.get(name).drop_reason == NO_FEEDBACK
     say(store, name, 1.0)
@@ -283,7 +245,7 @@ def test_feedback_on_what_was_put_aside_is_a_verdict_all_the_same(
 
 
 def test_a_part_that_fails_does_not_hold_late_feedback_for_ever(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, waiting_daemon: Callable[..., Daemon]
 ) -> None:
     parts = [
         {"name": "liked", "weight": 1.0, "judge": WAITING},
@@ -293,7 +255,7 @@ def test_a_part_that_fails_does_not_hold_late_feedback_for_ever(
     say(store, first, 0.0)
     say(store, second, 1.0)
     judge: Any = {"kind": "composite", "parts": parts}
-    daemon = make_daemon(judge=judge, judge_attempts=2, judge_retry_seconds=1.0)
+    daemon = waiting_daemon(judge=judge, judge_attempts=2, judge_retry_seconds=1.0)
     finish_judging(daemon, 70.0)
     assert latest(store, first, second) == [0.0, 1.0]
     judge_samples.by_answer[first] = ValueError("out of order")
