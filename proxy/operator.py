@@ -57,6 +57,17 @@ def create_operator(store: Store, shipper: Shipper, links: Links, desk: Feedback
         headers = {"retry-after": str(error.retry_after)} if error.retry_after is not None else None
         return Response(to_openai_error(error), error.status, headers, media_type="application/json")
 
+    _add_calls(api, store)
+    _add_endings(api, store, shipper, links)
+    _add_feedback(api, store, desk)
+    _add_policies(api, store)
+    _add_reports(api, store)
+    return api
+
+
+def _add_calls(api: FastAPI, store: Store) -> None:
+    """What was recorded: calls, trajectories, and the groups that they are judged in."""
+
     @api.get("/calls")
     def calls(
         limit: _Limit = 100, before: str | None = None, trajectory: str | None = None, state: str | None = None
@@ -87,6 +98,22 @@ def create_operator(store: Store, shipper: Shipper, links: Links, desk: Feedback
             | {"trained": store.lineage.of([trajectory_id]).get(trajectory_id, ())}
         )
 
+    @api.get("/groups")
+    def groups(limit: _Limit = 100, before: str | None = None) -> Response:
+        """Groups, newest first."""
+        return _page([_plain(group) for group in store.groups.page(limit, before)], limit)
+
+    @api.get("/groups/{group_id}")
+    def group(group_id: str) -> Response:
+        """One group with its members' verdicts."""
+        found = store.groups.get(group_id)
+        verdicts = store.groups.verdicts(found.members)
+        return _json(_plain(found) | {"verdicts": {name: _plain(verdict) for name, verdict in verdicts.items()}})
+
+
+def _add_endings(api: FastAPI, store: Store, shipper: Shipper, links: Links) -> None:
+    """How trajectories end: finished by hand, or deleted."""
+
     @api.post("/trajectories/{trajectory_id}/finish")
     async def finish(trajectory_id: str) -> Response:
         """Seal a trajectory: it is complete. Waits until every call of it that has ended is in the store."""
@@ -95,24 +122,6 @@ def create_operator(store: Store, shipper: Shipper, links: Links, desk: Feedback
         sealed = await asyncio.to_thread(store.trajectories.seal, trajectory_id, time.time())
         links.forget(trajectory_id)
         return _json(_plain(sealed))
-
-    @api.post("/feedback", status_code=201, openapi_extra={"requestBody": _FEEDBACK_BODY})
-    async def say(request: Request) -> Response:
-        """Say how good a trajectory or an answer was: 201 once it is durable, 202 where its call is waited for."""
-        body = read_feedback(await read_body(request.receive, BODY_LIMIT))
-        key = request.headers.get("idempotency-key")
-        said = body.record(request.scope[CALLER], key[:200] if key else None, time.time())
-        place = await desk.take(said)
-        trajectory, call = place or (None, None)
-        told = {"id": said.id, "trajectory_id": trajectory, "call_id": call, "state": "placed" if place else "waiting"}
-        return _json(told, 201 if place else 202)
-
-    @api.get("/feedback")
-    def feedback(limit: _Limit = 100, before: str | None = None, trajectory: str | None = None) -> Response:
-        """What was said, newest first, each with the policies that its trajectory had part in."""
-        found = store.feedback.page(limit, before, trajectory)
-        trained = store.lineage.of(list({said.trajectory_id for said in found if said.trajectory_id}))
-        return _page([_plain(said) | {"trained": trained.get(said.trajectory_id or "", ())} for said in found], limit)
 
     @api.delete("/trajectories/{trajectory_id}")
     async def delete(trajectory_id: str) -> Response:
@@ -133,17 +142,31 @@ def create_operator(store: Store, shipper: Shipper, links: Links, desk: Feedback
         """What was deleted, without its content, and the policies that had learnt it; the latest first."""
         return _page([_plain(found) for found in store.deletions.all()])
 
-    @api.get("/groups")
-    def groups(limit: _Limit = 100, before: str | None = None) -> Response:
-        """Groups, newest first."""
-        return _page([_plain(group) for group in store.groups.page(limit, before)], limit)
 
-    @api.get("/groups/{group_id}")
-    def group(group_id: str) -> Response:
-        """One group with its members' verdicts."""
-        found = store.groups.get(group_id)
-        verdicts = store.groups.verdicts(found.members)
-        return _json(_plain(found) | {"verdicts": {name: _plain(verdict) for name, verdict in verdicts.items()}})
+def _add_feedback(api: FastAPI, store: Store, desk: FeedbackDesk) -> None:
+    """What people say, and what was said."""
+
+    @api.post("/feedback", status_code=201, openapi_extra={"requestBody": _FEEDBACK_BODY})
+    async def say(request: Request) -> Response:
+        """Say how good a trajectory or an answer was: 201 once it is durable, 202 where its call is waited for."""
+        body = read_feedback(await read_body(request.receive, BODY_LIMIT))
+        key = request.headers.get("idempotency-key")
+        said = body.record(request.scope[CALLER], key[:200] if key else None, time.time())
+        place = await desk.take(said)
+        trajectory, call = place or (None, None)
+        told = {"id": said.id, "trajectory_id": trajectory, "call_id": call, "state": "placed" if place else "waiting"}
+        return _json(told, 201 if place else 202)
+
+    @api.get("/feedback")
+    def feedback(limit: _Limit = 100, before: str | None = None, trajectory: str | None = None) -> Response:
+        """What was said, newest first, each with the policies that its trajectory had part in."""
+        found = store.feedback.page(limit, before, trajectory)
+        trained = store.lineage.of(list({said.trajectory_id for said in found if said.trajectory_id}))
+        return _page([_plain(said) | {"trained": trained.get(said.trajectory_id or "", ())} for said in found], limit)
+
+
+def _add_policies(api: FastAPI, store: Store) -> None:
+    """Versions, what was decided about them, and decisions by hand."""
 
     @api.get("/policies")
     def policies(alias: str | None = None) -> Response:
@@ -168,6 +191,10 @@ def create_operator(store: Store, shipper: Shipper, links: Links, desk: Feedback
         rejected = store.policies.roll_back_by_hand(alias, version, by=order.by, reason=order.reason)
         return _page([_plain(policy) for policy in rejected])
 
+
+def _add_reports(api: FastAPI, store: Store) -> None:
+    """How training, tools and alarms stand."""
+
     @api.get("/training")
     def training(alias: str | None = None) -> Response:
         """Training rounds, and how many trajectories are in each state."""
@@ -189,8 +216,6 @@ def create_operator(store: Store, shipper: Shipper, links: Links, desk: Feedback
     def alarms(standing: bool = False) -> Response:
         """Alarms, the latest first."""
         return _page([_plain(alarm) for alarm in (store.alarms.standing() if standing else store.alarms.all())])
-
-    return api
 
 
 def _json(value: Any, status: int = 200) -> Response:
