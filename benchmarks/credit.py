@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.email_search.judge import judge
-from ratchet import interrupts
-from ratchet.demo import Demo, DemoOptions
+from ratchet.demo.run import Demo, DemoOptions
+from ratchet.running import interrupts
 
 NOISE = 0.15  # of the attempts are called the other way round
 _JITTER = 0.05  # a model never gives two attempts quite the same score

@@ -13,17 +13,8 @@ from pathlib import Path
 
 import click
 
-from ratchet import (
-    __version__,
-    demo_command,
-    feedback_commands,
-    judge_commands,
-    key_commands,
-    policy_commands,
-    project_commands,
-    room_commands,
-    store_commands,
-)
+from ratchet import __version__
+from ratchet.commands import demo, feedback, judge, keys, policies, project, rooms, store
 from ratchet.errors import FaceError
 
 # The roots of the rooms' error trees: what they raise on purpose is told in one line, like our own.
@@ -48,18 +39,18 @@ def cli(context: click.Context, config: Path | None) -> None:
 
 
 for command in (
-    project_commands.up,
-    project_commands.down,
-    project_commands.status,
-    project_commands.doctor,
-    demo_command.demo,
-    room_commands.proxy,
-    room_commands.trainer,
-    store_commands.store,
-    policy_commands.policies,
-    key_commands.keys,
-    judge_commands.judge,
-    feedback_commands.feedback,
+    project.up,
+    project.down,
+    project.status,
+    project.doctor,
+    demo.demo,
+    rooms.proxy,
+    rooms.trainer,
+    store.store,
+    policies.policies,
+    keys.keys,
+    judge.judge,
+    feedback.feedback,
 ):
     cli.add_command(command)
 

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ratchet import engine
 from ratchet.errors import FaceError
+from ratchet.running import engine
+from ratchet.running.up import read_running
 from ratchet.settings import Settings
-from ratchet.up import read_running
 
 _WAIT_FOR_RECORD = 10.0  # seconds
 _ANY_IDS = tuple(range(1, 25))  # where no call was captured; every vocabulary has them

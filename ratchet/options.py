@@ -62,7 +62,7 @@ def running_settings_of(context: click.Context, values: dict[str, Any]) -> Setti
 
     Options win over what runs. Raises SettingsError.
     """
-    from ratchet.last_run import adopt
+    from ratchet.running.last_run import adopt
 
     given = {key for key, value in values.items() if value is not None}
     return adopt(settings_of(context, values), given)

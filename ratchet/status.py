@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ratchet import __version__, pidfile
+from ratchet import __version__
 from ratchet.folders import ROOMS
+from ratchet.running import pidfile
+from ratchet.running.up import read_running
 from ratchet.settings import Settings
-from ratchet.up import read_running
 from store.states import PolicyAction, PolicyState
 from trainer.reasons import DROPPED, LEFT_OUT
 

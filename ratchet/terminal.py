@@ -20,7 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ratchet.supervisor import Event
+from ratchet.running.supervisor import Event
 
 
 class Display:

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from ratchet.engine import plan
-from ratchet.leftovers import kill_tree
+from ratchet.running.engine import plan
+from ratchet.running.leftovers import kill_tree
 from ratchet.settings import Settings
 from tests.ratchet.project import free_port
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from ratchet.leftovers import kill_tree
+from ratchet.running.leftovers import kill_tree
 
 ROOT = Path(__file__).parents[2]
 SCRIPTED_VLLM = Path(__file__).with_name("scripted_vllm.py")

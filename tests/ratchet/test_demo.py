@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ratchet.leftovers import kill_tree
+from ratchet.running.leftovers import kill_tree
 from tests.ratchet.project import ROOT, SCRIPTED_VLLM, wait_for
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ratchet import engine
 from ratchet.errors import EngineMissing, ModelMissing
+from ratchet.running import engine
 from ratchet.settings import Settings, load
 from tests.ratchet.project import Project
 

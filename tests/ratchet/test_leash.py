@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.ratchet.project import ROOT, is_alive, wait_for
 
-LEASH = ROOT / "ratchet" / "leash.py"
+LEASH = ROOT / "ratchet" / "running" / "leash.py"
 
 
 def on_leash(script: str, grace: float = 2.0) -> subprocess.Popen[str]:

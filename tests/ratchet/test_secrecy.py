@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from ratchet import rooms, secrecy
+from ratchet.running import rooms, secrecy
 from ratchet.settings import load
 from tests.ratchet.project import Project
 

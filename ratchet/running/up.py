@@ -10,13 +10,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ratchet import interrupts, pidfile
 from ratchet.errors import FaceError
 from ratchet.folders import StateFolder
-from ratchet.leftovers import end_leftovers, end_supervisor
-from ratchet.project_lock import already_running
+from ratchet.running import interrupts, pidfile
+from ratchet.running.leftovers import end_leftovers, end_supervisor
+from ratchet.running.project_lock import already_running
+from ratchet.running.supervisor import Supervisor
 from ratchet.settings import Settings
-from ratchet.supervisor import Supervisor
 from ratchet.terminal import Display
 
 _SUPERVISOR_TIME = 20.0  # seconds for an `up` to stop its rooms

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import psutil
 
-from ratchet import pidfile
 from ratchet.folders import ROOMS, StateFolder
+from ratchet.running import pidfile
 
 _LEASH_TIME = 16.0  # seconds: longer than the longest grace of a room
 _KILL_TIME = 3.0

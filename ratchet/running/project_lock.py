@@ -9,9 +9,9 @@ import fcntl
 import os
 from typing import IO
 
-from ratchet import pidfile
 from ratchet.errors import AlreadyRunning
 from ratchet.folders import StateFolder
+from ratchet.running import pidfile
 
 
 class ProjectLock:

@@ -13,10 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-from ratchet import pidfile
 from ratchet.folders import StateFolder
-from ratchet.leftovers import kill_tree
-from ratchet.rooms import Room
+from ratchet.running import pidfile
+from ratchet.running.leftovers import kill_tree
+from ratchet.running.rooms import Room
 
 _LEASH = Path(__file__).with_name("leash.py")
 _TAIL_LINES = 12

@@ -86,7 +86,7 @@ def trainer(
     settings = options.settings_of(context, values)
     if not settings.has_judge:
         raise click.UsageError("no judge is named: give --judge module:function or a YAML file, or set trainer.judge")
-    from ratchet.engine import check_model
+    from ratchet.running.engine import check_model
 
     derived: dict[str, Any] = {"vllm": vllm} if vllm else {}
     own = settings.trainer_settings(base_model=check_model(settings.base_model), **derived)

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
-from ratchet import __version__, engine, hub, interrupts, rooms
-from ratchet.child import Child
+from ratchet import __version__, hub
 from ratchet.errors import RoomDied, RoomSlow
-from ratchet.leftovers import end_leftovers
-from ratchet.project_lock import ProjectLock
-from ratchet.rooms import Plan
-from ratchet.secrecy import shown_store
+from ratchet.running import engine, interrupts, rooms
+from ratchet.running.child import Child
+from ratchet.running.leftovers import end_leftovers
+from ratchet.running.project_lock import ProjectLock
+from ratchet.running.rooms import Plan
+from ratchet.running.secrecy import shown_store
 from ratchet.settings import Settings
 
 _POLL = 0.1  # seconds

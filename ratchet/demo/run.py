@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ratchet import engine, interrupts, pidfile
-from ratchet.demo_figures import Evaluation, Figures, read_evaluation, read_figures
+from ratchet.demo.figures import Evaluation, Figures, read_evaluation, read_figures
 from ratchet.errors import AlreadyRunning, DemoFailed
 from ratchet.folders import StateFolder
-from ratchet.leftovers import end_leftovers
-from ratchet.project_lock import ProjectLock
+from ratchet.running import engine, interrupts, pidfile
+from ratchet.running.leftovers import end_leftovers
+from ratchet.running.project_lock import ProjectLock
+from ratchet.running.supervisor import Supervisor
 from ratchet.settings import SECRETS, Settings, load
-from ratchet.supervisor import Supervisor
 from ratchet.terminal import Display
 from store import Store, open_store
 from store.states import PolicyState, RoundState
@@ -60,7 +60,7 @@ def run(options: DemoOptions) -> int:
     interrupts.install()
     demo = Demo(options)
     figures = demo.play()
-    from ratchet import demo_report
+    from ratchet.demo import report as demo_report
 
     demo_report.show(figures)
     demo_report.write(figures, demo.folder)

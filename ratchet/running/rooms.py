@@ -16,8 +16,9 @@ from pathlib import Path
 
 import yaml
 
-from ratchet import addresses, engine, ports
-from ratchet.secrecy import has_password, shown_arguments, shown_store, shown_variables
+from ratchet import addresses
+from ratchet.running import engine, ports
+from ratchet.running.secrecy import has_password, shown_arguments, shown_store, shown_variables
 from ratchet.settings import OTHER_VARIABLES, PREFIX, Settings
 
 _PROBE_TIMEOUT = 3.0  # seconds

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ratchet.demo_figures import Evaluation, Figures
+from ratchet.demo.figures import Evaluation, Figures
 
 RESULT = "result.json"
 CURVE = "learning_curve.png"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.export_command import export
+from ratchet.commands.export import export
 from ratchet.moments import Age, Moment
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.errors import EngineMissing, ModelMissing
-from ratchet.secrecy import shown_arguments, shown_variables
+from ratchet.running.secrecy import shown_arguments, shown_variables
 from ratchet.settings import Settings
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"

@@ -35,7 +35,7 @@ def demo(
       ratchet demo --seed 2
       ratchet demo --model Qwen/Qwen2.5-0.5B-Instruct
     """
-    from ratchet.demo import DemoOptions, run
+    from ratchet.demo.run import DemoOptions, run
 
     return run(
         DemoOptions(

@@ -34,7 +34,7 @@ def up(context: click.Context, /, detach: bool, as_json: bool, vllm_port: int | 
     Example:
       ratchet up --base-model Qwen/Qwen2.5-0.5B-Instruct --judge my_agent.judge:judge
     """
-    from ratchet import up as starting
+    from ratchet.running import up as starting
 
     values = {
         "project": given["project"],
@@ -68,7 +68,7 @@ def down(context: click.Context, project: str | None, as_json: bool) -> None:
     Example:
       ratchet down --project mail
     """
-    from ratchet import up as starting
+    from ratchet.running import up as starting
 
     settings = options.settings_of(context, {"project": project})
     stopped = starting.down(settings)

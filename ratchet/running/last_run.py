@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ratchet.errors import SettingsError
-from ratchet.secrecy import HIDDEN, shown_store
+from ratchet.running.secrecy import HIDDEN, shown_store
 from ratchet.settings import Settings
 
 _TAKEN = ("model", "base_model", "store")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.feedback_commands import line as feedback_line
+from ratchet.commands.feedback import line as feedback_line
 
 if TYPE_CHECKING:
     from ratchet.settings import Settings

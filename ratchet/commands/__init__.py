@@ -1,0 +1,1 @@
+"""The commands: one file per subject; each parses, calls and prints."""

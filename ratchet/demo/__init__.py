@@ -1,0 +1,1 @@
+"""`ratchet demo`: the run, its figures and its report."""

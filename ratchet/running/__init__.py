@@ -1,0 +1,1 @@
+"""What runs: the rooms and vLLM as processes, from their start to their end."""
