@@ -17,12 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from examples.email_search.agent import MAX_TOKENS, Rollout, run_tasks, shuffled
-from examples.email_search.mailbox import Mailbox, synthetic_mails
+from examples.email_search.mailbox import DATABASE, Mailbox, synthetic_mails
 from examples.email_search.progress import Progress, Results, summary
 from examples.email_search.prompt import MAX_TURNS
 from examples.email_search.tasks import FILES, Task, home, make_tasks, read_tasks, write_tasks
-
-DATABASE = "mailbox.sqlite"
 
 
 class UsageError(Exception):

@@ -1,8 +1,8 @@
-"""The judge: a rule that finds the right answer by the question and scores a recorded trajectory 1 or 0.
+"""The judge: a rule that scores a recorded trajectory 1 or 0 by the right answer of its task.
 
-It reads what the policy was asked and what it answered, never what the agent claims about itself. It knows only the
-task set in `EMAIL_SEARCH_HOME` (default `.ratchet/email_search`). A question that the set does not hold is an error,
-not a score.
+Where the task's row is given it is the task; in production, where nobody says which task it is, the question finds it
+in the task set of `EMAIL_SEARCH_HOME` (default `.ratchet/email_search`). A question that the set does not hold is an
+error, not a score. What counts is what the policy answered in the trajectory, never what the agent claims of itself.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from examples.email_search.tasks import FILES, Task, home, matches, read_tasks
+from examples.email_search.tasks import FILES, Task, home, matches, read_tasks, task_of
 
 
 class UnknownQuestionError(LookupError):
     """No user message of the trajectory is a question of the task set."""
 
 
-def judge(trajectory: Mapping[str, Any]) -> dict[str, Any]:
+def judge(trajectory: Mapping[str, Any], task: Mapping[str, Any] | str | None = None) -> dict[str, Any]:
     """Scores one trajectory: `{"id", "messages", "tools", "task"}`, messages as Chat Completions writes them.
+
+    `task` is the row of the task set that was tried; without it (None, or a mere key) the question says which it is.
 
     Returns `score` (1.0 where the argument of `return_final_answer` is the right answer, else 0.0), `components`
     (`answered`, `correct`, `searched`, `read`, each 0.0 or 1.0; only `correct` is scored) and an `explanation`.
@@ -29,16 +31,16 @@ def judge(trajectory: Mapping[str, Any]) -> dict[str, Any]:
     """
     messages = list(trajectory.get("messages") or [])
     folder = home()
-    task = _task_of(messages, folder)
+    tried = task_of(task) if isinstance(task, Mapping) else _asked(messages, folder)
     given, used = final_answer(messages), {name for name, _ in _tool_calls(messages)}
-    correct = matches(given, task.answer, _answers(str(folder), _stamp(folder)))
+    correct = matches(given, tried.answer, _answers(str(folder), _stamp(folder)))
     components = {
         "answered": float(given is not None),
         "correct": float(correct),
         "searched": float("search_inbox" in used),
         "read": float("read_email" in used),
     }
-    return {"score": float(correct), "components": components, "explanation": _explain(given, task, correct)}
+    return {"score": float(correct), "components": components, "explanation": _explain(given, tried, correct)}
 
 
 def final_answer(messages: list[Mapping[str, Any]]) -> str | None:
@@ -63,7 +65,7 @@ def _tool_calls(messages: list[Mapping[str, Any]]) -> Iterator[tuple[str, dict[s
             yield str(function.get("name")), parsed if isinstance(parsed, dict) else {}
 
 
-def _task_of(messages: list[Mapping[str, Any]], folder: Path) -> Task:
+def _asked(messages: list[Mapping[str, Any]], folder: Path) -> Task:
     tasks = _by_question(str(folder), _stamp(folder))
     asked = [_text(message.get("content")) for message in messages if message.get("role") == "user"]
     for text in asked:

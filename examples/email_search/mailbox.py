@@ -15,6 +15,7 @@ from pathlib import Path
 
 from examples.email_search.words import CITIES, ID_FIRST, ID_SECOND, MONTHS, PEOPLE, TOPICS
 
+DATABASE = "mailbox.sqlite"
 TODAY = "2026-06-30"
 USER_EMAIL = "robin@example.com"
 MAX_HITS = 3

@@ -11,7 +11,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,11 +89,15 @@ def read_tasks(folder: Path, split: str) -> list[Task]:
     return [_read_line(path, number, line) for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)]
 
 
+def task_of(row: Mapping[str, Any], name: str = "") -> Task:
+    """The task of one row: it needs a question and an answer; a row without an id is called `name`."""
+    optional = {key: str(row.get(key, "")) for key in ("kind", "person", "topic", "message_id")}
+    return Task(str(row.get("id", name)), str(row["question"]), str(row["answer"]), **optional)
+
+
 def _read_line(path: Path, number: int, line: str) -> Task:
     try:
-        row: dict[str, Any] = json.loads(line)
-        optional = {key: str(row.get(key, "")) for key in ("kind", "person", "topic", "message_id")}
-        return Task(str(row.get("id", number)), str(row["question"]), str(row["answer"]), **optional)
+        return task_of(json.loads(line), str(number))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}:{number} is no task with question and answer: {error!r}") from error
 

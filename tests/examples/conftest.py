@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.email_search.__main__ import DATABASE, main
-from examples.email_search.mailbox import Mailbox
+from examples.email_search.__main__ import main
+from examples.email_search.mailbox import DATABASE, Mailbox
 from examples.email_search.tasks import Task, read_tasks
 
 

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 import examples.email_search
-from examples.email_search.__main__ import DATABASE
 from examples.email_search.agent import Rollout, run_tasks, shuffled
-from examples.email_search.mailbox import TODAY, USER_EMAIL, Mailbox
+from examples.email_search.mailbox import DATABASE, TODAY, USER_EMAIL, Mailbox
 from examples.email_search.tasks import Task, read_tasks
 from examples.email_search.tools import TOOLS
 from tests.examples.scripted_model import Reply, ScriptedModel, completion, tool_call

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from examples.email_search.__main__ import DATABASE, main
+from examples.email_search.__main__ import main
 from examples.email_search.agent import Rollout
-from examples.email_search.mailbox import Mailbox
+from examples.email_search.mailbox import DATABASE, Mailbox
 from examples.email_search.progress import metrics
 from examples.email_search.tasks import read_tasks
 from tests.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
