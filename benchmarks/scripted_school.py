@@ -25,9 +25,9 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from tests.proxy.scripted_vllm import ScriptedVllm
-from trainer.daemon import run
 from trainer.learning.learner import RoundReport
 from trainer.learning.tokens import TokenRow
+from trainer.process import run
 from trainer.publishing import checkpoint
 from trainer.settings import TrainerSettings
 

@@ -63,6 +63,13 @@ class Decisions:
         with read(self._engine) as connection:
             return [_decision(row) for row in connection.execute(query)]
 
+    def after(self, alias: str, decision_id: int, limit: int = 1000) -> list[Decision]:
+        """Return the first decisions about an alias after one, oldest first; 0 is before all of them."""
+        where = sa.and_(decisions.c.alias == alias, decisions.c.id > decision_id)
+        with read(self._engine) as connection:
+            found = connection.execute(sa.select(decisions).where(where).order_by(decisions.c.id).limit(limit))
+            return [_decision(row) for row in found]
+
     def latest(self, alias: str | None = None) -> dict[tuple[str, int], Decision]:
         """Return the newest decision about each (alias, version) that has one."""
         newest = sa.select(sa.func.max(decisions.c.id)).group_by(decisions.c.alias, decisions.c.version)

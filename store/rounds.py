@@ -173,10 +173,18 @@ class Rounds:
         where = sa.and_(table.c.alias == alias if alias else sa.true(), table.c.id < before if before else sa.true())
         return self._select(where, min(limit, 1000))
 
-    def _select(self, where: sa.ColumnElement[bool], limit: int) -> list[Round]:
+    def after(self, alias: str, round_id: str, limit: int = 1000) -> list[Round]:
+        """Return the first rounds after a round id, oldest first; `""` is before all of them."""
+        table = schema.rounds
+        return self._select(sa.and_(table.c.alias == alias, table.c.id > round_id), limit, table.c.id)
+
+    def _select(
+        self, where: sa.ColumnElement[bool], limit: int, order: sa.ColumnElement[Any] | None = None
+    ) -> list[Round]:
         table = schema.rounds
         with read(self._engine) as connection:
-            rows = connection.execute(sa.select(table).where(where).order_by(table.c.id.desc()).limit(limit)).all()
+            ordered = sa.select(table).where(where).order_by(table.c.id.desc() if order is None else order)
+            rows = connection.execute(ordered.limit(limit)).all()
         return [
             Round(
                 state=RoundState(row.state),

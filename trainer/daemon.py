@@ -22,21 +22,19 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from types import FrameType
 
-from store import Store, open_store
-from store.errors import ForbiddenChange, StoreError, StoreUnavailable, UnknownRecord
+from store import Store
+from store.errors import ForbiddenChange, StoreUnavailable, UnknownRecord
 from store.records import BASE_VERSION, Group
 from store.states import PolicyState
 from trainer.crediting.baseline import ScoreBook
 from trainer.crediting.credit import Credit
-from trainer.errors import EngineUnreachable, TrainerError, TrainingDiverged
+from trainer.errors import EngineUnreachable, TrainingDiverged
 from trainer.gating.evaluation import Evaluator, is_held_out
 from trainer.gating.gatekeeper import Gatekeeper
 from trainer.grouping import plan_groups
@@ -65,7 +63,7 @@ MakePupil = Callable[[TrainerSettings, Path | None], Pupil]
 _BATCH = 200  # trajectories or groups looked at in one turn
 _DRAIN_EVERY = 2.0  # seconds
 _STALE_ALARM = 4  # rounds' worth of groups
-_PAUSE_AFTER_OUTAGE = 2.0  # seconds
+PAUSE_AFTER_OUTAGE = 2.0  # seconds
 _MOST_OVERTAKEN = 10  # turns in a row; more than that is no coincidence
 _JUDGE_PATIENCE = 0.5  # seconds that a turn waits for a judge; a slower one is heard in a later turn
 
@@ -191,7 +189,7 @@ class Daemon:
                 overtaken = 0
             except (StoreUnavailable, EngineUnreachable) as outage:
                 log.warning("event=outage reason=%r", str(outage))
-                self._stop.wait(_PAUSE_AFTER_OUTAGE)
+                self._stop.wait(PAUSE_AFTER_OUTAGE)
                 continue
             except (ForbiddenChange, UnknownRecord) as changed:  # a person, a deletion, or a leader that stood still
                 overtaken += 1
@@ -363,38 +361,3 @@ class Daemon:
             self._publisher.drain(now)
             if self._prune_due:  # also what was pinned, or what an outage or a kill left
                 self._prune()
-
-
-def run(settings: TrainerSettings, make_pupil: MakePupil = make_learner) -> int:
-    """Run the trainer until SIGTERM or SIGINT; return the exit code. Another trainer of the alias is waited for."""
-    stop = threading.Event()
-
-    def leave(signum: int, _: FrameType | None) -> None:
-        log.info("event=stopping signal=%s", signal.Signals(signum).name)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, leave)
-    try:
-        store = open_store(settings.store)
-        with Lease(store, f"trainer:{settings.model}", settings.lease_seconds) as lease:
-            if lease.wait(stop) and (daemon := _made(settings, store, stop, make_pupil)):
-                daemon.run(lease)
-                daemon.close()
-        store.close()
-    except (TrainerError, StoreError) as error:
-        log.error("event=trainer_stopped error=%s reason=%r", type(error).__name__, str(error))
-        return 1
-    log.info("event=trainer_stopped")
-    return 0
-
-
-def _made(settings: TrainerSettings, store: Store, stop: threading.Event, make_pupil: MakePupil) -> Daemon | None:
-    """Return the daemon, once the store answers; None where `stop` came first."""
-    while not stop.is_set():
-        try:
-            return Daemon(settings, store, stop, os.environ.get("RATCHET_UPSTREAM_API_KEY"), make_pupil)
-        except StoreUnavailable as outage:
-            log.warning("event=outage reason=%r", str(outage))
-            stop.wait(_PAUSE_AFTER_OUTAGE)
-    return None

@@ -15,6 +15,7 @@ from trainer.degenerate import why_nothing_is_learnt
 from trainer.gating.gate_settings import GateSettings
 from trainer.judges.settings import JudgeSpec
 from trainer.learning.learner_settings import LearnerSettings
+from trainer.monitors.monitoring import MonitorName
 from trainer.sentinel.settings import SentinelSettings
 
 _LEARNER_FIELDS = {field.name for field in dataclasses.fields(LearnerSettings)}
@@ -61,6 +62,9 @@ class TrainerSettings(BaseModel):
         None, ge=0, le=65535, description="port of the trainer's own /metrics; 0 takes any free one; null: none"
     )
     metrics_host: str = Field("127.0.0.1", description="address that the trainer's /metrics listens on")
+    monitors: tuple[MonitorName, ...] = Field(
+        (), description="who else is told of rounds and decisions: tensorboard, wandb; off the trainer's path"
+    )
     sentinel: SentinelSettings = Field(
         default_factory=lambda: SentinelSettings(), description="what is watched, and from where on it is an alarm"
     )

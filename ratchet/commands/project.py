@@ -84,9 +84,22 @@ def down(context: click.Context, project: str | None, as_json: bool) -> None:
 @options.project
 @click.option("--report", is_flag=True, help="Is it learning? Scores of real traffic before and after, with intervals.")
 @click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="With --report: draw it into this file.")
+@click.option(
+    "--tensorboard",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write all rounds and decisions as event files into this new folder.",
+)
 @options.as_json
 @click.pass_context
-def status(context: click.Context, /, project: str | None, report: bool, png: Path | None, as_json: bool) -> None:
+def status(
+    context: click.Context,
+    /,
+    project: str | None,
+    report: bool,
+    png: Path | None,
+    tensorboard: Path | None,
+    as_json: bool,
+) -> None:
     """Show rooms, ports, versions, trajectories by state, rounds and alarms; with --report, what was learnt.
 
     \b
@@ -94,6 +107,11 @@ def status(context: click.Context, /, project: str | None, report: bool, png: Pa
       ratchet status --report --png learning.png
     """
     settings = options.running_settings_of(context, {"project": project})
+    if tensorboard is not None:
+        from ratchet.drawing import draw_tensorboard
+
+        click.echo(f"{draw_tensorboard(settings, tensorboard)} points: tensorboard --logdir {tensorboard}")
+        return
     if report:
         _report(settings, png, as_json)
         return

@@ -94,7 +94,7 @@ def trainer(
     logging.getLogger("httpx").setLevel(logging.WARNING)
     from tqdm.contrib.logging import logging_redirect_tqdm
 
-    from trainer.daemon import run
+    from trainer.process import run
 
     with logging_redirect_tqdm():
         return run(own)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 from store import open_store
 from store.records import Verdict
 from tests.ratchet.project import Project
-from tests.records import answered_trajectory
+from tests.records import answered_trajectory, judged_group
 
 
 def scored(project: Project, version: int, score: float, count: int) -> None:
@@ -40,3 +42,16 @@ def test_the_report_says_better_with_its_interval_and_draws_it(project: Project)
 
 def test_a_picture_needs_the_report(project: Project) -> None:
     assert project.run("status", "--png", "x.png").returncode == 2
+
+
+def test_past_training_is_drawn_for_tensorboard_from_the_store(project: Project) -> None:
+    project.write(store="sqlite:///s.db")
+    store = open_store(str(project.folder / "s.db"))
+    group = judged_group(store, ["a", "b"], [0.0, 1.0], alias="policy")
+    held = store.rounds.start("policy", 0)
+    store.rounds.commit(held.id, version=1, checkpoint="x", groups=[group.id], metrics={"reward": 0.5})
+    store.close()
+    assert project.run("status", "--tensorboard", "drawn").stdout == "1 points: tensorboard --logdir drawn\n"
+    read = EventAccumulator(str(project.folder / "drawn")).Reload()
+    assert [(point.step, point.value) for point in read.Scalars("round/reward")] == [(1, 0.5)]
+    assert "is not empty" in project.run("status", "--tensorboard", "drawn").stdout

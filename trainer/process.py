@@ -1,0 +1,60 @@
+"""The trainer's process: signals, the lease of its alias, the daemon and the monitors beside it.
+
+Promises: one trainer of an alias works at a time, others wait; SIGTERM and SIGINT end it with 0; whatever it cannot
+mend ends it with 1 and one line that says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from types import FrameType
+
+from store import Store, open_store
+from store.errors import StoreError, StoreUnavailable
+from trainer.daemon import PAUSE_AFTER_OUTAGE, Daemon, MakePupil, make_learner
+from trainer.errors import TrainerError
+from trainer.lease import Lease
+from trainer.monitors.monitoring import check_installed, monitored
+from trainer.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+
+
+def run(settings: TrainerSettings, make_pupil: MakePupil = make_learner) -> int:
+    """Run the trainer until SIGTERM or SIGINT; return the exit code. Another trainer of the alias is waited for."""
+    stop = threading.Event()
+
+    def leave(signum: int, _: FrameType | None) -> None:
+        log.info("event=stopping signal=%s", signal.Signals(signum).name)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave)
+    try:
+        check_installed(settings.monitors)
+        store = open_store(settings.store)
+        with Lease(store, f"trainer:{settings.model}", settings.lease_seconds) as lease:
+            if lease.wait(stop) and (daemon := _made(settings, store, stop, make_pupil)):
+                with monitored(store, settings.model, settings.monitors, settings.checkpoints.parent / "monitors"):
+                    daemon.run(lease)
+                daemon.close()
+        store.close()
+    except (TrainerError, StoreError) as error:
+        log.error("event=trainer_stopped error=%s reason=%r", type(error).__name__, str(error))
+        return 1
+    log.info("event=trainer_stopped")
+    return 0
+
+
+def _made(settings: TrainerSettings, store: Store, stop: threading.Event, make_pupil: MakePupil) -> Daemon | None:
+    """Return the daemon, once the store answers; None where `stop` came first."""
+    while not stop.is_set():
+        try:
+            return Daemon(settings, store, stop, os.environ.get("RATCHET_UPSTREAM_API_KEY"), make_pupil)
+        except StoreUnavailable as outage:
+            log.warning("event=outage reason=%r", str(outage))
+            stop.wait(PAUSE_AFTER_OUTAGE)
+    return None
