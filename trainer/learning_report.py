@@ -3,7 +3,8 @@
 `before` is the traffic of the first version that served, `after` that of the newest, with as many versions next to it
 as it takes to have `ENOUGH` scores. The gain is the difference of the means, its interval Welch's (unequal variances)
 in the normal approximation. Where the same tasks came under both, the gain is also taken task by task, which the mix of
-tasks cannot fake. Says "unknown" where the interval holds zero; nothing is rounded in favour of anybody.
+tasks cannot fake; its interval is that of `tuning/intervals.py`, which holds for few tasks. Says "unknown" where the
+interval holds zero; nothing is rounded in favour of anybody.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from store.records import PastScore
+from trainer.tuning.intervals import interval
 
 ENOUGH = 30  # scores on each side
 ALL = "all"
@@ -143,9 +145,9 @@ def _same_tasks(before: Sequence[PastScore], after: Sequence[PastScore]) -> Gain
     gains = [means[1][task] - means[0][task] for task in means[0] if task in means[1]]
     if len(gains) < 2:
         return None
-    gain = statistics.fmean(gains)
-    reach = _Z * math.sqrt(_variance(gains) / len(gains))
-    return Gain(gain, gain - reach, gain + reach, len(gains))
+    seen = [mean for side in means for mean in side.values()]
+    low, high = interval(gains, max(seen) - min(seen) or 1.0)
+    return Gain(statistics.fmean(gains), low, high, len(gains))
 
 
 def _version_score(version: int, scores: Sequence[PastScore]) -> VersionScore:

@@ -34,6 +34,8 @@ class LitellmParams(BaseModel):
     api_base: str | None = None
     api_key: str | None = None  # os.environ/NAME
     timeout: float | None = Field(default=None, gt=0)  # seconds of a whole call; null: request_timeout
+    input_cost_per_token: float | None = Field(default=None, ge=0)  # a price; model_info may hold it as well
+    output_cost_per_token: float | None = Field(default=None, ge=0)
 
     @model_validator(mode="before")
     @classmethod

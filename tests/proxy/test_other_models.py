@@ -237,7 +237,7 @@ def settings(*entries: Any, environ: dict[str, str] | None = None) -> ProxySetti
         ({"model": "hosted_vllm/a"}, "needs api_base"),
         ({"model": "openai/a", "api_base": "localhost:1"}, "is not a URL"),
         ({"model": "openai/a", "api_base": "http://me:sk-secret@host/v1"}, "must be a plain URL"),
-        ({"model": "openai/a", "rpm": 3}, "rpm: not known here; known are model, api_base, api_key, timeout"),
+        ({"model": "openai/a", "rpm": 3}, "rpm: not known here; known are model, api_base, api_key, timeout, "),
     ],
 )
 def test_a_wrong_entry_names_the_remedy_and_shows_no_secret(params: dict[str, Any], complaint: str) -> None:

@@ -8,7 +8,6 @@ here goes to vLLM directly; nothing of it is recorded but the figures.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +22,9 @@ from store.records import Call, Policy, Transcript
 from trainer.grouping import HELD_OUT
 from trainer.judges import Judge
 from trainer.publishing.engine import Replica
+from trainer.tuning.intervals import interval
 
 ENOUGH = 5  # prompts
-_Z = statistics.NormalDist().inv_cdf(0.975)
 _AT_ONCE = 8  # prompts answered at the same time
 _SENT = (
     "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "max_tokens", "max_completion_tokens",
@@ -41,7 +40,7 @@ def is_held_out(group_key: str, share: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The mean over prompts of (candidate - live) in units of the score, with its 95% interval."""
+    """The mean over prompts of (candidate - live) in units of the score, with a 95% interval (tuning/intervals.py)."""
 
     prompts: int
     unjudged: int  # prompts that the judge failed on
@@ -73,10 +72,10 @@ def summary(scored: Sequence[tuple[float, float]], unjudged: int) -> Evaluation 
     if len(scored) < ENOUGH:
         return None
     gains = [candidate - live for candidate, live in scored]
-    mean = statistics.fmean(gains)
-    reach = _Z * statistics.stdev(gains) / math.sqrt(len(gains))
+    seen = [score for pair in scored for score in pair]
+    low, high = interval(gains, max(seen) - min(seen) or 1.0)
     candidate, live = (statistics.fmean(side) for side in zip(*scored, strict=True))
-    return Evaluation(len(scored), unjudged, candidate, live, mean, mean - reach, mean + reach)
+    return Evaluation(len(scored), unjudged, candidate, live, statistics.fmean(gains), low, high)
 
 
 class Evaluator:

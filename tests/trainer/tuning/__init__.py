@@ -1,0 +1,1 @@
+"""The tuner, on a real proxy where it needs one."""

@@ -1,0 +1,114 @@
+"""What rollouts cost: tokens, seconds, and money as far as the prices are known. Pure.
+
+A price comes from the user: LiteLLM's `input_cost_per_token` and `output_cost_per_token` of an entry of `model_list`
+(under `litellm_params` or `model_info`), or `tuner.prices` for the models that are served here; a judge's is its own
+`price_in` and `price_out`, of a million tokens. An unknown price is unknown, never zero; where only a part is known,
+the sum is a lower bound and says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+_NAMES = ("input_cost_per_token", "output_cost_per_token")
+
+
+class Price(msgspec.Struct, frozen=True):
+    """Money for one prompt token and for one completion token."""
+
+    prompt_token: float
+    completion_token: float
+
+
+class Money(msgspec.Struct, frozen=True):
+    """An amount; `known` is False where something that it should hold has no price: then it is a lower bound."""
+
+    amount: float
+    known: bool = True
+
+    def __add__(self, other: Money) -> Money:
+        return Money(self.amount + other.amount, self.known and other.known)
+
+    def told(self) -> str:
+        """Return 0.0123, at least 0.0123, or unknown."""
+        if self.known:
+            return f"{self.amount:.4g}"
+        return f"at least {self.amount:.4g}" if self.amount else "unknown"
+
+
+FREE = Money(0.0)
+UNKNOWN = Money(0.0, known=False)
+
+
+class Spent(msgspec.Struct, frozen=True, kw_only=True):
+    """What was spent on something."""
+
+    rollouts: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0  # of work, summed over what ran side by side
+    money: Money = FREE
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            rollouts=self.rollouts + other.rollouts,
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            completion_tokens=self.completion_tokens + other.completion_tokens,
+            seconds=self.seconds + other.seconds,
+            money=self.money + other.money,
+        )
+
+
+class Prices:
+    """The prices of models by name; every version of an alias costs what the alias costs."""
+
+    def __init__(self, known: Mapping[str, Price]) -> None:
+        self._known = dict(known)
+
+    def of(self, model: str) -> Price | None:
+        """Return a model's price; None where it is unknown. `alias@3` has the price of `alias`."""
+        return self._known.get(model) or self._known.get(model.partition("@")[0])
+
+    def money(self, model: str, prompt_tokens: int, completion_tokens: int) -> Money:
+        """Return what these tokens cost."""
+        price = self.of(model)
+        if price is None:
+            return UNKNOWN if prompt_tokens or completion_tokens else FREE
+        return Money(prompt_tokens * price.prompt_token + completion_tokens * price.completion_token)
+
+
+def prices_of(model_list: Iterable[Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]] | None = None) -> Prices:
+    """Return the prices that the settings tell; a name that stands twice costs the dearer, each token by itself.
+
+    `own`: the same two names by alias, for models that are served here. An entry that says only one of the two prices
+    has no known price; a pool has one only where all of its members do.
+    """
+    found: dict[str, Price | None] = {}
+    for entry in model_list:
+        name = str(entry["model_name"])
+        price = _price({**(entry.get("model_info") or {}), **_given(entry.get("litellm_params") or {})})
+        found[name] = _dearer(found[name], price) if name in found else price
+    found |= {name: _price(values) for name, values in (own or {}).items()}
+    return Prices({name: price for name, price in found.items() if price is not None})
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: values[name] for name in _NAMES if values.get(name) is not None}
+
+
+def _price(values: Mapping[str, Any]) -> Price | None:
+    try:
+        prices = [float(values.get(name, "nan")) for name in _NAMES]  # YAML reads 4e-7 as text
+    except (TypeError, ValueError):
+        return None
+    return Price(*prices) if all(0 <= price < math.inf for price in prices) else None
+
+
+def _dearer(one: Price | None, other: Price | None) -> Price | None:
+    if one is None or other is None:
+        return None
+    return Price(max(one.prompt_token, other.prompt_token), max(one.completion_token, other.completion_token))
