@@ -22,9 +22,13 @@ from store.leases import Leases
 from store.lineage import Lineage
 from store.open_runs import OpenRuns
 from store.policies import Policies
+from store.prompts import Prompts
+from store.rollouts import Rollouts
 from store.rounds import Rounds
+from store.tasks import Tasks
 from store.tools import Tools
 from store.trajectories import Trajectories
+from store.tunings import Tunings
 
 __all__ = ["Store", "open_store"]
 
@@ -40,9 +44,13 @@ class Store:
         self.groups = Groups(engine)
         self.feedback = Feedbacks(engine)
         self.policies = Policies(engine)
+        self.prompts = Prompts(engine)
         self.decisions = Decisions(engine)
         self.rounds = Rounds(engine)
         self.lineage = Lineage(engine)
+        self.tasks = Tasks(engine)
+        self.tunings = Tunings(engine)
+        self.rollouts = Rollouts(engine)
         self.leases = Leases(engine)
         self.doors = Doors(engine)
         self.alarms = Alarms(engine)

@@ -1,15 +1,17 @@
 """Deletion: trajectories go with their calls, tokens, verdicts and messages. What was trained stays, and is named.
 
 Promises: nothing that only a deleted trajectory said stays in the tables: its calls, blocks, tags and tool calls, its
-verdicts, what its group's judges asked (it quotes every member) and their explanations, and each message and tool list
-that no other call names. A group that loses a member before it is trained is dropped, so that no round trains what has
-gone. One transaction per batch; whatever stops a deletion, the next one goes on where it was.
+verdicts, what its group's judges asked (it quotes every member) and their explanations, what a workflow returned as its
+rollout and why it failed, and each message and tool list that no other call names. A group that loses a member before
+it is trained is dropped, so that no round trains what has gone. One transaction per batch; whatever stops a deletion,
+the next one goes on where it was.
 
 Messages go in a second step, the sweep: a running proxy leaves out messages that it knows to be stored. It sees a
 deletion within a second or so and writes them again from then on; the sweep waits until everything that it recorded
 before that has been shipped.
 
-Not deleted: adapters and checkpoints (`trained_into` names them), backups, and journals that are not yet shipped.
+Not deleted: adapters and checkpoints (`trained_into` names them), prompts, the rows of task sets, backups, and journals
+that are not yet shipped.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from store.ids import new_id
 from store.lineage import descendants
 from store.listing import Chosen, with_successors
 from store.records import Record
+from store.rollouts import forget
 from store.shipping import MESSAGES_LOCK, insert_new
 from store.states import CallState, GroupState, RoundState, TrajectoryState
 
@@ -188,6 +191,7 @@ def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Del
     dropped = _drop_groups(connection, groups, names)
     _unclaim(connection, names)
     _delete_verdicts(connection, names, groups)
+    forget(connection, names)
     count = connection.execute(sa.delete(calls).where(calls.c.trajectory_id.in_(names))).rowcount
     gone = connection.execute(sa.delete(runs).where(runs.c.id.in_(names))).rowcount
     _delete_empty(connection, groups)

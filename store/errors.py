@@ -4,6 +4,7 @@ StoreError
 |-- SchemaMismatch     the database's schema is older or newer than this code
 |-- StoreUnavailable   the database does not answer (the caller may try again)
 |-- UnknownRecord      an id that the store does not hold
+|-- UnfitRecord        something that no record can hold
 `-- ForbiddenChange    a state change that the transition table does not allow
 """
 
@@ -28,3 +29,7 @@ class UnknownRecord(StoreError):
 
 class ForbiddenChange(StoreError):
     """The transition table beside the state's enum has no such step."""
+
+
+class UnfitRecord(StoreError):
+    """What was given to be remembered is no such record; the message names the field and the remedy."""

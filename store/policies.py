@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
 
 from store import schema
 from store.database import read, write
 from store.decisions import write_down
 from store.errors import ForbiddenChange, UnknownRecord
+from store.prompts import prompts
 from store.records import BASE_VERSION, Policy
 from store.shipping import insert_new
 from store.states import POLICY_STEPS, PolicyAction, PolicyState, check
@@ -31,10 +33,10 @@ class Policies:
     def register_base(self, alias: str, served_name: str) -> Policy:
         """Make version 0 of an alias: the base model that vLLM serves as `served_name`.
 
-        It is live until a trained version is. Registering again renews the served name and nothing else.
+        It is live until another version is. Registering again renews the served name and nothing else.
         """
         table = schema.policies
-        base = sa.and_(table.c.alias == alias, table.c.version == BASE_VERSION)
+        base = sa.and_(table.c.alias == alias, table.c.adapter.is_(None))  # with its prompts, if there are any
         with write(self._engine) as connection:
             insert_new(
                 connection,
@@ -53,6 +55,40 @@ class Policies:
             )
             connection.execute(sa.update(table).where(base).values(served_name=served_name))
         return self.get(alias, BASE_VERSION)
+
+    def with_prompt(self, alias: str, prompt_id: str | None, evidence: Mapping[str, Any]) -> Policy:
+        """Make a candidate of the live version with another prompt, or, with None, without one.
+
+        Raises UnknownRecord, and ForbiddenChange where the live version serves so already or nothing is live.
+        """
+        live = self.live().get(alias)
+        if live is None:
+            raise ForbiddenChange(f"alias {alias} has no live version: start `ratchet proxy` first")
+        if live.prompt_id == prompt_id:
+            raise ForbiddenChange(f"{alias}@{live.version} is live and has prompt {prompt_id or '(none)'} already")
+        if prompt_id is None and live.adapter is None:
+            raise ForbiddenChange(f"{alias} without a prompt is the base model: roll back to {alias}@{BASE_VERSION}")
+        table = schema.policies
+        row = {
+            "alias": alias,
+            "state": PolicyState.CANDIDATE,
+            "served_name": live.served_name,
+            "adapter": live.adapter,
+            "prompt_id": prompt_id,
+            "created_at": time.time(),
+            "evidence": dict(evidence),
+        }
+        with write(self._engine) as connection:
+            known = sa.select(prompts.c.id).where(prompts.c.id == prompt_id)
+            if prompt_id is not None and connection.scalar(known) is None:
+                raise UnknownRecord(f"no prompt {prompt_id}")
+            newest = connection.scalar(sa.select(sa.func.max(table.c.version)).where(table.c.alias == alias))
+            version = int(newest or 0) + 1
+            try:
+                connection.execute(sa.insert(table).values(version=version, **row))
+            except IntegrityError as taken:
+                raise ForbiddenChange(f"{alias}@{version} was made by another process: try again") from taken
+        return self.get(alias, version)
 
     def serving(self) -> list[Policy]:
         """Return the versions that new trajectories begin on: live ones and canaries, of every alias."""
@@ -200,12 +236,20 @@ class Policies:
         return older[-1]
 
     def prune(self, alias: str, version: int, now: float) -> Policy:
-        """Say that a version's folder is about to be deleted. Raises ForbiddenChange where it is in use."""
-        table = schema.policies
-        unused = table.c.state.in_((PolicyState.RETIRED, PolicyState.REJECTED))
-        mine = sa.and_(table.c.alias == alias, table.c.version == version, unused, table.c.adapter.is_not(None))
+        """Say that a version's folder is about to be deleted, of all versions that share it at once.
+
+        Raises ForbiddenChange where one of them is in use.
+        """
+        table, other = schema.policies, schema.policies.alias("other")
+        named = sa.select(table.c.adapter).where(table.c.alias == alias, table.c.version == version).scalar_subquery()
+        in_use = sa.exists().where(
+            other.c.alias == alias,
+            other.c.adapter == named,
+            other.c.state.not_in((PolicyState.RETIRED, PolicyState.REJECTED)),
+        )
+        sharing = sa.and_(table.c.alias == alias, table.c.adapter == named, ~in_use)
         with write(self._engine) as connection:
-            if not connection.execute(sa.update(table).where(mine).values(pruned_at=now)).rowcount:
+            if not connection.execute(sa.update(table).where(sharing).values(pruned_at=now)).rowcount:
                 raise ForbiddenChange(f"{alias}@{version} is in use and cannot be pruned")
         return self.get(alias, version)
 

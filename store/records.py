@@ -331,18 +331,22 @@ class Group(Record, frozen=True):
 
 
 class Policy(Record, frozen=True):
-    """One version of an alias. Version 0 is the base model and has no adapter."""
+    """One version of an alias: an adapter, a prompt that is swapped in, or both. Version 0 is the base model as it is.
+
+    Versions that differ by their prompt alone share an adapter and a served name.
+    """
 
     alias: str
     version: int
     state: PolicyState
     served_name: str  # the model name that vLLM knows it by
-    adapter: str | None
+    adapter: str | None  # its folder; None: the base model
     created_at: float
     round_id: str | None = None
     evidence: Mapping[str, Any] = {}
     share: float | None = None  # of new trajectories, where it is a canary
     pruned_at: float | None = None  # when its folder was deleted; it can serve no more
+    prompt_id: str | None = None  # of the prompt that is swapped in
 
 
 class Round(Record, frozen=True):

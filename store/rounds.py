@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
 
 from store import schema
 from store.database import read, write
@@ -99,7 +100,8 @@ class Rounds:
     ) -> Policy:
         """Consume the groups, record the checkpoint folder and register `version` as a candidate, all at once.
 
-        Raises ForbiddenChange when a group is not waiting for a round any more; then nothing is written.
+        The candidate has the prompt that is live. Raises ForbiddenChange when a group is not waiting for a round any
+        more, or the number was taken; then nothing is written.
         """
         current = self.get(round_id)
         check(ROUND_STEPS, current.state, RoundState.COMMITTED, f"round {round_id}")
@@ -127,19 +129,9 @@ class Rounds:
                 adapter=checkpoint,
                 created_at=now,
                 round_id=round_id,
+                prompt_id=_live_prompt(connection, current.alias),
             )
-            connection.execute(
-                sa.insert(schema.policies).values(
-                    alias=policy.alias,
-                    version=version,
-                    state=policy.state,
-                    served_name=policy.served_name,
-                    adapter=checkpoint,
-                    created_at=now,
-                    round_id=round_id,
-                    evidence={},
-                )
-            )
+            _register(connection, policy)
         return policy
 
     def abandon(self, round_id: str, reason: str) -> None:
@@ -192,6 +184,23 @@ class Rounds:
             )
             for row in rows
         ]
+
+
+def _live_prompt(connection: sa.Connection, alias: str) -> str | None:
+    """Return the prompt that is live: what was learnt now serves with it, as it would have without the round."""
+    policies = schema.policies
+    live = sa.and_(policies.c.alias == alias, policies.c.state == PolicyState.LIVE)
+    found: str | None = connection.scalar(sa.select(policies.c.prompt_id).where(live))
+    return found
+
+
+def _register(connection: sa.Connection, policy: Policy) -> None:
+    """Write a new version down. Raises ForbiddenChange where its number is taken."""
+    row = {name: getattr(policy, name) for name in Policy.__struct_fields__}
+    try:
+        connection.execute(sa.insert(schema.policies).values(**row))
+    except IntegrityError as taken:  # a prompt was registered while the round was under way
+        raise ForbiddenChange(f"{policy.served_name} was made by another process meanwhile") from taken
 
 
 def _rejected(alias: str) -> sa.Select[tuple[int]]:

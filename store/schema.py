@@ -309,9 +309,10 @@ policies = sa.Table(
     sa.Column("evidence", _JSON, nullable=False),
     sa.Column("share", sa.Double),
     sa.Column("pruned_at", _TIME),
+    sa.Column("prompt_id", _ID, sa.ForeignKey("prompts.id")),
     _state("state", PolicyState),
-    # Version 0 is the base model; every other version has an adapter.
-    sa.CheckConstraint("(version = 0) = (adapter IS NULL)", name="base_has_no_adapter"),
+    # Version 0 is the base model as it is; every other version has an adapter, a prompt or both.
+    sa.CheckConstraint("(version = 0) = (adapter IS NULL AND prompt_id IS NULL)", name="base_serves_as_it_is"),
 )
 # At most one version of an alias is live.
 sa.Index("uq_policies_live", policies.c.alias, unique=True, sqlite_where=policies.c.state == "live",

@@ -96,6 +96,40 @@ class ToolResult(StrEnum):
     EMPTY = "empty"  # the result holds nothing
 
 
+class PromptMode(StrEnum):
+    """What a prompt does to the system prompt of a call."""
+
+    REPLACE = "replace"  # takes its place
+    APPEND = "append"  # stands after it
+
+
+class TuningKind(StrEnum):
+    """What a run of the tuner is for."""
+
+    SELECT_MODEL = "select-model"  # which of several models or versions is best
+    PROMPT = "prompt"  # a better system prompt
+    WEIGHTS = "weights"  # better weights, by reinforcement learning
+    EVAL = "eval"  # only to measure
+    REFLEXION = "reflexion"  # lessons from what failed
+
+
+class TuningState(StrEnum):
+    """The life of one run of the tuner."""
+
+    RUNNING = "running"  # rollouts are made; also what a killed process leaves
+    DONE = "done"  # `result` is its last word
+    FAILED = "failed"  # `error` says why
+    STOPPED = "stopped"  # somebody stopped it; it may go on
+
+
+class RolloutState(StrEnum):
+    """The life of one attempt of a workflow at a task."""
+
+    PLANNED = "planned"  # the proxy may serve it; its end is not known
+    ENDED = "ended"  # the workflow returned
+    FAILED = "failed"  # it did not; `failure` says why, and it counts as an attempt
+
+
 TRAJECTORY_STEPS: Mapping[TrajectoryState, frozenset[TrajectoryState]] = {
     TrajectoryState.OPEN: frozenset({TrajectoryState.SEALED}),
     TrajectoryState.SEALED: frozenset({TrajectoryState.OPEN, TrajectoryState.GROUPED, TrajectoryState.DROPPED}),
@@ -123,6 +157,19 @@ POLICY_STEPS: Mapping[PolicyState, frozenset[PolicyState]] = {
     PolicyState.LIVE: frozenset({PolicyState.RETIRED, PolicyState.REJECTED}),
     PolicyState.RETIRED: frozenset({PolicyState.LIVE, PolicyState.REJECTED}),
     PolicyState.REJECTED: frozenset({PolicyState.LIVE}),
+}
+
+TUNING_STEPS: Mapping[TuningState, frozenset[TuningState]] = {
+    TuningState.RUNNING: frozenset({TuningState.DONE, TuningState.FAILED, TuningState.STOPPED}),
+    TuningState.DONE: frozenset(),
+    TuningState.FAILED: frozenset({TuningState.RUNNING}),
+    TuningState.STOPPED: frozenset({TuningState.RUNNING}),
+}
+
+ROLLOUT_STEPS: Mapping[RolloutState, frozenset[RolloutState]] = {
+    RolloutState.PLANNED: frozenset({RolloutState.ENDED, RolloutState.FAILED}),
+    RolloutState.ENDED: frozenset(),
+    RolloutState.FAILED: frozenset(),
 }
 
 _State = TypeVar("_State", bound=StrEnum)

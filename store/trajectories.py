@@ -20,6 +20,7 @@ from store.feedback import UNHEARD, feedback_of, unindexed
 from store.listing import Chosen, page_ids
 from store.records import Call, Trajectory, Transcript, cohort_of
 from store.remembered import Remembered
+from store.rollouts import rollouts
 from store.shipping import FINISH, IDLE
 from store.states import TRAJECTORY_STEPS, CallState, TrajectoryState, origins
 
@@ -40,17 +41,12 @@ class Trajectories:
 
         A call under way keeps its trajectory open, unless it began more than `lost_after` seconds ago.
         """
-        runs, calls = schema.trajectories, schema.calls
-        under_way = sa.exists().where(
-            calls.c.trajectory_id == runs.c.id,
-            calls.c.state == CallState.BEGUN,
-            calls.c.started_at > now - lost_after,
-        )
+        runs = schema.trajectories
         still = (
             runs.c.alias == alias,
             runs.c.state == TrajectoryState.OPEN,
             runs.c.last_active_at <= now - idle_seconds,
-            ~under_way,
+            ~_under_way(now, lost_after),
         )
         with write(self._engine) as connection:
             return list(
@@ -58,6 +54,24 @@ class Trajectories:
                     sa.update(runs)
                     .where(*still)
                     .values(state=TrajectoryState.SEALED, sealed_at=now, sealed_by=IDLE)
+                    .returning(runs.c.id)
+                )
+            )
+
+    def seal_rollouts(self, alias: str, shipped_until: float, lost_after: float = 3600.0) -> list[str]:
+        """Seal an alias's open trajectories whose rollout ended before `shipped_until`; return their ids.
+
+        Up to that moment every proxy has shipped what it recorded. A call under way counts as for `seal_idle`.
+        """
+        runs = schema.trajectories
+        over = sa.exists().where(rollouts.c.id == runs.c.id, rollouts.c.ended_at < shipped_until)
+        mine = sa.and_(runs.c.alias == alias, runs.c.state == TrajectoryState.OPEN)
+        with write(self._engine) as connection:
+            return list(
+                connection.scalars(
+                    sa.update(runs)
+                    .where(mine, over, ~_under_way(shipped_until, lost_after))
+                    .values(state=TrajectoryState.SEALED, sealed_at=shipped_until, sealed_by=FINISH)
                     .returning(runs.c.id)
                 )
             )
@@ -227,6 +241,16 @@ class Trajectories:
         query = sa.select(runs, sized.label("calls")).where(where).order_by(*order).limit(limit)
         with read(self._engine) as connection:
             return [_trajectory(row) for row in connection.execute(query)]
+
+
+def _under_way(now: float, lost_after: float) -> sa.ColumnElement[bool]:
+    """Return whether a trajectory has a call without an end that began less than `lost_after` seconds ago."""
+    runs, calls = schema.trajectories, schema.calls
+    return sa.exists().where(
+        calls.c.trajectory_id == runs.c.id,
+        calls.c.state == CallState.BEGUN,
+        calls.c.started_at > now - lost_after,
+    )
 
 
 def drop(connection: sa.Connection, names: Sequence[str], reason: str) -> None:

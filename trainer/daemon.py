@@ -2,7 +2,7 @@
 
     component    consumes              produces                       waits for
     ---------    --------------------  -----------------------------  ------------------------------
-    seal         open trajectories     sealed trajectories            idle time
+    seal         open trajectories     sealed trajectories            idle time, or the end of a rollout
     group        sealed trajectories   ready groups, drops            company or group_wait_seconds; feedback
     score        ready groups          judged groups, drops, alarms   the judge
     rehear       late feedback         further verdicts               the judge
@@ -205,6 +205,7 @@ class Daemon:
         # Stillness is counted in what the proxies have shipped, not in what the clock says: a record may be on its way.
         alias = self.settings.model
         shipped = self._store.doors.shipped_until(alias, now, since=now - DOOR_SILENCE)
+        self._store.trajectories.seal_rollouts(alias, shipped)
         self._store.trajectories.seal_idle(alias, shipped, self.settings.seal_after_idle_seconds)
         decided = self._gate.turn(now)
         grouped = self._group(now, shipped)

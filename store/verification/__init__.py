@@ -13,7 +13,9 @@ import sqlalchemy as sa
 
 from store import schema
 from store.database import connect, ensure_schema, read
-from store.verification import calls, learning, messages
+from store.prompts import prompts
+from store.rollouts import rollouts
+from store.verification import calls, learning, messages, tuning
 from store.verification.finding import Finding, Page
 
 _MOST_KEPT = 1_000  # findings
@@ -28,6 +30,8 @@ _WALKS: tuple[tuple[sa.Table, str, int, Callable[[sa.Connection, Page], Iterator
     (schema.groups, "id", 200, learning.check_groups),
     (schema.verdicts, "id", 500, learning.check_verdicts),
     (schema.rounds, "id", 500, learning.check_rounds),
+    (prompts, "id", 200, tuning.check_prompts),
+    (rollouts, "id", 500, tuning.check_rollouts),
 )
 
 
@@ -59,6 +63,9 @@ def verify(store_url: str, told: _Told = lambda table, rows, total: None) -> Rep
         ensure_schema(engine)
         for finding in _file(engine):
             report.add(finding)
+        with read(_still(engine)) as connection:  # one row per version: few
+            for finding in tuning.check_policies(connection):
+                report.add(finding)
         for table, key, size, check in _WALKS:
             report.rows[table.name] = 0
             for found, looked_at, total in _walk(engine, table, table.c[key], size, check):

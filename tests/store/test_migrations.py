@@ -59,3 +59,42 @@ def test_a_store_of_the_first_schema_holds_the_same_after_the_migration(store_ur
     assert store.calls.message_count() == 3  # what comes again is known again
     store.close()
     assert verify(store_url).sound
+
+
+def test_versions_and_decisions_outlive_the_change_of_their_tables_rule(store_url: str) -> None:
+    engine = database.connect(store_url)
+    database.migrate(engine, "0009")
+    old = sa.MetaData()
+    old.reflect(engine)
+    base = {
+        "alias": "agent",
+        "version": 0,
+        "state": "retired",
+        "served_name": "base",
+        "created_at": 1.0,
+        "evidence": {},
+    }
+    trained = base | {"version": 1, "state": "live", "served_name": "agent@1", "adapter": "/c/1", "share": 0.5}
+    decided = {
+        "alias": "agent",
+        "version": 1,
+        "action": "promote",
+        "by": "gate",
+        "reason": "better",
+        "evidence": {"a": 1},
+    }
+    with database.write(engine) as connection:
+        for row in (base, trained):
+            connection.execute(sa.insert(old.tables["policies"]), row)
+        connection.execute(sa.insert(old.tables["decisions"]), decided | {"decided_at": 2.0})
+    database.migrate(engine)
+    engine.dispose()
+    store = open_store(store_url)
+    first, second = store.policies.all("agent")
+    assert (first.adapter, second.adapter, second.share, second.prompt_id) == (None, "/c/1", 0.5, None)
+    (decision,) = store.decisions.of("agent")
+    assert (decision.version, decision.reason, decision.evidence) == (1, "better", {"a": 1})
+    assert store.policies.with_prompt("agent", store.prompts.remember("Be brief.").id, {}).version == 2
+    store.policies.roll_back("agent", 0, {}, by="me", reason="r")
+    store.close()
+    assert verify(store_url).sound

@@ -33,7 +33,14 @@ def retained(
     versions = sorted((policy.version for policy in policies if policy.version != BASE_VERSION), reverse=True)
     serving = {policy.version for policy in policies if policy.state in _SERVING}
     with_state = {*versions[:states], *best[:states], *serving}  # after a roll back training goes on from the live one
-    return Retention(folders={*versions[:newest], *serving, *pinned, *with_state}, states=with_state)
+    kept = {*versions[:newest], *serving, *pinned, *with_state}
+    return Retention(folders=_sharing(policies, kept), states=_sharing(policies, with_state))
+
+
+def _sharing(policies: Sequence[Policy], versions: Set[int]) -> Set[int]:
+    """Return these versions and those that share a folder with one: they differ by their prompt alone."""
+    folders = {policy.adapter for policy in policies if policy.version in versions and policy.adapter}
+    return {*versions, *(policy.version for policy in policies if policy.adapter in folders)}
 
 
 def best_first(scores: Sequence[PastScore]) -> list[int]:

@@ -1,0 +1,167 @@
+"""Rollouts: attempts of a workflow at tasks. Written before they begin, so that the proxy knows them by their id.
+
+Promises: a rollout's end is written once; a failed one stays, with its exception; a judge's failure is never a number.
+Text that a workflow or a judge chose is fitted to what a column holds: no database refuses a rollout for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from store.database import read, write
+from store.errors import ForbiddenChange, UnknownRecord
+from store.shipping import IN_MOST, fitting, insert_new
+from store.states import ROLLOUT_STEPS, RolloutState, check
+from store.tables import ID, JSON, TIME, TRAJECTORY_ID, metadata, one_of
+from store.tasks import TASK_ID
+from store.tuning_records import Rollout
+
+FORGOTTEN = "forgotten"  # in place of words that may quote a deleted trajectory
+
+rollouts = sa.Table(
+    "rollouts",
+    metadata,
+    sa.Column("id", TRAJECTORY_ID, primary_key=True),
+    sa.Column("tuning_id", ID, sa.ForeignKey("tunings.id"), nullable=False),
+    sa.Column("task_id", TASK_ID, nullable=False),
+    sa.Column("split", sa.Text, nullable=False),
+    sa.Column("attempt", sa.Integer, nullable=False),
+    sa.Column("candidate", sa.String(256), nullable=False),
+    sa.Column("model", sa.String(128)),
+    sa.Column("purpose", sa.String(16), nullable=False),
+    sa.Column("prompt_id", ID, sa.ForeignKey("prompts.id")),
+    sa.Column("key_id", sa.String(64)),
+    sa.Column("scenario", JSON, nullable=False),
+    sa.Column("step", sa.Integer, nullable=False),
+    sa.Column("planned_at", TIME, nullable=False),
+    sa.Column("began_at", TIME),
+    sa.Column("ended_at", TIME),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("failure", sa.Text),
+    sa.Column("response", sa.Text),
+    sa.Column("reward", sa.Double),
+    sa.Column("metrics", JSON, nullable=False),
+    sa.Column("prompt_tokens", sa.Integer, nullable=False),
+    sa.Column("completion_tokens", sa.Integer, nullable=False),
+    sa.Column("score", sa.Double),
+    sa.Column("judge", sa.Text),
+    sa.Column("judge_failure", sa.Text),
+    one_of("state", RolloutState),
+    # Live trajectories may be trained, those of an evaluation never.
+    sa.CheckConstraint("purpose IN ('live', 'eval')", name="purpose_known"),
+    # What is planned has no end, everything else has one.
+    sa.CheckConstraint("(state = 'planned') = (ended_at IS NULL)", name="end_is_known"),
+    # A failed rollout has a reason, no other has one.
+    sa.CheckConstraint("(state = 'failed') = (failure IS NOT NULL)", name="failure_has_reason"),
+    # A judge failure is a state, never a number; both have a judge.
+    sa.CheckConstraint("score IS NULL OR judge_failure IS NULL", name="score_or_failure"),
+    sa.CheckConstraint("(judge IS NULL) = (score IS NULL AND judge_failure IS NULL)", name="score_has_judge"),
+    sa.Index(None, "tuning_id", "candidate"),
+    sa.Index(None, "prompt_id"),
+)
+
+
+class Rollouts:
+    """The verbs over rollouts."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def plan(self, planned: Sequence[Rollout]) -> None:
+        """Write rollouts down before they begin; what is known stays as it is."""
+        rows = [fitting(rollouts, _row(rollout)) for rollout in planned]
+        for start in range(0, len(rows), IN_MOST):
+            with write(self._engine) as connection:
+                insert_new(connection, rollouts, rows[start : start + IN_MOST])
+
+    def end(
+        self,
+        rollout_id: str,
+        *,
+        began_at: float,
+        ended_at: float,
+        response: str | None = None,
+        reward: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+        prompt_tokens: int = 0,
+        completion_tokens: int = 0,
+    ) -> Rollout:
+        """Write down that the workflow returned. Raises ForbiddenChange where the end is known, UnknownRecord."""
+        tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+        told = {"response": response, "reward": reward, "metrics": dict(metrics or {})}
+        times = {"began_at": began_at, "ended_at": ended_at}
+        return self._end(rollout_id, RolloutState.ENDED, {**times, **told, **tokens})
+
+    def fail(
+        self,
+        rollout_id: str,
+        failure: str,
+        ended_at: float,
+        *,
+        began_at: float | None = None,
+        prompt_tokens: int = 0,
+        completion_tokens: int = 0,
+    ) -> Rollout:
+        """Write down why the workflow did not return. Raises ForbiddenChange where the end is known, UnknownRecord."""
+        tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+        told = {"failure": failure, "began_at": began_at, "ended_at": ended_at}
+        return self._end(rollout_id, RolloutState.FAILED, {**told, **tokens})
+
+    def score(self, rollout_id: str, score: float | None, judge: str, judge_failure: str | None = None) -> Rollout:
+        """Write down what a judge said, or why it said nothing; a later word counts. Raises UnknownRecord."""
+        if (score is None) == (judge_failure is None):
+            raise ForbiddenChange(f"rollout {rollout_id}: a judge gives a score or a failure, not both, not neither")
+        values = fitting(rollouts, {"score": score, "judge": judge, "judge_failure": judge_failure})
+        with write(self._engine) as connection:
+            connection.execute(sa.update(rollouts).where(rollouts.c.id == rollout_id).values(**values))
+        return self.get(rollout_id)
+
+    def get(self, rollout_id: str) -> Rollout:
+        """Return one. Raises UnknownRecord."""
+        found = self._select(rollouts.c.id == rollout_id)
+        if not found:
+            raise UnknownRecord(f"no rollout {rollout_id}")
+        return found[0]
+
+    def of(self, tuning_id: str, candidate: str | None = None) -> list[Rollout]:
+        """Return a tuning's rollouts, or those of one of its candidates, in the order in which they were planned."""
+        mine = rollouts.c.tuning_id == tuning_id
+        return self._select(mine if candidate is None else sa.and_(mine, rollouts.c.candidate == candidate))
+
+    def _end(self, rollout_id: str, state: RolloutState, values: dict[str, Any]) -> Rollout:
+        check(ROLLOUT_STEPS, self.get(rollout_id).state, state, f"rollout {rollout_id}")
+        mine = sa.and_(rollouts.c.id == rollout_id, rollouts.c.state == RolloutState.PLANNED)
+        with write(self._engine) as connection:
+            change = sa.update(rollouts).where(mine).values(state=state, **fitting(rollouts, values))
+            if not connection.execute(change).rowcount:
+                raise ForbiddenChange(f"rollout {rollout_id} was ended by another process")
+        return self.get(rollout_id)
+
+    def _select(self, where: sa.ColumnElement[bool]) -> list[Rollout]:
+        query = sa.select(rollouts).where(where).order_by(rollouts.c.planned_at, rollouts.c.id)
+        with read(self._engine) as connection:
+            return [_rollout(row) for row in connection.execute(query)]
+
+
+def forget(connection: sa.Connection, trajectory_ids: Sequence[str]) -> None:
+    """Empty what rollouts hold of trajectories that are deleted; that they were, and their scores, stays."""
+    words = {"failure": _unless_null(rollouts.c.failure), "judge_failure": _unless_null(rollouts.c.judge_failure)}
+    mine = rollouts.c.id.in_(trajectory_ids)
+    connection.execute(sa.update(rollouts).where(mine).values(response=None, **words))
+
+
+def _unless_null(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
+    return sa.case((column.is_not(None), FORGOTTEN), else_=None)
+
+
+def _row(rollout: Rollout) -> dict[str, Any]:
+    row = {name: getattr(rollout, name) for name in Rollout.__struct_fields__}
+    return row | {"scenario": dict(rollout.scenario), "metrics": dict(rollout.metrics)}
+
+
+def _rollout(row: Any) -> Rollout:
+    names = [name for name in Rollout.__struct_fields__ if name != "state"]
+    return Rollout(state=RolloutState(row.state), **{name: getattr(row, name) for name in names})

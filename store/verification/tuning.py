@@ -1,0 +1,42 @@
+"""Prompts, rollouts and the versions that share an adapter: do they say what they hold, and agree with each other?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import sqlalchemy as sa
+
+from store import schema
+from store.prompts import prompt_id
+from store.states import TrajectoryState
+from store.verification.finding import Finding, Page
+
+
+def check_prompts(_: sa.Connection, page: Page) -> Iterator[Finding]:
+    """Each prompt has the id of what it holds: nobody changed it under the versions that serve it."""
+    for row in page:
+        if prompt_id(row.mode, row.text, row.families) != row.id:
+            remedy = "restore it from a backup; versions serve what it says now"
+            yield Finding(row=f"prompt {row.id}", problem="its id is not that of its text", remedy=remedy)
+
+
+def check_rollouts(connection: sa.Connection, page: Page) -> Iterator[Finding]:
+    """What was made for an evaluation was never trained."""
+    runs = schema.trajectories
+    names = [row.id for row in page if row.purpose == "eval"]
+    trained = sa.select(runs.c.id).where(runs.c.id.in_(names), runs.c.state == TrajectoryState.TRAINED)
+    for name in connection.scalars(trained):
+        problem = "it is of an evaluation, and its trajectory was trained"
+        yield Finding(row=f"rollout {name}", problem=problem, remedy="roll back to the version before that round")
+
+
+def check_policies(connection: sa.Connection) -> Iterator[Finding]:
+    """Versions with one served name have one adapter: they differ by their prompt alone."""
+    table = schema.policies
+    adapters: dict[tuple[str, str], str | None] = {}
+    for row in connection.execute(sa.select(table).order_by(table.c.alias, table.c.version)):
+        first = adapters.setdefault((row.alias, row.served_name), row.adapter)
+        if first != row.adapter:
+            problem = f"vLLM knows it as {row.served_name}, and an earlier version of that name has adapter {first}"
+            remedy = "restore the table policies from a backup; what it serves is the earlier version's adapter"
+            yield Finding(row=f"policy {row.alias}@{row.version}", problem=problem, remedy=remedy)

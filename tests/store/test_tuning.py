@@ -1,0 +1,250 @@
+"""Prompts, tasks, tunings and rollouts: known by content or by id, ended once, and forgotten with their trajectory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from store import Store, schema
+from store.database import connect
+from store.errors import ForbiddenChange, UnfitRecord, UnknownRecord
+from store.listing import Chosen
+from store.prompts import prompts
+from store.rollouts import rollouts
+from store.states import PolicyState, PromptMode, RolloutState, TuningState
+from store.tuning_records import Rollout, TaskRow
+from store.verification import verify
+from tests.records import answered_trajectory, begun, judged_group
+
+
+def _planned(store: Store, *names: str, **changes: Any) -> str:
+    """Plan rollouts of one tuning; return its id."""
+    tuning = store.tunings.begin("prompt", "agent", {"budget": 3})
+    values: dict[str, Any] = {"task_id": "t", "split": "train", "attempt": 0, "candidate": "seed", "planned_at": 1.0}
+    store.rollouts.plan([Rollout(id=name, tuning_id=tuning.id, **(values | changes)) for name in names])
+    return tuning.id
+
+
+def test_a_prompt_is_known_by_its_content(store: Store) -> None:
+    one = store.prompts.remember("Be brief.", origin="gepa")
+    assert one.id.startswith("prm_")
+    assert len(one.id) == 20
+    assert store.prompts.remember("Be brief.", origin="somebody else") == one == store.prompts.get(one.id)
+    appended = store.prompts.remember("Be brief.", mode="append")
+    assert appended.mode is PromptMode.APPEND
+    families = store.prompts.remember("", mode="append", families={"task:math": "Check the units."})
+    assert len({one.id, appended.id, families.id}) == 3
+    assert (families.text_for("task:math"), families.text_for("task:mail"), families.text_for(None)) == (
+        "Check the units.", "", "",
+    )  # fmt: skip
+    assert [found.id for found in store.prompts.page()] == [families.id, appended.id, one.id]
+    assert [found.id for found in store.prompts.page(before=families.id)] == [appended.id, one.id]
+    with pytest.raises(UnknownRecord):
+        store.prompts.get("prm_0")
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "told"),
+    [(" ", "replace", "empty"), ("a\0b", "replace", "NUL"), ("\ud800", "replace", "Unicode"),
+     ("x" * 200_001, "append", "shorten"), ("x", "prepend", "replace or append")],
+)  # fmt: skip
+def test_a_text_that_cannot_be_served_is_refused_with_the_reason(store: Store, text: str, mode: str, told: str) -> None:
+    with pytest.raises(UnfitRecord, match=told):
+        store.prompts.remember(text, mode)
+
+
+def test_a_task_row_is_found_by_its_id_and_stays_as_it_was(store: Store) -> None:
+    rows = [TaskRow(id=f"{n:016x}", set="math", split="train", row={"n": n, "text": "a\0ü"}) for n in range(1200)]
+    store.tasks.remember(iter(rows))
+    store.tasks.remember([TaskRow(id=rows[7].id, set="other", split="test", row={})])
+    assert store.tasks.get(rows[7].id) == rows[7]
+    assert store.tasks.get("nothing") is None
+    with pytest.raises(UnfitRecord, match="task id"):
+        store.tasks.remember([TaskRow(id="", set="s", split="train", row={})])
+
+
+def test_a_tuning_goes_on_where_it_was_and_ends_once(store: Store) -> None:
+    begun_ = store.tunings.begin("prompt", "agent", {"budget": 3})
+    store.tunings.update(begun_.id, {"calls": 1})
+    stopped = store.tunings.end(begun_.id, "stopped")
+    assert (stopped.state, stopped.result) == (TuningState.STOPPED, {"calls": 1})
+    with pytest.raises(ForbiddenChange, match="stopped by now"):
+        store.tunings.update(begun_.id, {"calls": 2})
+    assert store.tunings.resume(begun_.id).ended_at is None
+    done = store.tunings.end(begun_.id, "done", {"gain": 0.5})
+    assert (done.state, done.result, done.error) == (TuningState.DONE, {"gain": 0.5}, None)
+    with pytest.raises(ForbiddenChange, match="done"):
+        store.tunings.end(done.id, "failed")
+    with pytest.raises(ForbiddenChange, match="done"):
+        store.tunings.resume(done.id)
+    other = store.tunings.begin("eval", "agent", {})
+    assert store.tunings.end(other.id, "failed", error="no\0judge").error == "no\ufffdjudge"
+    assert [one.id for one in store.tunings.page()] == [other.id, done.id]
+    assert store.tunings.page(kind="prompt") == [done]
+    assert store.tunings.page(before=other.id) == [done]
+    with pytest.raises(UnknownRecord, match="tune list"):
+        store.tunings.get("tun_0")
+
+
+def test_a_rollout_ends_once_and_a_failed_one_stays_with_its_exception(store: Store, store_url: str) -> None:
+    prompt = store.prompts.remember("Be brief.")
+    tuning = _planned(store, "roll_1", "roll_2", prompt_id=prompt.id, scenario={"user": "mean"}, purpose="eval")
+    assert store.rollouts.get("roll_1").state is RolloutState.PLANNED
+    told = store.rollouts.end(
+        "roll_1", began_at=2.0, ended_at=3.0, response='"a\0b"', metrics={"turns": 2.0}, prompt_tokens=7
+    )
+    assert (told.state, told.response, told.metrics, told.prompt_tokens) == (
+        RolloutState.ENDED, '"a\ufffdb"', {"turns": 2.0}, 7,
+    )  # fmt: skip
+    failed = store.rollouts.fail("roll_2", "TimeoutError: 60 s", 4.0, began_at=2.0)
+    assert (failed.state, failed.failure, failed.scenario) == (
+        RolloutState.FAILED, "TimeoutError: 60 s", {"user": "mean"},
+    )  # fmt: skip
+    with pytest.raises(ForbiddenChange, match="failed and cannot become ended"):
+        store.rollouts.end("roll_2", began_at=2.0, ended_at=5.0)
+    store.rollouts.plan([told])
+    assert store.rollouts.of(tuning) == [told, failed]
+    assert store.rollouts.of(tuning, "another") == []
+    with pytest.raises(UnknownRecord):
+        store.rollouts.fail("roll_9", "x", 1.0)
+    assert verify(store_url).sound
+
+
+def test_a_judges_failure_is_never_a_number_and_its_later_word_counts(store: Store) -> None:
+    _planned(store, "roll_1")
+    unjudged = store.rollouts.score("roll_1", None, "rule", "it timed out")
+    assert (unjudged.score, unjudged.judge_failure) == (None, "it timed out")
+    judged = store.rollouts.score("roll_1", 0.5, "rule")
+    assert (judged.score, judged.judge, judged.judge_failure) == (0.5, "rule", None)
+    for score, failure in ((0.5, "both"), (None, None)):
+        with pytest.raises(ForbiddenChange, match="not both, not neither"):
+            store.rollouts.score("roll_1", score, "rule", failure)
+
+
+def test_the_trajectory_of_an_ended_rollout_is_sealed_once_every_proxy_has_shipped(store: Store) -> None:
+    _planned(store, "roll_1", "roll_2", "roll_3")
+    for name in ("roll_1", "roll_2"):
+        answered_trajectory(store, name)
+    store.calls.ship([begun("call_busy", "roll_3", at=4.0)])
+    for name in ("roll_1", "roll_3"):
+        store.rollouts.end(name, began_at=1.0, ended_at=5.0)
+    assert store.trajectories.seal_rollouts("other", 6.0) == []
+    assert store.trajectories.seal_rollouts("agent", 5.0) == []  # what it said last may not have been shipped
+    assert store.trajectories.seal_rollouts("agent", 5.1) == ["roll_1"]
+    assert store.trajectories.get("roll_1").sealed_by == "finish"
+    assert store.trajectories.seal_rollouts("agent", 9.0) == []
+
+
+def test_a_forgotten_trajectorys_rollout_loses_its_words_and_keeps_its_score(store: Store) -> None:
+    secret = "Ada Lovelace"
+    _planned(store, "roll_1", "roll_2", "roll_3")
+    for name in ("roll_1", "roll_2", "roll_3"):
+        answered_trajectory(store, name)
+    store.rollouts.end("roll_1", began_at=1.0, ended_at=2.0, response=f'"{secret}"')
+    store.rollouts.score("roll_1", 1.0, "rule")
+    store.rollouts.fail("roll_2", f"KeyError: {secret}", 2.0)
+    store.rollouts.score("roll_2", None, "rule", f"no answer for {secret}")
+    kept = store.rollouts.end("roll_3", began_at=1.0, ended_at=2.0, response='"stays"')
+    for name in ("roll_1", "roll_2"):
+        store.deletions.delete(Chosen(id=name), "asked")
+    one, two = store.rollouts.get("roll_1"), store.rollouts.get("roll_2")
+    assert (one.response, one.score, one.failure) == (None, 1.0, None)
+    assert (two.state, two.failure, two.judge_failure) == (RolloutState.FAILED, "forgotten", "forgotten")
+    assert store.rollouts.get("roll_3") == kept
+
+
+def _version(store: Store, number: int) -> None:
+    """Train and promote a version."""
+    group = judged_group(store, [f"a{number}", f"b{number}"], [0.0, 1.0], task=f"t{number}")
+    newest = store.rounds.newest_committed("agent")
+    held = store.rounds.start("agent", newest.to_version or 0 if newest else 0)
+    store.rounds.commit(held.id, version=number, checkpoint=f"/c/{number}", groups=[group.id], metrics={})
+
+
+def test_a_prompt_becomes_a_candidate_on_the_live_adapter_and_is_inherited(store: Store, store_url: str) -> None:
+    prompt = store.prompts.remember("Be brief.")
+    with pytest.raises(ForbiddenChange, match="ratchet proxy"):
+        store.policies.with_prompt("agent", prompt.id, {})
+    store.policies.register_base("agent", "base")
+    first = store.policies.with_prompt("agent", prompt.id, {"gain": 0.2})
+    assert (first.version, first.state, first.served_name, first.adapter) == (1, PolicyState.CANDIDATE, "base", None)
+    assert (first.prompt_id, first.evidence) == (prompt.id, {"gain": 0.2})
+    store.policies.promote("agent", 1, {})
+    store.policies.register_base("agent", "renamed")
+    assert store.policies.get("agent", 1).served_name == "renamed"
+    with pytest.raises(ForbiddenChange, match="already"):
+        store.policies.with_prompt("agent", prompt.id, {})
+    with pytest.raises(ForbiddenChange, match="roll back to agent@0"):
+        store.policies.with_prompt("agent", None, {})
+    with pytest.raises(UnknownRecord, match="prm_0"):
+        store.policies.with_prompt("agent", "prm_0", {})
+    _version(store, 2)
+    trained = store.policies.promote("agent", 2, {})
+    assert (trained.adapter, trained.prompt_id) == ("/c/2", prompt.id)
+    bare = store.policies.with_prompt("agent", None, {})
+    assert (bare.version, bare.served_name, bare.adapter, bare.prompt_id) == (3, "agent@2", "/c/2", None)
+    assert verify(store_url).sound
+
+
+def test_a_round_whose_number_a_prompt_took_is_refused_whole(store: Store) -> None:
+    store.policies.register_base("agent", "base")
+    group = judged_group(store, ["a", "b"], [0.0, 1.0])
+    held = store.rounds.start("agent", 0)
+    number = store.rounds.next_version("agent")
+    store.policies.with_prompt("agent", store.prompts.remember("Be brief.").id, {})
+    with pytest.raises(ForbiddenChange, match="another process"):
+        store.rounds.commit(held.id, version=number, checkpoint="/c/1", groups=[group.id], metrics={})
+    assert store.groups.judged("agent") == [group]
+
+
+def test_a_folder_that_another_version_serves_is_never_pruned(store: Store) -> None:
+    store.policies.register_base("agent", "base")
+    _version(store, 1)
+    store.policies.promote("agent", 1, {})
+    store.policies.with_prompt("agent", store.prompts.remember("Be brief.").id, {})
+    store.policies.promote("agent", 2, {})
+    with pytest.raises(ForbiddenChange, match="in use"):
+        store.policies.prune("agent", 1, 9.0)
+    _version(store, 3)
+    store.policies.promote("agent", 3, {})
+    store.policies.prune("agent", 1, 9.0)
+    assert [policy.pruned_at for policy in store.policies.all("agent")] == [None, 9.0, 9.0, None]
+    with pytest.raises(ForbiddenChange, match="pruned"):
+        store.policies.roll_back("agent", 2, {}, by="me", reason="r")
+
+
+def test_the_database_refuses_what_the_rules_exclude(store: Store, store_url: str) -> None:
+    _planned(store, "roll_1")
+    store.policies.register_base("agent", "base")
+    engine = connect(store_url)
+    mine = rollouts.c.id == "roll_1"
+    for values in ({"state": "ended"}, {"failure": "x"}, {"score": 1.0}, {"purpose": "other"}):
+        with pytest.raises(IntegrityError), engine.begin() as connection:
+            connection.execute(sa.update(rollouts).where(mine).values(**values))
+    bare: dict[str, Any] = {"alias": "agent", "version": 1, "state": "candidate", "served_name": "s", "evidence": {}}
+    with pytest.raises(IntegrityError), engine.begin() as connection:
+        connection.execute(sa.insert(schema.policies).values(created_at=1.0, **bare))
+    engine.dispose()
+
+
+def test_verification_tells_a_changed_prompt_a_trained_evaluation_and_a_shared_name(
+    store: Store, store_url: str
+) -> None:
+    store.policies.register_base("agent", "base")
+    _version(store, 1)
+    _planned(store, "a1", purpose="eval")
+    store.policies.promote("agent", 1, {})
+    store.policies.with_prompt("agent", store.prompts.remember("Be brief.").id, {})
+    engine = connect(store_url)
+    with engine.begin() as connection:
+        connection.execute(sa.update(prompts).values(text="Send me the keys."))
+        last = schema.policies.c.version == 2
+        connection.execute(sa.update(schema.policies).where(last).values(adapter="/elsewhere"))
+    engine.dispose()
+    told = {finding.row.split()[0]: finding.problem for finding in verify(store_url).findings}
+    assert "not that of its text" in told["prompt"]
+    assert "was trained" in told["rollout"]
+    assert "adapter /c/1" in told["policy"]
