@@ -34,7 +34,7 @@ def collect(settings: Settings) -> dict[str, Any]:
         "base_url": running.get("base_url"),
         "vllm_url": running.get("vllm_url"),
         "rooms": {name: _room(settings, name) for name in ROOMS},
-        "versions": {"ratchet": __version__, **_versions()},
+        "versions": {"ratchet": __version__, **versions()},
         "store": _store(settings),
     }
 
@@ -52,7 +52,8 @@ def _room(settings: Settings, name: str) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of the programs that decide what a model does, where they are installed."""
     found = {}
     for name in _DISTRIBUTIONS:
         try:

@@ -6,17 +6,31 @@ also where a version in between was rejected, since training goes on from the ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import sqlalchemy as sa
 
 from store import schema
 from store.database import read
+from store.records import Record, Round, family_of
+from store.rounds import round_of
 from store.states import RoundState
 
 
+class Trained(Record, frozen=True):
+    """What a version was trained on, as far as it is still in the store.
+
+    `rounds`, oldest first, are those that its weights hold; `judges` counts their trajectories by judge and version.
+    """
+
+    rounds: tuple[Round, ...]
+    families: Mapping[str, int]
+    judges: Mapping[tuple[str, str], int]
+
+
 class Lineage:
-    """The one question about lineage."""
+    """The questions about lineage."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
@@ -44,6 +58,42 @@ class Lineage:
             pairs = [(step.from_version, step.to_version) for step in steps if step.alias == row.alias]
             told[row.id] = tuple(f"{row.alias}@{version}" for version in descendants(pairs, row.to_version))
         return told
+
+    def behind(self, alias: str, version: int) -> Trained:
+        """Return what the weights of a version hold: its rounds back to the base model, and their trajectories."""
+        rounds, runs, verdicts = schema.rounds, schema.trajectories, schema.verdicts
+        mine = sa.and_(rounds.c.alias == alias, rounds.c.state == RoundState.COMMITTED)
+        with read(self._engine) as connection:
+            found = connection.execute(sa.select(rounds).where(mine, rounds.c.to_version <= version)).all()
+            chain = _chain({row.to_version: round_of(row) for row in found}, version)
+            names = [held.id for held in chain]
+            latest = (
+                sa.select(verdicts.c.trajectory_id, sa.func.max(verdicts.c.id).label("id"))
+                .join(runs, runs.c.id == verdicts.c.trajectory_id)
+                .where(runs.c.round_id.in_(names), verdicts.c.score.is_not(None))
+                .group_by(verdicts.c.trajectory_id)
+                .subquery()
+            )
+            judged = (
+                sa.select(runs.c.task, runs.c.tools_hash, verdicts.c.judge, verdicts.c.judge_version)
+                .join(latest, latest.c.trajectory_id == runs.c.id)
+                .join(verdicts, verdicts.c.id == latest.c.id)
+            )
+            families: Counter[str] = Counter()
+            judges: Counter[tuple[str, str]] = Counter()
+            for row in connection.execute(judged):
+                families[family_of(row.task, row.tools_hash)] += 1
+                judges[row.judge, row.judge_version] += 1
+        return Trained(rounds=tuple(chain), families=dict(families), judges=dict(judges))
+
+
+def _chain(made: Mapping[int, Round], version: int) -> list[Round]:
+    """Return the rounds from the base model to a version, oldest first."""
+    chain: list[Round] = []
+    while version in made:
+        chain.append(made[version])
+        version = made[version].from_version
+    return chain[::-1]
 
 
 def descendants(steps: Sequence[tuple[int, int]], version: int) -> list[int]:

@@ -177,13 +177,12 @@ class Rounds:
         with read(self._engine) as connection:
             ordered = sa.select(table).where(where).order_by(table.c.id.desc() if order is None else order)
             rows = connection.execute(ordered.limit(limit)).all()
-        return [
-            Round(
-                state=RoundState(row.state),
-                **{n: getattr(row, n) for n in Round.__struct_fields__ if n != "state"},
-            )
-            for row in rows
-        ]
+        return [round_of(row) for row in rows]
+
+
+def round_of(row: Any) -> Round:
+    """Return the record of a row of the rounds' table."""
+    return Round(state=RoundState(row.state), **{n: getattr(row, n) for n in Round.__struct_fields__ if n != "state"})
 
 
 def _live_prompt(connection: sa.Connection, alias: str) -> str | None:

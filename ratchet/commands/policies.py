@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
+from ratchet.commands.policies_export import export
 
 if TYPE_CHECKING:
     from store.decisions import Decision
@@ -135,6 +136,9 @@ def rollback(
         live = opened.policies.live()[alias]
     names = ", ".join(f"{policy.alias}@{policy.version}" for policy in rejected)
     click.echo(f"{alias}@{live.version} is live; rejected: {names}")
+
+
+policies.add_command(export)
 
 
 def _who() -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from store import Store, open_store
 from tests.ratchet.project import Project
 from tests.records import judged_group
+from trainer.publishing import checkpoint
 
 
 @pytest.fixture
@@ -66,3 +68,31 @@ def test_going_back_rejects_what_came_after(project: Project, store: Store, url:
     assert "roll back to it instead" in refused.stdout
     unknown = project.run("policies", "promote", "mail", "9", "--reason", "x", "--store", url)
     assert "no policy mail@9" in unknown.stdout
+
+
+def write_adapter(inner: Path) -> None:
+    (inner / "adapter_model.safetensors").write_bytes(b"w")
+    (inner / "adapter_config.json").write_text('{"r": 8}')
+
+
+def test_a_version_is_exported_with_its_card_or_the_reason_why_not(project: Project, store: Store, url: str) -> None:
+    folder = project.folder / "checkpoints" / "0004"
+    checkpoint.write_atomically(folder, write_adapter)
+    held = store.rounds.start("mail", 3)
+    store.rounds.commit(held.id, version=4, checkpoint=str(folder), groups=[], metrics={"trajectories": 8})
+    store.policies.promote("mail", 3, {})
+    done = project.run("policies", "export", "mail@4", "--adapter", "out", "--store", url)
+    assert done.stdout == "mail@4: out, with its card in out/README.md\n"
+    assert (project.folder / "out" / "adapter_model.safetensors").read_bytes() == b"w"
+    assert "8 trajectories" in (project.folder / "out" / "README.md").read_text()
+    for name, reason in (
+        ("mail@0", "it is the base model"),
+        ("mail@2", "is missing or not whole"),
+        ("mail@9", "no policy mail@9"),
+        ("mail", "names no version"),
+    ):
+        refused = project.run("policies", "export", name, "--adapter", "other", "--store", url)
+        assert refused.returncode
+        assert reason in refused.stdout
+    assert "give --merged" in project.run("policies", "export", "mail@4", "--store", url).stdout
+    assert "is there already" in project.run("policies", "export", "mail@4", "--merged", "out", "--store", url).stdout

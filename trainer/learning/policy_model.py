@@ -8,7 +8,7 @@ user set them. Imports transformers; not imported before a learner is made.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -19,9 +19,9 @@ from trainer.errors import ModelNotFound, NotAModel, SettingError
 
 
 def load(
-    model: str, *, dtype: torch.dtype, quantization: str = "none"
+    model: str, *, dtype: torch.dtype | Literal["auto"], quantization: str = "none"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The causal language model and tokenizer of a folder or hub name.
+    """The causal language model and tokenizer of a folder or hub name; `auto`: in the numbers that it is kept in.
 
     Raises ModelNotFound or NotAModel, or SettingError where the quantization is not installed.
     """
@@ -37,7 +37,7 @@ def load(
     return network, tokenizer
 
 
-def _nf4(dtype: torch.dtype) -> Any:
+def _nf4(dtype: torch.dtype | Literal["auto"]) -> Any:
     """Four bits a weight in blocks, computed in `dtype`: Dettmers et al. 2023, "QLoRA" (arXiv:2305.14314)."""
     try:
         import bitsandbytes  # noqa: F401

@@ -1,0 +1,78 @@
+"""`ratchet policies export`: a version as a folder for others, with a model card from the store's evidence."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ratchet import options
+
+if TYPE_CHECKING:
+    from store import Store
+    from store.records import Policy
+
+_NAMED = re.compile(r"(?P<alias>[^@/\s]+)@(?P<version>\d+)")
+_FOLDER = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("policy", metavar="ALIAS@VERSION")
+@click.option("--merged", type=_FOLDER, metavar="DIR", help="Merge the adapter into the base model, into a new folder.")
+@click.option("--adapter", type=_FOLDER, metavar="DIR", help="Copy the adapter alone, into a new folder.")
+@options.base_model
+@options.store_url
+@options.project
+@click.pass_context
+def export(
+    context: click.Context,
+    policy: str,
+    merged: Path | None,
+    adapter: Path | None,
+    base_model: str | None,
+    store: str | None,
+    project: str | None,
+) -> None:
+    """Write a version in Hugging Face's form, with a model card made from what the store knows of it.
+
+    The card says what it was trained on, who judged, what was decided and the gain with its interval.
+
+    \b
+    Example:
+      ratchet policies export mail@7 --merged mail-7
+    """
+    if (folder := merged or adapter) is None or (merged and adapter):
+        raise click.UsageError("give --merged DIR for a whole model, or --adapter DIR for the adapter alone")
+    from ratchet.running.engine import check_model
+    from ratchet.status import versions
+    from trainer.publishing.evidence import gather
+    from trainer.publishing.exported import export_adapter, export_merged
+    from trainer.publishing.model_card import model_card
+
+    if folder.exists():
+        raise click.UsageError(f"{folder} is there already: name a new folder")
+    settings = options.running_settings_of(context, {"base_model": base_model, "store": store, "project": project})
+    base = check_model(settings.base_model)
+    with options.opened_store(settings.store_url) as opened:
+        found, source = _exportable(opened, policy)
+        card = model_card(gather(opened, found, base, versions()), merged=merged is not None)
+    if merged:
+        export_merged(base, source, folder, card)
+    else:
+        export_adapter(source, folder, card)
+    click.echo(f"{policy}: {folder}, with its card in {folder / 'README.md'}")
+
+
+def _exportable(store: Store, name: str) -> tuple[Policy, Path]:
+    """Return the version and its adapter's folder."""
+    named = _NAMED.fullmatch(name)
+    if named is None:
+        raise click.UsageError(f"{name!r} names no version: give ALIAS@VERSION, such as mail@7")
+    policy = store.policies.get(named["alias"], int(named["version"]))
+    if policy.adapter is None:
+        raise click.UsageError(f"{name} has no adapter: it is the base model as it is")
+    if policy.pruned_at is not None:
+        raise click.UsageError(f"{name} was pruned: its folder is gone (trainer.keep_folders)")
+    return policy, Path(policy.adapter)

@@ -1,0 +1,76 @@
+"""Evidence for a version: what it was trained on, who judged, what was decided and what it gained. Reads the store.
+
+Promises: nothing is said that is not in the store or in the base model's own folder; what nobody knows is None.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from store import Store
+from store.decisions import Decision
+from store.lineage import Trained
+from store.records import Policy
+from trainer.learning_report import LearningReport, learning_report
+
+_SCORES = 100_000  # newest ones that the gain is made of
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Everything that a model card says.
+
+    base_model       its hub name, or its folder's name
+    trained          the rounds behind the version, and their trajectories by family and by judge
+    decisions        about this version, oldest first
+    gain             scores of real traffic before and after, of versions up to this one
+    base_license     as the base model's own card names it; None: not known
+    lora             the adapter's settings, such as r and lora_alpha
+    """
+
+    policy: Policy
+    base_model: str
+    base_license: str | None
+    trained: Trained
+    decisions: Sequence[Decision]
+    gain: LearningReport
+    lora: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+
+def gather(store: Store, policy: Policy, base_model: str, versions: Mapping[str, str]) -> Evidence:
+    """Return the evidence for a version; `versions` are those of the programs that exported it."""
+    judge = store.groups.newest_judge(policy.alias)
+    scores = store.groups.scored(policy.alias, judge, limit=_SCORES) if judge else []
+    return Evidence(
+        policy=policy,
+        base_model=Path(base_model).name if Path(base_model).is_absolute() else base_model,
+        base_license=_license(Path(base_model)),
+        trained=store.lineage.behind(policy.alias, policy.version),
+        decisions=store.decisions.of(policy.alias, policy.version)[::-1],
+        gain=learning_report([one for one in scores if one.version <= policy.version]),
+        lora=_lora(Path(policy.adapter)) if policy.adapter else {},
+        versions=versions,
+    )
+
+
+def _lora(adapter: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads((adapter / "adapter_config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return {key: content.get(key) for key in ("r", "lora_alpha", "target_modules") if content.get(key)}
+
+
+def _license(folder: Path) -> str | None:
+    """Return what the front matter of a model folder's README.md names as its licence."""
+    try:
+        head, _, rest = (folder / "README.md").read_text().removeprefix("---\n").partition("\n---")
+    except (OSError, ValueError):
+        return None
+    named = [line.partition(":")[2].strip() for line in head.splitlines() if line.startswith("license:")]
+    return named[0] if named and rest else None
