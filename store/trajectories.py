@@ -18,6 +18,7 @@ from store.endings import last_word
 from store.errors import ForbiddenChange, UnknownRecord
 from store.feedback import UNHEARD, feedback_of, unindexed
 from store.listing import Chosen, page_ids
+from store.messages import ROOT
 from store.records import Call, Trajectory, Transcript, cohort_of
 from store.remembered import Remembered
 from store.rollouts import rollouts
@@ -192,6 +193,11 @@ class Trajectories:
         with read(self._engine) as connection:
             return load_path(connection, leaf)
 
+    def system_prompt(self, leaf: str) -> str:
+        """Return the system prompt that the path to a message begins with; nothing where it has none."""
+        with read(self._engine) as connection:
+            return _system_prompt(connection, leaf)
+
     def context_calls(self, transcript: Transcript) -> tuple[Call, ...]:
         """Return the transcript's calls after those of earlier trajectories that they continue, oldest first."""
         found = {call.id: call for call in transcript.calls}
@@ -281,8 +287,19 @@ def load_path(connection: sa.Connection, leaf: str) -> tuple[Mapping[str, Any], 
 
 def _system_prompt(connection: sa.Connection, leaf: str) -> str:
     """Return the system prompt that the path to a node begins with; nothing where it has none."""
-    first = next(iter(load_path(connection, leaf)), {})
-    return str(first.get("content")) if first.get("role") in ("system", "developer") else ""
+    table, up = schema.messages, schema.messages.alias("up")
+    start = sa.select(table.c.hash, table.c.parent).where(table.c.hash == leaf)
+    chain = start.cte("chain", recursive=True)
+    chain = chain.union_all(sa.select(up.c.hash, up.c.parent).where(up.c.hash == chain.c.parent))
+    first = sa.select(chain.c.hash).where(chain.c.parent == ROOT).scalar_subquery()
+    body = connection.scalar(sa.select(table.c.body).where(table.c.hash == first))
+    message = msgspec.json.decode(body) if body else {}
+    if message.get("role") not in ("system", "developer"):
+        return ""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    return str(content)
 
 
 def _load_tools(connection: sa.Connection, name: str) -> tuple[Mapping[str, Any], ...]:

@@ -32,8 +32,10 @@ from store import Store
 from store.errors import ForbiddenChange, StoreUnavailable, UnknownRecord
 from store.records import BASE_VERSION, Group
 from store.states import PolicyState
+from trainer.casting import Casting
 from trainer.crediting.baseline import ScoreBook
 from trainer.crediting.credit import Credit
+from trainer.crediting.roles import Roles
 from trainer.errors import EngineUnreachable, TrainingDiverged
 from trainer.gating.evaluation import Evaluator, is_held_out
 from trainer.gating.gatekeeper import Gatekeeper
@@ -105,6 +107,7 @@ class Daemon:
             settings.credit,
             settings.family_scale,
             settings.single_least,
+            settings.roles,
             ScoreBook(store.groups.scored(settings.model, judge.version)),
         )
         self._scorekeeper = Scorekeeper(
@@ -128,7 +131,10 @@ class Daemon:
         )
         self._judge_version = judge.version
         self._transcripts = Transcripts(store, most=4 * settings.groups_per_round * settings.group_size)
-        self._school = School(store, settings.model, settings.checkpoints, credit, self._transcripts)
+        self._casting = Casting(store, settings.model, Roles(settings.roles, settings.role_prompts))
+        self._school = School(
+            store, settings.model, settings.checkpoints, credit, self._transcripts, casting=self._casting
+        )
         gate = settings.gate
         self._evaluator = None
         if gate.held_out:
@@ -233,6 +239,7 @@ class Daemon:
             singles=self.settings.singles == "baseline",
             now=now,
             held_out={run.id for run in waiting if is_held_out(run.group_key, self.settings.gate.held_out)},
+            other_role=self._casting.without([run for run in waiting if run.purpose == "live"]),
         )
         try:
             for reason in {reason for _, reason in plan.drops}:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from store.records import Trajectory
+from trainer.crediting.roles import OTHER_ROLE
 
 EVALUATION = "eval"  # asked for by explicit version: a measurement, never training data
 CUT_OFF = "cut_off"  # a machine ended its last call: that is not the policy's failure
@@ -47,13 +48,14 @@ def plan_groups(
     ripe_at: Mapping[str, float] | None = None,
     singles: bool = False,
     held_out: Set[str] = frozenset(),
+    other_role: Set[str] = frozenset(),
 ) -> GroupingPlan:
     """Return the groups of `size` that are complete, smaller ones that waited long enough, and the drops.
 
     With `singles`, what found no company in time becomes a group of one, to be compared with what came before it.
     `cut_off` holds the ids of those whose last call was ended by a machine, `silent` of those that nobody spoke of,
-    `held_out` of those whose task is set aside for evaluation; `ripe_at` is since when one could be judged, where that
-    was later than its sealing.
+    `held_out` of those whose task is set aside for evaluation, `other_role` of those without a role that trains;
+    `ripe_at` is since when one could be judged, where that was later than its sealing.
     """
     groups: list[PlannedGroup] = []
     drops = [(run.id, EVALUATION) for run in waiting if run.purpose != "live"]
@@ -61,9 +63,12 @@ def plan_groups(
     drops += [(r.id, NO_FEEDBACK) for r in waiting if r.purpose == "live" and r.id in silent and r.id not in cut_off]
     aside = held_out - cut_off - silent
     drops += [(r.id, HELD_OUT) for r in waiting if r.purpose == "live" and r.id in aside]
+    unplayed = other_role - cut_off - silent - aside
+    drops += [(r.id, OTHER_ROLE) for r in waiting if r.purpose == "live" and r.id in unplayed]
+    gone = cut_off | silent | aside | unplayed
     buckets: dict[tuple[str, str], list[Trajectory]] = {}
     for run in waiting:
-        if run.purpose == "live" and not (run.id in cut_off or run.id in silent or run.id in aside):
+        if run.purpose == "live" and run.id not in gone:
             buckets.setdefault((run.alias, run.group_key), []).append(run)
     since = {run.id: max(_sealed_at(run), (ripe_at or {}).get(run.id, 0.0)) for run in waiting}
     for (alias, key), runs in buckets.items():

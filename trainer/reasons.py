@@ -20,6 +20,7 @@ DROPPED: Mapping[str, str] = {
     "eval": "asked for by explicit version: a measurement, never training data",
     "other": "a call to another model: recorded, never trained",
     "held_out": "its task is set aside for evaluation (trainer.gate.held_out)",
+    "other_role": "none of its calls has a role that trains (trainer.roles): have agents send x-ratchet-role",
     "rolled_back": "a version that was rejected sampled it: see `ratchet policies show`",
     "cut_off": "a machine ended its last call, which is not the policy's failure: see the proxy's errors",
 }
@@ -34,6 +35,7 @@ LEFT_OUT: Mapping[str, str] = {
     "context unknown": "the call that it continues is not in the store",
     "answer lost": "the client asked again: it never had this answer",
     "answer not taken": "the agent went on with another answer",
+    "another role": "a role that is not trained sampled it (trainer.roles)",
     "after the verdict": "it ended after the judge had spoken: raise trainer.seal_after_idle_seconds",
     "does not fit the model": "too long for the base model, or with ids that it does not have",
     "aborted": "the client left before the end",

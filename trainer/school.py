@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from store import Store
 from store.records import BASE_VERSION, Group, Policy, Round, Transcript, Verdict
+from trainer.casting import Casting
 from trainer.crediting.credit import Credit
+from trainer.crediting.roles import Roles
 from trainer.errors import CheckpointDamaged, NoLearningSignal, RowError, TrainingDiverged
 from trainer.learning.learner import RoundReport
 from trainer.learning.rows import Rows, build_rows
@@ -26,6 +28,8 @@ from trainer.reasons import left_out
 from trainer.transcripts import Transcripts
 
 log = logging.getLogger(__name__)
+
+Earned = Mapping[str | None, float]  # a trajectory's advantage (of no role by name), and those of roles by name
 
 UNTRAINABLE = "untrainable"
 STALE = "stale"
@@ -55,8 +59,15 @@ class School:
     """Runs the rounds of one alias."""
 
     def __init__(
-        self, store: Store, alias: str, checkpoints: Path, credit: Credit, transcripts: Transcripts | None = None
+        self,
+        store: Store,
+        alias: str,
+        checkpoints: Path,
+        credit: Credit,
+        transcripts: Transcripts | None = None,
+        casting: Casting | None = None,
     ) -> None:
+        self._casting = casting or Casting(store, alias, Roles())
         self._store = store
         self._transcripts = transcripts or Transcripts(store)
         self._alias = alias
@@ -76,13 +87,13 @@ class School:
             raise CheckpointDamaged(f"{folder}, the newest checkpoint of {self._alias}, is missing or not whole")
         return done.to_version, folder
 
-    def rows(self, member: Transcript, verdict: Verdict, advantage: float) -> Rows:
+    def rows(self, member: Transcript, verdict: Verdict, earned: Earned) -> Rows:
         """Return the rows of a judged trajectory, without what the judge has not seen."""
-        calls = self._store.trajectories.context_calls(member)
+        calls = self._casting.named(self._store.trajectories.context_calls(member))
         seen = [call for call in calls if call.ended_at is not None and call.ended_at <= verdict.judged_at]
         late = sum(call.completion_tokens for call in calls if call not in seen)
         try:
-            rows = build_rows(member.trajectory.id, seen, advantage)
+            rows = build_rows(member.trajectory.id, seen, earned[None], self._casting.roles, earned)
         except RowError as error:
             log.warning("event=row_refused trajectory=%s reason=%r", member.trajectory.id, str(error))
             rows = Rows((), {"unsound row": sum(call.completion_tokens for call in seen)})
@@ -131,7 +142,8 @@ class School:
         found: list[tuple[int, ...]] = []
         for name in self._store.trajectories.of_round(candidate.round_id or "", limit=2 * _PROBED_ROWS):
             transcript = self._store.trajectories.read(name)
-            for row in build_rows(name, self._store.trajectories.context_calls(transcript), 0.0).rows:
+            calls = self._casting.named(self._store.trajectories.context_calls(transcript))
+            for row in build_rows(name, calls, 0.0, self._casting.roles).rows:
                 sampled = [place for place, carries in enumerate(row.mask[:_PROBE_TOKENS]) if carries]
                 found += [
                     row.ids[: sampled[len(sampled) * part // _PROBES_A_ROW]] for part in range(_PROBES_A_ROW) if sampled
@@ -155,8 +167,8 @@ class School:
     def _collect(self, pupil: Pupil, groups: Sequence[Group]) -> tuple[list[TokenRow], dict[str, int]]:
         rows: list[TokenRow] = []
         untrained: Counter[str] = Counter()
-        for member, verdict, advantage in self._credited(groups):
-            built = self.rows(member, verdict, advantage)
+        for member, verdict, earned in self._credited(groups):
+            built = self.rows(member, verdict, earned)
             untrained.update(built.untrained)
             for row in built.rows:
                 unfit = pupil.unfit(row)
@@ -167,19 +179,23 @@ class School:
                     log.warning("event=row_refused reason=%r", unfit)
         return rows, dict(untrained)
 
-    def _credited(self, groups: Sequence[Group]) -> list[tuple[Transcript, Verdict, float]]:
+    def _credited(self, groups: Sequence[Group]) -> list[tuple[Transcript, Verdict, Earned]]:
         """Return the members of the groups with their verdicts and advantages."""
         members: list[Transcript] = []
         said: list[Verdict] = []
-        advantages: list[float] = []
+        roles = (None, *self._credit.roles)
+        advantages: dict[str | None, list[float]] = {role: [] for role in roles}
         for group in groups:
             verdicts = self._store.groups.verdicts(group.members)
             members += (read := self._transcripts.take(group.members))
             said += (given := [verdicts[name] for name in group.members])
-            found = self._credit.advantages([member.trajectory for member in read], given)
-            advantages += found or (0.0,) * len(read)
-        scaled = self._credit.over_the_round([member.trajectory.family for member in members], advantages)
-        return list(zip(members, said, scaled, strict=True))
+            for role in roles:
+                found = self._credit.advantages([member.trajectory for member in read], given, role)
+                advantages[role] += found or (0.0,) * len(read)
+        families = [member.trajectory.family for member in members]
+        scaled = [self._credit.over_the_round(families, advantages[role]) for role in roles]
+        earned = [dict(zip(roles, of_one, strict=True)) for of_one in zip(*scaled, strict=True)]
+        return list(zip(members, said, earned, strict=True))
 
     def _reward(self, groups: Sequence[Group]) -> dict[str, float]:
         names = [name for group in groups for name in group.members]

@@ -6,6 +6,7 @@ Unknown names are errors. Torch is not imported here.
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -42,6 +43,11 @@ class TrainerSettings(BaseModel):
     group_wait_seconds: float = Field(300.0, gt=0, description="a smaller group is formed after this long")
     credit: Literal["grpo", "dr_grpo", "rloo", "reinforce++"] = Field(
         "grpo", description="how scores become advantages: grpo, dr_grpo (no division), rloo or reinforce++"
+    )
+    roles: tuple[str, ...] = Field((), description="roles of a multi-agent system that train; empty: all")
+    role_prompts: dict[str, str] = Field(
+        default_factory=dict,
+        description="pattern in the system prompt by role, for calls without x-ratchet-role; the first that fits",
     )
     family_scale: bool = Field(False, description="scale the advantages of each task family to the same spread")
     singles: Literal["drop", "baseline"] = Field(
@@ -101,6 +107,16 @@ class TrainerSettings(BaseModel):
                 "folder of what it has loaded"
             )
         return self
+
+    @field_validator("role_prompts")
+    @classmethod
+    def _are_patterns(cls, prompts: dict[str, str]) -> dict[str, str]:
+        for role, pattern in prompts.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"the pattern of role {role} is no regular expression: {error}") from error
+        return prompts
 
     @field_validator("vllm")
     @classmethod

@@ -17,8 +17,7 @@ from examples.email_search.prompt import opening
 from examples.email_search.tasks import TRAIN_PAIRS, Task, make_task
 from examples.email_search.tools import TOOLS, call_tool
 from examples.email_search.words import CITIES, JUNK_KEYWORDS, MONTHS
-
-Messages = list[dict[str, Any]]
+from examples.tiny_policy.chat_format import Messages
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 import examples.email_search
-from examples.email_search.chat_format import render
 from examples.email_search.demonstrations import MIXED, Stage, draw, tools
-from examples.email_search.make_policy import Shape, make_policy
+from examples.email_search.make_policy import lessons
 from examples.email_search.words import ENTITIES
+from examples.tiny_policy.chat_format import render
+from examples.tiny_policy.warm_start import Shape, make_policy
 
 POLICY = Path(examples.email_search.__file__).parent / "policy"
 Messages = list[dict[str, Any]]
@@ -101,9 +102,9 @@ def test_the_script_makes_a_policy_that_loads_and_is_the_same_twice(tmp_path: Pa
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    shape = Shape(hidden=32, layers=1, heads=1)
+    shape, taught = Shape(hidden=32, layers=1, heads=1), lessons(0)
     for name in ("a", "b"):
-        assert make_policy(tmp_path / name, steps=3, shape=shape)["parameters"] > 0
+        assert make_policy(tmp_path / name, taught, steps=3, shape=shape)["parameters"] > 0
     torch.set_num_threads(threads)
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b")]
     assert weights[0] == weights[1]

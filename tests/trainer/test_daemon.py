@@ -259,7 +259,7 @@ def test_what_ended_after_the_verdict_is_not_trained_by_it(store: Store, make_da
     members = [store.trajectories.read(name) for name in first.members]
     verdicts = [msgspec.structs.replace(v, judged_at=1.0) for v in store.groups.verdicts(first.members).values()]
     school = School(store, "agent", daemon.settings.checkpoints, Credit())
-    built = [school.rows(member, verdict, 1.0) for member, verdict in zip(members, verdicts, strict=True)]
+    built = [school.rows(member, verdict, {None: 1.0}) for member, verdict in zip(members, verdicts, strict=True)]
     assert [(rows.rows, rows.untrained) for rows in built] == [((), {"after the verdict": 3})] * 2
 
 

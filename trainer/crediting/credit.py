@@ -1,7 +1,8 @@
 """Credit: from the verdicts of a group, or of a single, to advantages. The only place that knows which is which.
 
 A group is compared with itself. A single is compared with the running baseline of its task family; until the family
-has `single_least` earlier scores there is none, and the single only adds its own.
+has `single_least` earlier scores there is none, and the single only adds its own. Where roles train apart, a group's
+verdicts may score each of them: a component that has the role's name is that role's score.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ class Credit:
     name: str = "grpo"
     by_family: bool = False
     single_least: int = 16
+    roles: tuple[str, ...] = ()  # that train, where they were chosen
     book: ScoreBook = field(default_factory=ScoreBook)
 
-    def advantages(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> tuple[float, ...] | None:
-        """Return the advantages of a judged group, (G,) -> (G,); None for a single without a baseline."""
-        scores = [verdict.score or 0.0 for verdict in verdicts]
+    def advantages(
+        self, members: Sequence[Trajectory], verdicts: Sequence[Verdict], role: str | None = None
+    ) -> tuple[float, ...] | None:
+        """Return the advantages of a judged group, (G,) -> (G,); None for a single without a baseline.
+
+        With `role` those that the calls of this role earned.
+        """
         if len(members) > 1:
-            return group_advantages(scores, self.name)
+            return group_advantages(_scores(verdicts, role), self.name)
         sample = past(members[0], verdicts[0])
         found = self.book.baseline(sample, self.single_least)
         if found is None:
@@ -37,7 +43,7 @@ class Credit:
     def teaches(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> bool | None:
         """Whether the group holds a learning signal; None for a single without a baseline."""
         if len(members) > 1:
-            return has_signal([verdict.score or 0.0 for verdict in verdicts])
+            return any(has_signal(_scores(verdicts, role)) for role in self.roles or (None,))
         advantages = self.advantages(members, verdicts)
         return None if advantages is None else abs(advantages[0]) > NO_VARIANCE
 
@@ -49,6 +55,13 @@ class Credit:
     def over_the_round(self, families: Sequence[str], advantages: Sequence[float]) -> list[float]:
         """Return the advantages of a round's trajectories, scaled as the credit wants it."""
         return over_the_round(list(zip(families, advantages, strict=True)), self.name, by_family=self.by_family)
+
+
+def _scores(verdicts: Sequence[Verdict], role: str | None) -> list[float]:
+    """Return the scores of a role: the component of its name, where all have it, else what the whole scored."""
+    if role is not None and all(role in verdict.components for verdict in verdicts):
+        return [verdict.components[role] for verdict in verdicts]
+    return [verdict.score or 0.0 for verdict in verdicts]
 
 
 def past(member: Trajectory, verdict: Verdict) -> PastScore:

@@ -1,9 +1,9 @@
 """Rows: the token sequences that a trajectory gives to the learner.
 
 A trajectory whose calls are token-exact continuations of each other is one row, however many calls it took. Where the
-context forked, and where a segment or a branch begins, a further row begins. Promises: every trained token is one that
-the engine sampled in an answered call of this trajectory, and it is trained in exactly one row; whatever is left out is
-counted with its reason. Pure.
+context forked, where a segment or a branch begins, and where roles earned apart, a further row begins. Promises: every
+trained token is one that the engine sampled in an answered call of this trajectory, and it is trained in exactly one
+row; whatever is left out is counted with its reason. Pure.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from store.records import Call, Choice, unpack_ids, unpack_logprobs
 from store.states import CallState
+from trainer.crediting.roles import ANOTHER_ROLE, Roles
 from trainer.learning.tokens import TokenRow
 
 _Key = tuple[str, int]  # call id, choice index
@@ -37,6 +39,7 @@ _CONSTRAINTS = (
     "allowed_token_ids", "bad_words", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
     "structured_outputs",
 )  # fmt: skip
+ALL_ROLES = Roles()
 _REPEATS = ("retry", "resend")  # links of calls that were made because nobody had the answer to the one before
 _GREEDY_BELOW = 0.01  # vLLM raises temperatures between 0 and this to it
 
@@ -49,8 +52,14 @@ class Rows:
     untrained: Mapping[str, int]
 
 
-def build_rows(trajectory_id: str, calls: Sequence[Call], advantage: float) -> Rows:
-    """Return the rows of a trajectory, all with the same advantage.
+def build_rows(
+    trajectory_id: str,
+    calls: Sequence[Call],
+    advantage: float,
+    roles: Roles = ALL_ROLES,
+    by_role: Mapping[str | None, float] = MappingProxyType({}),
+) -> Rows:
+    """Return the rows of a trajectory, all with the same advantage but those of the roles that `by_role` names.
 
     `calls` are the trajectory's own and those of earlier trajectories that it continues, in the order in which they
     began; only its own carry loss.
@@ -67,15 +76,17 @@ def build_rows(trajectory_id: str, calls: Sequence[Call], advantage: float) -> R
             if call.context == "exact" and parent is None:
                 untrained["context unknown"] += _size(choice)
                 continue
-            spans[key] = span = _Span(call, choice, parent)
+            spans[key] = span = _Span(call, choice, parent, by_role.get(call.role, advantage))
             if call.trajectory_id != trajectory_id:
                 continue
             reason = why_untrainable(call, choice) or _why_left_out(call, key, continued, repeated)
+            if reason is None and not roles.trains(call.role):
+                reason = ANOTHER_ROLE
             if reason:
                 untrained[reason] += _size(choice)
             else:
                 own[key] = span
-    return Rows(rows=tuple(_cover(trajectory_id, own, advantage)), untrained=dict(untrained))
+    return Rows(rows=tuple(_cover(trajectory_id, own)), untrained=dict(untrained))
 
 
 def why_untrainable(call: Call, choice: Choice) -> str | None:
@@ -144,14 +155,14 @@ def _size(choice: Choice) -> int:
 class _Span:
     """One answer in its context: a link of a chain of token-exact continuations."""
 
-    def __init__(self, call: Call, choice: Choice, parent: _Span | None) -> None:
+    def __init__(self, call: Call, choice: Choice, parent: _Span | None, advantage: float) -> None:
         self.key: _Key = (call.id, choice.index)
         self.parent = parent
         self.prompt = unpack_ids(call.prompt_ids)
         self.ids = unpack_ids(choice.ids)
         self.logprobs = unpack_logprobs(choice.logprobs)
         neutral = all(call.sampling.get(name) in values for name, values in _NEUTRAL.items())
-        self.sampled_at = (_temperature(call.sampling) or 1.0, neutral)
+        self.kind = (_temperature(call.sampling) or 1.0, neutral, advantage)  # what is one for a whole row
 
     def chain(self) -> list[_Span]:
         """Return the spans from the first one to this one."""
@@ -163,10 +174,10 @@ class _Span:
         return found[::-1]
 
 
-def _cover(trajectory_id: str, own: Mapping[_Key, _Span], advantage: float) -> list[TokenRow]:
+def _cover(trajectory_id: str, own: Mapping[_Key, _Span]) -> list[TokenRow]:
     """Cover every trainable span by one row: the last ones first, so that long chains become single rows.
 
-    A row has one temperature; a chain that changed it gives one row for each.
+    A row has one temperature and one advantage; a chain that changed them gives one row for each.
     """
     rows: list[TokenRow] = []
     covered: set[_Key] = set()
@@ -175,17 +186,15 @@ def _cover(trajectory_id: str, own: Mapping[_Key, _Span], advantage: float) -> l
             continue
         chain = own[key].chain()
         while remaining := [span for span in chain if span.key in own and span.key not in covered]:
-            sampled_at = remaining[-1].sampled_at
-            trained = {span.key for span in remaining if span.sampled_at == sampled_at}
+            kind = remaining[-1].kind
+            trained = {span.key for span in remaining if span.kind == kind}
             last = max(place for place, span in enumerate(chain) if span.key in trained)
-            rows.append(_row(trajectory_id, chain[: last + 1], trained, sampled_at, advantage))
+            rows.append(_row(trajectory_id, chain[: last + 1], trained, kind))
             covered |= trained
     return rows[::-1]
 
 
-def _row(
-    trajectory_id: str, chain: Sequence[_Span], trained: set[_Key], sampled_at: tuple[float, bool], advantage: float
-) -> TokenRow:
+def _row(trajectory_id: str, chain: Sequence[_Span], trained: set[_Key], kind: tuple[float, bool, float]) -> TokenRow:
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
@@ -194,7 +203,7 @@ def _row(
         carries = span.key in trained
         mask += [0] * len(span.prompt) + [int(carries)] * len(span.ids)
         logprobs += [0.0] * len(span.prompt) + (list(span.logprobs) if carries else [0.0] * len(span.ids))
-    temperature, neutral = sampled_at
+    temperature, neutral, advantage = kind
     return TokenRow(
         trajectory_id=trajectory_id,
         ids=tuple(ids),

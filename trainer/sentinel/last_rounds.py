@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from store.records import Round
 from store.states import RoundState
+from trainer.crediting.roles import ANOTHER_ROLE
 from trainer.reasons import left_out
 from trainer.sentinel import Finding
 from trainer.sentinel.settings import SentinelSettings
@@ -38,6 +39,7 @@ def _left_out(held: Sequence[Round], settings: SentinelSettings) -> Finding:
     untrained: Counter[str] = Counter()
     for one in held:
         untrained.update(one.metrics.get("untrained_tokens") or {})
+    del untrained[ANOTHER_ROLE]  # somebody chose that
     trained = sum(one.metrics.get("tokens_trained", 0) for one in held)
     share = untrained.total() / max(1, untrained.total() + trained)
     reason = None

@@ -1,4 +1,4 @@
-"""The tiny policy's chat template and tokenizer.
+"""The chat template and the tokenizer of a tiny policy.
 
 ChatML with Hermes-style tool calls: what vLLM's `hermes` parser reads back is what the template writes, so that the
 prompt of a next call begins with the token ids of the call before. The tokenizer splits text into runs of letters and
@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
-from examples.email_search.demonstrations import Messages
-from examples.email_search.words import ENTITIES
+Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]]
+Drawn = tuple[Messages, Tools | None]  # an episode, and the tools that its prompt names
 
 END = "<|im_end|>"
 PAD = "<|endoftext|>"
@@ -56,7 +57,7 @@ TEMPLATE = """\
 {% endif %}"""
 
 
-def render(messages: Messages, tools: list[dict[str, Any]] | None, *, generation: bool = False) -> str:
+def render(messages: Messages, tools: Tools | None, *, generation: bool = False) -> str:
     """The text of a chat, as transformers and vLLM render it."""
     import jinja2
 
@@ -71,20 +72,23 @@ def render(messages: Messages, tools: list[dict[str, Any]] | None, *, generation
 _compiled: Any = None
 
 
-def make_tokenizer(texts: Iterable[str], min_count: int = 3) -> Any:
-    """A fast tokenizer whose vocabulary is 256 bytes, the runs of `texts` seen `min_count` times, and the markers."""
+def make_tokenizer(texts: Iterable[str], words: Set[str], pattern: str = RUN, min_count: int = 3) -> Any:
+    """A fast tokenizer whose vocabulary is 256 bytes, `words`, the runs of `texts` seen `min_count` times, the markers.
+
+    `pattern` is what a run is.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     border = re.compile("|".join(map(re.escape, SPECIAL + MARKERS)))
-    counts = Counter(run for text in texts for part in border.split(text) for run in re.findall(RUN, part))
-    runs = ENTITIES | {run for run, count in counts.items() if count >= min_count and len(run) > 1}
+    counts = Counter(run for text in texts for part in border.split(text) for run in re.findall(pattern, part))
+    runs = words | {run for run, count in counts.items() if count >= min_count and len(run) > 1}
     spelled = sorted(byte_level.pre_tokenize_str(run)[0][0] for run in runs)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(dict.fromkeys(alphabet + spelled))}
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
-    inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(RUN), "isolated"), byte_level])
+    inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     inner.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKERS])
