@@ -16,6 +16,15 @@
     │   ├── EngineUnreachable   vLLM does not answer; asking again may help
     │   └── AdapterRefused      vLLM answered no
     ├── LeaseLost               another trainer leads this alias
+    ├── TuningError
+    │   ├── TaskSetError
+    │   │   ├── TaskSetNotFound   neither a file, a folder, an imported set nor a reachable hub name
+    │   │   ├── SplitNotFound     the task set has no split of that name; the message names those that it has
+    │   │   ├── RowBroken         a row cannot be read; the message names file and line
+    │   │   └── TaskSetEmpty      the split holds no row
+    │   ├── WorkflowError       the workflow cannot be loaded or called
+    │   │   └── WorkflowFailed  one run of it failed: exit code, time-out, an answer that is none
+    │   └── TooManyFailures     more rollouts failed than max_failures allows
     └── CheckpointError
         ├── CheckpointExists    a checkpoint is immutable and the folder is taken
         ├── CheckpointUnwritable  the disk is full or refuses the write; nothing half-written is left
@@ -111,3 +120,39 @@ class AdapterRefused(EngineError):
 
 class LeaseLost(TrainerError):
     """Another trainer leads this alias."""
+
+
+class TuningError(TrainerError):
+    """The tuner cannot do what it was asked."""
+
+
+class TaskSetError(TuningError):
+    """A task set cannot be used."""
+
+
+class TaskSetNotFound(TaskSetError):
+    """The source is neither a file, a folder, an imported set nor a reachable hub name."""
+
+
+class SplitNotFound(TaskSetError):
+    """The task set has no split of that name."""
+
+
+class RowBroken(TaskSetError):
+    """A row of the task set cannot be read."""
+
+
+class TaskSetEmpty(TaskSetError):
+    """The split holds no row."""
+
+
+class WorkflowError(TuningError):
+    """The workflow cannot be loaded or called."""
+
+
+class WorkflowFailed(WorkflowError):
+    """One run of the workflow failed."""
+
+
+class TooManyFailures(TuningError):
+    """More rollouts failed than `max_failures` allows; what ran is kept."""

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import dis
-import importlib
 import inspect
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from store.records import Transcript, Verdict
+from trainer.entry_points import NotImportable, load
 from trainer.errors import JudgeError
 from trainer.judges import Judgement
 from trainer.judges.opinion import Opinion, last_answer, read, version_of
@@ -110,20 +108,10 @@ def arguments(member: Transcript) -> dict[str, Any]:
 
 def _load(entry_point: str) -> tuple[Callable[..., Any], tuple[str, ...], str]:
     """Import the function; return it, the parameters that it names and its module's source text."""
-    module_name, _, function_name = entry_point.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:  # the `ratchet` script does not put the working folder on the path; `python -m` does
-        sys.path.insert(0, here)
     try:
-        module = importlib.import_module(module_name)
-        function = getattr(module, function_name)
-    except Exception as error:  # the user's module may fail in any way while it is imported
-        problem = f"{type(error).__name__}: {error}"
-        raise JudgeError(
-            f"judge {entry_point}: {problem}; give it as module:function, importable from {here}"
-        ) from error
-    if not callable(function):
-        raise JudgeError(f"judge {entry_point} is not a function")
+        function, module = load(entry_point)
+    except NotImportable as error:
+        raise JudgeError(f"judge {entry_point}: {error}") from error
     named = tuple(inspect.signature(function).parameters)
     unknown = [name for name in named if name not in PARAMETERS]
     if unknown or not named:

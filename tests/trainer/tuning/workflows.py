@@ -1,0 +1,85 @@
+"""Workflows for the tests: agents that know nothing of the tuner, and some that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import openai
+
+from trainer.tuning.outcome import Outcome
+
+
+async def ask(task: dict[str, Any], *, base_url: str, api_key: str, model: str) -> str:
+    """The smallest agent: one question, one answer."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        answer = await client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": task["question"]}]
+        )
+    return answer.choices[0].message.content or ""
+
+
+def ask_in_a_thread(task: dict[str, Any], base_url: str, api_key: str, model: str) -> dict[str, Any]:
+    """The same, not async, with metrics."""
+    with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        answer = client.chat.completions.create(model=model, messages=[{"role": "user", "content": task["question"]}])
+    return {"response": answer.choices[0].message.content, "metrics": {"turns": 1}}
+
+
+async def rewards_itself(task: dict[str, Any], base_url: str, api_key: str, model: str) -> Outcome:
+    """Says itself how good it was."""
+    text = await ask(task, base_url=base_url, api_key=api_key, model=model)
+    return Outcome(text, reward=float(task["answer"] in text))
+
+
+def everything(**given: Any) -> dict[str, Any]:
+    """Returns what it was given."""
+    return given
+
+
+def only_the_task(task: dict[str, Any]) -> Any:
+    """Returns the task."""
+    return task
+
+
+def by_place(task: dict[str, Any], model: str, /, turns: int = 3) -> str:
+    """Takes its parameters by place."""
+    return f"{task['question']} {model} {turns}"
+
+
+def wants_more(task: dict[str, Any], browser: Any) -> None:
+    """Takes what nobody gives."""
+
+
+def crashes(task: dict[str, Any]) -> None:
+    """Fails on every task."""
+    raise ValueError(f"no tool named {task.get('tool', 'search')}")
+
+
+async def hangs(task: dict[str, Any]) -> None:
+    """Never ends."""
+    await asyncio.sleep(3600)
+
+
+def hangs_in_a_thread(task: dict[str, Any]) -> None:
+    """Never ends, and cannot be told to."""
+    time.sleep(3600)
+
+
+def thread_name(task: dict[str, Any]) -> str:
+    """Tells where it runs."""
+    time.sleep(0.2)
+    return threading.current_thread().name
+
+
+class Callable_:
+    """An object that is called."""
+
+    async def __call__(self, task: dict[str, Any]) -> str:
+        return f"called with {task['question']}"
+
+
+an_object = Callable_()
+not_a_function = 3
