@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.errors import FaceError
+from ratchet.pictures import pyplot
 from ratchet.settings import Settings
 
 if TYPE_CHECKING:
@@ -63,14 +64,8 @@ def lines(report: LearningReport) -> list[str]:
 
 def draw(report: LearningReport, path: Path) -> None:
     """Draw the mean score by version with its intervals. Raises FaceError where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise FaceError("a picture needs matplotlib: pip install 'ratchet-rl[demo]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    plots = pyplot()
+    figure, axes = plots.subplots(figsize=(8, 4.5), dpi=120)
     shown = [version for version in report.versions if math.isfinite(version.low)]
     reach = [[v.mean - v.low for v in shown], [v.high - v.mean for v in shown]]
     axes.errorbar([v.version for v in shown], [v.mean for v in shown], yerr=reach, fmt="o-", capsize=3)
@@ -78,7 +73,7 @@ def draw(report: LearningReport, path: Path) -> None:
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path)
-    pyplot.close(figure)
+    plots.close(figure)
 
 
 def _gain(gain: Gain) -> str:

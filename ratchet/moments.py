@@ -36,3 +36,8 @@ class Moment(click.ParamType[float]):
         except ValueError:
             self.fail(f"{value!r} is no time; write 2026-11-21 or 2026-11-21T12:00:00+01:00", param, ctx)
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def moment_told(moment: float) -> str:
+    """Return a moment (Unix seconds) as people read it, in UTC."""
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -87,7 +87,7 @@ class Tunings:
         """Return one. Raises UnknownRecord."""
         found = self._select(tunings.c.id == tuning_id, 1)
         if not found:
-            raise UnknownRecord(f"no tuning {tuning_id}; `ratchet tune list` shows the ids")
+            raise UnknownRecord(f"no tuning {tuning_id}; `ratchet tune runs` shows the ids")
         return found[0]
 
     def page(self, kind: str | None = None, limit: int = 100, before: str | None = None) -> list[Tuning]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.demo.figures import Evaluation, Figures
+from ratchet.pictures import pyplot
 
 RESULT = "result.json"
 CURVE = "learning_curve.png"
@@ -56,12 +57,8 @@ def result(figures: Figures) -> dict[str, Any]:
 
 def draw(figures: Figures, path: Path) -> None:
     """Draw success over the agent's rollouts, with the held-out points before and after."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    plots = pyplot()
+    figure, axes = plots.subplots(figsize=(8, 4.5), dpi=120)
     axes.plot(
         [x for x, _ in figures.curve], [y for _, y in figures.curve], color="tab:blue", label="training tasks, last 128"
     )
@@ -76,7 +73,7 @@ def draw(figures: Figures, path: Path) -> None:
     axes.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(path)
-    pyplot.close(figure)
+    plots.close(figure)
 
 
 def _rounds_table(figures: Figures) -> Any:

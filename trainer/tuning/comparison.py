@@ -297,3 +297,28 @@ def _count(marks: Marks, kind: Missing) -> int:
 
 def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
+
+
+def within_best(
+    candidates: Mapping[str, Marks],
+    margin: float,
+    *,
+    score_range: ScoreRange | None = None,
+    failure_score: float = 0.0,
+    alpha: float = 0.05,
+) -> tuple[str, ...]:
+    """Return those that are shown to be worse than none of the others by as much as the margin.
+
+    Each must be shown against every other, which needs no correction (Berger 1982, Technometrics 24); that there are
+    several such claims does: the one-sided level is alpha / candidates.
+    """
+    failure = _failure(candidates.values(), failure_score)
+    possible = _range(candidates.values(), failure, score_range)
+    confidence = 1 - 2 * alpha / max(2, len(candidates))
+
+    def low(name: str, other: str) -> float:
+        return _compare(candidates[name], candidates[other], (name, other), possible, failure, confidence).low
+
+    return tuple(
+        name for name in candidates if all(low(name, other) > -margin for other in candidates if other != name)
+    )

@@ -1,0 +1,22 @@
+"""Tables on the terminal; wide enough for their columns where nobody sees a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ratchet.options import printable
+
+_WIDTH = 160  # columns where no terminal says
+
+
+def printed(table: Any, lines: Iterable[str] = ()) -> None:
+    """Print a rich table, and lines under it."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
+    console.print(table)
+    for line in lines:
+        console.print(printable(line), soft_wrap=True, markup=False)

@@ -1,0 +1,79 @@
+"""`ratchet tune report` and `runs`: the table, JSON, Markdown and the picture say the same."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from store import open_store
+from tests.ratchet.project import Project
+from trainer.tuning.comparison import compare
+from trainer.tuning.prices import UNKNOWN, Spent
+from trainer.tuning.results import Method, TuningResult, plain, task_set
+
+TASKS = [f"task{number}" for number in range(12)]
+
+
+def result(method: Method, score: float, **changes: Any) -> TuningResult:
+    """A run whose best had this score at every task, and what served before had none."""
+    values: dict[str, Any] = {
+        "technique": "GRPO, 3 rounds", "alias": "policy", "task_set": task_set("tasks/", "test", TASKS), "judge": "j:1",
+        "workflow": "w", "baseline": "old", "best": "new", "wall_seconds": 90.0, "notes": ("as it was",),
+        "gain": compare(dict.fromkeys(TASKS, (score,)), dict.fromkeys(TASKS, (0.0,)), names=("new", "old")),
+        "spent": Spent(prompt_tokens=1000, completion_tokens=234, money=UNKNOWN),
+    }  # fmt: skip
+    return TuningResult(method=method, **(values | changes))
+
+
+@pytest.fixture
+def tuned(project: Project) -> Project:
+    """A project where weights were tuned, with success, and a prompt was tried."""
+    project.write(store="sqlite:///s.db")
+    store = open_store(str(project.folder / "s.db"))
+    results = [result("prompt", 0.0, technique="a|b"), result("weights", 1.0, promoted="policy@1")]
+    for one in results:
+        store.tunings.end(store.tunings.begin(one.method, "policy", {}).id, "done", plain(one))
+    store.tunings.begin("select-model", "policy", {})
+    store.close()
+    return project
+
+
+def test_the_three_methods_stand_side_by_side(tuned: Project) -> None:
+    done = tuned.run("tune", "report", "--png", "gains.png")
+    assert done.returncode == 0
+    for told in (
+        "policy on 12 tasks of tasks/ (test), judged by j:1", "+1.000", "better", "no difference", "1,234", "unknown",
+        "policy@1", "unchanged", "ratchet tune select-model", "Model weights: as it was", "has not ended",
+    ):  # fmt: skip
+        assert told in done.stdout, told
+    assert (tuned.folder / "gains.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_and_markdown_say_the_same(tuned: Project) -> None:
+    told = json.loads(tuned.run("tune", "report", "--json").stdout)
+    weights = told["rows"][2]
+    assert (weights["effect"]["difference"], weights["spent"]["money"]["known"]) == (1.0, False)
+    assert [one["why"] for one in told["left_out"]] == ["it has not ended"]
+    lines = tuned.run("tune", "report", "--markdown").stdout.splitlines()
+    assert lines[2].startswith("| method | technique |")
+    assert {line.replace("\\|", "").count("|") for line in lines[2:7]} == {lines[2].count("|")}
+
+
+def test_a_report_on_nothing_says_so_and_fails(project: Project) -> None:
+    project.write(store="sqlite:///s.db")
+    done = project.run("tune", "report")
+    assert done.returncode == 1
+    assert "no tuning run" in done.stdout
+
+
+def test_runs_are_listed_newest_first(tuned: Project) -> None:
+    lines = tuned.run("tune", "runs").stdout.splitlines()
+    assert [line.split()[1:3] for line in lines] == [
+        ["select-model", "running"],
+        ["weights", "done"],
+        ["prompt", "done"],
+    ]
+    told = json.loads(tuned.run("tune", "runs", "--method", "weights", "--json").stdout)
+    assert [one["kind"] for one in told] == ["weights"]

@@ -1,0 +1,103 @@
+"""One report of three methods: only what can be compared stands side by side, the rest is named with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from store.states import TuningKind, TuningState
+from store.tuning_records import Tuning
+from trainer.tuning.comparison import Compared, Verdict, compare
+from trainer.tuning.prices import UNKNOWN, Money, Spent
+from trainer.tuning.report import Report, report
+from trainer.tuning.results import TuningResult, plain, task_set
+
+TASKS = [f"task{number}" for number in range(10)]
+
+
+def gain(after: float, before: float) -> Compared:
+    return compare(dict.fromkeys(TASKS, (after,)), dict.fromkeys(TASKS, (before,)), names=("new", "old"))
+
+
+@dataclass
+class Runs:
+    """Runs of the tuner, newest last."""
+
+    made: list[Tuning]
+
+    def add(self, method: Any, state: str = "done", error: str | None = None, **changes: Any) -> str:
+        values: dict[str, Any] = {
+            "method": method, "technique": "t", "alias": "policy", "task_set": task_set("tasks/", "test", TASKS),
+            "judge": "judges:exact:1a2b", "workflow": "agent:run", "baseline": "old", "best": "new",
+            "gain": gain(1.0, 0.0),
+        }  # fmt: skip
+        result: Mapping[str, Any] = plain(TuningResult(**(values | changes)))
+        number = len(self.made)
+        tuning = Tuning(
+            id=f"tun_{number}", kind=TuningKind(method), alias="policy", state=TuningState(state), config={},
+            began_at=float(number), result=result, error=error, ended_at=None if state == "running" else number + 0.5,
+        )  # fmt: skip
+        self.made.append(tuning)
+        return tuning.id
+
+    def report(self, **asked: Any) -> Report:
+        return report(list(reversed(self.made)), **asked)
+
+
+def test_the_newest_finished_run_of_each_method_stands_side_by_side() -> None:
+    runs = Runs([])
+    older = runs.add("prompt", gain=gain(0.0, 1.0))
+    runs.add("select-model", gain=gain(0.5, 0.5), spent=Spent(prompt_tokens=5, money=UNKNOWN))
+    runs.add(
+        "prompt", spent=Spent(prompt_tokens=10, money=Money(0.5)), notes=("a script stood in for the reflection model",)
+    )
+    runs.add("weights", promoted="policy@3")
+    found = runs.report()
+    assert [(row.method, row.tuning_id) for row in found.rows] == [
+        ("select-model", "tun_1"), ("prompt", "tun_2"), ("weights", "tun_3"),
+    ]  # fmt: skip
+    verdicts = [row.effect.verdict for row in found.rows if row.effect]
+    assert verdicts == [Verdict.TIED, Verdict.BETTER, Verdict.BETTER]
+    assert found.rows[2].promoted == "policy@3"
+    assert [(one.tuning_id, one.why) for one in found.left_out] == [(older, "a later run of this method stands here")]
+
+
+def test_runs_of_other_tasks_judges_and_aliases_are_left_out_with_the_reason() -> None:
+    runs = Runs([])
+    runs.add("prompt", task_set=task_set("other/", "test", TASKS[:4]))
+    runs.add("prompt", judge="judges:kind:3c4d")
+    runs.add("prompt", alias="mail")
+    runs.add("weights")
+    found = runs.report()
+    assert [row.tuning_id for row in found.rows] == [None, None, "tun_3"]
+    assert [one.why for one in found.left_out] == [
+        "it tuned mail, not policy", "another judge: judges:kind:3c4d", "other held-out tasks: 4 of other/, test",
+    ]  # fmt: skip
+    asked = runs.report(tasks="other/")
+    assert [row.tuning_id for row in asked.rows] == [None, "tun_0", None]
+    assert runs.report(judge="judges:kind").rows[1].tuning_id == "tun_1"
+    assert runs.report(alias="mail").rows[1].tuning_id == "tun_2"
+
+
+def test_runs_that_did_not_finish_are_named_and_claim_nothing() -> None:
+    runs = Runs([])
+    runs.add("weights", state="failed", error="vLLM is gone")
+    runs.add("prompt", state="running")
+    runs.add("select-model", state="stopped")
+    runs.made.append(Tuning(
+        id="tun_odd", kind=TuningKind.PROMPT, alias="a", state=TuningState.DONE, config={}, began_at=9.0, result={}
+    ))  # fmt: skip
+    found = runs.report()
+    assert (found.task_set, [row.tuning_id for row in found.rows]) == (None, [None] * 3)
+    reasons = {one.tuning_id: one.why for one in found.left_out}
+    assert reasons["tun_0"] == "it failed: vLLM is gone"
+    assert (reasons["tun_1"], reasons["tun_2"]) == ("it has not ended", "it stopped")
+    assert "cannot be read" in reasons["tun_odd"]
+
+
+def test_evaluations_are_no_method() -> None:
+    runs = Runs([])
+    runs.add("eval")
+    found = runs.report()
+    assert (found.task_set, found.left_out) == (None, ())

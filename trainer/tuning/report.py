@@ -1,0 +1,165 @@
+"""One report of all tuning methods: what each gained on the same held-out tasks, and what that cost. Pure.
+
+It holds the newest finished run of each method. Runs stand side by side only where they are of the same alias, on the
+same held-out tasks, with the same judge; those of the newest run (or those that are asked for) are taken, and every
+other run is named with the reason why it was left out. Nothing is claimed that an interval does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from store.states import TuningState
+from store.tuning_records import Tuning
+from trainer.tuning.comparison import Compared, Verdict
+from trainer.tuning.prices import Spent
+from trainer.tuning.results import TaskSetUsed, TuningResult, read
+
+METHODS: Mapping[str, tuple[str, str]] = {  # kind -> what people call it, and the command that runs it
+    "select-model": ("Model selection", "ratchet tune select-model"),
+    "prompt": ("Prompt tuning", "ratchet tune prompt"),
+    "weights": ("Model weights", "ratchet tune weights"),
+}
+
+
+class Effect(msgspec.Struct, frozen=True, kw_only=True):
+    """A gain as it was measured: score before and after on the held-out tasks, and the difference with its interval."""
+
+    verdict: Verdict
+    before: float | None
+    after: float | None
+    difference: float | None
+    low: float
+    high: float
+    tasks: int
+    told: str
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One method; `tuning_id` is None where no run of it can stand here, then everything measured is None."""
+
+    method: str
+    label: str
+    command: str
+    tuning_id: str | None = None
+    ended_at: float | None = None
+    technique: str | None = None
+    baseline: str | None = None
+    best: str | None = None
+    effect: Effect | None = None  # None where nothing was compared on held-out tasks
+    spent: Spent | None = None
+    wall_seconds: float | None = None
+    promoted: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that does not stand in the report, and why."""
+
+    tuning_id: str
+    method: str
+    why: str
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Every method, in the order of effort; `task_set` is None where no run has finished."""
+
+    alias: str | None
+    task_set: TaskSetUsed | None
+    judge: str | None
+    rows: tuple[Row, ...]
+    left_out: tuple[LeftOut, ...]
+
+
+def report(
+    tunings: Sequence[Tuning], *, alias: str | None = None, tasks: str | None = None, judge: str | None = None
+) -> Report:
+    """Return the report on these runs, given newest first.
+
+    `alias`, `tasks` (a set's source or fingerprint) and `judge` (its name or name:version) choose what is compared.
+    """
+    finished: list[tuple[Tuning, TuningResult]] = []
+    left_out = []
+    for tuning in tunings:
+        if tuning.kind not in METHODS:
+            continue
+        found = _finished(tuning)
+        if isinstance(found, str):
+            left_out.append(LeftOut(tuning_id=tuning.id, method=tuning.kind, why=found))
+        else:
+            finished.append((tuning, found))
+    asked = [one for _, one in finished if _is_asked(one, alias, tasks, judge)]
+    reference = asked[0] if asked else None
+    taken: dict[str, tuple[Tuning, TuningResult]] = {}
+    for tuning, result in finished:
+        why = _why_not(result, reference, tuning.kind in taken)
+        if why is None:
+            taken[tuning.kind] = (tuning, result)
+        else:
+            left_out.append(LeftOut(tuning_id=tuning.id, method=tuning.kind, why=why))
+    return Report(
+        alias=reference.alias if reference else alias,
+        task_set=reference.task_set if reference else None,
+        judge=reference.judge if reference else None,
+        rows=tuple(_row(method, taken.get(method)) for method in METHODS),
+        left_out=tuple(sorted(left_out, key=lambda one: one.tuning_id, reverse=True)),
+    )
+
+
+def _finished(tuning: Tuning) -> TuningResult | str:
+    """Return a run's result, or why there is none."""
+    if tuning.state is TuningState.RUNNING:
+        return "it has not ended"
+    if tuning.state is not TuningState.DONE:
+        return f"it {tuning.state}" + (f": {tuning.error}" if tuning.error else "")
+    try:
+        return read(tuning.result or {})
+    except msgspec.ValidationError as error:
+        return f"its result cannot be read: {error}"
+
+
+def _is_asked(result: TuningResult, alias: str | None, tasks: str | None, judge: str | None) -> bool:
+    same_tasks = tasks in (None, result.task_set.source, result.task_set.fingerprint)
+    same_judge = judge is None or result.judge in (judge, f"{judge}:{result.judge.rpartition(':')[2]}")
+    return same_tasks and same_judge and alias in (None, result.alias)
+
+
+def _why_not(result: TuningResult, reference: TuningResult | None, is_older: bool) -> str | None:
+    if reference is None:
+        return "it is not what was asked for"
+    if result.alias != reference.alias:
+        return f"it tuned {result.alias}, not {reference.alias}"
+    if result.task_set.fingerprint != reference.task_set.fingerprint:
+        return f"other held-out tasks: {result.task_set.tasks} of {result.task_set.source}, {result.task_set.split}"
+    if result.judge != reference.judge:
+        return f"another judge: {result.judge}"
+    return "a later run of this method stands here" if is_older else None
+
+
+def _row(method: str, found: tuple[Tuning, TuningResult] | None) -> Row:
+    label, command = METHODS[method]
+    if found is None:
+        return Row(method=method, label=label, command=command)
+    tuning, result = found
+    return Row(
+        method=method, label=label, command=command, tuning_id=tuning.id, ended_at=tuning.ended_at,
+        technique=result.technique, baseline=result.baseline, best=result.best,
+        effect=effect(result.gain) if result.gain else None, spent=result.spent, wall_seconds=result.wall_seconds,
+        promoted=result.promoted, notes=result.notes,
+    )  # fmt: skip
+
+
+def effect(gain: Compared) -> Effect:
+    """Return what was gained, and what can be said of it."""
+    said = {
+        Verdict.BETTER: "better",
+        Verdict.WORSE: "worse",
+        Verdict.TIED: "no difference shown",
+        Verdict.UNSETTLED: "unsettled: attempts that were not judged could change it",
+    }
+    return Effect(
+        verdict=gain.verdict, before=gain.against_mean, after=gain.mean, difference=gain.difference, low=gain.low,
+        high=gain.high, tasks=gain.tasks, told=said[gain.verdict],
+    )  # fmt: skip
