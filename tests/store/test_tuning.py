@@ -85,7 +85,7 @@ def test_a_tuning_goes_on_where_it_was_and_ends_once(store: Store) -> None:
     assert [one.id for one in store.tunings.page()] == [other.id, done.id]
     assert store.tunings.page(kind="prompt") == [done]
     assert store.tunings.page(before=other.id) == [done]
-    with pytest.raises(UnknownRecord, match="tune list"):
+    with pytest.raises(UnknownRecord, match="tune runs"):
         store.tunings.get("tun_0")
 
 
