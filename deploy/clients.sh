@@ -1,7 +1,8 @@
 #!/bin/sh
 # Set up the agents' SDKs and frameworks that the tests run, away from Ratchet's own environment: deploy/clients.sh VENV.
 #
-# One virtual environment VENV/clients/NAME per tests/clients/requirements/NAME.txt, since their needs conflict, and
+# One virtual environment VENV/clients/NAME per tests/clients/requirements/NAME.txt, since their needs conflict;
+# VENV/clients/mipro with what Ratchet's small part and its extra tune-mipro need, for the same reason; and
 # VENV/clients/node from tests/clients/node where node is installed. Does nothing for what is up to date.
 # pip's own PIP_INDEX_URL and PIP_EXTRA_INDEX_URL apply to the first, npm's own settings to the second.
 set -eu
@@ -28,17 +29,24 @@ failed() {
 
 if [ -n "${RATCHET_SKIP_CLIENTS:-}" ]; then exit 0; fi
 
-for file in "$tests"/requirements/*.txt; do
-    name=$(basename "$file" .txt)
+environment() { # NAME FILE [OPTIONS...]
+    name=$1
+    file=$2
+    shift 2
     stamp=$home/$name/.ratchet-$(key "$file")
-    [ -f "$stamp" ] && continue
+    if [ -f "$stamp" ]; then return 0; fi
     echo "Setting up $home/$name for the tests of real clients ..."
     rm -rf "$home/$name"
     mkdir -p "$home"
     "$venv/bin/uv" venv --quiet --python "$python" "$home/$name" || failed "$name"
-    "$venv/bin/uv" pip install --quiet --python "$home/$name/bin/python" --requirement "$file" || failed "$name"
+    "$venv/bin/uv" pip install --quiet --python "$home/$name/bin/python" --requirement "$file" "$@" || failed "$name"
     touch "$stamp"
+}
+
+for file in "$tests"/requirements/*.txt; do
+    environment "$(basename "$file" .txt)" "$file"
 done
+environment mipro pyproject.toml --extra tune-mipro
 
 if command -v npm >/dev/null 2>&1; then
     stamp=$home/node/.ratchet-$(key "$tests/node/package.json" "$tests/node/package-lock.json")

@@ -21,10 +21,21 @@
     │   │   ├── TaskSetNotFound   neither a file, a folder, an imported set nor a reachable hub name
     │   │   ├── SplitNotFound     the task set has no split of that name; the message names those that it has
     │   │   ├── RowBroken         a row cannot be read; the message names file and line
-    │   │   └── TaskSetEmpty      the split holds no row
+    │   │   ├── TaskSetEmpty      the split holds no row
+    │   │   └── TaskSetTooSmall   too few different tasks; the message says how many are needed
     │   ├── WorkflowError       the workflow cannot be loaded or called
     │   │   └── WorkflowFailed  one run of it failed: exit code, time-out, an answer that is none
-    │   └── TooManyFailures     more rollouts failed than max_failures allows
+    │   ├── TooManyFailures     more rollouts failed than max_failures allows
+    │   └── PromptError
+    │       ├── OptimizerMissing  the extra of an optimiser is not installed; the message has the pip command
+    │       ├── BudgetTooSmall  the budget cannot come to a result; the message says what could
+    │       ├── BudgetSpent     the next step is not allowed any more; what was found is kept
+    │       ├── SeedUnknown     there is no prompt to begin from
+    │       ├── ReflectionDown  the reflection model answers nothing usable
+    │       └── SetAside        one prompt cannot go on; the search can
+    │           ├── Unjudged    the judge gave no score for some of its rollouts
+    │           ├── Unanswered  the reflection model proposed nothing this time
+    │           └── PromptRefused  the prompt is empty or too long
     └── CheckpointError
         ├── CheckpointExists    a checkpoint is immutable and the folder is taken
         ├── CheckpointUnwritable  the disk is full or refuses the write; nothing half-written is left
@@ -146,6 +157,10 @@ class TaskSetEmpty(TaskSetError):
     """The split holds no row."""
 
 
+class TaskSetTooSmall(TaskSetError):
+    """A method needs more different tasks."""
+
+
 class WorkflowError(TuningError):
     """The workflow cannot be loaded or called."""
 
@@ -156,3 +171,43 @@ class WorkflowFailed(WorkflowError):
 
 class TooManyFailures(TuningError):
     """More rollouts failed than `max_failures` allows; what ran is kept."""
+
+
+class PromptError(TuningError):
+    """The prompt cannot be tuned."""
+
+
+class OptimizerMissing(PromptError):
+    """The package of an optimiser is not installed."""
+
+
+class BudgetTooSmall(PromptError):
+    """The budget cannot come to a result."""
+
+
+class BudgetSpent(PromptError):
+    """The next step is not allowed any more; what was found so far is kept."""
+
+
+class SeedUnknown(PromptError):
+    """There is no prompt to begin from."""
+
+
+class ReflectionDown(PromptError):
+    """The reflection model gave no usable answer, several questions in a row."""
+
+
+class SetAside(PromptError):
+    """One prompt cannot go on; the search can."""
+
+
+class Unjudged(SetAside):
+    """The judge gave no score for some rollouts of a prompt."""
+
+
+class Unanswered(SetAside):
+    """The reflection model gave no usable answer this time."""
+
+
+class PromptRefused(SetAside):
+    """A proposed prompt is empty or longer than it may be."""

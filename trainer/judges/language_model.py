@@ -84,8 +84,7 @@ class LanguageModel:
                 text = self._once(messages, schema, interview)
             except _Unavailable as busy:
                 problem = str(busy)
-                if attempt + 1 < self.spec.attempts:
-                    self._sleep(busy.pause if busy.pause is not None else min(_LONGEST_PAUSE, 0.5 * 2.0**attempt))
+                self._pause(busy, attempt)
                 continue
             try:
                 return read(found_json(text))
@@ -97,16 +96,45 @@ class LanguageModel:
                     {"role": "assistant", "content": text[:20_000]},
                     {"role": "user", "content": f"That cannot be used: {wrong}. Answer again, with the JSON alone."},
                 ]
-        raise JudgeUnanswered(f"{self.spec.model} at {self.spec.base_url}, {self.spec.attempts} tries: {problem}")
+        raise self._unanswered(problem)
 
-    def _once(self, messages: Sequence[Message], schema: Mapping[str, Any], interview: Interview) -> str:
-        """Ask once; return the answer's text. Raises _Unavailable."""
+    def say(self, messages: Sequence[Message], interview: Interview, temperature: float | None = None) -> str:
+        """Return an answer's text, in whatever form. Raises JudgeUnanswered when no try gave one."""
+        problem = "no attempt was made"
+        for attempt in range(self.spec.attempts):
+            try:
+                text = self._once(messages, None, interview, temperature)
+            except _Unavailable as busy:
+                problem = str(busy)
+                self._pause(busy, attempt)
+                continue
+            if text.strip():
+                return text
+            problem = "its answer is empty"
+        raise self._unanswered(problem)
+
+    def _unanswered(self, problem: str) -> JudgeUnanswered:
+        return JudgeUnanswered(f"{self.spec.model} at {self.spec.base_url}, {self.spec.attempts} tries: {problem}")
+
+    def _pause(self, busy: _Unavailable, attempt: int) -> None:
+        if attempt + 1 < self.spec.attempts:
+            self._sleep(busy.pause if busy.pause is not None else min(_LONGEST_PAUSE, 0.5 * 2.0**attempt))
+
+    def _once(
+        self,
+        messages: Sequence[Message],
+        schema: Mapping[str, Any] | None,
+        interview: Interview,
+        temperature: float | None = None,
+    ) -> str:
+        """Ask once, without a `schema` for an answer in any form; return the answer's text. Raises _Unavailable."""
         body: dict[str, Any] = {"model": self.spec.model, "messages": list(messages)}
-        if self.spec.temperature is not None:
-            body["temperature"] = self.spec.temperature
+        temperature = self.spec.temperature if self.spec.temperature is not None else temperature
+        if temperature is not None:
+            body["temperature"] = temperature
         while True:
             form = self._forms[0]
-            asked = body | _answer_form(form, schema)
+            asked = body | (_answer_form(form, schema) if schema is not None else {})
             began = time.perf_counter()
             status, answer, pause = self._post(asked)
             exchange = self._exchange(interview, asked, status, answer, time.perf_counter() - began)

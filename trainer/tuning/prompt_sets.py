@@ -1,0 +1,83 @@
+"""Training, validation and held-out tasks of a prompt tuning, disjoint by content. Pure.
+
+The search sees training and validation tasks; held-out tasks decide whether what it found is better. A task that stands
+in both splits of a set is held out and nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from trainer.errors import TaskSetTooSmall
+
+LEAST_TRAIN: Final = 3
+LEAST_VALIDATION: Final = 3
+LEAST_HELD_OUT: Final = 6  # with fewer pairs no difference can be told from chance at 95%
+
+
+class HasId(Protocol):
+    """A task."""
+
+    @property
+    def id(self) -> str:
+        """A hash of its content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many tasks of each kind at most."""
+
+    train: int = 40
+    validation: int = 40
+    held_out: int = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Sets:
+    """Ids, in the order in which they are used."""
+
+    train: tuple[str, ...]
+    validation: tuple[str, ...]
+    held_out: tuple[str, ...]
+
+
+def divide(
+    tasks: Iterable[HasId], test: Iterable[HasId], sizes: Sizes, seed: int, validation: Iterable[HasId] = ()
+) -> Sets:
+    """Divide a training split, beside a test split and one for validation. Raises TaskSetTooSmall, which says how many.
+
+    What is empty comes out of `tasks`. The same content and seed give the same sets.
+    """
+    held_out = _shuffled(test, seed)
+    checked = _shuffled(validation, seed, held_out)
+    rest = _shuffled(tasks, seed, {*held_out, *checked})
+    if not held_out:
+        share = max(LEAST_HELD_OUT, min(sizes.held_out, len(rest) // 2))
+        held_out, rest = rest[:share], rest[share:]
+    if not checked:
+        share = max(LEAST_TRAIN, min(sizes.train, len(rest) // 2))
+        rest, checked = rest[:share], rest[share:]
+    sets = Sets(*(tuple(ids) for ids in (rest[: sizes.train], checked[: sizes.validation], held_out[: sizes.held_out])))
+    _check(sets)
+    return sets
+
+
+def _shuffled(tasks: Iterable[HasId], seed: int, without: Container[str] = ()) -> list[str]:
+    ids = sorted({task.id for task in tasks if task.id not in without})
+    random.Random(f"prompt {seed}").shuffle(ids)
+    return ids
+
+
+def _check(sets: Sets) -> None:
+    wanted = ((sets.train, LEAST_TRAIN), (sets.validation, LEAST_VALIDATION), (sets.held_out, LEAST_HELD_OUT))
+    if any(len(found) < least for found, least in wanted):
+        raise TaskSetTooSmall(
+            f"prompt tuning needs at least {LEAST_TRAIN} training, {LEAST_VALIDATION} validation and {LEAST_HELD_OUT} "
+            f"held-out tasks, {LEAST_TRAIN + LEAST_VALIDATION + LEAST_HELD_OUT} different ones in all; this set gives "
+            f"{len(sets.train)}, {len(sets.validation)} and {len(sets.held_out)}: add tasks"
+        )
+    every: Sequence[str] = [*sets.train, *sets.validation, *sets.held_out]
+    assert len(set(every)) == len(every), "training, validation and held-out tasks overlap"
