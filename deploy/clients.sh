@@ -48,6 +48,14 @@ for file in "$tests"/requirements/*.txt; do
 done
 environment mipro pyproject.toml --extra tune-mipro
 
+# bfcl-eval is set up by the command that users set it up with: pip's own settings apply.
+stamp=$home/bfcl/.ratchet-$(key trainer/bfcl/requirements.txt)
+if [ ! -f "$stamp" ]; then
+    echo "Setting up $home/bfcl for the test of \`ratchet eval bfcl\` ..."
+    "$python" -m ratchet eval bfcl --setup --environment "$home/bfcl" || failed bfcl
+    touch "$stamp"
+fi
+
 if command -v npm >/dev/null 2>&1; then
     stamp=$home/node/.ratchet-$(key "$tests/node/package.json" "$tests/node/package-lock.json")
     if [ ! -f "$stamp" ]; then

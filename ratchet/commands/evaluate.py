@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import click
 
-EVALUATIONS: tuple[click.Command, ...] = ()
+from ratchet.commands.eval_bfcl import bfcl
+
+EVALUATIONS: tuple[click.Command, ...] = (bfcl,)
 
 
 @click.group("eval")

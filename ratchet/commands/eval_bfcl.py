@@ -1,0 +1,159 @@
+"""`ratchet eval bfcl`: versions of a model on the Berkeley Function-Calling Leaderboard, through the proxy."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ratchet import options
+
+if TYPE_CHECKING:
+    from ratchet.settings import Settings
+    from store import Store
+    from trainer.bfcl.evaluation import Asked
+    from trainer.tuning.comparison import Ranking
+    from trainer.tuning.results import TuningResult
+
+
+@click.command()
+@click.argument("versions", nargs=-1, metavar="[ALIAS@VERSION...]")
+@click.option("--category", "categories", multiple=True, help="Category, or group; repeat for more.  [simple_python]")
+@click.option("--limit", type=click.IntRange(min=1), help="Entries of each category, a sample; without it, all.")
+@click.option("--seed", type=int, default=0, help="Of the sample.  [default: 0]")
+@click.option("--threads", type=click.IntRange(min=1), default=8, help="Entries asked at once.  [default: 8]")
+@click.option("--temperature", type=float, default=0.0, help="Of every call.  [default: 0]")
+@click.option("--prompt-tools", is_flag=True, help="Tools in the prompt, for a model without a tool parser.")
+@click.option("--proxy", metavar="URL", help="The proxy; without it, the one that the project runs.")
+@click.option("--environment", type=click.Path(path_type=Path), help="Folder of bfcl-eval's own environment.")
+@click.option("--setup", is_flag=True, help="Make that environment first; needs a package index.")
+@options.store_url
+@options.alias
+@options.project
+@options.as_json
+@click.pass_context
+def bfcl(
+    context: click.Context,
+    /,
+    versions: tuple[str, ...],
+    proxy: str | None,
+    environment: Path | None,
+    setup: bool,
+    as_json: bool,
+    store: str | None,
+    model: str | None,
+    project: str | None,
+    **given: Any,
+) -> None:
+    """Measure function calling before and after: the same entries for each version, compared pair by pair.
+
+    Without versions, the base model (version 0) and the live one. Nothing is trained on it. The package bfcl-eval needs
+    an environment of its own: --setup makes it, once; with no versions it does only that.
+
+    \b
+    Example:
+      ratchet eval bfcl mail@0 mail@7 --category simple_python --limit 100
+    """
+    from trainer.bfcl import VERSION
+    from trainer.bfcl.environment import find, set_up
+
+    settings = options.running_settings_of(context, {"project": project, "store": store, "model": model})
+    folder = environment or settings.folder.absolute() / "environments" / f"bfcl-{VERSION}"
+    if settings.model in versions:
+        raise click.UsageError(f"{settings.model} is trained on what it is asked: name a version, {settings.model}@0")
+    if setup:
+        python = set_up(folder)
+        click.echo(f"bfcl-eval {VERSION} is ready: {folder}", err=True)
+        if not versions:
+            return
+    else:
+        python = find(folder)
+    asked = _asked(given)
+    with options.opened_store(settings.store_url) as opened:
+        found, ranked = _evaluate(opened, settings, versions or _both(opened, settings.model), python, asked, proxy)
+    if as_json:
+        from trainer.tuning.results import plain
+
+        options.emit(plain(found))
+    else:
+        click.echo("\n".join(_lines(found, ranked)))
+
+
+def _asked(given: dict[str, Any]) -> Asked:
+    from trainer.bfcl.evaluation import CATEGORIES, Asked
+
+    categories = given["categories"] or ("simple_python",)
+    for name in categories:
+        if name not in CATEGORIES:
+            raise click.UsageError(f"--category {name} is not run here; known are {', '.join(CATEGORIES)}")
+    return Asked(
+        categories=tuple(dict.fromkeys(categories)), limit=given["limit"], seed=given["seed"], threads=given["threads"],
+        temperature=given["temperature"], tools=not given["prompt_tools"],
+    )  # fmt: skip
+
+
+def _both(store: Store, alias: str) -> tuple[str, ...]:
+    """Return the base model and the live version, where that is another one."""
+    live = store.policies.live().get(alias)
+    if live is None:
+        raise click.UsageError(f"{alias} has no live version in this store: name the versions, such as {alias}@0")
+    return tuple(dict.fromkeys((f"{alias}@0", f"{alias}@{live.version}")))
+
+
+def _evaluate(
+    store: Store, settings: Settings, versions: tuple[str, ...], python: Path, asked: Asked, proxy: str | None
+) -> tuple[TuningResult, Ranking]:
+    """Ask each version, and keep the result in the store."""
+    import msgspec
+
+    from ratchet.terminal import bars
+    from trainer.bfcl.evaluation import ask, ranking, result
+    from trainer.tuning.results import plain
+
+    base_url = _proxy(settings, proxy)
+    began = time.monotonic()
+    tuning = store.tunings.begin("eval", settings.model, {"versions": versions, **msgspec.to_builtins(asked)})
+    folder = settings.state.root / "evaluations" / tuning.id
+    key = os.environ.get("OPENAI_API_KEY", "x")
+    answers = {}
+    try:
+        with bars() as told:
+            for version in versions:
+                name = folder / version.replace("/", "_")
+                answers[version] = ask(python, version, asked, base_url=base_url, key=key, folder=name)
+                told("versions asked", 1, len(versions))
+        ranked = ranking(answers)
+        found = result(settings.model, asked, answers, found=ranked, wall_seconds=time.monotonic() - began)
+    except BaseException as error:
+        store.tunings.end(tuning.id, "failed", error=str(error) or type(error).__name__)
+        raise
+    store.tunings.end(tuning.id, "done", plain(found))
+    return found, ranked
+
+
+def _proxy(settings: Settings, given: str | None) -> str:
+    """Return the base_url of the proxy: the one that is named, else the one that runs, else the one of the settings."""
+    from ratchet.addresses import url
+    from ratchet.running.up import read_running
+
+    own = settings.proxy_settings()
+    found = given or read_running(settings.state).get("proxy_url") or url(own.host, own.port)
+    return f"{str(found).rstrip('/').removesuffix('/v1')}/v1"
+
+
+def _lines(found: TuningResult, ranked: Ranking) -> list[str]:
+    text = [f"{found.technique}: {found.task_set.tasks} entries, judged by {found.judge}"]
+    for standing in ranked.standings:
+        share = "not known" if standing.mean is None else f"{standing.mean:.1%}"
+        text.append(f"  {standing.candidate:<16} {share} right (95% {standing.low:.1%} to {standing.high:.1%})")
+    for row in found.details["by_category"]:
+        errors = ", ".join(f"{count} {name}" for name, count in row["errors"].items())
+        broken = f", {row['broken']} could not be asked" if row["broken"] else ""
+        right = f"{row['right']} of {row['entries']} right{broken}"
+        text.append(f"    {row['version']} {row['category']}: {right}" + (f"; wrong: {errors}" if errors else ""))
+    if found.gain is not None:
+        text.append(f"{found.gain.candidate} against {found.gain.against}: {found.gain.told()}: {found.gain.verdict}")
+    return text

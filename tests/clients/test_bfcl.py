@@ -1,0 +1,116 @@
+"""`ratchet eval bfcl` with the public package in its own environment, on a scripted engine behind a real proxy."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Send
+
+from store import Store, open_store
+from tests.clients.program import HOME, SKIP
+from tests.proxy.conftest import Proxy, running
+from tests.proxy.scripted_vllm import Json, ScriptedVllm, tool_text
+from tests.proxy.servers import served
+from tests.ratchet.project import Project
+from trainer.bfcl.environment import find
+
+ENVIRONMENT = HOME / "bfcl"
+BROKEN = "simple_python_0"
+
+
+class Engine(ScriptedVllm):
+    """Its base model calls no tool and breaks on one entry; its adapters call what the package holds for right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        data = next(ENVIRONMENT.glob("lib/python*/site-packages/bfcl_eval/data"))
+        answers = _lines(data / "possible_answer" / "BFCL_v4_simple_python.json")
+        self.right = {row["id"]: row["ground_truth"][0] for row in answers}
+        questions = _lines(data / "BFCL_v4_simple_python.json")
+        self.entries = {row["question"][0][0]["content"]: row["id"] for row in questions}
+
+    async def _chat(self, body: Json, receive: Receive, send: Send) -> None:
+        if body["model"] == self.base and self.entries.get(body["messages"][-1]["content"]) == BROKEN:
+            body = body | {"messages": [{"role": "user", "content": "#status=400"}]}
+        await super()._chat(body, receive, send)
+
+    async def _answer(self, body: Json, script: Mapping[str, str], receive: Receive, send: Send) -> None:
+        entry = self.entries.get(body["messages"][-1]["content"])
+        right = {"right": entry} if entry and body["model"] != self.base else {}
+        await super()._answer(body, {**script, **right}, receive, send)
+
+    def _words(self, script: Mapping[str, str]) -> str:
+        if "right" not in script:
+            return super()._words(script)
+        ((name, possible),) = self.right[script["right"]].items()
+        arguments = {key: values[0] for key, values in possible.items() if values[0] != ""}
+        return tool_text(name.replace(".", "_"), arguments)
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(str(tmp_path / "store.db"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def proxy(store: Store, tmp_path: Path) -> Iterator[Proxy]:
+    """A proxy whose live version is agent@1."""
+    if os.environ.get(SKIP):
+        pytest.skip(f"{SKIP} is set")
+    find(ENVIRONMENT)
+    with served(Engine()) as vllm_url, running(vllm_url, store, tmp_path) as made:
+        held = store.rounds.start("agent", 0)
+        store.rounds.commit(held.id, version=1, checkpoint="/adapters/1", groups=[], metrics={})
+        store.policies.promote("agent", 1, {})
+        yield made
+
+
+def test_versions_are_measured_before_and_after_and_nothing_of_it_is_trained(
+    proxy: Proxy, store: Store, tmp_path: Path
+) -> None:
+    (tmp_path / "project").mkdir()
+    project = Project(tmp_path / "project")
+    project.write(model="agent", store=f"sqlite:///{tmp_path / 'store.db'}")
+    asked = ["--environment", str(ENVIRONMENT), "--proxy", proxy.url, "--limit", "12", "--seed", "6"]
+    asked += ["--category", "simple_python", "--category", "irrelevance"]
+    done = project.run("eval", "bfcl", *asked, "--json", seconds=200)
+    assert done.returncode == 0, done.stdout
+    found = json.loads(done.stdout)
+    assert (found["baseline"], found["best"]) == ("agent@0", "agent@1")
+    assert found["gain"]["difference"] == 0.5
+    assert found["gain"]["low"] > 0
+    rows = {
+        (row["version"], row["category"]): (row["right"], row["entries"]) for row in found["details"]["by_category"]
+    }
+    assert rows == {
+        ("agent@0", "simple_python"): (0, 12),
+        ("agent@1", "simple_python"): (12, 12),
+        ("agent@0", "irrelevance"): (12, 12),
+        ("agent@1", "irrelevance"): (12, 12),
+    }
+    assert found["gain"]["against_failed"] == 1
+    (kept,) = store.tunings.page("eval")
+    assert kept.result == found
+    proxy.settled()
+    runs = store.trajectories.page(1000)
+    assert {run.purpose for run in runs} == {"eval"}
+    assert {f"bfcl/{BROKEN}", "bfcl/irrelevance_0"} & {run.task for run in runs}
+
+
+def test_what_is_missing_or_would_be_trained_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    missing = project.run("eval", "bfcl", "policy@0", "--environment", "nowhere")
+    assert missing.returncode == 1
+    assert "run `ratchet eval bfcl --setup`" in missing.stdout
+    assert "name a version, policy@0" in project.run("eval", "bfcl", "policy").stdout
