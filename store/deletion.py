@@ -89,11 +89,12 @@ class Deletions:
 
     def trained_into(self, chosen: Chosen) -> tuple[Inheritor, ...]:
         """Return the versions that hold something of the chosen trajectories, in order."""
-        runs = schema.trajectories
+        runs, imitated = schema.trajectories, schema.imitated
         meant = sa.select(_meant(chosen).c.id)
-        query = sa.select(runs.c.round_id).where(runs.c.id.in_(meant), runs.c.round_id.is_not(None)).distinct()
+        trained = sa.select(runs.c.round_id).where(runs.c.id.in_(meant), runs.c.round_id.is_not(None))
+        shown = sa.select(imitated.c.round_id).where(imitated.c.trajectory_id.in_(meant))
         with read(self._engine) as connection:
-            return _inheritors(connection, set(connection.scalars(query)))
+            return _inheritors(connection, {name for name in connection.scalars(trained.union(shown)) if name})
 
     def delete(
         self, chosen: Chosen, why: str, told: Callable[[int], None] = lambda count: None, patience: float = 30.0
@@ -186,7 +187,8 @@ def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Del
     locked = sa.select(runs.c.group_id, runs.c.round_id).where(runs.c.id.in_(names)).order_by(runs.c.id)
     found = connection.execute(locked.with_for_update()).all()
     groups = sorted({row.group_id for row in found if row.group_id})
-    new = {row.round_id for row in found if row.round_id} - rounds
+    shown = sa.select(schema.imitated.c.round_id).where(schema.imitated.c.trajectory_id.in_(names))
+    new = ({row.round_id for row in found if row.round_id} | set(connection.scalars(shown))) - rounds
     rounds |= new
     dropped = _drop_groups(connection, groups, names)
     _unclaim(connection, names)

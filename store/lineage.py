@@ -1,7 +1,8 @@
 """Lineage: which policy versions a trajectory is part of. Reads only.
 
-A trajectory trains one round, whose version holds it; every version that was trained from that one holds it as well,
-also where a version in between was rejected, since training goes on from the newest committed round.
+A trajectory trains one round, and further ones may imitate it; their versions hold it, and every version that was
+trained from those holds it as well, also where a version in between was rejected, since training goes on from the
+newest committed round.
 """
 
 from __future__ import annotations
@@ -40,24 +41,25 @@ class Lineage:
 
         Trajectories that trained nothing are left out.
         """
-        runs, rounds = schema.trajectories, schema.rounds
-        trained = (
-            sa.select(runs.c.id, rounds.c.alias, rounds.c.to_version)
-            .join(rounds, rounds.c.id == runs.c.round_id)
-            .where(runs.c.id.in_(trajectory_ids))
+        rounds, held = schema.rounds, _held_by(trajectory_ids).subquery()
+        learnt = (
+            sa.select(held.c.id, rounds.c.alias, rounds.c.to_version)
+            .join(rounds, rounds.c.id == held.c.round_id)
+            .order_by(rounds.c.to_version)
         )
         with read(self._engine) as connection:
-            found = connection.execute(trained).all()
+            found = connection.execute(learnt).all()
             aliases = {row.alias for row in found}
             committed = sa.select(rounds.c.alias, rounds.c.from_version, rounds.c.to_version).where(
                 rounds.c.alias.in_(aliases), rounds.c.state == RoundState.COMMITTED
             )
             steps = connection.execute(committed.order_by(rounds.c.to_version)).all() if aliases else []
-        told: dict[str, tuple[str, ...]] = {}
+        told: dict[str, dict[str, None]] = {}
         for row in found:
             pairs = [(step.from_version, step.to_version) for step in steps if step.alias == row.alias]
-            told[row.id] = tuple(f"{row.alias}@{version}" for version in descendants(pairs, row.to_version))
-        return told
+            names = {f"{row.alias}@{version}": None for version in descendants(pairs, row.to_version)}
+            told.setdefault(row.id, {}).update(names)
+        return {name: tuple(policies) for name, policies in told.items()}
 
     def behind(self, alias: str, version: int) -> Trained:
         """Return what the weights of a version hold: its rounds back to the base model, and their trajectories."""
@@ -103,3 +105,11 @@ def descendants(steps: Sequence[tuple[int, int]], version: int) -> list[int]:
         if origin in held:
             held[made] = None
     return list(held)
+
+
+def _held_by(trajectory_ids: Sequence[str]) -> sa.CompoundSelect[tuple[str, str]]:
+    """Select (trajectory id, round_id) of the rounds that learned from trajectories."""
+    runs, imitated = schema.trajectories, schema.imitated
+    trained = sa.select(runs.c.id, runs.c.round_id).where(runs.c.id.in_(trajectory_ids), runs.c.round_id.is_not(None))
+    shown = sa.select(imitated.c.trajectory_id.label("id"), imitated.c.round_id)
+    return trained.union_all(shown.where(imitated.c.trajectory_id.in_(trajectory_ids)))

@@ -19,6 +19,7 @@ from store.database import read, write
 from store.errors import ForbiddenChange, UnknownRecord
 from store.ids import new_id
 from store.records import BASE_VERSION, Policy, Round
+from store.shipping import IN_MOST
 from store.states import ROUND_STEPS, GroupState, PolicyState, RoundState, TrajectoryState, check
 
 
@@ -97,16 +98,19 @@ class Rounds:
         checkpoint: str,
         groups: Sequence[str],
         metrics: Mapping[str, Any],
+        shown: Sequence[str] = (),
     ) -> Policy:
         """Consume the groups, record the checkpoint folder and register `version` as a candidate, all at once.
 
-        The candidate has the prompt that is live. Raises ForbiddenChange when a group is not waiting for a round any
-        more, or the number was taken; then nothing is written.
+        The candidate has the prompt that is live. `shown` are trajectories that it imitated without consuming them;
+        those deleted meanwhile are left out. Raises ForbiddenChange when a group is not waiting for a round any more,
+        or the number was taken; then nothing is written.
         """
         current = self.get(round_id)
         check(ROUND_STEPS, current.state, RoundState.COMMITTED, f"round {round_id}")
         with write(self._engine) as connection:
             _consume(connection, round_id, groups)
+            _note_shown(connection, round_id, shown)
             now = time.time()
             settled = connection.execute(
                 sa.update(schema.rounds)
@@ -222,3 +226,12 @@ def _consume(connection: sa.Connection, round_id: str, group_ids: Sequence[str])
         .where(runs.c.group_id.in_(group_ids), runs.c.state == TrajectoryState.GROUPED)
         .values(state=TrajectoryState.TRAINED, round_id=round_id)
     )
+
+
+def _note_shown(connection: sa.Connection, round_id: str, shown: Sequence[str]) -> None:
+    runs = schema.trajectories
+    for start in range(0, len(shown), IN_MOST):
+        there = sa.select(runs.c.id).where(runs.c.id.in_(shown[start : start + IN_MOST]))
+        rows = [{"round_id": round_id, "trajectory_id": name} for name in connection.scalars(there)]
+        if rows:
+            connection.execute(sa.insert(schema.imitated), rows)

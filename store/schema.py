@@ -296,6 +296,15 @@ rounds = sa.Table(
 sa.Index("uq_rounds_started", rounds.c.alias, unique=True, sqlite_where=rounds.c.state == "started",
          postgresql_where=rounds.c.state == "started")  # fmt: skip
 
+# What a round imitated without consuming it: it may be trained besides, by other rounds.
+imitated = sa.Table(
+    "imitated",
+    metadata,
+    sa.Column("round_id", _ID, sa.ForeignKey("rounds.id"), primary_key=True),
+    sa.Column("trajectory_id", _TRAJECTORY_ID, sa.ForeignKey("trajectories.id", ondelete="CASCADE"), primary_key=True),
+    sa.Index(None, "trajectory_id"),
+)
+
 policies = sa.Table(
     "policies",
     metadata,

@@ -6,6 +6,7 @@
     group        sealed trajectories   ready groups, drops            company or group_wait_seconds; feedback
     score        ready groups          judged groups, drops, alarms   the judge
     rehear       late feedback         further verdicts               the judge
+    warm start   good trajectories     a committed round, candidate   a tuning that asks for it
     watch        the newest of all     alarms                         sentinel.every_seconds
     train        judged groups         a committed round, candidate   groups_per_round or round_wait_seconds, and
                                                                       that nothing holds training
@@ -57,6 +58,8 @@ from trainer.sentinel.second_judge import SecondJudge
 from trainer.sentinel.watch import Sentinel
 from trainer.settings import TrainerSettings
 from trainer.transcripts import Transcripts
+from trainer.warm_start.imitation import Imitation, learner_settings
+from trainer.warm_start.requests import REFUSALS, WarmStarts
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +161,7 @@ class Daemon:
         opinion = make_judge(gate.second_judge, os.environ) if gate.second_judge else None
         self._gate = Gatekeeper(store, settings.model, gate, judge.version, opinion)
         self._sentinel = Sentinel(settings.sentinel, store, settings.model, self.metrics, second)
+        self._warm_starts = WarmStarts(store, settings)
         checkpoint.sweep(settings.checkpoints)
         self._version, self.learner = self._make_learner()
         self._most_waiting = max(_BATCH, 2 * settings.groups_per_round * settings.group_size)
@@ -171,10 +175,13 @@ class Daemon:
     def _make_learner(self) -> tuple[int, Pupil]:
         """Return the newest committed version and a learner that stands exactly there."""
         version, resume_from = self._school.newest()
-        pupil = self._make_pupil(self.settings, resume_from)
+        return version, self._made(self.settings, resume_from)
+
+    def _made(self, settings: TrainerSettings, resume_from: Path | None) -> Pupil:
+        pupil = self._make_pupil(settings, resume_from)
         if isinstance(pupil, Learner):
             pupil.watched_by(self.progress)
-        return version, pupil
+        return pupil
 
     def close(self) -> None:
         """Close the connections to vLLM and to the judge."""
@@ -217,7 +224,7 @@ class Daemon:
         grouped = self._group(now, shipped)
         scored = self._score(now)
         self._sentinel.look(now)
-        trained = self._train(now)
+        trained = self._warm_start(now) or self._train(now)
         if published := self._publish():
             self._prune()
         self._drain(now)
@@ -276,8 +283,7 @@ class Daemon:
             return False
         # The newest first: where more comes in than can be trained, the rest grows stale, not what is used.
         newest = self._newest(waiting)
-        if self._spoilt or self._school.newest()[0] != self._version:  # a version may have been rejected since
-            self._version, self.learner = self._make_learner()
+        self._renew()
         # Whatever ends the round before its commit leaves a learner that nothing stands for.
         self._spoilt = True
         self._gathering.end()
@@ -292,6 +298,28 @@ class Daemon:
         if candidate is not None:
             self._version = candidate.version
         return True
+
+    def _warm_start(self, now: float) -> bool:
+        """Imitate, where a tuning asks for it; return whether it was answered."""
+        if self._gate.pending or (asked := self._warm_starts.next(now)) is None:
+            return False
+        try:
+            wanted, material = self._warm_starts.gather(asked)
+            self._spoilt = True
+            del self.learner  # there may not be room for two
+            version, resume_from = self._school.newest()
+            learner = learner_settings(wanted, self.settings.learner, len(material.rows))
+            pupil = self._made(self.settings.model_copy(update={"learner": learner}), resume_from)
+            Imitation(self._store, self._school, self.settings.model).hold(pupil, material, wanted, version, asked.id)
+        except REFUSALS as refusal:
+            self._warm_starts.refuse(asked, str(refusal))
+        return True
+
+    def _renew(self) -> None:
+        """Make the learner anew where it holds steps that no commit stands for, or misses what one stands for."""
+        if self._spoilt or self._school.newest()[0] != self._version:  # a version may have been rejected since
+            self._version, self.learner = self._make_learner()
+            self._spoilt = False
 
     def _weight(self, groups: Sequence[Group]) -> float:
         """Return how many groups these count for: a single is one member of one."""
@@ -337,6 +365,7 @@ class Daemon:
         try:
             for older in candidates[:-1]:
                 self._store.policies.reject(older.alias, older.version, {}, reason="a newer version came first")
+            self._renew()
             self._publisher.publish(candidates[-1], self._school.probes(candidates[-1]), self.learner.score)
         except ForbiddenChange as overtaken:  # a person decided meanwhile
             log.info("event=publish_overtaken reason=%r", str(overtaken))

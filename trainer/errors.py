@@ -9,7 +9,8 @@
     │   └── NotAModel           the folder is there, but no causal language model can be read from it
     ├── LearningError
     │   ├── NoLearningSignal    the round holds nothing that could move a weight
-    │   └── TrainingDiverged    the gradient is not finite; the step was not taken
+    │   ├── TrainingDiverged    the gradient is not finite; the step was not taken
+    │   └── WarmStartRefused    too little to imitate, or it would forget too much
     ├── JudgeError              the judge cannot be loaded
     │   └── JudgeUnanswered     the judge's language model gave no usable answer
     ├── EngineError
@@ -87,6 +88,10 @@ class NoLearningSignal(LearningError):
 
 class TrainingDiverged(LearningError):
     """The gradient is not finite; the step was not taken."""
+
+
+class WarmStartRefused(LearningError):
+    """Too little to imitate, or general ability would suffer more than is allowed."""
 
 
 class CheckpointError(TrainerError):

@@ -12,9 +12,10 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from store import Store
+from store.listing import Chosen
 from store.records import BASE_VERSION, Group, Policy, Round, Transcript, Verdict
 from trainer.casting import Casting
 from trainer.crediting.credit import Credit
@@ -38,6 +39,7 @@ DIVERGED = "diverged"
 _PROBED_ROWS = 4
 _PROBES_A_ROW = 2
 _PROBE_TOKENS = 512
+_LATELY = 4 * _PROBED_ROWS
 
 
 class Pupil(Protocol):
@@ -114,36 +116,50 @@ class School:
         except TrainingDiverged as diverged:
             self._put_aside(held, groups, DIVERGED, str(diverged))
             raise
-        folder = self._next_folder()
-        version = int(folder.name)
-        pupil.save(folder)
         metrics = dataclasses.asdict(report) | {"groups": len(groups), "untrained_tokens": untrained}
         metrics |= self._reward(groups)
-        candidate = self._store.rounds.commit(
-            held.id,
-            version=version,
-            checkpoint=str(folder.absolute()),
-            groups=[group.id for group in groups],
-            metrics=metrics,
-        )
+        candidate = self.commit(pupil, held, groups, metrics)
         for gone in (UNTRAINABLE, DIVERGED):
             self._store.alarms.clear(f"{gone}:{self._alias}")
         log.info(
             "event=round_committed round=%s policy=%s@%d groups=%d rows=%d tokens=%d reward=%.3f loss=%.4f "
             "mismatch_nats=%.5f seconds=%.1f",
-            held.id, self._alias, version, len(groups), report.rows, report.tokens_trained, metrics["reward"],
-            report.loss, report.logprob_abs_diff_mean, report.seconds,
+            held.id, self._alias, candidate.version, len(groups), report.rows, report.tokens_trained,
+            metrics["reward"], report.loss, report.logprob_abs_diff_mean, report.seconds,
         )  # fmt: skip
         return candidate
 
+    def commit(
+        self,
+        pupil: Pupil,
+        held: Round,
+        groups: Sequence[Group],
+        metrics: Mapping[str, Any],
+        shown: Sequence[str] = (),
+    ) -> Policy:
+        """Write the pupil's checkpoint and commit the round; `shown` are trajectories that it imitated."""
+        folder = self._next_folder()
+        pupil.save(folder)
+        return self._store.rounds.commit(
+            held.id,
+            version=int(folder.name),
+            checkpoint=str(folder.absolute()),
+            groups=[group.id for group in groups],
+            metrics=metrics,
+            shown=shown,
+        )
+
     def probes(self, candidate: Policy) -> list[tuple[int, ...]]:
-        """Return contexts from which the candidate's trained tokens were sampled: where a swap must show."""
+        """Return contexts from which the candidate's trained tokens were sampled: where a swap must show.
+
+        A warm start consumes no trajectory: it shows wherever the policy was asked lately.
+        """
         wanted = _PROBED_ROWS * _PROBES_A_ROW
         found: list[tuple[int, ...]] = []
-        for name in self._store.trajectories.of_round(candidate.round_id or "", limit=2 * _PROBED_ROWS):
+        for name in self._store.trajectories.of_round(candidate.round_id or "", 2 * _PROBED_ROWS) or self._newest():
             transcript = self._store.trajectories.read(name)
             calls = self._casting.named(self._store.trajectories.context_calls(transcript))
-            for row in build_rows(name, calls, 0.0, self._casting.roles).rows:
+            for row in build_rows(name, calls, 0.0, self._casting.roles, imitated=True).rows:
                 sampled = [place for place, carries in enumerate(row.mask[:_PROBE_TOKENS]) if carries]
                 found += [
                     row.ids[: sampled[len(sampled) * part // _PROBES_A_ROW]] for part in range(_PROBES_A_ROW) if sampled
@@ -151,6 +167,10 @@ class School:
             if len(found) >= wanted:
                 break
         return found[:wanted]
+
+    def _newest(self) -> list[str]:
+        """Return some of the alias's newest trajectories."""
+        return [run.id for run in self._store.trajectories.page(_LATELY, chosen=Chosen(alias=self._alias))]
 
     def _next_folder(self) -> Path:
         """Return the folder of the next version: a number that neither the store nor the disk has seen."""

@@ -166,3 +166,24 @@ def test_many_are_deleted_in_batches_and_the_newest_stay(store: Store) -> None:
     assert (done.trajectories, sum(told), len(told)) == (220, 220, 3)
     assert len(store.trajectories.page()) == 10
     assert store.calls.message_count() == len(QUESTION) + 10
+
+
+def test_what_a_round_imitated_names_its_versions_and_is_forgotten_with_the_trajectory(
+    store: Store, store_url: str
+) -> None:
+    answered_trajectory(store, "shown")
+    answered_trajectory(store, "other")
+    group = judged_group(store, ["a", "b"], [0.0, 1.0])
+    for number, shown in ((1, ["shown", "a", "gone already"]), (2, [])):
+        held = store.rounds.start("agent", number - 1)
+        groups = [group.id] if number == 2 else []
+        store.rounds.commit(held.id, version=number, checkpoint=f"/c/{number}", groups=groups, metrics={}, shown=shown)
+    assert store.trajectories.get("shown").state is TrajectoryState.SEALED, "it may be trained besides"
+    both = ("agent@1", "agent@2")
+    assert store.lineage.of(["shown", "a", "b", "other"]) == {"shown": both, "a": both, "b": ("agent@2",)}
+    assert [one.version for one in store.deletions.trained_into(Chosen(id="shown"))] == [1, 2]
+    done = store.deletions.delete(Chosen(id="shown"), "asked")
+    assert [(one.version, one.directly) for one in done.policies] == [(1, True), (2, False)]
+    assert store.lineage.of(["shown"]) == {}
+    assert _rows(store_url)["imitated"] == 1
+    assert verify(store_url).sound

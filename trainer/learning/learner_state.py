@@ -5,8 +5,9 @@
     learner/optimizer.pt, scheduler.pt, rng.pt       the rest of what makes the next step what it would have been
     learner/state.json                               step and the settings that shape the weights
 
-Promises that a resumed learner is bitwise the one that was saved. Everything is serialised in memory and written as
-plain bytes, because a full disk then is an OSError with its number. Does not decide where or when to save.
+Promises that a resumed learner is bitwise the one that was saved; only between a warm start and what follows it the
+optimiser begins anew. Everything is serialised in memory and written as plain bytes, because a full disk then is an
+OSError with its number. Does not decide where or when to save.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from peft import get_peft_model_state_dict
 from trainer.errors import CheckpointDamaged, CheckpointMismatch
 from trainer.learning.learner_settings import LearnerSettings
 from trainer.learning.loss import RecordedGRPOTrainer
+from trainer.learning.objectives import OBJECTIVES
 from trainer.publishing import checkpoint
 
 FOLDER = checkpoint.STATE
@@ -70,11 +72,17 @@ def read(trainer: RecordedGRPOTrainer, settings: LearnerSettings, folder: Path) 
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
-    trainer.optimizer.load_state_dict(_read_torch(inner / "optimizer.pt"))
+    if _is_imitation(settings.loss) == _is_imitation(str(state["settings"]["loss"])):
+        trainer.optimizer.load_state_dict(_read_torch(inner / "optimizer.pt"))
     trainer.lr_scheduler.load_state_dict(_read_torch(inner / "scheduler.pt"))
     _set_learning_rate(trainer, settings.learning_rate)
     _set_rng_state(_read_torch(inner / "rng.pt"))
     return int(state["step"])
+
+
+def _is_imitation(loss: str) -> bool:
+    """Whether AdamW's moments are those of imitation: its gradients are many times those of a policy's."""
+    return OBJECTIVES[loss].ratio == "none"
 
 
 def _write_adapter(trainer: RecordedGRPOTrainer, folder: Path) -> None:

@@ -37,6 +37,18 @@ def load(
     return network, tokenizer
 
 
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer alone of a folder or hub name. Raises ModelNotFound or NotAModel."""
+    is_folder = _is_folder(model)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(Path(model).expanduser()) if is_folder else model
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise _why_not(model, is_folder, error) from error
+    return tokenizer
+
+
 def _nf4(dtype: torch.dtype | Literal["auto"]) -> Any:
     """Four bits a weight in blocks, computed in `dtype`: Dettmers et al. 2023, "QLoRA" (arXiv:2305.14314)."""
     try:

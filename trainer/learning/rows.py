@@ -58,17 +58,19 @@ def build_rows(
     advantage: float,
     roles: Roles = ALL_ROLES,
     by_role: Mapping[str | None, float] = MappingProxyType({}),
+    *,
+    imitated: bool = False,
 ) -> Rows:
     """Return the rows of a trajectory, all with the same advantage but those of the roles that `by_role` names.
 
     `calls` are the trajectory's own and those of earlier trajectories that it continues, in the order in which they
-    began; only its own carry loss.
+    began; only its own carry loss. Rows that are `imitated` may have been sampled greedily or under constraints: what
+    a ratio of probabilities could not stand does not matter where there is none.
     """
     untrained: Counter[str] = Counter()
     spans: dict[_Key, _Span] = {}
     own: dict[_Key, _Span] = {}
-    continued = {(call.parent_call, call.parent_choice) for call in calls}
-    repeated = {_prompt(call): call.id for call in calls if call.linked_by in _REPEATS}
+    taken = TakenAnswers(calls)
     for call in calls:
         for choice in call.choices:
             key = (call.id, choice.index)
@@ -79,7 +81,7 @@ def build_rows(
             spans[key] = span = _Span(call, choice, parent, by_role.get(call.role, advantage))
             if call.trajectory_id != trajectory_id:
                 continue
-            reason = why_untrainable(call, choice) or _why_left_out(call, key, continued, repeated)
+            reason = why_untrainable(call, choice, imitated=imitated) or taken.why_not(call, choice)
             if reason is None and not roles.trains(call.role):
                 reason = ANOTHER_ROLE
             if reason:
@@ -89,7 +91,7 @@ def build_rows(
     return Rows(rows=tuple(_cover(trajectory_id, own)), untrained=dict(untrained))
 
 
-def why_untrainable(call: Call, choice: Choice) -> str | None:
+def why_untrainable(call: Call, choice: Choice, *, imitated: bool = False) -> str | None:
     """Return why no token of this answer may carry loss; None where all may."""
     if call.state is not CallState.ANSWERED:
         return str(call.state)
@@ -99,7 +101,7 @@ def why_untrainable(call: Call, choice: Choice) -> str | None:
         return "no ids"
     if len(choice.ids) != len(choice.logprobs):
         return "ids and logprobs differ in number"
-    return _why_odd_sampling(call.sampling)
+    return None if imitated else _why_odd_sampling(call.sampling)
 
 
 def _why_odd_sampling(sampling: Mapping[str, Any]) -> str | None:
@@ -127,21 +129,26 @@ def _temperature(sampling: Mapping[str, Any]) -> float | None:
     return temperature if math.isfinite(temperature) and temperature >= 0 else None
 
 
-def _why_left_out(
-    call: Call, key: _Key, continued: set[tuple[str | None, int]], repeated: Mapping[tuple[str | None, int, str], str]
-) -> str | None:
-    """Return why an answer does not earn the trajectory's score: the agent never had it, or went on with another.
+class TakenAnswers:
+    """Which answers of a trajectory's calls earn its score: those that the agent had, and went on or ended with.
 
     Of several answers to one call those count that the agent went on with, and where it ended with the call, the one
     that the transcript ends with: the first.
     """
-    if key in continued:
-        return None
-    if any((call.id, choice.index) in continued for choice in call.choices):
-        return "answer not taken"
-    if repeated.get(_prompt(call), call.id) != call.id:
-        return "answer lost"
-    return None if key[1] == call.choices[0].index else "answer not taken"
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._continued = {(call.parent_call, call.parent_choice) for call in calls}
+        self._repeated = {_prompt(call): call.id for call in calls if call.linked_by in _REPEATS}
+
+    def why_not(self, call: Call, choice: Choice) -> str | None:
+        """Return why an answer does not count; None where it does."""
+        if (call.id, choice.index) in self._continued:
+            return None
+        if any((call.id, one.index) in self._continued for one in call.choices):
+            return "answer not taken"
+        if self._repeated.get(_prompt(call), call.id) != call.id:
+            return "answer lost"
+        return None if choice.index == call.choices[0].index else "answer not taken"
 
 
 def _prompt(call: Call) -> tuple[str | None, int, str]:
