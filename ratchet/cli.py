@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from ratchet import __version__
-from ratchet.commands import demo, evaluate, feedback, judge, keys, policies, project, rooms, store, tune
+from ratchet.commands import demo, evaluate, feedback, judge, keys, policies, project, rooms, store, tasks, tune
 from ratchet.errors import FaceError
 
 # The roots of the rooms' error trees: what they raise on purpose is told in one line, like our own.
@@ -51,6 +51,7 @@ for command in (
     keys.keys,
     judge.judge,
     feedback.feedback,
+    tasks.tasks,
     tune.tune,
     evaluate.evaluate,
 ):

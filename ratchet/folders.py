@@ -34,6 +34,11 @@ class StateFolder:
         """The adapter versions of an alias, one folder each."""
         return self.root / "models" / alias / "checkpoints"
 
+    @property
+    def tasks(self) -> Path:
+        """The imported task sets, one folder each."""
+        return self.root / "tasks"
+
     def log(self, room: str) -> Path:
         """A room's log."""
         return self.root / "logs" / f"{room}.log"

@@ -19,6 +19,18 @@ project = click.option("--project", metavar="NAME", help="Project, and name of i
 as_json = click.option("--json", "as_json", is_flag=True, help="Print data as JSON.")
 store_url = click.option("--store", metavar="URL", help="Store: a database URL or an SQLite path.")
 alias = click.option("--model", metavar="ALIAS", help="Name that agents give as `model`.  [default: policy]")
+proxy_url = click.option("--proxy", metavar="URL", help="Proxy to go through.  [default: the running project's]")
+tasks = click.option("--tasks", metavar="SOURCE", help="Task set: an imported name, a folder, a file or a hub name.")
+split = click.option("--split", metavar="NAME", help="Split of the task set.")
+test_share = click.option(
+    "--test-share",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    help="Share of a task set with one split that is held out.",
+)
+workflow = click.option("--workflow", metavar="SPEC", help="Agent: module:function, or 'python my_agent.py'.")
+attempts = click.option("--attempts", type=click.IntRange(min=1), help="Rollouts of each task and candidate.")
+concurrency = click.option("--concurrency", type=click.IntRange(1, 1024), help="Rollouts at the same time.")
+seed = click.option("--seed", type=click.IntRange(min=0), help="Seed of whatever is drawn.")
 base_model = click.option("--base-model", metavar="PATH", help="Model that learns: a folder or a hub name.")
 
 

@@ -22,6 +22,7 @@ from ratchet.layers import Layers, explain
 if TYPE_CHECKING:
     from proxy.settings import ProxySettings
     from trainer.settings import TrainerSettings
+    from trainer.tuning.settings import TunerSettings
 
 CONFIG_FILE = "ratchet.yaml"
 PREFIX = "RATCHET_"
@@ -109,6 +110,7 @@ class Settings(BaseModel):
     vllm: VllmSettings = Field(default_factory=VllmSettings, description="how vLLM is started")
     proxy: dict[str, Any] = Field(default_factory=dict, description="settings of the proxy")
     trainer: dict[str, Any] = Field(default_factory=dict, description="settings of the trainer")
+    tuner: dict[str, Any] = Field(default_factory=dict, description="settings of the tuner")
 
     _sources: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
 
@@ -160,16 +162,25 @@ class Settings(BaseModel):
         with explain(self._sources, "trainer", also=SettingError):
             return TrainerSettings(**(self.trainer | derived | values))
 
+    def tuner_settings(self) -> TunerSettings:
+        """Return the tuner's settings. Raises SettingsError."""
+        from trainer.tuning.settings import TunerSettings
+
+        with explain(self._sources, "tuner"):
+            return TunerSettings(**self.tuner)
+
 
 def known_keys() -> dict[str, Any]:
     """Return the tree of settings: a key's type, or a mapping for a section."""
     from proxy.settings import ProxySettings
     from ratchet.layers import tree
     from trainer.settings import TrainerSettings
+    from trainer.tuning.settings import TunerSettings
 
     keys = tree(Settings)
     keys["proxy"] = {key: kind for key, kind in tree(ProxySettings).items() if key not in DERIVED_PROXY}
     keys["trainer"] = {key: kind for key, kind in tree(TrainerSettings).items() if key not in DERIVED_TRAINER}
+    keys["tuner"] = tree(TunerSettings)
     return keys
 
 
@@ -198,6 +209,7 @@ def load(
         settings = Settings(**layers.values)
     settings._sources.update(layers.sources)
     settings.proxy_settings(environ)
+    settings.tuner_settings()
     # A wrong trainer setting is told at once, also while nothing is trained yet.
     settings.trainer_settings(
         base_model=settings.base_model or "unset", judge=settings.trainer.get("judge") or "unset:unset"

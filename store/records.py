@@ -261,6 +261,14 @@ class Trajectory(Record, frozen=True):
         return family_of(self.task, self.tools_hash)
 
 
+class Returned(Record, frozen=True):
+    """What the workflow of a rollout came to; all None while it works."""
+
+    response: str | None = None  # JSON text
+    reward: float | None = None  # the workflow's own
+    failure: str | None = None  # the exception of one that failed
+
+
 class Transcript(Record, frozen=True):
     """A trajectory with its content: calls in order, and the messages up to its last word (see endings.py)."""
 
@@ -269,6 +277,8 @@ class Transcript(Record, frozen=True):
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...]
     feedback: tuple[Feedback, ...] = ()  # oldest first
+    row: Mapping[str, Any] | None = None  # the task's row, where its task set is known
+    returned: Returned | None = None  # None: no rollout of the tuner
 
 
 class Verdict(Record, frozen=True):

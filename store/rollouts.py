@@ -11,8 +11,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from store import schema
 from store.database import read, write
 from store.errors import ForbiddenChange, UnknownRecord
+from store.records import Returned
 from store.shipping import IN_MOST, fitting, insert_new
 from store.states import ROLLOUT_STEPS, RolloutState, check
 from store.tables import ID, JSON, TIME, TRAJECTORY_ID, metadata, one_of
@@ -119,6 +121,14 @@ class Rollouts:
             connection.execute(sa.update(rollouts).where(rollouts.c.id == rollout_id).values(**values))
         return self.get(rollout_id)
 
+    def count_tokens(self, rollout_ids: Sequence[str]) -> None:
+        """Write down how many tokens the calls of these rollouts took that have been shipped by now."""
+        took = {name: _summed(schema.calls.c[name]) for name in ("prompt_tokens", "completion_tokens")}
+        for start in range(0, len(rollout_ids), IN_MOST):
+            mine = rollouts.c.id.in_(rollout_ids[start : start + IN_MOST])
+            with write(self._engine) as connection:
+                connection.execute(sa.update(rollouts).where(mine).values(**took))
+
     def get(self, rollout_id: str) -> Rollout:
         """Return one. Raises UnknownRecord."""
         found = self._select(rollouts.c.id == rollout_id)
@@ -144,6 +154,20 @@ class Rollouts:
         query = sa.select(rollouts).where(where).order_by(rollouts.c.planned_at, rollouts.c.id)
         with read(self._engine) as connection:
             return [_rollout(row) for row in connection.execute(query)]
+
+
+def returned_by(connection: sa.Connection, trajectory_id: str) -> tuple[str | None, Returned | None]:
+    """Return the task of a trajectory's rollout and what its workflow came to; None where it is no rollout."""
+    columns = (rollouts.c.task_id, rollouts.c.response, rollouts.c.reward, rollouts.c.failure)
+    row = connection.execute(sa.select(*columns).where(rollouts.c.id == trajectory_id)).one_or_none()
+    if row is None:
+        return None, None
+    return row.task_id, Returned(response=row.response, reward=row.reward, failure=row.failure)
+
+
+def _summed(column: sa.ColumnElement[Any]) -> sa.ScalarSelect[Any]:
+    mine = schema.calls.c.trajectory_id == rollouts.c.id
+    return sa.select(sa.func.coalesce(sa.func.sum(column), 0)).where(mine).scalar_subquery()
 
 
 def forget(connection: sa.Connection, trajectory_ids: Sequence[str]) -> None:

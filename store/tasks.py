@@ -5,7 +5,7 @@ A task's id is made of its content by whoever opens the set; a row that is known
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -47,6 +47,14 @@ class Tasks:
         with read(self._engine) as connection:
             row = connection.execute(sa.select(tasks).where(tasks.c.id == task_id)).one_or_none()
         return None if row is None else _task(row)
+
+
+def row_of(connection: sa.Connection, task_id: str | None) -> Mapping[str, Any] | None:
+    """Return the row that a task key names; None where it names none."""
+    if task_id is None:
+        return None
+    row: Mapping[str, Any] | None = connection.scalar(sa.select(tasks.c.row).where(tasks.c.id == task_id))
+    return row
 
 
 def _checked(task: TaskRow) -> dict[str, Any]:

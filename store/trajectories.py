@@ -21,9 +21,10 @@ from store.listing import Chosen, page_ids
 from store.messages import ROOT
 from store.records import Call, Trajectory, Transcript, cohort_of
 from store.remembered import Remembered
-from store.rollouts import rollouts
+from store.rollouts import returned_by, rollouts
 from store.shipping import FINISH, IDLE
 from store.states import TRAJECTORY_STEPS, CallState, TrajectoryState, origins
+from store.tasks import row_of
 
 _PAGE_MOST = 1000
 _ATTEMPTS_SEEN = 16  # at each task that is looked for
@@ -156,7 +157,12 @@ class Trajectories:
             messages = load_path(connection, last_word(calls, lambda node: _system_prompt(connection, node)))
             tools = _load_tools(connection, trajectory.tools_hash)
             said = feedback_of(connection, trajectory_id)
-        return Transcript(trajectory=trajectory, calls=tuple(calls), messages=messages, tools=tools, feedback=said)
+            task, returned = returned_by(connection, trajectory_id)
+            row = row_of(connection, task or trajectory.task)
+        return Transcript(
+            trajectory=trajectory, calls=tuple(calls), messages=messages, tools=tools, feedback=said, row=row,
+            returned=returned,
+        )  # fmt: skip
 
     def last_active(self, trajectory_ids: Sequence[str]) -> dict[str, float]:
         """Return when each trajectory was last active (Unix seconds); unknown ones are left out."""

@@ -127,8 +127,11 @@ def settings_rows() -> Iterator[tuple[str, str, str]]:
     from ratchet.layers import leaves
     from ratchet.settings import Settings, VllmSettings, known_keys
     from trainer.settings import TrainerSettings
+    from trainer.tuning.settings import TunerSettings
 
-    sections: dict[str, Any] = {"vllm": VllmSettings, "proxy": ProxySettings, "trainer": TrainerSettings}
+    sections: dict[str, Any] = {
+        "vllm": VllmSettings, "proxy": ProxySettings, "trainer": TrainerSettings, "tuner": TunerSettings,
+    }  # fmt: skip
     for path in leaves(known_keys()):
         if path[:2] == ("trainer", "learner"):
             yield ".".join(path), _shown(_learner_default(path[-1])), ""

@@ -106,7 +106,7 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
 
 @judge.command()
 @options.judge
-@click.option("--task", help="Task key that the judge gets.")
+@click.option("--task", help="Task that the judge gets: its row as JSON, or its key.")
 @click.option("--question", default="", help="What the user asked.")
 @click.option("--answer", "right", required=True, help="The right answer.")
 @click.option("--wrong", multiple=True, help="A plausible wrong answer; repeat for more.")

@@ -149,4 +149,4 @@ def _transcript(
     answered = msgspec.structs.replace(
         call, trajectory_id=run.id, version=policy.version, choices=(), completion_tokens=tokens
     )
-    return Transcript(trajectory=run, calls=(answered,), messages=messages, tools=recorded.tools)
+    return Transcript(trajectory=run, calls=(answered,), messages=messages, tools=recorded.tools, row=recorded.row)

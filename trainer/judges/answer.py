@@ -1,4 +1,7 @@
-"""The rule that compares the last answer with the right one: 1.0 or 0.0, never between.
+"""The rule that compares the answer with the right one: 1.0 or 0.0, never between.
+
+The answer is what the workflow of a rollout returned, else the last message; the right one stands in a file by task
+key, or in a column of the task set.
 
 Made to be hard to talk into a 1.0: `contains` needs whole words ("4" is not in "14" or "4.5") and a short answer, so
 that listing every candidate does not help; `numeric` reads the last number alone. A task without a right answer is a
@@ -7,6 +10,7 @@ failure, not a zero.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -20,7 +24,7 @@ import msgspec
 from store.records import Transcript, Verdict
 from trainer.errors import JudgeError
 from trainer.judges import Judgement, opinion
-from trainer.judges.opinion import Opinion, last_answer
+from trainer.judges.opinion import Opinion, response_of
 from trainer.judges.settings import AnswerSpec
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
@@ -28,13 +32,13 @@ _EDGES = " \t\n.,;:!?\"'`*()[]{}$"
 
 
 class AnswerJudge:
-    """Compares with the answers of a file."""
+    """Compares with the answers of a file or of a task set."""
 
     at_once = 1
 
     def __init__(self, spec: AnswerSpec, clock: Callable[[], float] = time.time) -> None:
         self._spec = spec
-        self._answers = read_answers(spec.answers)
+        self._answers = {} if spec.answers is None else read_answers(spec.answers)
         _check_reachable(spec, [one for right in self._answers.values() for one in right])
         self._clock = clock
         self.name = f"answer:{spec.match}"
@@ -53,11 +57,11 @@ class AnswerJudge:
         )
 
     def _opinion(self, member: Transcript) -> Opinion:
-        task = member.trajectory.task
-        right = self._answers.get(task or "")
-        if right is None:
-            return Opinion.failed(f"no answer for task {task!r} in {self._spec.answers}; agents send x-ratchet-task")
-        given = last_answer(member)
+        right = self._right(member)
+        if isinstance(right, Opinion):
+            return right
+        response = response_of(member)
+        given = response if isinstance(response, str) else json.dumps(response)
         spec = self._spec
         matches: Mapping[str, Callable[[str, str], bool]] = {
             "exact": exact,
@@ -65,6 +69,26 @@ class AnswerJudge:
             "numeric": lambda given, one: numeric(given, one, tolerance=spec.tolerance),
         }
         return Opinion.of(float(any(matches[spec.match](given, one) for one in right)))
+
+    def _right(self, member: Transcript) -> tuple[str, ...] | Opinion:
+        """Return the right answers of a task, or why there are none."""
+        task, column = member.trajectory.task, self._spec.column
+        if column is None:
+            found = self._answers.get(task or "")
+            missing = f"no answer for task {task!r} in {self._spec.answers}; agents send x-ratchet-task"
+            return Opinion.failed(missing) if found is None else found
+        if member.row is None:
+            return Opinion.failed(f"task {task!r} is of no known task set, so that it has no column {column!r}")
+        return _texts(member.row.get(column)) or Opinion.failed(
+            f"column {column!r} of task {task} holds no right answer; it has {', '.join(member.row)}"
+        )
+
+
+def _texts(right: Any) -> tuple[str, ...]:
+    """Return the right answers in a value: a text or a number, or a list of them; none where it is anything else."""
+    several = right if isinstance(right, list) else [right]
+    usable = all(isinstance(one, str | int | float) and str(one).strip() for one in several)
+    return tuple(str(one) for one in several) if usable else ()
 
 
 def read_answers(file: Path) -> dict[str, tuple[str, ...]]:
@@ -90,14 +114,16 @@ def _row(line: bytes, where: str) -> tuple[str, tuple[str, ...]]:
         raise JudgeError(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict) or "task" not in row or "answer" not in row:
         raise JudgeError(f"{where}: must have `task` and `answer`")
-    right = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
-    if not right or not all(isinstance(one, str | int | float) and str(one).strip() for one in right):
+    right = _texts(row["answer"])
+    if not right:
         raise JudgeError(f"{where}: `answer` must be a text or a number, or a list of them, and not empty")
-    return str(row["task"]), tuple(str(one) for one in right)
+    return str(row["task"]), right
 
 
 def _check_reachable(spec: AnswerSpec, right: Sequence[str]) -> None:
     """Raise JudgeError where no answer whatever could be right, so that everyone would score 0."""
+    if not right:
+        return  # they stand in the task set
     if spec.match == "numeric" and all(last_number(one) is None for one in right):
         raise JudgeError(f"judge answer: no answer in {spec.answers} holds a number; use match: exact or contains")
     if spec.match == "contains" and all(len(one) > spec.longest for one in right):

@@ -2,9 +2,9 @@
 
 The function may name any of these parameters and gets those that it names:
 
-    trajectory  {"id", "task", "messages", "tools", "calls", "version"}; messages are OpenAI chat messages
-    response    text of the last assistant message ("" where it has none)
-    task        the task key that the agent sent, or None
+    trajectory  {"id", "task", "messages", "tools", "calls", "version", "feedback"}; messages are OpenAI chat messages
+    response    what the workflow of a rollout returned; else the text of the last assistant message ("" where none is)
+    task        the task's row (dict) where its task set is known; else the task key that the agent sent, or None
 
 It returns a number or bool, or {"score", "components", "explanation"}. An exception, a missing score, or one that is
 not a finite number is a judge failure. The function is the user's own code and runs with the trainer's rights.
@@ -25,7 +25,7 @@ from store.records import Transcript, Verdict
 from trainer.entry_points import NotImportable, load
 from trainer.errors import JudgeError
 from trainer.judges import Judgement
-from trainer.judges.opinion import Opinion, last_answer, read, version_of
+from trainer.judges.opinion import Opinion, read, response_of, version_of
 
 PARAMETERS = ("trajectory", "response", "task")
 
@@ -101,8 +101,8 @@ def arguments(member: Transcript) -> dict[str, Any]:
             "tools": [dict(tool) for tool in member.tools],
             "feedback": [msgspec.structs.asdict(said) for said in member.feedback],
         },
-        "response": last_answer(member),
-        "task": run.task,
+        "response": response_of(member),
+        "task": run.task if member.row is None else dict(member.row),
     }
 
 

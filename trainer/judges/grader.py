@@ -20,7 +20,7 @@ import msgspec
 
 from store.records import Transcript, Verdict
 from trainer.judges import Judgement
-from trainer.judges.opinion import Opinion, last_answer, read, version_of
+from trainer.judges.opinion import Opinion, read, response_of, version_of
 from trainer.judges.settings import GraderSpec
 
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
@@ -111,7 +111,8 @@ def whole(group_id: str | None, member: Transcript) -> dict[str, Any]:
         "messages": [dict(message) for message in member.messages],
         "tools": [dict(tool) for tool in member.tools],
         "tool_calls": calls,
-        "answer": last_answer(member),
+        "answer": response_of(member),
+        "row": None if member.row is None else dict(member.row),
         "metrics": {
             "calls": len(member.calls),
             "prompt_tokens": sum(call.prompt_tokens for call in member.calls),

@@ -7,12 +7,14 @@ the right one. Nothing is recorded.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from store.records import Trajectory, Transcript
 from store.states import TrajectoryState
 from trainer.judges import Judge
+from trainer.tuning.tasks import content_id
 
 MARGIN = 0.05  # of the score
 
@@ -53,7 +55,7 @@ def tricks(right: str, wrong: Sequence[str]) -> list[tuple[str, str]]:
 def lint(
     judge: Judge, *, task: str | None, question: str, right: str, wrong: Sequence[str], margin: float = MARGIN
 ) -> list[Finding]:
-    """Return a finding per answer, the right one first."""
+    """Return a finding per answer, the right one first. `task` is a task key, or a task's row as a JSON object."""
     alone = _score(judge, [_member(task, question, right)])
     findings = [Finding("the right answer", right, alone[0], alone[1], sound=alone[0] is not None)]
     for trick, answer in tricks(right, wrong):
@@ -82,12 +84,13 @@ def _score(judge: Judge, members: Sequence[Transcript]) -> tuple[float | None, s
 
 
 def _member(task: str | None, question: str, answer: str, number: int = 0) -> Transcript:
+    row = json.loads(task) if task is not None and task.lstrip().startswith("{") else None
     run = Trajectory(
         id=f"lint-{number}",
         alias="lint",
         version=0,
         state=TrajectoryState.GROUPED,
-        task=task,
+        task=task if row is None else content_id(row),
         root_node="",
         tools_hash="",
         key_id=None,
@@ -95,4 +98,4 @@ def _member(task: str | None, question: str, answer: str, number: int = 0) -> Tr
         last_active_at=0.0,
     )
     messages = ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
-    return Transcript(trajectory=run, calls=(), messages=messages, tools=())
+    return Transcript(trajectory=run, calls=(), messages=messages, tools=(), row=row)

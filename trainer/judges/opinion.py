@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import math
 import numbers
 from collections.abc import Mapping
@@ -88,6 +89,12 @@ def last_answer(member: Transcript) -> str:
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
     return content if isinstance(content, str) else ""
+
+
+def response_of(member: Transcript) -> Any:
+    """Return what the workflow of a rollout returned; where it returned nothing, the last answer."""
+    text = member.returned.response if member.returned is not None else None
+    return last_answer(member) if text is None else json.loads(text)
 
 
 def version_of(*parts: object) -> str:

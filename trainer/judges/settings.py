@@ -34,13 +34,29 @@ class FunctionSpec(_Spec):
 
 
 class AnswerSpec(_Spec):
-    """The last answer against the right one of its task: 1 or 0."""
+    """The answer against the right one of its task: 1 or 0."""
 
     kind: Literal["answer"]
-    answers: Path = Field(description="JSON Lines file with `task` and `answer` (a string or a list of them) per line")
+    answers: Path | None = Field(
+        None, description="JSON Lines file with `task` and `answer` (a string or a list of them) per line"
+    )
+    column: str | None = Field(None, description="instead: column of the task set that holds the right answer")
     match: Literal["exact", "contains", "numeric"] = Field("exact", description="how the two are compared")
     longest: int = Field(400, ge=1, description="with contains: an answer of more characters is no answer")
     tolerance: float = Field(1e-6, ge=0, description="with numeric: relative difference that still counts as equal")
+
+    @model_validator(mode="after")
+    def _answers_are_somewhere(self) -> AnswerSpec:
+        if (self.answers is None) == (self.column is None):
+            raise ValueError("give `answers`, a file, or `column`, a column of the task set: one of them")
+        return self
+
+
+class RewardSpec(_Spec):
+    """The reward that the workflow of a rollout returned itself."""
+
+    kind: Literal["workflow"]
+    failure_score: float = Field(0.0, description="score of a rollout that failed")
 
 
 class ConductSpec(_Spec):
@@ -178,7 +194,15 @@ def _named(value: Any) -> Any:
 
 JudgeSpec = Annotated[
     Annotated[
-        FunctionSpec | AnswerSpec | ConductSpec | RulerSpec | NextStateSpec | GraderSpec | FeedbackSpec | CompositeSpec,
+        FunctionSpec
+        | AnswerSpec
+        | ConductSpec
+        | RulerSpec
+        | NextStateSpec
+        | GraderSpec
+        | FeedbackSpec
+        | RewardSpec
+        | CompositeSpec,
         Field(discriminator="kind"),
     ],
     BeforeValidator(_named),

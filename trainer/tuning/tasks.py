@@ -39,6 +39,7 @@ class Task:
     row: Mapping[str, Any]
     split: str
     number: int
+    set: str = ""  # the task set's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class TaskSet:
     def _tasks(self, split: str, on_duplicate: Callable[[int, int], None]) -> Iterator[Task]:
         seen: dict[int, int] = {}  # id -> number of the first row that has it
         for number, (_, row) in enumerate(self._rows_of[split](), 1):
-            task = Task(content_id(row), row, split, number)
+            task = Task(content_id(row), row, split, number, self.name)
             if self._chosen is not None and not self._chosen(task):
                 continue
             first = seen.setdefault(int(task.id, 16), number)

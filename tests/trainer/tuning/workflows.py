@@ -58,6 +58,12 @@ def crashes(task: dict[str, Any]) -> None:
     raise ValueError(f"no tool named {task.get('tool', 'search')}")
 
 
+async def asks_then_crashes(task: dict[str, Any], base_url: str, api_key: str, model: str) -> None:
+    """Works, and then fails."""
+    await ask(task, base_url=base_url, api_key=api_key, model=model)
+    raise RuntimeError("the file could not be written")
+
+
 async def hangs(task: dict[str, Any]) -> None:
     """Never ends."""
     await asyncio.sleep(3600)

@@ -1,0 +1,88 @@
+"""`ratchet tasks`: exactly the rows, imports by name, and a huge file that costs no more than a small one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.ratchet.project import Project
+
+ROWS = [{"question": "What is 2 + 2?", "answer": "4"}, {"question": "What is 5 * 6?", "answer": "30"}]
+SHOWN = """\
+[
+  {
+    "question": "What is 2 + 2?",
+    "answer": "4"
+  },
+  {
+    "question": "What is 5 * 6?",
+    "answer": "30"
+  }
+]
+"""
+
+
+@pytest.fixture
+def folder(project: Project) -> Path:
+    made = project.folder / "my_dataset"
+    made.mkdir()
+    (made / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, {"question": "third"}]))
+    (made / "test.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    return made
+
+
+def test_preview_prints_exactly_the_rows(project: Project, folder: Path) -> None:
+    shown = project.run("tasks", "preview", "my_dataset", "--split", "train", "-n", "2")
+    assert (shown.returncode, shown.stdout) == (0, SHOWN)
+
+
+def test_preview_shows_no_character_that_steers_the_terminal(project: Project) -> None:
+    row = {"question": "red \x1b[31m \u202e \x7f Zürich"}
+    (project.folder / "a.jsonl").write_text(json.dumps(row) + "\n")
+    shown = project.run("tasks", "preview", "a.jsonl").stdout
+    assert not {"\x1b", "\u202e", "\x7f"} & set(shown)
+    assert "Zürich" in shown
+    assert json.loads(shown) == [row]
+
+
+def test_an_imported_set_is_listed_and_previewed_by_its_name(project: Project, folder: Path) -> None:
+    made = project.run("tasks", "import", "my_dataset", "--name", "sums")
+    assert made.returncode == 0, made.stdout
+    assert "sums: 3 train, 1 test" in made.stdout
+    assert "1 tasks stand in more than one split" in made.stdout
+    assert project.run("tasks", "preview", "sums").stdout == SHOWN
+    (listed,) = json.loads(project.run("tasks", "list", "--json").stdout)
+    assert (listed["name"], listed["source"], listed["splits"]) == ("sums", "my_dataset", {"train": 3, "test": 1})
+    assert project.run("tasks", "import", "my_dataset", "--name", "sums").returncode == 1
+
+
+def test_one_split_is_divided_at_the_import(project: Project) -> None:
+    (project.folder / "q.csv").write_text("q\n" + "".join(f"{number}\n" for number in range(50)))
+    made = json.loads(project.run("tasks", "import", "q.csv", "--test-share", "0.2", "--json").stdout)
+    assert made["name"] == "q"
+    assert sum(made["splits"].values()) == 50
+    assert 3 < made["splits"]["test"] < 20
+
+
+def test_errors_are_one_line_that_names_the_thing(project: Project, folder: Path) -> None:
+    missing = project.run("tasks", "preview", "my_dataset", "--split", "validation")
+    assert (missing.returncode, missing.stdout.strip()) == (
+        1, "ratchet: task set my_dataset has no split 'validation'; it has train, test",
+    )  # fmt: skip
+    unknown = project.run("tasks", "preview", "./nothing")
+    assert unknown.returncode == 1
+    assert "no such file or folder here" in unknown.stdout
+    assert "imported sets: none" in unknown.stdout
+
+
+def test_a_preview_of_ten_gigabytes_takes_less_than_a_second_of_work(project: Project) -> None:
+    huge = project.folder / "huge.jsonl"
+    huge.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    os.truncate(huge, 10 * 2**30)  # sparse: what comes after the rows would be broken, and is not read
+    before = os.times()
+    assert project.run("tasks", "preview", "huge.jsonl").stdout == SHOWN
+    after = os.times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 1.0

@@ -1,0 +1,193 @@
+"""Rollouts: ordinary captured trajectories, whose failures stay and whose interruptions lose nothing that ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from store import Store
+from store.states import RolloutState
+from store.tuning_records import Rollout, Tuning
+from tests.proxy.conftest import Proxy
+from tests.trainer.tuning.conftest import jobs_of
+from trainer.errors import TooManyFailures
+from trainer.progress import Progress, Standing
+from trainer.tuning.outcome import Outcome
+from trainer.tuning.rollouts import Job, RolloutRunner, counting, left
+from trainer.tuning.settings import TunerSettings
+from trainer.tuning.tasks import Task
+
+Make = Callable[..., RolloutRunner]
+
+
+def run(runner: RolloutRunner, jobs: list[Job], tuning: Tuning, **given: Any) -> list[Rollout]:
+    return asyncio.run(runner.run(jobs, tuning.id, **given))
+
+
+def test_every_rollout_is_an_ordinary_captured_trajectory(
+    runner: Make, tasks: list[Task], tuning: Tuning, proxy: Proxy, store: Store
+) -> None:
+    jobs = jobs_of(tasks, attempts=2, candidate="agent@0", purpose="live", scenario={"season": "winter"}, step=3)
+    rollouts = run(runner(), jobs, tuning)
+    assert [(one.task_id, one.attempt) for one in rollouts] == [(job.task.id, job.attempt) for job in jobs]
+    assert {one.state for one in rollouts} == {RolloutState.ENDED}
+    proxy.settled()
+    for one, job in zip(rollouts, jobs, strict=True):
+        trajectory = store.trajectories.read(one.id)
+        assert trajectory.trajectory.purpose == "live"
+        assert trajectory.row == job.task.row
+        assert one.response == json.dumps(trajectory.messages[-1]["content"])
+        assert (one.scenario, one.step, one.split) == ({"season": "winter"}, 3, "train")
+    assert store.tasks.get(tasks[0].id).set == "sums"  # type: ignore[union-attr]
+
+
+def test_workflows_in_threads_and_programs_are_captured_too(
+    runner: Make, tasks: list[Task], tuning: Tuning, proxy: Proxy, store: Store, tmp_path: Path
+) -> None:
+    (tmp_path / "agent.py").write_text(
+        "import json, os, sys, urllib.request\n"
+        "task = json.load(sys.stdin)\n"
+        "body = {'model': os.environ['OPENAI_MODEL'], 'messages': [{'role': 'user', 'content': task['question']}]}\n"
+        "headers = {'content-type': 'application/json', 'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+        "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
+        "asked = urllib.request.Request(url, json.dumps(body).encode(), headers)\n"
+        "print(json.load(urllib.request.urlopen(asked))['choices'][0]['message']['content'])\n"
+    )
+    threads = run(runner("ask_in_a_thread"), jobs_of(tasks[:2]), tuning)
+    assert [one.metrics for one in threads] == [{"turns": 1.0}] * 2
+    programs = run(runner(f"{sys.executable} {tmp_path / 'agent.py'}"), jobs_of(tasks[:2]), tuning)
+    assert [one.response for one in programs] == [one.response for one in threads]
+    proxy.settled()
+    assert all(len(store.trajectories.read(one.id).calls) == 1 for one in (*threads, *programs))
+
+
+def test_a_failed_rollout_stays_with_its_exception_and_its_place(
+    runner: Make, tasks: list[Task], tuning: Tuning, store: Store
+) -> None:
+    rollouts = run(runner("crashes"), jobs_of(tasks[:3]), tuning)
+    assert {one.state for one in rollouts} == {RolloutState.FAILED}
+    assert str(rollouts[0].failure).startswith("ValueError: no tool named search (")
+    assert "workflows.py:" in str(rollouts[0].failure)
+    assert store.rollouts.of(tuning.id) == rollouts
+
+
+def test_a_rollout_that_takes_too_long_has_failed(runner: Make, tasks: list[Task], tuning: Tuning) -> None:
+    for workflow in ("hangs", "hangs_in_a_thread"):
+        (ended,) = run(runner(workflow, timeout_seconds=0.1), jobs_of(tasks[:1]), tuning)
+        assert ended.failure == "TimeoutError: it took longer than 0.1 s (tuner.timeout_seconds)"
+
+
+class Flaky:
+    """Fails the first times, then answers; counts how many run at once."""
+
+    name = "flaky"
+
+    def __init__(self, failures: int = 0, seconds: float = 0.0) -> None:
+        self._left = failures
+        self._seconds = seconds
+        self.running = 0
+        self.most = 0
+
+    async def run(self, task: Any, **given: Any) -> Outcome:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(self._seconds)
+        self.running -= 1
+        if self._left:
+            self._left -= 1
+            raise ConnectionError("the tool server is away")
+        return Outcome("done", 1.0)
+
+
+def test_a_retry_is_a_rollout_of_its_own_and_the_last_one_counts(
+    store: Store, tasks: list[Task], tuning: Tuning
+) -> None:
+    runner = RolloutRunner(store, "http://nowhere", None, Flaky(failures=2), TunerSettings(retries=2))
+    (ended,) = run(runner, jobs_of(tasks[:1]), tuning)
+    assert (ended.state, ended.scenario) == (RolloutState.ENDED, {"retry": 2})
+    tries = store.rollouts.of(tuning.id)
+    assert [one.state for one in tries] == [RolloutState.FAILED, RolloutState.FAILED, RolloutState.ENDED]
+    assert counting(tries) == [ended]
+
+
+def test_no_more_run_at_once_than_allowed(store: Store, tasks: list[Task], tuning: Tuning) -> None:
+    flaky = Flaky(seconds=0.02)
+    runner = RolloutRunner(store, "http://nowhere", None, flaky, TunerSettings(concurrency=3))
+    assert len(run(runner, jobs_of(tasks, attempts=10), tuning)) == 80
+    assert flaky.most == 3
+
+
+@pytest.mark.parametrize(("most", "failed"), [(2, 3), (0.25, 3), (0, 1)])
+def test_too_many_failures_stop_early_and_quote_the_commonest(
+    runner: Make, tasks: list[Task], tuning: Tuning, store: Store, most: float, failed: int
+) -> None:
+    with pytest.raises(
+        TooManyFailures, match=f"{failed} of {failed} rollouts failed .*{failed} of them with ValueError"
+    ):
+        run(runner("crashes", max_failures=most, concurrency=1), jobs_of(tasks), tuning)
+    assert sum(one.state is RolloutState.FAILED for one in store.rollouts.of(tuning.id)) == failed
+
+
+def test_an_interruption_keeps_what_ended_and_the_rest_can_go_on(
+    store: Store, tasks: list[Task], tuning: Tuning
+) -> None:
+    runner = RolloutRunner(store, "http://nowhere", None, Flaky(seconds=0.05), TunerSettings(concurrency=2))
+    jobs = jobs_of(tasks)
+    seen: list[Rollout] = []
+
+    async def interrupted() -> None:
+        work = asyncio.create_task(runner.run(jobs, tuning.id, on_end=seen.append))
+        while len(seen) < 3:
+            await asyncio.sleep(0.01)
+        work.cancel()
+        await work
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(interrupted())
+    known = store.rollouts.of(tuning.id)
+    assert {one.id for one in seen} <= {one.id for one in known if one.state is RolloutState.ENDED}
+    rest = left(jobs, known)
+    assert 0 < len(rest) <= len(jobs) - 3
+    again = RolloutRunner(store, "http://nowhere", None, Flaky(), TunerSettings())
+    run(again, rest, tuning)
+    assert len(counting(store.rollouts.of(tuning.id))) == len(jobs)
+    assert left(jobs, store.rollouts.of(tuning.id)) == []
+
+
+def test_progress_tells_running_means_of_what_has_them(store: Store, tasks: list[Task], tuning: Tuning) -> None:
+    seen: list[Standing] = []
+    runner = RolloutRunner(
+        store, "http://nowhere", None, Flaky(failures=2), TunerSettings(concurrency=1), progress=Progress(seen.append)
+    )
+    run(runner, jobs_of(tasks), tuning)
+    last = seen[-1]
+    assert (last.done, last.total, last.ended) == (8, 8, True)
+    assert (last.means["failed"], last.means["reward"]) == (0.25, 1.0)
+
+
+def test_an_agent_that_cancels_itself_has_failed_and_stops_nobody(
+    store: Store, tasks: list[Task], tuning: Tuning
+) -> None:
+    class CancelsItself:
+        name = "cancels"
+
+        async def run(self, task: Any, **given: Any) -> Outcome:
+            raise asyncio.CancelledError
+
+    rollouts = run(RolloutRunner(store, "http://x", None, CancelsItself(), TunerSettings()), jobs_of(tasks), tuning)
+    assert len(rollouts) == 8
+    assert str(rollouts[0].failure).startswith("CancelledError")
+
+
+def test_writing_down_does_not_hold_up_the_agents(store: Store, tasks: list[Task], tuning: Tuning) -> None:
+    runner = RolloutRunner(store, "http://nowhere", None, Flaky(), TunerSettings(concurrency=32))
+    began = time.process_time()
+    run(runner, jobs_of(tasks, attempts=50), tuning)
+    assert time.process_time() - began < 400 * 0.02

@@ -1,0 +1,104 @@
+"""Scores: one judge that sees row and response, failures that stay failures, tokens that are counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from store import Store
+from store.states import RolloutState
+from store.tuning_records import Rollout, Tuning
+from tests.proxy.conftest import Proxy
+from tests.trainer.tuning.conftest import ALIAS, jobs_of
+from trainer.judges import Judge
+from trainer.judges.make import make_judge
+from trainer.judges.settings import read_spec
+from trainer.tuning.rollouts import RolloutRunner
+from trainer.tuning.scoring import NO_CALL, NO_JUDGE, Scorer
+from trainer.tuning.tasks import Task
+
+Make = Callable[..., RolloutRunner]
+
+
+def by_row(task: dict[str, Any], response: str) -> float:
+    """A judge that knows the row and the response alone, as the seed's."""
+    return float(task["answer"] in response)
+
+
+def sees(task: Any, response: Any, trajectory: Mapping[str, Any]) -> dict[str, Any]:
+    """A judge that fails on what it did not expect."""
+    assert isinstance(task, dict)
+    assert trajectory["messages"][-1]["content"] != response
+    return {"score": 1.0}
+
+
+def judge_of(spec: Any) -> Judge:
+    return make_judge(read_spec(spec), {})
+
+
+def rollouts_of(runner: RolloutRunner, tasks: list[Task], tuning: Tuning, attempts: int = 1) -> list[Rollout]:
+    return asyncio.run(runner.run(jobs_of(tasks, attempts), tuning.id))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        f"{__name__}:by_row",
+        {"kind": "answer", "column": "answer", "match": "contains"},
+        {"kind": "answer", "column": "answer", "match": "numeric"},
+    ],
+)
+def test_a_judge_gets_the_row_and_the_response(
+    runner: Make, tasks: list[Task], tuning: Tuning, store: Store, spec: Any
+) -> None:
+    scored = Scorer(store, judge_of(spec), alias=ALIAS).score(rollouts_of(runner(), tasks, tuning, attempts=2))
+    assert [one.score for one in scored] == [0, 0, 1, 1] * 4
+    assert store.rollouts.of(tuning.id) == scored
+    assert all(one.prompt_tokens > 0 and one.completion_tokens > 0 for one in scored)
+
+
+def test_without_a_judge_the_workflows_own_reward_counts(
+    runner: Make, tasks: list[Task], tuning: Tuning, store: Store
+) -> None:
+    scored = Scorer(store, None, alias=ALIAS).score(rollouts_of(runner("rewards_itself"), tasks, tuning))
+    assert [one.score for one in scored] == [0, 1] * 4
+    assert {one.judge for one in scored} == {"workflow"}
+    judged = Scorer(store, judge_of({"kind": "workflow"}), alias=ALIAS).score(scored)
+    assert [one.score for one in judged] == [0, 1] * 4
+    unjudged = Scorer(store, None, alias=ALIAS).score(rollouts_of(runner("ask"), tasks[:1], tuning))
+    assert [(one.score, one.judge_failure) for one in unjudged] == [(None, NO_JUDGE)]
+
+
+def test_a_judge_failure_is_kept_and_is_no_number(
+    runner: Make, tasks: list[Task], tuning: Tuning, store: Store
+) -> None:
+    scored = Scorer(store, judge_of(f"{__name__}:sees"), alias=ALIAS).score(rollouts_of(runner(), tasks[:2], tuning))
+    assert [one.score for one in scored] == [None, None]
+    assert all(str(one.judge_failure).startswith("AssertionError") for one in scored)
+
+
+def test_a_failed_rollout_is_not_judged_and_keeps_its_failure(
+    runner: Make, tasks: list[Task], tuning: Tuning, store: Store
+) -> None:
+    (one,) = Scorer(store, judge_of(f"{__name__}:by_row"), alias=ALIAS).score(
+        rollouts_of(runner("crashes"), tasks[:1], tuning)
+    )
+    assert (one.state, one.score, one.judge) == (RolloutState.FAILED, None, None)
+
+
+def test_a_workflow_that_never_called_is_told(runner: Make, tasks: list[Task], tuning: Tuning, store: Store) -> None:
+    (one,) = Scorer(store, judge_of(f"{__name__}:by_row"), alias=ALIAS).score(
+        rollouts_of(runner("only_the_task"), tasks[:1], tuning)
+    )
+    assert one.judge_failure == NO_CALL
+
+
+def test_tokens_of_failed_rollouts_count_too(
+    runner: Make, tasks: list[Task], tuning: Tuning, store: Store, proxy: Proxy
+) -> None:
+    (one,) = Scorer(store, None, alias=ALIAS).score(rollouts_of(runner("asks_then_crashes"), tasks[:1], tuning))
+    assert one.state is RolloutState.FAILED
+    assert one.prompt_tokens > 0

@@ -1,0 +1,246 @@
+"""Rollouts: a workflow run on tasks through the proxy, many at once; each is an ordinary captured trajectory.
+
+Its id is chosen here and is part of its base URL, so that the agent needs no header; what the proxy must know of it is
+in the store before it begins. Promises: a failed rollout stays, with its exception, and is never skipped; what ended is
+written before the next one begins, so that an interruption loses only what was under way (it stays `planned`); a
+retry is a rollout of its own, and the last one counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from store import Store
+from store.ids import new_id
+from store.states import RolloutState
+from store.tuning_records import Rollout, TaskRow
+from trainer.errors import TooManyFailures
+from trainer.progress import Progress, Work
+from trainer.tuning.settings import TunerSettings
+from trainer.tuning.tasks import Task
+from trainer.tuning.workflow import Workflow
+
+_Written = TypeVar("_Written")
+
+ROLLOUTS = "rollouts"  # the work that progress is told of
+NO_KEY = "none"  # sent where the proxy asks for no key: clients insist on one
+_PLANNED_AHEAD = 64  # rollouts that one write plans
+_LONGEST_FAILURE = 2000  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One rollout to be made."""
+
+    task: Task
+    attempt: int = 0
+    candidate: str = ""  # what is compared: a model, a prompt, a version
+    model: str | None = None  # served whatever the agent asks for; None: what it asks for
+    purpose: str = "eval"  # live: may be trained; eval: never
+    prompt_id: str | None = None  # of the prompt that the proxy swaps in
+    system_prompt: str | None = None  # its text, for a workflow that takes it
+    scenario: Mapping[str, Any] = field(default_factory=dict)
+    step: int = 0
+
+    @property
+    def place(self) -> tuple[str, str, int, int]:
+        """What makes it the same job as another one."""
+        return self.candidate, self.task.id, self.attempt, self.step
+
+
+class RolloutRunner:
+    """Makes rollouts of one workflow through one proxy. The store is the proxy's."""
+
+    def __init__(
+        self,
+        store: Store,
+        proxy_url: str,
+        api_key: str | None,
+        workflow: Workflow,
+        settings: TunerSettings,
+        *,
+        alias: str = "policy",
+        progress: Progress | None = None,
+    ) -> None:
+        self._store = store
+        self._proxy_url = proxy_url.rstrip("/").removesuffix("/v1")
+        self._api_key = api_key or NO_KEY
+        self._workflow = workflow
+        self._settings = settings
+        self._alias = alias
+        self._progress = progress or Progress()
+
+    async def run(
+        self, jobs: Sequence[Job], tuning_id: str, on_end: Callable[[Rollout], object] | None = None
+    ) -> list[Rollout]:
+        """Return the rollout of each job, in their order; `on_end` sees each as it ends. Raises TooManyFailures."""
+        course = _Course(self._store, jobs, tuning_id, self._progress.begin(ROLLOUTS, len(jobs)), on_end)
+        await course.write(self._remember, jobs)
+        workers = [asyncio.create_task(self._work(course)) for _ in range(min(self._settings.concurrency, len(jobs)))]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+            course.close()
+        return [course.ended[number] for number in range(len(jobs))]
+
+    def _remember(self, jobs: Sequence[Job]) -> None:
+        tasks = {job.task.id: job.task for job in jobs}.values()
+        self._store.tasks.remember(TaskRow(id=one.id, set=one.set, split=one.split, row=one.row) for one in tasks)
+
+    async def _work(self, course: _Course) -> None:
+        while (planned := await course.next()) is not None:
+            number, rollout = planned
+            job = course.jobs[number]
+            ended = await self._once(course, job, rollout)
+            for again in range(self._settings.retries):
+                if ended.state is not RolloutState.FAILED:
+                    break
+                rollout = planned_for(job, course.tuning_id, scenario={**job.scenario, "retry": again + 1})
+                await course.write(self._store.rollouts.plan, [rollout])
+                ended = await self._once(course, job, rollout)
+            course.count(number, ended)
+            if ended.state is RolloutState.FAILED and self._settings.too_many(
+                course.failures.total(), len(course.jobs)
+            ):
+                raise TooManyFailures(course.why_stopped(self._settings.max_failures))
+
+    async def _once(self, course: _Course, job: Job, rollout: Rollout) -> Rollout:
+        """Run the workflow once and write down how it ended."""
+        began = time.time()
+        limit = asyncio.timeout(self._settings.timeout_seconds)
+        try:
+            async with limit:
+                outcome = await self._workflow.run(
+                    job.task.row,
+                    base_url=f"{self._proxy_url}/t/{rollout.id}/v1",
+                    api_key=self._api_key,
+                    model=job.model or self._alias,
+                    system_prompt=job.system_prompt,
+                )
+        except asyncio.CancelledError as error:
+            if (me := asyncio.current_task()) is not None and me.cancelling():
+                raise
+            failure = told(error)
+        except Exception as error:  # noqa: BLE001  whatever the agent raises is how its rollout failed
+            late = f"TimeoutError: it took longer than {self._settings.timeout_seconds:g} s (tuner.timeout_seconds)"
+            failure = late if limit.expired() and isinstance(error, TimeoutError) else told(error)
+        else:
+            return await course.write(
+                lambda: self._store.rollouts.end(
+                    rollout.id, began_at=began, ended_at=time.time(), response=outcome.text, reward=outcome.reward,
+                    metrics=outcome.metrics,
+                )
+            )  # fmt: skip
+        return await course.write(lambda: self._store.rollouts.fail(rollout.id, failure, time.time(), began_at=began))
+
+
+class _Course:
+    """One run under way: what is still to be done, what ended, what failed."""
+
+    def __init__(
+        self,
+        store: Store,
+        jobs: Sequence[Job],
+        tuning_id: str,
+        work: Work,
+        on_end: Callable[[Rollout], object] | None,
+    ) -> None:
+        self.jobs = jobs
+        self.tuning_id = tuning_id
+        self.ended: dict[int, Rollout] = {}
+        self.failures: Counter[str] = Counter()
+        self._store = store
+        self._work = work
+        self._on_end = on_end
+        self._coming: Iterator[tuple[int, Rollout]] = iter(())
+        self._planned = 0
+        self._turn = asyncio.Lock()
+        self._writer = ThreadPoolExecutor(1, "rollouts")
+
+    async def write(self, write: Callable[..., _Written], *values: Any) -> _Written:
+        """Do something to the store, off the event loop; it is done even if nobody waits for it any more."""
+        return await asyncio.get_running_loop().run_in_executor(self._writer, write, *values)
+
+    async def next(self) -> tuple[int, Rollout] | None:
+        """Return the next job's number and its rollout, which the store knows; None at the end."""
+        async with self._turn:
+            found = next(self._coming, None)
+            if found is None and self._planned < len(self.jobs):
+                numbers = range(self._planned, min(self._planned + _PLANNED_AHEAD, len(self.jobs)))
+                some = [planned_for(self.jobs[number], self.tuning_id) for number in numbers]
+                await self.write(self._store.rollouts.plan, some)
+                self._planned = numbers.stop
+                self._coming = iter(zip(numbers, some, strict=True))
+                found = next(self._coming)
+            return found
+
+    def count(self, number: int, rollout: Rollout) -> None:
+        """Take note of a job's end."""
+        self.ended[number] = rollout
+        failed = rollout.state is RolloutState.FAILED
+        if failed:
+            self.failures[rollout.failure or ""] += 1
+        reward = {} if rollout.reward is None else {"reward": rollout.reward}
+        seconds = (rollout.ended_at or 0.0) - (rollout.began_at or 0.0)
+        self._work.add(failed=float(failed), seconds=seconds, **reward)
+        if self._on_end is not None:
+            self._on_end(rollout)
+
+    def why_stopped(self, most: float | None) -> str:
+        """Return what is said where too many failed."""
+        ((commonest, times),) = self.failures.most_common(1)
+        return (
+            f"stopped: {self.failures.total()} of {len(self.ended)} rollouts failed (max_failures {most}), "
+            f"{times} of them with {commonest}; what ran is kept in tuning {self.tuning_id}"
+        )
+
+    def close(self) -> None:
+        """Write what is still to be written; tell that it is over."""
+        self._writer.shutdown()
+        self._work.end()
+
+
+def planned_for(job: Job, tuning_id: str, scenario: Mapping[str, Any] | None = None) -> Rollout:
+    """Return the rollout of a job as it is planned."""
+    return Rollout(
+        id=new_id("roll"), tuning_id=tuning_id, task_id=job.task.id, split=job.task.split, attempt=job.attempt,
+        candidate=job.candidate, model=job.model, purpose=job.purpose, prompt_id=job.prompt_id, step=job.step,
+        scenario=job.scenario if scenario is None else scenario, planned_at=time.time(),
+    )  # fmt: skip
+
+
+def told(error: BaseException) -> str:
+    """Return an exception as one sentence, with the place in the agent's code that it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:_LONGEST_FAILURE]}{where}"
+
+
+def counting(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """Return the rollouts that count: over, and of several at the same job the last one."""
+    last = {
+        (one.candidate, one.task_id, one.attempt, one.step): one
+        for one in sorted(rollouts, key=lambda one: one.planned_at)
+        if one.state is not RolloutState.PLANNED
+    }
+    return list(last.values())
+
+
+def left(jobs: Iterable[Job], rollouts: Iterable[Rollout]) -> list[Job]:
+    """Return the jobs that no rollout has ended yet, to go on where a run was interrupted."""
+    done = {(one.candidate, one.task_id, one.attempt, one.step) for one in counting(rollouts)}
+    return [job for job in jobs if job.place not in done]
+
+
+__all__ = ["Job", "RolloutRunner", "counting", "left"]

@@ -1,0 +1,114 @@
+"""Scores of rollouts: the judge's, by task; where there is no judge, the reward that the workflow itself returned.
+
+Promises: a rollout is judged on all that it did (every proxy has shipped it, or that is said); a judge failure is kept
+as a failure and never a number; a failed rollout is not judged, what counts for it is the comparison's to say. A judge
+that ranks sees all attempts at a task side by side.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from store import Store
+from store.errors import UnknownRecord
+from store.records import Transcript, Verdict
+from store.states import CallState, RolloutState
+from store.tuning_records import Rollout
+from trainer.judges import Judge
+from trainer.progress import Progress, Work
+from trainer.publishing.publisher import DOOR_SILENCE
+
+SCORES = "scores"  # the work that progress is told of
+WORKFLOW = "workflow"  # who gave the score where that is the workflow itself
+_LOOK_EVERY = 0.05  # seconds
+
+NO_CALL = "no call of this rollout reached the proxy: the workflow must send its calls to the base_url that it is given"
+NO_JUDGE = "there is no judge, and the workflow returned no reward: give --judge, or return {response, reward}"
+
+
+class Scorer:
+    """Scores rollouts with one judge; without one, by their own rewards."""
+
+    def __init__(
+        self,
+        store: Store,
+        judge: Judge | None,
+        *,
+        alias: str = "policy",
+        patience: float = 60.0,
+        progress: Progress | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._judge = judge
+        self._alias = alias
+        self._patience = patience
+        self._progress = progress or Progress()
+        self._clock = clock
+
+    @property
+    def name(self) -> str:
+        """Who gives the scores, with the version: scores of different ones are not comparable."""
+        return f"{self._judge.name} ({self._judge.version})" if self._judge is not None else WORKFLOW
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return the rollouts in their order, each that ended with a score or a judge failure; tokens are counted."""
+        over = [one for one in rollouts if one.state is not RolloutState.PLANNED]
+        self._wait(max((one.ended_at or 0.0 for one in over), default=0.0))
+        self._store.rollouts.count_tokens([one.id for one in over])
+        ended = [one for one in over if one.state is RolloutState.ENDED]
+        work = self._progress.begin(SCORES, len(ended))
+        if self._judge is None:
+            for one in ended:
+                self._write(one.id, one.reward, WORKFLOW, None if one.reward is not None else NO_JUDGE, work)
+        else:
+            self._judged(self._judge, ended, work)
+        work.end()
+        return [self._store.rollouts.get(one.id) for one in rollouts]
+
+    def _wait(self, moment: float) -> None:
+        """Wait until every proxy has shipped what it recorded before this moment, at most as long as allowed."""
+        until = self._clock() + self._patience
+        while (now := self._clock()) < until:
+            if self._store.doors.shipped_until(self._alias, now, since=now - DOOR_SILENCE) > moment:
+                return
+            time.sleep(_LOOK_EVERY)
+
+    def _judged(self, judge: Judge, ended: Sequence[Rollout], work: Work) -> None:
+        with ThreadPoolExecutor(judge.at_once, "judge") as threads:
+            groups = [self._transcripts(judge, group, work) for group in _by_task(ended)]
+            asked = [threads.submit(judge.judge, None, members) for members in groups if members]
+            for answer in asked:
+                for verdict in answer.result().verdicts:
+                    self._take(verdict, work)
+
+    def _transcripts(self, judge: Judge, group: Iterable[Rollout], work: Work) -> list[Transcript]:
+        found = []
+        for one in group:
+            try:
+                transcript = self._store.trajectories.read(one.id)
+            except UnknownRecord:
+                self._write(one.id, None, judge.name, NO_CALL, work)
+                continue
+            if any(call.state is CallState.BEGUN for call in transcript.calls):
+                late = f"its calls are not all in the store after {self._patience:g} s (tuner.judge_wait_seconds)"
+                self._write(one.id, None, judge.name, late, work)
+                continue
+            found.append(transcript)
+        return found
+
+    def _take(self, verdict: Verdict, work: Work) -> None:
+        self._write(verdict.trajectory_id, verdict.score, verdict.judge, verdict.failure, work)
+
+    def _write(self, name: str, score: float | None, judge: str, failure: str | None, work: Work) -> None:
+        self._store.rollouts.score(name, score, judge, failure)
+        work.add(failed=float(score is None), **({} if score is None else {"score": score}))
+
+
+def _by_task(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
+    groups: dict[str, list[Rollout]] = {}
+    for one in rollouts:
+        groups.setdefault(one.task_id, []).append(one)
+    return list(groups.values())
