@@ -4,6 +4,7 @@ FaceError
 |-- SettingsError    ratchet.yaml, a RATCHET_* variable or an option holds what it must not
 |-- EngineMissing    vLLM cannot be started from here
 |-- ModelMissing     the base model is no model folder and no hub name
+|-- GpuBusy          the GPU that vLLM would use has too little free memory
 |-- PortBusy         a port that the user chose is taken
 |-- DiskFull         the state folder has too little room
 |-- AlreadyRunning   another `ratchet up` holds the project
@@ -30,6 +31,10 @@ class EngineMissing(FaceError):
 
 class ModelMissing(FaceError):
     """The base model is no model folder and no hub name."""
+
+
+class GpuBusy(FaceError):
+    """The GPU that vLLM would use has too little free memory; names who holds it."""
 
 
 class PortBusy(FaceError):

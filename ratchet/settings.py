@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, field_validator
 
 from proxy.upstreams.model_list import ModelEntry
 from ratchet.addresses import url
 from ratchet.folders import StateFolder
 from ratchet.layers import Layers, explain
+from trainer.devices import Devices
 
 if TYPE_CHECKING:
     from proxy.settings import ProxySettings
@@ -58,6 +59,9 @@ class VllmSettings(BaseModel):
     max_loras: int = Field(4, ge=2, description="adapter versions that can serve in one batch")
     gpu_memory_utilization: float = Field(
         0.5, gt=0, le=1, description="share of GPU memory for vLLM; the trainer needs the rest"
+    )
+    devices: Devices = Field(
+        None, description="GPUs that vLLM sees: 0, or 0,1, or UUIDs; null: as CUDA_VISIBLE_DEVICES says"
     )
     cpu_kvcache_gb: int = Field(1, ge=1, description="without a GPU: GiB of memory for the KV cache")
     tool_call_parser: str = Field(
@@ -128,6 +132,12 @@ class Settings(BaseModel):
     def has_judge(self) -> bool:
         """Whether a judge is named; without one nothing can be trained."""
         return bool(self.trainer.get("judge"))
+
+    @property
+    def trainer_devices(self) -> str | None:
+        """The GPUs that the trainer sees, as CUDA has it; None: as the environment says."""
+        devices: str | None = TypeAdapter(Devices).validate_python(self.trainer.get("devices"))
+        return devices
 
     def chosen(self, *path: str) -> bool:
         """Return whether the user set a key anywhere, so that it must not be changed silently."""

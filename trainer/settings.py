@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trainer.degenerate import why_nothing_is_learnt
+from trainer.devices import Devices
 from trainer.gating.gate_settings import GateSettings
 from trainer.judges.settings import JudgeSpec
 from trainer.learning.learner_settings import LearnerSettings
@@ -64,6 +65,9 @@ class TrainerSettings(BaseModel):
     keep_states: int = Field(2, ge=1, description="newest, and best, versions that keep their optimiser state on disk")
     lease_seconds: float = Field(30.0, gt=0, description="another trainer takes over this long after this one died")
     poll_seconds: float = Field(0.25, gt=0, description="pause between looks at the store when there is no work")
+    devices: Devices = Field(
+        None, description="GPUs that the trainer sees: 0, or 0,1, or UUIDs; null: as CUDA_VISIBLE_DEVICES says"
+    )
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="port of the trainer's own /metrics; 0 takes any free one; null: none"
     )

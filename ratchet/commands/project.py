@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,8 +155,10 @@ def doctor(context: click.Context, project: str | None, base_model: str | None, 
       ratchet up --base-model ./model --detach && ratchet doctor
     """
     from ratchet import doctor as proving
+    from trainer.devices import pinned
 
     settings = options.running_settings_of(context, {"project": project, "base_model": base_model})
+    os.environ.update(pinned(settings.trainer_devices))  # it learns as the trainer would
     findings = []
     for finding in proving.examine(settings):
         findings.append(finding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,11 @@ def trainer(
     if not settings.has_judge:
         raise click.UsageError("no judge is named: give --judge module:function or a YAML file, or set trainer.judge")
     from ratchet.running.engine import check_model
+    from trainer.devices import pinned
 
     derived: dict[str, Any] = {"vllm": vllm} if vllm else {}
     own = settings.trainer_settings(base_model=check_model(settings.base_model), **derived)
+    os.environ.update(pinned(own.devices))  # before anything imports torch
     logging.basicConfig(level=logging.INFO, format=_LOG_LINE)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     from tqdm.contrib.logging import logging_redirect_tqdm

@@ -23,6 +23,7 @@ from typing import Any
 from ratchet.errors import EngineMissing, ModelMissing
 from ratchet.running.secrecy import shown_arguments, shown_variables
 from ratchet.settings import Settings
+from trainer.devices import VARIABLE, pinned
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 
@@ -70,13 +71,19 @@ class Engine:
 def plan(settings: Settings, port: int, *, gpu: bool | None = None) -> Engine:
     """Return the command for the project's model on `port`. Raises EngineMissing or ModelMissing."""
     model = check_model(settings.base_model)
-    gpu = has_gpu() if gpu is None else gpu
+    gpu = sees_a_gpu(settings) if gpu is None else gpu
     return Engine(_arguments(settings, model, port, gpu), _environment(settings, model, gpu))
 
 
 def served_name(alias: str) -> str:
     """Return the name that vLLM gives the base model: version 0 of the alias."""
     return f"{alias}@0"
+
+
+def sees_a_gpu(settings: Settings) -> bool:
+    """Return whether vLLM has a GPU here: an empty list of devices hides them all."""
+    devices = settings.vllm.devices
+    return (os.environ.get(VARIABLE, "0") if devices is None else devices) not in ("", "-1") and has_gpu()
 
 
 @cache
@@ -216,7 +223,7 @@ def _environment(settings: Settings, model: str, gpu: bool) -> dict[str, str]:
     if not gpu:
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(settings.vllm.cpu_kvcache_gb)
         environment |= unbound_threads(os.cpu_count() or 1)
-    return environment | settings.vllm.env
+    return environment | pinned(settings.vllm.devices) | settings.vllm.env
 
 
 def unbound_threads(cpus: int) -> dict[str, str]:

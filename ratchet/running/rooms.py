@@ -17,9 +17,10 @@ from pathlib import Path
 import yaml
 
 from ratchet import addresses
-from ratchet.running import engine, ports
+from ratchet.running import engine, gpus, ports
 from ratchet.running.secrecy import has_password, shown_arguments, shown_store, shown_variables
 from ratchet.settings import OTHER_VARIABLES, PREFIX, Settings
+from trainer.devices import pinned
 
 _PROBE_TIMEOUT = 3.0  # seconds
 _DRAIN = 4.0  # seconds that running calls get when `up` stops
@@ -58,10 +59,12 @@ class Plan:
 def plan(settings: Settings, *, config: Path) -> Plan:
     """Return the rooms of a project; `config` is where the resolved settings will be written.
 
-    Raises EngineMissing, ModelMissing, PortBusy or SettingsError.
+    Raises EngineMissing, GpuBusy, ModelMissing, PortBusy or SettingsError.
     """
     engine.check_installed(settings)
     model = engine.check_model(settings.base_model)
+    if engine.sees_a_gpu(settings):
+        gpus.check_free(settings.vllm.devices, settings.vllm.gpu_memory_utilization)
     settings, notes = _with_ports(settings)
     if not engine.is_folder(model):
         notes.append(f"base model {model}: no folder of that name here; taken as a hub name")
@@ -142,7 +145,7 @@ def _trainer_room(settings: Settings, config: Path) -> Room:
     return Room(
         name="trainer",
         command=(sys.executable, "-m", "ratchet", "--config", str(config), "trainer"),
-        environment=_for_a_room(settings),
+        environment=_for_a_room(settings) | pinned(settings.trainer_devices),
         ready=lambda: _TRAINER_READY in log.read_bytes(),
         start_timeout=settings.vllm.start_timeout,
         grace=10.0,

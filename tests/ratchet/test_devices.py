@@ -1,0 +1,104 @@
+"""Devices and hub variables: what vLLM's and the trainer's processes get, and what a busy GPU says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ratchet.errors import GpuBusy, SettingsError
+from ratchet.running import engine, gpus, rooms
+from ratchet.settings import load
+from tests.ratchet.project import Project
+from trainer.devices import VARIABLE
+
+Environments = dict[str, dict[str, str]]
+
+
+def environments(project: Project) -> Environments:
+    """What each room of the project would be started with."""
+    settings = load(project.folder / "ratchet.yaml", environ={})
+    found = rooms.plan(settings, config=project.folder / "resolved.yaml").rooms
+    return {room.name: dict(room.environment) for room in found}
+
+
+def test_trainer_and_vllm_are_pinned_each_to_its_own_devices(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "3")
+    content = {"judge": "a:b", "devices": "2"}
+    project.write(vllm={**project.content["vllm"], "devices": [0, 1]}, trainer=content)
+    found = environments(project)
+    assert {name: room[VARIABLE] for name, room in found.items()} == {"vllm": "0,1", "proxy": "3", "trainer": "2"}
+
+
+def test_without_settings_the_variable_holds_for_both(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.write(trainer={"judge": "a:b"})
+    monkeypatch.setenv(VARIABLE, "GPU-8f2c,1")
+    assert {room[VARIABLE] for room in environments(project).values()} == {"GPU-8f2c,1"}
+    monkeypatch.delenv(VARIABLE)
+    assert not [room for room in environments(project).values() if VARIABLE in room]
+
+
+def test_the_hubs_variables_reach_vllm_and_the_trainer(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.write(trainer={"judge": "a:b"}, base_model="acme/model")
+    for name, value in (("HF_ENDPOINT", "http://mirror"), ("HF_HUB_OFFLINE", "1"), ("HF_HOME", "/cache")):
+        monkeypatch.setenv(name, value)
+    for name in ("vllm", "trainer"):
+        room = environments(project)[name]
+        assert (room["HF_ENDPOINT"], room["HF_HUB_OFFLINE"], room["HF_HOME"]) == ("http://mirror", "1", "/cache")
+
+
+def test_the_started_vllm_sees_its_devices(project: Project) -> None:
+    project.write(vllm={**project.content["vllm"], "devices": 1})
+    project.up()
+    vllm = int((project.state / "run" / "vllm.pid").read_text().split()[0])
+    assert psutil.Process(vllm).environ()[VARIABLE] == "1"
+
+
+def test_the_command_that_is_shown_names_the_devices(project: Project) -> None:
+    project.write(vllm={**project.content["vllm"], "devices": 1})
+    settings = load(project.folder / "ratchet.yaml", environ={})
+    assert f"{VARIABLE}=1" in str(engine.plan(settings, 8235, gpu=True))
+
+
+@pytest.mark.parametrize("devices", ["first", "0,,1", "-1"])
+def test_what_is_no_device_is_told(project: Project, devices: str) -> None:
+    project.write(trainer={"judge": "a:b", "devices": devices})
+    with pytest.raises(SettingsError, match="is no device"):
+        load(project.folder / "ratchet.yaml", environ={})
+
+
+def test_hidden_gpus_are_none(project: Project) -> None:
+    project.write(vllm={**project.content["vllm"], "devices": ""})
+    settings = load(project.folder / "ratchet.yaml", environ={})
+    assert not engine.sees_a_gpu(settings)
+    assert "--enforce-eager" in str(engine.plan(settings, 8235))
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scripted nvidia-smi: GPU 0 is half full, GPU 1 is empty."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\n"
+        'case "$1" in\n'
+        "  --query-gpu*) printf '0, GPU-aaa, 80000, 61000\\n1, GPU-bbb, 80000, 4\\n' ;;\n"
+        "  --query-compute-apps*) printf 'GPU-aaa, 4711, python, 60990\\n' ;;\n"
+        "esac\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+@pytest.mark.parametrize("devices", [None, "0", "GPU-aaa", "0,1"])
+def test_a_busy_gpu_is_reported_with_the_pid_that_holds_it(devices: str | None) -> None:
+    with pytest.raises(GpuBusy, match=r"GPU 0 has 19000 of 80000 MiB free .* pid 4711 \(python, 60990 MiB\)"):
+        gpus.check_free(devices, 0.5)
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+def test_a_gpu_with_room_is_taken() -> None:
+    gpus.check_free("1", 0.9)
+    gpus.check_free("0", 0.2)
