@@ -40,6 +40,7 @@ from proxy.recording.recorder import Recorder
 from proxy.recording.shipper import Shipper
 from proxy.routing import Lifespan, Routes
 from proxy.settings import ProxySettings
+from proxy.tuning.rollouts import Rollouts
 from proxy.upstreams.breaker import Breaker
 from proxy.upstreams.forward import ByModel, Forwarder, ReplicaForwarder
 from proxy.upstreams.others import OtherModels
@@ -101,6 +102,7 @@ def create_app(
     direct = ReplicaForwarder(book, upstream, pool, metrics)
     probes = Probes(pool, direct.look, min(settings.probe_seconds, cool_off))
     own: Forwarder = direct
+    rollouts = Rollouts(store)
     contexts = None
     if settings.exact_context != "off":
         contexts = Contexts(store, settings.exact_context_bytes)
@@ -109,8 +111,8 @@ def create_app(
 
     def captured(dialect: Dialect) -> Endpoint:
         dialect = dialect if redactor is None else Redacting(dialect, redactor)
-        return Endpoint(dialect, book, links, recorder, forwarder, contexts, metrics, observer, settings.bounds,
-                        settings.keep_alive_seconds)  # fmt: skip
+        return Endpoint(dialect, book, links, recorder, forwarder, contexts, rollouts, metrics, observer,
+                        settings.bounds, settings.keep_alive_seconds)  # fmt: skip
 
     models = Models(book)
     health = Health(book, probes, journal, shipper, settings.most_lag)
@@ -138,7 +140,7 @@ def create_app(
     memory = Memory(links, store, settings.idle_seconds)
     watching = [service for service in (call_log, spans) if service is not None]
     return Lifespan(
-        app, [*watching, ring, upstream, others, journal, shipper, memory, book, probes], on_stop=health.stop
+        app, [*watching, ring, upstream, others, journal, shipper, memory, book, rollouts, probes], on_stop=health.stop
     )
 
 

@@ -1,7 +1,8 @@
 """The hot path: one captured call, in whatever dialect it is asked.
 
-In order: read the request; fix trajectory, policy version and sampling; journal the beginning; forward; pass the
-answer on as it comes, without what the client did not ask for; make the end durable; send the last byte.
+In order: read the request; fix trajectory, policy version and sampling; journal the beginning; swap a prompt in where
+the version or the rollout has one; forward; pass the answer on as it comes, without what the client did not ask for;
+make the end durable; send the last byte.
 A client that leaves stops the upstream at once, and what was generated is recorded.
 
 What a request means and how an answer is worded is the dialect's; nothing here knows one.
@@ -21,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from proxy.access.bounds import Bounds, read_json
 from proxy.access.limits import HOLD, Hold
 from proxy.asgi import KEY_ID, headers_of, send_bytes
+from proxy.dialects.chat import PATH
 from proxy.dialects.dialect import LARGE, Asked, Dialect, Voice
 from proxy.disconnect import Watch
 from proxy.errors import UpstreamBroke, UpstreamError, UpstreamRefused
@@ -34,7 +36,10 @@ from proxy.observing.metrics import Metrics, error_class
 from proxy.observing.observer import Observer
 from proxy.policy import PolicyBook
 from proxy.recording.recorder import End, Recorder
+from proxy.request import ChatRequest
 from proxy.sse import DONE, Events
+from proxy.tuning.rollouts import PREFIX, Plan, Rollouts
+from proxy.tuning.swap import swapped
 from proxy.upstreams.answer import Answer
 from proxy.upstreams.context_limit import read_overflow
 from proxy.upstreams.forward import Forwarder
@@ -59,6 +64,7 @@ class Endpoint:
         recorder: Recorder,
         forwarder: Forwarder,
         contexts: Contexts | None,
+        rollouts: Rollouts,
         metrics: Metrics,
         observer: Observer,
         bounds: Bounds,
@@ -70,6 +76,7 @@ class Endpoint:
         self._recorder = recorder
         self._forwarder = forwarder
         self._contexts = contexts
+        self._rollouts = rollouts
         self._metrics = metrics
         self._observer = observer
         self._bounds = bounds
@@ -80,10 +87,13 @@ class Endpoint:
         body = await read_json(receive, self._bounds)
         asked = await self._dialect.read(body, scope[KEY_ID])
         headers = headers_of(scope)
+        named = identity.named(scope, headers, asked.request)
+        # Nothing of a rollout is known before the store has told it; any other call does not wait.
+        plan = await self._rollouts.find(named[0], scope[KEY_ID]) if named[0] else None
         hold: Hold | None = scope.get(HOLD)
         if hold is not None:
             hold.reserve(asked.request.sampling, body)
-        exchange = self._open(scope, headers, asked, body, arrived)
+        exchange = self._open(scope, headers, asked, named, plan, arrived)
         self._metrics.under_way.inc()
         with Watch(receive) as watch:
             try:
@@ -109,21 +119,24 @@ class Endpoint:
         scope: Scope,
         headers: dict[bytes, bytes],
         asked: Asked,
-        body: bytes,
+        named: identity.Named,
+        plan: Plan | None,
         arrived: float,
     ) -> Exchange:
         """Fix the call's identity, version and sampling, and journal its beginning. Nothing here waits."""
         request, nodes, keys = asked.request, asked.nodes, asked.keys
-        alias, wanted = self._book.choose(request.model)
+        alias, wanted = self._book.choose(plan.model if plan and plan.model else request.model)
         now = time.time()
         attempt = Attempt(scope[KEY_ID], nodes[-1].hash if nodes else "", request.tools_hash)
         other = alias in self._book.others
-        found = identity.evidence(scope, headers, request, keys, (alias, wanted), attempt, now, other)
+        found = identity.evidence(headers, request, keys, (alias, wanted), attempt, now, named, other, plan)
         link = self._links.find(found)
         version = wanted if link.version is None else link.version
-        version = self._book.begins(alias, link.trajectory_id) if version is None else version
+        version = self._begins(alias, link.trajectory_id, plan) if version is None else version
         link = replace(link, version=version)
         self._links.begin(link, alias, version, now)
+        if plan is None and link.trajectory_id.startswith(PREFIX):  # found by its words
+            plan = self._rollouts.known(link.trajectory_id, scope[KEY_ID])
         task, role, tags = identity.labels(headers)
         begun = CallBegun(
             call_id=new_id("call"),
@@ -139,20 +152,34 @@ class Endpoint:
             parent_call=link.parent.call_id if link.parent else None,
             parent_choice=link.parent.choice if link.parent else 0,
             key_id=scope[KEY_ID],
-            task=task,
+            task=plan.task if plan else task,
             role=role,
             tags=tags,
             purpose=link.purpose,
             sampling=request.sampling,
         )
+        opened = self._recorder.begin(asked, link, begun)
         return Exchange(
-            request=request,
-            opened=self._recorder.begin(asked, link, begun),
+            request=self._with_prompt(request, opened.begun, plan),
+            opened=opened,
             voice=asked.voice(begun),
             request_id=identity.request_id(headers, begun.call_id),
             attempt=attempt,
             arrived=arrived,
         )
+
+    def _begins(self, alias: str, trajectory_id: str, plan: Plan | None) -> int:
+        """Return the version of a new trajectory; what is measured begins on the live one, not on a canary."""
+        if plan is None or plan.plain:
+            return self._book.begins(alias, trajectory_id)
+        return self._book.live(alias)
+
+    def _with_prompt(self, request: ChatRequest, begun: CallBegun, plan: Plan | None) -> ChatRequest:
+        """Return the request as it goes to vLLM: with the rollout's prompt, else the version's, if there is one."""
+        prompt = plan.prompt if plan and plan.prompt else self._book.prompt(begun.alias, begun.version)
+        if prompt is None or self._dialect.path != PATH:
+            return request
+        return swapped(request, prompt, self._links.family(begun))
 
     async def _serve(self, exchange: Exchange, trace: dict[str, str], send: Send, watch: Watch) -> None:
         quiet = None

@@ -22,7 +22,7 @@ SSE = (b"content-type", b"text/event-stream; charset=utf-8")
 class Exchange:
     """The state of one call. `arrived` and `upstream_seconds` are on the monotonic clock."""
 
-    request: ChatRequest
+    request: ChatRequest  # as it goes to vLLM; what the client said is in `opened`
     opened: Opened
     voice: Voice
     request_id: bytes

@@ -31,6 +31,7 @@ from store.errors import StoreError
 from store.ids import new_id
 from store.records import BASE_VERSION, Door, Policy
 from store.states import PolicyState
+from store.tuning_records import Prompt
 
 log = logging.getLogger("ratchet.proxy")
 
@@ -76,7 +77,9 @@ class PolicyBook:
         self._canaries: dict[str, Policy] = {}
         for alias in self.aliases:
             metrics.canary_share.labels(alias).set(0.0)
-        self._versions: dict[tuple[str, int], Policy] = {}
+        self._versions: dict[tuple[str, int], Policy] = {}  # that can be asked for
+        self._every: dict[tuple[str, int], Policy] = {}  # rejected and pruned ones, too: trajectories finish on them
+        self._prompts: dict[tuple[str, int], Prompt] = {}  # of the versions that have one
         self._all_at = 0.0
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -117,8 +120,12 @@ class PolicyBook:
 
     def served(self, alias: str, version: int) -> str:
         """Return the name that vLLM knows a version by."""
-        known = self._versions.get((alias, version))
+        known = self._every.get((alias, version))
         return known.served_name if known else f"{alias}@{version}"
+
+    def prompt(self, alias: str, version: int) -> Prompt | None:
+        """Return the prompt that a version has."""
+        return self._prompts.get((alias, version)) if self._prompts else None
 
     def known(self) -> Iterable[Policy]:
         """Return every version that can be asked for, by alias and version."""
@@ -126,7 +133,7 @@ class PolicyBook:
 
     async def adapter(self, alias: str, version: int) -> str | None:
         """Return the adapter folder of a version; None for the base model or where nobody knows it."""
-        known = self._versions.get((alias, version))
+        known = self._every.get((alias, version))
         if known is None:
             try:
                 known = await self._ask(0, lambda: self._store.policies.get(alias, version))
@@ -186,13 +193,8 @@ class PolicyBook:
         live = {policy.alias: policy.version for policy in found
                 if policy.state == PolicyState.LIVE and policy.alias in self.aliases}  # fmt: skip
         known = {(policy.alias, policy.version) for policy in found}
-        if not known <= self._versions.keys() or time.monotonic() - self._all_at > _ALL_EVERY:
-            everything = await self._ask(0, self._store.policies.all)
-            self._versions = {
-                (policy.alias, policy.version): policy
-                for policy in everything
-                if policy.alias in self.aliases and policy.state != PolicyState.REJECTED and policy.pruned_at is None
-            }
+        if not known <= self._every.keys() or time.monotonic() - self._all_at > _ALL_EVERY:
+            self._take_all(*await self._ask(0, self._read_all))
             self._all_at = time.monotonic()
         self.heard_at = time.monotonic()
         self._metrics.store_up.set(1)
@@ -203,6 +205,23 @@ class PolicyBook:
                 self._metrics.live_version.labels(alias).set(version)
             self._live = live
             self._changed.set()
+
+    def _read_all(self) -> tuple[list[Policy], dict[str, Prompt]]:
+        """Return every version of the aliases, and their prompts by id; a prompt is read once."""
+        policies = [policy for policy in self._store.policies.all() if policy.alias in self.aliases]
+        prompts = {prompt.id: prompt for prompt in list(self._prompts.values())}
+        for name in {policy.prompt_id for policy in policies if policy.prompt_id} - prompts.keys():
+            prompts[name] = self._store.prompts.get(name)
+        return policies, prompts
+
+    def _take_all(self, policies: Iterable[Policy], prompts: dict[str, Prompt]) -> None:
+        self._every = {(policy.alias, policy.version): policy for policy in policies}
+        self._prompts = {key: prompts[policy.prompt_id] for key, policy in self._every.items() if policy.prompt_id}
+        self._versions = {
+            key: policy
+            for key, policy in self._every.items()
+            if policy.state != PolicyState.REJECTED and policy.pruned_at is None
+        }
 
     def _take_canaries(self, found: Iterable[Policy]) -> None:
         canaries = {policy.alias: policy for policy in found if policy.alias in self.aliases}

@@ -13,12 +13,13 @@ import sqlalchemy as sa
 from store import schema
 from store.calls import load_calls
 from store.database import read
-from store.records import OpenAttempt, OpenLeaf
+from store.records import OpenAttempt, OpenLeaf, family_of
 from store.states import CallState, TrajectoryState
 from store.tokens import sequences
 
 _IN_MOST = 500  # values in one IN (...)
 _LOST = (CallState.ABORTED, CallState.INTERRUPTED)
+_FAMILY = (schema.trajectories.c.task, schema.trajectories.c.tools_hash.label("first_tools"))
 _RETRIED = (408, 409, 429)  # and every 5xx
 
 
@@ -33,7 +34,7 @@ class OpenRuns:
         calls, answers, runs = schema.calls, schema.choices, schema.trajectories
         columns = (answers.c.choice, answers.c.link_key, answers.c.tool_call_ids, answers.c.reply_node)
         query = (
-            sa.select(calls, runs.c.purpose, runs.c.root_node, runs.c.last_active_at, *columns)
+            sa.select(calls, runs.c.purpose, runs.c.root_node, runs.c.last_active_at, *_FAMILY, *columns)
             .join(answers, answers.c.call_id == calls.c.id)
             .join(runs, runs.c.id == calls.c.trajectory_id)
             .where(_open(since), answers.c.link_key != "")
@@ -60,7 +61,7 @@ class OpenRuns:
             later.c.id > calls.c.id,
         )
         query = (
-            sa.select(calls, runs.c.purpose, runs.c.last_active_at)
+            sa.select(calls, runs.c.purpose, runs.c.last_active_at, *_FAMILY)
             .join(runs, runs.c.id == calls.c.trajectory_id)
             .where(_open(since), calls.c.started_at >= since, sa.or_(calls.c.state.in_(_LOST), failed), ~repeated)
             .order_by(calls.c.id.desc())
@@ -94,6 +95,7 @@ def _leaf(
         purpose=row.purpose,
         sequence=known.get((row.id, row.choice), b""),
         last_active_at=row.last_active_at,
+        family=family_of(row.task, row.first_tools),
         extended=(row.id, row.choice) in continued,
         reply=bodies.get(row.reply_node, b""),
         asked=tuple(bodies[name] for name in (row.root_node, row.prompt_node) if name in bodies),
@@ -101,8 +103,10 @@ def _leaf(
 
 
 def _attempt(row: Any) -> OpenAttempt:
-    names = [name for name in OpenAttempt.__struct_fields__ if name != "ended_at"]
-    return OpenAttempt(ended_at=row.ended_at or row.started_at, **{name: getattr(row, name) for name in names})
+    names = [name for name in OpenAttempt.__struct_fields__ if name not in ("ended_at", "family")]
+    told = {name: getattr(row, name) for name in names}
+    family = family_of(row.task, row.first_tools)
+    return OpenAttempt(ended_at=row.ended_at or row.started_at, family=family, **told)
 
 
 def _bodies(connection: sa.Connection, names: Iterable[str]) -> dict[str, bytes]:

@@ -152,6 +152,7 @@ class OpenLeaf(Record, frozen=True):
     purpose: str
     sequence: bytes  # every id of the context up to and with the answer (int32)
     last_active_at: float
+    family: str | None = None  # of the trajectory
     extended: bool = False  # a later call continues it
     reply: bytes = b""  # the answer as canonical JSON
     asked: tuple[bytes, ...] = ()  # the trajectory's first prompt message and the one that was answered, likewise
@@ -172,6 +173,7 @@ class OpenAttempt(Record, frozen=True):
     parent_choice: int
     ended_at: float
     last_active_at: float  # of its trajectory
+    family: str | None = None  # likewise
 
 
 class Door(Record, frozen=True):
@@ -341,10 +343,7 @@ class Group(Record, frozen=True):
 
 
 class Policy(Record, frozen=True):
-    """One version of an alias: an adapter, a prompt that is swapped in, or both. Version 0 is the base model as it is.
-
-    Versions that differ by their prompt alone share an adapter and a served name.
-    """
+    """One version of an alias: an adapter, a prompt, or both; version 0 has neither. A prompt shares its adapter."""
 
     alias: str
     version: int

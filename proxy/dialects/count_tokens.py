@@ -21,6 +21,7 @@ from proxy.policy import PolicyBook
 from proxy.shapes import ANTHROPIC
 from proxy.upstreams.pool import Pool, Replica
 from proxy.upstreams.upstream import Upstream
+from store.swapping import with_prompt
 
 PATH = "/tokenize"
 
@@ -56,8 +57,10 @@ class CountTokens:
         alias, version = self._book.choose(fields["model"])
         if alias in self._book.others:
             raise BadRequest(f"the tokens of {alias}, a model of another server, cannot be counted here", param="model")
-        served = self._book.served(alias, self._book.live(alias) if version is None else version)
-        return msgspec.json.encode(messages_request.count_body(fields, served))
+        version = self._book.live(alias) if version is None else version
+        counted = messages_request.count_body(fields, self._book.served(alias, version))
+        counted["messages"] = with_prompt(counted["messages"], self._book.prompt(alias, version), None)
+        return msgspec.json.encode(counted)
 
     async def _ask(self, body: bytes) -> tuple[int, bytes]:
         answer = await self._pool.ask("", lambda replica: self._upstream.post_json(replica.url, PATH, body))

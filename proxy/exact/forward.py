@@ -129,7 +129,8 @@ class ExactForwarder:
         held = await self._contexts.of(leaf)
         if held is None:
             raise Fork("context_unknown")
-        place = _place(exchange.opened.keys, leaf)
+        # A system prompt that was swapped in where the client sent none stands before all that it sent.
+        place = _place(exchange.opened.keys, leaf) + len(wanted.messages) - len(exchange.opened.messages)
         body = wanted.outgoing_fields(self._book.served(begun.alias, begun.version))
         rendered, spliced = await self._spliced(url, begun.alias, body, wanted, place, held)
         if spliced is None:

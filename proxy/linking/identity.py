@@ -8,38 +8,43 @@ from hashlib import blake2b
 
 from starlette.types import Scope
 
-from proxy.asgi import CALLER, KEY_ID, TRAJECTORY
+from proxy.asgi import CALLER, TRAJECTORY
 from proxy.errors import BadRequest
 from proxy.linking.leaf import Attempt, Evidence
 from proxy.request import ChatRequest
+from proxy.tuning.rollouts import Plan
 
 _ID = re.compile(r"[A-Za-z0-9._:~@+=-]{1,100}")
 _NO_ID = re.compile(r"[^A-Za-z0-9._:~@+=-]")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
+Named = tuple[str | None, str]  # the trajectory, if one is named, and where: path, header, body, ...
+
 RETRY = b"x-stainless-retry-count"
 
 
 def evidence(
-    scope: Scope,
     headers: Mapping[bytes, bytes],
     request: ChatRequest,
     keys: tuple[str, ...],
     asked: tuple[str, int | None],
     attempt: Attempt,
     now: float,
+    named: Named,
     other: bool = False,
+    plan: Plan | None = None,
 ) -> Evidence:
-    """Return what the request says about where it belongs. Raises BadRequest for an id that cannot be one."""
-    explicit, by = _explicit(scope, headers, request)
-    if other and explicit is not None:
+    """Return what the request says about where it belongs, and what the plan of its rollout says, if it is of one."""
+    explicit, by = named
+    # A rollout on another model is the trajectory itself; else such a model only speaks beside one of an alias.
+    if other and explicit is not None and not (plan and plan.model):
         explicit = beside(explicit, asked[0])
     return Evidence(
         alias=asked[0],
         version=asked[1],
         messages=request.messages,
         keys=keys,
-        key_id=scope[KEY_ID],
+        key_id=attempt.key_id,
         explicit=explicit,
         explicit_by=by,
         follows=request.follows[1] if request.follows else None,
@@ -47,6 +52,7 @@ def evidence(
         again=headers.get(RETRY, b"0") not in (b"0", b""),
         arrived_at=now,
         other=other,
+        planned=plan.purpose if plan else None,
     )
 
 
@@ -56,7 +62,8 @@ def beside(trajectory_id: str, model: str) -> str:
     return whole if len(whole) <= 128 else f"{trajectory_id}~{blake2b(model.encode(), digest_size=8).hexdigest()}"
 
 
-def _explicit(scope: Scope, headers: Mapping[bytes, bytes], request: ChatRequest) -> tuple[str | None, str]:
+def named(scope: Scope, headers: Mapping[bytes, bytes], request: ChatRequest) -> Named:
+    """Return the trajectory that the request names, and where. Raises BadRequest for an id that cannot be one."""
     for by, value in (
         ("path", scope[TRAJECTORY]),
         ("header", _text(headers, b"x-ratchet-trajectory") or _text(headers, b"x-session-id")),

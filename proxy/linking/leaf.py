@@ -76,12 +76,15 @@ class Evidence:
     again: bool = False  # the SDK says that it tries again
     arrived_at: float = 0.0  # Unix seconds
     other: bool = False  # the model is not trained here
+    planned: str | None = None  # the purpose that a rollout's plan says
 
     @property
     def purpose(self) -> str:
-        """`eval` where a version is asked for by name, `other` where the model is not trained here, else `live`."""
+        """`other` where the model is not trained here, else as planned; `eval` where a version is asked for by name."""
         if self.other:
             return OTHER
+        if self.planned is not None:
+            return self.planned
         return "live" if self.version is None else "eval"
 
 

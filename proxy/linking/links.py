@@ -33,7 +33,7 @@ from proxy.linking.restored import restored_attempt, restored_leaf
 from store import messages as canon
 from store.ids import new_id
 from store.owners import may_share
-from store.records import OpenAttempt, OpenLeaf
+from store.records import CallBegun, OpenAttempt, OpenLeaf, family_of
 
 _MOST_LEAVES = 2_000  # of one run
 _MOST_IN_ALL = 200_000
@@ -49,6 +49,7 @@ class Run:
     last_active_at: float
     purpose: str = "live"
     key_id: str | None = None
+    family: str | None = None  # of its task, once somebody asked
     calls_under_way: int = 0
     leaves: list[Leaf] = field(default_factory=list)
 
@@ -166,6 +167,16 @@ class Links:
         if link.quoted is not None:
             link.quoted.quoted = True
 
+    def family(self, begun: CallBegun) -> str:
+        """Return the task family of a call's trajectory: that of its first call, whatever later ones say."""
+        run = self._runs.get(begun.trajectory_id)
+        found = run.family if run else None
+        if found is None:
+            found = family_of(begun.task, begun.tools_hash)
+            if run is not None:
+                run.family = found
+        return found
+
     def end(self, link: Link, leaves: Iterable[Leaf], now: float) -> None:
         """A call of this trajectory is over; `leaves` are its answers."""
         run = self._runs.get(link.trajectory_id)
@@ -197,7 +208,7 @@ class Links:
         self._forget_still(now)
 
     def _restored(self, known: OpenLeaf | OpenAttempt, key_id: str | None) -> Run:
-        run = Run(known.alias, known.version, known.last_active_at, known.purpose, key_id)
+        run = Run(known.alias, known.version, known.last_active_at, known.purpose, key_id, known.family)
         return self._runs.setdefault(known.trajectory_id, run)
 
     def forget(self, trajectory_id: str) -> None:

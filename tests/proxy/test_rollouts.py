@@ -1,0 +1,195 @@
+"""Rollouts: calls under `/t/roll_.../v1` are served as the tuner has planned, and nobody else's are touched."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from proxy.tuning.rollouts import Rollouts
+from store import Store
+from store.database import connect
+from store.errors import UnknownRecord
+from store.ids import new_id
+from store.tuning_records import Rollout
+from tests.proxy.conftest import Proxy, Start
+from tests.proxy.scripted_vllm import ScriptedVllm
+from tests.proxy.servers import eventually, served
+from tests.proxy.test_keys import bearer, made
+from tests.proxy.test_other_models import PlainServer, entry
+from tests.proxy.test_policy import candidate, promote
+from tests.proxy.test_prompts import give
+
+USER: dict[str, Any] = {"role": "user", "content": "hi"}
+BODY: dict[str, Any] = {"model": "agent", "messages": [{"role": "system", "content": "Mine."}, USER]}
+
+
+def plan(store: Store, **changes: Any) -> str:
+    """Plan a rollout as the tuner does; return its id."""
+    tuning = store.tunings.begin("prompt", "agent", {})
+    values: dict[str, Any] = {"task_id": "mail/7", "split": "train", "attempt": 0, "candidate": "c", "planned_at": 1.0}
+    rollout = Rollout(id=new_id("roll"), tuning_id=tuning.id, **(values | changes))
+    store.rollouts.plan([rollout])
+    return rollout.id
+
+
+def say(
+    proxy: Proxy,
+    name: str,
+    body: dict[str, Any] = BODY,
+    path: str = "/chat/completions",
+    headers: dict[str, str] | None = None,
+) -> Any:
+    return proxy.http.post(f"/t/{name}/v1{path}", json=body, headers=headers)
+
+
+def test_a_rollout_is_served_with_its_task_its_purpose_and_its_prompt(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    prompt = proxy.store.prompts.remember("Candidate 7.")
+    name = plan(proxy.store, prompt_id=prompt.id, purpose="eval")
+    answer = say(proxy, name, headers={"x-ratchet-task": "the agent's own"})
+    assert answer.status_code == 200
+    assert answer.headers["x-ratchet-trajectory"] == name
+    assert vllm.calls[-1]["messages"][0]["content"] == "Candidate 7."
+    assert "Candidate 7." not in answer.text
+    proxy.settled()
+    run = proxy.store.trajectories.get(name)
+    assert (run.task, run.purpose, run.version) == ("mail/7", "eval", 0)
+    assert proxy.store.trajectories.read(name).messages[0]["content"] == "Mine."
+
+
+def test_all_of_a_rollout_is_of_it_also_calls_that_do_not_name_it(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    prompt = proxy.store.prompts.remember("Candidate 7.")
+    name = plan(proxy.store, prompt_id=prompt.id)
+    first = say(proxy, name).json()["choices"][0]["message"]
+    told = {"role": "assistant", "content": first["content"]}
+    again = proxy.http.post("/v1/chat/completions", json=BODY | {"messages": [*BODY["messages"], told, USER]})
+    assert again.headers["x-ratchet-trajectory"] == name
+    assert vllm.calls[-1]["messages"][0]["content"] == "Candidate 7."
+
+
+def test_a_rollouts_model_takes_the_place_of_the_one_that_the_agent_asks_for(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    promote(proxy, 1)
+    asked = BODY | {"model": "gpt-of-the-agent"}
+    for model, policy in (("agent", "agent@1"), ("agent@0", "agent@0"), ("agent@1", "agent@1")):
+        name = plan(proxy.store, model=model)
+        answer = say(proxy, name, asked)
+        assert (answer.status_code, answer.headers["x-ratchet-policy"]) == (200, policy)
+        assert answer.json()["model"] == policy
+        proxy.settled()
+        assert proxy.store.trajectories.get(name).purpose == "live"
+    unknown = say(proxy, plan(proxy.store, model="agent@9"), asked)
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    assert say(proxy, plan(proxy.store), asked).status_code == 404
+
+
+def test_a_rollout_on_another_model_is_the_trajectory_itself(start: Start, vllm: ScriptedVllm) -> None:
+    app = PlainServer()
+    with served(app) as url:
+        proxy = start(model_list=[entry(url)], model_keys={"K": "sk-judge-0123456789"})
+        prompt = proxy.store.prompts.remember("Candidate 7.")
+        name = plan(proxy.store, model="judge", prompt_id=prompt.id, purpose="eval")
+        answer = say(proxy, name)
+        assert (answer.status_code, answer.headers["x-ratchet-trajectory"]) == (200, name)
+        assert app.bodies[-1]["messages"] == [{"role": "system", "content": "Candidate 7."}, USER]
+        proxy.settled()
+        run = proxy.store.trajectories.get(name)
+        assert (run.alias, run.purpose, run.task) == ("judge", "other", "mail/7")
+    assert vllm.calls == []
+
+
+def test_what_is_measured_begins_on_the_live_version_and_what_is_trained_on_may_be_a_canarys(proxy: Proxy) -> None:
+    candidate(proxy, 1)
+    proxy.store.policies.canary("agent", 1, 0.999)
+    eventually(lambda: 'ratchet_canary_share{alias="agent"} 0.999' in proxy.http.get("/metrics").text)
+    prompt = proxy.store.prompts.remember("Candidate 7.")
+    said = [say(proxy, plan(proxy.store, **more)) for more in ({}, {"purpose": "eval"}, {"prompt_id": prompt.id})]
+    assert [answer.headers["x-ratchet-policy"] for answer in said] == ["agent@1", "agent@0", "agent@0"]
+
+
+def test_a_rollouts_prompt_counts_more_than_its_versions(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    give(proxy, "The version's.")
+    prompt = proxy.store.prompts.remember("Candidate 7.")
+    for name, sent in ((plan(proxy.store, prompt_id=prompt.id), "Candidate 7."), (plan(proxy.store), "The version's.")):
+        say(proxy, name)
+        assert vllm.calls[-1]["messages"][0]["content"] == sent
+
+
+def test_an_id_that_nobody_planned_is_an_ordinary_trajectory_until_somebody_does(
+    proxy: Proxy, vllm: ScriptedVllm
+) -> None:
+    answer = say(proxy, "roll_of_somebody", headers={"x-ratchet-task": "own"})
+    assert answer.headers["x-ratchet-trajectory"] == "roll_of_somebody"
+    assert vllm.calls[-1]["messages"] == BODY["messages"]
+    proxy.settled()
+    assert proxy.store.trajectories.get("roll_of_somebody").task == "own"
+
+
+def test_another_keys_rollout_is_not_served(start: Start, store: Store, vllm: ScriptedVllm) -> None:
+    (one, first), (two, _) = made(store), made(store)
+    prompt = store.prompts.remember("Candidate 7.")
+    proxy = start()
+    kept, taken = plan(store, prompt_id=prompt.id, key_id=first.id), plan(store, prompt_id=prompt.id)
+    assert say(proxy, kept, headers=bearer(two)).status_code == 200
+    assert vllm.calls[-1]["messages"] == BODY["messages"]
+    assert say(proxy, kept, headers=bearer(one)).headers["x-ratchet-trajectory"] == kept + _suffix(kept, proxy)
+    for key, sent in ((two, "Candidate 7."), (one, "Mine."), (two, "Candidate 7.")):
+        say(proxy, taken, headers=bearer(key))
+        assert vllm.calls[-1]["messages"][0]["content"] == sent
+
+
+def _suffix(name: str, proxy: Proxy) -> str:
+    """What a trajectory's name gets where another key has taken it."""
+    proxy.settled()
+    return next(run.id.removeprefix(name) for run in proxy.store.trajectories.page() if run.id.startswith(name + "~"))
+
+
+SHAPES = {
+    "/chat/completions": BODY,
+    "/responses": {"model": "agent", "input": "hi"},
+    "/messages": {"model": "agent", "messages": [USER], "max_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("path", SHAPES)
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_while_the_store_is_away_a_rollout_is_told_to_wait_and_nobody_else_is(
+    proxy: Proxy, tmp_path: Path, path: str, streamed: bool, vllm: ScriptedVllm
+) -> None:
+    prompt = proxy.store.prompts.remember("Candidate 7.")
+    known, new = plan(proxy.store, prompt_id=prompt.id), plan(proxy.store, prompt_id=prompt.id)
+    body = SHAPES[path] | {"stream": streamed}
+    assert say(proxy, known, body, path).status_code == 200
+    engine = connect(str(tmp_path / "store.db"))
+    with engine.begin() as connection:
+        connection.execute(sa.text("ALTER TABLE rollouts RENAME TO gone"))
+    calls = len(vllm.calls)
+    refused = say(proxy, new, body, path)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    told = refused.json()
+    assert new in told["error"]["message"]
+    assert told["error"]["type"] == ("overloaded_error" if path == "/messages" else "service_unavailable")
+    assert len(vllm.calls) == calls
+    assert say(proxy, "ordinary", body, path).status_code == 200
+    assert proxy.http.post("/v1" + path, json=body).status_code == 200
+    assert say(proxy, known, body, path).status_code == 200
+    with engine.begin() as connection:
+        connection.execute(sa.text("ALTER TABLE gone RENAME TO rollouts"))
+    engine.dispose()
+    assert say(proxy, new, body, path).status_code == 200
+    assert vllm.calls[-1]["messages"][0]["content"] == "Candidate 7."
+
+
+async def test_memory_is_bounded_and_one_look_serves_all_who_ask(store: Store) -> None:
+    rollouts = Rollouts(store, most=10)
+    names = [plan(store) for _ in range(15)]
+    found = await asyncio.gather(*(rollouts.find(name, None) for name in names for _ in range(3)))
+    assert all(one is not None and one.task == "mail/7" for one in found)
+    assert sum(rollouts.known(name, None) is not None for name in names) == 10
+    assert await rollouts.find("traj_x", None) is None
+    with pytest.raises(UnknownRecord):
+        store.rollouts.get("roll_x")
+    assert await rollouts.find("roll_x", None) is None
+    await rollouts.stop()
