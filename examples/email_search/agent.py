@@ -32,7 +32,8 @@ class Rollout:
     """What came of one attempt at one task.
 
     `index` is the attempt's place in the run, counted from 0; `models` are the distinct model names that the server
-    reported; `tool_failures` counts failures by class; tokens are sums over the calls, as the server counted them.
+    reported; `tool_failures` counts failures by class; tokens are sums over the calls, as the server counted them;
+    `response_id` is the id that the server gave the last answer.
     """
 
     index: int
@@ -50,6 +51,7 @@ class Rollout:
     models: tuple[str, ...]
     errors: tuple[str, ...]
     seconds: float
+    response_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class Agent:
             models=tuple(course.models),
             errors=tuple(course.errors),
             seconds=time.monotonic() - begun,
+            response_id=course.response_id,
         )
 
     async def _ask(self, messages: list[dict[str, Any]]) -> Any:
@@ -114,6 +117,7 @@ class _Course:
 
     messages: list[dict[str, Any]]
     answer: str | None = None
+    response_id: str | None = None
     turns: int = 0
     tool_calls: int = 0
     prompt_tokens: int = 0
@@ -125,6 +129,7 @@ class _Course:
     def take(self, response: Any, box: Mailbox) -> End | None:
         """Takes one reply in and runs its tool calls; returns why the rollout ends here, None where it goes on."""
         self.models.setdefault(response.model)
+        self.response_id = response.id
         if response.usage is not None:
             self.prompt_tokens += response.usage.prompt_tokens
             self.completion_tokens += response.usage.completion_tokens

@@ -6,14 +6,11 @@ and the model are all that it takes, the mailbox is the one in `EMAIL_SEARCH_HOM
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-
-from examples.email_search.agent import TIMEOUT_SECONDS, Agent
+from examples.connections import connection
+from examples.email_search.agent import Agent
 from examples.email_search.mailbox import DATABASE, Mailbox
 from examples.email_search.tasks import home, task_of
 
@@ -25,18 +22,11 @@ class NoAnswerError(RuntimeError):
 async def workflow(task: Mapping[str, Any], *, base_url: str, api_key: str, model: str) -> str | None:
     """Returns what the agent gave as its answer, None where it gave none. Raises NoAnswerError on a server's error."""
     box = Mailbox(home() / DATABASE)
-    web = DefaultAsyncHttpxClient(verify=_certificates())
     try:
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=TIMEOUT_SECONDS, http_client=web) as client:
+        async with connection(base_url, api_key) as client:
             rollout = await Agent(client, box, model).attempt(task_of(task))
     finally:
         box.close()
     if rollout.end == "api_error":
         raise NoAnswerError(rollout.errors[-1])
     return rollout.answer
-
-
-@cache
-def _certificates() -> ssl.SSLContext:
-    """Reading the machine's certificates takes longer than a whole attempt's own work: once is enough."""
-    return ssl.create_default_context()

@@ -38,6 +38,17 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """Size of the model and of the optimisation."""
+
+    hidden: int = 128
+    layers: int = 4
+    heads: int = 4
+    learning_rate: float = 3e-3
+    initializer_range: float = 0.08
+
+
+@dataclass(frozen=True, slots=True)
 class Lessons:
     """What a policy is taught.
 
@@ -50,17 +61,8 @@ class Lessons:
     words: frozenset[str]
     held_out: Sequence[Drawn]
     pattern: str = RUN
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Size of the model and of the optimisation."""
-
-    hidden: int = 128
-    layers: int = 4
-    heads: int = 4
-    learning_rate: float = 3e-3
-    initializer_range: float = 0.08
+    shape: Shape = Shape()
+    steps: int = 1300  # of the optimiser
 
 
 class Encoder:
@@ -215,19 +217,22 @@ def _schedule(step: int, steps: int) -> float:
 
 
 def make_policy(
-    out: Path, lessons: Lessons, *, seed: int = 0, steps: int = 1300, shape: Shape | None = None
+    out: Path, lessons: Lessons, *, seed: int = 0, steps: int | None = None, shape: Shape | None = None
 ) -> dict[str, float]:
-    """Writes the policy folder `out` and returns what was measured: parameters, held-out copying, seconds."""
+    """Writes the policy folder `out` and returns what was measured: parameters, held-out copying, seconds.
+
+    `steps` and `shape` take the place of the lessons' own.
+    """
     import torch
 
-    begun, shape = time.monotonic(), shape or Shape()
+    begun, shape = time.monotonic(), shape or lessons.shape
     torch.manual_seed(seed)
     tokenizer = make_tokenizer(lessons.corpus, lessons.words, lessons.pattern)
     encoder, pad = Encoder(tokenizer, lessons.words), int(tokenizer.convert_tokens_to_ids(PAD))
     model, examination = make_model(tokenizer, shape), Examination(encoder, lessons.held_out, pad)
     rng = random.Random(seed)
     feeds = [(phase, Batches(phase, encoder, rng)) for phase in lessons.phases]
-    train(model, feeds, steps, shape, pad, examination)
+    train(model, feeds, steps or lessons.steps, shape, pad, examination)
     figures = {
         "parameters": float(sum(p.numel() for p in model.parameters())),
         "copied": examination.copied(model),
@@ -243,7 +248,7 @@ def main(teach: Callable[[int], Lessons], prog: str, description: str, arguments
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the policy to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1300, help="optimiser steps of the warm start")
+    parser.add_argument("--steps", type=int, help="optimiser steps of the warm start, in place of the policy's own")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads for torch")
     chosen = parser.parse_args(arguments)
     import torch

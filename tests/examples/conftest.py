@@ -1,8 +1,9 @@
-"""Fixtures of the example's tests: a built mailbox with its task set."""
+"""Fixtures of the examples' tests: a built mailbox with its task set, and a proxy before a model that plays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ import pytest
 from examples.email_search.__main__ import main
 from examples.email_search.mailbox import DATABASE, Mailbox
 from examples.email_search.tasks import Task, read_tasks
+from store import open_store
+from tests.examples.player import Messages, Player, Script
+from tests.proxy.conftest import Proxy, running
+from tests.proxy.servers import served
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +37,16 @@ def box(home: Path) -> Iterator[Mailbox]:
 def task(home: Path) -> Task:
     """The first held-out task."""
     return read_tasks(home, "test")[0]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Iterator[Callable[[Callable[[Messages], Script]], Proxy]]:
+    """A running proxy in front of a model that plays as it is told; its store is `proxy.store`."""
+    with contextlib.ExitStack() as stack:
+
+        def start(model: Callable[[Messages], Script]) -> Proxy:
+            store = stack.enter_context(contextlib.closing(open_store(str(tmp_path / "store.db"))))
+            url = stack.enter_context(served(Player(model)))
+            return stack.enter_context(running(url, store, tmp_path))
+
+        yield start

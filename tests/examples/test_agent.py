@@ -38,11 +38,6 @@ async def run(box: Mailbox, task: Task, model: ScriptedModel, **more: Any) -> li
     return await run_tasks([task], base_url=model.base_url, api_key="sk-test", model="m", box=box, **options)
 
 
-def test_no_file_of_the_example_imports_a_room_of_ratchet() -> None:
-    for path in PACKAGE.glob("*.py"):
-        assert not {name.split(".")[0] for name in imports(path)} & {"ratchet", "proxy", "store", "trainer"}, path
-
-
 def test_the_agent_and_all_that_it_imports_need_only_the_sdk_and_the_standard_library() -> None:
     seen, open_files = set(), ["agent"]
     while open_files:

@@ -1,0 +1,101 @@
+"""Problems of one step, in words, each with one right answer; and the task set that is made of them.
+
+`python -m examples.math.problems --out examples/math/tasks` writes `train.jsonl` and `test.jsonl`, one `{"id",
+"question", "answer"}` a line: a Hugging Face data set. Pairs of numbers that the test set asks about are held out:
+neither the training tasks nor the tiny policy's warm start ever hold one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SIZES = {"train": 300, "test": 100}
+LARGEST = 200  # no number in a problem or an answer is larger
+WORDINGS = {
+    "+": (
+        "What is {a} plus {b}?",
+        "Anna has {a} apples and gets {b} more. How many apples does Anna have?",
+        "Add {a} and {b}.",
+    ),
+    "-": (
+        "What is {a} minus {b}?",
+        "Anna has {a} apples and eats {b}. How many apples are left?",
+        "Take {b} from {a}.",
+    ),
+    "*": (
+        "What is {a} times {b}?",
+        "Anna has {a} boxes with {b} apples each. How many apples does Anna have?",
+        "Multiply {a} by {b}.",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question, its right answer, and the expression that gives it."""
+
+    question: str
+    answer: str
+    expression: str
+
+
+def calculated(left: int, sign: str, right: int) -> int:
+    """What the expression comes to."""
+    return {"+": left + right, "-": left - right, "*": left * right}[sign]
+
+
+def is_held_out(a: int, b: int) -> bool:
+    """Whether problems about this pair are for the test set alone: one pair in five."""
+    return (31 * a + 17 * b) % 5 == 0
+
+
+def draw(rng: random.Random, held_out: bool = False) -> Problem:
+    """One problem, about a held-out pair or about one of the others."""
+    while True:
+        sign = rng.choice(sorted(WORDINGS))
+        a, b = (rng.randint(2, 14), rng.randint(2, 14)) if sign == "*" else (rng.randint(2, 99), rng.randint(2, 99))
+        a, b = (max(a, b), min(a, b)) if sign == "-" else (a, b)
+        if is_held_out(a, b) is held_out and a != b:
+            break
+    question = rng.choice(WORDINGS[sign]).format(a=a, b=b)
+    return Problem(question, str(calculated(a, sign, b)), f"{a} {sign} {b}")
+
+
+def task_set(seed: int = 0) -> dict[str, list[dict[str, str]]]:
+    """The rows of each split; no question occurs twice."""
+    splits = {}
+    for split, size in SIZES.items():
+        rng, problems = random.Random(f"{seed} {split}"), dict[str, Problem]()
+        while len(problems) < size:
+            problem = draw(rng, held_out=split == "test")
+            problems[problem.question] = problem
+        splits[split] = [
+            {"id": f"{split}/{number}", "question": problem.question, "answer": problem.answer}
+            for number, problem in enumerate(problems.values())
+        ]
+    return splits
+
+
+def write_rows(folder: Path, splits: Mapping[str, Sequence[Mapping[str, str]]]) -> None:
+    """Writes a task set, a file for each split."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, rows in splits.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m examples.math.problems", description="Write the task set.")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write train.jsonl and test.jsonl to")
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args(arguments)
+    write_rows(chosen.out, task_set(chosen.seed))
+
+
+if __name__ == "__main__":
+    main()

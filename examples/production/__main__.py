@@ -1,0 +1,87 @@
+"""The stream's command line: `python -m examples.production --users 2400`.
+
+The server is the one that OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL name; the mailbox is that of
+`python -m examples.email_search build-db`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from examples.email_search.mailbox import DATABASE, Mailbox
+from examples.email_search.tasks import home
+from examples.production.figures import figures
+from examples.production.stream import Served, serve
+from examples.production.users import USUAL, Habits, visits
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serves the users and prints the figures; 1 where something is missing or nobody was served."""
+    chosen = _parser().parse_args(arguments)
+    base_url = os.environ.get("OPENAI_BASE_URL")
+    try:
+        if not chosen.model or not base_url:
+            raise ValueError("no server or no model: set OPENAI_BASE_URL and OPENAI_MODEL")
+        box = Mailbox(chosen.home / DATABASE)
+    except (OSError, ValueError) as error:
+        print(f"production: {error}", file=sys.stderr)
+        return 1
+    told = _run(chosen, base_url, box)
+    if chosen.json:
+        chosen.json.write_text(json.dumps(told) + "\n", encoding="utf-8")
+    print(json.dumps(told, indent=2))
+    return int(told["errors"] == told["users"])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m examples.production", description="A stream of simulated users.")
+    parser.add_argument("--model", default=os.environ.get("OPENAI_MODEL"), help="model name (default: OPENAI_MODEL)")
+    parser.add_argument("--users", type=int, default=2400, help="users to serve")
+    parser.add_argument("--at-once", type=int, default=24, help="users served side by side")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the users and of what they say")
+    parser.add_argument("--silent", type=float, default=USUAL.silent, help="share of users who say nothing")
+    parser.add_argument("--mistaken", type=float, default=USUAL.mistaken, help="share of thumbs that are wrong")
+    parser.add_argument("--delay", type=float, default=USUAL.delay, help="seconds to the thumb, on average")
+    parser.add_argument("--home", type=Path, default=home(), help="folder of the mailbox (EMAIL_SEARCH_HOME)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    return parser
+
+
+def _run(chosen: argparse.Namespace, base_url: str, box: Mailbox) -> dict[str, Any]:
+    with tqdm(total=chosen.users, desc="production", unit="user", file=sys.stderr, mininterval=1.0) as bar:
+        content = 0
+
+        def on_served(one: Served) -> None:
+            nonlocal content
+            content += one.rollout.success
+            bar.set_postfix(content=f"{content / (bar.n + 1):.2f}", refresh=False)
+            bar.update()
+
+        served, given = asyncio.run(
+            serve(
+                itertools.islice(visits(chosen.seed), chosen.users),
+                base_url=base_url,
+                api_key=os.environ.get("OPENAI_API_KEY", "none"),
+                model=chosen.model,
+                box=box,
+                at_once=chosen.at_once,
+                seed=chosen.seed,
+                habits=Habits(silent=chosen.silent, mistaken=chosen.mistaken, delay=chosen.delay),
+                on_served=on_served,
+            )
+        )
+    return figures(served) | {"thumb_statuses": {str(code): n for code, n in sorted(given.statuses.items())}}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

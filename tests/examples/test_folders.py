@@ -1,0 +1,43 @@
+"""Every example is a folder that can be run: its settings load, its judge imports, and it knows no room."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from ratchet.settings import load
+from trainer.judges.make import make_judge
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/ratchet.yaml"))
+ROOMS = {"ratchet", "proxy", "store", "trainer", "tests", "benchmarks"}
+
+
+def test_the_examples_are_all_here() -> None:
+    assert FOLDERS == ["email_search", "math", "planner", "production"]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_an_example_has_settings_that_load_a_judge_that_imports_and_a_readme_that_names_them(name: str) -> None:
+    settings = load(EXAMPLES / name / "ratchet.yaml", environ={})
+    trainer = settings.trainer_settings()
+    assert make_judge(trainer.judge, {}).version
+    assert settings.base_model is not None
+    assert (EXAMPLES.parent / settings.base_model / "model.safetensors").is_file()
+    readme = (EXAMPLES / name / "README.md").read_text("utf-8")
+    assert "## " in readme
+    assert f"examples/{name}" in readme or f"examples.{name}" in readme
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("**/*.py")), ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_no_file_of_an_example_imports_a_room(path: Path) -> None:
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            imported.add((node.module or "").split(".")[0])
+    assert not imported & ROOMS

@@ -1,0 +1,118 @@
+"""The math example: its task set, its judge, and its AgentScope agent behind a real proxy with only a URL changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.math.calculator import SCHEMA, calculate
+from examples.math.judge import NoTaskError, judge
+from examples.math.problems import SIZES, is_held_out, task_set
+from tests.clients.program import Program
+from tests.examples.player import Messages, Script, calls, says, text_of
+from tests.proxy.conftest import Proxy
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "math"
+TASK = {"id": "test/0", "question": "What is 14 plus 30?", "answer": "44"}
+Play = Callable[[Callable[[Messages], Script]], Proxy]
+
+
+def solve(proxy: Proxy, trajectory: str) -> subprocess.CompletedProcess[str]:
+    """The workflow as a program, in AgentScope's own environment."""
+    python = Program("math", "openai3", "agentscope_react.py").command()[0]
+    given = {"OPENAI_BASE_URL": f"{proxy.url}/t/{trajectory}/v1", "OPENAI_API_KEY": "x", "OPENAI_MODEL": "agent"}
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [python, "-m", "examples.math.workflow"]
+    return subprocess.run(
+        command, cwd=ROOT, env=environ | given, input=json.dumps(TASK), capture_output=True, text=True, timeout=120
+    )
+
+
+def mathematician(messages: Messages) -> Script:
+    """Uses the calculator, then passes its result on."""
+    if messages[-1]["role"] == "tool":
+        return says(f"The answer is {text_of(messages[-1])}")
+    left, right = re.findall(r"\d+", text_of(messages[1]))
+    return calls("calculate", expression=f"{left} + {right}")
+
+
+def test_an_agentscope_agent_is_one_exact_trajectory_and_its_answer_is_judged(play: Play) -> None:
+    proxy = play(mathematician)
+    done = solve(proxy, "roll_1")
+    assert (done.returncode, done.stdout.strip()) == (0, "The answer is 44"), done.stderr
+    proxy.settled()
+    recorded = proxy.store.trajectories.read("roll_1")
+    assert [call.context for call in recorded.calls] == ["root", "exact"]
+    assert [message["role"] for message in recorded.messages] == [
+        "system", "user", "user", "assistant", "tool", "assistant"
+    ]  # fmt: skip
+    assert judge(TASK, done.stdout)["score"] == 1.0
+
+
+def test_the_tool_that_the_agent_offers_is_the_one_that_the_tiny_policy_knows(play: Play) -> None:
+    proxy = play(mathematician)
+    assert solve(proxy, "roll_1").returncode == 0
+    proxy.settled()
+    assert list(proxy.store.trajectories.read("roll_1").tools) == [SCHEMA]
+
+
+def test_a_failing_server_is_a_failing_program_and_never_an_answer(play: Play) -> None:
+    proxy = play(lambda _: {"cut": "0", "delay": "0.001"})
+    done = solve(proxy, "roll_1")
+    assert done.returncode != 0
+    assert done.stdout == ""
+
+
+def test_the_task_set_on_disk_is_what_the_script_makes_and_its_splits_share_no_pair() -> None:
+    made = task_set()
+    for split, rows in made.items():
+        lines = (FOLDER / "tasks" / f"{split}.jsonl").read_text("utf-8").splitlines()
+        assert [json.loads(line) for line in lines] == rows
+        assert len({row["question"] for row in rows}) == SIZES[split]
+        for row in rows:
+            first, second = (int(number) for number in re.findall(r"\d+", row["question"]))
+            held_out = is_held_out(second, first) if row["question"].startswith("Take") else is_held_out(first, second)
+            assert held_out is (split == "test"), row
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("The answer is 44.", 1.0),
+        ("14 + 30 = 44", 1.0),
+        ("44", 1.0),
+        ("The answer is 44.0", 1.0),
+        ("The answer is 4.", 0.0),
+        ("The answer is 144.", 0.0),
+        ("44 or 45, perhaps 44", 0.0),
+        (" ".join(map(str, range(100))) + " 44", 0.0),
+        ("The answer is 44. No, 45.", 0.0),
+        ("I am not sure.", 0.0),
+        ("", 0.0),
+        (None, 0.0),
+        (":", 0.0),
+    ],
+)
+def test_only_the_one_right_number_scores(response: str | None, score: float) -> None:
+    assert judge(TASK, response)["score"] == score
+
+
+@pytest.mark.parametrize("task", [None, "math/17"])
+def test_without_a_row_nothing_is_scored(task: Any) -> None:
+    with pytest.raises(NoTaskError, match="tasks import"):
+        judge(task, "44")
+
+
+async def test_the_calculator_reads_one_expression_and_refuses_the_rest() -> None:
+    assert [await calculate(text) for text in ("2 + 3", "7*6", " 9 - 12 ")] == ["5", "42", "-3"]
+    for text in ("2 plus 3", "__import__('os')", "2 ** 99", "9999999 + 1", ""):
+        with pytest.raises(ValueError, match="not an expression"):
+            await calculate(text)

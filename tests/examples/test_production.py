@@ -1,0 +1,158 @@
+"""The production example: what its users say, when, and that the server hears all of it and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from examples.email_search.mailbox import DATABASE, Mailbox
+from examples.email_search.tasks import TEST_PAIRS
+from examples.production.__main__ import main
+from examples.production.figures import figures, gain, wilson
+from examples.production.stream import Counter, Served, say, serve
+from examples.production.users import DOWN, UP, USUAL, Habits, Thumb, thumbs, visits
+from store.states import TrajectoryState
+from tests.examples.player import Messages, Script, calls
+from tests.proxy.conftest import Proxy
+from trainer.judges.feedback import FeedbackJudge
+from trainer.judges.settings import FeedbackSpec
+
+Play = Callable[[Callable[[Messages], Script]], Proxy]
+FOLDER = Path(__file__).parents[2] / "examples" / "production"
+TALKATIVE = Habits(silent=0.0, mistaken=0.0, revised=0.0, contradicted=0.0, delay=0.01)
+
+
+def always_oslo(_: Messages) -> Script:
+    return calls("return_final_answer", answer="Oslo")
+
+
+async def stream(
+    proxy: Proxy, home: Path, users: int, habits: Habits, model: str = "agent"
+) -> tuple[list[Served], Counter]:
+    box = Mailbox(home / DATABASE)
+    try:
+        return await serve(
+            itertools.islice(visits(3), users),
+            base_url=f"{proxy.url}/v1",
+            api_key="x",
+            model=model,
+            box=box,
+            at_once=4,
+            habits=habits,
+        )
+    finally:
+        box.close()
+
+
+async def test_every_thumb_is_heard_where_it_belongs_and_scores_its_trajectory(play: Play, home: Path) -> None:
+    proxy = play(always_oslo)
+    served, given = await stream(proxy, home, 24, TALKATIVE)
+    assert sum(given.statuses.values()) == len(served) == 24
+    assert set(given.statuses) <= {201, 202}
+    proxy.settled()
+    proxy.store.trajectories.seal_idle("agent", time.time() + 10.0, 1.0)
+    runs = proxy.store.trajectories.page(state=TrajectoryState.SEALED)
+    assert len(runs) == 24
+    assert len({run.group_key for run in runs}) == 24, "hardly a question comes twice"
+    assert len({run.family for run in runs}) == 1
+    judge = FeedbackJudge(FeedbackSpec(kind="feedback"))
+    content = {one.visit.task.question: one.rollout.success for one in served}
+    for run in runs:
+        transcript = proxy.store.trajectories.read(run.id)
+        (verdict,) = judge.judge(None, [transcript]).verdicts
+        assert verdict.score == float(content[transcript.messages[1]["content"]])
+    assert 0 < sum(content.values()) < 24
+
+
+async def test_a_revised_thumb_counts_as_revised_and_a_colleague_has_a_vote(play: Play, home: Path) -> None:
+    proxy = play(always_oslo)
+    served, _ = await stream(proxy, home, 4, Habits(0.0, 0.0, revised=1.0, contradicted=1.0, delay=0.2))
+    proxy.settled()
+    judge = FeedbackJudge(FeedbackSpec(kind="feedback"))
+    assert all(one.thumbs[0].value != one.thumbs[1].value for one in served)
+    for run in proxy.store.trajectories.page():
+        (verdict,) = judge.judge(None, [proxy.store.trajectories.read(run.id)]).verdicts
+        assert (verdict.score, verdict.components["sources"]) == (0.5, 2.0)
+
+
+async def test_silent_users_say_nothing(play: Play, home: Path) -> None:
+    proxy = play(always_oslo)
+    _, given = await stream(proxy, home, 4, Habits(silent=1.0))
+    assert given.statuses == {}
+    assert proxy.store.feedback.page() == []
+
+
+def test_users_are_as_their_habits_say_and_the_same_for_the_same_seed() -> None:
+    people = list(itertools.islice(visits(1), 3000))
+    assert people[:50] == list(itertools.islice(visits(1), 50))
+    assert not {(one.task.person, one.task.topic) for one in people} & set(TEST_PAIRS)
+    rng = random.Random(0)
+    said = [thumbs(one, True, USUAL, rng) for one in people]
+    spoken = [one for one in said if one]
+    assert len(spoken) / len(said) == pytest.approx(0.65, abs=0.03)
+    assert sum(len({t.end_user for t in one}) > 1 for one in spoken) / len(spoken) == pytest.approx(0.08, abs=0.02)
+    last = [[t for t in one if t.end_user.startswith("user")][-1].value for one in spoken]
+    assert last.count(DOWN) / len(last) == pytest.approx(0.08, abs=0.02)
+    assert all(later.after >= first.after for one in spoken for first, later in itertools.pairwise(one))
+
+
+def test_a_revision_says_the_opposite_of_the_haste() -> None:
+    one = next(visits(1))
+    first, then = thumbs(one, False, Habits(0.0, 0.0, revised=1.0, contradicted=0.0), random.Random(1))
+    assert (first.value, then.value, first.end_user) == (UP, DOWN, then.end_user)
+
+
+async def test_a_thumb_that_the_server_cannot_take_is_given_again() -> None:
+    answers = iter([503, 201])
+    heard: list[dict[str, str]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        heard.append(json.loads(request.content))
+        return httpx.Response(next(answers))
+
+    given = Counter()
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://proxy") as web:
+        await say(web, "key", "chatcmpl-1", Thumb(0.0, "ann", UP), given)
+    assert given.statuses == {201: 1}
+    assert heard == [{"response_id": "chatcmpl-1", "value": "up", "end_user": "ann"}] * 2
+
+
+def test_intervals_are_wilsons_and_newcombes() -> None:
+    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)  # Newcombe 1998a, table I
+    assert gain((48, 80), (56, 70)) == pytest.approx((0.2, 0.0524, 0.3339), abs=1e-4)  # Newcombe 1998b, table II (a)
+    assert wilson(0, 0) == (0.0, 1.0)
+
+
+def test_the_command_serves_the_users_and_tells_what_they_found(
+    play: Play, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proxy = play(always_oslo)
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{proxy.url}/v1")
+    arguments = ["--model", "agent", "--users", "32", "--delay", "0.01", "--home", str(home)]
+    assert main([*arguments, "--json", str(tmp_path / "figures.json")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == json.loads((tmp_path / "figures.json").read_text("utf-8"))
+    assert (told["users"], told["errors"], len(told["parts"])) == (32, 0, 8)
+    assert sum(told["thumb_statuses"].values()) == told["feedback"]["thumbs"]
+
+
+def test_without_a_server_the_command_names_what_is_missing(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    assert main(["--model", "agent", "--home", str(home)]) == 1
+    assert "OPENAI_BASE_URL" in capsys.readouterr().err
+
+
+async def test_a_stream_that_only_fails_is_told_as_such(play: Play, home: Path) -> None:
+    proxy = play(always_oslo)
+    served, given = await stream(proxy, home, 2, TALKATIVE, model="nobody-serves-this")
+    told = figures(served)
+    assert (told["errors"], given.statuses) == (2, {})
