@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ratchet.commands import tune_report
+from ratchet.commands import tune_report, tune_select
 
 
 @click.group()
@@ -13,9 +13,9 @@ def tune() -> None:
 
     \b
     Example:
-      ratchet tune report
+      ratchet tune select-model --candidate policy@0 --candidate policy@3 --tasks ./tasks --workflow agent:run
     """
 
 
-for command in (tune_report.report, tune_report.runs):
+for command in (tune_select.select_model, tune_report.report, tune_report.runs):
     tune.add_command(command)

@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from store.records import Exchange
+
 _NAMES = ("input_cost_per_token", "output_cost_per_token")
 
 
@@ -61,6 +63,20 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
             seconds=self.seconds + other.seconds,
             money=self.money + other.money,
         )
+
+
+def spent_on_judging(exchanges: Iterable[Exchange]) -> Spent:
+    """Return what a judge's questions to a language model took."""
+    return sum(
+        (
+            Spent(
+                prompt_tokens=one.prompt_tokens, completion_tokens=one.completion_tokens, seconds=one.latency,
+                money=UNKNOWN if one.cost is None else Money(one.cost),
+            )
+            for one in exchanges
+        ),
+        Spent(),
+    )  # fmt: skip
 
 
 class Prices:

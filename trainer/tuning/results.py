@@ -48,8 +48,9 @@ class TuningResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 def fingerprint(task_ids: Iterable[str]) -> str:
-    """Return the name of a set of tasks, 16 hex digits, whatever their order."""
-    return blake2b("\n".join(sorted(set(task_ids))).encode(), digest_size=8).hexdigest()
+    """Return the name of a set of tasks, 16 hex digits, whatever their order and the family that they are told of."""
+    names = {task_id.rpartition("/")[2] for task_id in task_ids}
+    return blake2b("\n".join(sorted(names)).encode(), digest_size=8).hexdigest()
 
 
 def task_set(source: str, split: str, task_ids: Sequence[str]) -> TaskSetUsed:

@@ -19,6 +19,7 @@ from store.tuning_records import Rollout
 from trainer.judges import Judge
 from trainer.progress import Progress, Work
 from trainer.publishing.publisher import DOOR_SILENCE
+from trainer.tuning.prices import Spent, spent_on_judging
 
 SCORES = "scores"  # the work that progress is told of
 WORKFLOW = "workflow"  # who gave the score where that is the workflow itself
@@ -47,6 +48,7 @@ class Scorer:
         self._patience = patience
         self._progress = progress or Progress()
         self._clock = clock
+        self.spent = Spent()  # on questions of the judge to language models
 
     @property
     def name(self) -> str:
@@ -81,7 +83,9 @@ class Scorer:
             groups = [self._transcripts(judge, group, work) for group in _by_task(ended)]
             asked = [threads.submit(judge.judge, None, members) for members in groups if members]
             for answer in asked:
-                for verdict in answer.result().verdicts:
+                judgement = answer.result()
+                self.spent += spent_on_judging(judgement.exchanges)
+                for verdict in judgement.verdicts:
                     self._take(verdict, work)
 
     def _transcripts(self, judge: Judge, group: Iterable[Rollout], work: Work) -> list[Transcript]:

@@ -35,6 +35,10 @@ class TunerSettings(BaseModel):
     judge_wait_seconds: float = Field(
         60.0, gt=0, description="longest wait for the calls of a rollout to be in the store before it is judged"
     )
+    prices: dict[str, dict[str, float]] = Field(
+        default_factory=dict,
+        description="input_cost_per_token and output_cost_per_token by alias, for the models that are served here",
+    )
     seed: int = Field(0, ge=0, description="seed of whatever is drawn: splits, samples, orders")
 
     @field_validator("proxy_url")

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainer.tuning.prices import FREE, UNKNOWN, Money, Spent, prices_of
+from store.records import Exchange
+from trainer.tuning.prices import FREE, UNKNOWN, Money, Spent, prices_of, spent_on_judging
 
 PRICED = {"input_cost_per_token": 2e-6, "output_cost_per_token": 8e-6}
 AS_TEXT = {name: str(price) for name, price in PRICED.items()}  # as YAML reads 2e-6
@@ -69,3 +70,18 @@ def test_what_was_spent_adds_up() -> None:
     one = Spent(rollouts=1, prompt_tokens=10, completion_tokens=2, seconds=0.5, money=Money(0.1))
     assert one + one == Spent(rollouts=2, prompt_tokens=20, completion_tokens=4, seconds=1.0, money=Money(0.2))
     assert not (one + Spent(money=UNKNOWN)).money.known
+
+
+@pytest.mark.parametrize(("costs", "money"), [((0.1, 0.2), Money(0.3)), ((0.1, None), Money(0.1, known=False))])
+def test_what_a_judge_asked_a_model_is_spent_too(costs: tuple[float | None, ...], money: Money) -> None:
+    asked = [
+        Exchange(
+            id="x", group_id=None, judge="ruler", url="u", request=b"{}", answer=b"", status=200, problem=None,
+            prompt_tokens=100, completion_tokens=10, cost=cost, latency=0.5, asked_at=1.0,
+        )
+        for cost in costs
+    ]  # fmt: skip
+    spent = spent_on_judging(asked)
+    assert (spent.rollouts, spent.prompt_tokens, spent.completion_tokens, spent.seconds) == (0, 200, 20, 1.0)
+    assert spent.money.amount == pytest.approx(money.amount)
+    assert spent.money.known is money.known

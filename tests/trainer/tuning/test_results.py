@@ -21,4 +21,5 @@ def test_a_result_is_read_back_as_it_was_written() -> None:
 
 def test_the_same_tasks_have_the_same_name_in_any_order() -> None:
     assert fingerprint(["a", "b", "a"]) == fingerprint(["b", "a"]) != fingerprint(["a", "c"])
+    assert fingerprint(["mail/a", "math/b"]) == fingerprint(["a", "b"])
     assert len(fingerprint([])) == 16

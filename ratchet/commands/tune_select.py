@@ -1,0 +1,74 @@
+"""`ratchet tune select-model`: the same tasks for several models or versions, and the choice among them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ratchet import options
+from ratchet.tuning import rollout_options
+
+NOBODY = 3  # exit code where nothing is chosen
+
+
+@click.command("select-model")
+@click.option(
+    "--candidate", "candidates", multiple=True, metavar="NAME", help="A model of model_list, or alias@3; more."
+)
+@click.option("--split", default="test", show_default=True, help="Split of the task set that is asked.")
+@click.option("--limit", type=click.IntRange(1), help="Only the first so many tasks of the split.")
+@click.option("--policy", type=click.Choice(["best", "cheapest"]), default="best", show_default=True)
+@click.option("--within", type=click.FloatRange(0), help="For cheapest: how far below the best is good enough.")
+@click.option("--score-range", type=(float, float), metavar="LOW HIGH", help="What the judge can give.  [default: 0 1]")
+@click.option("--resume", metavar="ID", help="Go on with a run that was stopped; what ended is not run again.")
+@click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the comparison into this file.")
+@options.alias
+@rollout_options
+@options.as_json
+@click.pass_context
+def select_model(context: click.Context, /, png: Path | None, as_json: bool, **given: Any) -> int:
+    """Compare models or versions on the same tasks, and choose one: the best, or the cheapest within reach of it.
+
+    Every candidate gets every task, and they take turns. A rollout that fails counts as a failure. The gain is told
+    against the candidate that is named first. Ends with 0 where one is chosen, with 3 where nothing is shown (a tie,
+    too few tasks, attempts that could not be judged), with 1 on errors.
+
+    \b
+    Example:
+      ratchet tune select-model --candidate policy@0 --candidate policy@3 --tasks ./tasks --workflow agent:run
+    """
+    from ratchet import selecting, selection_report, tuning
+
+    own = {
+        name: given.pop(name) for name in ("candidates", "split", "limit", "policy", "within", "score_range", "resume")
+    }
+    _check(own)
+    own |= {"kind": "select-model", "command": "ratchet tune select-model"}
+    _, found = selecting.compare(tuning.settings_of(context, given), own)
+    if as_json:
+        options.emit(selection_report.plain(found))
+    else:
+        selection_report.show(found)
+        alias, at, version = (found.chosen or "").partition("@")
+        if at:
+            click.echo(f"it becomes live with: ratchet policies promote {alias} {version} --reason 'select-model'")
+    if png is not None:
+        selection_report.draw(found, png)
+        click.echo(f"drawn: {png}", err=True)
+    return 0 if found.chosen else NOBODY
+
+
+def _check(own: dict[str, Any]) -> None:
+    """Refuse what cannot be meant. Raises UsageError."""
+    if own["resume"] is None and len(own["candidates"]) < 2:
+        raise click.UsageError("name at least two candidates: --candidate NAME --candidate NAME")
+    if own["resume"] is not None and own["candidates"]:
+        raise click.UsageError("--resume goes on with the candidates of that run: leave --candidate out")
+    if (own["policy"] == "cheapest") != (own["within"] is not None):
+        raise click.UsageError(
+            "--policy cheapest and --within X belong together: how far below the best is good enough?"
+        )
+    if own["score_range"] and own["score_range"][0] >= own["score_range"][1]:
+        raise click.UsageError("--score-range LOW HIGH: LOW must be below HIGH")

@@ -1,0 +1,153 @@
+"""What the tuner's commands work with, from settings and options: store, proxy, workflow, judge, prices, task set."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ratchet import options
+from ratchet.addresses import url
+from ratchet.settings import Settings
+
+if TYPE_CHECKING:
+    from store import Store
+    from trainer.judges import Judge
+    from trainer.progress import Progress
+    from trainer.tuning.prices import Prices
+    from trainer.tuning.rollouts import RolloutRunner
+    from trainer.tuning.scoring import Scorer
+    from trainer.tuning.settings import TunerSettings
+    from trainer.tuning.tasks import Task
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+_OPTIONS = (
+    options.tasks,
+    options.test_share,
+    options.workflow,
+    options.judge,
+    options.attempts,
+    options.concurrency,
+    options.seed,
+    options.proxy_url,
+    options.store_url,
+    options.project,
+)
+
+
+def rollout_options(command: _Command) -> _Command:
+    """Give a command the options of everything that makes rollouts."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
+    """Return the settings of the running project, with the options that `rollout_options` gave laid over them."""
+    tuner = ("tasks", "test_share", "workflow", "attempts", "concurrency", "seed")
+    names = {"judge": "trainer.judge", "proxy": "tuner.proxy_url"} | {name: f"tuner.{name}" for name in tuner}
+    return options.running_settings_of(context, {names.get(key, key): value for key, value in given.items()})
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Everything that makes and judges rollouts, for as long as a command runs."""
+
+    settings: Settings
+    tuner: TunerSettings
+    store: Store
+    proxy_url: str
+    api_key: str | None
+    runner: RolloutRunner
+    scorer: Scorer
+    prices: Prices
+    progress: Progress
+
+    def source(self) -> str:
+        """Return the task set that is named. Raises UsageError where none is."""
+        if self.tuner.tasks is None:
+            raise click.UsageError("no task set is named: give --tasks SOURCE, or set tuner.tasks")
+        return str(self.tuner.tasks)
+
+    def tasks(self, source: str, split: str, limit: int | None = None) -> list[Task]:
+        """Return the tasks of a split. Raises TaskSetError."""
+        from trainer.tuning.imported_tasks import ImportedTasks
+
+        found = ImportedTasks(self.settings.state.tasks).open(source)
+        if self.tuner.test_share is not None:
+            found = found.split(1 - self.tuner.test_share, self.tuner.seed)
+        return list(found.rows(split, limit))
+
+
+@contextmanager
+def opened(settings: Settings) -> Iterator[Bench]:
+    """Open what the settings name. Raises SettingsError, WorkflowError, JudgeError, StoreError."""
+    from trainer.progress import Progress, on_this_terminal
+    from trainer.tuning.prices import prices_of
+    from trainer.tuning.rollouts import RolloutRunner
+    from trainer.tuning.scoring import Scorer
+    from trainer.tuning.workflow import load_workflow
+
+    tuner = settings.tuner_settings()
+    if tuner.workflow is None:
+        raise click.UsageError("no workflow is named: give --workflow module:function, or set tuner.workflow")
+    workflow = load_workflow(tuner.workflow)
+    progress = Progress(on_this_terminal())
+    proxy_url, key = tuner.proxy_url or proxy_of(settings), first_key()
+    with options.opened_store(settings.store_url) as store, judge_of(settings) as judge:
+        yield Bench(
+            settings=settings, tuner=tuner, store=store, proxy_url=proxy_url, api_key=key, progress=progress,
+            runner=RolloutRunner(store, proxy_url, key, workflow, tuner, alias=settings.model, progress=progress),
+            scorer=Scorer(store, judge, alias=settings.model, patience=tuner.judge_wait_seconds, progress=progress),
+            prices=prices_of((entry.model_dump() for entry in settings.model_list), tuner.prices),
+        )  # fmt: skip
+
+
+@contextmanager
+def ending(store: Store, run: str, command: str) -> Iterator[None]:
+    """Write down how a run of the tuner ended where it does not end by itself: stopped by Ctrl-C, or failed."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        store.tunings.end(run, "stopped")
+        click.echo(f"stopped; `{command} --resume {run}` goes on", err=True)
+        raise
+    except Exception as error:
+        store.tunings.end(run, "failed", error=f"{type(error).__name__}: {error}")
+        raise
+
+
+@contextmanager
+def judge_of(settings: Settings) -> Iterator[Judge | None]:
+    """Make the project's judge; None where none is named."""
+    from trainer.judges.make import make_judge
+
+    if not settings.has_judge:
+        yield None
+        return
+    made = make_judge(settings.trainer_settings(base_model=settings.base_model or "unused").judge, os.environ)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def proxy_of(settings: Settings) -> str:
+    """Return the URL of the running project's proxy; else where the settings have it listen."""
+    try:
+        running = json.loads(settings.state.running.read_text())
+        return str(running["base_url"]).removesuffix("/v1")
+    except (OSError, ValueError, KeyError, TypeError):
+        own = settings.proxy_settings()
+        return url(own.host, own.port)
+
+
+def first_key() -> str | None:
+    """Return the key that the rollouts send: the first of RATCHET_API_KEYS."""
+    return os.environ.get("RATCHET_API_KEYS", "").split(",")[0].strip() or None

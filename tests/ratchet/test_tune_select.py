@@ -1,0 +1,143 @@
+"""`ratchet tune select-model` end to end: a real proxy, scripted models, the command as a process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from store import Store, open_store
+from store.states import RolloutState
+from tests.proxy.conftest import running
+from tests.proxy.scripted_vllm import ScriptedVllm
+from tests.proxy.servers import eventually, served
+from tests.ratchet.project import Project
+from tests.trainer.tuning.scripted_models import ScriptedModels, entry
+from trainer.tuning.results import read
+
+MODELS = ("right-95", "right-90", "right-20", "crash")
+PRICES = {
+    "right-95": {"input_cost_per_token": 1e-5, "output_cost_per_token": 1e-5},
+    "right-90": {"input_cost_per_token": 1e-6, "output_cost_per_token": 1e-6},
+}
+TASKS = 20
+
+
+@dataclass
+class Circle:
+    """A project with a proxy, other models, and a task set of sums."""
+
+    project: Project
+    store: Store
+    models: ScriptedModels
+
+    def select(self, *candidates: str, judge: str = "exact", **given: Any) -> Any:
+        """Run the command to its end."""
+        named = [word for name in candidates for word in ("--candidate", name)]
+        return self.project.run("tune", "select-model", *named, *self.arguments(judge, **given), seconds=120)
+
+    def arguments(self, judge: str = "exact", **given: Any) -> list[str]:
+        options = {
+            "tasks": "sums", "workflow": "tests.trainer.tuning.workflows:ask",
+            "judge": f"tests.trainer.tuning.judges:{judge}", **given,
+        }  # fmt: skip
+        words = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items()]
+        return [word for pair in words for word in pair]
+
+
+@pytest.fixture
+def circle(project: Project) -> Iterator[Circle]:
+    models = ScriptedModels()
+    folder = project.folder / "sums"
+    folder.mkdir()
+    rows = [{"question": f"What is {number} + 3?", "answer": str(number + 3)} for number in range(TASKS)]
+    (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(served(models.app))
+        vllm = stack.enter_context(served(ScriptedVllm()))
+        store = open_store(str(project.folder / "s.db"))
+        stack.callback(store.close)
+        listed = [entry(url, name, PRICES.get(name)) for name in MODELS]
+        proxy = stack.enter_context(running(vllm, store, project.folder, model="policy", model_list=listed))
+        project.write(store="sqlite:///s.db", model_list=listed, tuner={"proxy_url": proxy.url})
+        yield Circle(project, store, models)
+
+
+def test_the_best_is_chosen_and_a_crashing_candidate_is_told_loudly_without_stopping_the_others(circle: Circle) -> None:
+    done = circle.select("right-20", "right-95", "crash", png="models.png")
+    assert done.returncode == 0, done.stdout
+    assert "EVERY ROLLOUT OF crash FAILED: InternalServerError: Error code: 500" in done.stdout
+    assert f"({TASKS} of {TASKS})" in done.stdout
+    assert "chosen: right-95: it is shown to be better than every other" in done.stdout
+    assert (circle.project.folder / "models.png").read_bytes().startswith(b"\x89PNG")
+    (run,) = circle.store.tunings.page()
+    result = read(run.result or {})
+    assert (result.baseline, result.best, result.promoted) == ("right-20", "right-95", None)
+    assert result.gain is not None
+    assert result.gain.low > 0.4
+    assert (result.spent.rollouts, result.spent.prompt_tokens) == (3 * TASKS, 2 * 20 * TASKS)
+    assert result.spent.money.amount == pytest.approx(25 * TASKS * 1e-5)  # the others have no price
+    assert not result.spent.money.known
+    report = circle.project.run("tune", "report").stdout
+    assert "paired comparison of 3 models" in report
+    assert "better" in report
+
+
+def test_a_candidate_that_the_proxy_does_not_know_is_refused_before_anything_runs(circle: Circle) -> None:
+    done = circle.select("right-95", "gpt-9", "policy@7")
+    assert done.returncode == 1
+    assert "--candidate gpt-9, policy@7: the proxy knows no such model; it knows policy" in done.stdout
+    assert circle.models.asked == []
+    assert circle.store.tunings.page() == []
+
+
+def test_an_evaluation_of_two_ends_with_what_it_shows(circle: Circle) -> None:
+    arguments = [*circle.arguments(limit=12), "--json"]
+    better = circle.project.run("eval", "--model", "right-95", "--against", "right-20", *arguments)
+    assert better.returncode == 0, better.stdout
+    told = json.loads(better.stdout[better.stdout.index("{") :])
+    assert (told["verdict"], told["pair"]["candidate"], told["pair"]["tasks"]) == ("better", "right-95", 12)
+    worse = circle.project.run("eval", "--model", "policy@0", "--against", "right-95", *arguments)
+    assert worse.returncode == 4, worse.stdout
+    assert [run.kind for run in circle.store.tunings.page()] == ["eval", "eval"]
+    assert "no tuning run" in circle.project.run("tune", "report").stdout
+
+
+def test_a_stopped_run_goes_on_where_it_was(circle: Circle) -> None:
+    named = ["--candidate", "right-95", "--candidate", "right-20", "--concurrency", "1"]
+    process = circle.project.start("tune", "select-model", *named, *circle.arguments())
+    eventually(lambda: len(circle.models.asked) >= 10, 30)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    (run,) = circle.store.tunings.page()
+    assert run.state == "stopped"
+    ended = {one.id for one in circle.store.rollouts.of(run.id) if one.state is RolloutState.ENDED}
+    asked = len(circle.models.asked)
+    done = circle.project.run("tune", "select-model", "--resume", run.id, *circle.arguments(), seconds=120)
+    assert "chosen: right-95" in done.stdout
+    again = circle.store.rollouts.of(run.id)
+    assert ended <= {one.id for one in again}
+    over = [one for one in again if one.state is RolloutState.ENDED]
+    assert len(over) == len({(one.candidate, one.task_id) for one in over}) == 2 * TASKS
+    assert len(circle.models.asked) - asked == 2 * TASKS - len(ended)
+    other = circle.project.run("tune", "select-model", "--resume", run.id, *circle.arguments("never_content"))
+    assert "half of a comparison cannot be made with another judge" in other.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--candidate", "a"], "at least two candidates"),
+        (["--candidate", "a", "--candidate", "b", "--policy", "cheapest"], "--within X belong together"),
+        (["--candidate", "a", "--candidate", "b", "--score-range", "1", "0"], "LOW must be below HIGH"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(project: Project, arguments: list[str], told: str) -> None:
+    done = project.run("tune", "select-model", *arguments)
+    assert done.returncode == 2
+    assert told in done.stdout
