@@ -100,6 +100,7 @@ class Shipper:
         """Ship what is there, within `most_seconds`; the rest stays in the journal for the next start."""
         await asyncio.to_thread(self.settle, most_seconds)
         self._stop.set()
+        self._hurry.set()
         self._journal.fresh.set()
         await asyncio.to_thread(self._thread.join, most_seconds)
         await asyncio.to_thread(self._carrier.close)

@@ -15,7 +15,7 @@ import psutil
 from ratchet.running.engine import plan
 from ratchet.running.leftovers import kill_tree
 from ratchet.settings import Settings
-from tests.ratchet.project import free_port
+from tests.ports import free_port
 
 
 @contextlib.contextmanager

@@ -42,9 +42,9 @@ def vllm_url(scripted: tuple[ScriptedVllm, str], vllm: ScriptedVllm) -> str:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(store_file: Path) -> Iterator[Store]:
     """A fresh SQLite store."""
-    opened = open_store(str(tmp_path / "store.db"))
+    opened = open_store(str(store_file))
     yield opened
     opened.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -18,7 +19,43 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).parents[2]
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its naps: it ends when told to and its calls have ended, a second later at most."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._wake: Callable[[], object] = lambda: None
+
+    def end(self) -> None:
+        """Tell it to end, from any thread."""
+        self.should_exit = True
+        self._wake()
+
+    async def main_loop(self) -> None:
+        loop, told = asyncio.get_running_loop(), asyncio.Event()
+        self._wake = lambda: loop.call_soon_threadsafe(told.set)
+        await self.on_tick(0)
+        if not self.should_exit:
+            await told.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        state = self.server_state
+        for server in self.servers:
+            server.close()
+        for connection in list(state.connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                while state.connections or state.tasks:
+                    await asyncio.sleep(0.002)
+        for task in state.tasks:
+            task.cancel()
+        await self.lifespan.shutdown()
 
 
 @contextlib.contextmanager
@@ -27,10 +64,8 @@ def served(app: ASGIApp, port: int = 0) -> Iterator[str]:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
-    config = uvicorn.Config(
-        app, http="httptools", loop="uvloop", log_config=None, access_log=False, timeout_graceful_shutdown=1, ws="none"
-    )
-    server = uvicorn.Server(config)
+    config = uvicorn.Config(app, http="httptools", loop="uvloop", log_config=None, access_log=False, ws="none")
+    server = _Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
@@ -38,7 +73,7 @@ def served(app: ASGIApp, port: int = 0) -> Iterator[str]:
         assert server.started, "the server did not start"
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        server.end()
         thread.join(15)
         listener.close()
     assert not thread.is_alive(), "the server did not stop"
@@ -93,9 +128,7 @@ class VllmProcess:
     """A scripted vLLM in its own process, which can be killed and started again at its address."""
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self.start()
 
@@ -117,9 +150,7 @@ class VllmProcess:
 @contextlib.contextmanager
 def scripted_process(module: str, *arguments: str) -> Iterator[str]:
     """Run `python -m MODULE ARGUMENTS... PORT` on a free port; the value is its URL, once it answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([sys.executable, "-m", module, *arguments, str(port)], cwd=ROOT)
     try:
         eventually(lambda: _listens(port), 30)

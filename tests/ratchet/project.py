@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 
 from ratchet.running.leftovers import kill_tree
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPTED_VLLM = Path(__file__).with_name("scripted_vllm.py")
@@ -27,13 +27,6 @@ def wait_for(what: str, holds: Callable[[], bool], seconds: float = 20.0) -> Non
     while not holds():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def is_alive(pid: int) -> bool:

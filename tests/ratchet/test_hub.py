@@ -8,7 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.ratchet.project import Project, free_port
+from tests.ports import free_port
+from tests.ratchet.project import Project
 
 ANSWERS = {"acme/gated": (401, "GatedRepo"), "acme/empty": (404, "EntryNotFound"), "acme/right": (200, "")}
 

@@ -17,8 +17,8 @@ from store.errors import SchemaMismatch, StoreError, StoreUnavailable
 from store.schema import metadata
 
 
-def test_migrations_lead_to_exactly_the_tables(store_url: str) -> None:
-    engine = database.connect(store_url)
+def test_migrations_lead_to_exactly_the_tables(empty_url: str) -> None:
+    engine = database.connect(empty_url)
     database.ensure_schema(engine)
     with engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
@@ -30,12 +30,12 @@ def test_head_is_the_newest_migration() -> None:
     assert ScriptDirectory(str(folder)).get_current_head() == database.HEAD
 
 
-def test_many_processes_may_open_an_empty_store_at_once(store_url: str) -> None:
+def test_many_processes_may_open_an_empty_store_at_once(empty_url: str) -> None:
     failures: list[Exception] = []
 
     def use() -> None:
         try:
-            open_store(store_url).close()
+            open_store(empty_url).close()
         except StoreError as error:
             failures.append(error)
 

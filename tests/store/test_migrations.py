@@ -42,12 +42,12 @@ def _first_schema(url: str) -> None:
     engine.dispose()
 
 
-def test_a_store_of_the_first_schema_holds_the_same_after_the_migration(store_url: str) -> None:
-    _first_schema(store_url)
-    engine = database.connect(store_url)
+def test_a_store_of_the_first_schema_holds_the_same_after_the_migration(empty_url: str) -> None:
+    _first_schema(empty_url)
+    engine = database.connect(empty_url)
     database.migrate(engine)
     engine.dispose()
-    store = open_store(store_url)
+    store = open_store(empty_url)
     found = store.trajectories.read("t1")
     assert found.messages == (*QUESTION, REPLY)
     assert found.tools == tuple(TOOLS)
@@ -58,11 +58,11 @@ def test_a_store_of_the_first_schema_holds_the_same_after_the_migration(store_ur
     store.calls.ship([ended(begun("call_1", "t1"), REPLY), ended(begun("call_2", "t1"), REPLY)])
     assert store.calls.message_count() == 3  # what comes again is known again
     store.close()
-    assert verify(store_url).sound
+    assert verify(empty_url).sound
 
 
-def test_versions_and_decisions_outlive_the_change_of_their_tables_rule(store_url: str) -> None:
-    engine = database.connect(store_url)
+def test_versions_and_decisions_outlive_the_change_of_their_tables_rule(empty_url: str) -> None:
+    engine = database.connect(empty_url)
     database.migrate(engine, "0009")
     old = sa.MetaData()
     old.reflect(engine)
@@ -89,7 +89,7 @@ def test_versions_and_decisions_outlive_the_change_of_their_tables_rule(store_ur
         connection.execute(sa.insert(old.tables["decisions"]), decided | {"decided_at": 2.0})
     database.migrate(engine)
     engine.dispose()
-    store = open_store(store_url)
+    store = open_store(empty_url)
     first, second = store.policies.all("agent")
     assert (first.adapter, second.adapter, second.share, second.prompt_id) == (None, "/c/1", 0.5, None)
     (decision,) = store.decisions.of("agent")
@@ -97,4 +97,4 @@ def test_versions_and_decisions_outlive_the_change_of_their_tables_rule(store_ur
     assert store.policies.with_prompt("agent", store.prompts.remember("Be brief.").id, {}).version == 2
     store.policies.roll_back("agent", 0, {}, by="me", reason="r")
     store.close()
-    assert verify(store_url).sound
+    assert verify(empty_url).sound

@@ -29,8 +29,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = open_store(str(tmp_path / "store.db"))
+def store(store_file: Path) -> Iterator[Store]:
+    opened = open_store(str(store_file))
     opened.policies.register_base("agent", "base")
     judge_samples.by_answer.clear()
     yield opened

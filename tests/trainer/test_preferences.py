@@ -14,8 +14,8 @@ from trainer.preferences import Preferences, Row, pairs, shown, unpaired
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Any:
-    opened = open_store(str(tmp_path / "store.db"))
+def store(store_file: Path) -> Any:
+    opened = open_store(str(store_file))
     yield opened
     opened.close()
 

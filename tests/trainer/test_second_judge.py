@@ -28,8 +28,8 @@ SETTINGS = SentinelSettings(every_seconds=1.0)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = open_store(str(tmp_path / "store.db"))
+def store(store_file: Path) -> Iterator[Store]:
+    opened = open_store(str(store_file))
     yield opened
     opened.close()
 

@@ -1,0 +1,34 @@
+"""What every room's tests start from: an empty store, made once by the migrations and copied, and no certificates."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from store import open_store
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test speaks TLS, and reading a machine's certificates costs an HTTP client more than all else it does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SSL_CERT_FILE", raising=False)
+        patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("certificates")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SQLite store as the migrations make it; never written to."""
+    file = tmp_path_factory.mktemp("migrated") / "store.db"
+    open_store(str(file)).close()
+    return file
+
+
+@pytest.fixture
+def store_file(migrated: Path, tmp_path: Path) -> Path:
+    """The file of an empty SQLite store, `store.db` in the test's folder."""
+    return Path(shutil.copy(migrated, tmp_path / "store.db"))
