@@ -9,6 +9,7 @@ import pytest
 
 from ratchet.settings import load
 from trainer.judges.make import make_judge
+from trainer.tuning.tasks import TaskSet
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/ratchet.yaml"))
@@ -29,6 +30,17 @@ def test_an_example_has_settings_that_load_a_judge_that_imports_and_a_readme_tha
     readme = (EXAMPLES / name / "README.md").read_text("utf-8")
     assert "## " in readme
     assert f"examples/{name}" in readme or f"examples.{name}" in readme
+
+
+@pytest.mark.parametrize("name", ["math", "planner"])
+def test_the_task_set_and_the_workflow_that_the_settings_name_are_there(name: str) -> None:
+    tuner = load(EXAMPLES / name / "ratchet.yaml", environ={}).tuner_settings()
+    assert tuner.tasks is not None
+    tasks = TaskSet.open(EXAMPLES.parent / tuner.tasks)
+    assert tasks.splits() == ("train", "test")
+    assert [set(row) for row in tasks.preview("test")] == [{"id", "question", "answer"}] * 2
+    assert (EXAMPLES / name / "workflow.py").is_file()
+    assert tuner.workflow == f"examples.{name}.workflow:workflow"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("**/*.py")), ids=lambda path: str(path.relative_to(EXAMPLES)))
