@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainer.tuning.rollouts import RolloutRunner
     from trainer.tuning.scoring import Scorer
     from trainer.tuning.settings import TunerSettings
-    from trainer.tuning.tasks import Task
+    from trainer.tuning.tasks import Task, TaskSet
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -75,14 +75,16 @@ class Bench:
             raise click.UsageError("no task set is named: give --tasks SOURCE, or set tuner.tasks")
         return str(self.tuner.tasks)
 
-    def tasks(self, source: str, split: str, limit: int | None = None) -> list[Task]:
-        """Return the tasks of a split. Raises TaskSetError."""
+    def task_set(self, source: str) -> TaskSet:
+        """Return the task set. Raises TaskSetError."""
         from trainer.tuning.imported_tasks import ImportedTasks
 
         found = ImportedTasks(self.settings.state.tasks).open(source)
-        if self.tuner.test_share is not None:
-            found = found.split(1 - self.tuner.test_share, self.tuner.seed)
-        return list(found.rows(split, limit))
+        return found if self.tuner.test_share is None else found.split(1 - self.tuner.test_share, self.tuner.seed)
+
+    def tasks(self, source: str, split: str, limit: int | None = None) -> list[Task]:
+        """Return the tasks of a split. Raises TaskSetError."""
+        return list(self.task_set(source).rows(split, limit))
 
 
 @contextmanager

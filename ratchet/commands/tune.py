@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ratchet.commands import tune_report, tune_select
+from ratchet.commands import tune_prompt, tune_report, tune_select
 
 
 @click.group()
@@ -17,5 +17,11 @@ def tune() -> None:
     """
 
 
-for command in (tune_select.select_model, tune_report.report, tune_report.runs):
+for command in (
+    tune_select.select_model,
+    tune_prompt.prompt,
+    tune_prompt.promote_,
+    tune_report.report,
+    tune_report.runs,
+):
     tune.add_command(command)

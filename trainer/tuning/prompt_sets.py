@@ -51,7 +51,7 @@ def divide(
 
     What is empty comes out of `tasks`. The same content and seed give the same sets.
     """
-    held_out = _shuffled(test, seed)
+    held_out = list(dict.fromkeys(task.id for task in test))  # in order, as other methods take them
     checked = _shuffled(validation, seed, held_out)
     rest = _shuffled(tasks, seed, {*held_out, *checked})
     if not held_out:

@@ -55,8 +55,13 @@ class Scorer:
         """Who gives the scores, with the version: scores of different ones are not comparable."""
         return f"{self._judge.name} ({self._judge.version})" if self._judge is not None else WORKFLOW
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return the rollouts in their order, each that ended with a score or a judge failure; tokens are counted."""
+    def score(
+        self, rollouts: Sequence[Rollout], on_verdict: Callable[[Verdict], object] = lambda verdict: None
+    ) -> list[Rollout]:
+        """Return the rollouts in their order, each that ended with a score or a judge failure; tokens are counted.
+
+        `on_verdict` sees what the judge said in full.
+        """
         over = [one for one in rollouts if one.state is not RolloutState.PLANNED]
         self._wait(max((one.ended_at or 0.0 for one in over), default=0.0))
         self._store.rollouts.count_tokens([one.id for one in over])
@@ -66,7 +71,7 @@ class Scorer:
             for one in ended:
                 self._write(one.id, one.reward, WORKFLOW, None if one.reward is not None else NO_JUDGE, work)
         else:
-            self._judged(self._judge, ended, work)
+            self._judged(self._judge, ended, work, on_verdict)
         work.end()
         return [self._store.rollouts.get(one.id) for one in rollouts]
 
@@ -78,7 +83,9 @@ class Scorer:
                 return
             time.sleep(_LOOK_EVERY)
 
-    def _judged(self, judge: Judge, ended: Sequence[Rollout], work: Work) -> None:
+    def _judged(
+        self, judge: Judge, ended: Sequence[Rollout], work: Work, on_verdict: Callable[[Verdict], object]
+    ) -> None:
         with ThreadPoolExecutor(judge.at_once, "judge") as threads:
             groups = [self._transcripts(judge, group, work) for group in _by_task(ended)]
             asked = [threads.submit(judge.judge, None, members) for members in groups if members]
@@ -87,6 +94,7 @@ class Scorer:
                 self.spent += spent_on_judging(judgement.exchanges)
                 for verdict in judgement.verdicts:
                     self._take(verdict, work)
+                    on_verdict(verdict)
 
     def _transcripts(self, judge: Judge, group: Iterable[Rollout], work: Work) -> list[Transcript]:
         found = []

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from trainer.judges.settings import ModelSpec
+from trainer.tuning.prompt_settings import PromptSettings
+
 
 class TunerSettings(BaseModel):
     """What every method of the tuner needs to know."""
@@ -39,6 +42,10 @@ class TunerSettings(BaseModel):
         default_factory=dict,
         description="input_cost_per_token and output_cost_per_token by alias, for the models that are served here",
     )
+    reflection: ModelSpec | None = Field(
+        None, description="language model that reads rollouts and proposes prompts; its base_url and model at least"
+    )
+    prompt: PromptSettings = Field(default_factory=PromptSettings, description="how a system prompt is searched for")
     seed: int = Field(0, ge=0, description="seed of whatever is drawn: splits, samples, orders")
 
     @field_validator("proxy_url")

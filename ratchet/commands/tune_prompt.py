@@ -1,0 +1,90 @@
+"""`ratchet tune prompt`: a better system prompt for an agent that is left as it is; and what was found, promoted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ratchet import options
+from ratchet.tuning import rollout_options
+
+_METHODS = ("gepa", "mipro")
+
+
+@click.command()
+@click.option("--method", type=click.Choice(_METHODS), help="Optimiser.  [default: gepa]")
+@click.option("--rollouts", type=click.IntRange(1), help="Most rollouts in all.  [default: 300]")
+@click.option("--tokens", type=click.IntRange(1), help="Most tokens in all, the agent's and the reflections'.")
+@click.option("--reflection-url", metavar="URL", help="Language model that proposes prompts: its base URL.")
+@click.option("--reflection-model", metavar="NAME", help="Its name there.")
+@click.option(
+    "--seed-prompt", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Begin from this text."
+)
+@click.option(
+    "--mode", type=click.Choice(["auto", "replace", "append"]), help="How the prompt is used.  [default: auto]"
+)
+@click.option("--train", type=click.IntRange(1), help="Most training tasks.  [default: 40]")
+@click.option("--validation", type=click.IntRange(1), help="Most validation tasks.  [default: 40]")
+@click.option("--held-out", type=click.IntRange(1), help="Most held-out tasks.  [default: 100]")
+@click.option("--resume", metavar="ID", help="Go on with a run that was stopped or killed; nothing is paid for twice.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the prompt that was found here.")
+@click.option("--promote", is_flag=True, help="Make a candidate version of it where it is shown to be better.")
+@options.alias
+@rollout_options
+@options.as_json
+@click.pass_context
+def prompt(
+    context: click.Context, /, resume: str | None, out: Path | None, promote: bool, as_json: bool, **given: Any
+) -> None:
+    """Search for a better system prompt, and let held-out tasks decide whether it is one.
+
+    The agent is not changed: the proxy swaps the prompt in, for these rollouts only. Training, validation and held-out
+    tasks are disjoint. The verdict is `better`, `no better`, `worse` or `undecided`; only the first is promoted.
+
+    \b
+    Example:
+      ratchet tune prompt --tasks ./tasks --workflow my_agent:run --judge my_agent:judge \\
+        --reflection-url http://127.0.0.1:8001 --reflection-model big --rollouts 300
+      ratchet tune prompt --resume tun_01J8
+    """
+    from ratchet import prompt_tuning
+
+    found = prompt_tuning.resumed(context, resume, given) if resume else prompt_tuning.begun(context, given)
+    version = prompt_tuning.promoted(context, found, given) if promote and found.better else None
+    if out is not None:
+        out.write_text(found.prompt)
+    if as_json:
+        options.emit(found.content | {"promoted": version})
+        return
+    for line in found.lines():
+        click.echo(options.printable(line))
+    if promote:
+        click.echo(f"candidate {version}: `ratchet policies` shows it" if version else "not promoted: it is not better")
+
+
+@click.command("promote")
+@click.argument("run", metavar="ID")
+@click.option("--anyway", is_flag=True, help="Also where it is not shown to be better.")
+@options.store_url
+@options.project
+@options.as_json
+@click.pass_context
+def promote_(
+    context: click.Context, run: str, anyway: bool, store: str | None, project: str | None, as_json: bool
+) -> None:
+    """Make a candidate version of the prompt that a run found; the gate, or you, promote it.
+
+    \b
+    Example:
+      ratchet tune promote tun_01J8
+    """
+    from ratchet import prompt_tuning
+
+    with options.running_store(context, store=store, project=project) as opened:
+        version = prompt_tuning.candidate(opened, run, anyway=anyway)
+    if as_json:
+        options.emit({"run": run, "promoted": version})
+    else:
+        click.echo(f"candidate {version}: the gate takes it from here, or `ratchet policies promote`")

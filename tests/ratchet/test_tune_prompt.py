@@ -1,0 +1,170 @@
+"""`ratchet tune prompt` end to end: a real proxy, an agent that is left as it is, the command as a process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from store import Store, open_store
+from store.states import PolicyState
+from tests.proxy.conftest import Proxy, running
+from tests.proxy.servers import eventually, served
+from tests.ratchet.project import Project
+from tests.trainer.tuning import prompt_world
+from tests.trainer.tuning.prompted_vllm import PromptedVllm
+from tests.trainer.tuning.scripted_reflection_model import ScriptedReflectionModel
+from tests.trainer.tuning.test_prompt_mipro import mipro_python
+from trainer.tuning.results import read
+
+ROOT = Path(__file__).parents[2]
+AGENT = "tests.trainer.tuning.world_agent"
+
+
+@dataclass
+class Circle:
+    """A project with a proxy before a model that does what the system prompt tells, and a reflection model."""
+
+    project: Project
+    store: Store
+    vllm: PromptedVllm
+    proxy: Proxy
+    reflection: ScriptedReflectionModel
+
+    def arguments(self, agent: str = "agent", **given: Any) -> list[str]:
+        options = {
+            "tasks": "world", "workflow": f"{AGENT}:{agent}", "judge": f"{AGENT}:judge", "seed": 1,
+            "reflection-url": self.reflection.url, "reflection-model": "scripted-reflection", "rollouts": 200, **given,
+        }  # fmt: skip
+        return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+    def tune(self, agent: str = "agent", *more: str, **given: Any) -> Any:
+        """Run the command to its end."""
+        return self.project.run("tune", "prompt", *self.arguments(agent, **given), *more, seconds=180)
+
+    def swapped(self) -> set[str]:
+        """The system prompts that the model saw."""
+        return set(self.vllm.prompts)
+
+
+@pytest.fixture
+def circle(project: Project) -> Iterator[Circle]:
+    vllm = PromptedVllm()
+    folder = project.folder / "world"
+    folder.mkdir()
+    for split, rows in (("train", prompt_world.rows(18)), ("test", prompt_world.rows(12, start=100))):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(served(vllm))
+        store = open_store(str(project.folder / "s.db"))
+        stack.callback(store.close)
+        proxy = stack.enter_context(running(url, store, project.folder, model="policy"))
+        reflection = stack.enter_context(ScriptedReflectionModel().running())
+        project.write(store="sqlite:///s.db", tuner={"proxy_url": proxy.url})
+        yield Circle(project, store, vllm, proxy, reflection)
+
+
+def test_an_agent_that_is_left_as_it_is_gets_a_better_prompt_which_serves_once_it_is_promoted(circle: Circle) -> None:
+    done = circle.tune("agent", "--promote", out="best.txt")
+    assert done.returncode == 0, done.stdout
+    (run,) = circle.store.tunings.page()
+    result = read(run.result or {})
+    assert result.details["verdict"] == "better"
+    assert result.details["seed_prompt"] == prompt_world.SEED
+    assert result.gain is not None
+    assert (result.gain.against_mean, result.gain.mean, result.gain.tasks) == (0.0, 1.0, 12)
+    assert result.spent.rollouts == len(circle.vllm.prompts) <= 200
+    assert result.spent.prompt_tokens > 0
+    assert {one.purpose for one in circle.store.rollouts.of(run.id)} == {"eval"}  # never trained
+    assert '"feedback": "The word was ' in circle.reflection.asked[0]["messages"][1]["content"]
+    best = (circle.project.folder / "best.txt").read_text()
+    assert all(f"a {thing} is a {word}" in best for thing, word in prompt_world.WORDS.items())
+    candidate = circle.store.policies.get("policy", 1)
+    assert (candidate.state, candidate.prompt_id) == (PolicyState.CANDIDATE, result.best)
+
+    assert ask(circle) == "unsure"  # a candidate serves nobody
+    told = circle.project.run("policies", "promote", "policy", "1", "--reason", "better on held-out tasks")
+    assert told.returncode == 0, told.stdout
+    eventually(lambda: ask(circle) == "tree", 10)
+    circle.project.run("policies", "rollback", "policy", "--reason", "a test")
+    eventually(lambda: ask(circle) == "unsure", 10)
+
+
+def ask(circle: Circle) -> str:
+    """Ask as any user of the agent does, in a trajectory of its own."""
+    system = {"role": "system", "content": prompt_world.SEED}
+    question = {"role": "user", "content": f"What is a blim? ({len(circle.vllm.prompts)})"}
+    answer = circle.proxy.http.post("/v1/chat/completions", json={"model": "policy", "messages": [system, question]})
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_a_system_prompt_that_differs_from_task_to_task_is_kept_and_appended_to(circle: Circle) -> None:
+    done = circle.tune("dated")
+    assert "a text that is appended to it is tuned" in done.stdout
+    assert ": better" in done.stdout
+    assert all(prompt.startswith(f"{prompt_world.SEED} This is about: ") for prompt in circle.swapped())
+
+
+def test_a_run_that_was_killed_goes_on_by_its_id_alone_and_pays_for_nothing_twice(circle: Circle) -> None:
+    circle.vllm.seconds = 0.05
+    process = circle.project.start("tune", "prompt", *circle.arguments(concurrency=2))
+    eventually(lambda: len(circle.reflection.asked) >= 2, 60)
+    process.kill()
+    process.wait(10)
+    (run,) = circle.store.tunings.page()
+    assert run.state == "running"
+    before = {(one.candidate, one.task_id) for one in circle.store.rollouts.of(run.id) if one.state == "ended"}
+    assert before
+    asked = len(circle.reflection.asked)
+    circle.vllm.seconds = 0.0
+    done = circle.project.run("tune", "prompt", "--resume", run.id, seconds=180)
+    assert done.returncode == 0, done.stdout
+    assert ": better" in done.stdout
+    ended = [(one.candidate, one.task_id) for one in circle.store.rollouts.of(run.id) if one.state == "ended"]
+    assert before <= set(ended)
+    assert len(ended) == len(set(ended))
+    # What was answered before the kill was not asked again, but for the question that was on its way.
+    first, again = circle.reflection.asked[: asked - 1], circle.reflection.asked[asked:]
+    assert not [one for one in first if one in again]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"reflection-url": "http://127.0.0.1:1"}, "--reflection-url and --reflection-model belong together"),
+        ({}, "tuner.reflection"),
+    ],
+)
+def test_what_is_missing_is_named(circle: Circle, given: dict[str, str], told: str) -> None:
+    words = [word for pair in given.items() for word in (f"--{pair[0]}", pair[1])]
+    done = circle.project.run("tune", "prompt", "--tasks", "world", "--workflow", f"{AGENT}:agent", *words)
+    assert done.returncode in (1, 2)
+    assert told in done.stdout
+    assert circle.vllm.prompts == []
+
+
+def test_mipro_finds_it_too_through_the_same_command(circle: Circle) -> None:
+    command = [str(mipro_python()), "-m", "ratchet", "tune", "prompt", *circle.arguments(method="mipro"), "--json"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(circle.project.folder)])}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, cwd=circle.project.folder, env=environ, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["details"]["verdict"] == "better"
+    assert told["technique"].startswith("MIPRO")
+    assert told["details"]["budget"]["rollouts_begun"] == len(circle.vllm.prompts)
+
+
+def test_the_light_environment_of_the_command_has_no_torch() -> None:
+    program = "import sys; import ratchet.prompt_tuning, trainer.tuning.prompt_run; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"

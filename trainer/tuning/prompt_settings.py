@@ -1,0 +1,36 @@
+"""The settings of prompt tuning, section `tuner.prompt` of ratchet.yaml."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from trainer.tuning.prompt_optimizer import Method
+from trainer.tuning.prompt_sets import LEAST_HELD_OUT, LEAST_TRAIN, LEAST_VALIDATION
+
+
+class PromptSettings(BaseModel):
+    """How a system prompt is searched for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    method: Method = Field("gepa", description="optimiser: gepa (extra tune-gepa) or mipro (extra tune-mipro)")
+    mode: Literal["auto", "replace", "append"] = Field(
+        "auto",
+        description="the prompt replaces the agent's system prompt or is appended to it; auto: appended where the "
+        "agent's own differs from task to task",
+    )
+    rollouts: int = Field(
+        300, ge=1, description="rollouts in all, those on the held-out tasks among them; a hard limit"
+    )
+    tokens: int | None = Field(
+        None, ge=1, description="tokens in all, the agent's and the reflection model's; a hard limit; null: none"
+    )
+    train: int = Field(40, ge=LEAST_TRAIN, description="most tasks that the reflection model is shown rollouts of")
+    validation: int = Field(40, ge=LEAST_VALIDATION, description="most tasks that proposed prompts are ranked by")
+    held_out: int = Field(
+        100, ge=LEAST_HELD_OUT, description="most tasks that decide in the end; the first of the test split"
+    )
+    at_once: int = Field(3, ge=1, le=20, description="rollouts that one reflection is shown")
+    longest: int = Field(20_000, ge=100, le=100_000, description="most characters of a prompt")
