@@ -13,6 +13,7 @@ from trainer.judges.function import FunctionJudge
 from trainer.judges.grader import GraderJudge
 from trainer.judges.language_model import LanguageModel
 from trainer.judges.next_state import NextStateJudge
+from trainer.judges.openjudge import OpenJudgeJudge
 from trainer.judges.reward import RewardJudge
 from trainer.judges.ruler import RulerJudge
 from trainer.judges.settings import (
@@ -24,6 +25,7 @@ from trainer.judges.settings import (
     GraderSpec,
     JudgeSpec,
     NextStateSpec,
+    OpenJudgeSpec,
     RewardSpec,
 )
 
@@ -40,6 +42,8 @@ def make_judge(spec: JudgeSpec, environ: Mapping[str, str]) -> Judge:
         return FeedbackJudge(spec)
     if isinstance(spec, GraderSpec):
         return GraderJudge(spec, environ.get(spec.secret_variable))
+    if isinstance(spec, OpenJudgeSpec):
+        return OpenJudgeJudge(spec, environ)
     if isinstance(spec, RewardSpec):
         return RewardJudge(spec)
     if isinstance(spec, CompositeSpec):

@@ -17,6 +17,7 @@ from trainer.errors import JudgeUnanswered
 from trainer.judges import Judgement
 from trainer.judges.language_model import Interview, LanguageModel
 from trainer.judges.opinion import Opinion, version_of
+from trainer.judges.pictures import Pictures
 from trainer.judges.ruler import fitted
 from trainer.judges.settings import NextStateSpec
 
@@ -44,7 +45,8 @@ class NextStateJudge:
         self._budget = int(spec.context_tokens * _CHARACTERS_A_TOKEN)
         self.at_once = spec.at_once
         self.name = f"{_NAME}:{spec.model}"
-        self.version = version_of(_NAME, self._task, spec.model)
+        self._images = spec.images
+        self.version = version_of(_NAME, self._task, spec.model, *([spec.images] if spec.images else []))
 
     def close(self) -> None:
         """Close the connections to the model."""
@@ -76,9 +78,11 @@ class NextStateJudge:
     def _ask(self, turns: Sequence[Mapping[str, Any]], interview: Interview) -> Opinion:
         if not turns:
             return Opinion.failed("no answer of this trajectory has a next message: there is no evidence")
+        pictures = Pictures(self._images)
+        told = fitted(pictures.described({"answers": list(turns)}), self._budget)
         question = [
             {"role": "system", "content": self._task},
-            {"role": "user", "content": fitted({"answers": list(turns)}, self._budget)},
+            {"role": "user", "content": pictures.content(told)},
         ]
         try:
             worth = self._model.ask(question, _schema(), lambda answer: worth_of(answer, len(turns)), interview)

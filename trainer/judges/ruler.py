@@ -23,6 +23,7 @@ from trainer.errors import JudgeUnanswered
 from trainer.judges import Judgement
 from trainer.judges.language_model import Interview, LanguageModel, Message
 from trainer.judges.opinion import Opinion, version_of
+from trainer.judges.pictures import Pictures
 from trainer.judges.settings import RulerSpec
 
 _CHARACTERS_A_TOKEN = 3.0  # cautious: English has four
@@ -59,7 +60,7 @@ class RulerJudge:
         self._clock = clock
         self.at_once = spec.at_once
         self.name = f"{_NAME}:{spec.model}"
-        self.version = version_of(_NAME, _TASK, spec.model, spec.rubric)
+        self.version = version_of(_NAME, _TASK, spec.model, spec.rubric, *([spec.images] if spec.images else []))
 
     def close(self) -> None:
         """Close the connections to the model."""
@@ -74,6 +75,7 @@ class RulerJudge:
             rubric=self._spec.rubric,
             budget=int(self._spec.context_tokens * _CHARACTERS_A_TOKEN),
             shuffle=random.Random(group_id or 0),
+            images=self._spec.images,
         )
         try:
             read = _reader(ranking.labels)
@@ -99,8 +101,10 @@ class RulerJudge:
         return Judgement(tuple(verdicts), tuple(interview.exchanges))
 
 
-def ranked(members: Sequence[Transcript], *, rubric: str, budget: int, shuffle: random.Random) -> Ranking:
-    """Return the question about a group; `budget` is its longest form in characters."""
+def ranked(
+    members: Sequence[Transcript], *, rubric: str, budget: int, shuffle: random.Random, images: int = 0
+) -> Ranking:
+    """Return the question about a group; `budget` is its longest form in characters, without the images shown."""
     runs = [with_plain_ids(member.messages) for member in members]
     shared = common_prefix(runs)
     groups: dict[bytes, list[int]] = {}
@@ -117,10 +121,12 @@ def ranked(members: Sequence[Transcript], *, rubric: str, budget: int, shuffle: 
         ],
     }
     ids = ", ".join(labels)
+    pictures = Pictures(images)
+    told = fitted(pictures.described(shown), budget)
     return Ranking(
         (
             {"role": "system", "content": _TASK.format(rubric=rubric, ids=ids)},
-            {"role": "user", "content": fitted(shown, budget)},
+            {"role": "user", "content": pictures.content(told)},
         ),
         labels,
     )

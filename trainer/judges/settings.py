@@ -6,6 +6,7 @@ the variable that `key_variable` names.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -89,6 +90,7 @@ class ModelSpec(_Spec):
     timeout_seconds: float = Field(120.0, gt=0, description="longest wait for one answer")
     attempts: int = Field(3, ge=1, le=10, description="tries until an answer is usable; each is told what was wrong")
     context_tokens: int = Field(32_000, ge=512, description="room for the question; longer messages are cut")
+    images: int = Field(0, ge=0, le=64, description="images that it is shown, where it can see; others are described")
     temperature: float | None = Field(None, ge=0, description="sampling temperature; null leaves it to the model")
     price_in: float | None = Field(None, ge=0, description="price of a million prompt tokens; null: unknown")
     price_out: float | None = Field(None, ge=0, description="price of a million completion tokens; null: unknown")
@@ -127,6 +129,29 @@ class GraderSpec(_Spec):
     timeout_seconds: float = Field(60.0, gt=0, description="longest wait for one answer")
     attempts: int = Field(3, ge=1, le=10, description="tries per trajectory, with the same idempotency key")
     at_once: int = Field(4, ge=1, le=64, description="groups graded at the same time")
+
+
+class OpenJudgeSpec(_Spec):
+    """A grader of OpenJudge, in a process of its own."""
+
+    kind: Literal["openjudge"]
+    grader: str = Field(pattern=ENTRY_POINT, description="the grader's class, as module:Class")
+    settings: Mapping[str, Any] = Field(default_factory=dict, description="what the grader is made with")
+    arguments: Mapping[str, Any] = Field(default_factory=dict, description="constants that it is given each time")
+    columns: Mapping[str, str] = Field(
+        default_factory=dict, description="parameters that are read from columns of the task's row"
+    )
+    worst: float = Field(0.0, description="the grader's score that counts 0")
+    best: float = Field(1.0, description="the grader's score that counts 1")
+    python: Path | None = Field(None, description="Python of the environment with py-openjudge; null: this one")
+    key_variable: str = Field("RATCHET_JUDGE_API_KEY", pattern=r"^[A-Z][A-Z0-9_]*$", description="variable of the key")
+    timeout_seconds: float = Field(120.0, gt=0, description="longest wait for the scores of one group")
+
+    @model_validator(mode="after")
+    def _scale_has_two_ends(self) -> OpenJudgeSpec:
+        if self.worst == self.best:
+            raise ValueError("worst and best are the same: every score would count the same")
+        return self
 
 
 class FeedbackSpec(_Spec):
@@ -200,6 +225,7 @@ JudgeSpec = Annotated[
         | RulerSpec
         | NextStateSpec
         | GraderSpec
+        | OpenJudgeSpec
         | FeedbackSpec
         | RewardSpec
         | CompositeSpec,
