@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ratchet.commands import tune_prompt, tune_report, tune_select
+from ratchet.commands import tune_prompt, tune_report, tune_select, tune_weights
 
 
 @click.group()
@@ -21,6 +21,7 @@ for command in (
     tune_select.select_model,
     tune_prompt.prompt,
     tune_prompt.promote_,
+    tune_weights.weights,
     tune_report.report,
     tune_report.runs,
 ):

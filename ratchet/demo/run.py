@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,13 @@ from ratchet.demo.figures import Evaluation, Figures, read_evaluation, read_figu
 from ratchet.errors import AlreadyRunning, DemoFailed
 from ratchet.folders import StateFolder
 from ratchet.running import engine, interrupts, pidfile
+from ratchet.running.attached import started
 from ratchet.running.leftovers import end_leftovers
 from ratchet.running.project_lock import ProjectLock
 from ratchet.running.supervisor import Supervisor
 from ratchet.settings import SECRETS, Settings, load
-from ratchet.terminal import Display
 from store import Store, open_store
-from store.states import PolicyState, RoundState
+from trainer.settling import is_settled
 
 EXAMPLE = "examples.email_search"
 TINY = Path("examples/email_search/ratchet.yaml")
@@ -93,23 +93,20 @@ class Demo:
     def _with_rooms(self, lock: ProjectLock) -> tuple[Evaluation, Evaluation]:
         """Run the stages that need the rooms; return the evaluations before and after."""
         alias = self._settings.model
-        with Display() as show:
-            supervisor = Supervisor(self._settings, show, lock)
-            try:
-                with self._stage("start", "start vLLM, the proxy and the trainer"):
-                    plan = supervisor.prepare()
-                    self._say(f"vLLM: {plan.vllm}")
-                    supervisor.start()
-                with self._stage("evaluate_before", "held-out tasks under the base model"):
-                    before = self._evaluate(supervisor, "before", f"{alias}@0")
-                with self._stage("train", "the agent works; the trainer trains and swaps in the background"):
-                    self._work(supervisor)
-                    live = self._settle(supervisor)
-                with self._stage("evaluate_after", f"the same held-out tasks under {alias}@{live}"):
-                    after = self._evaluate(supervisor, "after", f"{alias}@{live}")
-            finally:
-                with self._stage("stop", "stop everything"):
-                    supervisor.stop()
+        rooms = ExitStack()
+        try:
+            with self._stage("start", "start vLLM, the proxy and the trainer"):
+                supervisor = rooms.enter_context(started(self._settings, lock, self._say))
+            with self._stage("evaluate_before", "held-out tasks under the base model"):
+                before = self._evaluate(supervisor, "before", f"{alias}@0")
+            with self._stage("train", "the agent works; the trainer trains and swaps in the background"):
+                self._work(supervisor)
+                live = self._settle(supervisor)
+            with self._stage("evaluate_after", f"the same held-out tasks under {alias}@{live}"):
+                after = self._evaluate(supervisor, "after", f"{alias}@{live}")
+        finally:
+            with self._stage("stop", "stop everything"):
+                rooms.close()
         return before, after
 
     def _take_folder(self) -> ProjectLock:
@@ -176,16 +173,9 @@ class Demo:
             store.close()
 
     def _is_settled(self, store: Store) -> bool:
-        alias = self._settings.model
-        waiting = store.trajectories.counts()
         trainer = self._settings.trainer_settings()
-        return (
-            waiting["open"] == 0
-            and waiting["sealed"] < trainer.group_size
-            and not store.groups.ready(alias, time.time())
-            and len(store.groups.judged(alias)) < trainer.groups_per_round
-            and not any(policy.state is PolicyState.CANDIDATE for policy in store.policies.all(alias))
-            and not any(held.state is RoundState.STARTED for held in store.rounds.page(alias, limit=1))
+        return is_settled(
+            store, self._settings.model, group_size=trainer.group_size, groups_per_round=trainer.groups_per_round
         )
 
     def _agent(self, arguments: list[str], model: str, supervisor: Supervisor | None = None) -> None:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from trainer.errors import TaskSetError
@@ -31,27 +31,28 @@ class Family:
         return [dataclasses.replace(task, id=f"{self.name}/{task.id}") for task in self.tasks.rows(split, limit)]
 
 
-def parse_families(given: Sequence[str]) -> list[Family]:
-    """Read `SOURCE`, `NAME=SOURCE` or `NAME=SOURCE:WEIGHT`. Raises TaskSetError, TaskSetNotFound."""
-    families = [_family(one) for one in given]
+def parse_families(given: Sequence[str], opened: Callable[[str], TaskSet] = TaskSet.open) -> list[Family]:
+    """Read `SOURCE`, `NAME=SOURCE` or `NAME=SOURCE:WEIGHT`. Raises TaskSetError, and what `opened` raises."""
+    families = [_family(one, opened) for one in given]
     twice = [name for name, count in Counter(family.name for family in families).items() if count > 1]
     if twice:
         raise TaskSetError(f"--tasks: two task sets are called {twice[0]}: give each a name, NAME=SOURCE:WEIGHT")
     return families
 
 
-def _family(given: str) -> Family:
-    name, named, source = given.partition("=")
+def _family(given: str, opened: Callable[[str], TaskSet]) -> Family:
+    name, named, told = given.partition("=")
     if not named:
-        return Family(TaskSet.open(given).name, TaskSet.open(given))
-    rest, weighed, weight = source.rpartition(":")
+        found = opened(given)
+        return Family(found.name, found)
+    source, weighed, weight = told.rpartition(":")
     try:
         value = float(weight) if weighed else 1.0
     except ValueError:  # a colon of the source's own
-        rest, value = source, 1.0
+        source, value = told, 1.0
     if not 0 < value < math.inf:
         raise TaskSetError(f"--tasks {given}: the weight is {weight}; it must be above 0")
-    return Family(name, TaskSet.open(rest if weighed else source, name), value)
+    return Family(name, opened(source if weighed else told), value)
 
 
 class TaskMix:

@@ -1,0 +1,75 @@
+"""`ratchet tune weights`: reinforcement learning on a task set, with a warm start before it where that is wanted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ratchet import options
+
+_OWN = (
+    "families", "rounds", "tasks_per_round", "eval_every", "eval_tasks", "eval_attempts", "eval_workflow", "patience",
+    "collect", "warm_start", "sft", "resume",
+)  # fmt: skip
+
+
+@click.command()
+@click.option(
+    "--tasks", "families", multiple=True, metavar="[NAME=]SOURCE[:WEIGHT]", help="Task set; several train together."
+)
+@click.option("--rounds", type=click.IntRange(min=0), help="Rounds of training tasks.  [default: 20]")
+@click.option("--tasks-per-round", type=click.IntRange(min=1), help="Training tasks of a round.  [default: 16]")
+@click.option("--eval-every", type=click.IntRange(min=1), help="Rounds between two evaluations.  [default: 5]")
+@click.option("--eval-tasks", type=click.IntRange(min=2), help="Test tasks of each set.  [default: all]")
+@click.option("--eval-attempts", type=click.IntRange(min=1), help="Attempts at each of them.  [default: 1]")
+@click.option("--eval-workflow", metavar="SPEC", help="Agent while it is evaluated, such as one that samples greedily.")
+@click.option("--patience", type=click.IntRange(min=0), help="Evaluations without a gain that end it.  [default: 3]")
+@click.option(
+    "--collect", type=click.IntRange(min=0), help="Rounds that are only tried, for a warm start.  [default: 0]"
+)
+@click.option(
+    "--warm-start", multiple=True, metavar="SOURCE", help="Imitate first: own, shown, or a model of model_list; more."
+)
+@click.option(
+    "--sft", multiple=True, metavar="KEY=VALUE", help="A setting of the warm start, such as general=chat.jsonl; more."
+)
+@click.option("--resume", metavar="ID", help="Go on with a run that was stopped or killed.")
+@click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the learning curve into this file.")
+@options.test_share
+@options.workflow
+@options.judge
+@options.attempts
+@options.concurrency
+@options.seed
+@options.alias
+@options.base_model
+@options.store_url
+@options.project
+@options.as_json
+@click.pass_context
+def weights(context: click.Context, /, png: Path | None, as_json: bool, **given: Any) -> int:
+    """Train the weights on a task set, evaluate on its test split all along, keep the best version.
+
+    The rollouts go through the running project (`ratchet up`), whose trainer learns from them as from any traffic;
+    where nothing runs, the rooms are started and stopped again. Ends with 0 where the version that serves is shown to
+    be better than the one before, with 3 where it is not, with 1 on errors.
+
+    \b
+    Example:
+      ratchet tune weights --tasks ./tasks --workflow my_agent:run --rounds 20
+      ratchet tune weights --tasks mail=./mail:3 --tasks math=./math --warm-start own --collect 4
+    """
+    from ratchet import weighing, weights_report
+
+    own = {name: given.pop(name) for name in _OWN}
+    result = weighing.weigh(weighing.settings_of(context, given), own, quiet=as_json)
+    if as_json:
+        options.emit(weighing.plain(result))
+    else:
+        weights_report.show(result)
+    if png is not None:
+        weights_report.draw(result, png)
+        click.echo(f"drawn: {png}", err=True)
+    return 0 if result.best is not None else weighing.NOT_SHOWN

@@ -1,0 +1,162 @@
+"""Begin, resume and run a tuning of weights, in the rooms that run or in its own: what `ratchet tune weights` does."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ratchet import options, tuning
+from ratchet.running.attached import attached
+
+if TYPE_CHECKING:
+    from ratchet.settings import Settings
+    from ratchet.tuning import Bench
+    from store import Store
+    from store.tuning_records import Tuning
+    from trainer.tuning.results import TuningResult
+    from trainer.tuning.weights_plan import WeightsPlan
+
+NOT_SHOWN = 3  # exit code where nothing is shown to be gained
+_TUNER = ("workflow", "concurrency", "seed", "test_share")
+_PLANNED = (
+    "rounds", "tasks_per_round", "eval_every", "eval_tasks", "eval_attempts", "eval_workflow", "patience", "collect",
+)  # fmt: skip
+
+
+def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
+    """Return the project's settings with the command's options laid over them. Raises SettingsError."""
+    names = {name: f"tuner.{name}" for name in _TUNER}
+    names |= {"judge": "trainer.judge", "attempts": "trainer.group_size"}
+    settings = options.running_settings_of(context, {names.get(name, name): value for name, value in given.items()})
+    if not settings.has_judge:
+        raise click.UsageError("no judge is named: give --judge, or set trainer.judge in ratchet.yaml")
+    if settings.base_model is None:
+        raise click.UsageError("no base model is named: give --base-model, or set base_model in ratchet.yaml")
+    return settings
+
+
+def weigh(settings: Settings, own: dict[str, Any], *, quiet: bool = False) -> TuningResult:
+    """Run to the end; `own` are the command's own options. Raises TuningError, UsageError, and what the rooms raise."""
+    _check(settings, own)
+    say = partial(click.echo, file=sys.stderr) if quiet else click.echo
+    with attached(settings, say=say) as rooms, tuning.opened(settings) as bench:
+        run = _resumed(bench.store, own["resume"]) if own["resume"] else _begun(bench, own)
+        with _ending(bench.store, run):
+            click.echo(f"{run.id} on {rooms.base_url}", err=True)
+            return _run(bench, run, rooms.check)
+
+
+def plain(result: TuningResult) -> dict[str, Any]:
+    """Return a result as JSON can hold it."""
+    from trainer.tuning import results
+
+    return results.plain(result)
+
+
+def _run(bench: Bench, run: Tuning, check: Any) -> TuningResult:
+    from trainer.tuning.rollouts import RolloutRunner
+    from trainer.tuning.task_mix import parse_families
+    from trainer.tuning.weights import WeightsTuning
+    from trainer.tuning.weights_plan import plan_of
+    from trainer.tuning.weights_result import result_of
+    from trainer.tuning.workflow import load_workflow
+
+    plan, settings = plan_of(run), bench.settings
+    trainer = settings.trainer_settings(base_model=settings.base_model)
+    evaluator = None
+    if plan.eval_workflow is not None:
+        evaluator = RolloutRunner(
+            bench.store, bench.proxy_url, bench.api_key, load_workflow(plan.eval_workflow), bench.tuner,
+            alias=settings.model, progress=bench.progress,
+        )  # fmt: skip
+    families = parse_families(plan.families, bench.task_set)
+    made = WeightsTuning(
+        bench.store, run, families, trainer, bench.runner, bench.scorer, evaluator=evaluator,
+        progress=bench.progress, failure_score=bench.tuner.failure_score, watch=check,
+    )  # fmt: skip
+    asyncio.run(made.run())
+    result = result_of(bench.store, run, made, trainer, bench.scorer.name, bench.prices)
+    bench.store.tunings.end(run.id, "done", plain(result))
+    return result
+
+
+def _begun(bench: Bench, own: dict[str, Any]) -> Tuning:
+    from trainer.tuning.task_mix import parse_families
+    from trainer.tuning.weights_plan import config_of
+
+    plan = _plan(bench.settings, own)
+    parse_families(plan.families, bench.task_set)  # a task set that cannot be read is told before a run begins
+    return bench.store.tunings.begin("weights", bench.settings.model, config_of(plan))
+
+
+def _resumed(store: Store, name: str) -> Tuning:
+    from trainer.tuning.weights_plan import plan_of
+
+    plan_of(store.tunings.get(name))
+    return store.tunings.resume(name)
+
+
+def _plan(settings: Settings, own: dict[str, Any]) -> WeightsPlan:
+    """Return the plan of the options. Raises UsageError, which names what is wrong."""
+    from pydantic import ValidationError
+
+    from trainer.tuning.weights_plan import WeightsPlan
+
+    tuner, trainer = settings.tuner_settings(), settings.trainer_settings(base_model=settings.base_model)
+    families = own["families"] or ((tuner.tasks,) if tuner.tasks else ())
+    given = {name: own[name] for name in _PLANNED if own[name] is not None}
+    values = given | {"families": families, "workflow": tuner.workflow, "attempts": trainer.group_size}
+    try:
+        return WeightsPlan(**values, seed=tuner.seed, warm_start=_warm_start(own))
+    except ValidationError as wrong:
+        first = wrong.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise click.UsageError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from wrong
+
+
+def _warm_start(own: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the settings of the warm start; None where none is asked for."""
+    import yaml
+
+    if not own["warm_start"]:
+        return None
+    pairs = [text.partition("=") for text in own["sft"]]
+    settings = {key.strip().replace("-", "_"): yaml.safe_load(value) for key, _, value in pairs}
+    return settings | {"sources": own["warm_start"]}
+
+
+def _check(settings: Settings, own: dict[str, Any]) -> None:
+    """Refuse what cannot be meant, before anything is started. Raises UsageError."""
+    if own["resume"] is not None:
+        if own["families"] or own["warm_start"]:
+            raise click.UsageError("--resume goes on with the tasks and the warm start of that run: leave them out")
+        return
+    if own["sft"] and not own["warm_start"]:
+        raise click.UsageError("--sft is about a warm start: give --warm-start own, shown or a model's name as well")
+    if broken := [text for text in own["sft"] if "=" not in text]:
+        raise click.UsageError(f"--sft {broken[0]}: write KEY=VALUE, such as epochs=3")
+    if not own["families"] and settings.tuner_settings().tasks is None:
+        raise click.UsageError("no task set is named: give --tasks SOURCE, or set tuner.tasks")
+    _plan(settings, own)
+
+
+@contextmanager
+def _ending(store: Store, run: Tuning) -> Iterator[None]:
+    """Write down how a run ended where it did not end by itself, unless the trainer has done so."""
+    from store.states import TuningState
+
+    try:
+        yield
+    except BaseException as error:
+        if store.tunings.get(run.id).state is TuningState.RUNNING:
+            stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+            told = None if stopped else f"{type(error).__name__}: {error}"
+            store.tunings.end(run.id, TuningState.STOPPED if stopped else TuningState.FAILED, error=told)
+        click.echo(f"`ratchet tune weights --resume {run.id}` goes on with it", err=True)
+        raise

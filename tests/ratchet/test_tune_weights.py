@@ -1,0 +1,90 @@
+"""`ratchet tune weights`: what it refuses, whose rooms it works in, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from ratchet.cli import run
+from store import open_store
+from tests.ratchet.project import Project
+from tests.trainer.tiny import build_tiny_model
+
+AGENT = "tests.trainer.tuning.scripted_versions:agent"
+JUDGE = "tests.trainer.tuning.scripted_versions:judge"
+SMALL = ("--rounds", "1", "--tasks-per-round", "2", "--attempts", "2", "--eval-tasks", "4", "--seed", "3")
+
+
+@pytest.fixture
+def tuned(project: Project) -> Project:
+    """A project that can be tuned: a model that loads, an engine that answers, a task set, a judge."""
+    model = build_tiny_model(project.folder / "tiny", hidden=32, layers=1)
+    engine = {"command": [sys.executable, "-m", "tests.ratchet.scripted_engine"]}
+    project.write(
+        base_model=str(model),
+        vllm=project.content["vllm"] | engine,
+        trainer={"judge": JUDGE, "learner": {"threads": 1}},
+        tuner={"workflow": AGENT, "tasks": "./tasks"},
+    )
+    (project.folder / "tasks").mkdir()
+    for split, start in (("train", 0), ("test", 10)):
+        rows = [json.dumps({"question": f"number {start + number}? #say=so"}) for number in range(6)]
+        (project.folder / "tasks" / f"{split}.jsonl").write_text("\n".join(rows))
+    return project
+
+
+def test_it_starts_the_rooms_where_nothing_runs_and_leaves_a_result_and_no_process(tuned: Project) -> None:
+    done = tuned.run("tune", "weights", *SMALL, "--json", "--png", "curve.png", seconds=120)
+    assert done.returncode == 3, done.stdout
+    assert list((tuned.state / "run").glob("*.pid")) == []
+    assert (tuned.folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    result = json.loads(done.stdout[done.stdout.index("\n{") :].rpartition("}")[0] + "}")
+    assert (result["baseline"], result["details"]["rounds"]) == ("policy@0", 1)
+    assert [one["round"] for one in result["details"]["curve"]] == [0, 1]
+    store = open_store(str(tuned.state / "store.db"))
+    (tuning,) = store.tunings.page("weights")
+    assert (tuning.state, tuning.result) == ("done", result)
+    assert len(store.rollouts.of(tuning.id)) == 4 + 2 * 2
+    store.close()
+    again = tuned.run("tune", "weights", "--resume", tuning.id)
+    assert (again.returncode, "done" in again.stdout) == (1, True), again.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--sft", "epochs=2"), "give --warm-start"),
+        (("--warm-start", "own", "--sft", "epochs"), "KEY=VALUE"),
+        (("--warm-start", "own", "--sft", "epoch=2"), "warm_start.epoch"),
+        (("--warm-start", "own", "--warm-start", "own"), "names one twice"),
+        (("--resume", "tun_1", "--tasks", "x"), "leave them out"),
+        (("--attempts", "1"), "group_size"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_is_started(
+    project: Project,
+    arguments: tuple[str, ...],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    project.write(trainer={"judge": JUDGE}, tuner={"workflow": AGENT, "tasks": "./tasks"})
+    monkeypatch.chdir(project.folder)
+    assert run(["tune", "weights", *arguments]) != 0
+    assert words in capsys.readouterr().err
+    assert not project.state.exists()
+
+
+@pytest.mark.parametrize(("given", "words"), [((), "give --judge"), (("--judge", JUDGE), "give --tasks")])
+def test_without_a_judge_or_tasks_it_says_what_to_give(
+    project: Project,
+    given: tuple[str, ...],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(project.folder)
+    assert run(["tune", "weights", "--workflow", AGENT, *given]) != 0
+    assert words in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""What a tuning of weights leaves: gain, cost, curve and figures by family, in the shape of every method's result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from store import Store
+from store.tuning_records import Tuning
+from trainer.settings import TrainerSettings
+from trainer.tuning.comparison import Compared, Verdict
+from trainer.tuning.prices import Prices, Spent
+from trainer.tuning.results import TuningResult, task_set
+from trainer.tuning.rollouts import counting
+from trainer.tuning.selection import spent_on
+from trainer.tuning.weights import WeightsTuning, rewards
+from trainer.tuning.weights_plan import LIVE, plan_of
+
+
+def result_of(
+    store: Store, tuning: Tuning, run: WeightsTuning, trainer: TrainerSettings, judge: str, prices: Prices
+) -> TuningResult:
+    """Return the result of a run that has come to its end."""
+    plan, so_far = plan_of(tuning), run.so_far
+    final = store.policies.live()[tuning.alias].version
+    is_measured = final in {one.version for one in so_far.evaluations}
+    gain = run.compared(final, so_far.baseline) if is_measured and final != so_far.baseline else None
+    rollouts = counting(store.rollouts.of(tuning.id))
+    ours = [] if so_far.warm_start is None else ["SFT"]
+    if so_far.rounds:
+        ours.append(f"{trainer.credit} with {trainer.learner.loss}, {so_far.rounds} rounds")
+    notes = so_far.notes if is_measured else (*so_far.notes, f"{tuning.alias}@{final} was not evaluated")
+    return TuningResult(
+        method="weights",
+        technique=" -> ".join(ours) or "evaluation alone",
+        alias=tuning.alias,
+        task_set=task_set(", ".join(plan.families), "test", [task.id for task in run.tests]),
+        judge=judge,
+        workflow=plan.workflow,
+        attempts=plan.eval_attempts,
+        baseline=f"{tuning.alias}@{so_far.baseline}",
+        best=f"{tuning.alias}@{final}" if gain is not None and gain.verdict is Verdict.BETTER else None,
+        gain=gain,
+        spent=sum((spent_on(one, prices) for one in rollouts), Spent()),
+        wall_seconds=so_far.wall_seconds,
+        promoted=f"{tuning.alias}@{final}" if final != so_far.baseline else None,
+        notes=notes,
+        details={
+            "curve": [msgspec.to_builtins(one) for one in so_far.evaluations],
+            "training": [
+                {"round": number, "family": family, "reward": mean, "judged": count}
+                for (number, family), (mean, count) in rewards(
+                    store, (one for one in rollouts if one.candidate == LIVE)
+                ).items()
+            ],
+            "families": _families(run, final, so_far.baseline) if gain is not None else {},
+            "warm_start": so_far.warm_start,
+            "rounds": so_far.rounds,
+        },
+    )
+
+
+def _families(run: WeightsTuning, final: int, baseline: int) -> dict[str, Any]:
+    """Return the gain on the test tasks of each family."""
+    names = dict.fromkeys(task.id.rpartition("/")[0] for task in run.tests)
+    gains: dict[str, Compared] = {name: run.compared(final, baseline, name) for name in names}
+    return {name: msgspec.to_builtins(gain) for name, gain in gains.items()}
