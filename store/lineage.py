@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from store import schema
 from store.database import read
-from store.records import Record, Round, family_of
+from store.records import Policy, Record, Round, family_of
 from store.rounds import round_of
 from store.states import RoundState
 
@@ -61,18 +61,25 @@ class Lineage:
             told.setdefault(row.id, {}).update(names)
         return {name: tuple(policies) for name, policies in told.items()}
 
-    def behind(self, alias: str, version: int) -> Trained:
-        """Return what the weights of a version hold: its rounds back to the base model, and their trajectories."""
-        rounds, runs, verdicts = schema.rounds, schema.trajectories, schema.verdicts
-        mine = sa.and_(rounds.c.alias == alias, rounds.c.state == RoundState.COMMITTED)
+    def behind(self, policy: Policy) -> Trained:
+        """Return what a version's weights hold: the rounds back to the base model, and their trajectories.
+
+        A version that differs from another one by its prompt alone has the other's weights.
+        """
+        rounds, runs, verdicts, imitated = schema.rounds, schema.trajectories, schema.verdicts, schema.imitated
+        mine = sa.and_(rounds.c.alias == policy.alias, rounds.c.state == RoundState.COMMITTED)
         with read(self._engine) as connection:
-            found = connection.execute(sa.select(rounds).where(mine, rounds.c.to_version <= version)).all()
-            chain = _chain({row.to_version: round_of(row) for row in found}, version)
+            found = connection.execute(sa.select(rounds).where(mine, rounds.c.to_version <= policy.version)).all()
+            chain = _chain([round_of(row) for row in found], policy.adapter)
             names = [held.id for held in chain]
+            learnt_from = sa.union(
+                sa.select(runs.c.id).where(runs.c.round_id.in_(names)),
+                sa.select(imitated.c.trajectory_id).where(imitated.c.round_id.in_(names)),
+            ).subquery()
             latest = (
                 sa.select(verdicts.c.trajectory_id, sa.func.max(verdicts.c.id).label("id"))
-                .join(runs, runs.c.id == verdicts.c.trajectory_id)
-                .where(runs.c.round_id.in_(names), verdicts.c.score.is_not(None))
+                .join(learnt_from, learnt_from.c.id == verdicts.c.trajectory_id)
+                .where(verdicts.c.score.is_not(None))
                 .group_by(verdicts.c.trajectory_id)
                 .subquery()
             )
@@ -89,12 +96,14 @@ class Lineage:
         return Trained(rounds=tuple(chain), families=dict(families), judges=dict(judges))
 
 
-def _chain(made: Mapping[int, Round], version: int) -> list[Round]:
-    """Return the rounds from the base model to a version, oldest first."""
+def _chain(rounds: Sequence[Round], adapter: str | None) -> list[Round]:
+    """Return the rounds from the base model to the one that made an adapter, oldest first."""
+    made = {held.to_version: held for held in rounds}
+    last = next((held for held in rounds if held.checkpoint == adapter), None)
     chain: list[Round] = []
-    while version in made:
-        chain.append(made[version])
-        version = made[version].from_version
+    while last is not None:
+        chain.append(last)
+        last = made.get(last.from_version)
     return chain[::-1]
 
 

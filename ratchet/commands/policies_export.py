@@ -72,7 +72,8 @@ def _exportable(store: Store, name: str) -> tuple[Policy, Path]:
         raise click.UsageError(f"{name!r} names no version: give ALIAS@VERSION, such as mail@7")
     policy = store.policies.get(named["alias"], int(named["version"]))
     if policy.adapter is None:
-        raise click.UsageError(f"{name} has no adapter: it is the base model as it is")
+        prompt = f" with the system prompt {policy.prompt_id}" if policy.prompt_id else ""
+        raise click.UsageError(f"{name} has no adapter: it is the base model{prompt or ' as it is'}")
     if policy.pruned_at is not None:
         raise click.UsageError(f"{name} was pruned: its folder is gone (trainer.keep_folders)")
     return policy, Path(policy.adapter)

@@ -20,6 +20,8 @@ from trainer.learning.learner_settings import LearnerSettings
 from trainer.publishing.evidence import gather
 from trainer.publishing.exported import export_adapter, export_merged
 from trainer.publishing.model_card import model_card
+from trainer.tuning.comparison import compare
+from trainer.tuning.results import TuningResult, plain, task_set
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def trained_version(store: Store, number: int, scores: tuple[float, float], metr
     )
     held = store.rounds.start("agent", number - 1)
     told = {"trajectories": 2, "groups": 1, "tokens_trained": 4, "reward": 0.5, "loss": -0.25} | metrics
-    store.rounds.commit(held.id, version=number, checkpoint="/c", groups=[group.id], metrics=told)
+    store.rounds.commit(held.id, version=number, checkpoint=f"/c/{number}", groups=[group.id], metrics=told)
     evidence = {"gate": {"difference": {"value": 0.125, "low": 0.0625}}}
     return store.policies.promote("agent", number, evidence, by="gate", reason="+0.125 | better\n# x")
 
@@ -103,12 +105,12 @@ def test_a_rejected_round_is_not_in_the_lineage_of_what_came_after(store: Store)
     trained_version(store, 1, (0.0, 1.0), {})
     group = judged_group(store, ["x", "y"], [0.0, 1.0], task="other/1")
     held = store.rounds.start("agent", 1)
-    store.rounds.commit(held.id, version=2, checkpoint="/c", groups=[group.id], metrics={})
+    store.rounds.commit(held.id, version=2, checkpoint="/c/2", groups=[group.id], metrics={})
     store.policies.reject("agent", 2, {})
     again = judged_group(store, ["v", "w"], [0.0, 1.0], task="third/1")
     held = store.rounds.start("agent", 1)
-    store.rounds.commit(held.id, version=3, checkpoint="/c", groups=[again.id], metrics={})
-    behind = store.lineage.behind("agent", 3)
+    store.rounds.commit(held.id, version=3, checkpoint="/c/3", groups=[again.id], metrics={})
+    behind = store.lineage.behind(store.policies.get("agent", 3))
     assert [one.to_version for one in behind.rounds] == [1, 3]
     assert behind.families == {"task:mail": 2, "task:third": 2}
 
@@ -124,3 +126,35 @@ def test_the_gain_is_told_with_its_interval_and_the_base_models_licence(store: S
     assert "0.125 (@0 to @0, 40 scores) to 0.875 (@1 to @1, 40 scores): +0.750 (95% +0.6" in card
     assert "Base model: apache-2.0, as its own card says" in card
     assert "library_name: peft" in card
+
+
+def test_a_version_with_a_prompt_says_that_it_is_not_in_the_weights(store: Store) -> None:
+    trained_version(store, 1, (0.0, 1.0), {})
+    prompt = store.prompts.remember("Be brief.\n    # not a heading", families={"task:mail": "Read first."})
+    tuned = store.policies.with_prompt("agent", prompt.id, {})
+    card = model_card(gather(store, tuned, "base", {}), merged=True)
+    assert "whoever serves the model elsewhere must send it" in card
+    assert "\n    Be brief.\n        # not a heading\n" in card
+    assert "For tasks of task:mail:\n    Read first." in card
+    assert "2 trajectories in 1 groups" in card  # those of the weights that it shares
+
+
+def test_what_was_imitated_and_what_was_evaluated_is_told(store: Store) -> None:
+    group = judged_group(store, ["a", "b"], (0.0, 1.0), task="mail/1")
+    held = store.rounds.start("agent", 0)
+    story = {"trajectories": 2, "by_source": {"demonstration": 2}, "general_rows": 5}
+    metrics = {"trajectories": 2, "warm_start": story}
+    store.rounds.commit(held.id, version=1, checkpoint="/c", groups=[], metrics=metrics, shown=group.members)
+    marks = {"bfcl": {str(task): (1.0,) for task in range(20)}, "before": {str(task): (0.0,) for task in range(20)}}
+    gain = compare(marks["bfcl"], marks["before"], names=("agent@1", "agent@0"))
+    tasks = task_set("bfcl:simple_python", "test", list(marks["bfcl"]))
+    result = TuningResult(
+        method="eval", technique="BFCL v4", alias="agent", task_set=tasks, judge="bfcl-eval", workflow="w", gain=gain
+    )
+    tuning = store.tunings.begin("eval", "agent", {})
+    store.tunings.end(tuning.id, "done", plain(result))
+    card = model_card(gather(store, store.policies.get("agent", 1), "base", {}), merged=True)
+    assert "2 trajectories (2 demonstration) were imitated in a warm start, beside 5 rows of general chat data." in card
+    assert "0 trajectories in 0 groups" in card
+    assert "| rule | `1` | 2 |" in card
+    assert "BFCL v4 (20 tasks of bfcl:simple_python, judged by bfcl-eval): agent@1 against agent@0: +1.000" in card

@@ -15,9 +15,13 @@ from store import Store
 from store.decisions import Decision
 from store.lineage import Trained
 from store.records import Policy
+from store.states import TuningState
+from store.tuning_records import Prompt
 from trainer.learning_report import LearningReport, learning_report
+from trainer.tuning.results import TuningResult, read
 
 _SCORES = 100_000  # newest ones that the gain is made of
+_TUNINGS = 1000  # newest ones that are looked through
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,8 @@ class Evidence:
 
     base_model       its hub name, or its folder's name
     trained          the rounds behind the version, and their trajectories by family and by judge
+    prompt           the system prompt that the proxy swaps in for this version
+    evaluations      of this version against others, on the same tasks, newest first
     decisions        about this version, oldest first
     gain             scores of real traffic before and after, of versions up to this one
     base_license     as the base model's own card names it; None: not known
@@ -36,6 +42,8 @@ class Evidence:
     base_model: str
     base_license: str | None
     trained: Trained
+    prompt: Prompt | None
+    evaluations: Sequence[TuningResult]
     decisions: Sequence[Decision]
     gain: LearningReport
     lora: Mapping[str, Any]
@@ -50,12 +58,20 @@ def gather(store: Store, policy: Policy, base_model: str, versions: Mapping[str,
         policy=policy,
         base_model=Path(base_model).name if Path(base_model).is_absolute() else base_model,
         base_license=_license(Path(base_model)),
-        trained=store.lineage.behind(policy.alias, policy.version),
+        trained=store.lineage.behind(policy),
+        prompt=store.prompts.get(policy.prompt_id) if policy.prompt_id else None,
+        evaluations=_evaluations(store, f"{policy.alias}@{policy.version}"),
         decisions=store.decisions.of(policy.alias, policy.version)[::-1],
         gain=learning_report([one for one in scores if one.version <= policy.version]),
         lora=_lora(Path(policy.adapter)) if policy.adapter else {},
         versions=versions,
     )
+
+
+def _evaluations(store: Store, name: str) -> list[TuningResult]:
+    done = [one for one in store.tunings.page(limit=_TUNINGS) if one.state is TuningState.DONE]
+    found = [read(one.result) for one in done if one.result]
+    return [one for one in found if one.gain is not None and name in (one.gain.candidate, one.gain.against)]
 
 
 def _lora(adapter: Path) -> Mapping[str, Any]:

@@ -7,15 +7,19 @@ not known stands there as not known. Texts of others are put on one line and can
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from store.records import Round
+from store.tuning_records import Prompt
 from trainer.learning_report import Gain
 from trainer.publishing.evidence import Evidence
 from trainer.reasons import LEFT_OUT
 
 _MOST_ROWS = 30  # of one table
+_WARM_START = "warm_start"  # key of a round's metrics
 
 
 def model_card(found: Evidence, *, merged: bool) -> str:
@@ -31,6 +35,7 @@ def model_card(found: Evidence, *, merged: bool) -> str:
         f"# {_one_line(name)}\n\nA LoRA adapter of `{_one_line(found.base_model)}`, trained by reinforcement learning "
         f"on recorded traffic by Ratchet. {form}",
         "## Gain\n\n" + "\n".join(_gain(found)),
+        *(["## System prompt\n\n" + "\n".join(_prompt(found.prompt))] if found.prompt else []),
         "## What was decided about it\n\n" + "\n".join(_decisions(found)),
         "## Training data\n\n" + "\n".join(_data(found)),
         "## Judges\n\n" + "\n".join(_judges(found)),
@@ -68,6 +73,26 @@ def _gain(found: Evidence) -> Iterator[str]:
     else:
         yield f"\nThis version itself: mean score {own.mean:.3f} of {own.count} trajectories."
     yield "\nScores are those of the judges below, not an independent benchmark."
+    for one in found.evaluations[:_MOST_ROWS]:
+        if one.gain is not None:
+            tasks = f"{one.task_set.tasks} tasks of {_one_line(one.task_set.source)}, judged by {_one_line(one.judge)}"
+            sides = f"{_one_line(one.gain.candidate)} against {_one_line(one.gain.against)}"
+            yield f"- {_one_line(one.technique)} ({tasks}): {sides}: {one.gain.told()}: {one.gain.verdict}"
+
+
+def _prompt(prompt: Prompt) -> Iterator[str]:
+    yield (
+        f"What was measured is this model with a system prompt ({prompt.mode}), which the proxy swaps in. It is not in "
+        "the weights: whoever serves the model elsewhere must send it."
+    )
+    for family, text in {"": prompt.text, **prompt.families}.items():
+        if text:
+            yield (f"\nFor tasks of {_one_line(family)}:" if family else "") + "\n" + _indented(text)
+
+
+def _indented(text: str) -> str:
+    """Return a text as it is, as Markdown's code: indented, so that nothing in it can end it."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def _decisions(found: Evidence) -> Iterator[str]:
@@ -81,30 +106,40 @@ def _decisions(found: Evidence) -> Iterator[str]:
 
 
 def _data(found: Evidence) -> Iterator[str]:
-    rounds = found.trained.rounds
-    trajectories = sum(int(held.metrics.get("trajectories", 0)) for held in rounds)
-    tokens = sum(int(held.metrics.get("tokens_trained", 0)) for held in rounds)
-    groups = sum(int(held.metrics.get("groups", 0)) for held in rounds)
-    kept = sum(found.trained.judges.values())
+    rewarded = [held for held in found.trained.rounds if _WARM_START not in held.metrics]
+    imitated = [held.metrics[_WARM_START] for held in found.trained.rounds if _WARM_START in held.metrics]
+    for told in imitated:
+        sources = ", ".join(f"{count} {_one_line(name)}" for name, count in told["by_source"].items())
+        yield (
+            f"{told['trajectories']} trajectories ({sources}) were imitated in a warm start, beside "
+            f"{told['general_rows']} rows of general chat data.\n"
+        )
+    trajectories, groups, tokens = (_sum(rewarded, key) for key in ("trajectories", "groups", "tokens_trained"))
     yield (
         f"{trajectories} trajectories in {groups} groups, {tokens} trained tokens: sampled by earlier versions of this "
         "model while agents worked, with the ids and logprobs of the engine."
     )
-    if kept != trajectories:
-        yield f"\n{kept} of these trajectories are in the store today; the others were deleted since, or never judged."
+    judged, learnt = sum(found.trained.judges.values()), trajectories + sum(told["trajectories"] for told in imitated)
+    if judged != learnt:
+        yield f"\n{judged} of these are in the store with a verdict; the others were deleted, or have none."
     if found.trained.families:
         yield "\n| task family | trajectories |\n|---|---|"
         most = sorted(found.trained.families.items(), key=lambda item: -item[1])
         yield from (f"| {_one_line(name)} | {count} |" for name, count in most[:_MOST_ROWS])
-    left_out: dict[str, int] = {}
-    for held in rounds:
-        for reason, count in (held.metrics.get("untrained_tokens") or {}).items():
-            left_out[reason] = left_out.get(reason, 0) + count
-    if left_out:
+    yield from _left_out(found)
+
+
+def _sum(rounds: Sequence[Round], key: str) -> int:
+    return sum(int(held.metrics.get(key, 0)) for held in rounds)
+
+
+def _left_out(found: Evidence) -> Iterator[str]:
+    counts: Counter[str] = Counter()
+    for held in found.trained.rounds:
+        counts.update(held.metrics.get("untrained_tokens") or {})
+    if counts:
         yield "\n| sampled tokens that were left out | why |\n|---|---|"
-        yield from (
-            f"| {count} | {_one_line(reason)}: {LEFT_OUT.get(reason, '')} |" for reason, count in left_out.items()
-        )
+        yield from (f"| {count} | {_one_line(name)}: {LEFT_OUT.get(name, '')} |" for name, count in counts.items())
 
 
 def _judges(found: Evidence) -> Iterator[str]:
