@@ -136,6 +136,10 @@ class Rollouts:
             raise UnknownRecord(f"no rollout {rollout_id}")
         return found[0]
 
+    def among(self, trajectory_ids: Sequence[str]) -> dict[str, Rollout]:
+        """Return those of these trajectories that are rollouts, by id."""
+        return {found.id: found for found in self._select(rollouts.c.id.in_(trajectory_ids))}
+
     def of(self, tuning_id: str, candidate: str | None = None) -> list[Rollout]:
         """Return a tuning's rollouts, or those of one of its candidates, in the order in which they were planned."""
         mine = rollouts.c.tuning_id == tuning_id

@@ -15,6 +15,7 @@ from ratchet.commands.feedback import line as feedback_line
 
 if TYPE_CHECKING:
     from ratchet.settings import Settings
+    from store.tuning_records import Rollout
     from trainer.judges import Judge
     from trainer.judges.calibration import Calibration
 
@@ -64,8 +65,8 @@ def try_(context: click.Context, /, names: tuple[str, ...], as_json: bool, **giv
 @options.as_json
 @click.pass_context
 def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> None:
-    """Show every verdict on a group, what people said of it, which policies it trained, and word for word what its
-    judge asked a language model and heard.
+    """Show a group: its members with their version, scenario, step and exception, every verdict, what people said,
+    which policies it trained, and word for word what its judge asked a language model and heard.
 
     \b
     Example:
@@ -73,6 +74,8 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
     """
     with options.opened_store(_settings(context, given).store_url) as store:
         found = store.groups.get(group)
+        members = [store.trajectories.get(name) for name in found.members]
+        rollouts = store.rollouts.among(found.members)
         verdicts, exchanges = store.groups.history(group), store.groups.exchanges(group)
         trained = store.lineage.of(found.members)
         said = [one for name in found.members for one in reversed(store.feedback.page(trajectory=name))]
@@ -80,6 +83,8 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
         options.emit(
             {
                 "group": _plain(found),
+                "members": [_plain(member) for member in members],
+                "rollouts": [_plain(rollout) for rollout in rollouts.values()],
                 "verdicts": [_plain(verdict) for verdict in verdicts],
                 "exchanges": [_readable(exchange) for exchange in exchanges],
                 "feedback": [_plain(one) for one in said],
@@ -88,6 +93,8 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
         )
         return
     click.echo(f"group {found.id} of {found.alias}, {found.state}, key {found.key}")
+    for member in members:
+        click.echo(f"member  {member.id}  {member.alias}@{member.version}{_rollout(rollouts.get(member.id))}")
     for verdict in verdicts:
         click.echo(_line(verdict))
     for one in said:
@@ -296,6 +303,15 @@ def _readable(exchange: Any) -> dict[str, Any]:
 
     answer = exchange.answer.decode("utf-8", "replace")
     return _plain(exchange) | {"request": msgspec.json.decode(exchange.request), "answer": answer}
+
+
+def _rollout(rollout: Rollout | None) -> str:
+    """Return what the tuner knows of a member: where it stood in its run, and the exception that ended it."""
+    if rollout is None:
+        return ""
+    scenario = "".join(f"  {options.printable(f'{name}={value}')}" for name, value in rollout.scenario.items())
+    failed = f"  FAILED: {options.printable(rollout.failure)}" if rollout.failure else ""
+    return f"  attempt {rollout.attempt}  step {rollout.step}  {options.printable(rollout.candidate)}{scenario}{failed}"
 
 
 def _line(verdict: Any) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from store import Store, open_store
 from store.records import Group, Verdict
+from store.tuning_records import Rollout
 from tests.ratchet.project import Project
 from tests.records import answered_trajectory
 from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
@@ -89,6 +91,30 @@ def test_show_prints_what_was_asked_and_heard_and_cannot_steer_the_terminal(proj
     assert shown.returncode == 0, shown.stdout
     assert "You compare several attempts" in shown.stdout
     assert "[answer]" in shown.stdout
+
+
+def test_a_groups_members_keep_version_scenario_step_and_exception_through_judging(
+    project: Project, store: Store
+) -> None:
+    tuning = store.tunings.begin("weights", "agent", {})
+    planned: dict[str, Any] = {"tuning_id": tuning.id, "task_id": "k", "split": "train", "candidate": "live", "planned_at": 1.0}
+    for attempt, name in enumerate(("t1", "t2")):
+        scenario = {"mailbox": f"box {attempt}"}
+        store.rollouts.plan([Rollout(id=name, attempt=attempt, scenario=scenario, step=7, **planned)])
+    group = grouped(store)
+    store.rollouts.fail("t2", "TimeoutError: 60 s are over", 2.0)
+    said: dict[str, Any] = {"group_id": group.id, "judge": "j", "judge_version": "1"}
+    store.groups.record(
+        group.id, [Verdict(trajectory_id=name, score=score, **said) for name, score in (("t1", 1.0), ("t2", 0.0))]
+    )
+    shown = project.run("judge", "show", group.id, "--store", "judged.db").stdout
+    assert "member  t1  agent@0  attempt 0  step 7  live  mailbox=box 0\n" in shown
+    assert "mailbox=box 1  FAILED: TimeoutError: 60 s are over\n" in shown
+    told = json.loads(project.run("judge", "show", group.id, "--store", "judged.db", "--json").stdout)
+    assert [(one["id"], one["state"], one["step"]) for one in told["rollouts"]] == [
+        ("t1", "planned", 7),
+        ("t2", "failed", 7),
+    ]
 
 
 def test_calibrate_holds_a_judge_against_the_truth_in_both_orders(project: Project, store: Store) -> None:
