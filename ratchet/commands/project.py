@@ -55,6 +55,7 @@ def up(context: click.Context, /, detach: bool, as_json: bool, vllm_port: int | 
     if as_json:
         options.emit(running)
     else:
+        click.echo(f"vLLM: {running['vllm_command']}")
         click.echo(f"base_url: {running['base_url']}   model: {settings.model}   (`ratchet down` stops everything)")
 
 

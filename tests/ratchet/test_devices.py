@@ -48,17 +48,13 @@ def test_the_hubs_variables_reach_vllm_and_the_trainer(project: Project, monkeyp
         assert (room["HF_ENDPOINT"], room["HF_HUB_OFFLINE"], room["HF_HOME"]) == ("http://mirror", "1", "/cache")
 
 
-def test_the_started_vllm_sees_its_devices(project: Project) -> None:
+def test_the_started_vllm_sees_its_devices_and_its_command_is_told(project: Project) -> None:
     project.write(vllm={**project.content["vllm"], "devices": 1})
-    project.up()
+    told = project.run("up", "--detach").stdout
+    assert told.startswith("vLLM: ")
+    assert f"{VARIABLE}=1" in told.splitlines()[0]
     vllm = int((project.state / "run" / "vllm.pid").read_text().split()[0])
     assert psutil.Process(vllm).environ()[VARIABLE] == "1"
-
-
-def test_the_command_that_is_shown_names_the_devices(project: Project) -> None:
-    project.write(vllm={**project.content["vllm"], "devices": 1})
-    settings = load(project.folder / "ratchet.yaml", environ={})
-    assert f"{VARIABLE}=1" in str(engine.plan(settings, 8235, gpu=True))
 
 
 @pytest.mark.parametrize("devices", ["first", "0,,1", "-1"])

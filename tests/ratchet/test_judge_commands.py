@@ -97,7 +97,13 @@ def test_a_groups_members_keep_version_scenario_step_and_exception_through_judgi
     project: Project, store: Store
 ) -> None:
     tuning = store.tunings.begin("weights", "agent", {})
-    planned: dict[str, Any] = {"tuning_id": tuning.id, "task_id": "k", "split": "train", "candidate": "live", "planned_at": 1.0}
+    planned: dict[str, Any] = {
+        "tuning_id": tuning.id,
+        "task_id": "k",
+        "split": "train",
+        "candidate": "live",
+        "planned_at": 1.0,
+    }
     for attempt, name in enumerate(("t1", "t2")):
         scenario = {"mailbox": f"box {attempt}"}
         store.rollouts.plan([Rollout(id=name, attempt=attempt, scenario=scenario, step=7, **planned)])
