@@ -46,7 +46,7 @@ NOTES = {
     "examples/planner/tasks": "the task set that problems.py makes",
     "examples/production/README.md": "who the users are, and how to run it",
     "benchmarks": "what it costs, measured",
-    "deploy": "the environments' set-up, a Grafana dashboard",
+    "deploy": "the environments' set-up, a plugin for vLLM on CPU, a Grafana dashboard",
     "docs": "architecture, clients, commands, configuration, metrics, security, storage, tools, tracing",
     "tests": "claims, by room; tests/e2e runs the real vLLM",
     "store/migrations": "the schema, step by step (Alembic)",

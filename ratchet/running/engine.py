@@ -26,6 +26,8 @@ from ratchet.settings import Settings
 from trainer.devices import VARIABLE, pinned
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+# What vLLM on CPU loads as a plugin of its own kind: base and adapted requests in one batch, set right.
+CPU_PLUGIN = Path(__file__).parents[2] / "deploy" / "vllm_cpu"
 
 # The ranks that vLLM's LoRA kernels know.
 _CPUS_TO_SHARE = 4
@@ -222,6 +224,7 @@ def _environment(settings: Settings, model: str, gpu: bool) -> dict[str, str]:
         environment["HF_HUB_OFFLINE"] = os.environ["HF_HUB_OFFLINE"]
     if not gpu:
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(settings.vllm.cpu_kvcache_gb)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(CPU_PLUGIN), os.environ.get("PYTHONPATH"))))
         environment |= unbound_threads(os.cpu_count() or 1)
     return environment | pinned(settings.vllm.devices) | settings.vllm.env
 
