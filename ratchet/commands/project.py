@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import click
 from ratchet import options
 
 if TYPE_CHECKING:
+    from ratchet.doctor import Finding
     from ratchet.settings import Settings
 
 
@@ -142,29 +144,56 @@ def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
 
 
 @click.command()
-@options.project
 @options.base_model
+@click.option("--task", metavar="TASK", help="With --workflow: a JSON object, a file, or a task set's first task.")
+@options.workflow
+@options.judge
+@click.option("--attempts", type=click.IntRange(1, 64), default=4, show_default=True, help="Attempts at the task.")
+@options.concurrency
+@options.proxy_url
+@options.alias
+@options.store_url
+@options.project
 @options.as_json
 @click.pass_context
-def doctor(context: click.Context, project: str | None, base_model: str | None, as_json: bool) -> int:
+def doctor(context: click.Context, /, base_model: str | None, task: str | None, as_json: bool, **given: Any) -> int:
     """Prove that learning can happen: vLLM, capture, gradient, swap. Each line passes, or fails with its remedy.
 
-    Needs a project that is up; without one it proves what can be proven and says what it could not.
+    Needs a project that is up; without one it proves what can be proven and says what it could not. With --workflow it
+    lets the agent make a few attempts at one task, and names every reason why nothing would be learnt from them.
 
     \b
     Example:
       ratchet up --base-model ./model --detach && ratchet doctor
+      ratchet doctor --workflow my_agent:run --task '{"question": "2 + 2?", "answer": "4"}' --judge my_judge:judge
     """
-    from ratchet import doctor as proving
-    from trainer.devices import pinned
-
-    settings = options.running_settings_of(context, {"project": project, "base_model": base_model})
-    os.environ.update(pinned(settings.trainer_devices))  # it learns as the trainer would
     findings = []
-    for finding in proving.examine(settings):
+    for finding in _examination(context, base_model, task, given):
         findings.append(finding)
         if not as_json:
-            click.echo(finding.line())
+            click.echo(options.printable(finding.line()))
     if as_json:
         options.emit([finding.as_data() for finding in findings])
     return 0 if all(finding.passed for finding in findings) else 1
+
+
+def _examination(
+    context: click.Context, base_model: str | None, task: str | None, given: dict[str, Any]
+) -> Iterator[Finding]:
+    if given["workflow"] is None:
+        from ratchet import doctor as proving
+        from trainer.devices import pinned
+
+        if task is not None:
+            raise click.UsageError("--task is what --workflow works on: give both")
+        own = {"project": given["project"], "base_model": base_model}
+        settings = options.running_settings_of(context, own)
+        os.environ.update(pinned(settings.trainer_devices))  # it learns as the trainer would
+        yield from proving.examine(settings)
+        return
+    from ratchet import tuning, workflow_doctor
+
+    if task is None:
+        raise click.UsageError("--workflow needs a task to work on: give --task JSON, or a file")
+    settings = tuning.settings_of(context, given | {"tasks": None, "test_share": None, "seed": None})
+    yield from workflow_doctor.examine(settings, workflow_doctor.task_of(task, settings))

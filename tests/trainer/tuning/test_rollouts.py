@@ -41,7 +41,7 @@ def test_every_rollout_is_an_ordinary_captured_trajectory(
     proxy.settled()
     for one, job in zip(rollouts, jobs, strict=True):
         trajectory = store.trajectories.read(one.id)
-        assert trajectory.trajectory.purpose == "live"
+        assert (trajectory.trajectory.task, trajectory.trajectory.purpose) == (job.task.id, "live")
         assert trajectory.row == job.task.row
         assert one.response == json.dumps(trajectory.messages[-1]["content"])
         assert (one.scenario, one.step, one.split) == ({"season": "winter"}, 3, "train")

@@ -89,3 +89,37 @@ class Callable_:
 
 an_object = Callable_()
 not_a_function = 3
+
+
+async def asks_elsewhere(task: dict[str, Any]) -> str:
+    """Never calls the URL that it is given."""
+    return str(task["answer"])
+
+
+async def asks_greedily(task: dict[str, Any], base_url: str, api_key: str, model: str) -> str:
+    """Samples at temperature 0, with its own idea of the model."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        answer = await client.chat.completions.create(
+            model=task.get("model", model), temperature=0, messages=[{"role": "user", "content": task["question"]}]
+        )
+    return answer.choices[0].message.content or ""
+
+
+def by_length(task: dict[str, Any], response: str, trajectory: dict[str, Any]) -> float:
+    """A judge that finds some difference between any two attempts."""
+    return len(response) + hash(trajectory["id"]) % 100 / 100
+
+
+def right(task: dict[str, Any], response: str) -> float:
+    """A judge that compares with the row."""
+    return float(task["answer"] == response)
+
+
+def indifferent(response: str) -> float:
+    """A judge that likes everything."""
+    return 0.5 + 0.0 * len(response)
+
+
+def picky(task: dict[str, Any], response: str) -> float:
+    """A judge that fails."""
+    return float(task["no such column"] == response)

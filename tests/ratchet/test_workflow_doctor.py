@@ -1,0 +1,143 @@
+"""`ratchet doctor --workflow`: every reason why nothing would be learnt is named, and nothing is left to be trained."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet import settings as project_settings
+from ratchet.doctor import Finding
+from ratchet.workflow_doctor import examine, task_of
+from store import open_store
+from store.states import TrajectoryState
+from tests.proxy.conftest import Proxy, running
+from tests.proxy.scripted_vllm import ScriptedVllm
+from tests.proxy.servers import served
+from tests.ratchet.project import Project
+
+HERE = "tests.trainer.tuning.workflows"
+TASK = {"question": "What is 2 + 2? #say=4", "answer": "4"}
+
+Examine = Callable[..., dict[str, list[Finding]]]
+
+
+@pytest.fixture(scope="module")
+def vllm_url() -> Iterator[str]:
+    with served(ScriptedVllm()) as url:
+        yield url
+
+
+@pytest.fixture
+def proxy(vllm_url: str, tmp_path: Path) -> Iterator[Proxy]:
+    store = open_store(str(tmp_path / "store.db"))
+    with running(vllm_url, store, tmp_path) as started:
+        yield started
+    store.close()
+
+
+@pytest.fixture
+def found(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Examine:
+    """Examine a workflow and return the findings by step; `changes` are settings by their dotted name."""
+    monkeypatch.chdir(tmp_path)
+
+    def examined(workflow: str = "ask", judge: str | None = "right", task: Any = TASK, **changes: Any) -> Any:
+        values = {
+            "store": str(tmp_path / "store.db"), "model": "agent", "tuner.workflow": f"{HERE}:{workflow}",
+            "tuner.proxy_url": proxy.url, "tuner.attempts": 2, "trainer.judge": judge and f"{HERE}:{judge}",
+        } | {name.replace("__", "."): value for name, value in changes.items()}  # fmt: skip
+        settings = project_settings.load(
+            options={tuple(name.split(".")): (name, value) for name, value in values.items()}, environ={}
+        )
+        by_step: dict[str, list[Finding]] = {}
+        for finding in examine(settings, task_of(json.dumps(task), settings)):
+            by_step.setdefault(finding.name, []).append(finding)
+        return by_step
+
+    return examined
+
+
+def failed(found: dict[str, list[Finding]]) -> dict[str, str]:
+    return {step: "; ".join(one.seen for one in said) for step, said in found.items() if not said[0].passed}
+
+
+def test_a_sound_workflow_passes_every_step_and_leaves_nothing_to_train(found: Examine, proxy: Proxy) -> None:
+    wrong = failed(found(judge="by_length"))
+    assert set(wrong) == {"attempts"}  # the scripted model says the same each time
+    runs = proxy.store.trajectories.page()
+    assert [(run.state, run.drop_reason) for run in runs] == [(TrajectoryState.DROPPED, "doctor")] * 2
+    assert [run.state for run in proxy.store.tunings.page()] == ["done"]
+
+
+@pytest.mark.parametrize(
+    ("workflow", "judge", "changes", "step", "said"),
+    [
+        ("crashes", "right", {}, "rollouts", "2 of 2 failed: ValueError: no tool named search"),
+        ("hangs", "right", {"tuner__timeout_seconds": 0.2}, "rollouts", "it took longer than 0.2 s"),
+        ("asks_elsewhere", "right", {}, "calls", "no call of this rollout reached the proxy"),
+        ("asks_greedily", "right", {}, "tokens", "tokens greedy (sampled at temperature 0"),
+        ("ask", "right", {}, "attempts", "all 2 attempts sampled the same tokens"),
+        ("ask", "right", {}, "scores", "all 2 attempts scored 1: a group without a difference teaches nothing"),
+        ("ask", "indifferent", {}, "judge", "gave 0.5 to what was answered, to nothing, and to every value"),
+        ("ask", "picky", {}, "judge", "it failed on 2 of 2 attempts: KeyError"),
+        ("ask", None, {}, "judge", "no judge is named"),
+        ("ask", "right", {"trainer__group_wait_seconds": 1e-6, "tuner__concurrency": 1}, "groups", "1 at a time"),
+        ("ask", "right", {"trainer__roles": ("planner",)}, "tokens", "tokens another role"),
+    ],
+)
+def test_every_reason_is_named(
+    found: Examine, workflow: str, judge: str | None, changes: dict[str, Any], step: str, said: str
+) -> None:
+    wrong = failed(found(workflow, judge, **changes))
+    assert said in wrong[step]
+
+
+def test_an_agent_that_asks_for_another_model_is_named(found: Examine) -> None:
+    wrong = failed(found("asks_greedily", task=TASK | {"model": "gpt-unknown"}))
+    assert "2 of 2 failed: NotFoundError: " in wrong["rollouts"]
+    assert "gpt-unknown" in wrong["rollouts"]
+
+
+def test_calls_that_the_engine_told_no_ids_of_are_named(found: Examine) -> None:
+    wrong = failed(found(task=TASK | {"question": "Hello #noids"}))
+    assert "no sampled token could be trained: " in wrong["tokens"]
+
+
+def test_a_proxy_that_is_not_there_is_named(found: Examine) -> None:
+    wrong = failed(found(tuner__proxy_url="http://127.0.0.1:9"))
+    assert list(wrong) == ["proxy"]
+
+
+def test_another_store_than_the_proxys_is_named(found: Examine, tmp_path: Path) -> None:
+    wrong = failed(found(store=str(tmp_path / "other.db"), tuner__judge_wait_seconds=0.1))
+    assert "no call of this rollout reached the proxy" in wrong["calls"]
+
+
+def test_the_task_may_be_a_file_a_task_set_or_json(tmp_path: Path) -> None:
+    settings = project_settings.load(options={("folder",): ("folder", str(tmp_path / "state"))}, environ={})
+    (tmp_path / "task.json").write_text(json.dumps(TASK, indent=2))
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(TASK) + "\n")
+    given = (json.dumps(TASK), str(tmp_path / "task.json"), str(tmp_path / "tasks.jsonl"))
+    assert len({task_of(text, settings).id for text in given}) == 1
+
+
+def test_the_command_prints_the_reasons_and_fails(project: Project, proxy: Proxy, store_path: str) -> None:
+    with contextlib.suppress(OSError):
+        (project.folder / "agent.py").write_text("def run(task):\n    return task['answer']\n")
+    done = project.run(
+        "doctor", "--workflow", "agent:run", "--task", json.dumps(TASK), "--proxy", proxy.url, "--store", store_path,
+        "--model", "agent", "--attempts", "1",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout
+    assert "FAIL  calls     no call of this rollout reached the proxy" in done.stdout
+    assert "FAIL  judge     no judge is named" in done.stdout
+    assert "remedy: " in done.stdout
+
+
+@pytest.fixture
+def store_path(tmp_path: Path) -> str:
+    return str(tmp_path / "store.db")
