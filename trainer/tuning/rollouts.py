@@ -2,8 +2,8 @@
 
 Its id is chosen here and is part of its base URL, so that the agent needs no header; what the proxy must know of it is
 in the store before it begins. Promises: a failed rollout stays, with its exception, and is never skipped; what ended is
-written before the next one begins, so that an interruption loses only what was under way (it stays `planned`); a
-retry is a rollout of its own, and the last one counts.
+written, also where the run is interrupted: only what was under way is lost (it stays `planned`); a retry is a rollout
+of its own, and the last one counts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from store import Store
@@ -31,7 +32,8 @@ _Written = TypeVar("_Written")
 
 ROLLOUTS = "rollouts"  # the work that progress is told of
 NO_KEY = "none"  # sent where the proxy asks for no key: clients insist on one
-_PLANNED_AHEAD = 64  # rollouts that one write plans
+_PLANNED_AHEAD = 256  # rollouts that one write plans
+_MOST_UNWRITTEN = 256  # rollouts that ended, and whose end the store does not know yet
 _LONGEST_FAILURE = 2000  # characters
 
 
@@ -86,11 +88,12 @@ class RolloutRunner:
         workers = [asyncio.create_task(self._work(course)) for _ in range(min(self._settings.concurrency, len(jobs)))]
         try:
             await asyncio.gather(*workers)
+            await course.written()
         finally:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
-            course.close()
+            course.end()
         return [course.ended[number] for number in range(len(jobs))]
 
     def _remember(self, jobs: Sequence[Job]) -> None:
@@ -101,22 +104,19 @@ class RolloutRunner:
         while (planned := await course.next()) is not None:
             number, rollout = planned
             job = course.jobs[number]
-            ended = await self._once(course, job, rollout)
-            for again in range(self._settings.retries):
-                if ended.state is not RolloutState.FAILED:
+            failed = await self._once(course, number, rollout, last=not self._settings.retries)
+            for again in range(1, self._settings.retries + 1):
+                if not failed:
                     break
-                rollout = planned_for(job, course.tuning_id, scenario={**job.scenario, "retry": again + 1})
+                rollout = planned_for(job, course.tuning_id, scenario={**job.scenario, "retry": again})
                 await course.write(self._store.rollouts.plan, [rollout])
-                ended = await self._once(course, job, rollout)
-            course.count(number, ended)
-            if ended.state is RolloutState.FAILED and self._settings.too_many(
-                course.failures.total(), len(course.jobs)
-            ):
+                failed = await self._once(course, number, rollout, last=again == self._settings.retries)
+            if self._settings.too_many(course.failures.total(), len(course.jobs)):
                 raise TooManyFailures(course.why_stopped(self._settings.max_failures))
 
-    async def _once(self, course: _Course, job: Job, rollout: Rollout) -> Rollout:
-        """Run the workflow once and write down how it ended."""
-        began = time.time()
+    async def _once(self, course: _Course, number: int, rollout: Rollout, last: bool) -> bool:
+        """Run the workflow once and have its end written down; return whether it failed."""
+        job, began = course.jobs[number], time.time()
         limit = asyncio.timeout(self._settings.timeout_seconds)
         try:
             async with limit:
@@ -135,13 +135,15 @@ class RolloutRunner:
             late = f"TimeoutError: it took longer than {self._settings.timeout_seconds:g} s (tuner.timeout_seconds)"
             failure = late if limit.expired() and isinstance(error, TimeoutError) else told(error)
         else:
-            return await course.write(
-                lambda: self._store.rollouts.end(
-                    rollout.id, began_at=began, ended_at=time.time(), response=outcome.text, reward=outcome.reward,
-                    metrics=outcome.metrics,
-                )
+            end = partial(
+                self._store.rollouts.end, rollout.id, began_at=began, ended_at=time.time(), response=outcome.text,
+                reward=outcome.reward, metrics=outcome.metrics,
             )  # fmt: skip
-        return await course.write(lambda: self._store.rollouts.fail(rollout.id, failure, time.time(), began_at=began))
+            await course.close(number, end)
+            return False
+        fail = partial(self._store.rollouts.fail, rollout.id, failure, time.time(), began_at=began)
+        await course.close(number if last else None, fail, failure)
+        return True
 
 
 class _Course:
@@ -164,7 +166,9 @@ class _Course:
         self._on_end = on_end
         self._coming: Iterator[tuple[int, Rollout]] = iter(())
         self._planned = 0
+        self._over = 0
         self._turn = asyncio.Lock()
+        self._closing: set[asyncio.Future[Rollout]] = set()
         self._writer = ThreadPoolExecutor(1, "rollouts")
 
     async def write(self, write: Callable[..., _Written], *values: Any) -> _Written:
@@ -184,27 +188,51 @@ class _Course:
                 found = next(self._coming)
             return found
 
-    def count(self, number: int, rollout: Rollout) -> None:
-        """Take note of a job's end."""
-        self.ended[number] = rollout
+    async def close(self, number: int | None, write: Callable[[], Rollout], failure: str | None = None) -> None:
+        """Have the end of a rollout written down, without waiting for it; `number` is the job's that it ends.
+
+        Waits where the store is far behind. Raises what the store raised on an earlier one.
+        """
+        for written in [one for one in self._closing if one.done()]:
+            written.result()
+        self._over += number is not None
+        if number is not None and failure is not None:
+            self.failures[failure] += 1
+        if len(self._closing) >= _MOST_UNWRITTEN:
+            await asyncio.wait(self._closing, return_when=asyncio.FIRST_COMPLETED)
+        closing = asyncio.get_running_loop().run_in_executor(self._writer, write)
+        self._closing.add(closing)
+        closing.add_done_callback(partial(self._closed, number))
+
+    def _closed(self, number: int | None, closing: asyncio.Future[Rollout]) -> None:
+        if closing.cancelled() or closing.exception() is not None:
+            return  # it stays among those that `written` looks at
+        self._closing.discard(closing)
+        if number is None:
+            return
+        rollout = self.ended[number] = closing.result()
         failed = rollout.state is RolloutState.FAILED
-        if failed:
-            self.failures[rollout.failure or ""] += 1
         reward = {} if rollout.reward is None else {"reward": rollout.reward}
         seconds = (rollout.ended_at or 0.0) - (rollout.began_at or 0.0)
         self._work.add(failed=float(failed), seconds=seconds, **reward)
         if self._on_end is not None:
             self._on_end(rollout)
 
+    async def written(self) -> None:
+        """Wait until every end is written. Raises what the store raised."""
+        while self._closing:
+            await asyncio.gather(*self._closing)
+            await asyncio.sleep(0)  # for the callbacks of those that are done
+
     def why_stopped(self, most: float | None) -> str:
         """Return what is said where too many failed."""
         ((commonest, times),) = self.failures.most_common(1)
         return (
-            f"stopped: {self.failures.total()} of {len(self.ended)} rollouts failed (max_failures {most}), "
+            f"stopped: {self.failures.total()} of {self._over} rollouts failed (max_failures {most}), "
             f"{times} of them with {commonest}; what ran is kept in tuning {self.tuning_id}"
         )
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Write what is still to be written; tell that it is over."""
         self._writer.shutdown()
         self._work.end()
