@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 
 from store import schema
@@ -21,6 +22,10 @@ from store.tables import ID, JSON, TIME, TRAJECTORY_ID, metadata, one_of
 from store.tasks import TASK_ID
 from store.tuning_records import Rollout
 
+# What its end tells of a rollout.
+_ENDS = (
+    "state", "began_at", "ended_at", "failure", "response", "reward", "metrics", "prompt_tokens", "completion_tokens",
+)  # fmt: skip
 FORGOTTEN = "forgotten"  # in place of words that may quote a deleted trajectory
 
 rollouts = sa.Table(
@@ -145,13 +150,22 @@ class Rollouts:
         mine = rollouts.c.tuning_id == tuning_id
         return self._select(mine if candidate is None else sa.and_(mine, rollouts.c.candidate == candidate))
 
-    def _end(self, rollout_id: str, state: RolloutState, values: dict[str, Any]) -> Rollout:
-        check(ROLLOUT_STEPS, self.get(rollout_id).state, state, f"rollout {rollout_id}")
-        mine = sa.and_(rollouts.c.id == rollout_id, rollouts.c.state == RolloutState.PLANNED)
+    def close(self, over: Sequence[Rollout]) -> None:
+        """Write down how rollouts ended, in one transaction: all of them or none.
+
+        Raises ForbiddenChange where one is not planned any more.
+        """
         with write(self._engine) as connection:
-            change = sa.update(rollouts).where(mine).values(state=state, **fitting(rollouts, values))
-            if not connection.execute(change).rowcount:
-                raise ForbiddenChange(f"rollout {rollout_id} was ended by another process")
+            for rollout in over:
+                mine = sa.and_(rollouts.c.id == rollout.id, rollouts.c.state == RolloutState.PLANNED)
+                values = fitting(rollouts, {name: _row(rollout)[name] for name in _ENDS})
+                if not connection.execute(sa.update(rollouts).where(mine).values(**values)).rowcount:
+                    raise ForbiddenChange(f"rollout {rollout.id} is unknown, or was ended by another process")
+
+    def _end(self, rollout_id: str, state: RolloutState, values: dict[str, Any]) -> Rollout:
+        planned = self.get(rollout_id)
+        check(ROLLOUT_STEPS, planned.state, state, f"rollout {rollout_id}")
+        self.close([msgspec.structs.replace(planned, state=state, **values)])
         return self.get(rollout_id)
 
     def _select(self, where: sa.ColumnElement[bool]) -> list[Rollout]:

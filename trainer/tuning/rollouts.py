@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
+
+import msgspec
 
 from store import Store
 from store.ids import new_id
@@ -88,12 +89,14 @@ class RolloutRunner:
         workers = [asyncio.create_task(self._work(course)) for _ in range(min(self._settings.concurrency, len(jobs)))]
         try:
             await asyncio.gather(*workers)
-            await course.written()
         finally:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
-            course.end()
+            try:
+                await course.written()
+            finally:
+                course.end()
         return [course.ended[number] for number in range(len(jobs))]
 
     def _remember(self, jobs: Sequence[Job]) -> None:
@@ -135,15 +138,15 @@ class RolloutRunner:
             late = f"TimeoutError: it took longer than {self._settings.timeout_seconds:g} s (tuner.timeout_seconds)"
             failure = late if limit.expired() and isinstance(error, TimeoutError) else told(error)
         else:
-            end = partial(
-                self._store.rollouts.end, rollout.id, began_at=began, ended_at=time.time(), response=outcome.text,
-                reward=outcome.reward, metrics=outcome.metrics,
-            )  # fmt: skip
-            await course.close(number, end)
+            told_by = {"response": outcome.text, "reward": outcome.reward, "metrics": outcome.metrics}
+            await course.close(number, _over(rollout, RolloutState.ENDED, began, **told_by))
             return False
-        fail = partial(self._store.rollouts.fail, rollout.id, failure, time.time(), began_at=began)
-        await course.close(number if last else None, fail, failure)
+        await course.close(number if last else None, _over(rollout, RolloutState.FAILED, began, failure=failure))
         return True
+
+
+def _over(rollout: Rollout, state: RolloutState, began: float, **values: Any) -> Rollout:
+    return msgspec.structs.replace(rollout, state=state, began_at=began, ended_at=time.time(), **values)
 
 
 class _Course:
@@ -168,7 +171,8 @@ class _Course:
         self._planned = 0
         self._over = 0
         self._turn = asyncio.Lock()
-        self._closing: set[asyncio.Future[Rollout]] = set()
+        self._unwritten: list[tuple[int | None, Rollout]] = []
+        self._writing: asyncio.Task[None] | None = None
         self._writer = ThreadPoolExecutor(1, "rollouts")
 
     async def write(self, write: Callable[..., _Written], *values: Any) -> _Written:
@@ -188,29 +192,31 @@ class _Course:
                 found = next(self._coming)
             return found
 
-    async def close(self, number: int | None, write: Callable[[], Rollout], failure: str | None = None) -> None:
+    async def close(self, number: int | None, over: Rollout) -> None:
         """Have the end of a rollout written down, without waiting for it; `number` is the job's that it ends.
 
-        Waits where the store is far behind. Raises what the store raised on an earlier one.
+        Waits where the store is far behind. Raises what the store raised on earlier ones.
         """
-        for written in [one for one in self._closing if one.done()]:
-            written.result()
         self._over += number is not None
-        if number is not None and failure is not None:
-            self.failures[failure] += 1
-        if len(self._closing) >= _MOST_UNWRITTEN:
-            await asyncio.wait(self._closing, return_when=asyncio.FIRST_COMPLETED)
-        closing = asyncio.get_running_loop().run_in_executor(self._writer, write)
-        self._closing.add(closing)
-        closing.add_done_callback(partial(self._closed, number))
+        if number is not None and over.failure is not None:
+            self.failures[over.failure] += 1
+        self._unwritten.append((number, over))
+        if self._writing is None or self._writing.done():
+            await self.written()
+            self._writing = asyncio.create_task(self._write_ends())
+        elif len(self._unwritten) > _MOST_UNWRITTEN:
+            await self.written()
 
-    def _closed(self, number: int | None, closing: asyncio.Future[Rollout]) -> None:
-        if closing.cancelled() or closing.exception() is not None:
-            return  # it stays among those that `written` looks at
-        self._closing.discard(closing)
-        if number is None:
-            return
-        rollout = self.ended[number] = closing.result()
+    async def _write_ends(self) -> None:
+        while self._unwritten:
+            some, self._unwritten = self._unwritten, []
+            await self.write(self._store.rollouts.close, [over for _, over in some])
+            for number, over in some:
+                if number is not None:
+                    self._count(number, over)
+
+    def _count(self, number: int, rollout: Rollout) -> None:
+        self.ended[number] = rollout
         failed = rollout.state is RolloutState.FAILED
         reward = {} if rollout.reward is None else {"reward": rollout.reward}
         seconds = (rollout.ended_at or 0.0) - (rollout.began_at or 0.0)
@@ -219,10 +225,9 @@ class _Course:
             self._on_end(rollout)
 
     async def written(self) -> None:
-        """Wait until every end is written. Raises what the store raised."""
-        while self._closing:
-            await asyncio.gather(*self._closing)
-            await asyncio.sleep(0)  # for the callbacks of those that are done
+        """Wait until every end so far is written. Raises what the store raised."""
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
 
     def why_stopped(self, most: float | None) -> str:
         """Return what is said where too many failed."""
