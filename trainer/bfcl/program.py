@@ -24,6 +24,7 @@ BROKEN = "Error during inference"
 
 
 def main() -> None:
+    sys.path.pop(0)  # nothing of this folder is meant by what the package imports
     asked: dict[str, Any] = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):
         entries = run(asked)

@@ -91,8 +91,9 @@ def _follow(store: Store, alias: str, name: MonitorName, folder: Path, stop: thr
             cursor = _look(store, alias, monitor, folder, cursor)
         monitor.close()
     except Exception as error:  # noqa: BLE001 -- a monitor is foreign code that may not fail training, whatever ails it
-        log.warning("event=monitor_failed monitor=%s reason=%r", name, str(error))
-        _tell(store, alarm, f"monitor {name} is left out until the next start: {error}; its folder is {folder}")
+        reason = str(error) or type(error).__name__
+        log.warning("event=monitor_failed monitor=%s reason=%r", name, reason)
+        _tell(store, alarm, f"monitor {name} is left out until the next start: {reason}; its folder is {folder}")
 
 
 def _look(store: Store, alias: str, monitor: Monitor, folder: Path, cursor: Cursor) -> Cursor:

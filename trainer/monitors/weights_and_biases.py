@@ -17,6 +17,7 @@ from typing import Any
 from trainer.monitors import Point
 
 OFFLINE = "offline"
+_INIT_TIMEOUT = 15.0  # seconds that a server gets to answer; the end of the process waits for it too
 
 
 class WandbMonitor:
@@ -29,7 +30,7 @@ class WandbMonitor:
         logging.getLogger("wandb").setLevel(logging.WARNING)  # what it says else is in its own folder
         quiet = wandb.Settings(
             console="off", silent=True, disable_code=True, disable_git=True, x_disable_meta=True, x_disable_stats=True,
-            x_save_requirements=False,
+            x_save_requirements=False, init_timeout=_INIT_TIMEOUT,
         )  # fmt: skip
         mode: Any = environ.get("WANDB_MODE") or OFFLINE
         self._run = wandb.init(
