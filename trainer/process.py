@@ -1,7 +1,8 @@
 """The trainer's process: signals, the lease of its alias, the daemon and the monitors beside it.
 
 Promises: one trainer of an alias works at a time, others wait; SIGTERM and SIGINT end it with 0; whatever it cannot
-mend ends it with 1 and one line that says why.
+mend ends it with 1 and one line that says why. Of several processes (`accelerate launch`) the first one is the daemon,
+the others train with it.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import logging
 import os
 import signal
 import threading
+from functools import partial
+from pathlib import Path
 from types import FrameType
 
 from store import Store, open_store
 from store.errors import StoreError, StoreUnavailable
 from trainer.daemon import PAUSE_AFTER_OUTAGE, Daemon, MakePupil, make_learner
 from trainer.errors import TrainerError
+from trainer.learning import together
 from trainer.lease import Lease
 from trainer.monitors.monitoring import check_installed, monitored
+from trainer.school import Pupil
 from trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -25,6 +30,25 @@ log = logging.getLogger(__name__)
 
 def run(settings: TrainerSettings, make_pupil: MakePupil = make_learner) -> int:
     """Run the trainer until SIGTERM or SIGINT; return the exit code. Another trainer of the alias is waited for."""
+    if together.processes() == 1:
+        return _lead(settings, make_pupil)
+    line = together.Line()
+    if not together.is_leader():
+        together.follow(line)
+        return 0
+    try:
+        return _lead(settings, partial(_make_leading, line))
+    finally:
+        line.close()
+
+
+def _make_leading(line: together.Line, settings: TrainerSettings, resume_from: Path | None) -> Pupil:
+    return together.LeadingLearner(
+        line, settings.base_model, settings.learner, workdir=settings.checkpoints.parent, resume_from=resume_from
+    )
+
+
+def _lead(settings: TrainerSettings, make_pupil: MakePupil) -> int:
     stop = threading.Event()
 
     def leave(signum: int, _: FrameType | None) -> None:

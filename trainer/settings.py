@@ -68,6 +68,7 @@ class TrainerSettings(BaseModel):
     devices: Devices = Field(
         None, description="GPUs that the trainer sees: 0, or 0,1, or UUIDs; null: as CUDA_VISIBLE_DEVICES says"
     )
+    processes: int = Field(1, ge=1, description="processes that train together, as accelerate launch starts them")
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="port of the trainer's own /metrics; 0 takes any free one; null: none"
     )

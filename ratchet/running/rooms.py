@@ -144,12 +144,22 @@ def _trainer_room(settings: Settings, config: Path) -> Room:
     log = settings.state.log("trainer")
     return Room(
         name="trainer",
-        command=(sys.executable, "-m", "ratchet", "--config", str(config), "trainer"),
+        command=(sys.executable, "-m", *_launcher(settings), "ratchet", "--config", str(config), "trainer"),
         environment=_for_a_room(settings) | pinned(settings.trainer_devices),
         ready=lambda: _TRAINER_READY in log.read_bytes(),
         start_timeout=settings.vllm.start_timeout,
         grace=10.0,
     )
+
+
+def _launcher(settings: Settings) -> tuple[str, ...]:
+    """Return what starts several processes of a module; nothing for one."""
+    count = int(settings.trainer.get("processes") or 1)
+    if count == 1:
+        return ()
+    chosen = {"num_processes": count, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}
+    named = [text for name, value in (chosen | {"main_process_port": 0}).items() for text in (f"--{name}", str(value))]
+    return ("accelerate.commands.launch", "--multi_gpu", *named, "-m")
 
 
 def _for_a_room(settings: Settings) -> dict[str, str]:

@@ -98,3 +98,12 @@ def test_a_busy_gpu_is_reported_with_the_pid_that_holds_it(devices: str | None) 
 def test_a_gpu_with_room_is_taken() -> None:
     gpus.check_free("1", 0.9)
     gpus.check_free("0", 0.2)
+
+
+def test_several_processes_of_the_trainer_are_started_by_the_launcher(project: Project) -> None:
+    project.write(trainer={"judge": "a:b", "processes": 3})
+    settings = load(project.folder / "ratchet.yaml", environ={})
+    room = rooms.plan(settings, config=project.folder / "resolved.yaml").rooms[-1]
+    told = " ".join(room.command[1:])
+    assert "-m accelerate.commands.launch --multi_gpu --num_processes 3" in told
+    assert told.endswith("-m ratchet --config " + str(project.folder / "resolved.yaml") + " trainer")

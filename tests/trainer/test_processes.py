@@ -6,17 +6,46 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from store import Store, open_store
+from tests.trainer.agents import agents_work
 from tests.trainer.one_of_several import main
+from tests.trainer.scripted_engine import ScriptedEngine
+from trainer.daemon import Daemon
 from trainer.learning.learner_settings import LearnerSettings
 
 # Three micro-batches and more: one process has fewer of them than the other.
 SETTINGS = {"threads": 1, "token_budget": 120, "learning_rate": 1e-3, "steps_per_round": 2, "loss": "grpo", "kl": 0.01}
+
+
+def launched(*program: str) -> subprocess.Popen[str]:
+    """Two processes of a module of this project, as `accelerate launch` starts them."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*launch, "-m", *program],
+        cwd=root,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def distance(ours: Path, theirs: Path) -> float:
+    """How far two checkpoints' adapters lie from each other, against their size."""
+    one, other = (load_file(folder / "learner" / "lora.safetensors") for folder in (ours, theirs))
+    gap = torch.cat([(one[name] - other[name]).flatten() for name in one])
+    return float(gap.norm() / torch.cat([tensor.flatten() for tensor in one.values()]).norm())
 
 
 def test_two_processes_learn_what_one_does(tiny_model: Path, tmp_path: Path) -> None:
@@ -24,22 +53,46 @@ def test_two_processes_learn_what_one_does(tiny_model: Path, tmp_path: Path) -> 
     alone.mkdir()
     together.mkdir()
     main(str(tiny_model), alone, LearnerSettings(**SETTINGS))  # type: ignore[arg-type]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    program = ["-m", "tests.trainer.one_of_several", str(tiny_model), str(together), json.dumps(SETTINGS)]
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        launch + program, cwd=root, env=environment, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+    run = launched("tests.trainer.one_of_several", str(tiny_model), str(together), json.dumps(SETTINGS))
+    said, _ = run.communicate(timeout=180)
+    assert run.returncode == 0, said[-2000:]
     expected = json.loads((alone / "0.json").read_text())
     for rank in (0, 1):
         found = json.loads((together / f"{rank}.json").read_text())
         assert found.keys() == expected.keys()
         for name, values in expected.items():
             assert found[name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
-    ours, theirs = (load_file(folder / "0001" / "learner" / "lora.safetensors") for folder in (alone, together))
-    gap = torch.cat([(ours[name] - theirs[name]).flatten() for name in ours])
-    size = torch.cat([tensor.flatten() for tensor in ours.values()])
-    assert float(gap.norm() / size.norm()) < 1e-4
+    assert distance(alone / "0001", together / "0001") < 1e-4
+
+
+def test_the_trainer_in_two_processes_makes_the_version_that_one_makes_and_ends_as_one(
+    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine, tiny_model: Path, tmp_path: Path
+) -> None:
+    learner = {"threads": 1, "learning_rate": 1e-3, "token_budget": 16}
+    work = {"a": [0.0, 1.0, 0.5], "b": [1.0, 0.0, 0.2]}
+    other = open_store(str(tmp_path / "together.db"))
+    other.policies.register_base("agent", "base")
+    for opened in (store, other):
+        for task, scores in work.items():
+            agents_work(opened, task, scores)
+    make_daemon(group_size=3, learner=LearnerSettings(**learner)).turn(1000.0)  # type: ignore[arg-type]
+    engine.scorer = lambda name, ids: -float(len(name)) - len(engine.loaded)
+    settings = {
+        "store": str(tmp_path / "together.db"), "model": "agent", "base_model": str(tiny_model), "vllm": [engine.url],
+        "checkpoints": str(tmp_path / "together" / "checkpoints"), "judge": "tests.trainer.judges_by_number:scripted",
+        "group_size": 3, "groups_per_round": 2, "seal_after_idle_seconds": 1, "proof_tolerance": 1e6,
+        "learner": learner,
+    }  # fmt: skip
+    run = launched("tests.trainer.one_of_several_trainers", json.dumps(settings))
+    try:
+        until = time.monotonic() + 120
+        while other.policies.live()["agent"].version == 0 and run.poll() is None and time.monotonic() < until:
+            time.sleep(0.2)
+        run.terminate()
+        said, _ = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert other.policies.live()["agent"].version == 1, said[-3000:]
+    assert "event=trainer_stopped" in said
+    other.close()
+    assert distance(tmp_path / "checkpoints" / "0001", tmp_path / "together" / "checkpoints" / "0001") < 1e-4
