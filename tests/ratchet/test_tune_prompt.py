@@ -84,7 +84,10 @@ def test_an_agent_that_is_left_as_it_is_gets_a_better_prompt_which_serves_once_i
     assert result.spent.rollouts == len(circle.vllm.prompts) <= 200
     assert result.spent.prompt_tokens > 0
     assert {one.purpose for one in circle.store.rollouts.of(run.id)} == {"eval"}  # never trained
-    assert '"feedback": "The word was ' in circle.reflection.asked[0]["messages"][1]["content"]
+    assert '"feedback":"The word was ' in circle.reflection.asked[0]["messages"][1]["content"]
+    report = circle.project.run("tune", "report").stdout
+    assert "GEPA" in report
+    assert "+1.000" in report
     best = (circle.project.folder / "best.txt").read_text()
     assert all(f"a {thing} is a {word}" in best for thing, word in prompt_world.WORDS.items())
     candidate = circle.store.policies.get("policy", 1)

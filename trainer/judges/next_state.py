@@ -15,10 +15,10 @@ from typing import Any
 from store.records import Transcript, Verdict
 from trainer.errors import JudgeUnanswered
 from trainer.judges import Judgement
+from trainer.judges.fitting import fitted
 from trainer.judges.language_model import Interview, LanguageModel
 from trainer.judges.opinion import Opinion, version_of
 from trainer.judges.pictures import Pictures
-from trainer.judges.ruler import fitted
 from trainer.judges.settings import NextStateSpec
 
 _WORTH: Mapping[str, float] = {"good": 1.0, "neutral": 0.5, "bad": 0.0}

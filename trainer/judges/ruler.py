@@ -21,13 +21,13 @@ from store import messages as canon
 from store.records import Transcript
 from trainer.errors import JudgeUnanswered
 from trainer.judges import Judgement
+from trainer.judges.fitting import fitted
 from trainer.judges.language_model import Interview, LanguageModel, Message
 from trainer.judges.opinion import Opinion, version_of
 from trainer.judges.pictures import Pictures
 from trainer.judges.settings import RulerSpec
 
 _CHARACTERS_A_TOKEN = 3.0  # cautious: English has four
-_SHORTEST = 200  # characters that are left of a cut text
 _NAME = "ruler"
 
 _TASK = """\
@@ -160,33 +160,6 @@ def with_plain_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 def _essence(message: Mapping[str, Any]) -> bytes:
     return msgspec.json.encode(canon.canonical(message), order="sorted")
-
-
-def fitted(value: Any, budget: int) -> str:
-    """Return a value as JSON of at most `budget` characters: the longest texts in it are cut in their middle."""
-    text = msgspec.json.encode(value).decode()
-    longest = max((len(found) for found in _texts(value)), default=0)
-    while len(text) > budget and longest > _SHORTEST:
-        longest = max(_SHORTEST, longest * 2 // 3)
-        text = msgspec.json.encode(_cut(value, longest)).decode()
-    return text
-
-
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [text for part in value for text in _texts(part)] if isinstance(value, list | tuple) else []
-
-
-def _cut(value: Any, longest: int) -> Any:
-    if isinstance(value, str) and len(value) > longest:
-        half = longest // 2
-        return f"{value[:half]} [... {len(value) - 2 * half} characters left out ...] {value[-half:]}"
-    if isinstance(value, Mapping):
-        return {name: _cut(part, longest) for name, part in value.items()}
-    return [_cut(part, longest) for part in value] if isinstance(value, list | tuple) else value
 
 
 def schema(labels: Sequence[str]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What a prompt tuning may cost: rollouts and tokens, the agent's and the reflection model's, both hard limits.
 
-Promises: no rollout begins that the rollout limit does not allow; of the tokens, only the last rollout or reflection
-may go over, by as much as it is larger than every one before it. What the held-out comparison needs is kept back.
+Promises: no rollout begins that the rollout limit does not allow; of the tokens, only what is under way when they end
+may go over, by as much as it is larger than every rollout or reflection before it. What the held-out comparison needs
+is kept back.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ _CHARACTERS_PER_TOKEN = 3  # of a question, when nothing was measured: on the sa
 
 @dataclass(slots=True)
 class Budget:
-    """The limits and what is spent. `tokens` None is no limit; `kept_back` rollouts are for the held-out tasks."""
+    """The limits and what is spent. `tokens` None is no limit; `kept_back` rollouts are for the held-out tasks.
+
+    `at_once`: with a limit of tokens no more rollouts are allowed before it is known what the last ones took.
+    """
 
     rollouts: int
     tokens: int | None = None
     kept_back: int = 0
+    at_once: int = 8
     begun: int = 0
     agent_tokens: int = 0
     reflection_tokens: int = 0
@@ -52,7 +57,7 @@ class Budget:
         room = self._tokens_left(held_out) // max(1, self._largest_rollout)
         if room < 1:
             raise BudgetSpent(f"{self.tokens_spent} tokens of --tokens {self.tokens} are spent or kept back")
-        return min(wanted, room)
+        return min(wanted, room, self.at_once)
 
     def allow_reflection(self, characters: int) -> None:
         """Allow one question of so many characters. Raises BudgetSpent."""

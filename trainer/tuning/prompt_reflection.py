@@ -8,6 +8,7 @@ the model as JSON data inside the question, bounded; a proposal is bounded in le
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
@@ -17,11 +18,14 @@ import msgspec
 
 from store.records import Exchange
 from trainer.errors import JudgeUnanswered, ReflectionDown, Unanswered
+from trainer.judges.fitting import fitted
 from trainer.judges.language_model import Interview, LanguageModel, found_json
 from trainer.tuning.prompt_budget import Budget
 from trainer.tuning.prompt_optimizer import Example
 
 NAME: Final = "reflection"
+_CHARACTERS_PER_TOKEN = 3  # on the safe side for English
+_LEAST_ROOM = 1_000  # characters of all examples
 _IN_A_ROW = 3  # questions without an answer, after which the model is down
 _SCHEMA: Final = {
     "type": "object",
@@ -80,10 +84,12 @@ class ReflectionModel:
     def propose(self, prompt: str, examples: Sequence[Example]) -> str:
         """Return a better prompt than this one. Raises Unanswered, ReflectionDown, BudgetSpent."""
         part, what = _PARTS[self._mode]
-        data = {"prompt": prompt, "examples": [_plain(example) for example in examples]}
+        taken = len(_INSTRUCTIONS) + len(prompt) + self._longest
+        room = max(_LEAST_ROOM, _CHARACTERS_PER_TOKEN * self._model.spec.context_tokens - taken)
+        shown = fitted([_plain(example) for example in examples], room)
         question = [
             {"role": "system", "content": _INSTRUCTIONS.format(part=part, what=what, longest=self._longest)},
-            {"role": "user", "content": json.dumps(data, indent=1, ensure_ascii=False)},
+            {"role": "user", "content": f'{{"prompt": {json.dumps(prompt)}, "examples": {shown}}}'},
         ]
 
         def ask(interview: Interview) -> str:
@@ -141,12 +147,8 @@ def fit(prompt: str) -> str:
 
 
 def _plain(example: Example) -> dict[str, Any]:
-    return {
-        "task": example.task,
-        "course": example.course,
-        "score": round(example.score, 4),
-        "feedback": example.feedback,
-    }
+    score = None if math.isnan(example.score) else round(example.score, 4)
+    return {"task": example.task, "course": example.course, "score": score, "feedback": example.feedback}
 
 
 def _digest(question: Sequence[dict[str, str]]) -> str:

@@ -19,15 +19,16 @@ from store import Store
 from store.records import Exchange, Verdict
 from store.tuning_records import Rollout, Tuning
 from trainer.errors import SettingError
+from trainer.judges.fitting import shortened
 from trainer.judges.language_model import LanguageModel
 from trainer.progress import Progress
 from trainer.tuning.prices import Money, Prices, Spent
 from trainer.tuning.prompt_budget import Budget
 from trainer.tuning.prompt_optimizer import make_optimizer
 from trainer.tuning.prompt_reflection import Answered, ReflectionModel
-from trainer.tuning.prompt_seed import SeedPrompt, given
+from trainer.tuning.prompt_seed import SeedPrompt, given, serving
 from trainer.tuning.prompt_sets import Sets, Sizes, divide
-from trainer.tuning.prompt_trials import LONGEST_FEEDBACK, SEED, Trials, shortened
+from trainer.tuning.prompt_trials import LONGEST_FEEDBACK, SEED, Trials
 from trainer.tuning.prompt_tuning import Found, Plan, PromptTuning, details
 from trainer.tuning.results import TuningResult, plain, task_set
 from trainer.tuning.rollouts import Job, RolloutRunner
@@ -89,7 +90,7 @@ class _Run:
         self._answered: list[Answered] = list(progress.get("answered", ()))
         self._said: dict[str, str] = dict(progress.get("said", {}))
         prompt = self._settings.prompt
-        self._budget = Budget(prompt.rollouts, prompt.tokens)
+        self._budget = Budget(prompt.rollouts, prompt.tokens, at_once=self._settings.concurrency)
         self._work = tools.progress.begin(PROMPT_TUNING, prompt.rollouts)
 
     def run(self) -> TuningResult:
@@ -139,15 +140,16 @@ class _Run:
         self._work.add()
 
     def _planned(self) -> Plan:
-        prompt, about = self._settings.prompt, self._tuning.config
+        prompt, file = self._settings.prompt, self._tuning.config.get("seed_prompt")
+        mode = None if prompt.mode == "auto" else prompt.mode
         return Plan(
             sets=self._sets(),
             attempts=self._settings.attempts,
             seed=self._settings.seed,
             at_once=prompt.at_once,
             longest=prompt.longest,
-            seed_prompt=given(str(about["seed_prompt"])) if about.get("seed_prompt") is not None else None,
-            mode=None if prompt.mode == "auto" else prompt.mode,
+            seed_prompt=serving(self._tools.store, self._tuning.alias, mode) if file is None else given(str(file)),
+            mode=mode,
             failure_score=self._settings.failure_score,
         )
 

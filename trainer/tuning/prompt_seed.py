@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from store import Store
 from store.records import Transcript
 from trainer.errors import SeedUnknown
 from trainer.tuning.prompt_trials import text_of
@@ -35,6 +36,22 @@ def given(text: str) -> SeedPrompt:
     if not text.strip():
         raise SeedUnknown("the file of --seed-prompt holds no text")
     return SeedPrompt(text.strip(), "replace", False, "given by --seed-prompt")
+
+
+def serving(store: Store, alias: str, mode: Mode | None = None) -> SeedPrompt | None:
+    """Return the prompt of the version that serves now; None where it has none, or one that `mode` cannot begin from.
+
+    A prompt with other texts for task families (lessons) is no one text to begin from: it stays the baseline, and what
+    the agent itself sends is improved.
+    """
+    live = store.policies.live().get(alias)
+    if live is None or live.prompt_id is None:
+        return None
+    prompt = store.prompts.get(live.prompt_id)
+    if prompt.families or mode not in (None, prompt.mode.value):
+        return None
+    note = f"the prompt of {alias}@{live.version}, which serves now"
+    return SeedPrompt(prompt.text, prompt.mode.value, True, note)
 
 
 def captured(transcripts: Sequence[Transcript], mode: Mode | None = None) -> SeedPrompt:

@@ -19,6 +19,7 @@ from store.records import Transcript
 from store.states import RolloutState
 from store.tuning_records import Rollout
 from trainer.errors import PromptRefused, Unjudged
+from trainer.judges.fitting import shortened
 from trainer.tuning.comparison import Mark, Missing
 from trainer.tuning.prompt_budget import Budget
 from trainer.tuning.prompt_optimizer import Example
@@ -168,7 +169,8 @@ class Trials:
 
     def known(self, task_ids: Sequence[str]) -> int:
         """Return how many rollouts there are at these tasks."""
-        return sum(task in set(task_ids) for _, task, _ in self._rollouts)
+        wanted = set(task_ids)
+        return sum(task in wanted for _, task, _ in self._rollouts)
 
     def failure_of_all(self, candidate: str, task_ids: Sequence[str]) -> str | None:
         """Return why a candidate's rollouts at these tasks failed, if every one of them did."""
@@ -257,11 +259,3 @@ def text_of(content: object) -> str:
     return "".join(
         str(part["text"]) for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)
     )
-
-
-def shortened(text: str, most: int) -> str:
-    """Return at most so many characters of a text, its middle left out and said."""
-    if len(text) <= most:
-        return text
-    half = most // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from store import Store
 from trainer.errors import BudgetSpent, BudgetTooSmall, TooManyFailures, Unjudged
+from trainer.judges.fitting import shortened
 from trainer.tuning.comparison import Compared, compare
 from trainer.tuning.comparison import Verdict as Shown
 from trainer.tuning.prompt_budget import Budget
@@ -26,6 +27,9 @@ from trainer.tuning.prompt_sets import Sets
 from trainer.tuning.prompt_trials import SEED, Trials, Tried
 
 log = logging.getLogger(__name__)
+
+_SHOWN = 2_000  # characters of a prompt that was tried, as the record shows it
+_MOST_SHOWN = 200  # prompts
 
 Verdict = Literal["better", "no better", "worse", "undecided"]
 
@@ -217,7 +221,8 @@ def details(found: Found, plan: Plan, budget: Budget, about: Mapping[str, Any]) 
         "prompt_id": None if found.best == SEED else found.best,
         "prompt": found.prompt,
         "validation": [
-            {"candidate": one.candidate, "mean": one.mean, "prompt": one.prompt} for one in found.tried[:200]
+            {"candidate": one.candidate, "mean": one.mean, "prompt": shortened(one.prompt, _SHOWN)}
+            for one in found.tried[:_MOST_SHOWN]
         ],
         "tasks": {
             "train": len(plan.sets.train),

@@ -105,5 +105,16 @@ def test_three_questions_in_a_row_without_an_answer_end_it(server: ScriptedJudge
         model.propose("c", [])
 
 
+def test_a_question_fits_into_the_models_context(server: ScriptedJudgeModel) -> None:
+    server.answers = [proposes("better")]
+    spec = ModelSpec(base_url=server.url, model="thinker", context_tokens=2000)
+    examples = [Example("t" * 2000, f"begin{'c' * 6000}end", 0.5, "f" * 1000)] * 4
+    ReflectionModel(LanguageModel(spec, None), Budget(1), longest=1000).propose("now", examples)
+    assert sum(len(message["content"]) for message in server.asked[0]["messages"]) < 3 * 2000
+    shown = json.loads(server.asked[0]["messages"][1]["content"])["examples"]
+    assert len(shown) == 4
+    assert all(one["course"].startswith("begin") and one["course"].endswith("end") for one in shown)
+
+
 def test_a_prompt_is_made_fit_for_the_store() -> None:
     assert fit(" a\0b\ud800 ") == "ab?"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from store import Store
 from store.records import Transcript
 from tests.records import begun, ended
 from trainer.errors import SeedUnknown
-from trainer.tuning.prompt_seed import captured, given, system_prompt
+from trainer.tuning.prompt_seed import captured, given, serving, system_prompt
 
 Seen = Callable[..., Transcript]
 
@@ -67,3 +68,25 @@ def test_a_given_prompt_is_swapped_in_from_the_start() -> None:
 def test_only_what_stands_before_the_first_word_counts_and_parts_are_joined(seen: Seen) -> None:
     assert system_prompt(seen("a", "Answer.")) == "Answer."
     assert system_prompt(seen("b", None)) == ""
+
+
+def promote(store: Store, **prompt: Any) -> None:
+    policy = store.policies.with_prompt("agent", store.prompts.remember(**prompt).id, {})
+    store.policies.promote_by_hand("agent", policy.version, by="a test", reason="a test")
+
+
+def test_a_prompt_that_serves_already_is_what_the_search_begins_from(store: Store) -> None:
+    store.policies.register_base("agent", "base")
+    assert serving(store, "agent") is None
+    promote(store, text="Be good.", mode="append")
+    seed = serving(store, "agent")
+    assert seed is not None
+    assert (seed.text, seed.mode, seed.as_it_comes) == ("Be good.", "append", True)
+    assert "agent@1" in seed.note
+    assert serving(store, "agent", "replace") is None
+
+
+def test_lessons_by_task_family_are_no_one_text_to_begin_from(store: Store) -> None:
+    store.policies.register_base("agent", "base")
+    promote(store, text="", mode="append", families={"math": "Check the sum."})
+    assert serving(store, "agent") is None

@@ -149,6 +149,17 @@ def test_the_budget_of_tokens_is_hard_with_the_reflections_in_it(
     assert found.gain.tasks == 30
 
 
+def test_a_comparison_that_the_tokens_end_is_undecided(
+    store: Store, reflection_server: ScriptedReflectionModel
+) -> None:
+    world = World(store, reflection_server, tokens=100 * TOKENS + 3 * 550)
+    world.rollouts.tokens = lambda job: TOKENS * (20 if job.task.id in SETS.held_out[10:] else 1)
+    found = world.run()
+    assert found.verdict == "undecided"
+    assert "attempts are unjudged" in found.why
+    assert any("cut short" in line for line in world.told)
+
+
 def test_a_budget_that_cannot_come_to_a_result_is_refused_with_the_number_that_can(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:

@@ -35,6 +35,7 @@ class WorldRollouts:
         self.made: list[tuple[str, str]] = []
         self.fails: Callable[[Job], bool] = lambda job: False
         self.unjudged: Callable[[str, str], bool] = lambda prompt, task: False
+        self.tokens: Callable[[Job], int] = lambda job: TOKENS
         self._prompts: dict[str, str] = {}
 
     def run(self, jobs: Sequence[Job]) -> list[Rollout]:
@@ -59,7 +60,12 @@ class WorldRollouts:
         said = self._answer(prompt, job.task.row["question"])
         right = said == job.task.row["answer"]
         self._store.rollouts.end(
-            rollout.id, began_at=now, ended_at=now, reward=float(right), prompt_tokens=TOKENS - 5, completion_tokens=5
+            rollout.id,
+            began_at=now,
+            ended_at=now,
+            reward=float(right),
+            prompt_tokens=self.tokens(job) - 5,
+            completion_tokens=5,
         )
         return self._score(self._store.rollouts.get(rollout.id))
 

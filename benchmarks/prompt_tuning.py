@@ -1,0 +1,104 @@
+"""`python -m benchmarks.prompt_tuning`: `ratchet tune prompt` on the e-mail example, real vLLM, tiny policy.
+
+The reflection model is a scripted stand-in: it proposes the prompts of PROPOSALS in turn, whatever it is shown. What is
+measured is the whole command: seed, search, held-out tasks, cost. The tiny policy was taught with one fixed prompt, so
+that no gain is to be expected of it; a verdict of `better` would have to be explained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.ratchet.project import ROOT, Project
+from tests.trainer.tuning.scripted_reflection_model import ScriptedReflectionModel
+
+EXAMPLE = "examples.email_search"
+PROPOSALS = (
+    "{prompt} Search first, then read the mail that fits, then answer.",
+    "{prompt} Answer with one word.",
+    "Search the inbox with the tools. Read the mail that fits, then give the answer with return_final_answer.",
+    "{prompt} Use the name of the person and the topic as keywords.",
+    "You are careful. {prompt}",
+    "Search the inbox with the tools.",
+)
+
+
+class Proposals:
+    """Proposes one text after the other, made from the agent's own prompt."""
+
+    def __init__(self) -> None:
+        self._turns = itertools.cycle(PROPOSALS)
+        self._seed: str | None = None
+
+    def __call__(self, prompt: str, rows: Sequence[Mapping[str, Any]]) -> str:
+        self._seed = self._seed or prompt
+        return next(self._turns).format(prompt=self._seed)
+
+
+def tuned(method: str, rollouts: int, held_out: int, seed: int, folder: Path) -> dict[str, Any]:
+    """Run the command once in a project of its own; return its record."""
+    environ = {**os.environ, "EMAIL_SEARCH_HOME": str(folder / "mail"), "PYTHONPATH": str(ROOT)}
+    made = [sys.executable, "-m", EXAMPLE, "build-db", "--home", str(folder / "mail")]
+    subprocess.run(made, cwd=ROOT, env=environ, check=True, capture_output=True)
+    project = Project(folder)
+    vllm = {"port": project.content["vllm"]["port"], "max_model_len": 1024, "dtype": "float32", "max_num_seqs": 64}
+    project.write(base_model=str(ROOT / "examples" / "email_search" / "policy"), vllm=vllm, model="email-agent")
+    kept = {"EMAIL_SEARCH_HOME": environ["EMAIL_SEARCH_HOME"]}
+    try:
+        up = project.run("up", "--detach", seconds=300, **kept)
+        assert up.returncode == 0, up.stdout
+        with ScriptedReflectionModel(Proposals()).running() as reflection:
+            words = [
+                "tune", "prompt", "--tasks", str(folder / "mail"), "--workflow", f"{EXAMPLE}.workflow:workflow",
+                "--judge", f"{EXAMPLE}.judge:judge", "--method", method, "--rollouts", str(rollouts),
+                "--held-out", str(held_out), "--seed", str(seed), "--concurrency", "32",
+                "--reflection-url", reflection.url, "--reflection-model", "scripted-reflection",
+            ]  # fmt: skip
+            began = time.monotonic()
+            done = project.run(*words, seconds=900, **kept)
+            seconds = time.monotonic() - began
+        print(done.stdout, flush=True)
+        assert done.returncode == 0
+        (run,) = json.loads(project.run("tune", "runs", "--json").stdout)
+        project.run("down", seconds=60)
+        return {"seconds": seconds, **run["result"]}
+    finally:
+        project.stop()
+
+
+def main() -> None:
+    """Run it and print a line of the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--method", choices=["gepa", "mipro"], default="gepa")
+    parser.add_argument("--rollouts", type=int, default=800)
+    parser.add_argument("--held-out", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=1)
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = tuned(chosen.method, chosen.rollouts, chosen.held_out, chosen.seed, Path(folder))
+    details, gain = found["details"], found.get("gain")
+    print(json.dumps(details["validation"], indent=1))
+    shown = "not compared" if gain is None else (
+        f"{gain['against_mean']:.3f} -> {gain['mean']:.3f}, {gain['difference']:+.3f} "
+        f"({gain['low']:+.3f} to {gain['high']:+.3f}) on {gain['tasks']}"
+    )  # fmt: skip
+    budget = details["budget"]
+    print(
+        f"| {chosen.method} | {chosen.seed} | {details['verdict']} | {shown} | {len(details['validation'])} prompts | "
+        f"{budget['rollouts_begun']} rollouts | {budget['agent_tokens']:,} + {budget['reflection_tokens']:,} tokens | "
+        f"{found['seconds']:.0f} s |"
+    )
+
+
+if __name__ == "__main__":
+    main()
