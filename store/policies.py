@@ -90,6 +90,17 @@ class Policies:
                 raise ForbiddenChange(f"{alias}@{version} was made by another process: try again") from taken
         return self.get(alias, version)
 
+    def take_prompt(self, alias: str, version: int) -> Policy:
+        """Give a candidate the prompt that is live now. Raises ForbiddenChange where it is no candidate any more."""
+        table = schema.policies
+        live = self.live().get(alias)
+        mine = sa.and_(table.c.alias == alias, table.c.version == version, table.c.state == PolicyState.CANDIDATE)
+        with write(self._engine) as connection:
+            change = sa.update(table).where(mine).values(prompt_id=live.prompt_id if live else None)
+            if not connection.execute(change).rowcount:
+                raise ForbiddenChange(f"{alias}@{version} is no candidate any more")
+        return self.get(alias, version)
+
     def serving(self) -> list[Policy]:
         """Return the versions that new trajectories begin on: live ones and canaries, of every alias."""
         return self._select(schema.policies.c.state.in_((PolicyState.LIVE, PolicyState.CANARY)))

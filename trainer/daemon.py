@@ -32,7 +32,6 @@ from pathlib import Path
 from store import Store
 from store.errors import ForbiddenChange, StoreUnavailable, UnknownRecord
 from store.records import BASE_VERSION, Group
-from store.states import PolicyState
 from trainer.casting import Casting
 from trainer.crediting.baseline import ScoreBook
 from trainer.crediting.credit import Credit
@@ -48,6 +47,7 @@ from trainer.lease import Lease
 from trainer.metrics import Metrics
 from trainer.progress import GATHERING, Progress, on_this_terminal
 from trainer.publishing import checkpoint
+from trainer.publishing.candidates import next_candidate
 from trainer.publishing.engine import Replica
 from trainer.publishing.publisher import DOOR_SILENCE, Publisher
 from trainer.publishing.retention import best_first, retained
@@ -57,6 +57,7 @@ from trainer.scorekeeper import Scorekeeper
 from trainer.sentinel.second_judge import SecondJudge
 from trainer.sentinel.watch import Sentinel
 from trainer.settings import TrainerSettings
+from trainer.staleness import oldest_fresh
 from trainer.transcripts import Transcripts
 from trainer.warm_start.imitation import Imitation, learner_settings
 from trainer.warm_start.requests import REFUSALS, WarmStarts
@@ -334,8 +335,7 @@ class Daemon:
     def _fresh(self, groups: Sequence[Group]) -> list[Group]:
         """Drop groups that were sampled too many versions before the live one; return the others."""
         alias = self.settings.model
-        live = self._store.policies.live().get(alias)
-        oldest = (live.version if live else BASE_VERSION) - self.settings.max_staleness
+        oldest = oldest_fresh(self._store.policies.all(alias), self.settings.max_staleness)
         fresh: list[Group] = []
         sampled = self._store.groups.oldest_versions(alias) if groups else {}
         for group in groups:
@@ -355,18 +355,14 @@ class Daemon:
         return fresh
 
     def _publish(self) -> bool:
-        """Publish the newest candidate. Older ones were overtaken while vLLM was away: they are rejected."""
+        """Publish the candidate whose turn it is."""
         if self._gate.pending:
             return False
-        policies = self._store.policies.all(self.settings.model)
-        candidates = [policy for policy in policies if policy.state is PolicyState.CANDIDATE]
-        if not candidates:
-            return False
         try:
-            for older in candidates[:-1]:
-                self._store.policies.reject(older.alias, older.version, {}, reason="a newer version came first")
-            self._renew()
-            self._publisher.publish(candidates[-1], self._school.probes(candidates[-1]), self.learner.score)
+            candidate = next_candidate(self._store, self.settings.model)
+            if candidate is None:
+                return False
+            self._publisher.publish(candidate, self._school.probes(candidate), self.learner.score)
         except ForbiddenChange as overtaken:  # a person decided meanwhile
             log.info("event=publish_overtaken reason=%r", str(overtaken))
         self._prune_due = True

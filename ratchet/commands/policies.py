@@ -14,6 +14,7 @@ from ratchet.commands.policies_export import export
 if TYPE_CHECKING:
     from store.decisions import Decision
     from store.records import Policy
+    from store.tuning_records import Prompt
 
 _BY_HAND = click.option("--reason", required=True, help="Why; it is kept with the decision.")
 
@@ -37,7 +38,7 @@ def policies() -> None:
 def list_policies(
     context: click.Context, model: str | None, store: str | None, project: str | None, as_json: bool
 ) -> None:
-    """List every version: state, what vLLM knows it by, its adapter, and the newest decision about it.
+    """List every version: state, adapter, prompt where it has one, and the newest decision about it.
 
     \b
     Example:
@@ -68,6 +69,8 @@ def show(
 ) -> None:
     """Show every decision about a model, or about one version of it, newest first, with its evidence.
 
+    The prompts of the versions that have one come first.
+
     \b
     Example:
       ratchet policies show mail 7
@@ -75,13 +78,16 @@ def show(
     from ratchet.status import canary_line, canary_scores
 
     with options.running_store(context, store=store, project=project) as opened:
-        if version is not None:
-            opened.policies.get(alias, version)
+        versions = opened.policies.all(alias) if version is None else [opened.policies.get(alias, version)]
+        prompts = {one.version: opened.prompts.get(one.prompt_id) for one in versions if one.prompt_id}
         decisions = opened.decisions.of(alias, version)
         scores = canary_scores(opened, alias)
     if as_json:
-        options.emit({"decisions": [_plain(decision) for decision in decisions], "canary": scores})
+        told = {str(number): _plain(prompt) for number, prompt in prompts.items()}
+        options.emit({"decisions": [_plain(decision) for decision in decisions], "canary": scores, "prompts": told})
         return
+    for number, prompt in prompts.items():
+        click.echo("\n".join(_prompt_lines(prompt, f"{alias}@{number}")))
     if scores:
         click.echo(f"canary {alias}{canary_line(scores)}")
     for decision in decisions:
@@ -151,7 +157,18 @@ def _who() -> str:
 def _line(policy: Policy) -> str:
     share = f" {policy.share:.0%}" if policy.share else ""
     where = "pruned" if policy.pruned_at else policy.adapter or "base model"
+    where = f"{where}  prompt {policy.prompt_id}" if policy.prompt_id else where
     return f"{policy.alias}@{policy.version}  {f'{policy.state}{share}':<11}  {_when(policy.created_at)}  {where}"
+
+
+def _prompt_lines(prompt: Prompt, name: str) -> Iterator[str]:
+    """Yield what a version's prompt says; it may be a language model's text, so nothing in it steers the terminal."""
+    yield f"{name} has prompt {prompt.id} ({prompt.mode}, by {options.printable(prompt.origin) or 'unknown'})"
+    texts = [("", prompt.text)] if prompt.text else []
+    for family, text in [*texts, *sorted(prompt.families.items())]:
+        if family:
+            yield f"  for {options.printable(family)}:"
+        yield from (f"    {line}" for line in options.printable(text or "(as it is)").splitlines())
 
 
 def _decided(decision: Decision) -> str:

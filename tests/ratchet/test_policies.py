@@ -96,3 +96,18 @@ def test_a_version_is_exported_with_its_card_or_the_reason_why_not(project: Proj
         assert reason in refused.stdout
     assert "give --merged" in project.run("policies", "export", "mail@4", "--store", url).stdout
     assert "is there already" in project.run("policies", "export", "mail@4", "--merged", "out", "--store", url).stdout
+
+
+def test_a_versions_prompt_is_shown_and_steers_no_terminal(project: Project, store: Store, url: str) -> None:
+    text = "Be brief.\n\x1b[2JErase"
+    prompt = store.prompts.remember(text, "append", "a model\x07", families={"task:math": "Check the units."})
+    made = store.policies.with_prompt("mail", prompt.id, {})
+    listed = project.run("policies", "list", "--store", url).stdout
+    assert f"/c/2  prompt {prompt.id}" in next(line for line in listed.splitlines() if line.startswith("mail@4"))
+    for version in (["4"], []):
+        told = project.run("policies", "show", "mail", *version, "--store", url).stdout
+        assert f"mail@4 has prompt {prompt.id} (append, by a model\N{REPLACEMENT CHARACTER})" in told
+        assert "    Be brief.\n    \N{REPLACEMENT CHARACTER}[2JErase\n  for task:math:\n    Check the units.\n" in told
+    assert "prompt" not in project.run("policies", "show", "mail", "2", "--store", url).stdout
+    plain = json.loads(project.run("policies", "show", "mail", "--store", url, "--json").stdout)
+    assert plain["prompts"][str(made.version)]["text"] == text

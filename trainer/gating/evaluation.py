@@ -2,7 +2,8 @@
 
 Held-out are the tasks of a fixed share of all hashes: they are served and recorded like any, never judged for training
 and never trained on. Their one-call trajectories are prompts with which a candidate is tried before it meets a user.
-The answers of both versions to one prompt are judged as one group, so that relative judges will do. What is sampled
+The answers of both versions to one prompt are judged as one group, so that relative judges will do; a version's own
+prompt is swapped in as the proxy does it, and judges see the agent's messages, as of live traffic. What is sampled
 here goes to vLLM directly; nothing of it is recorded but the figures.
 """
 
@@ -19,6 +20,7 @@ import msgspec
 
 from store import Store
 from store.records import Call, Policy, Transcript
+from store.swapping import with_prompt
 from trainer.grouping import HELD_OUT
 from trainer.judges import Judge
 from trainer.publishing.engine import Replica
@@ -109,13 +111,15 @@ class Evaluator:
     def _answers(self, recorded: Transcript, candidate: Policy, live: Policy) -> list[Transcript]:
         """Return the candidate's answers to a recorded prompt, then the live version's, as many."""
         call = recorded.calls[0]
-        prompt = self._store.trajectories.path(call.prompt_node)
+        asked = self._store.trajectories.path(call.prompt_node)
         sampling = {name: call.sampling[name] for name in _SENT if name in call.sampling}
         members = []
         for policy in (candidate, live):
-            replies = self._replica.chat(policy.served_name, prompt, recorded.tools, sampling, self._samples)
+            swapped = self._store.prompts.get(policy.prompt_id) if policy.prompt_id else None
+            sent = with_prompt(asked, swapped, recorded.trajectory.family)
+            replies = self._replica.chat(policy.served_name, sent, recorded.tools, sampling, self._samples)
             members += [
-                _transcript(recorded, call, f"evaluation:{policy.version}:{number}", policy, (*prompt, reply), tokens)
+                _transcript(recorded, call, f"evaluation:{policy.version}:{number}", policy, (*asked, reply), tokens)
                 for number, (reply, tokens) in enumerate(replies)
             ]
         return members

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
 from store import Store
@@ -18,6 +18,7 @@ from store.records import BASE_VERSION, Policy
 from store.states import PolicyState
 from trainer.errors import AdapterRefused
 from trainer.gating.evaluation import Evaluator
+from trainer.publishing.candidates import is_learnt
 from trainer.publishing.engine import Replica
 from trainer.publishing.proof import Proof, prove
 
@@ -64,22 +65,11 @@ class Publisher:
         live = self._store.policies.live().get(self._alias)
         if live is None:
             raise AdapterRefused(f"alias {self._alias} has no base version in the store: start `ratchet proxy` first")
-        if candidate.adapter is None:
-            raise AdapterRefused(f"{candidate.served_name} has no adapter folder")
-        proofs: dict[str, Proof] = {}
-        for replica in self._replicas:
-            try:
-                replica.load(candidate.served_name, Path(candidate.adapter))
-                if live.adapter is not None:  # a replica that was restarted has lost it
-                    replica.load(live.served_name, Path(live.adapter))
-                names = (candidate.served_name, live.served_name)
-                proofs[replica.url] = prove_served(replica, names, probes, score, tolerance=self._tolerance)
-            except AdapterRefused as refusal:
-                return self._reject(candidate, str(refusal), proofs)
-            if not proofs[replica.url].holds:
-                return self._reject(candidate, f"{replica.url}: {proofs[replica.url].reason}", proofs)
-        worst = max((proof.served_vs_trainer for proof in proofs.values()), default=0.0)
-        reason = f"its served logprobs lie {worst:.5f} nats from the trainer's"
+        try:
+            proofs = self._serve_everywhere(candidate, live, probes, score)
+        except Unproven as refusal:
+            return self._reject(candidate, str(refusal), refusal.proofs)
+        reason = _shown(candidate, live, proofs)
         evaluation = self._evaluator.evaluate(candidate, live) if self._evaluator else None
         evidence = _evidence(proofs) | (evaluation.evidence() if evaluation else {})
         if evaluation is not None:
@@ -97,31 +87,53 @@ class Publisher:
             )
             event = "policy_canary"
         self._store.alarms.clear(f"swap_refused:{self._alias}")
-        log.info("event=%s policy=%s beside=%s proof_nats=%.5f", event, candidate.served_name, live.version, worst)
+        log.info(
+            "event=%s policy=%s@%d beside=%d reason=%r", event, self._alias, candidate.version, live.version, reason
+        )
         return True
+
+    def _serve_everywhere(
+        self, candidate: Policy, live: Policy, probes: Sequence[Sequence[int]], score: Score
+    ) -> dict[str, Proof]:
+        """Load both versions on every replica and prove the new one; one that is served already needs no proof.
+
+        Raises Unproven, EngineUnreachable.
+        """
+        proofs: dict[str, Proof] = {}
+        for replica in self._replicas:
+            try:
+                for policy in {candidate.served_name: candidate, live.served_name: live}.values():
+                    if policy.adapter is not None:  # a replica that was restarted has lost it
+                        replica.load(policy.served_name, Path(policy.adapter))
+                if candidate.served_name == live.served_name:
+                    continue
+                names = (candidate.served_name, live.served_name)
+                proofs[replica.url] = prove_served(replica, names, probes, score, tolerance=self._tolerance)
+            except AdapterRefused as refusal:
+                raise Unproven(str(refusal), proofs) from refusal
+            if not proofs[replica.url].holds:
+                raise Unproven(f"{replica.url}: {proofs[replica.url].reason}", proofs)
+        return proofs
 
     def drain(self, now: float) -> list[str]:
         """Unload old versions that nobody needs any more; return their names.
 
         A version goes when every open door serves a newer one, none has a trajectory pinned to it, and it is not among
-        the newest `keep_loaded` old ones.
+        the newest `keep_loaded` old ones; no version goes whose adapter another one needs.
         """
         doors = self._store.doors.open(self._alias, now - DOOR_SILENCE)
         policies = self._store.policies.all(self._alias)
         live = next((policy.version for policy in policies if policy.state is PolicyState.LIVE), BASE_VERSION)
         if any(door.live.get(self._alias) != live for door in doors):
             return []
-        old = [p for p in policies if p.state in (PolicyState.RETIRED, PolicyState.REJECTED) and p.adapter]
         pinned = {name for door in doors for name, count in door.pins.items() if count}
-        spare = [p for p in old[: max(0, len(old) - self._keep_loaded)] if f"{p.alias}@{p.version}" not in pinned]
+        spare = _spare(policies, pinned, self._keep_loaded)
         unloaded: list[str] = []
         for replica in self._replicas if spare else ():
-            served = set(replica.models())
-            for policy in spare:
-                if policy.served_name in served:
-                    replica.unload(policy.served_name)
-                    unloaded.append(policy.served_name)
-                    log.info("event=policy_unloaded policy=%s replica=%s", policy.served_name, replica.url)
+            for name in sorted(spare & set(replica.models())):
+                replica.unload(name)
+                unloaded.append(name)
+                log.info("event=policy_unloaded policy=%s replica=%s", name, replica.url)
         return unloaded
 
     def _reject(self, candidate: Policy, reason: str, proofs: dict[str, Proof]) -> bool:
@@ -141,6 +153,8 @@ class Publisher:
         return False
 
     def _unload(self, candidate: Policy) -> None:
+        if not is_learnt(candidate):  # the adapter is another version's
+            return
         for replica in self._replicas:
             if candidate.served_name in replica.models():
                 replica.unload(candidate.served_name)
@@ -164,6 +178,33 @@ def prove_served(
         served_old=[before[place].get(token) for place, token in places],
         tolerance=tolerance,
     )
+
+
+class Unproven(Exception):
+    """A replica does not serve the candidate as the trainer made it; `proofs` are those made so far."""
+
+    def __init__(self, reason: str, proofs: dict[str, Proof]) -> None:
+        super().__init__(reason)
+        self.proofs = proofs
+
+
+def _shown(candidate: Policy, live: Policy, proofs: dict[str, Proof]) -> str:
+    """Return what is known of how a candidate is served."""
+    if candidate.served_name == live.served_name:
+        prompt = f"prompt {candidate.prompt_id}" if candidate.prompt_id else "no prompt"
+        return f"{live.served_name} is served already; with {prompt}"
+    worst = max((proof.served_vs_trainer for proof in proofs.values()), default=0.0)
+    return f"its served logprobs lie {worst:.5f} nats from the trainer's"
+
+
+def _spare(policies: Sequence[Policy], pinned: Set[str], keep: int) -> set[str]:
+    """Return the names of the old adapters that nobody needs, but for the newest `keep` old ones."""
+    old = (PolicyState.RETIRED, PolicyState.REJECTED)
+    needed = {p.served_name for p in policies if p.state not in old or f"{p.alias}@{p.version}" in pinned}
+    names = list(dict.fromkeys(p.served_name for p in policies if p.state in old and p.adapter))
+    serving = {p.served_name for p in policies if p.state not in old}
+    names = [name for name in names if name not in serving]
+    return set(names[: max(0, len(names) - keep)]) - needed
 
 
 def _evidence(proofs: dict[str, Proof]) -> dict[str, object]:

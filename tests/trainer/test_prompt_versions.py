@@ -1,0 +1,249 @@
+"""A version that differs by its prompt goes the way of any: proven served, evaluated, canary, sequential test, back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.scripted_school import ScriptedPupil
+from store import Store, open_store
+from store.records import Policy
+from store.states import PolicyAction, PolicyState
+from tests.proxy.conftest import Proxy, running
+from tests.proxy.servers import eventually, served
+from tests.records import judged_group
+from tests.store.conftest import migrated_postgres as migrated_postgres
+from tests.store.conftest import postgres as postgres
+from tests.store.conftest import store_url as store_url
+from tests.trainer.prompted_vllm import PromptedVllm
+from tests.trainer.scripted_engine import ScriptedEngine
+from tests.trainer.test_publishing import beat, candidate, honest, publish
+from trainer.daemon import Daemon
+from trainer.gating.evaluation import is_held_out
+from trainer.publishing.candidates import next_candidate
+from trainer.publishing.engine import Replica
+from trainer.publishing.publisher import Publisher
+from trainer.settings import TrainerSettings
+from trainer.staleness import oldest_fresh
+
+GATE: dict[str, Any] = {"enabled": True, "share": 0.5, "min_samples": 6, "max_samples": 60, "margin": 0.1, "jump": None}
+MESSAGES = [{"role": "system", "content": "Be nice."}, {"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def vllm() -> Iterator[tuple[PromptedVllm, str]]:
+    app = PromptedVllm()
+    with served(app) as url:
+        yield app, url
+
+
+@pytest.fixture
+def store(store_url: str) -> Iterator[Store]:
+    opened = open_store(store_url)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def proxy(vllm: tuple[PromptedVllm, str], store: Store, tmp_path: Path) -> Iterator[Proxy]:
+    with running(vllm[1], store, tmp_path) as started:
+        yield started
+
+
+@pytest.fixture
+def make(
+    vllm: tuple[PromptedVllm, str], store: Store, store_url: str, tmp_path: Path
+) -> Iterator[Callable[..., Daemon]]:
+    made: list[Daemon] = []
+
+    def make(**gate: Any) -> Daemon:
+        settings = TrainerSettings(
+            store=store_url, model="agent", base_model=str(tmp_path), vllm=(vllm[1],), checkpoints=tmp_path / "c",
+            judge="tests.trainer.prompted_vllm:judged", seal_after_idle_seconds=0.01, group_wait_seconds=0.01,
+            round_wait_seconds=1e9, groups_per_round=1000, group_size=2, gate=gate,
+        )  # fmt: skip
+        made.append(Daemon(settings, store, threading.Event(), make_pupil=ScriptedPupil))
+        return made[-1]
+
+    yield make
+    for daemon in made:
+        daemon.close()
+
+
+def work(proxy: Proxy, tasks: list[str]) -> None:
+    """An agent works on tasks, one call each."""
+    for task in tasks:
+        body = {"model": "agent", "messages": MESSAGES}
+        answer = proxy.http.post("/v1/chat/completions", json=body, headers={"x-ratchet-task": task})
+        assert answer.status_code == 200
+    proxy.settled()
+
+
+def until(daemon: Daemon, proxy: Proxy, store: Store, version: int, past: PolicyState) -> Policy:
+    """Let agents work and the daemon turn until a version is in another state."""
+    for turn in range(60):
+        policy = store.policies.get("agent", version)
+        if policy.state is not past:
+            return policy
+        work(proxy, [f"task/{version}-{turn}-{number // 2}" for number in range(8)])
+        time.sleep(0.3)
+        daemon.turn(time.time())
+    raise AssertionError(f"agent@{version} is {past} still")
+
+
+def test_a_better_prompt_is_promoted_by_live_traffic_and_a_worse_one_goes_back(
+    proxy: Proxy, store: Store, make: Callable[..., Daemon]
+) -> None:
+    daemon = make(**GATE)
+    better = store.policies.with_prompt("agent", store.prompts.remember("Be better.").id, {"gain": 0.5})
+    daemon.turn(time.time())
+    canary = store.policies.get("agent", better.version)
+    assert (canary.state, canary.share) == (PolicyState.CANARY, 0.5)
+    assert "is served already" in store.decisions.of("agent", 1)[0].reason
+    promoted = until(daemon, proxy, store, 1, PolicyState.CANARY)
+    assert promoted.state is PolicyState.LIVE
+    assert promoted.evidence["gain"] == 0.5
+    assert promoted.evidence["gate"]["difference"]["low"] > -0.1
+    worse = store.policies.with_prompt("agent", store.prompts.remember("Be worse.").id, {})
+    daemon.turn(time.time())
+    rejected = until(daemon, proxy, store, worse.version, PolicyState.CANARY)
+    assert rejected.state is PolicyState.REJECTED
+    assert store.decisions.of("agent", worse.version)[0].action is PolicyAction.ROLLBACK
+    assert store.policies.live()["agent"].version == 1
+
+
+def test_a_worse_prompt_is_turned_down_on_held_out_prompts_before_it_serves(
+    proxy: Proxy, store: Store, make: Callable[..., Daemon], vllm: tuple[PromptedVllm, str]
+) -> None:
+    daemon = make(enabled=True, held_out=0.3, evaluation_samples=1)
+    names = [f"task/{number}" for number in range(200)]
+    work(proxy, [name for name in names if is_held_out(f"task:{name}", 0.3)][:6])
+    eventually(lambda: bool(daemon.turn(time.time())) or store.trajectories.drop_counts().get("held_out") == 6)
+    vllm[0].calls.clear()
+    made = store.policies.with_prompt("agent", store.prompts.remember("Be worse.", "append").id, {})
+    daemon.turn(time.time())
+    assert store.policies.get("agent", made.version).state is PolicyState.REJECTED
+    decision = store.decisions.of("agent", made.version)[0]
+    assert (decision.by, decision.evidence["evaluation"]["candidate"]) == ("evaluation", 0.0)
+    asked = [call["messages"][0]["content"] for call in vllm[0].calls]
+    assert sorted(set(asked)) == ["Be nice.", "Be nice.\n\nBe worse."]
+    assert vllm[0].loads == []
+
+
+# --- the publisher over a scripted control plane ------------------------------------------------------------------
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(str(tmp_path / "local.db"))
+    opened.policies.register_base("agent", "base")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[ScriptedEngine]:
+    made = ScriptedEngine(honest)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def publisher(local: Store, engine: ScriptedEngine) -> Iterator[Publisher]:
+    replica = Replica(engine.url)
+    yield Publisher(local, [replica], alias="agent", tolerance=0.05, keep_loaded=0)
+    replica.close()
+
+
+def prompted(store: Store, text: str) -> Policy:
+    return store.policies.with_prompt("agent", store.prompts.remember(text).id, {})
+
+
+def test_an_adapter_that_is_served_is_neither_loaded_nor_proven_again_and_comes_back_after_a_restart(
+    local: Store, publisher: Publisher, engine: ScriptedEngine
+) -> None:
+    publish(publisher, candidate(local, 1))
+    before = list(engine.log)
+    assert publish(publisher, prompted(local, "Be brief."))
+    assert engine.log == before
+    engine.loaded.clear()  # vLLM was restarted
+    assert publish(publisher, prompted(local, "Be long."))
+    assert list(engine.loaded) == ["agent@1"]
+    assert local.policies.live()["agent"].version == 3
+
+
+def test_an_adapter_stays_loaded_while_any_version_that_shares_it_is_needed(
+    local: Store, publisher: Publisher, engine: ScriptedEngine
+) -> None:
+    publish(publisher, candidate(local, 1))
+    publish(publisher, prompted(local, "Be brief."))
+    beat(local, live=2)
+    assert publisher.drain(time.time()) == []  # version 1 is retired, version 2 serves its adapter
+    group = judged_group(local, ["x", "y"], [0.0, 1.0], task="later")
+    held = local.rounds.start("agent", 1)
+    third = local.rounds.commit(held.id, version=3, checkpoint="/c/3", groups=[group.id], metrics={})
+    assert third.prompt_id == local.policies.get("agent", 2).prompt_id
+    publish(publisher, third)
+    beat(local, live=3, v2=1)
+    assert publisher.drain(time.time()) == []  # a trajectory is on version 2 still
+    beat(local, live=3)
+    assert publisher.drain(time.time()) == ["agent@1"]
+
+
+def test_a_prompt_that_is_turned_down_leaves_its_adapter_loaded(
+    local: Store, publisher: Publisher, engine: ScriptedEngine
+) -> None:
+    publish(publisher, candidate(local, 1))
+    made = prompted(local, "Be brief.")
+    engine.loaded.clear()
+    engine.refuse = "no room"
+    assert not publish(publisher, made)
+    assert "no room" in local.policies.get("agent", made.version).evidence["reason"]
+    assert "unload agent@1" not in engine.log
+
+
+def test_what_was_learnt_comes_before_prompts_and_a_prompt_follows_on_the_new_adapter(local: Store) -> None:
+    assert next_candidate(local, "agent") is None
+    older, newer = prompted(local, "First."), prompted(local, "Second.")
+    group = judged_group(local, ["a", "b"], [0.0, 1.0])
+    held = local.rounds.start("agent", 0)
+    local.rounds.commit(held.id, version=3, checkpoint="/c/3", groups=[group.id], metrics={})
+    learnt = next_candidate(local, "agent")
+    assert learnt is not None
+    assert learnt.version == 3
+    local.policies.promote("agent", 3, {})
+    anew = next_candidate(local, "agent")
+    assert anew is not None
+    assert (anew.version, anew.served_name, anew.prompt_id) == (4, "agent@3", newer.prompt_id)
+    states = [local.policies.get("agent", one.version).state for one in (older, newer)]
+    assert states == [PolicyState.REJECTED, PolicyState.REJECTED]
+    assert "made anew as agent@4" in local.decisions.of("agent", newer.version)[0].reason
+
+
+def test_what_was_learnt_takes_the_prompt_that_became_live_meanwhile(local: Store) -> None:
+    made = prompted(local, "First.")
+    group = judged_group(local, ["a", "b"], [0.0, 1.0])
+    held = local.rounds.start("agent", 0)
+    local.rounds.commit(held.id, version=2, checkpoint="/c/2", groups=[group.id], metrics={})
+    local.policies.promote("agent", 1, {}, by="me", reason="by hand")
+    found = next_candidate(local, "agent")
+    assert found is not None
+    assert (found.version, found.prompt_id, found.adapter) == (2, made.prompt_id, "/c/2")
+
+
+def test_a_prompt_makes_no_sample_older(local: Store) -> None:
+    for text in ("One.", "Two.", "Three."):
+        local.policies.promote("agent", prompted(local, text).version, {})
+    assert oldest_fresh(local.policies.all("agent"), 0) == 0
+    group = judged_group(local, ["a", "b"], [0.0, 1.0])
+    held = local.rounds.start("agent", 0)
+    local.rounds.commit(held.id, version=4, checkpoint="/c/4", groups=[group.id], metrics={})
+    local.policies.promote("agent", 4, {})
+    assert [oldest_fresh(local.policies.all("agent"), most) for most in (0, 1, 2)] == [4, 0, 0]
+    local.policies.promote("agent", prompted(local, "Four.").version, {})
+    assert [oldest_fresh(local.policies.all("agent"), most) for most in (0, 1)] == [4, 0]

@@ -1,0 +1,55 @@
+"""Which candidate is published next, where several wait: what was learnt comes before prompts, the newest of each.
+
+A version that was learnt stands for a round that trained, so it is never put aside for a prompt. A prompt serves on
+whatever adapter is live when its turn comes: where that is another one than it was made for, it is made anew on it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from store import Store
+from store.errors import ForbiddenChange
+from store.records import Policy
+from store.states import PolicyState
+
+log = logging.getLogger(__name__)
+
+
+def next_candidate(store: Store, alias: str) -> Policy | None:
+    """Return the candidate whose turn it is; what it overtakes is rejected. Raises ForbiddenChange, UnknownRecord."""
+    waiting = [policy for policy in store.policies.all(alias) if policy.state is PolicyState.CANDIDATE]
+    chosen = _first(waiting)
+    live = store.policies.live().get(alias)
+    if chosen is None or live is None:
+        return chosen
+    for older in waiting:
+        if older is not chosen and is_learnt(older) == is_learnt(chosen):
+            store.policies.reject(alias, older.version, {}, reason="a newer version came first")
+    if is_learnt(chosen):
+        return store.policies.take_prompt(alias, chosen.version) if chosen.prompt_id != live.prompt_id else chosen
+    return chosen if chosen.served_name == live.served_name else _anew(store, chosen, live)
+
+
+def is_learnt(policy: Policy) -> bool:
+    """Return whether a round made the version; else it is another one's adapter with another prompt."""
+    return policy.round_id is not None
+
+
+def _first(waiting: Sequence[Policy]) -> Policy | None:
+    learnt = [policy for policy in waiting if is_learnt(policy)]
+    return next(iter((learnt or list(waiting))[-1:]), None)
+
+
+def _anew(store: Store, chosen: Policy, live: Policy) -> Policy | None:
+    """Return the same prompt on the adapter that is live; None where it is live there already."""
+    made = None
+    reason = f"its prompt is live already, in {live.alias}@{live.version}"
+    try:
+        made = store.policies.with_prompt(chosen.alias, chosen.prompt_id, chosen.evidence)
+        reason = f"made anew as {made.alias}@{made.version}: {live.served_name} came first"
+    except ForbiddenChange as refused:
+        log.info("event=prompt_not_made_anew policy=%s@%d reason=%r", chosen.alias, chosen.version, str(refused))
+    store.policies.reject(chosen.alias, chosen.version, {}, reason=reason)
+    return made
