@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
 import re
 import subprocess
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +22,30 @@ from examples.math.problems import SIZES, is_held_out, task_set
 from tests.clients.program import Program
 from tests.examples.player import Messages, Script, calls, says, text_of
 from tests.proxy.conftest import Proxy
+from tests.proxy.servers import eventually
+from tests.trainer.scripted_engine import ScriptedEngine
+from tests.trainer.tiny import build_tiny_model
+from trainer.daemon import Daemon
+from trainer.learning.learner_settings import LearnerSettings
+from trainer.settings import TrainerSettings
+from trainer.tuning.rollouts import Job, RolloutRunner
+from trainer.tuning.settings import TunerSettings
+from trainer.tuning.tasks import TaskSet
+from trainer.tuning.workflow import load_workflow
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "math"
 TASK = {"id": "test/0", "question": "What is 14 plus 30?", "answer": "44"}
 Play = Callable[[Callable[[Messages], Script]], Proxy]
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model that reads the scripted vLLM's ids."""
+    import torch
+
+    torch.set_num_threads(1)
+    return build_tiny_model(tmp_path_factory.mktemp("tiny_model"))
 
 
 def solve(proxy: Proxy, trajectory: str) -> subprocess.CompletedProcess[str]:
@@ -116,3 +139,50 @@ async def test_the_calculator_reads_one_expression_and_refuses_the_rest() -> Non
     for text in ("2 plus 3", "__import__('os')", "2 ** 99", "9999999 + 1", ""):
         with pytest.raises(ValueError, match="not an expression"):
             await calculate(text)
+
+
+async def test_what_agentscope_did_in_rollouts_is_judged_and_trained_into_a_version(
+    play: Play, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = itertools.count()
+
+    def sometimes_right(messages: Messages) -> Script:
+        if messages[-1]["role"] != "tool":
+            return mathematician(messages)
+        return says(f"The answer is {44 + next(attempts) % 2}")
+
+    proxy, engine = play(sometimes_right), ScriptedEngine(lambda name, ids: 0.0)
+    monkeypatch.chdir(ROOT)
+    python = Program("math", "openai3", "agentscope_react.py").command()[0]
+    workflow = load_workflow(f"{python} -m examples.math.workflow")
+    runner = RolloutRunner(proxy.store, proxy.url, None, workflow, TunerSettings(concurrency=2), alias="agent")
+    task = next(iter(TaskSet.open(FOLDER / "tasks").rows("test")))
+    task = dataclasses.replace(task, row=TASK)
+    tuning = proxy.store.tunings.begin("weights", "agent", {})
+    jobs = [Job(task, attempt=attempt, purpose="live") for attempt in range(2)]
+    rollouts = await runner.run(jobs, tuning.id)
+    assert [one.failure for one in rollouts] == [None, None]
+    proxy.settled()
+    settings = TrainerSettings(
+        store="-",
+        model="agent",
+        base_model=str(tiny_model),
+        vllm=(engine.url,),
+        checkpoints=tmp_path / "checkpoints",
+        judge="examples.math.judge:judge",
+        group_size=2,
+        groups_per_round=1,
+        # The scripted vLLM's logprobs are not this model's: its rows would rightly be rejected.
+        learner=LearnerSettings(learning_rate=1e-2, reject_ratio_beyond=None),
+    )
+    daemon = Daemon(settings, proxy.store, threading.Event())
+    engine.scorer = lambda name, ids: daemon.learner.score([ids], adapter=name == "agent@1")[0][-1]
+    try:
+        eventually(lambda: daemon.turn(time.time() + 60.0) and proxy.store.rounds.newest_committed("agent"), 30)
+    finally:
+        daemon.close()
+        engine.close()
+    (held,) = proxy.store.rounds.page("agent")
+    assert (held.metrics["trajectories"], held.metrics["reward"]) == (2, 0.5)
+    assert held.metrics["rows"] == 2, "each of AgentScope's courses is one exact sequence"
+    assert held.metrics["untrained_tokens"] == {}
