@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -39,7 +40,13 @@ def preview(context: click.Context, source: str, split: str, count: int, project
     """
     import json
 
-    rows = _imported(context, project).open(source).preview(split, count)
+    from trainer.tuning.task_files import READERS
+    from trainer.tuning.tasks import TaskSet
+
+    # A file needs no settings, which take longer to read than its rows.
+    is_file = Path(source).suffix in READERS and Path(source).is_file()
+    found = TaskSet.open(source) if is_file else _imported(context, project).open(source)
+    rows = found.preview(split, count)
     click.echo(_visible(json.dumps(rows, indent=2, ensure_ascii=False)))
 
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from trainer.errors import TaskSetError, TaskSetNotFound
+from trainer.tuning.task_files import READERS
 from trainer.tuning.tasks import TaskSet
 
 _ABOUT = "set.json"
@@ -80,8 +81,10 @@ class ImportedTasks:
             raise _with_names(error, [one.name for one in self.all()]) from error
 
     def _place(self, name: str) -> Path:
-        if not _NAME.fullmatch(name):
-            raise TaskSetError(f"--name {name!r}: letters, digits, dots, dashes and underscores, at most 100")
+        if not _NAME.fullmatch(name) or Path(name).suffix in READERS:  # a file of that name would hide it
+            raise TaskSetError(
+                f"--name {name!r}: letters, digits, dots, dashes and underscores, at most 100, no suffix"
+            )
         return self._folder / name
 
 

@@ -9,8 +9,6 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import httpx
-
 from trainer.errors import TaskSetError, TaskSetNotFound, TuningError
 from trainer.tuning.task_files import Numbered, checked
 
@@ -66,6 +64,8 @@ class HubSet:
 
     def _reach(self) -> None:
         """Ask the hub for a sign of life, which the library would go on asking for minutes."""
+        import httpx
+
         if self._environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
             return  # what is cached is read, and the library says what is not
         hub = self._environ.get("HF_ENDPOINT") or _PUBLIC_HUB

@@ -206,6 +206,6 @@ def test_nothing_is_half_imported(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_name_that_leads_out_of_the_folder_is_refused(folder: Path, tmp_path: Path) -> None:
-    for name in ("../x", "/x", "", ".hidden", "a/b"):
+    for name in ("../x", "/x", "", ".hidden", "a/b", "a.jsonl"):
         with pytest.raises(TaskSetError, match="--name"):
             ImportedTasks(tmp_path / "tasks").add(TaskSet.open(folder), name)
