@@ -21,6 +21,7 @@ from typing import Any
 
 from tests.ratchet.project import ROOT, Project
 from tests.trainer.tuning.scripted_reflection_model import ScriptedReflectionModel
+from tests.trainer.tuning.test_prompt_mipro import mipro_python
 
 EXAMPLE = "examples.email_search"
 PROPOSALS = (
@@ -64,11 +65,14 @@ def tuned(method: str, rollouts: int, held_out: int, seed: int, folder: Path) ->
                 "--held-out", str(held_out), "--seed", str(seed), "--concurrency", "32",
                 "--reflection-url", reflection.url, "--reflection-model", "scripted-reflection",
             ]  # fmt: skip
+            python = mipro_python() if method == "mipro" else sys.executable
             began = time.monotonic()
-            done = project.run(*words, seconds=900, **kept)
+            done = subprocess.run(
+                [str(python), "-m", "ratchet", *words], cwd=folder, env=environ, stdout=subprocess.PIPE, text=True,
+                timeout=900, check=True,
+            )  # fmt: skip
             seconds = time.monotonic() - began
         print(done.stdout, flush=True)
-        assert done.returncode == 0
         (run,) = json.loads(project.run("tune", "runs", "--json").stdout)
         project.run("down", seconds=60)
         return {"seconds": seconds, **run["result"]}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.trainer.tuning import prompt_world
@@ -19,15 +19,21 @@ from trainer.tuning.prompt_budget import Budget
 from trainer.tuning.prompt_optimizer import make_optimizer
 from trainer.tuning.prompt_reflection import ReflectionModel
 
+NOBODY = "http://127.0.0.1:9/v1"  # where nothing answers
 
-def run(url: str, evaluate: WorldEvaluate, tokens: int | None = None, seed: int = 0) -> dict[str, Any]:
-    """Search once; return what came of it."""
+
+def run(
+    url: str, evaluate: WorldEvaluate, tokens: int | None = None, answered: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """Search once; return what came of it. `answered` is what an earlier run was told."""
+    told: list[dict[str, Any]] = []
     spec = ModelSpec(base_url=url, model="scripted-reflection", attempts=2)
     budget = Budget(1000, tokens)
-    reflection = ReflectionModel(LanguageModel(spec, None, sleep=lambda seconds: None), budget)
+    model = LanguageModel(spec, None, sleep=lambda seconds: None)
+    reflection = ReflectionModel(model, budget, answered=answered, keep=lambda one, exchanges: told.append(dict(one)))
     error = None
     try:
-        make_optimizer("mipro").optimize(prompt_world.SEED, evaluate, reflection, search(seed))
+        make_optimizer("mipro").optimize(prompt_world.SEED, evaluate, reflection, search())
     except Exception as raised:  # noqa: BLE001  the tests look at it
         error = type(raised).__name__
     score, prompt = evaluate.best()
@@ -38,24 +44,24 @@ def run(url: str, evaluate: WorldEvaluate, tokens: int | None = None, seed: int 
         "reflections": budget.reflections,
         "error": error,
         "questions": evaluate.questions,
+        "answered": told,
     }
 
 
 def main(url: str) -> None:
     """Print the cases."""
     warnings.simplefilter("error")
-    cases: dict[str, Callable[[], dict[str, Any]]] = {
-        "whole": lambda: run(url, WorldEvaluate()),
-        "again": lambda: run(url, WorldEvaluate()),
-        "budget": lambda: run(url, WorldEvaluate(most=30)),
-        "tokens": lambda: run(url, WorldEvaluate(), tokens=1500),
-        "unjudged": lambda: run(
-            url, WorldEvaluate(unjudged=lambda prompt, task: "quib" in prompt and task == "task10")
-        ),
-        "down": lambda: run("http://127.0.0.1:9/v1", WorldEvaluate()),
-    }
     print("not part of the answer", file=sys.stderr)
-    print(json.dumps({name: case() for name, case in cases.items()} | {"imported": sorted(sys.modules)}), flush=True)
+    whole = run(url, WorldEvaluate())
+    cases = {
+        "whole": whole,
+        "again": run(NOBODY, WorldEvaluate(), answered=whole["answered"]),
+        "budget": run(url, WorldEvaluate(most=30)),
+        "tokens": run(url, WorldEvaluate(), tokens=1500),
+        "unjudged": run(url, WorldEvaluate(unjudged=lambda prompt, task: "quib" in prompt and task == "task10")),
+        "down": run(NOBODY, WorldEvaluate()),
+    }
+    print(json.dumps(cases | {"imported": sorted(sys.modules)}), flush=True)
 
 
 if __name__ == "__main__":

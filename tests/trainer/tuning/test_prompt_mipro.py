@@ -47,6 +47,11 @@ def test_mipro_finds_every_rule_that_a_reflection_model_proposes(outcome: dict[s
     assert outcome["whole"]["error"] is None
 
 
+def test_mipro_goes_the_same_way_again_on_what_it_was_told_before(outcome: dict[str, Any]) -> None:
+    assert outcome["again"]["error"] is None
+    assert outcome["again"]["questions"] == outcome["whole"]["questions"]
+
+
 def test_mipro_asks_no_model_but_the_reflection(outcome: dict[str, Any]) -> None:
     assert outcome["whole"]["reflections"] > 0
     assert "litellm" not in outcome["imported"]
