@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--threads", type=click.IntRange(min=1), default=8, help="Entries asked at once.  [default: 8]")
 @click.option("--temperature", type=float, default=0.0, help="Of every call.  [default: 0]")
 @click.option("--prompt-tools", is_flag=True, help="Tools in the prompt, for a model without a tool parser.")
-@click.option("--proxy", metavar="URL", help="The proxy; without it, the one that the project runs.")
+@options.proxy_url
 @click.option("--environment", type=click.Path(path_type=Path), help="Folder of bfcl-eval's own environment.")
 @click.option("--setup", is_flag=True, help="Make that environment first; needs a package index.")
 @options.store_url
@@ -110,14 +109,16 @@ def _evaluate(
     import msgspec
 
     from ratchet.terminal import bars
+    from ratchet.tuning import first_key, proxy_of
     from trainer.bfcl.evaluation import ask, ranking, result
+    from trainer.tuning.prices import prices_of
     from trainer.tuning.results import plain
 
-    base_url = _proxy(settings, proxy)
+    base_url = f"{(proxy or proxy_of(settings)).rstrip('/').removesuffix('/v1')}/v1"
     began = time.monotonic()
     tuning = store.tunings.begin("eval", settings.model, {"versions": versions, **msgspec.to_builtins(asked)})
     folder = settings.state.root / "evaluations" / tuning.id
-    key = os.environ.get("OPENAI_API_KEY", "x")
+    key = first_key() or "x"
     answers = {}
     try:
         with bars() as told:
@@ -126,22 +127,17 @@ def _evaluate(
                 answers[version] = ask(python, version, asked, base_url=base_url, key=key, folder=name)
                 told("versions asked", 1, len(versions))
         ranked = ranking(answers)
-        found = result(settings.model, asked, answers, found=ranked, wall_seconds=time.monotonic() - began)
-    except BaseException as error:
+        wall = time.monotonic() - began
+        prices = prices_of((entry.model_dump() for entry in settings.model_list), settings.tuner_settings().prices)
+        found = result(settings.model, asked, answers, found=ranked, wall_seconds=wall, prices=prices)
+    except KeyboardInterrupt:
+        store.tunings.end(tuning.id, "stopped")
+        raise
+    except Exception as error:
         store.tunings.end(tuning.id, "failed", error=str(error) or type(error).__name__)
         raise
     store.tunings.end(tuning.id, "done", plain(found))
     return found, ranked
-
-
-def _proxy(settings: Settings, given: str | None) -> str:
-    """Return the base_url of the proxy: the one that is named, else the one that runs, else the one of the settings."""
-    from ratchet.addresses import url
-    from ratchet.running.up import read_running
-
-    own = settings.proxy_settings()
-    found = given or read_running(settings.state).get("proxy_url") or url(own.host, own.port)
-    return f"{str(found).rstrip('/').removesuffix('/v1')}/v1"
 
 
 def _lines(found: TuningResult, ranked: Ranking) -> list[str]:

@@ -19,7 +19,7 @@ import msgspec
 from trainer.bfcl import PACKAGE, VERSION
 from trainer.bfcl.environment import EvaluationUnready
 from trainer.tuning.comparison import Compared, Marks, Missing, Ranking, Verdict, rank
-from trainer.tuning.prices import UNKNOWN, Spent
+from trainer.tuning.prices import Prices, Spent
 from trainer.tuning.results import TuningResult, task_set
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -94,19 +94,18 @@ def _marks(entries: Sequence[Entry]) -> Marks:
 
 
 def result(
-    alias: str, asked: Asked, answers: Mapping[str, Sequence[Entry]], *, found: Ranking, wall_seconds: float
+    alias: str,
+    asked: Asked,
+    answers: Mapping[str, Sequence[Entry]],
+    *,
+    found: Ranking,
+    wall_seconds: float,
+    prices: Prices,
 ) -> TuningResult:
     """Return the evaluation as the tuner's report reads it: the last version against the first."""
     names = list(answers)
     gain: Compared | None = found.pair(names[-1], names[0]) if len(names) > 1 else None
-    entries = [entry for own in answers.values() for entry in own]
-    spent = Spent(
-        rollouts=len(entries),
-        prompt_tokens=round(sum(entry.prompt_tokens for entry in entries)),
-        completion_tokens=round(sum(entry.completion_tokens for entry in entries)),
-        seconds=sum(entry.seconds for entry in entries),
-        money=UNKNOWN,
-    )
+    spent = sum((_spent(name, entries, prices) for name, entries in answers.items()), Spent())
     return TuningResult(
         method="eval",
         technique=f"BFCL v4, {', '.join(asked.categories)}",
@@ -121,6 +120,15 @@ def result(
         wall_seconds=wall_seconds,
         details={"standings": msgspec.to_builtins(found.standings), "by_category": list(by_category(answers))},
     )
+
+
+def _spent(version: str, entries: Sequence[Entry], prices: Prices) -> Spent:
+    taken = round(sum(entry.prompt_tokens for entry in entries))
+    given = round(sum(entry.completion_tokens for entry in entries))
+    return Spent(
+        rollouts=len(entries), prompt_tokens=taken, completion_tokens=given,
+        seconds=sum(entry.seconds for entry in entries), money=prices.money(version, taken, given),
+    )  # fmt: skip
 
 
 def by_category(answers: Mapping[str, Sequence[Entry]]) -> Iterator[dict[str, Any]]:
