@@ -18,6 +18,7 @@ from tests.records import judged_group
 from trainer.monitors.monitoring import MonitorName, check_installed, monitored
 from trainer.settings import TrainerSettings
 
+WAIT = 60.0  # seconds: a busy machine may take its time
 NUMBERS = {
     "reward": 0.5, "loss": -0.1, "entropy": 1.25, "kl": 0.01, "tokens_trained": 30, "trajectories": 4,
     "untrained_tokens": {"greedy": 10}, "families": {"math": {"reward": 0.75}},
@@ -60,7 +61,7 @@ def read_wandb(file: Path) -> Iterator[dict[str, Any]]:
 
 def test_tensorboard_draws_rounds_and_decisions_by_version(store: Store, tmp_path: Path) -> None:
     committed_round(store, 1)
-    with monitored(store, "agent", ["tensorboard"], tmp_path / "monitors"):
+    with monitored(store, "agent", ["tensorboard"], tmp_path / "monitors", WAIT):
         committed_round(store, 2, reward=0.75)
     read = read_tensorboard(tmp_path / "monitors" / "tensorboard")
     assert curve(read, "round/reward") == [(1, 0.5), (2, 0.75)]
@@ -76,7 +77,7 @@ def test_tensorboard_draws_rounds_and_decisions_by_version(store: Store, tmp_pat
 def test_a_restart_goes_on_and_writes_nothing_twice(store: Store, tmp_path: Path) -> None:
     for version in (1, 2):
         committed_round(store, version)
-        with monitored(store, "agent", ["tensorboard"], tmp_path):
+        with monitored(store, "agent", ["tensorboard"], tmp_path, WAIT):
             pass
     assert curve(read_tensorboard(tmp_path / "tensorboard"), "round/reward") == [(1, 0.5), (2, 0.5)]
 
@@ -84,10 +85,10 @@ def test_a_restart_goes_on_and_writes_nothing_twice(store: Store, tmp_path: Path
 def test_a_round_under_way_is_drawn_when_it_has_ended(store: Store, tmp_path: Path) -> None:
     group = judged_group(store, ["a", "b"], [0.0, 1.0])
     held = store.rounds.start("agent", 0)
-    with monitored(store, "agent", ["tensorboard"], tmp_path):
+    with monitored(store, "agent", ["tensorboard"], tmp_path, WAIT):
         pass
     store.rounds.commit(held.id, version=1, checkpoint="x", groups=[group.id], metrics=NUMBERS)
-    with monitored(store, "agent", ["tensorboard"], tmp_path):
+    with monitored(store, "agent", ["tensorboard"], tmp_path, WAIT):
         pass
     assert curve(read_tensorboard(tmp_path / "tensorboard"), "round/loss") == [(1, -0.1)]
 
@@ -95,7 +96,7 @@ def test_a_round_under_way_is_drawn_when_it_has_ended(store: Store, tmp_path: Pa
 def test_wandb_keeps_an_offline_run(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     committed_round(store, 1)
-    with monitored(store, "agent", ["wandb"], tmp_path):
+    with monitored(store, "agent", ["wandb"], tmp_path, WAIT):
         committed_round(store, 2, reward=0.75)
     (run,) = (tmp_path / "wandb" / "wandb").glob("offline-run-*/run-*.wandb")
     rows = list(read_wandb(run))
@@ -108,7 +109,7 @@ def test_a_monitor_that_fails_costs_an_alarm_and_nothing_else(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "no such mode")
     committed_round(store, 1)
-    with monitored(store, "agent", ["wandb", "tensorboard"], tmp_path):
+    with monitored(store, "agent", ["wandb", "tensorboard"], tmp_path, WAIT):
         pass
     (alarm,) = store.alarms.standing()
     assert alarm.name == "monitor:wandb:agent"

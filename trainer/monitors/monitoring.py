@@ -50,8 +50,13 @@ def check_installed(names: Iterable[MonitorName]) -> None:
 
 
 @contextmanager
-def monitored(store: Store, alias: str, names: Iterable[MonitorName], folder: Path) -> Iterator[None]:
-    """Write to the monitors, each in a folder of its name, while the block runs."""
+def monitored(
+    store: Store, alias: str, names: Iterable[MonitorName], folder: Path, last_look: float = _LAST_LOOK
+) -> Iterator[None]:
+    """Write to the monitors, each in a folder of its name, while the block runs.
+
+    `last_look`: the most seconds that the end of the block waits for what is not written yet.
+    """
     stop = threading.Event()
     threads = [
         threading.Thread(target=_follow, args=(store, alias, name, folder / name, stop), name=name, daemon=True)
@@ -63,7 +68,7 @@ def monitored(store: Store, alias: str, names: Iterable[MonitorName], folder: Pa
         yield
     finally:
         stop.set()
-        deadline = time.monotonic() + _LAST_LOOK
+        deadline = time.monotonic() + last_look
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
