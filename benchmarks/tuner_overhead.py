@@ -54,9 +54,7 @@ class Agent:
     def __init__(self, web: openai.DefaultAsyncHttpxClient) -> None:
         self._web = web
 
-    async def run(
-        self, task: Any, *, base_url: str, api_key: str, model: str, system_prompt: str | None = None
-    ) -> Outcome:
+    async def run(self, task: Any, *, base_url: str, api_key: str, model: str, **given: Any) -> Outcome:
         """Ask, and ask on."""
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=self._web, max_retries=0)
         messages: list[Any] = [{"role": "user", "content": task["question"]}]

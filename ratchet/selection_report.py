@@ -61,8 +61,9 @@ def choice(selection: Selection) -> str:
 
 
 def draw(selection: Selection, path: Path) -> None:
-    """Draw every candidate's score with its interval, and its cost beside it where it is known."""
+    """Draw every candidate's score with its interval, and beside it what a rollout costs: money, or tokens."""
     plots = pyplot()
+    priced = any(one.money_per_rollout is not None for one in selection.figures)
     figure, (left, right) = plots.subplots(1, 2, figsize=(9, 1.6 + 0.5 * len(selection.figures)), dpi=120, sharey=True)
     names = []
     for place, (standing, figures) in enumerate(zip(selection.ranking.standings, selection.figures, strict=True)):
@@ -70,14 +71,15 @@ def draw(selection: Selection, path: Path) -> None:
         if standing.mean is not None:
             reach = [[max(0.0, standing.mean - standing.low)], [max(0.0, standing.high - standing.mean)]]
             left.errorbar([standing.mean], [place], xerr=reach, fmt="o", capsize=4, color="tab:blue")
-        if figures.money_per_rollout is not None:
-            right.barh([place], [figures.money_per_rollout], color="tab:gray", height=0.5)
+        cost = figures.money_per_rollout if priced else figures.tokens_per_rollout
+        if cost is not None:
+            right.barh([place], [cost], color="tab:gray", height=0.5)
         else:
             right.text(0.0, place, " price unknown", va="center", color="gray")
     left.set_yticks(range(len(names)), names)
     left.set_ylim(len(names) - 0.5, -0.5)
     left.set(xlabel="score, 95% interval")
-    right.set(xlabel="money for a rollout")
+    right.set(xlabel="money for a rollout" if priced else "tokens of a rollout")
     left.grid(alpha=0.3, axis="x")
     figure.tight_layout()
     figure.savefig(path)
@@ -86,13 +88,13 @@ def draw(selection: Selection, path: Path) -> None:
 
 def _cells(selection: Selection, standing: Standing, figures: Figures) -> tuple[str, ...]:
     interval = f"({standing.low:.3f} to {standing.high:.3f})"
-    money = figures.money_per_rollout
+    money, tokens = figures.money_per_rollout, figures.tokens_per_rollout
     return (
         f"{standing.candidate} *" if standing.candidate == selection.chosen else standing.candidate,
         "not judged" if standing.mean is None else f"{standing.mean:.3f} {interval}",
         _against_first(selection, standing.candidate),
         str(standing.failed), str(standing.unjudged), _seconds(figures.seconds_p50), _seconds(figures.seconds_p95),
-        _each(figures), "unknown" if money is None else f"{money:.3g}",
+        "" if tokens is None else f"{tokens:,.0f}", "unknown" if money is None else f"{money:.3g}",
     )  # fmt: skip
 
 
@@ -108,8 +110,3 @@ def _against_first(selection: Selection, candidate: str) -> str:
 
 def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def _each(figures: Figures) -> str:
-    spent = figures.spent
-    return f"{(spent.prompt_tokens + spent.completion_tokens) / spent.rollouts:,.0f}" if spent.rollouts else ""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trainer.tuning.prices import Spent
     from trainer.tuning.report import Report, Row
 
-COLUMNS = ("method", "technique", "score", "gain, 95% interval", "effect", "tokens", "time", "money", "serves now")
+COLUMNS = ("method", "technique", "score", "gain, 95% interval", "effect", "tokens", "time", "money", "serves now?")
 
 
 def plain(report: Report) -> dict[str, Any]:
@@ -33,8 +33,14 @@ def cells(row: Row) -> tuple[str, ...]:
         row.technique or "",
         *effect_cells(row),
         *cost_cells(row.spent, row.wall_seconds),
-        row.promoted or "unchanged",
+        _serves(row),
     )
+
+
+def _serves(row: Row) -> str:
+    if row.serves is not None:
+        return row.serves
+    return f"no longer {row.promoted}" if row.promoted else "not this"
 
 
 def effect_cells(row: Row) -> tuple[str, str, str]:

@@ -150,6 +150,15 @@ class Rollouts:
         mine = rollouts.c.tuning_id == tuning_id
         return self._select(mine if candidate is None else sa.and_(mine, rollouts.c.candidate == candidate))
 
+    def awaited(self, alias: str, since: float) -> set[int]:
+        """Return the versions of an alias that rollouts planned since a moment are still to be made on."""
+        name = rollouts.c.model
+        query = sa.select(name).distinct()
+        query = query.where(rollouts.c.state == RolloutState.PLANNED, rollouts.c.planned_at > since)
+        with read(self._engine) as connection:
+            found = [str(model).rpartition("@") for model in connection.scalars(query.where(name.is_not(None)))]
+        return {int(version) for asked, _, version in found if asked == alias and version.isdecimal()}
+
     def close(self, over: Sequence[Rollout]) -> None:
         """Write down how rollouts ended, in one transaction: all of them or none.
 

@@ -49,6 +49,7 @@ from trainer.progress import GATHERING, Progress, on_this_terminal
 from trainer.publishing import checkpoint
 from trainer.publishing.candidates import next_candidate
 from trainer.publishing.engine import Replica
+from trainer.publishing.in_use import versions_in_use
 from trainer.publishing.publisher import DOOR_SILENCE, Publisher
 from trainer.publishing.retention import best_first, retained
 from trainer.rehearing import Rehearing
@@ -371,11 +372,10 @@ class Daemon:
     def _prune(self) -> None:
         """Remove from the disk what no version in use, no resumption and no look back needs."""
         settings, alias = self.settings, self.settings.model
-        doors = self._store.doors.open(alias, time.time() - DOOR_SILENCE)
-        pins = {name.rpartition("@") for door in doors for name, count in door.pins.items() if count}
+        in_use = versions_in_use(self._store, alias, time.time())
         kept = retained(
             self._store.policies.all(alias),
-            pinned={int(version) for name, _, version in pins if name == alias},
+            pinned=in_use,
             best=best_first(self._store.groups.scored(alias, self._judge_version)),
             newest=settings.keep_folders,
             states=settings.keep_states,
@@ -384,7 +384,7 @@ class Daemon:
             if old.version not in kept.folders and old.adapter and old.pruned_at is None:
                 self._store.policies.prune(alias, old.version, time.time())
         gone = checkpoint.prune(settings.checkpoints, kept.folders, kept.states)
-        self._prune_due = bool(pins)
+        self._prune_due = bool(in_use)
         if gone:
             log.info("event=versions_pruned alias=%s versions=%s", alias, ",".join(map(str, gone)))
 

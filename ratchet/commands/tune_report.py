@@ -47,7 +47,8 @@ def report(
     from trainer.tuning.report import report as made
 
     with options.running_store(context, store=store, project=project) as opened:
-        found = made(opened.tunings.page(limit=_MOST), alias=model, tasks=tasks, judge=judged_by)
+        live = opened.policies.live()
+        found = made(opened.tunings.page(limit=_MOST), live=live, alias=model, tasks=tasks, judge=judged_by)
     if as_json:
         options.emit(tuning_report.plain(found))
     elif markdown:

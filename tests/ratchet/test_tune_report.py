@@ -45,7 +45,7 @@ def test_the_three_methods_stand_side_by_side(tuned: Project) -> None:
     assert done.returncode == 0
     for told in (
         "policy on 12 tasks of tasks/ (test), judged by j:1", "+1.000", "better", "no difference", "1,234", "unknown",
-        "policy@1", "unchanged", "ratchet tune select-model", "Model weights: as it was", "has not ended",
+        "no longer policy@1", "not this", "ratchet tune select-model", "Model weights: as it was", "has not ended",
     ):  # fmt: skip
         assert told in done.stdout, told
     assert (tuned.folder / "gains.png").read_bytes().startswith(b"\x89PNG")

@@ -248,3 +248,14 @@ def test_verification_tells_a_changed_prompt_a_trained_evaluation_and_a_shared_n
     assert "not that of its text" in told["prompt"]
     assert "was trained" in told["rollout"]
     assert "adapter /c/1" in told["policy"]
+
+
+def test_versions_that_rollouts_are_still_to_be_made_on_are_known(store: Store) -> None:
+    _planned(store, "roll_1", model="agent@3", planned_at=100.0)
+    _planned(store, "roll_2", model="agent@4", planned_at=100.0)
+    _planned(store, "roll_3", model="agent@5", planned_at=1.0)
+    _planned(store, "roll_4", model="other@7", planned_at=100.0)
+    _planned(store, "roll_5", "roll_6", planned_at=100.0)
+    _planned(store, "roll_7", model="gpt", planned_at=100.0)
+    store.rollouts.end("roll_2", began_at=101.0, ended_at=102.0)
+    assert store.rollouts.awaited("agent", since=50.0) == {3}

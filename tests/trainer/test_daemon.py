@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from store.errors import StoreUnavailable
 from store.records import Policy
 from store.rounds import Rounds
 from store.states import GroupState, RoundState, ToolResult, TrajectoryState
+from store.tuning_records import Rollout
 from tests.trainer.agents import agents_work
 from tests.trainer.scripted_engine import ScriptedEngine
 from tests.trainer.tool_records import tool_called
@@ -318,3 +320,26 @@ def test_without_a_baseline_setting_singles_are_dropped_with_the_reason(
     daemon.turn(1000.0)
     daemon.turn(1002.0)
     assert store.trajectories.drop_counts() == {"single": 1}
+
+
+def test_a_version_that_is_being_compared_keeps_its_folder_until_that_is_over(
+    store: Store, make_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    daemon = make_daemon(keep_folders=1, keep_states=1, keep_loaded=0)
+    tuning = store.tunings.begin("select-model", "agent", {})
+    for number, moment in enumerate((1000.0, 2000.0, 3000.0)):
+        agents_work(store, f"a{number}", [0.0, 1.0], version=number)
+        agents_work(store, f"b{number}", [1.0, 0.0], version=number)
+        daemon.turn(moment)
+        if number == 0:
+            store.rollouts.plan([
+                Rollout(id="roll_1", tuning_id=tuning.id, task_id="t", split="test", attempt=0, candidate="agent@1",
+                        model="agent@1", purpose="eval", planned_at=time.time())
+            ])  # fmt: skip
+    assert store.policies.live()["agent"].version == 3
+    folders = tmp_path / "checkpoints"
+    assert [folder.name for folder in sorted(folders.glob("0*"))] == ["0001", "0003"]
+    assert store.policies.get("agent", 1).pruned_at is None
+    store.rollouts.fail("roll_1", "stopped", time.time())
+    daemon.turn(4000.0)
+    assert [folder.name for folder in sorted(folders.glob("0*"))] == ["0003"]

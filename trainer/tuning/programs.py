@@ -1,9 +1,10 @@
 """Workflows that are programs: the task as JSON on stdin, the answer on stdout.
 
-The program sees OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and, under prompt tuning, RATCHET_SYSTEM_PROMPT; no other
-RATCHET_* variable, whose secrets are not its business. Where all of stdout is one JSON object of `response`, `reward`
-and `metrics`, these are taken; else stdout is the response. An exit code other than 0 is a failure, told with the end
-of stderr. Promises: the program and whatever it started (its process group) ends with the rollout.
+The program sees OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, under prompt tuning RATCHET_SYSTEM_PROMPT, and in a
+comparison RATCHET_SEED; no other RATCHET_* variable, whose secrets are not its business. Where all of stdout is one
+JSON object of `response`, `reward` and `metrics`, these are taken; else stdout is the response. An exit code other than
+0 is a failure, told with the end of stderr. Promises: the program and whatever it started (its process group) ends with
+the rollout.
 """
 
 from __future__ import annotations
@@ -39,12 +40,21 @@ class ProgramWorkflow:
         self._words = tuple(words)
 
     async def run(
-        self, task: Mapping[str, Any], *, base_url: str, api_key: str, model: str, system_prompt: str | None = None
+        self,
+        task: Mapping[str, Any],
+        *,
+        base_url: str,
+        api_key: str,
+        model: str,
+        system_prompt: str | None = None,
+        seed: int | None = None,
     ) -> Outcome:
         """Run the program once. Raises WorkflowFailed."""
         given = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
         if system_prompt is not None:
             given["RATCHET_SYSTEM_PROMPT"] = system_prompt
+        if seed is not None:
+            given["RATCHET_SEED"] = str(seed)
         output, errors, status = await _ran(self._words, environment(os.environ) | given, json.dumps(task).encode())
         if status:
             told = errors.decode(errors="replace").strip()[-_TAIL:]

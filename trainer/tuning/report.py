@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from store.records import Policy
 from store.states import TuningState
 from store.tuning_records import Tuning
 from trainer.tuning.comparison import Compared, Verdict
@@ -51,7 +52,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     effect: Effect | None = None  # None where nothing was compared on held-out tasks
     spent: Spent | None = None
     wall_seconds: float | None = None
-    promoted: str | None = None
+    promoted: str | None = None  # by the run itself
+    serves: str | None = None  # the live version, where it is what this run found; None: something else serves
     notes: tuple[str, ...] = ()
 
 
@@ -74,9 +76,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report(
-    tunings: Sequence[Tuning], *, alias: str | None = None, tasks: str | None = None, judge: str | None = None
+    tunings: Sequence[Tuning],
+    *,
+    live: Mapping[str, Policy] | None = None,
+    alias: str | None = None,
+    tasks: str | None = None,
+    judge: str | None = None,
 ) -> Report:
-    """Return the report on these runs, given newest first.
+    """Return the report on these runs, given newest first; `live` is what serves now, by alias.
 
     `alias`, `tasks` (a set's source or fingerprint) and `judge` (its name or name:version) choose what is compared.
     """
@@ -103,7 +110,7 @@ def report(
         alias=reference.alias if reference else alias,
         task_set=reference.task_set if reference else None,
         judge=reference.judge if reference else None,
-        rows=tuple(_row(method, taken.get(method)) for method in METHODS),
+        rows=tuple(_row(method, taken.get(method), live or {}) for method in METHODS),
         left_out=tuple(sorted(left_out, key=lambda one: one.tuning_id, reverse=True)),
     )
 
@@ -132,13 +139,17 @@ def _why_not(result: TuningResult, reference: TuningResult | None, is_older: boo
     if result.alias != reference.alias:
         return f"it tuned {result.alias}, not {reference.alias}"
     if result.task_set.fingerprint != reference.task_set.fingerprint:
-        return f"other held-out tasks: {result.task_set.tasks} of {result.task_set.source}, {result.task_set.split}"
+        return f"other held-out tasks: {_named(result.task_set)}, not the {_named(reference.task_set)}"
     if result.judge != reference.judge:
         return f"another judge: {result.judge}"
     return "a later run of this method stands here" if is_older else None
 
 
-def _row(method: str, found: tuple[Tuning, TuningResult] | None) -> Row:
+def _named(used: TaskSetUsed) -> str:
+    return f"{used.tasks} of {used.source} ({used.split})"
+
+
+def _row(method: str, found: tuple[Tuning, TuningResult] | None, live: Mapping[str, Policy]) -> Row:
     label, command = METHODS[method]
     if found is None:
         return Row(method=method, label=label, command=command)
@@ -147,8 +158,17 @@ def _row(method: str, found: tuple[Tuning, TuningResult] | None) -> Row:
         method=method, label=label, command=command, tuning_id=tuning.id, ended_at=tuning.ended_at,
         technique=result.technique, baseline=result.baseline, best=result.best,
         effect=effect(result.gain) if result.gain else None, spent=result.spent, wall_seconds=result.wall_seconds,
-        promoted=result.promoted, notes=result.notes,
+        promoted=result.promoted, serves=_serves(result, live.get(result.alias)), notes=result.notes,
     )  # fmt: skip
+
+
+def _serves(result: TuningResult, live: Policy | None) -> str | None:
+    """Return the live version where it is what the run found: the version itself, or one with its prompt."""
+    if live is None:
+        return None
+    name = f"{live.alias}@{live.version}"
+    found = {result.best, result.promoted} - {None, result.baseline}
+    return name if found & {name, live.prompt_id} else None
 
 
 def effect(gain: Compared) -> Effect:

@@ -129,6 +129,7 @@ class RolloutRunner:
                     api_key=self._api_key,
                     model=job.model or self._alias,
                     system_prompt=job.system_prompt,
+                    seed=job.scenario.get("seed"),
                 )
         except asyncio.CancelledError as error:
             if (me := asyncio.current_task()) is not None and me.cancelling():

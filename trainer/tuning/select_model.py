@@ -57,7 +57,7 @@ def known_models(proxy_url: str, api_key: str | None) -> list[str]:
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     url = f"{proxy_url.rstrip('/').removesuffix('/v1')}/v1/models"
     try:
-        answer = httpx.get(url, headers=headers, timeout=_PATIENCE)
+        answer = httpx.get(url, headers=headers, timeout=_PATIENCE, trust_env=False)
         answer.raise_for_status()
         return [str(card["id"]) for card in answer.json()["data"]]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:

@@ -41,6 +41,12 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         money = self.spent.money
         return money.amount / self.spent.rollouts if money.known and self.spent.rollouts else None
 
+    @property
+    def tokens_per_rollout(self) -> float | None:
+        """Prompt and completion tokens of a rollout on average; None where there is none."""
+        spent = self.spent
+        return (spent.prompt_tokens + spent.completion_tokens) / spent.rollouts if spent.rollouts else None
+
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """The ranking, what each took, and the choice with its reason; `chosen` is None where nothing was shown."""

@@ -7,6 +7,7 @@ A function, async or not, gets those of these that it names (one with **kwargs g
     api_key        key for it
     model          name to ask for
     system_prompt  the prompt under trial, or None; the proxy swaps it in also where it is not used
+    seed           a number of this attempt at this task, the same for every candidate of a comparison; None elsewhere
 
 It returns anything, or `response`, `reward` and `metrics` as the keys of a mapping or the attributes of an object. A
 program gets the same (`programs.py`). Promises: a parameter that nobody can fill is told when the workflow is loaded;
@@ -30,7 +31,7 @@ from trainer.tuning.programs import ProgramWorkflow
 
 __all__ = ["PARAMETERS", "FunctionWorkflow", "Outcome", "Workflow", "load_workflow"]
 
-PARAMETERS = ("task", "base_url", "api_key", "model", "system_prompt")
+PARAMETERS = ("task", "base_url", "api_key", "model", "system_prompt", "seed")
 _ENTRY_POINT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -42,7 +43,14 @@ class Workflow(Protocol):
         """What it was given as."""
 
     async def run(
-        self, task: Mapping[str, Any], *, base_url: str, api_key: str, model: str, system_prompt: str | None = None
+        self,
+        task: Mapping[str, Any],
+        *,
+        base_url: str,
+        api_key: str,
+        model: str,
+        system_prompt: str | None = None,
+        seed: int | None = None,
     ) -> Outcome:
         """Work on one task. Raises whatever the agent raises, and WorkflowFailed."""
 
@@ -73,11 +81,18 @@ class FunctionWorkflow:
         )
 
     async def run(
-        self, task: Mapping[str, Any], *, base_url: str, api_key: str, model: str, system_prompt: str | None = None
+        self,
+        task: Mapping[str, Any],
+        *,
+        base_url: str,
+        api_key: str,
+        model: str,
+        system_prompt: str | None = None,
+        seed: int | None = None,
     ) -> Outcome:
         """Call the function. Raises whatever it raises."""
         offered: dict[str, Any] = {"task": dict(task), "base_url": base_url, "api_key": api_key, "model": model}
-        offered["system_prompt"] = system_prompt
+        offered |= {"system_prompt": system_prompt, "seed": seed}
         places = [offered[name] for name in self._by_place]
         names = {name: offered[name] for name in self._by_name}
         if self._is_async:

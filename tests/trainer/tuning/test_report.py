@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from store.states import TuningKind, TuningState
+from store.records import Policy
+from store.states import PolicyState, TuningKind, TuningState
 from store.tuning_records import Tuning
 from trainer.tuning.comparison import Compared, Verdict, compare
 from trainer.tuning.prices import UNKNOWN, Money, Spent
@@ -72,7 +73,8 @@ def test_runs_of_other_tasks_judges_and_aliases_are_left_out_with_the_reason() -
     found = runs.report()
     assert [row.tuning_id for row in found.rows] == [None, None, "tun_3"]
     assert [one.why for one in found.left_out] == [
-        "it tuned mail, not policy", "another judge: judges:kind:3c4d", "other held-out tasks: 4 of other/, test",
+        "it tuned mail, not policy", "another judge: judges:kind:3c4d",
+        "other held-out tasks: 4 of other/ (test), not the 10 of tasks/ (test)",
     ]  # fmt: skip
     asked = runs.report(tasks="other/")
     assert [row.tuning_id for row in asked.rows] == [None, "tun_0", None]
@@ -94,6 +96,25 @@ def test_runs_that_did_not_finish_are_named_and_claim_nothing() -> None:
     assert reasons["tun_0"] == "it failed: vLLM is gone"
     assert (reasons["tun_1"], reasons["tun_2"]) == ("it has not ended", "it stopped")
     assert "cannot be read" in reasons["tun_odd"]
+
+
+def test_only_what_serves_now_is_said_to_serve() -> None:
+    runs = Runs([])
+    runs.add("select-model", best="policy@3")
+    runs.add("prompt", best="prm_1", promoted="policy@4")
+    runs.add("weights", best="policy@5", promoted="policy@5")
+
+    def serving(version: int, prompt_id: str | None = None) -> list[str | None]:
+        live = Policy(
+            alias="policy", version=version, state=PolicyState.LIVE, served_name=f"policy@{version}", adapter=None,
+            created_at=1.0, round_id=None, prompt_id=prompt_id,
+        )  # fmt: skip
+        return [row.serves for row in runs.report(live={"policy": live}).rows]
+
+    assert serving(3) == ["policy@3", None, None]
+    assert serving(4) == [None, "policy@4", None]
+    assert serving(5, "prm_1") == [None, "policy@5", "policy@5"]
+    assert serving(6) == [None] * 3
 
 
 def test_evaluations_are_no_method() -> None:

@@ -31,10 +31,10 @@ def test_a_function_gets_the_parameters_that_it_names() -> None:
     assert run(f"{HERE}:only_the_task").response == TASK
     assert run(f"{HERE}:by_place").response == "2 + 2? agent 3"
     assert run(f"{HERE}:an_object").response == "called with 2 + 2?"
-    everything = run(f"{HERE}:everything", system_prompt="Be brief.").response
+    everything = run(f"{HERE}:everything", system_prompt="Be brief.", seed=7).response
     assert everything == {
         "task": TASK, "base_url": "http://x/t/roll_1/v1", "api_key": "key", "model": "agent",
-        "system_prompt": "Be brief.",
+        "system_prompt": "Be brief.", "seed": 7,
     }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_functions_that_are_not_async_run_beside_each_other() -> None:
     workflow = load_workflow(f"{HERE}:thread_name")
 
     async def five() -> list[Outcome]:
-        given = {"base_url": "", "api_key": "", "model": ""}
+        given: dict[str, Any] = {"base_url": "", "api_key": "", "model": ""}
         return await asyncio.gather(*(workflow.run(TASK, **given) for _ in range(5)))
 
     began = time.monotonic()
@@ -143,13 +143,13 @@ def program(tmp_path: Path, text: str) -> str:
 def test_a_program_gets_the_task_and_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RATCHET_API_KEYS", "the operator's secret")
     spec = program(tmp_path, "import json, os, sys; print(json.dumps([json.load(sys.stdin), dict(os.environ)]))")
-    task, seen = json.loads(run(spec, system_prompt="Be brief.").response)
+    task, seen = json.loads(run(spec, system_prompt="Be brief.", seed=7).response)
     assert task == TASK
     assert {name: seen[name] for name in seen if name.startswith(("OPENAI_", "RATCHET_"))} == {
         "OPENAI_BASE_URL": "http://x/t/roll_1/v1", "OPENAI_API_KEY": "key", "OPENAI_MODEL": "agent",
-        "RATCHET_SYSTEM_PROMPT": "Be brief.",
+        "RATCHET_SYSTEM_PROMPT": "Be brief.", "RATCHET_SEED": "7",
     }  # fmt: skip
-    assert "RATCHET_SYSTEM_PROMPT" not in json.loads(run(spec).response)[1]
+    assert not {"RATCHET_SYSTEM_PROMPT", "RATCHET_SEED"} & set(json.loads(run(spec).response)[1])
 
 
 def test_a_programs_json_object_is_taken_apart(tmp_path: Path) -> None:
