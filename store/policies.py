@@ -56,10 +56,20 @@ class Policies:
             connection.execute(sa.update(table).where(base).values(served_name=served_name))
         return self.get(alias, BASE_VERSION)
 
-    def with_prompt(self, alias: str, prompt_id: str | None, evidence: Mapping[str, Any]) -> Policy:
+    def with_prompt(
+        self,
+        alias: str,
+        prompt_id: str | None,
+        evidence: Mapping[str, Any],
+        *,
+        share: float | None = None,
+        by: str = "tuner",
+        reason: str = "a prompt on trial",
+    ) -> Policy:
         """Make a candidate of the live version with another prompt, or, with None, without one.
 
-        Raises UnknownRecord, and ForbiddenChange where the live version serves so already or nothing is live.
+        With a `share` it is a canary at once. Raises UnknownRecord, and ForbiddenChange where the live version serves
+        so already, nothing is live, or there is a canary.
         """
         live = self.live().get(alias)
         if live is None:
@@ -71,7 +81,8 @@ class Policies:
         table = schema.policies
         row = {
             "alias": alias,
-            "state": PolicyState.CANDIDATE,
+            "state": PolicyState.CANDIDATE if share is None else PolicyState.CANARY,
+            "share": share,
             "served_name": live.served_name,
             "adapter": live.adapter,
             "prompt_id": prompt_id,
@@ -87,7 +98,12 @@ class Policies:
             try:
                 connection.execute(sa.insert(table).values(version=version, **row))
             except IntegrityError as taken:
-                raise ForbiddenChange(f"{alias}@{version} was made by another process: try again") from taken
+                raise ForbiddenChange(
+                    f"{alias}@{version} was made by another process, or there is a canary that is not decided"
+                ) from taken
+            if share is not None:
+                told = {**evidence, "share": share}
+                write_down(connection, alias, version, PolicyAction.CANARY, by, reason, told)
         return self.get(alias, version)
 
     def take_prompt(self, alias: str, version: int) -> Policy:

@@ -26,6 +26,7 @@
     │   │   └── TaskSetTooSmall   too few different tasks; the message says how many are needed
     │   ├── WorkflowError       the workflow cannot be loaded or called
     │   │   └── WorkflowFailed  one run of it failed: exit code, time-out, an answer that is none
+    │   ├── LessonsRefused      nothing failed, or lessons cannot be tried now; the message says what could
     │   ├── TooManyFailures     more rollouts failed than max_failures allows
     │   └── PromptError
     │       ├── OptimizerMissing  the extra of an optimiser is not installed; the message has the pip command
@@ -172,6 +173,10 @@ class WorkflowError(TuningError):
 
 class WorkflowFailed(WorkflowError):
     """One run of the workflow failed."""
+
+
+class LessonsRefused(TuningError):
+    """There is nothing to learn from, or lessons cannot be tried now."""
 
 
 class TooManyFailures(TuningError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ratchet.commands import tune_prompt, tune_report, tune_select, tune_weights
+from ratchet.commands import tune_lessons, tune_prompt, tune_report, tune_select, tune_weights
 
 
 @click.group()
@@ -22,6 +22,7 @@ for command in (
     tune_prompt.prompt,
     tune_prompt.promote_,
     tune_weights.weights,
+    tune_lessons.lessons,
     tune_report.report,
     tune_report.runs,
 ):

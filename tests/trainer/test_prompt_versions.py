@@ -22,14 +22,19 @@ from tests.store.conftest import postgres as postgres
 from tests.store.conftest import store_url as store_url
 from tests.trainer.prompted_vllm import PromptedVllm
 from tests.trainer.scripted_engine import ScriptedEngine
+from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.trainer.test_publishing import beat, candidate, honest, publish
 from trainer.daemon import Daemon
 from trainer.gating.evaluation import is_held_out
+from trainer.judges.language_model import LanguageModel
+from trainer.judges.settings import ModelSpec
 from trainer.publishing.candidates import next_candidate
 from trainer.publishing.engine import Replica
 from trainer.publishing.publisher import Publisher
 from trainer.settings import TrainerSettings
 from trainer.staleness import oldest_fresh
+from trainer.tuning.lesson_settings import LessonSettings
+from trainer.tuning.lessons import learn, on_trial
 
 GATE: dict[str, Any] = {"enabled": True, "share": 0.5, "min_samples": 6, "max_samples": 60, "margin": 0.1, "jump": None}
 MESSAGES = [{"role": "system", "content": "Be nice."}, {"role": "user", "content": "hi"}]
@@ -133,6 +138,29 @@ def test_a_worse_prompt_is_turned_down_on_held_out_prompts_before_it_serves(
     asked = [call["messages"][0]["content"] for call in vllm[0].calls]
     assert sorted(set(asked)) == ["Be nice.", "Be nice.\n\nBe worse."]
     assert vllm[0].loads == []
+
+
+def test_lessons_are_measured_against_what_serves_and_stay_only_where_they_help(
+    proxy: Proxy, store: Store, make: Callable[..., Daemon]
+) -> None:
+    daemon = make(**GATE)
+    work(proxy, ["task/1", "task/2", "task/3"] * 2)
+    eventually(lambda: bool(daemon.turn(time.time())) or _scores(store) >= 6)
+    with ScriptedJudgeModel().running() as scripted:
+        scripted.answers = [says({"diagnosis": "d", "lessons": ["Try to be better."]})]
+        model = LanguageModel(ModelSpec(base_url=scripted.url, model="m"), None)
+        learned = learn(store, "agent", model, LessonSettings(below=0.6))
+        model.close()
+    trial = on_trial(store, "agent", learned, 0.5, "tun_1")
+    promoted = until(daemon, proxy, store, trial.version, PolicyState.CANARY)
+    assert promoted.state is PolicyState.LIVE
+    assert promoted.evidence["gate"]["difference"]["low"] > -0.1
+    assert promoted.evidence["lessons"]["families"] == {"task:task": {"failed_tasks": 3, "mean": 0.5}}
+
+
+def _scores(store: Store) -> int:
+    judge = store.groups.newest_judge("agent")
+    return len(store.groups.scored("agent", judge)) if judge else 0
 
 
 # --- the publisher over a scripted control plane ------------------------------------------------------------------

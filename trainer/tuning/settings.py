@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from trainer.judges.settings import ModelSpec
+from trainer.tuning.lesson_settings import LessonSettings
 from trainer.tuning.prompt_settings import PromptSettings
 
 
@@ -46,6 +47,9 @@ class TunerSettings(BaseModel):
         None, description="language model that reads rollouts and proposes prompts; its base_url and model at least"
     )
     prompt: PromptSettings = Field(default_factory=PromptSettings, description="how a system prompt is searched for")
+    lessons: LessonSettings = Field(
+        default_factory=LessonSettings, description="how lessons are learnt from failed attempts, and tried"
+    )
     seed: int = Field(0, ge=0, description="seed of whatever is drawn: splits, samples, orders")
 
     @field_validator("proxy_url")

@@ -1,0 +1,49 @@
+"""Which task families fail, by the scores of live traffic: what lessons are asked about. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from store.records import PastScore
+
+
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """A family with failed tasks. `worst` is the lowest attempt at each, the newest task first."""
+
+    family: str
+    tasks: int
+    mean: float  # over the failed tasks
+    worst: tuple[PastScore, ...]
+
+
+def failing(scores: Sequence[PastScore], *, below: float, least: int) -> list[Failing]:
+    """Return the families of which at least so many tasks have a mean score below `below`, by name.
+
+    `scores` come oldest first, one per trajectory.
+    """
+    attempts: dict[str, list[PastScore]] = {}
+    for scored in scores:
+        attempts.setdefault(scored.cohort, []).append(scored)
+    failed: dict[str, list[list[PastScore]]] = {}
+    for tried in attempts.values():
+        if _mean(tried) < below:
+            failed.setdefault(tried[0].family, []).append(tried)
+    return [_family(name, tasks) for name, tasks in sorted(failed.items()) if len(tasks) >= least]
+
+
+def _family(name: str, tasks: Sequence[Sequence[PastScore]]) -> Failing:
+    newest = sorted(tasks, key=lambda tried: tried[-1].judged_at, reverse=True)
+    worst = tuple(min(tried, key=lambda scored: scored.score) for tried in newest)
+    return Failing(name, len(tasks), fmean(_mean(tried) for tried in tasks), worst)
+
+
+def _mean(tried: Sequence[PastScore]) -> float:
+    return fmean(scored.score for scored in tried)
+
+
+def plain(found: Failing) -> Mapping[str, float]:
+    """Return its figures as a decision keeps them."""
+    return {"failed_tasks": found.tasks, "mean": round(found.mean, 4)}
