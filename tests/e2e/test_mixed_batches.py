@@ -1,0 +1,60 @@
+"""One batch of requests for the base model and for adapters: each is answered by what it asked for."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ratchet.running.engine import served_name
+from ratchet.settings import Settings
+from tests.e2e.engine import vllm
+from tests.ratchet.project import ROOT
+
+POLICY = ROOT / "examples" / "email_search" / "policy"
+BASE = served_name(Settings().model)
+SLOTS = 2
+
+
+def make_adapter(folder: Path, seed: int) -> Path:
+    """An adapter that changes what is said."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(POLICY)
+    config = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    get_peft_model(model, config).save_pretrained(folder)
+    return folder
+
+
+def logprobs(url: str, model: str) -> list[float]:
+    """The logprobs of a greedy answer."""
+    ask: dict[str, Any] = {"model": model, "prompt": "Where is the picnic?", "max_tokens": 48, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/completions", json={**ask, "logprobs": 1, "ignore_eos": True}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return [float(value) for value in answer.json()["choices"][0]["logprobs"]["token_logprobs"]]
+
+
+@pytest.mark.e2e
+def test_beside_adapters_the_base_model_answers_as_it_does_alone(tmp_path: Path) -> None:
+    names = [f"adapter-{number}" for number in range(SLOTS)]
+    folders = {name: make_adapter(tmp_path / name, seed) for seed, name in enumerate(names)}
+    with vllm(POLICY, tmp_path / "vllm.log", "--max-loras", str(SLOTS), "--dtype", "float32", max_model_len=512) as url:
+        alone = logprobs(url, BASE)
+        for name, folder in folders.items():
+            loaded = httpx.post(
+                f"{url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)}, timeout=60
+            )
+            assert loaded.status_code == 200, loaded.text
+        adapted = {name: logprobs(url, name) for name in names}  # every slot has been used
+        with ThreadPoolExecutor(9) as pool:
+            asked = [BASE, *names] * 3
+            together = list(pool.map(lambda model: logprobs(url, model), asked))
+    for model, got in zip(asked, together, strict=True):
+        assert got == pytest.approx(alone if model == BASE else adapted[model], abs=1e-3), model
+    assert adapted[names[-1]] != pytest.approx(alone, abs=0.1)
