@@ -101,4 +101,5 @@ def _is_reminder(message: dict[str, Any]) -> bool:
 def test_no_client_was_refused_anything(bench: Bench) -> None:
     for future in bench.results.values():
         future.result()
-    assert [seen for seen in bench.witness.seen if seen.status >= 400] == []
+    asked = [seen for seen in bench.witness.seen if not seen.path.startswith("/health/")]  # the bench's own are not
+    assert [seen for seen in asked if seen.status >= 400] == []

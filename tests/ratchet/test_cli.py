@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,11 +32,15 @@ def commands(group: click.Group = cli, path: tuple[str, ...] = ()) -> Iterator[t
 
 
 def test_help_answers_in_under_half_a_second() -> None:
+    def spent() -> float:  # CPU time, as the machine may be busy: the claim is about the command
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
     fastest = 10.0
-    for _ in range(3):  # the machine may be busy; the claim is about the command
-        began = time.perf_counter()
+    for _ in range(3):
+        before = spent()
         subprocess.run([sys.executable, "-m", "ratchet", "--help"], cwd=ROOT, check=True, capture_output=True)
-        fastest = min(fastest, time.perf_counter() - began)
+        fastest = min(fastest, spent() - before)
     assert fastest < 0.5
 
 

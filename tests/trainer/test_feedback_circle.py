@@ -38,6 +38,8 @@ def circle(proxy: str, tiny_model: Path, tmp_path: Path) -> None:
         liked = agent.chat.completions.create(model="agent", messages=question).id
         stream = agent.chat.completions.create(model="agent", messages=question, stream=True)
         disliked = [chunk.id for chunk in stream].pop()
+    # On a busy machine a call may take longer to reach the store than feedback waits for it.
+    eventually(lambda: httpx.get(f"{proxy}/health/backlog", timeout=10).json()["unshipped_records"] == 0, 30)
     say(proxy, response_id=liked, value="up", end_user="ann")
     told = say(proxy, response_id=disliked, value="down", comment="no", end_user="bob")
     store, engine = open_store(str(tmp_path / "store.db")), ScriptedEngine(lambda name, ids: 0.0)
