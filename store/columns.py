@@ -33,10 +33,19 @@ _DICTIONARY = (
 )
 
 
+class Bytes(sa.LargeBinary):
+    """Bytes that go to the driver as they are: both drivers take them without SQLAlchemy's wrapping."""
+
+    cache_ok = True
+
+    def bind_processor(self, dialect: sa.Dialect) -> None:
+        """Nothing is to be done."""
+
+
 class Hash(sa.types.TypeDecorator[str]):
     """A hash text such as `b2:0011...` as bytes; the empty text (no parent) as no bytes."""
 
-    impl = sa.LargeBinary
+    impl = Bytes
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> bytes | None:
@@ -51,7 +60,7 @@ class Hash(sa.types.TypeDecorator[str]):
 class Body(sa.types.TypeDecorator[bytes]):
     """JSON bytes, deflated."""
 
-    impl = sa.LargeBinary
+    impl = Bytes
     cache_ok = True
 
     def process_bind_param(self, value: bytes | None, dialect: sa.Dialect) -> bytes | None:
@@ -66,7 +75,7 @@ class Body(sa.types.TypeDecorator[bytes]):
 class Ids(sa.types.TypeDecorator[bytes]):
     """Little-endian int32 token ids, without the bytes that are zero in all of them."""
 
-    impl = sa.LargeBinary
+    impl = Bytes
     cache_ok = True
 
     def process_bind_param(self, value: bytes | None, dialect: sa.Dialect) -> bytes | None:

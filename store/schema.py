@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from store.columns import Body, Ids
+from store.columns import Body, Bytes, Ids
 from store.states import (
     CallState,
     GroupState,
@@ -117,7 +117,7 @@ calls = sa.Table(
     sa.Column("prompt_node", _HASH, nullable=False),
     sa.Column("tools_hash", _HASH, nullable=False),
     sa.Column("context", sa.String(8), nullable=False),
-    sa.Column("prompt_blocks", sa.LargeBinary),  # what comes before `prompt_ids`, by name; only of forks
+    sa.Column("prompt_blocks", Bytes),  # what comes before `prompt_ids`, by name; only of forks
     sa.Column("prompt_ids", Ids, nullable=False),
     sa.Column("prompt_tokens", sa.Integer, nullable=False),
     sa.Column("completion_tokens", sa.Integer, nullable=False),
@@ -147,7 +147,7 @@ blocks = sa.Table(
     "blocks",
     metadata,
     sa.Column("trajectory_id", _TRAJECTORY_ID, sa.ForeignKey("trajectories.id", ondelete="CASCADE"), primary_key=True),
-    sa.Column("digest", sa.LargeBinary, primary_key=True),
+    sa.Column("digest", Bytes, primary_key=True),
     sa.Column("ids", Ids, nullable=False),
 )
 
@@ -162,7 +162,7 @@ choices = sa.Table(
     sa.Column("link_key", _HASH, nullable=False),
     sa.Column("tool_call_ids", _JSON, nullable=False),
     sa.Column("ids", Ids, nullable=False),
-    sa.Column("logprobs", sa.LargeBinary, nullable=False),
+    sa.Column("logprobs", Bytes, nullable=False),
     # Which answers are a message: as above.
     sa.Index(None, "reply_node"),
 )
@@ -260,8 +260,8 @@ exchanges = sa.Table(
     sa.Column("group_id", _ID, sa.ForeignKey("groups.id")),
     sa.Column("judge", sa.Text, nullable=False),
     sa.Column("url", sa.Text, nullable=False),
-    sa.Column("request", sa.LargeBinary, nullable=False),
-    sa.Column("answer", sa.LargeBinary, nullable=False),
+    sa.Column("request", Bytes, nullable=False),
+    sa.Column("answer", Bytes, nullable=False),
     sa.Column("status", sa.Integer, nullable=False),
     sa.Column("problem", sa.Text),
     sa.Column("prompt_tokens", sa.Integer, nullable=False),

@@ -10,15 +10,17 @@ Locks are taken in the order of ids, so that proxies that ship the same messages
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
 from hashlib import blake2b
 from typing import Any
 
 import msgspec
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 
 from store import blocks, schema
+from store.inserting import insert
 from store.owners import may_share
 from store.records import CallBegun, CallEnded, CallRecord, MessageNode
 from store.states import CallState, TrajectoryState
@@ -58,15 +60,12 @@ def ship(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
     hosts |= _host_trajectories(connection, new, also=(hosts[name] for name in ending if name in hosts))
     _write_calls(connection, new, ending, hosts, replaced=[name for name in ending if name in known])
     _write_choices(connection, ending.values())
-    _touch_ended(connection, ending.values(), hosts)
+    _touch(connection, _active(new, ending.values(), hosts))
 
 
 def insert_new(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]]) -> None:
     """Insert rows, leaving those whose primary key exists as they are."""
-    if not rows:
-        return
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    connection.execute(dialect.insert(table).on_conflict_do_nothing(), rows)
+    insert(connection, table, rows, new_only=True)
 
 
 def share_messages(connection: sa.Connection) -> None:
@@ -106,11 +105,17 @@ def _known(connection: sa.Connection, names: Sequence[str]) -> dict[str, Any]:
 
 def fitting(table: sa.Table, row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with every text cut to its column, and without what PostgreSQL's texts cannot hold."""
-    for name, value in row.items():
-        if type(value) is str and (len(value) > 30 or "\0" in value):
-            length = getattr(table.c[name].type, "length", None)
+    for name, length in _texts(table):
+        value = row.get(name)
+        if value is not None and (len(value) > length or "\0" in value):
             row[name] = value.replace("\0", "\ufffd")[:length]
     return row
+
+
+@cache
+def _texts(table: sa.Table) -> tuple[tuple[str, int], ...]:
+    """Return the columns that hold text, each with the most characters that it takes."""
+    return tuple((c.name, c.type.length or sys.maxsize) for c in table.c if isinstance(c.type, sa.String))
 
 
 def _write_calls(
@@ -133,8 +138,7 @@ def _write_calls(
         row |= {"tags": list(begun.tags), "sampling": dict(begun.sampling)}
         rows.append(fitting(table, row))
     _cut_prompts(connection, rows)
-    if rows:
-        connection.execute(sa.insert(table), rows)
+    insert(connection, table, rows)
     _add_tags(connection, new, hosts)
 
 
@@ -180,16 +184,16 @@ def _write_choices(connection: sa.Connection, ends: Collection[CallEnded]) -> No
         for end in ends
         for choice in end.choices
     ]
-    if rows:
-        connection.execute(sa.insert(table), [fitting(table, row) for row in rows])
+    insert(connection, table, [fitting(table, row) for row in rows])
 
 
-def _touch_ended(connection: sa.Connection, ends: Collection[CallEnded], hosts: Mapping[str, str]) -> None:
+def _active(new: Iterable[CallBegun], ends: Iterable[CallEnded], hosts: Mapping[str, str]) -> dict[str, float]:
+    """Return when each trajectory of these calls was active last."""
     times: dict[str, float] = {}
-    for end in ends:
-        host = hosts[end.begun.call_id]
-        times[host] = max(end.ended_at, times.get(host, 0.0))
-    _touch(connection, times)
+    moments = [(one.call_id, one.started_at) for one in new] + [(end.begun.call_id, end.ended_at) for end in ends]
+    for name, moment in moments:
+        times[hosts[name]] = max(moment, times.get(hosts[name], 0.0))
+    return times
 
 
 def _host_trajectories(
@@ -202,16 +206,15 @@ def _host_trajectories(
         _add_trajectories(connection, new)
         runs |= _runs(connection, sorted(new))  # another proxy may have been quicker, with other values
     hosts: dict[str, str] = {}
-    touched: dict[str, float] = {}
+    taken: set[str] = set()
     for begun in calls:
         name = begun.trajectory_id
         if _takes(runs[name], begun):
             hosts[begun.call_id] = name
-            touched[name] = max(begun.started_at, touched.get(name, 0.0))
+            taken.add(name)
         else:
             hosts[begun.call_id] = _successor(connection, begun)
-    _reopen(connection, [name for name in sorted(touched) if runs[name].state == TrajectoryState.SEALED])
-    _touch(connection, touched)
+    _reopen(connection, [name for name in sorted(taken) if runs[name].state == TrajectoryState.SEALED])
     return hosts
 
 
@@ -262,7 +265,6 @@ def _successor(connection: sa.Connection, begun: CallBegun) -> str:
     if number != count:
         connection.execute(sa.update(runs).where(runs.c.id == origin).values(successors=number))
     _reopen(connection, [name])
-    _touch(connection, {name: begun.started_at})
     return name
 
 
