@@ -19,6 +19,7 @@ from trainer.tuning.prompt_optimizer import Evaluate, Example, Reflection, Searc
 log = logging.getLogger(__name__)
 
 _PART = "system_prompt"  # the one component of a candidate
+_PERFECT = 1.0  # of judges whose scores end there: nothing is to be learnt from such rollouts
 _IDLE = 10  # iterations without a new rollout, after which nothing new will come
 
 
@@ -27,6 +28,8 @@ class Gepa:
 
     def optimize(self, seed_prompt: str, evaluate: Evaluate, reflection: Reflection, search: Search) -> None:
         """Search; see PromptOptimizer."""
+        known = evaluate.scores(seed_prompt, search.validation)
+        unit = max(known) <= _PERFECT  # else nobody knows what a perfect score is
         with taken_up():
             optimize(
                 seed_candidate={_PART: seed_prompt},
@@ -34,6 +37,8 @@ class Gepa:
                 valset=list(search.validation),
                 adapter=_Adapter(evaluate, reflection),
                 reflection_minibatch_size=min(search.at_once, len(search.train)),
+                skip_perfect_score=unit,
+                perfect_score=_PERFECT,
                 stop_callbacks=_Idle(evaluate, max(_IDLE, 2 * len(search.train) // search.at_once)),
                 logger=_Quiet(),
                 track_best_outputs=False,

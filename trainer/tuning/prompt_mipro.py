@@ -26,6 +26,7 @@ from trainer.tuning.prompt_optimizer import Evaluate, Reflection, Search, carrie
 
 _MOST_CANDIDATES: Final = 10
 _TRIALS_PER_CANDIDATE = 1.5
+_TOGETHER = 8  # training tasks that are tried at once
 _SOLVED = 1e-9  # a score above it may serve as an example
 _NO_PROMPT = "(The assistant has no instructions yet.)"
 
@@ -115,8 +116,8 @@ class _Whole:
     def _together(self, task_id: str) -> Sequence[str]:
         if task_id in self._search.validation:
             return self._search.validation
-        place = self._search.train.index(task_id)
-        return self._search.train[place : place + 1]
+        start = self._search.train.index(task_id) // _TOGETHER * _TOGETHER
+        return self._search.train[start : start + _TOGETHER]
 
 
 class _Engine:

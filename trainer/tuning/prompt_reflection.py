@@ -50,7 +50,9 @@ _PARTS: Final = {
     "append": ("text that is appended to the system prompt", "the text that is appended now, which may be empty,"),
 }
 
-Answered = Mapping[str, Any]  # {"question": hash, "answer": text, "tokens": both kinds, "cost": money or None}
+Answered = Mapping[
+    str, Any
+]  # {"question": hash, "answer": text, "tokens": both kinds, "cost": money or None, "seconds"}
 
 
 class ReflectionModel:
@@ -126,7 +128,8 @@ class ReflectionModel:
         finally:
             tokens = sum(one.prompt_tokens + one.completion_tokens for one in interview.exchanges)
             self._budget.took_reflection(tokens, interview.cost)
-            told = {"question": digest, "answer": answer, "tokens": tokens, "cost": interview.cost}
+            seconds = sum(one.latency for one in interview.exchanges)
+            told = {"question": digest, "answer": answer, "tokens": tokens, "cost": interview.cost, "seconds": seconds}
             self._keep(told, interview.exchanges)
         self._failed = 0
         return answer

@@ -7,7 +7,6 @@ what the reflection model and the judge said is in `tunings.result` while it run
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -33,6 +32,7 @@ from trainer.tuning.prompt_tuning import Found, Plan, PromptTuning, details
 from trainer.tuning.results import TuningResult, plain, task_set
 from trainer.tuning.rollouts import Job, RolloutRunner
 from trainer.tuning.scoring import Scorer
+from trainer.tuning.select_model import busy_seconds
 from trainer.tuning.selection import figures_of
 from trainer.tuning.settings import TunerSettings
 from trainer.tuning.tasks import TEST, TRAIN, Task, TaskSet
@@ -213,7 +213,7 @@ class _Run:
             best=found.best if better else None,
             gain=found.gain,
             spent=self._spent(trials),
-            wall_seconds=time.time() - self._tuning.began_at,
+            wall_seconds=busy_seconds(trials.rollouts) + sum(float(one["seconds"]) for one in self._answered),
             notes=(found.seed.note, f"reflection by {spec.model}", found.why),
             details=details(found, self._plan, self._budget, about),
         )

@@ -1,8 +1,8 @@
 """What prompts score on tasks: rollouts where they are not known yet, and the memory of all that are.
 
 Promises: a pair of prompt and task that was rolled out once is never rolled out again in the same run, also after
-`kill -9`, since the memory is the store; a failed rollout counts as the failure score, never as more than the lowest
-judged one; a rollout that the judge failed on is judged once more, and after that has no score.
+`kill -9`, since the memory is the store; a failed rollout counts as the failure score, never as more than the seed's
+lowest; a rollout that the judge failed on is judged once more, and after that has no score.
 """
 
 from __future__ import annotations
@@ -76,12 +76,14 @@ class Trials:
         self._rollouts: dict[Place, Rollout] = {}
         self._prompts: dict[str, str] = {}  # candidate -> prompt
         self._names: dict[str, str] = {}  # prompt -> candidate
+        self._measure: list[Place] = []  # the seed on validation tasks
         for rollout in store.rollouts.of(tuning_id):
             self._remember(rollout)
 
-    def begin(self, seed_prompt: str, *, as_it_comes: bool, mode: str) -> None:
+    def begin(self, seed_prompt: str, validation: Sequence[str], *, as_it_comes: bool, mode: str) -> None:
         """Say what the search begins from; `as_it_comes` the agent sends it by itself, and nothing is swapped in."""
         self._mode = mode
+        self._measure = [(self.candidate(seed_prompt) if not as_it_comes else SEED, task, 0) for task in validation]
         if as_it_comes:
             self._prompts[SEED] = seed_prompt
             self._names[seed_prompt] = SEED
@@ -222,8 +224,12 @@ class Trials:
         return self._failure() if rollout.state is RolloutState.FAILED else rollout.score
 
     def _failure(self) -> float:
-        scores = (one.score for one in self._rollouts.values())
-        return min((self._failure_score, *(score for score in scores if score is not None)))
+        """Return what a failure counts as: never more than the worst of the seed, which what wins must beat.
+
+        It stays the same while a search lasts, so that one that goes on after a kill takes the same way.
+        """
+        measured = (self._rollouts[place].score for place in self._measure if place in self._rollouts)
+        return min((self._failure_score, *(score for score in measured if score is not None)))
 
     def _mark(self, rollout: Rollout | None) -> Mark:
         if rollout is not None and rollout.state is RolloutState.FAILED:

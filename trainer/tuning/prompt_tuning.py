@@ -126,7 +126,7 @@ class PromptTuning:
             self._trials.roll([(SEED, task, 0) for task in probed])
             seen = [self._trials.transcript(SEED, task) for task in probed]
             seed = captured([one for one in seen if one is not None], plan.mode)
-        self._trials.begin(seed.text, as_it_comes=seed.as_it_comes, mode=seed.mode)
+        self._trials.begin(seed.text, plan.sets.validation, as_it_comes=seed.as_it_comes, mode=seed.mode)
         return seed
 
     def _search(self, seed: SeedPrompt) -> str:

@@ -127,3 +127,13 @@ def test_a_missing_extra_is_told_with_its_pip_command() -> None:
 def test_an_unknown_method_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(TuningError, match="gepa or mipro"):
         make_optimizer("guess")
+
+
+def test_scores_above_one_are_improved_too(reflection_server: ScriptedReflectionModel) -> None:
+    class OfTen(WorldEvaluate):
+        def judged(self, prompt: str, task_ids: Sequence[str]) -> list[float | None]:
+            return [None if score is None else 2.0 + 8.0 * score for score in super().judged(prompt, task_ids)]
+
+    evaluate = OfTen()
+    make_optimizer("gepa").optimize(prompt_world.SEED, evaluate, reflection(reflection_server), search())
+    assert evaluate.best()[0] == 1.0  # of what is known below the judge's scale

@@ -198,6 +198,16 @@ def test_a_failed_rollout_counts_as_a_failure_and_is_not_tried_again(
     assert len(world.rollouts.made) == len(set(world.rollouts.made))
 
 
+def test_a_crashing_prompt_never_wins_under_a_judge_with_negative_scores(
+    store: Store, reflection_server: ScriptedReflectionModel
+) -> None:
+    world = World(store, reflection_server, fails=lambda job: "quib" in (job.system_prompt or ""))
+    world.rollouts.reward = lambda right: 5.0 * right - 5.0
+    found = world.run()
+    assert "quib" not in found.prompt
+    assert all((one.mean or 0.0) <= -5.0 for one in found.tried if "quib" in one.prompt)
+
+
 def test_the_reflection_model_is_told_why_a_rollout_failed(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:

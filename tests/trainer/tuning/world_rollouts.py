@@ -36,6 +36,7 @@ class WorldRollouts:
         self.fails: Callable[[Job], bool] = lambda job: False
         self.unjudged: Callable[[str, str], bool] = lambda prompt, task: False
         self.tokens: Callable[[Job], int] = lambda job: TOKENS
+        self.reward: Callable[[bool], float] = float
         self._prompts: dict[str, str] = {}
 
     def run(self, jobs: Sequence[Job]) -> list[Rollout]:
@@ -63,7 +64,7 @@ class WorldRollouts:
             rollout.id,
             began_at=now,
             ended_at=now,
-            reward=float(right),
+            reward=self.reward(right),
             prompt_tokens=self.tokens(job) - 5,
             completion_tokens=5,
         )
