@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import shlex
 from pathlib import Path
 
+import click
 import pytest
 
+from ratchet.cli import cli
 from ratchet.settings import load
 from trainer.judges.make import make_judge
 from trainer.tuning.tasks import TaskSet
@@ -53,3 +56,21 @@ def test_no_file_of_an_example_imports_a_room(path: Path) -> None:
             assert node.level == 0
             imported.add((node.module or "").split(".")[0])
     assert not imported & ROOMS
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_every_command_that_a_readme_shows_can_be_given(name: str) -> None:
+    readme = (EXAMPLES / name / "README.md").read_text("utf-8").replace("\\\n", " ")
+    shown = [line.split("#")[0] for line in readme.splitlines() if line.startswith("    ratchet ")]
+    assert shown
+    for line in shown:
+        words = shlex.split(line)[1:]
+        words = words[2:] if words[0] == "--config" else words
+        command: click.Command = cli
+        context = click.Context(cli)
+        while isinstance(command, click.Group) and not words[0].startswith("--"):
+            found = command.get_command(context, words.pop(0))
+            assert found is not None, line
+            command = found
+        known = {option for parameter in command.params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= known, line
