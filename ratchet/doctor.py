@@ -134,10 +134,10 @@ def _capture(settings: Settings, running: dict[str, Any]) -> tuple[tuple[int, ..
 
 def _key() -> dict[str, str]:
     """One of the proxy's own keys, where it asks for any."""
-    import os
+    from ratchet.tuning import first_key
 
-    keys = os.environ.get("RATCHET_API_KEYS", "").split(",")
-    return {"authorization": f"Bearer {keys[0].strip()}"} if keys[0].strip() else {}
+    key = first_key()
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def keys_wanted(store_url: str) -> str:

@@ -13,9 +13,9 @@ import click
 
 from ratchet import options
 from ratchet.addresses import url
-from ratchet.settings import Settings
 
 if TYPE_CHECKING:
+    from ratchet.settings import Settings
     from store import Store
     from trainer.judges import Judge
     from trainer.progress import Progress

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import click
 
 from ratchet import options
 from ratchet.commands.feedback import line as feedback_line
+from ratchet.tuning import judge_of
 
 if TYPE_CHECKING:
     from ratchet.settings import Settings
@@ -279,15 +279,12 @@ def _settings(context: click.Context, given: dict[str, Any]) -> Settings:
 
 @contextmanager
 def _judge(settings: Settings) -> Iterator[Judge]:
-    from trainer.judges.make import make_judge
-
-    if not settings.has_judge:
-        raise click.UsageError("no judge is named: give --judge module:function or a YAML file, or set trainer.judge")
-    made = make_judge(settings.trainer_settings(base_model=settings.base_model or "unused").judge, os.environ)
-    try:
+    with judge_of(settings) as made:
+        if made is None:
+            raise click.UsageError(
+                "no judge is named: give --judge module:function or a YAML file, or set trainer.judge"
+            )
         yield made
-    finally:
-        made.close()
 
 
 def _plain(record: Any) -> dict[str, Any]:

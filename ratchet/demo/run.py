@@ -30,6 +30,7 @@ from ratchet.running.leftovers import end_leftovers
 from ratchet.running.project_lock import ProjectLock
 from ratchet.running.supervisor import Supervisor
 from ratchet.settings import SECRETS, Settings, load
+from ratchet.tuning import first_key
 from store import Store, open_store
 from trainer.settling import is_settled
 
@@ -181,8 +182,11 @@ class Demo:
     def _agent(self, arguments: list[str], model: str, supervisor: Supervisor | None = None) -> None:
         """Run the agent's own command as any user would, and watch the rooms meanwhile."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RATCHET_")}
-        key = os.environ.get("RATCHET_API_KEYS", "").split(",")[0].strip() or "demo"
-        environment |= {"OPENAI_API_KEY": key, "OPENAI_MODEL": model, "EMAIL_SEARCH_HOME": str(self._home)}
+        environment |= {
+            "OPENAI_API_KEY": first_key() or "demo",
+            "OPENAI_MODEL": model,
+            "EMAIL_SEARCH_HOME": str(self._home),
+        }
         if supervisor is not None:
             environment["OPENAI_BASE_URL"] = supervisor.plan.base_url
         command = [sys.executable, "-m", EXAMPLE, *arguments]
