@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from ratchet import tuning
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ratchet.settings import Settings
     from ratchet.tuning import Bench
     from store.tuning_records import Tuning
@@ -17,17 +20,35 @@ if TYPE_CHECKING:
     from trainer.tuning.selection import Selection
 
 
-def compare(settings: Settings, own: dict[str, Any]) -> tuple[Request, Selection]:
-    """Run a comparison, from its beginning or from where it was stopped; return what was asked for, and what was found.
+@dataclass(frozen=True)
+class Asked:
+    """What a command was given of its own, beside the options of everything that makes rollouts."""
 
-    `own`: kind, candidates, split, limit, policy, within, score_range, resume (an id, or None), command (what goes on
-    with it). Raises TuningError, UsageError, and what `tuning.opened` raises.
+    kind: Literal["select-model", "eval"]
+    candidates: Sequence[str]
+    split: str
+    limit: int | None
+    score_range: tuple[float, float] | None
+    resume: str | None  # the id of the run that goes on
+    policy: Literal["best", "cheapest"] = "best"
+    within: float | None = None
+
+    @property
+    def command(self) -> str:
+        """What goes on with a run of this kind."""
+        return "ratchet eval" if self.kind == "eval" else f"ratchet tune {self.kind}"
+
+
+def compare(settings: Settings, asked: Asked) -> tuple[Request, Selection]:
+    """Run a comparison, from its beginning or from where it was stopped; return what it was to be, and what was found.
+
+    Raises TuningError, UsageError, and what `tuning.opened` raises.
     """
     with tuning.opened(settings) as bench:
         from trainer.tuning.select_model import ModelSelector
 
-        request, run = _resumed(bench, own) if own["resume"] else _begun(bench, own)
-        with tuning.ending(bench.store, run.id, own["command"]):
+        request, run = _resumed(bench, asked.resume, asked.kind) if asked.resume else _begun(bench, asked)
+        with tuning.ending(bench.store, run.id, asked.command):
             tasks = bench.tasks(request.tasks, request.split, request.limit)
             rollouts = len(tasks) * request.attempts * len(request.candidates)
             click.echo(
@@ -38,7 +59,7 @@ def compare(settings: Settings, own: dict[str, Any]) -> tuple[Request, Selection
             return request, asyncio.run(selector.run(request, tasks, run))
 
 
-def _begun(bench: Bench, own: dict[str, Any]) -> tuple[Request, Tuning]:
+def _begun(bench: Bench, asked: Asked) -> tuple[Request, Tuning]:
     """Check what is asked for, and begin a run."""
     import msgspec
 
@@ -46,27 +67,26 @@ def _begun(bench: Bench, own: dict[str, Any]) -> tuple[Request, Tuning]:
     from trainer.tuning.select_model import Request, check_prices, known_models, resolved
 
     source = bench.source()
-    candidates = resolved(bench.store, own["candidates"], known_models(bench.proxy_url, bench.api_key))
-    check_prices(candidates, bench.prices, own["policy"])
-    bench.tasks(source, own["split"], 1)  # a task set that cannot be read is told before a run begins
+    candidates = resolved(bench.store, asked.candidates, known_models(bench.proxy_url, bench.api_key))
+    check_prices(candidates, bench.prices, asked.policy)
+    bench.tasks(source, asked.split, 1)  # a task set that cannot be read is told before a run begins
     request = Request(
-        kind=own["kind"], alias=bench.settings.model, candidates=candidates, tasks=source, split=own["split"],
-        limit=own["limit"], workflow=str(bench.tuner.workflow), judge=bench.scorer.name, attempts=bench.tuner.attempts,
-        seed=bench.tuner.seed, policy=own["policy"], within=own["within"], failure_score=bench.tuner.failure_score,
-        score_range=ScoreRange(*own["score_range"]) if own["score_range"] else None,
+        kind=asked.kind, alias=bench.settings.model, candidates=candidates, tasks=source, split=asked.split,
+        limit=asked.limit, workflow=str(bench.tuner.workflow), judge=bench.scorer.name, attempts=bench.tuner.attempts,
+        seed=bench.tuner.seed, policy=asked.policy, within=asked.within, failure_score=bench.tuner.failure_score,
+        score_range=ScoreRange(*asked.score_range) if asked.score_range else None,
     )  # fmt: skip
     return request, bench.store.tunings.begin(request.kind, request.alias, msgspec.to_builtins(request))
 
 
-def _resumed(bench: Bench, own: dict[str, Any]) -> tuple[Request, Tuning]:
+def _resumed(bench: Bench, name: str, kind: str) -> tuple[Request, Tuning]:
     """Return what a run was asked for, and the run, which goes on. Raises UsageError where that is not possible."""
     import msgspec
 
     from trainer.tuning.select_model import Request
 
-    name = own["resume"]
     run = bench.store.tunings.get(name)
-    if run.kind != own["kind"]:
+    if run.kind != kind:
         raise click.UsageError(f"--resume {name}: that run is of another kind, {run.kind}")
     request = msgspec.convert(run.config, Request)
     for what, now in {"workflow": str(bench.tuner.workflow), "judge": bench.scorer.name}.items():

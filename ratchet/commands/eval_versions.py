@@ -25,11 +25,8 @@ def versions(
 
     own = {name: given.pop(name) for name in ("split", "limit", "score_range", "resume")}
     settings = tuning.settings_of(context, given)
-    own |= {
-        "kind": "eval", "candidates": (against or settings.model, model), "policy": "best", "within": None,
-        "command": "ratchet eval",
-    }  # fmt: skip
-    request, found = selecting.compare(settings, own)
+    candidates = (against or settings.model, model or "")  # a run that is resumed has its own
+    request, found = selecting.compare(settings, selecting.Asked("eval", candidates, **own))
     pair = found.ranking.pair(request.candidates[1], request.candidates[0])
     if as_json:
         import msgspec

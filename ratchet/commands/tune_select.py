@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ratchet import options
 from ratchet.tuning import rollout_options
+
+if TYPE_CHECKING:
+    from ratchet.selecting import Asked
 
 NOBODY = 3  # exit code where nothing is chosen
 
@@ -41,12 +44,10 @@ def select_model(context: click.Context, /, png: Path | None, as_json: bool, **g
     """
     from ratchet import selecting, selection_report, tuning
 
-    own = {
-        name: given.pop(name) for name in ("candidates", "split", "limit", "policy", "within", "score_range", "resume")
-    }
-    _check(own)
-    own |= {"kind": "select-model", "command": "ratchet tune select-model"}
-    _, found = selecting.compare(tuning.settings_of(context, given), own)
+    names = ("candidates", "split", "limit", "policy", "within", "score_range", "resume")
+    asked = selecting.Asked("select-model", **{name: given.pop(name) for name in names})
+    _check(asked)
+    _, found = selecting.compare(tuning.settings_of(context, given), asked)
     if as_json:
         options.emit(selection_report.plain(found))
     else:
@@ -60,15 +61,15 @@ def select_model(context: click.Context, /, png: Path | None, as_json: bool, **g
     return 0 if found.chosen else NOBODY
 
 
-def _check(own: dict[str, Any]) -> None:
+def _check(asked: Asked) -> None:
     """Refuse what cannot be meant. Raises UsageError."""
-    if own["resume"] is None and len(own["candidates"]) < 2:
+    if asked.resume is None and len(asked.candidates) < 2:
         raise click.UsageError("name at least two candidates: --candidate NAME --candidate NAME")
-    if own["resume"] is not None and own["candidates"]:
+    if asked.resume is not None and asked.candidates:
         raise click.UsageError("--resume goes on with the candidates of that run: leave --candidate out")
-    if (own["policy"] == "cheapest") != (own["within"] is not None):
+    if (asked.policy == "cheapest") != (asked.within is not None):
         raise click.UsageError(
             "--policy cheapest and --within X belong together: how far below the best is good enough?"
         )
-    if own["score_range"] and own["score_range"][0] >= own["score_range"][1]:
+    if asked.score_range and asked.score_range[0] >= asked.score_range[1]:
         raise click.UsageError("--score-range LOW HIGH: LOW must be below HIGH")
