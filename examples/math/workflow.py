@@ -18,7 +18,11 @@ from examples.math.agent import math_agent, solve
 
 async def workflow(task: Mapping[str, Any], *, base_url: str, api_key: str, model: str) -> str:
     """Returns what the agent answered. Raises what the server's errors raise."""
-    return await solve(math_agent(base_url, api_key, model), str(task["question"]))
+    agent = math_agent(base_url, api_key, model)
+    try:
+        return await solve(agent, str(task["question"]))
+    finally:
+        await agent.model.client.close()  # AgentScope leaves its connections open
 
 
 if __name__ == "__main__":
