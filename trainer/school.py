@@ -193,7 +193,7 @@ class School:
             for row in built.rows:
                 unfit = pupil.unfit(row)
                 if unfit is None:
-                    rows.append(row)
+                    rows.append(dataclasses.replace(row, group=member.trajectory.group_id or ""))
                 else:
                     untrained["does not fit the model"] += row.tokens_trained
                     log.warning("event=row_refused reason=%r", unfit)

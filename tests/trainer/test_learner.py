@@ -225,7 +225,7 @@ def test_later_steps_of_a_round_are_clipped_against_its_first_policy(make_learne
 
 
 def test_every_loss_raises_the_odds_of_what_was_good(make_learner: LearnerMaker) -> None:
-    rows = [build_row(1, advantage=1.0), build_row(2, advantage=-1.0)]
+    rows = [build_row(1, advantage=1.0, group="g"), build_row(2, advantage=-1.0, group="g")]
     for name in OBJECTIVES:
         learner = make_learner(replace(SETTINGS, loss=name, steps_per_round=1, reject_ratio_beyond=None))
         before = learner.score(rows)[0]

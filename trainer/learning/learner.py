@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from trainer.crediting.whitening import whiten
 from trainer.errors import NoLearningSignal, RowError
+from trainer.learning import preference
 from trainer.learning.learner_settings import LearnerSettings
 from trainer.learning.tokens import TokenRow, split_by_budget
 from trainer.progress import TRAINING, Progress
@@ -28,6 +30,11 @@ from trainer.publishing import checkpoint
 
 if TYPE_CHECKING:
     import torch
+
+    from trainer.learning.loss import StepNumbers
+    from trainer.learning.micro_batches import Micro
+
+    Steps = tuple[list[list[Micro]], list[StepNumbers], list[float]]  # micro-batches, steps, losses of taken steps
 __all__ = ["Learner", "LearnerSettings", "RoundReport"]
 
 
@@ -137,20 +144,14 @@ class Learner:
         for row in rows:
             self._check_fits(row.ids, f"row of trajectory {row.trajectory_id}", row.temperature)
         before = {name: p.detach().clone() for name, p in self._trainer.lora_parameters().items()}
-        parts = self._parts(rows)
-        # All logprobs of the round's first policy come before its first step.
-        prepared = [self._trainer.prepare(part, only_step=len(parts) == 1) for part in parts]
-        steps = []
-        for micros in prepared:
-            steps.append(self._trainer.optimiser_step(micros))
-            self._step += steps[-1].taken
+        prepared, steps, losses = self._preferred(rows) if self._settings.objective.preference else self._stepped(rows)
         taken = [step for step in steps if step.taken]
         if not taken:
             raise NoLearningSignal(self._why_nothing_was_left(len(rows), sum(step.rows_rejected for step in steps)))
         gap = self._trainer.mismatch([micro for micros in prepared for micro in micros])
         tokens = sum(step.tokens for step in taken)
         return RoundReport(
-            loss=sum(step.loss for step in taken) / len(taken),
+            loss=fmean(losses),
             grad_norm=sum(step.grad_norm for step in taken) / len(taken),
             entropy=sum(step.entropy_sum for step in taken) / tokens,
             clip_share=sum(step.clipped_sum for step in taken) / tokens,
@@ -167,6 +168,37 @@ class Learner:
             kl=sum(step.kl_sum for step in taken) / tokens,
             rows_rejected=sum(step.rows_rejected for step in steps),
         )
+
+    def _stepped(self, rows: Sequence[TokenRow]) -> Steps:
+        parts = self._parts([[row] for row in rows])
+        # All logprobs of the round's first policy come before its first step.
+        prepared = [self._trainer.prepare(part, only_step=len(parts) == 1) for part in parts]
+        steps = [self._step_on(micros) for micros in prepared]
+        return prepared, steps, [step.loss for step in steps if step.taken]
+
+    def _preferred(self, rows: Sequence[TokenRow]) -> Steps:
+        """Take steps of preference: each weighs its answers at the policy that it starts from."""
+        loss, beta = self._settings.loss, self._settings.preference_beta
+        prepared, steps, losses = [], [], []
+        for part in self._parts(preference.units(rows, loss)):
+            weighed = preference.weigh(part, self._gaps(part), loss, beta)
+            prepared.append(self._trainer.prepare(weighed.rows, only_step=True))
+            steps.append(self._step_on(prepared[-1]))
+            losses.append(weighed.loss)
+        return prepared, steps, losses
+
+    def _step_on(self, micros: Sequence[Micro]) -> StepNumbers:
+        step = self._trainer.optimiser_step(micros)
+        self._step += step.taken
+        return step
+
+    def _gaps(self, rows: Sequence[TokenRow]) -> list[float]:
+        """How much likelier each row's answers are than under the base model, log p, summed."""
+        both = zip(rows, self.score(rows), self.score(rows, adapter=False), strict=True)
+        return [
+            sum(own - base for own, base, on in zip(ours, theirs, row.mask, strict=True) if on)
+            for row, ours, theirs in both
+        ]
 
     def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool = True) -> list[tuple[float, ...]]:
         """Logprobs at temperature 1 of every token of each sequence, (T,) each; the first token's is 0.0.
@@ -204,6 +236,8 @@ class Learner:
     def _check_signal(self, rows: Sequence[TokenRow]) -> None:
         if not rows:
             raise NoLearningSignal("the round has no rows")
+        if self._settings.objective.preference and not preference.units(rows, self._settings.loss):
+            raise NoLearningSignal(f"no trajectory of the round's {len(rows)} rows is preferred to another")
         # Without a gradient AdamW would still move the weights, by the momentum of earlier rounds.
         if not self._settings.kl and not any(row.has_signal for row in rows):
             raise NoLearningSignal(
@@ -233,14 +267,14 @@ class Learner:
                 "logits; sample at temperature 1"
             )
 
-    def _parts(self, rows: Sequence[TokenRow]) -> list[list[TokenRow]]:
-        """The rows of each optimiser step: shuffled by seed and step, sizes as even as they can be, none empty."""
-        count = min(self._settings.steps_per_round, len(rows))
+    def _parts(self, units: Sequence[Sequence[TokenRow]]) -> list[list[TokenRow]]:
+        """The rows of each optimiser step: shuffled by seed and step, units whole, sizes as even as they can be."""
+        count = min(self._settings.steps_per_round, len(units))
         if count == 1:
-            return [list(rows)]
-        shuffled = list(rows)
+            return [[row for unit in units for row in unit]]
+        shuffled = list(units)
         random.Random(f"{self._settings.seed}/{self._step}").shuffle(shuffled)
-        return [shuffled[part::count] for part in range(count)]
+        return [[row for unit in shuffled[part::count] for row in unit] for part in range(count)]
 
     def _score_batch(self, sequences: Sequence[tuple[int, ...]], adapter: bool) -> list[tuple[float, ...]]:
         from trainer.learning import micro_batches

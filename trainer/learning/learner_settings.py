@@ -33,6 +33,7 @@ class LearnerSettings:
     kl                           weight of the KL penalty towards the base model, 0 = none
     entropy_bonus                weight of the policy's entropy at the trained tokens, which is raised; 0 = none
     entropy_top_share            share of a step's tokens, those of highest entropy, that carry the policy gradient
+    preference_beta              for dpo and apo_zero_unpaired: how dear it is to leave the base model
     max_grad_norm                the gradient is scaled down to this norm, 0 = never
     truncate_importance_at       cap of the weight trainer / engine probability of a token, None = no correction
     reject_ratio_beyond          a row is left out where the geometric mean of trainer / engine probability over its
@@ -57,6 +58,7 @@ class LearnerSettings:
     kl: float = 0.0
     entropy_bonus: float = 0.0
     entropy_top_share: float = 1.0
+    preference_beta: float = 0.1
     max_grad_norm: float = 1.0
     truncate_importance_at: float | None = 2.0
     reject_ratio_beyond: float | None = 2.0
@@ -83,6 +85,7 @@ class LearnerSettings:
         self._require("kl", 0 <= self.kl < math.inf, "0 or more")
         self._require("entropy_bonus", 0 <= self.entropy_bonus < math.inf, "0 or more, such as 0.001")
         self._require("entropy_top_share", 0 < self.entropy_top_share <= 1, "above 0 and at most 1, such as 0.2")
+        self._require("preference_beta", 0 < self.preference_beta < math.inf, "above 0, such as 0.1")
         self._require("max_grad_norm", self.max_grad_norm >= 0, "0 (no limit) or more")
         cap = self.truncate_importance_at
         self._require("truncate_importance_at", cap is None or 1 <= cap < math.inf, "None or at least 1, such as 2.0")

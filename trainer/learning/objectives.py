@@ -17,6 +17,7 @@ the kept rows of one optimiser step:
     reinforce++  the terms of dapo with clip 0.2 on both sides, and advantages that are first whitened over the round's
                  tokens: Hu et al. 2025, "REINFORCE++", equation 8 (arXiv:2501.03262)
     sft          - A log p, mean over all tokens, without any ratio: what a warm start trains with
+    dpo, apo_zero_unpaired  preferences between whole answers: trainer/learning/preference.py
 
 What differs from the papers: `grpo` and `gspo` call a row what the papers call an output, so that a trajectory of
 several segments weighs as several; KL is a penalty in the loss for all of them, and never part of the reward. Does not
@@ -38,6 +39,7 @@ class Objective:
     ratio    token: each token has its own; sequence: the row's geometric mean; none: 1
     mean     over the tokens of a step, over its rows' means, or over its rows' sums divided by a constant length
     whitened whether advantages are first given mean 0 and variance 1 over the round's tokens
+    preference  whether each step first weighs whole answers against the base model's
     """
 
     shape: Literal["clip", "weight"]
@@ -46,6 +48,7 @@ class Objective:
     epsilon_low: float
     epsilon_high: float
     whitened: bool = False
+    preference: bool = False
 
 
 OBJECTIVES: Mapping[str, Objective] = {
@@ -56,4 +59,6 @@ OBJECTIVES: Mapping[str, Objective] = {
     "gspo": Objective("clip", "sequence", "rows", 3e-4, 4e-4),
     "reinforce++": Objective("clip", "token", "tokens", 0.2, 0.2, whitened=True),
     "sft": Objective("weight", "none", "tokens", 0.2, 1.0),
+    "dpo": Objective("weight", "none", "tokens", 0.2, 1.0, preference=True),
+    "apo_zero_unpaired": Objective("weight", "none", "tokens", 0.2, 1.0, preference=True),
 }
