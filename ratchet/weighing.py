@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options, tuning
+from ratchet.running import last_run
 from ratchet.running.attached import attached
+from ratchet.running.up import read_running
 
 if TYPE_CHECKING:
     from ratchet.settings import Settings
@@ -44,6 +46,7 @@ def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
 def weigh(settings: Settings, own: dict[str, Any], *, quiet: bool = False) -> TuningResult:
     """Run to the end; `own` are the command's own options. Raises TuningError, UsageError, and what the rooms raise."""
     _check(settings, own)
+    _check_group_size(settings)
     say = partial(click.echo, file=sys.stderr) if quiet else click.echo
     with attached(settings, say=say) as rooms, tuning.opened(settings) as bench:
         run = _resumed(bench.store, own["resume"]) if own["resume"] else _begun(bench, own)
@@ -144,6 +147,22 @@ def _check(settings: Settings, own: dict[str, Any]) -> None:
     if not own["families"] and settings.tuner_settings().tasks is None:
         raise click.UsageError("no task set is named: give --tasks SOURCE, or set tuner.tasks")
     _plan(settings, own)
+
+
+def _check_group_size(settings: Settings) -> None:
+    """Refuse attempts that the running trainer would wait for more of. Raises UsageError."""
+    from trainer.settings import TrainerSettings
+
+    if not read_running(settings.state):
+        return
+    usual = TrainerSettings.model_fields["group_size"].default
+    running = (last_run.read(settings).get("trainer") or {}).get("group_size", usual)
+    asked = settings.trainer_settings(base_model=settings.base_model).group_size
+    if asked != running:
+        raise click.UsageError(
+            f"--attempts {asked}: the trainer that runs compares {running} attempts at a task (trainer.group_size): "
+            f"give --attempts {running}, or stop the project, and the rooms are started for this run"
+        )
 
 
 @contextmanager

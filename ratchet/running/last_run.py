@@ -20,9 +20,14 @@ _TAKEN = ("model", "base_model", "store")
 def adopt(settings: Settings, given: Collection[str] = ()) -> Settings:
     """Return the settings with model, base model and store of the project's run; `given` names what stays.
 
+    The judge is taken as well, where the settings name none.
+
     Raises SettingsError where the run's store has a password, which is not kept, and `settings` name another store.
     """
-    found = {key: value for key, value in _read(settings).items() if key in _TAKEN and key not in given}
+    ran = read(settings)
+    found = {key: value for key, value in ran.items() if key in _TAKEN and key not in given}
+    if not settings.has_judge and (judge := (ran.get("trainer") or {}).get("judge")):
+        found["trainer"] = {**settings.trainer, "judge": judge}
     store = found.get("store")
     if isinstance(store, str) and HIDDEN in store:
         if settings.store is None or shown_store(settings.store) != store:
@@ -34,7 +39,8 @@ def adopt(settings: Settings, given: Collection[str] = ()) -> Settings:
     return settings.model_copy(update=found)
 
 
-def _read(settings: Settings) -> dict[str, Any]:
+def read(settings: Settings) -> dict[str, Any]:
+    """Return the settings that the project's rooms were started with, as they were written; empty before that."""
     try:
         content = yaml.safe_load(settings.state.resolved.read_text())
     except (OSError, yaml.YAMLError):

@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from ratchet.cli import run
+from ratchet.running.last_run import adopt
+from ratchet.settings import load
 from store import open_store
 from tests.ratchet.project import Project
 from tests.trainer.tiny import build_tiny_model
@@ -88,3 +90,26 @@ def test_without_a_judge_or_tasks_it_says_what_to_give(
     monkeypatch.chdir(project.folder)
     assert run(["tune", "weights", "--workflow", AGENT, *given]) != 0
     assert words in capsys.readouterr().err
+
+
+def test_the_judge_that_a_project_was_started_with_judges_where_no_other_is_named(project: Project) -> None:
+    file = project.state / "run" / "settings.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"trainer": {"judge": JUDGE, "group_size": 4}}))
+    settings = load(project.folder / "ratchet.yaml", {("folder",): ("--folder", str(project.folder / ".ratchet"))}, {})
+    assert adopt(settings).trainer == {"judge": JUDGE}
+    own = settings.model_copy(update={"trainer": {"judge": "mine:judge"}})
+    assert adopt(own).trainer == {"judge": "mine:judge"}
+
+
+def test_attempts_that_the_running_trainer_would_wait_for_more_of_are_refused(
+    tuned: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned.up()
+    monkeypatch.chdir(tuned.folder)
+    assert run(["tune", "weights", *SMALL]) != 0
+    assert "compares 8 attempts" in capsys.readouterr().err
+    done = tuned.run("tune", "weights", "--rounds", "0", "--eval-tasks", "4", seconds=60)
+    assert done.returncode == 3, done.stdout
+    assert "on http://127.0.0.1" in done.stdout
+    assert tuned.running()["ready"], "the rooms go on"
