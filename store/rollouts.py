@@ -79,7 +79,7 @@ class Rollouts:
 
     def plan(self, planned: Sequence[Rollout]) -> None:
         """Write rollouts down before they begin; what is known stays as it is."""
-        rows = [fitting(rollouts, _row(rollout)) for rollout in planned]
+        rows = [_fitting(_row(rollout)) for rollout in planned]
         for start in range(0, len(rows), IN_MOST):
             with write(self._engine) as connection:
                 insert_new(connection, rollouts, rows[start : start + IN_MOST])
@@ -121,7 +121,7 @@ class Rollouts:
         """Write down what a judge said, or why it said nothing; a later word counts. Raises UnknownRecord."""
         if (score is None) == (judge_failure is None):
             raise ForbiddenChange(f"rollout {rollout_id}: a judge gives a score or a failure, not both, not neither")
-        values = fitting(rollouts, {"score": score, "judge": judge, "judge_failure": judge_failure})
+        values = _fitting({"score": score, "judge": judge, "judge_failure": judge_failure})
         with write(self._engine) as connection:
             connection.execute(sa.update(rollouts).where(rollouts.c.id == rollout_id).values(**values))
         return self.get(rollout_id)
@@ -167,7 +167,7 @@ class Rollouts:
         with write(self._engine) as connection:
             for rollout in over:
                 mine = sa.and_(rollouts.c.id == rollout.id, rollouts.c.state == RolloutState.PLANNED)
-                values = fitting(rollouts, {name: _row(rollout)[name] for name in _ENDS})
+                values = _fitting({name: _row(rollout)[name] for name in _ENDS})
                 if not connection.execute(sa.update(rollouts).where(mine).values(**values)).rowcount:
                     raise ForbiddenChange(f"rollout {rollout.id} is unknown, or was ended by another process")
 
@@ -190,6 +190,15 @@ def returned_by(connection: sa.Connection, trajectory_id: str) -> tuple[str | No
     if row is None:
         return None, None
     return row.task_id, Returned(response=row.response, reward=row.reward, failure=row.failure)
+
+
+def _fitting(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values that every database takes: halves of characters, which exceptions may quote, are replaced."""
+    whole = {
+        name: value.encode("utf-8", "replace").decode() if type(value) is str and not value.isascii() else value
+        for name, value in values.items()
+    }
+    return fitting(rollouts, whole)
 
 
 def _summed(column: sa.ColumnElement[Any]) -> sa.ScalarSelect[Any]:

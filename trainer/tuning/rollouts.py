@@ -257,8 +257,14 @@ def told(error: BaseException) -> str:
     """Return an exception as one sentence, with the place in the agent's code that it comes from."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:_LONGEST_FAILURE]}{where}"
+    return f"{type(error).__name__}: {_words(error)[:_LONGEST_FAILURE]}{where}"
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return " ".join(str(error).split())
+    except Exception as broken:  # noqa: BLE001  an exception of the agent's own, whose words cannot be had
+        return f"(its message cannot be read: {type(broken).__name__})"
 
 
 def counting(rollouts: Iterable[Rollout]) -> list[Rollout]:

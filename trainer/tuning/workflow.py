@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from trainer.entry_points import NotImportable, load
-from trainer.errors import WorkflowError
+from trainer.errors import WorkflowError, WorkflowFailed
 from trainer.tuning.outcome import Outcome, outcome_of
 from trainer.tuning.programs import ProgramWorkflow
 
@@ -95,10 +95,16 @@ class FunctionWorkflow:
         offered |= {"system_prompt": system_prompt, "seed": seed}
         places = [offered[name] for name in self._by_place]
         names = {name: offered[name] for name in self._by_name}
+        try:
+            return outcome_of(await self._call(places, names))
+        except SystemExit as ended:  # in a program of its own that would be the exit code
+            raise WorkflowFailed(f"it called sys.exit({ended.code!r})") from ended
+
+    async def _call(self, places: list[Any], names: dict[str, Any]) -> Any:
         if self._is_async:
-            return outcome_of(await self._function(*places, **names))
+            return await self._function(*places, **names)
         answer = await _in_a_thread(lambda: self._function(*places, **names))
-        return outcome_of(await answer if inspect.isawaitable(answer) else answer)
+        return await answer if inspect.isawaitable(answer) else answer
 
 
 def _wanted(entry_point: str, function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -143,8 +149,8 @@ async def _in_a_thread(work: Callable[[], Any]) -> Any:
         error: BaseException | None = None
         try:
             value = work()
-        except StopIteration as stopped:  # which no future may hold
-            error = RuntimeError(f"StopIteration: {stopped}")
+        except (StopIteration, SystemExit) as stopped:  # which no future may hold, or would end the event loop
+            error = WorkflowFailed(f"{type(stopped).__name__}: {stopped}")
         except BaseException as raised:  # noqa: BLE001  the agent's own error, which the caller gets
             error = raised
         if not loop.is_closed():

@@ -78,6 +78,17 @@ def test_a_failed_rollout_stays_with_its_exception_and_its_place(
     assert store.rollouts.of(tuning.id) == rollouts
 
 
+@pytest.mark.parametrize("workflow", ["fails_oddly", "fails_oddly_in_a_thread"])
+def test_no_way_of_failing_stops_the_others(
+    runner: Make, tasks: list[Task], tuning: Tuning, store: Store, workflow: str
+) -> None:
+    run(runner(workflow), jobs_of(tasks[:4]), tuning)
+    failures = [str(one.failure) for one in store.rollouts.of(tuning.id)]
+    assert [one.split(":")[0] for one in failures[1:3]] == ["Unreadable", "ValueError"]
+    assert failures[0].startswith("WorkflowFailed")
+    assert "half ? and \ufffd" in failures[2]
+
+
 def test_a_rollout_that_takes_too_long_has_failed(runner: Make, tasks: list[Task], tuning: Tuning) -> None:
     for workflow in ("hangs", "hangs_in_a_thread"):
         (ended,) = run(runner(workflow, timeout_seconds=0.1), jobs_of(tasks[:1]), tuning)

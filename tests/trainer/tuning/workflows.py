@@ -58,6 +58,25 @@ def crashes(task: dict[str, Any]) -> None:
     raise ValueError(f"no tool named {task.get('tool', 'search')}")
 
 
+class Unreadable(Exception):
+    """An exception without words."""
+
+    def __str__(self) -> str:
+        raise KeyError("no words")
+
+
+async def fails_oddly(task: dict[str, Any]) -> None:
+    """Fails in ways that few expect, by the number in the question."""
+    odd = {"0": SystemExit(3), "1": Unreadable(), "2": ValueError("half \ud800 and \0"), "3": StopAsyncIteration()}
+    raise odd[task["question"].split()[2]]
+
+
+def fails_oddly_in_a_thread(task: dict[str, Any]) -> None:
+    """The same, not async."""
+    odd = {"0": SystemExit(3), "1": Unreadable(), "2": ValueError("half \ud800 and \0"), "3": StopIteration()}
+    raise odd[task["question"].split()[2]]
+
+
 async def asks_then_crashes(task: dict[str, Any], base_url: str, api_key: str, model: str) -> None:
     """Works, and then fails."""
     await ask(task, base_url=base_url, api_key=api_key, model=model)
