@@ -25,6 +25,7 @@ from store.rollouts import returned_by, rollouts
 from store.shipping import FINISH, IDLE
 from store.states import TRAJECTORY_STEPS, CallState, TrajectoryState, origins
 from store.tasks import row_of
+from store.tunings import at_work
 
 _PAGE_MOST = 1000
 _ATTEMPTS_SEEN = 16  # at each task that is looked for
@@ -41,7 +42,8 @@ class Trajectories:
     def seal_idle(self, alias: str, now: float, idle_seconds: float, lost_after: float = 3600.0) -> list[str]:
         """Seal an alias's open trajectories that have been still for `idle_seconds`; return their ids.
 
-        A call under way keeps its trajectory open, unless it began more than `lost_after` seconds ago.
+        A call under way keeps its trajectory open, unless it began more than `lost_after` seconds ago; a rollout whose
+        workflow has not returned does, unless it has been still for that long.
         """
         runs = schema.trajectories
         still = (
@@ -49,6 +51,7 @@ class Trajectories:
             runs.c.state == TrajectoryState.OPEN,
             runs.c.last_active_at <= now - idle_seconds,
             ~_under_way(now, lost_after),
+            sa.or_(~at_work(runs.c.id), runs.c.last_active_at <= now - lost_after),
         )
         with write(self._engine) as connection:
             return list(

@@ -11,7 +11,8 @@ import sqlalchemy as sa
 from store.database import read, write
 from store.errors import ForbiddenChange, UnknownRecord
 from store.ids import new_id
-from store.states import TUNING_STEPS, TuningKind, TuningState, check
+from store.rollouts import rollouts
+from store.states import TUNING_STEPS, RolloutState, TuningKind, TuningState, check
 from store.tables import ID, JSON, TIME, metadata, one_of
 from store.tuning_records import Tuning
 
@@ -76,11 +77,17 @@ class Tunings:
         return self.get(tuning_id)
 
     def resume(self, tuning_id: str) -> Tuning:
-        """Let a run go on that was stopped, failed or killed. Raises ForbiddenChange, UnknownRecord."""
+        """Let a run go on that was stopped, failed or killed. Raises ForbiddenChange, UnknownRecord.
+
+        What it planned and never ended is forgotten: whoever was to make it is gone. What that called stays as traffic.
+        """
         state = self.get(tuning_id).state
         if state is not TuningState.RUNNING:
             check(TUNING_STEPS, state, TuningState.RUNNING, f"tuning {tuning_id}")
             self._change(tuning_id, state, state=TuningState.RUNNING, error=None, ended_at=None)
+        planned = sa.and_(rollouts.c.tuning_id == tuning_id, rollouts.c.state == RolloutState.PLANNED)
+        with write(self._engine) as connection:
+            connection.execute(sa.delete(rollouts).where(planned))
         return self.get(tuning_id)
 
     def get(self, tuning_id: str) -> Tuning:
@@ -107,6 +114,16 @@ class Tunings:
         query = sa.select(tunings).where(where).order_by(tunings.c.id.desc()).limit(limit)
         with read(self._engine) as connection:
             return [_tuning(row) for row in connection.execute(query)]
+
+
+def at_work(trajectory_id: sa.ColumnElement[str]) -> sa.ColumnElement[bool]:
+    """Return whether a trajectory is a rollout whose workflow has not returned, of a run that goes on."""
+    return sa.exists().where(
+        rollouts.c.id == trajectory_id,
+        rollouts.c.state == RolloutState.PLANNED,
+        tunings.c.id == rollouts.c.tuning_id,
+        tunings.c.state == TuningState.RUNNING,
+    )
 
 
 def _tuning(row: Any) -> Tuning:

@@ -124,6 +124,32 @@ def test_a_judges_failure_is_never_a_number_and_its_later_word_counts(store: Sto
             store.rollouts.score("roll_1", score, "rule", failure)
 
 
+def test_a_rollout_between_two_calls_is_not_taken_for_idle(store: Store) -> None:
+    run = _planned(store, "roll_1", "roll_2", "roll_3")
+    for name in ("roll_1", "roll_2", "ordinary"):
+        answered_trajectory(store, name)
+    store.rollouts.end("roll_2", began_at=1.0, ended_at=2.0)
+    last = max(store.trajectories.last_active(["roll_1", "roll_2", "ordinary"]).values())
+    assert sorted(store.trajectories.seal_idle("agent", last + 60.0, 1.5)) == ["ordinary", "roll_2"]
+    assert store.trajectories.seal_idle("agent", last + 3601.0, 1.5) == ["roll_1"]  # nobody works for so long
+    answered_trajectory(store, "roll_3")
+    assert store.trajectories.seal_idle("agent", last + 60.0, 1.5) == []
+    store.tunings.end(run, "stopped")
+    assert store.trajectories.seal_idle("agent", last + 60.0, 1.5) == ["roll_3"]
+
+
+def test_what_a_killed_run_planned_is_forgotten_when_it_goes_on(store: Store) -> None:
+    run = _planned(store, "roll_1", "roll_2")
+    store.rollouts.end("roll_2", began_at=1.0, ended_at=2.0)
+    other = _planned(store, "roll_3")
+    answered_trajectory(store, "roll_1")
+    store.tunings.resume(run)
+    assert [one.id for one in store.rollouts.of(run)] == ["roll_2"]
+    assert [one.id for one in store.rollouts.of(other)] == ["roll_3"]
+    last = store.trajectories.last_active(["roll_1"])["roll_1"]
+    assert store.trajectories.seal_idle("agent", last + 60.0, 1.5) == ["roll_1"]
+
+
 def test_the_trajectory_of_an_ended_rollout_is_sealed_once_every_proxy_has_shipped(store: Store) -> None:
     _planned(store, "roll_1", "roll_2", "roll_3")
     for name in ("roll_1", "roll_2"):
