@@ -165,7 +165,7 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def eventually(claim: Callable[[], Any], seconds: float = 5.0) -> Any:
+def eventually(claim: Callable[[], Any], seconds: float = 20.0) -> Any:
     """Return the claim's first true value; fail when it does not become true in time."""
     until = time.monotonic() + seconds
     while True:
