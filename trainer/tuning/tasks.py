@@ -84,7 +84,7 @@ class TaskSet:
         Raises SplitNotFound, RowBroken, TaskSetEmpty.
         """
         self.check(split)
-        return itertools.islice(self._tasks(split, on_duplicate or self._tell), limit)
+        return itertools.islice(self._tasks(split, on_duplicate), limit)
 
     def preview(self, split: str, n: int = 2) -> list[Mapping[str, Any]]:
         """Return the first rows of a split as they are. Raises as `rows` does."""
@@ -122,8 +122,9 @@ class TaskSet:
                 + ("; --test-share 0.2 makes a test split of one" if len(self._rows_of) == 1 else "")
             )
 
-    def _tasks(self, split: str, on_duplicate: Callable[[int, int], None]) -> Iterator[Task]:
+    def _tasks(self, split: str, on_duplicate: Callable[[int, int], None] | None) -> Iterator[Task]:
         seen: dict[int, int] = {}  # id -> number of the first row that has it
+        again = 0
         for number, (_, row) in enumerate(self._rows_of[split](), 1):
             task = Task(content_id(row), row, split, number, self.name)
             if self._chosen is not None and not self._chosen(task):
@@ -131,13 +132,14 @@ class TaskSet:
             first = seen.setdefault(int(task.id, 16), number)
             if first == number:
                 yield task
-            else:
+            elif on_duplicate is not None:
                 on_duplicate(first, number)
+            else:
+                again += 1
         if not seen:
             raise self._empty(split)
-
-    def _tell(self, first: int, again: int) -> None:
-        log.warning("event=duplicate_task set=%s row=%d same_as=%d", self.name, again, first)
+        if again:
+            log.warning("event=duplicate_tasks set=%s split=%s rows=%d kept=%d", self.name, split, again, len(seen))
 
     def _empty(self, split: str) -> TaskSetEmpty:
         return TaskSetEmpty(f"task set {self.name}: split {split} of {self.source} holds no row")

@@ -134,7 +134,10 @@ def test_equal_rows_are_one_task_and_told(tmp_path: Path, caplog: pytest.LogCapt
     file = write(tmp_path / "a.jsonl", [*ROWS, dict(reversed(ROWS[0].items()))])
     with caplog.at_level(logging.WARNING):
         assert [task.number for task in TaskSet.open(file).rows("train")] == [1, 2]
-    assert "row=3 same_as=1" in caplog.text
+    assert "rows=1 kept=2" in caplog.text
+    told: list[tuple[int, int]] = []
+    assert len(list(TaskSet.open(file).rows("train", on_duplicate=lambda *pair: told.append(pair)))) == 2
+    assert told == [(1, 3)]
 
 
 def test_one_split_is_divided_by_content_and_no_task_is_in_both(tmp_path: Path) -> None:
