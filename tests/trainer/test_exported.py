@@ -153,6 +153,8 @@ def test_what_was_imitated_and_what_was_evaluated_is_told(store: Store) -> None:
     )
     tuning = store.tunings.begin("eval", "agent", {})
     store.tunings.end(tuning.id, "done", plain(result))
+    lessons = store.tunings.begin("reflexion", "agent", {})  # it measures nothing itself: the gate does
+    store.tunings.end(lessons.id, "done", {"families": {}})
     card = model_card(gather(store, store.policies.get("agent", 1), "base", {}), merged=True)
     assert "2 trajectories (2 demonstration) were imitated in a warm start, beside 5 rows of general chat data." in card
     assert "0 trajectories in 0 groups" in card

@@ -19,6 +19,7 @@ from trainer.gating.gate import Action, Decision, decide
 from trainer.gating.gate_settings import GateSettings
 from trainer.gating.second_opinion import ask, pair_up
 from trainer.judges import Judge
+from trainer.publishing.candidates import name_of
 
 log = logging.getLogger(__name__)
 
@@ -94,13 +95,13 @@ class Gatekeeper:
                 return
         self._store.policies.promote(self._alias, canary.version, evidence, by=_GATE, reason=decision.reason)
         self.pending = False
-        log.info("event=policy_promoted policy=%s reason=%r", canary.served_name, decision.reason)
+        log.info("event=policy_promoted policy=%s reason=%r", name_of(canary), decision.reason)
 
     def _hold(self, canary: Policy, reason: str, evidence: dict[str, Any]) -> None:
         self._store.policies.hold(self._alias, canary.version, evidence, by=_GATE, reason=reason)
         remedy = f"`ratchet policies promote {self._alias}` or `ratchet policies rollback {self._alias}`"
-        self._store.alarms.raise_(f"held:{self._alias}", f"{canary.served_name} waits for a person: {reason}; {remedy}")
-        log.warning("event=policy_held policy=%s reason=%r", canary.served_name, reason)
+        self._store.alarms.raise_(f"held:{self._alias}", f"{name_of(canary)} waits for a person: {reason}; {remedy}")
+        log.warning("event=policy_held policy=%s reason=%r", name_of(canary), reason)
 
     def _roll_back(self, canary: Policy, live: Policy, decision: Decision) -> None:
         rejected = self._store.policies.roll_back(
@@ -108,7 +109,7 @@ class Gatekeeper:
         )
         self._store.alarms.clear(f"held:{self._alias}")
         self.pending = False
-        names = ",".join(policy.served_name for policy in rejected)
+        names = ",".join(map(name_of, rejected))
         log.warning("event=policy_rolled_back policies=%s to=%s reason=%r", names, live.version, decision.reason)
 
     def _drop_rejected(self) -> None:

@@ -37,6 +37,11 @@ def is_learnt(policy: Policy) -> bool:
     return policy.round_id is not None
 
 
+def name_of(policy: Policy) -> str:
+    """Return what people call a version; vLLM's name of it may be another one's."""
+    return f"{policy.alias}@{policy.version}"
+
+
 def _first(waiting: Sequence[Policy]) -> Policy | None:
     learnt = [policy for policy in waiting if is_learnt(policy)]
     return next(iter((learnt or list(waiting))[-1:]), None)

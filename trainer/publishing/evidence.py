@@ -15,7 +15,7 @@ from store import Store
 from store.decisions import Decision
 from store.lineage import Trained
 from store.records import Policy
-from store.states import TuningState
+from store.states import TuningKind, TuningState
 from store.tuning_records import Prompt
 from trainer.learning_report import LearningReport, learning_report
 from trainer.tuning.results import TuningResult, read
@@ -69,7 +69,8 @@ def gather(store: Store, policy: Policy, base_model: str, versions: Mapping[str,
 
 
 def _evaluations(store: Store, name: str) -> list[TuningResult]:
-    done = [one for one in store.tunings.page(limit=_TUNINGS) if one.state is TuningState.DONE]
+    tunings = store.tunings.page(limit=_TUNINGS)
+    done = [one for one in tunings if one.state is TuningState.DONE and one.kind is not TuningKind.REFLEXION]
     found = [read(one.result) for one in done if one.result]
     return [one for one in found if one.gain is not None and name in (one.gain.candidate, one.gain.against)]
 

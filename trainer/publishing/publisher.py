@@ -18,7 +18,7 @@ from store.records import BASE_VERSION, Policy
 from store.states import PolicyState
 from trainer.errors import AdapterRefused
 from trainer.gating.evaluation import Evaluator
-from trainer.publishing.candidates import is_learnt
+from trainer.publishing.candidates import is_learnt, name_of
 from trainer.publishing.engine import Replica
 from trainer.publishing.proof import Proof, prove
 
@@ -139,8 +139,8 @@ class Publisher:
     def _reject(self, candidate: Policy, reason: str, proofs: dict[str, Proof]) -> bool:
         told = _evidence(proofs) | {"reason": reason}
         self._store.policies.reject(self._alias, candidate.version, told, reason=reason)
-        self._store.alarms.raise_(f"swap_refused:{self._alias}", f"{candidate.served_name} was not made live: {reason}")
-        log.error("event=policy_rejected policy=%s reason=%r", candidate.served_name, reason)
+        self._store.alarms.raise_(f"swap_refused:{self._alias}", f"{name_of(candidate)} was not made live: {reason}")
+        log.error("event=policy_rejected policy=%s reason=%r", name_of(candidate), reason)
         self._unload(candidate)
         return False
 
@@ -148,7 +148,7 @@ class Publisher:
         """Reject a candidate that is worse; that is no fault, so there is no alarm."""
         self._store.policies.reject(self._alias, candidate.version, evidence, by="evaluation", reason=reason)
         self._store.alarms.clear(f"swap_refused:{self._alias}")
-        log.warning("event=policy_turned_down policy=%s reason=%r", candidate.served_name, reason)
+        log.warning("event=policy_turned_down policy=%s reason=%r", name_of(candidate), reason)
         self._unload(candidate)
         return False
 
@@ -200,11 +200,10 @@ def _shown(candidate: Policy, live: Policy, proofs: dict[str, Proof]) -> str:
 def _spare(policies: Sequence[Policy], pinned: Set[str], keep: int) -> set[str]:
     """Return the names of the old adapters that nobody needs, but for the newest `keep` old ones."""
     old = (PolicyState.RETIRED, PolicyState.REJECTED)
-    needed = {p.served_name for p in policies if p.state not in old or f"{p.alias}@{p.version}" in pinned}
-    names = list(dict.fromkeys(p.served_name for p in policies if p.state in old and p.adapter))
     serving = {p.served_name for p in policies if p.state not in old}
-    names = [name for name in names if name not in serving]
-    return set(names[: max(0, len(names) - keep)]) - needed
+    held = {p.served_name for p in policies if name_of(p) in pinned}
+    names = list(dict.fromkeys(p.served_name for p in policies if p.adapter and p.served_name not in serving))
+    return set(names[: max(0, len(names) - keep)]) - held
 
 
 def _evidence(proofs: dict[str, Proof]) -> dict[str, object]:

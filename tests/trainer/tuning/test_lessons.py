@@ -250,6 +250,9 @@ def test_the_command_shows_lessons_and_tries_them(project: Project, scripted: Sc
     assert store.policies.get("agent", 1).share == 0.25
     (run,) = store.tunings.page(kind="reflexion")
     assert (run.state, (run.result or {})["promoted"]) == ("done", "agent@1")
+    listed = project.run("tune", "runs", "--store", url)
+    assert (listed.returncode, "reflexion" in listed.stdout) == (0, True)
+    assert project.run("tune", "report", "--store", url).returncode == 1  # nothing is measured on held-out tasks
     again = project.run(*asked, *named)
     assert again.returncode == 1
     assert "is a canary" in again.stdout
