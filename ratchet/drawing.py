@@ -24,6 +24,9 @@ def draw_tensorboard(settings: Settings, folder: Path) -> int:
     with options.opened_store(settings.store_url) as store:
         monitor = open_monitor("tensorboard", folder, settings.model)
         try:
-            return replay(store, settings.model, monitor)
+            count = replay(store, settings.model, monitor)
         finally:
             monitor.close()
+    if not count:
+        raise FaceError(f"the store holds no round of {settings.model} and no decision about it: set `model`")
+    return count

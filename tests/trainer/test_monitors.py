@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record
 
 from store import Store
+from tests.ratchet.project import wait_for
 from tests.records import judged_group
 from trainer.monitors.monitoring import MonitorName, check_installed, monitored
 from trainer.settings import TrainerSettings
@@ -22,6 +23,7 @@ WAIT = 60.0  # seconds: a busy machine may take its time
 NUMBERS = {
     "reward": 0.5, "loss": -0.1, "entropy": 1.25, "kl": 0.01, "tokens_trained": 30, "trajectories": 4,
     "untrained_tokens": {"greedy": 10}, "families": {"math": {"reward": 0.75}},
+    "warm_start": {"settings": {"epochs": 3}},
 }  # fmt: skip
 
 
@@ -51,6 +53,8 @@ def read_wandb(file: Path) -> Iterator[dict[str, Any]]:
             place += 32768 - place % 32768
             continue
         _, length, kind = struct.unpack_from("<IHB", content, place)
+        if place + 7 + length > len(content):  # it is being written
+            return
         whole += content[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # the whole record, or the last part of one
@@ -70,6 +74,7 @@ def test_tensorboard_draws_rounds_and_decisions_by_version(store: Store, tmp_pat
     assert curve(read, "left_out_tokens/greedy") == [(1, 10), (2, 10)]
     assert curve(read, "round/tokens_per_trajectory") == [(1, 10), (2, 10)]
     assert curve(read, "decision/proof/worst") == [(1, 0.001), (2, 0.001)]
+    assert not [name for name in read.Tags()["scalars"] if "settings" in name]
     notes = [one.tensor_proto.string_val[0] for one in read.Tensors("decision")]
     assert notes[-1] == b"agent@2: promote by proof: its logprobs are the trainer's"
 
@@ -99,6 +104,8 @@ def test_wandb_keeps_an_offline_run(store: Store, tmp_path: Path, monkeypatch: p
     with monitored(store, "agent", ["wandb"], tmp_path, WAIT):
         committed_round(store, 2, reward=0.75)
     (run,) = (tmp_path / "wandb" / "wandb").glob("offline-run-*/run-*.wandb")
+    # W&B's own process writes the file, and a moment after the run has ended.
+    wait_for("every row is written", lambda: len(list(read_wandb(run))) == 4, WAIT)
     rows = list(read_wandb(run))
     assert [(row["version"], row["round/reward"]) for row in rows if "round/reward" in row] == [(1, 0.5), (2, 0.75)]
     assert rows[-1]["decision/note"] == "agent@2: promote by proof: its logprobs are the trainer's"

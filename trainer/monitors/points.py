@@ -14,6 +14,7 @@ from store.states import RoundState
 from trainer.monitors import Point
 
 _MOST = 1000  # rounds or decisions of one look
+_SETTINGS = "settings"
 _MOST_VALUES = 200  # of one point: what others named can be many
 
 
@@ -68,6 +69,8 @@ def numbers(content: Mapping[str, Any], name: str) -> Iterator[tuple[str, float]
 def _numbers(content: Mapping[str, Any], name: str) -> Iterator[tuple[str, float]]:
     for key, value in content.items():
         path = f"{name}/{str(key).replace('/', '_')}"
+        if key == _SETTINGS:  # they do not change with the version
+            continue
         if isinstance(value, Mapping):
             yield from _numbers(value, path)
         elif isinstance(value, int | float) and math.isfinite(value):
