@@ -97,9 +97,12 @@ class Tunings:
             raise UnknownRecord(f"no tuning {tuning_id}; `ratchet tune runs` shows the ids")
         return found[0]
 
-    def page(self, kind: str | None = None, limit: int = 100, before: str | None = None) -> list[Tuning]:
+    def page(
+        self, kind: str | None = None, limit: int = 100, before: str | None = None, state: str | None = None
+    ) -> list[Tuning]:
         """Return at most `limit`, newest first, older than the id `before`."""
         where = [tunings.c.kind == kind] if kind else []
+        where += [tunings.c.state == state] if state else []
         where += [tunings.c.id < before] if before else []
         return self._select(sa.and_(sa.true(), *where), min(limit, 1000))
 

@@ -363,6 +363,7 @@ class Daemon:
             candidate = next_candidate(self._store, self.settings.model)
             if candidate is None:
                 return False
+            self._renew()  # after a warm start, or a round that came to nothing
             self._publisher.publish(candidate, self._school.probes(candidate), self.learner.score)
         except ForbiddenChange as overtaken:  # a person decided meanwhile
             log.info("event=publish_overtaken reason=%r", str(overtaken))

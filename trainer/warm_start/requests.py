@@ -81,8 +81,8 @@ class WarmStarts:
         self._store.tunings.end(asked.id, TuningState.FAILED, error=f"warm start: {reason}")
 
     def _asking(self) -> list[Tuning]:
-        newest = self._store.tunings.page("weights", limit=_NEWEST)
-        running = [one for one in newest if one.state is TuningState.RUNNING and one.alias == self._settings.model]
+        newest = self._store.tunings.page("weights", limit=_NEWEST, state=TuningState.RUNNING)
+        running = [one for one in newest if one.alias == self._settings.model]
         asking = [one for one in reversed(running) if WARM_START in one.config and one.id not in self._answered]
         return [one for one in asking if (one.result or {}).get("stage") == WARM_START]
 
