@@ -180,6 +180,12 @@ def _add_policies(api: FastAPI, store: Store) -> None:
         """Every decision about a version with its evidence, newest first."""
         return _page([_plain(decision) for decision in store.decisions.of(alias, version)])
 
+    @api.get("/policies/{version}/prompt")
+    def prompt(version: int, alias: str) -> Response:
+        """The prompt that the proxy swaps in for a version; null where it has none."""
+        name = store.policies.get(alias, version).prompt_id
+        return _json({"prompt": _plain(store.prompts.get(name)) if name else None})
+
     @api.post("/policies/{version}/promote")
     def promote(version: int, alias: str, order: _Order) -> Response:
         """Make a version live by hand."""

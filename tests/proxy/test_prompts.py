@@ -129,6 +129,14 @@ def test_text_completions_have_no_system_prompt(proxy: Proxy, vllm: ScriptedVllm
     assert vllm.calls[-1]["prompt"] == "Once"
 
 
+def test_operators_read_a_versions_prompt(proxy: Proxy) -> None:
+    made = give(proxy)
+    told = proxy.http.get(f"/api/policies/{made.version}/prompt", params={"alias": "agent"}).json()
+    assert (told["prompt"]["id"], told["prompt"]["text"]) == (made.prompt_id, PROMPT)
+    assert proxy.http.get("/api/policies/0/prompt", params={"alias": "agent"}).json() == {"prompt": None}
+    assert proxy.http.get("/api/policies/9/prompt", params={"alias": "agent"}).status_code == 404
+
+
 def test_tokens_are_counted_with_the_prompt(proxy: Proxy) -> None:
     body = {"model": "agent", "messages": [USER], "system": "Be nice."}
 
