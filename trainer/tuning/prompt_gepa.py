@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _PART = "system_prompt"  # the one component of a candidate
 _PERFECT = 1.0  # of judges whose scores end there: nothing is to be learnt from such rollouts
-_IDLE = 10  # iterations without a new rollout, after which nothing new will come
+_IDLE = 10  # iterations without a new prompt, after which none will come
 
 
 class Gepa:
@@ -30,16 +30,17 @@ class Gepa:
         """Search; see PromptOptimizer."""
         known = evaluate.scores(seed_prompt, search.validation)
         unit = max(known) <= _PERFECT  # else nobody knows what a perfect score is
+        adapter = _Adapter(evaluate, reflection, seed_prompt)
         with taken_up():
             optimize(
                 seed_candidate={_PART: seed_prompt},
                 trainset=list(search.train),
                 valset=list(search.validation),
-                adapter=_Adapter(evaluate, reflection),
+                adapter=adapter,
                 reflection_minibatch_size=min(search.at_once, len(search.train)),
                 skip_perfect_score=unit,
                 perfect_score=_PERFECT,
-                stop_callbacks=_Idle(evaluate, max(_IDLE, 2 * len(search.train) // search.at_once)),
+                stop_callbacks=_Idle(adapter, max(_IDLE, 2 * len(search.train) // search.at_once)),
                 logger=_Quiet(),
                 track_best_outputs=False,
                 seed=search.seed,
@@ -50,9 +51,10 @@ class Gepa:
 class _Adapter(GEPAAdapter[str, str, None]):
     """GEPA's seam: a data instance and a trajectory are both the id of a task."""
 
-    def __init__(self, evaluate: Evaluate, reflection: Reflection) -> None:
+    def __init__(self, evaluate: Evaluate, reflection: Reflection, seed_prompt: str) -> None:
         self._evaluate = evaluate
         self._reflection = reflection
+        self.proposed = {seed_prompt}
         self.propose_new_texts = self._propose
 
     def evaluate(
@@ -81,24 +83,28 @@ class _Adapter(GEPAAdapter[str, str, None]):
         examples: list[Example] = [row["example"] for row in reflective_dataset[_PART]]
         try:
             with carried_out():
-                return {_PART: self._reflection.propose(candidate[_PART], examples)}
+                prompt = self._reflection.propose(candidate[_PART], examples)
         except Unanswered:
             return {}  # no proposal: an Exception would be asked again
+        if prompt in self.proposed:
+            return {}
+        self.proposed.add(prompt)
+        return {_PART: prompt}
 
 
 class _Idle:
-    """Ends a search that goes round in circles: every pair that it asks for is paid already."""
+    """Ends a search that goes round in circles: nothing is left to improve, or nothing new is proposed."""
 
-    def __init__(self, evaluate: Evaluate, most: int) -> None:
-        self._evaluate = evaluate
+    def __init__(self, adapter: _Adapter, most: int) -> None:
+        self._adapter = adapter
         self._most = most
-        self._paid = -1
+        self._proposed = 0
         self._rounds = 0
 
     def __call__(self, gepa_state: Any) -> bool:
-        paid = self._evaluate.paid
-        self._rounds = 0 if paid != self._paid else self._rounds + 1
-        self._paid = paid
+        proposed = len(self._adapter.proposed)
+        self._rounds = 0 if proposed != self._proposed else self._rounds + 1
+        self._proposed = proposed
         return self._rounds >= self._most
 
 

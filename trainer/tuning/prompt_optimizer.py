@@ -34,10 +34,6 @@ class Example:
 class Evaluate(Protocol):
     """What prompts score. Pairs of prompt and task that were paid for once are not paid for again."""
 
-    @property
-    def paid(self) -> int:
-        """Rollouts that the search has begun so far."""
-
     def scores(self, prompt: str, task_ids: Sequence[str]) -> list[float]:
         """Return a score for each task. Raises Unjudged where one has none, BudgetSpent, TuningError."""
 

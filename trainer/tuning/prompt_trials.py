@@ -88,11 +88,6 @@ class Trials:
             self._prompts[SEED] = seed_prompt
             self._names[seed_prompt] = SEED
 
-    @property
-    def paid(self) -> int:
-        """Rollouts that were begun so far."""
-        return self._budget.begun
-
     def text(self, task_id: str) -> str:
         """Return a task as text, bounded."""
         return shortened(json.dumps(dict(self._tasks[task_id].row), ensure_ascii=False, default=str), _LONGEST_TASK)
