@@ -1,13 +1,15 @@
 """`ratchet doctor --workflow`: a few attempts at one task, and every reason why training on such would be a no-op.
 
-Promises: the attempts are real rollouts through a real proxy; what they leave in the store is dropped at once and never
-trained; each step passes, or fails with all its reasons and their remedies.
+Promises: the attempts are real rollouts through a real proxy, of purpose `eval`: they are never trained, and dropped at
+once; each step passes, or fails with all its reasons and their remedies.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,7 +98,7 @@ def _proxy(url: str) -> Finding:
 def _jobs(task: Task, attempts: int) -> list[Any]:
     from trainer.tuning.rollouts import Job
 
-    return [Job(task, attempt, candidate="doctor", purpose="live") for attempt in range(attempts)]
+    return [Job(task, attempt, candidate="doctor") for attempt in range(attempts)]
 
 
 def _transcripts(store: Store, rollouts: list[Rollout]) -> list[Transcript]:
@@ -162,9 +164,10 @@ def _by_step(reasons: list[Reason], seen: dict[str, str]) -> Iterator[Finding]:
 
 
 def _forget(store: Store, transcripts: list[Transcript]) -> None:
-    """Put the attempts aside, so that nothing is learnt from them."""
-    import time
+    """Put the attempts aside. They are of an evaluation, never trained; a trainer that is quicker does the same."""
+    from store.errors import ForbiddenChange
 
     for one in transcripts:
-        store.trajectories.seal(one.trajectory.id, time.time())
-    store.trajectories.drop([one.trajectory.id for one in transcripts], _DROPPED)
+        with contextlib.suppress(ForbiddenChange):
+            store.trajectories.seal(one.trajectory.id, time.time())
+            store.trajectories.drop([one.trajectory.id], _DROPPED)

@@ -35,7 +35,8 @@ def vllm_url() -> Iterator[str]:
 @pytest.fixture
 def proxy(vllm_url: str, tmp_path: Path) -> Iterator[Proxy]:
     store = open_store(str(tmp_path / "store.db"))
-    with running(vllm_url, store, tmp_path) as started:
+    other = {"model_name": "teacher", "litellm_params": {"model": "hosted_vllm/tiny-base", "api_base": vllm_url}}
+    with running(vllm_url, store, tmp_path, model_list=(other,)) as started:
         yield started
     store.close()
 
@@ -100,6 +101,11 @@ def test_an_agent_that_asks_for_another_model_is_named(found: Examine) -> None:
     wrong = failed(found("asks_greedily", task=TASK | {"model": "gpt-unknown"}))
     assert "2 of 2 failed: NotFoundError: " in wrong["rollouts"]
     assert "gpt-unknown" in wrong["rollouts"]
+
+
+def test_calls_to_a_model_that_is_not_trained_are_named(found: Examine) -> None:
+    wrong = failed(found("asks_greedily", task=TASK | {"model": "teacher"}))
+    assert "ask for the model, that it is given" in wrong["calls"]
 
 
 def test_calls_that_the_engine_told_no_ids_of_are_named(found: Examine) -> None:

@@ -20,7 +20,7 @@ from store.tuning_records import Rollout
 from trainer.crediting.roles import Roles
 from trainer.judges import Judge
 from trainer.learning.rows import build_rows
-from trainer.reasons import DROPPED, left_out
+from trainer.reasons import left_out
 from trainer.settings import TrainerSettings
 from trainer.tuning.scoring import NO_CALL
 from trainer.tuning.settings import TunerSettings
@@ -49,7 +49,7 @@ def of_rollouts(rollouts: Sequence[Rollout]) -> Iterator[Reason]:
 def of_calls(transcripts: Sequence[Transcript], task_id: str, alias: str, roles: Roles) -> Iterator[Reason]:
     """Yield why what the agent sampled could not be trained."""
     if not transcripts:
-        yield Reason("calls", NO_CALL, "use base_url (OPENAI_BASE_URL in a program), and look at the proxy's log")
+        yield Reason("calls", NO_CALL, "in a program: OPENAI_BASE_URL and OPENAI_MODEL; look at the proxy's log")
     tokens: Counter[str] = Counter()
     trained = 0
     for transcript in transcripts:
@@ -69,8 +69,6 @@ def of_calls(transcripts: Sequence[Transcript], task_id: str, alias: str, roles:
 def _of_runs(transcripts: Sequence[Transcript], task_id: str, alias: str) -> Iterator[Reason]:
     """Yield why the trajectories would not be grouped as attempts at the task."""
     runs = [one.trajectory for one in transcripts]
-    for purpose in sorted({run.purpose for run in runs} - {"live"}):
-        yield Reason("calls", f"the calls are recorded as {purpose!r}", DROPPED.get(purpose, "only `live` is trained"))
     for other in sorted({run.alias for run in runs} - {alias}):
         yield Reason("calls", f"the agent asked for {other!r}, and {alias!r} is what is trained", "use the given model")
     if any(run.task != task_id for run in runs):

@@ -25,7 +25,10 @@ SCORES = "scores"  # the work that progress is told of
 WORKFLOW = "workflow"  # who gave the score where that is the workflow itself
 _LOOK_EVERY = 0.05  # seconds
 
-NO_CALL = "no call of this rollout reached the proxy: the workflow must send its calls to the base_url that it is given"
+NO_CALL = (
+    "no call of this rollout reached the proxy: the workflow must use the base_url, and ask for the model, that it is "
+    "given"
+)
 NO_JUDGE = "there is no judge, and the workflow returned no reward: give --judge, or return {response, reward}"
 
 
