@@ -145,9 +145,11 @@ def _ran(bench: tuning.Bench, run: Tuning) -> Outcome:
 
     from trainer.tuning.prompt_run import Tools
     from trainer.tuning.prompt_run import run as run_
+    from trainer.tuning.select_model import known_models
 
     with tuning.ending(bench.store, run.id, _COMMAND):
         click.echo(f"{run.id}: `{_COMMAND} --resume {run.id}` goes on with it, whatever happens", err=True)
+        known_models(bench.proxy_url, bench.api_key)  # a proxy that does not answer is told before anything runs
         asked: TunerSettings = bench.tuner
         reflection = asked.reflection
         tools = Tools(

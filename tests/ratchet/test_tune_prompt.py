@@ -144,6 +144,10 @@ def test_a_run_that_was_killed_goes_on_by_its_id_alone_and_pays_for_nothing_twic
     [
         ({"reflection-url": "http://127.0.0.1:1"}, "--reflection-url and --reflection-model belong together"),
         ({}, "tuner.reflection"),
+        (
+            {"reflection-url": "http://127.0.0.1:1", "reflection-model": "x", "proxy": "http://127.0.0.1:9"},
+            "the proxy at http://127.0.0.1:9 does not list its models",
+        ),
     ],
 )
 def test_what_is_missing_is_named(circle: Circle, given: dict[str, str], told: str) -> None:

@@ -124,8 +124,11 @@ class PromptTuning:
         if seed is None:
             probed = plan.sets.train[:PROBES]
             self._trials.roll([(SEED, task, 0) for task in probed])
-            seen = [self._trials.transcript(SEED, task) for task in probed]
-            seed = captured([one for one in seen if one is not None], plan.mode)
+            seen = [one for task in probed if (one := self._trials.transcript(SEED, task)) is not None]
+            failure = self._trials.failure_of_all(SEED, probed)
+            if failure is not None and not seen:
+                raise TooManyFailures(f"the agent fails before it calls a model: {failure}")
+            seed = captured(seen, plan.mode)
         self._trials.begin(seed.text, plan.sets.validation, as_it_comes=seed.as_it_comes, mode=seed.mode)
         return seed
 

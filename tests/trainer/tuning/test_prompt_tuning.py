@@ -222,6 +222,14 @@ def test_a_seed_prompt_whose_rollouts_all_fail_ends_the_run_with_their_reason(
         World(store, reflection_server, fails=lambda job: True).run()
 
 
+def test_an_agent_that_fails_before_it_calls_a_model_ends_the_run_with_its_reason(
+    store: Store, reflection_server: ScriptedReflectionModel
+) -> None:
+    plan = Plan(SETS, attempts=1, seed=1)  # the seed is to be read from what the agent sends
+    with pytest.raises(TooManyFailures, match="fails before it calls a model: RuntimeError: scripted"):
+        World(store, reflection_server, fails=lambda job: True).run(plan)
+
+
 def test_a_judge_that_fails_on_the_seed_ends_the_run_and_says_so(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
