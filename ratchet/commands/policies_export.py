@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -21,6 +21,12 @@ _FOLDER = click.Path(path_type=Path)
 @click.command()
 @click.argument("policy", metavar="ALIAS@VERSION")
 @click.option("--merged", type=_FOLDER, metavar="DIR", help="Merge the adapter into the base model, into a new folder.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32"]),
+    default="auto",
+    help="Numbers of the merged model: the base model's, or float32, which rounds nothing.  [default: auto]",
+)
 @click.option("--adapter", type=_FOLDER, metavar="DIR", help="Copy the adapter alone, into a new folder.")
 @options.base_model
 @options.store_url
@@ -30,6 +36,7 @@ def export(
     context: click.Context,
     policy: str,
     merged: Path | None,
+    dtype: Literal["auto", "float32"],
     adapter: Path | None,
     base_model: str | None,
     store: str | None,
@@ -59,7 +66,7 @@ def export(
         found, source = _exportable(opened, policy)
         card = model_card(gather(opened, found, base, versions()), merged=merged is not None)
     if merged:
-        export_merged(base, source, folder, card)
+        export_merged(base, source, folder, card, dtype)
     else:
         export_adapter(source, folder, card)
     click.echo(f"{policy}: {folder}, with its card in {folder / 'README.md'}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -57,6 +58,22 @@ def test_the_merged_models_logits_are_those_of_base_and_adapter(
         ours.apply_chat_template(chat, tokenize=True)["input_ids"]
         == (theirs.apply_chat_template(chat, tokenize=True)["input_ids"])
     )
+
+
+def test_a_base_model_in_bfloat16_rounds_the_adapter_unless_float32_is_asked_for(
+    tiny_model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "base")
+    wide = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    adapted = logits(PeftModel.from_pretrained(wide, str(adapter)))
+    far: dict[str, float] = {}
+    kinds: tuple[Literal["auto", "float32"], ...] = ("auto", "float32")
+    for dtype in kinds:
+        export_merged(str(tmp_path / "base"), adapter, tmp_path / dtype, "card", dtype)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / dtype, dtype=torch.float32)
+        far[dtype] = float((logits(merged) - adapted).abs().max())
+    assert far["float32"] < 1e-4 < far["auto"]
 
 
 def test_an_export_is_whole_or_not_there(tiny_model: Path, adapter: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trainer.errors import CheckpointDamaged
 from trainer.publishing import checkpoint
@@ -17,15 +17,19 @@ CARD = "README.md"
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def export_merged(base_model: str, adapter: Path, folder: Path, card: str) -> None:
+def export_merged(
+    base_model: str, adapter: Path, folder: Path, card: str, dtype: Literal["auto", "float32"] = "auto"
+) -> None:
     """Write base model and adapter as one model in Hugging Face's form, tokenizer and chat template included.
+
+    `dtype`: the numbers that it is kept in; `auto` are those of the base model, whose rounding the adapter then shares.
 
     Raises ModelNotFound, NotAModel, CheckpointDamaged, CheckpointExists, CheckpointUnwritable.
     """
     _check(adapter)
 
     def write(inner: Path) -> None:
-        model, tokenizer = _merged(base_model, adapter)
+        model, tokenizer = _merged(base_model, adapter, dtype)
         model.save_pretrained(inner)
         tokenizer.save_pretrained(inner)
         (inner / CARD).write_text(card)
@@ -50,11 +54,12 @@ def _check(adapter: Path) -> None:
         raise CheckpointDamaged(f"{adapter} is missing or not whole: its adapter cannot be exported")
 
 
-def _merged(base_model: str, adapter: Path) -> tuple[Any, Any]:
+def _merged(base_model: str, adapter: Path, dtype: Literal["auto", "float32"]) -> tuple[Any, Any]:
+    import torch
     from peft import PeftModel
 
     from trainer.learning import policy_model
 
-    base, tokenizer = policy_model.load(base_model, dtype="auto")
+    base, tokenizer = policy_model.load(base_model, dtype="auto" if dtype == "auto" else torch.float32)
     model: Any = PeftModel.from_pretrained(base, str(adapter))
     return model.merge_and_unload(safe_merge=True), tokenizer
