@@ -9,12 +9,14 @@ of its own, and the last one counts.
 from __future__ import annotations
 
 import asyncio
+import sysconfig
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -36,6 +38,8 @@ NO_KEY = "none"  # sent where the proxy asks for no key: clients insist on one
 _PLANNED_AHEAD = 256  # rollouts that one write plans
 _MOST_UNWRITTEN = 256  # rollouts that ended, and whose end the store does not know yet
 _LONGEST_FAILURE = 2000  # characters
+# Files in which an exception may be raised, and which no agent's author would look into.
+_NOT_THE_AGENTS = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +259,9 @@ def planned_for(job: Job, tuning_id: str, scenario: Mapping[str, Any] | None = N
 
 def told(error: BaseException) -> str:
     """Return an exception as one sentence, with the place in the agent's code that it comes from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [frame for frame in frames if not frame[0].startswith(_NOT_THE_AGENTS) and "site-packages" not in frame[0]]
+    where = " ({}:{})".format(*(own or frames)[-1]) if frames else ""
     return f"{type(error).__name__}: {_words(error)[:_LONGEST_FAILURE]}{where}"
 
 
