@@ -107,8 +107,9 @@ def test_a_groups_members_keep_version_scenario_step_and_exception_through_judgi
     for attempt, name in enumerate(("t1", "t2")):
         scenario = {"mailbox": f"box {attempt}"}
         store.rollouts.plan([Rollout(id=name, attempt=attempt, scenario=scenario, step=7, **planned)])
-    group = grouped(store)
+    store.rollouts.end("t1", began_at=1.0, ended_at=2.0)
     store.rollouts.fail("t2", "TimeoutError: 60 s are over", 2.0)
+    group = grouped(store)
     said: dict[str, Any] = {"group_id": group.id, "judge": "j", "judge_version": "1"}
     store.groups.record(
         group.id, [Verdict(trajectory_id=name, score=score, **said) for name, score in (("t1", 1.0), ("t2", 0.0))]
@@ -118,7 +119,7 @@ def test_a_groups_members_keep_version_scenario_step_and_exception_through_judgi
     assert "mailbox=box 1  FAILED: TimeoutError: 60 s are over\n" in shown
     told = json.loads(project.run("judge", "show", group.id, "--store", "judged.db", "--json").stdout)
     assert [(one["id"], one["state"], one["step"]) for one in told["rollouts"]] == [
-        ("t1", "planned", 7),
+        ("t1", "ended", 7),
         ("t2", "failed", 7),
     ]
 
