@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 
 from store import open_store
-from store.records import Call
+from store.records import Call, unpack_ids
 from store.tokens import sampled_spans, sequences
 from tests.e2e.engine import vllm
 from tests.e2e.rewriting_model import TOOL, Model, make
@@ -134,6 +135,32 @@ def test_with_an_adapter_too(engine: tuple[str, Model]) -> None:
         assert {call.version for call in calls} == {1}
         assert_one_sequence(calls[:10])
         assert_one_sequence(calls[10:])
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("mode", ["replace", "append"])
+def test_under_a_prompt_that_is_swapped_in_too(engine: tuple[str, Model], mode: str, streamed: bool) -> None:
+    url, model = engine
+    with proxied(url) as proxy:
+        prompt = proxy.store.prompts.remember("Search the inbox first.", mode)
+        made = proxy.store.policies.with_prompt("agent", prompt.id, {})
+        proxy.store.policies.promote("agent", made.version, {})
+        eventually(lambda: any(d.live.get("agent") == 1 for d in proxy.store.doors.open("agent", time.time() - 2)))
+        converse(proxy.agent(), model, streamed=streamed, thinks=True, keeps=False)
+        calls = recorded(proxy)
+        assert {call.version for call in calls} == {1}
+        assert_one_sequence(calls)
+        said = proxy.store.trajectories.read(calls[0].trajectory_id).messages[0]
+        assert said["content"] == "You are an agent"
+        body = {"model": _base(url), "tokens": unpack_ids(calls[0].prompt_ids)}
+        sent = httpx.post(f"{url}/detokenize", json=body, timeout=20).json()["prompt"]
+        assert ("You are an agent" in sent, "Search the inbox first." in sent) == (mode == "append", True)
+
+
+def _base(url: str) -> str:
+    """Return the name that vLLM knows the base model by."""
+    return str(httpx.get(f"{url}/v1/models", timeout=20).json()["data"][0]["id"])
 
 
 @pytest.mark.e2e
