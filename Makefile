@@ -4,7 +4,7 @@ SEED ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
-TESTS_AT_ONCE ?= 4
+TESTS_AT_ONCE ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help venv clients demo test check e2e bench docs clean
@@ -21,10 +21,10 @@ clients: venv ## set up the real clients that the tests run, in environments of 
 demo: venv ## an unmodified agent gets better, on real vLLM; SEED=2 changes the seed
 	@$(BIN)/ratchet demo --seed $(SEED) $(DEMO_ARGS)
 
-test: clients ## every test: most side by side (they mostly wait), then those on the real vLLM by themselves
+test: clients ## every test: most side by side (they mostly wait), then those that measure time and the real vLLM's by themselves
 	@failed=0; \
-	$(BIN)/python -m pytest -m "not e2e" -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder || failed=1; \
-	$(BIN)/python -m pytest -m e2e || failed=1; \
+	$(BIN)/python -m pytest -m "not (e2e or alone)" -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder || failed=1; \
+	$(BIN)/python -m pytest -m "e2e or alone" || failed=1; \
 	exit $$failed
 
 check: venv ## lint, format, types, import contracts

@@ -46,6 +46,7 @@ def leave_in_the_middle(proxy: Proxy, vllm: ScriptedVllm, streamed: bool) -> flo
     return vllm.left_at[-1] - closed
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_the_upstream_is_let_go_within_a_tenth_of_a_second(proxy: Proxy, vllm: ScriptedVllm, streamed: bool) -> None:
     took = [leave_in_the_middle(proxy, vllm, streamed) for _ in range(TURNS)]
