@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainer.crediting.baseline import MOST_REMEMBERED
-from trainer.judges.settings import CompositeSpec, ConductSpec, JudgeSpec
+from trainer.judges.settings import CompositeSpec, ConductSpec, JudgeSpec, RulerSpec
 
 if TYPE_CHECKING:
     from trainer.settings import TrainerSettings
@@ -66,6 +66,21 @@ def _single_least(settings: TrainerSettings) -> str | None:
     )
 
 
+def _rank_of_one(settings: TrainerSettings) -> str | None:
+    if settings.singles != "baseline" or not _only_ranks(settings.judge):
+        return None
+    return (
+        "singles: baseline compares scores from different times, and the judge only ranks the members of one group: a "
+        "single is best and worst of its own; take a judge that scores each answer by itself, or singles: drop"
+    )
+
+
+def _only_ranks(judge: JudgeSpec) -> bool:
+    if isinstance(judge, CompositeSpec):
+        return all(_only_ranks(part.judge) for part in judge.parts if part.weight)
+    return isinstance(judge, RulerSpec)
+
+
 def _proof(settings: TrainerSettings) -> str | None:
     if settings.proof_tolerance >= _LEAST_TOLERANCE:
         return None
@@ -106,5 +121,5 @@ def _clip(settings: TrainerSettings) -> str | None:
 
 
 _CHECKS: tuple[Callable[[TrainerSettings], str | None], ...] = (
-    _judge, _least_group, _single_least, _proof, _rate, _norm, _clip,
+    _judge, _least_group, _single_least, _rank_of_one, _proof, _rate, _norm, _clip,
 )  # fmt: skip

@@ -16,6 +16,7 @@ from trainer.judges.settings import AnswerSpec
 from trainer.settings import TrainerSettings
 
 SHORT = {"kind": "conduct", "rule": "short", "most": 1}
+RANKS = {"kind": "ruler", "base_url": "http://127.0.0.1:1", "model": "m"}
 ANYTHING = {"kind": "conduct", "rule": "pattern", "pattern": ".*"}
 
 
@@ -42,6 +43,7 @@ def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
         ({"group_least": 1}, "every advantage would be 0", "take 2 or more"),
         ({"group_size": 2, "group_least": 4}, "no smaller group is ever compared", "lower it"),
         ({"singles": "baseline", "single_least": 513}, "no single would ever have a baseline", "lower it"),
+        ({"singles": "baseline", "judge": RANKS}, "only ranks the members of one group", "singles: drop"),
         ({"proof_tolerance": 1e-7}, "every version would be rejected", "0.01 to 0.2"),
         ({"learner": {"learning_rate": 1e-12}}, "below what an fp32 weight can change by", "1e-6 to 1e-4"),
         ({"learner": {"max_grad_norm": 1e-9}}, "below AdamW's epsilon", "1.0 is usual"),
