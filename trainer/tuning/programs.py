@@ -17,7 +17,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from trainer.errors import WorkflowError, WorkflowFailed
 from trainer.tuning.outcome import Outcome, outcome_of
@@ -77,8 +77,8 @@ async def _ran(words: Sequence[str], environ: Mapping[str, str], task: bytes) ->
                 *words, stdin=stdin, stdout=output_end, stderr=errors_end, env=environ,
                 start_new_session=True,  # a process group of its own
             )  # fmt: skip
-        os.close(output_end)
-        os.close(errors_end)
+        output_end.close()
+        errors_end.close()
         try:
             both = asyncio.gather(_all(output), _last(errors))
             # What it left running may hold the pipes open: the end of the program itself is what is waited for.
@@ -95,15 +95,16 @@ async def _ran(words: Sequence[str], environ: Mapping[str, str], task: bytes) ->
 
 
 @contextlib.asynccontextmanager
-async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
-    """A pipe that is read here and written elsewhere; whoever has handed the other end on closes it."""
-    end, written = os.pipe()
+async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, BinaryIO]]:
+    """A pipe that is read here and written elsewhere; whoever has handed the other end on closes it here."""
+    end, other_end = os.pipe()
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(end, "rb", 0)
     )
     try:
-        yield reader, written
+        with os.fdopen(other_end, "wb", 0) as written:
+            yield reader, written
     finally:
         transport.close()
 

@@ -25,6 +25,7 @@ Numbered = tuple[int, Row]
 _LONGEST = 16 * 2**20  # characters of one row
 _CHUNK = 2**16  # characters read at once of a JSON list
 _BATCH = 256  # Parquet rows
+_DEEPEST = 100  # levels of one row
 
 
 def read_rows(file: Path) -> Iterator[Numbered]:
@@ -37,13 +38,15 @@ def checked(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
         raise RowBroken(f'{where}: a row is an object, such as {{"question": ...}}, not {type(row).__name__}')
     try:
-        return {str(key): _plain(value, str(key)) for key, value in row.items()}
+        return {str(key): _plain(value, str(key), 1) for key, value in row.items()}
     except ValueError as error:
         raise RowBroken(f"{where}: {error}") from error
 
 
-def _plain(value: Any, path: str) -> Any:
+def _plain(value: Any, path: str, depth: int) -> Any:
     """Return a value as JSON knows it; dates as ISO text."""
+    if depth > _DEEPEST:
+        raise ValueError(f"{path[:100]}... is nested deeper than {_DEEPEST} levels")
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
@@ -51,13 +54,13 @@ def _plain(value: Any, path: str) -> Any:
             raise ValueError(f"{path} is {value}, which JSON does not know; leave it out or write null")
         return value
     if isinstance(value, dict):
-        return {str(key): _plain(inner, f"{path}.{key}") for key, inner in value.items()}
+        return {str(key): _plain(inner, f"{path}.{key}", depth + 1) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(inner, f"{path}[{place}]") for place, inner in enumerate(value)]
+        return [_plain(inner, f"{path}[{place}]", depth + 1) for place, inner in enumerate(value)]
     if isinstance(value, (datetime.datetime, datetime.date, datetime.time)):
         return value.isoformat()
     if isinstance(value, decimal.Decimal):
-        return _plain(float(value), path)
+        return _plain(float(value), path, depth)
     raise ValueError(f"{path} holds {type(value).__name__}, which is no JSON; store a path or text instead")
 
 

@@ -13,7 +13,6 @@ from trainer.errors import TaskSetError, TaskSetNotFound, TuningError
 from trainer.tuning.task_files import Numbered, checked
 
 _PATIENCE = 5.0  # seconds
-_PUBLIC_HUB = "https://huggingface.co"
 
 
 class HubSet:
@@ -52,9 +51,9 @@ class HubSet:
             yield number, checked(row, f"{self._path}, split {split}, row {number}")
 
     def _library(self) -> Any:
-        if not self._local:
-            self._reach()
         try:
+            if not self._local:
+                self._reach()
             import datasets
         except ImportError as error:
             raise TuningError(
@@ -65,10 +64,11 @@ class HubSet:
     def _reach(self) -> None:
         """Ask the hub for a sign of life, which the library would go on asking for minutes."""
         import httpx
+        from huggingface_hub import constants
 
         if self._environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
             return  # what is cached is read, and the library says what is not
-        hub = self._environ.get("HF_ENDPOINT") or _PUBLIC_HUB
+        hub = self._environ.get("HF_ENDPOINT") or constants.ENDPOINT
         try:
             httpx.head(hub, timeout=_PATIENCE)
         except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -87,6 +87,7 @@ def test_a_json_list_of_rows_longer_than_a_chunk_is_read_whole(tmp_path: Path) -
         ("a.jsonl", '{"q": 1}\n[1]\n', "line 2: a row is an object"),
         ("a.jsonl", '{"q": NaN}\n', "line 1: NaN is not JSON"),
         ("a.jsonl", "[" * 100_000, "line 1: nested too deep"),
+        ("a.jsonl", '{"a":' * 900 + "1" + "}" * 900, "line 1: .* is nested deeper than 100 levels"),
         ("a.json", '[\n{"q": 1},\n{"q": 2\n', "line 3: not JSON"),
         ("a.json", '[\n{"q": 1},\n', "line 3: the list does not end"),
         ("a.json", '[\n{"q": 1},\n7]', "line 3: a row is an object"),

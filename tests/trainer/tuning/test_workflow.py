@@ -187,6 +187,23 @@ def test_a_program_ends_with_all_that_it_started_when_its_time_is_over(tmp_path:
     eventually(lambda: not any(map(_runs, pids)))
 
 
+def test_a_program_that_cannot_be_started_leaves_no_pipe_open(tmp_path: Path) -> None:
+    workflow = load_workflow(program(tmp_path, "print('never')"))
+    longer_than_a_variable_may_be = "x" * 200_000
+
+    async def count() -> int:
+        for _ in range(3):
+            with pytest.raises(OSError, match="Argument list too long"):
+                await workflow.run(TASK, base_url="", api_key="", model="", system_prompt=longer_than_a_variable_may_be)
+        await asyncio.sleep(0)
+        return len(os.listdir("/proc/self/fd"))
+
+    asyncio.run(count())  # whatever is opened once
+    before = len(os.listdir("/proc/self/fd"))
+    asyncio.run(count())
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_what_a_program_leaves_running_holds_nobody_up(tmp_path: Path) -> None:
     spec = program(tmp_path, "import subprocess; subprocess.Popen(['sleep', '600']); print('done')")
     began = time.monotonic()
