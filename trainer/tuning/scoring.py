@@ -66,7 +66,7 @@ class Scorer:
         `on_verdict` sees what the judge said in full.
         """
         over = [one for one in rollouts if one.state is not RolloutState.PLANNED]
-        self._wait(max((one.ended_at or 0.0 for one in over), default=0.0))
+        shipped = self._wait(max((one.ended_at or 0.0 for one in over), default=0.0))
         self._store.rollouts.count_tokens([one.id for one in over])
         ended = [one for one in over if one.state is RolloutState.ENDED]
         work = self._progress.begin(SCORES, len(ended))
@@ -74,17 +74,35 @@ class Scorer:
             for one in ended:
                 self._write(one.id, one.reward, WORKFLOW, None if one.reward is not None else NO_JUDGE, work)
         else:
-            self._judged(self._judge, ended, work, on_verdict)
+            self._judged(self._judge, self._whole(ended, shipped, work), work, on_verdict)
         work.end()
         return [self._store.rollouts.get(one.id) for one in rollouts]
 
-    def _wait(self, moment: float) -> None:
-        """Wait until every proxy has shipped what it recorded before this moment, at most as long as allowed."""
+    def _wait(self, moment: float) -> float:
+        """Wait until every proxy has shipped what it recorded before this moment, at most as long as allowed.
+
+        Returns the moment up to which they have.
+        """
         until = self._clock() + self._patience
-        while (now := self._clock()) < until:
-            if self._store.doors.shipped_until(self._alias, now, since=now - DOOR_SILENCE) > moment:
-                return
+        while True:
+            now = self._clock()
+            shipped = self._store.doors.shipped_until(self._alias, now, since=now - DOOR_SILENCE)
+            if shipped > moment or now >= until:
+                return shipped
             time.sleep(_LOOK_EVERY)
+
+    def _whole(self, ended: Iterable[Rollout], shipped: float, work: Work) -> list[Rollout]:
+        """Return the rollouts of which every call is in the store; the others stay unjudged, and that is said."""
+        whole = []
+        for one in ended:
+            if (one.ended_at or 0.0) < shipped:
+                whole.append(one)
+            else:
+                self._write(one.id, None, self.name, self._late(), work)
+        return whole
+
+    def _late(self) -> str:
+        return f"its calls are not all in the store after {self._patience:g} s (tuner.judge_wait_seconds)"
 
     def _judged(
         self, judge: Judge, ended: Sequence[Rollout], work: Work, on_verdict: Callable[[Verdict], object]
@@ -108,8 +126,7 @@ class Scorer:
                 self._write(one.id, None, judge.name, NO_CALL, work)
                 continue
             if any(call.state is CallState.BEGUN for call in transcript.calls):
-                late = f"its calls are not all in the store after {self._patience:g} s (tuner.judge_wait_seconds)"
-                self._write(one.id, None, judge.name, late, work)
+                self._write(one.id, None, judge.name, self._late(), work)
                 continue
             found.append(transcript)
         return found

@@ -176,7 +176,12 @@ class WeightsTuning:
         ]
 
     async def _evaluate(self, version: int) -> None:
-        """Note what a version gets on the test tasks; one that was evaluated before keeps its scores."""
+        """Note what a version gets on the test tasks; one that was evaluated before keeps its scores.
+
+        What is noted already, by a run that was killed before it came to the next stage, is not noted again.
+        """
+        if (version, self._so_far.rounds) in {(one.version, one.round) for one in self._so_far.evaluations}:
+            return
         jobs = [
             Job(task, attempt, self._name(version), self._name(version), "eval")
             for task in self.tests

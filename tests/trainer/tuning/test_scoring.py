@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from store import Store
+from store.records import Door
 from store.states import RolloutState
 from store.tuning_records import Rollout, Tuning
 from tests.proxy.conftest import Proxy
@@ -102,3 +104,18 @@ def test_tokens_of_failed_rollouts_count_too(
     (one,) = Scorer(store, None, alias=ALIAS).score(rollouts_of(runner("asks_then_crashes"), tasks[:1], tuning))
     assert one.state is RolloutState.FAILED
     assert one.prompt_tokens > 0
+
+
+def test_what_a_proxy_has_not_shipped_is_unjudged_and_never_judged_on_a_part(
+    runner: Make, tasks: list[Task], tuning: Tuning, store: Store, proxy: Proxy
+) -> None:
+    made = rollouts_of(runner(), tasks[:2], tuning)
+    proxy.settled()
+    behind = Door(id="d", url="u", live={ALIAS: 0}, pins={}, shipped_until=1.0, beat_at=time.time())
+    store.doors.beat(behind)
+    judge = judge_of(f"{__name__}:by_row")
+    scored = Scorer(store, judge, alias=ALIAS, patience=0.3).score(made)
+    assert [one.score for one in scored] == [None, None]
+    assert all("not all in the store after 0.3 s" in str(one.judge_failure) for one in scored)
+    store.doors.close("d")
+    assert [one.score for one in Scorer(store, judge, alias=ALIAS).score(scored)] == [0, 1]

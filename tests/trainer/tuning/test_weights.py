@@ -253,6 +253,29 @@ def test_training_tasks_are_collected_and_imitated_before_the_first_round(stand:
     assert (result.technique, result.details["warm_start"]["version"]) == ("SFT", 1)
 
 
+def test_a_kill_while_tasks_are_collected_tells_the_baseline_once(stand: Stand) -> None:
+    tuning = stand.begin(rounds=0, collect=2, warm_start={"sources": ["own"]})
+    turn = stand.trainer.turn
+
+    def and_kill() -> None:
+        if any(one.state is RolloutState.ENDED for one in stand.store.rollouts.of(tuning.id, "collected")):
+            raise KeyboardInterrupt
+
+    stand.trainer.turn = and_kill  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        stand.run(tuning)
+
+    def and_imitate() -> None:
+        turn()
+        told = stand.store.tunings.get(tuning.id).result or {}
+        if told.get("stage") == "warm_start" and not stand.store.rounds.page(ALIAS):
+            stand.trainer.make_version(tuning.id)
+
+    stand.trainer.turn = and_imitate  # type: ignore[method-assign]
+    result = stand.run(stand.store.tunings.resume(tuning.id))
+    assert [(one["round"], one["version"]) for one in result.details["curve"]] == [(0, 0), (0, 1)]
+
+
 def test_a_warm_start_that_the_trainer_refuses_ends_the_run_with_its_reason(stand: Stand) -> None:
     tuning = stand.begin(rounds=1, warm_start={"sources": ["own"]})
     turn = stand.trainer.turn
