@@ -27,6 +27,7 @@ from trainer.tuning.prompt_optimizer import make_optimizer
 from trainer.tuning.prompt_reflection import Answered, ReflectionModel
 from trainer.tuning.prompt_seed import SeedPrompt, given, serving
 from trainer.tuning.prompt_sets import Sets, Sizes, divide
+from trainer.tuning.prompt_settings import SEARCH_ROLLOUTS
 from trainer.tuning.prompt_trials import LONGEST_FEEDBACK, SEED, Trials
 from trainer.tuning.prompt_tuning import Found, Plan, PromptTuning, details
 from trainer.tuning.results import TuningResult, plain, task_set
@@ -90,8 +91,9 @@ class _Run:
         self._answered: list[Answered] = list(progress.get("answered", ()))
         self._said: dict[str, str] = dict(progress.get("said", {}))
         prompt = self._settings.prompt
-        self._budget = Budget(prompt.rollouts, prompt.tokens, at_once=self._settings.concurrency)
-        self._work = tools.progress.begin(PROMPT_TUNING, prompt.rollouts)
+        rollouts = prompt.rollouts or SEARCH_ROLLOUTS + self._plan.held_out_rollouts
+        self._budget = Budget(rollouts, prompt.tokens, at_once=self._settings.concurrency)
+        self._work = tools.progress.begin(PROMPT_TUNING, rollouts)
 
     def run(self) -> TuningResult:
         """Search, compare, and return the record."""
@@ -170,7 +172,7 @@ class _Run:
         self._tasks = {task: row for task, row in self._tasks.items() if task in used}
         return sets
 
-    def _read(self, split: str, most: int = _MOST_ROWS) -> list[Task]:
+    def _read(self, split: str, most: int | None = _MOST_ROWS) -> list[Task]:
         tasks = list(islice(self._tools.tasks.rows(split), most))
         self._tasks |= {task.id: task for task in tasks}
         return tasks

@@ -16,6 +16,7 @@ from trainer.errors import TaskSetTooSmall
 LEAST_TRAIN: Final = 3
 LEAST_VALIDATION: Final = 3
 LEAST_HELD_OUT: Final = 6  # with fewer pairs no difference can be told from chance at 95%
+_MOST_SET_ASIDE: Final = 100  # of the training split, where no number is given and there is no test split
 
 
 class HasId(Protocol):
@@ -28,11 +29,11 @@ class HasId(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many tasks of each kind at most."""
+    """How many tasks of each kind at most; held-out tasks: None for the whole test split."""
 
     train: int = 40
     validation: int = 40
-    held_out: int = 100
+    held_out: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def divide(
     checked = _shuffled(validation, seed, held_out)
     rest = _shuffled(tasks, seed, {*held_out, *checked})
     if not held_out:
-        share = max(LEAST_HELD_OUT, min(sizes.held_out, len(rest) // 2))
+        share = max(LEAST_HELD_OUT, min(sizes.held_out or _MOST_SET_ASIDE, len(rest) // 2))
         held_out, rest = rest[:share], rest[share:]
     if not checked:
         share = max(LEAST_TRAIN, min(sizes.train, len(rest) // 2))

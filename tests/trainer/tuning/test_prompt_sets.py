@@ -46,6 +46,17 @@ def test_twelve_different_tasks_are_enough_and_eleven_are_not() -> None:
         divide(named(*range(11), *range(11)), [], Sizes(), seed=1)
 
 
+def test_the_whole_test_split_decides_unless_a_number_is_given_so_that_a_report_compares_with_other_methods() -> None:
+    test = named(*range(1000, 1250))
+    assert divide(named(*range(40)), test, Sizes(), seed=1).held_out == tuple(one.id for one in test)
+    assert len(divide(named(*range(40)), test, Sizes(held_out=7), seed=1).held_out) == 7
+
+
+def test_without_a_test_split_no_more_than_a_hundred_tasks_are_set_aside_unasked() -> None:
+    assert len(divide(named(*range(1000)), [], Sizes(), seed=1).held_out) == 100
+    assert len(divide(named(*range(1000)), [], Sizes(held_out=300), seed=1).held_out) == 300
+
+
 def test_a_task_of_both_splits_is_held_out_alone() -> None:
     sets = divide(named(*range(30)), named(*range(20, 40)), Sizes(), seed=1)
     assert not {*sets.train, *sets.validation} & {one.id for one in named(*range(20, 40))}
