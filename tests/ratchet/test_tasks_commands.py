@@ -92,11 +92,18 @@ def test_a_preview_of_ten_gigabytes_takes_less_than_a_second_of_work(project: Pr
 def test_a_hub_name_is_read_from_the_hub_that_the_environment_names(project: Project) -> None:
     rows = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
     with hub_with("acme/sums", {"train.jsonl": rows, "test.jsonl": rows[: rows.index(b"\n") + 1]}) as hub:
-        given = {"HF_ENDPOINT": hub, "HF_HOME": str(project.folder / "hub"), "HF_HUB_OFFLINE": "0"}
+        given = {
+            "HF_ENDPOINT": hub,
+            "HF_HOME": str(project.folder / "hub"),
+            "HF_HUB_OFFLINE": "0",
+            "HF_DATASETS_OFFLINE": "0",
+        }
         made = project.run("tasks", "import", "acme/sums", "--name", "sums", seconds=60, **given)
         assert "sums: 2 train, 1 test" in made.stdout
     assert project.run("tasks", "preview", "sums").stdout == SHOWN
-    offline = project.run("tasks", "preview", "acme/never", seconds=60, **given | {"HF_HUB_OFFLINE": "1"})
+    offline = project.run(
+        "tasks", "preview", "acme/never", seconds=60, **given | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    )
     assert offline.returncode == 1
     assert "`datasets` cannot load it" in offline.stdout
     assert "Offline" in offline.stdout
