@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import sqlalchemy as sa
-from sqlalchemy.exc import DataError, DBAPIError, OperationalError
+from sqlalchemy.exc import DatabaseError, DataError, DBAPIError, OperationalError
 
 from store.errors import SchemaMismatch, StoreError, StoreUnavailable, UnknownRecord
 
@@ -122,8 +122,10 @@ def write(engine: sa.Engine) -> Iterator[sa.Connection]:
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
             yield connection
             connection.commit()
-    except OperationalError as error:
-        raise StoreUnavailable(f"the store did not answer: {error.orig}") from error
+    except DatabaseError as error:
+        if (away := _away(error)) is None:
+            raise
+        raise away from error
 
 
 @contextmanager
@@ -139,8 +141,22 @@ def read(engine: sa.Engine) -> Iterator[sa.Connection]:
             yield connection
     except (DataError, OverflowError) as error:
         raise UnknownRecord("no record can have such a value") from error
-    except OperationalError as error:
-        raise StoreUnavailable(f"the store did not answer: {error.orig}") from error
+    except DatabaseError as error:
+        if (away := _away(error)) is None:
+            raise
+        raise away from error
+
+
+def _away(error: DatabaseError) -> StoreUnavailable | None:
+    """Return what to say where the database is away or damaged; None where a statement was wrong."""
+    if isinstance(error, OperationalError):
+        return StoreUnavailable(f"the store did not answer: {error.orig}")
+    if type(error.orig) is not sqlite3.DatabaseError:  # the classes below it are about statements, not about the file
+        return None
+    return StoreUnavailable(
+        f"the store's file is damaged ({error.orig}): put a backup in its place; what the proxies have recorded since "
+        "waits in their journals"
+    )
 
 
 def schema_version(engine: sa.Engine) -> str | None:

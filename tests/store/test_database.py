@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,23 @@ def test_a_store_that_was_moved_away_is_not_replaced_by_an_empty_one(tmp_path: P
     assert database.schema_version(engine) == database.schema_version(late) == database.HEAD
     late.dispose()
     engine.dispose()
+
+
+def test_a_damaged_file_is_said_to_be(tmp_path: Path) -> None:
+    file = tmp_path / "store.db"
+    with closing(open_store(str(file))) as store:
+        store.policies.register_base("agent", "base")
+    file.write_bytes(b"no database " * 1000)
+    with pytest.raises(StoreUnavailable, match="damaged"):
+        open_store(str(file))
+
+
+def test_a_file_that_is_damaged_while_it_is_open_is_said_to_be(tmp_path: Path) -> None:
+    file = tmp_path / "store.db"
+    open_store(str(file)).close()
+    with closing(open_store(str(file))) as store:
+        with file.open("r+b") as raw:
+            raw.seek(100)
+            raw.write(b"\xff" * (file.stat().st_size - 100))
+        with pytest.raises(StoreUnavailable, match="damaged"):
+            store.policies.all()
