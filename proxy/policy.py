@@ -192,8 +192,7 @@ class PolicyBook:
         found = await self._ask(0, self._store.policies.serving)
         live = {policy.alias: policy.version for policy in found
                 if policy.state == PolicyState.LIVE and policy.alias in self.aliases}  # fmt: skip
-        known = {(policy.alias, policy.version) for policy in found}
-        if not known <= self._every.keys() or time.monotonic() - self._all_at > _ALL_EVERY:
+        if not all(map(self._is_as_known, found)) or time.monotonic() - self._all_at > _ALL_EVERY:
             self._take_all(*await self._ask(0, self._read_all))
             self._all_at = time.monotonic()
         self.heard_at = time.monotonic()
@@ -205,6 +204,11 @@ class PolicyBook:
                 self._metrics.live_version.labels(alias).set(version)
             self._live = live
             self._changed.set()
+
+    def _is_as_known(self, serving: Policy) -> bool:
+        """Return whether a version that serves is known, with its prompt: a candidate's may have changed."""
+        known = self._every.get((serving.alias, serving.version))
+        return serving.alias not in self.aliases or (known is not None and known.prompt_id == serving.prompt_id)
 
     def _read_all(self) -> tuple[list[Policy], dict[str, Prompt]]:
         """Return every version of the aliases, and their prompts by id; a prompt is read once."""

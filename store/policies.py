@@ -156,11 +156,7 @@ class Policies:
         if only_from is not None and policy.state is not only_from:
             raise ForbiddenChange(f"policy {alias}@{version} is {policy.state} by now, not {only_from}")
         old = self.live().get(alias)
-        if old is not None and version < old.version:
-            raise ForbiddenChange(
-                f"{alias}@{version} is older than {old.version}, the live version: roll back to it instead, which also "
-                "rejects the versions after it"
-            )
+        _check_newer(policy, old)
         with write(self._engine) as connection:
             if old is not None:
                 _settle(connection, old, PolicyState.RETIRED, {})
@@ -180,13 +176,14 @@ class Policies:
     ) -> Policy:
         """Let a candidate serve a share of new trajectories, more than 0 and less than 1; or change a canary's share.
 
-        Raises ForbiddenChange where the alias has another canary, UnknownRecord.
+        Raises ForbiddenChange where the alias has another canary, or a newer version is live, UnknownRecord.
         """
         if not 0.0 < share < 1.0:
             raise ForbiddenChange(f"policy {alias}@{version}: a canary's share is between 0 and 1, not {share:g}")
         policy = self._usable(alias, version)
         if policy.state != PolicyState.CANARY:
             check(POLICY_STEPS, policy.state, PolicyState.CANARY, f"policy {alias}@{version}")
+            _check_newer(policy, self.live().get(alias))
         serving = [found for found in self.serving() if found.alias == alias and found.version != version]
         if other := next((found.version for found in serving if found.state == PolicyState.CANARY), None):
             raise ForbiddenChange(f"{alias}@{other} is a canary already: promote or reject it before {alias}@{version}")
@@ -297,6 +294,14 @@ class Policies:
             )
             for row in rows
         ]
+
+
+def _check_newer(policy: Policy, live: Policy | None) -> None:
+    if live is not None and policy.version < live.version:
+        raise ForbiddenChange(
+            f"{policy.alias}@{policy.version} is older than {live.version}, the live version: roll back to it instead, "
+            "which also rejects the versions after it"
+        )
 
 
 def _settle(

@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 
 from proxy.errors import NotReady
 from store import Store
@@ -27,6 +28,7 @@ _MOST = 20_000  # ids
 _UNKNOWN_SECONDS = 5.0  # an id that is unknown now may be planned later
 _PATIENCE = 5.0  # seconds for the store
 _THREADS = 4
+_PROMPTS = 256  # that are remembered beside the rollouts that have them
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,6 +78,7 @@ class Rollouts:
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._asked: dict[str, asyncio.Future[_Known]] = {}
         self._threads = ThreadPoolExecutor(_THREADS, "rollouts")
+        self._prompt = lru_cache(_PROMPTS)(store.prompts.get)  # one text for all rollouts that try it
 
     async def start(self) -> None:
         """Nothing to begin."""
@@ -125,6 +128,6 @@ class Rollouts:
             rollout = self._store.rollouts.get(name)
         except UnknownRecord:
             return _Known(None, time.monotonic())
-        prompt = self._store.prompts.get(rollout.prompt_id) if rollout.prompt_id else None
+        prompt = self._prompt(rollout.prompt_id) if rollout.prompt_id else None
         plan = Plan(rollout.task_id, rollout.model, rollout.purpose, prompt, rollout.key_id)
         return _Known(plan, time.monotonic())

@@ -71,6 +71,20 @@ def test_a_prompt_takes_the_place_of_the_agents_own_and_nobody_is_told(
     assert call.untrainable is None
 
 
+def test_a_candidate_that_takes_the_live_prompt_never_serves_without_it(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    policies, rounds = proxy.store.policies, proxy.store.rounds
+    policies.with_prompt("agent", proxy.store.prompts.remember(PROMPT).id, {})
+    learnt = rounds.start("agent", 0)
+    rounds.commit(learnt.id, version=2, checkpoint="/adapters/2", groups=[], metrics={})
+    eventually(lambda: '"agent@2"' in proxy.http.get("/v1/models").text)
+    policies.promote("agent", 1, {}, by="me", reason="by hand")
+    policies.take_prompt("agent", 2)
+    policies.promote("agent", 2, {})
+    body = {"model": "agent", "messages": [USER]}
+    eventually(lambda: proxy.http.post("/v1/chat/completions", json=body).headers["x-ratchet-policy"] == "agent@2")
+    assert vllm.calls[-1]["messages"][0] == {"role": "system", "content": PROMPT}
+
+
 def test_responses_echo_the_agents_own_instructions_and_go_on_from_an_earlier_one(
     proxy: Proxy, vllm: ScriptedVllm
 ) -> None:

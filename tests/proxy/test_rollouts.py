@@ -192,4 +192,7 @@ async def test_memory_is_bounded_and_one_look_serves_all_who_ask(store: Store) -
     with pytest.raises(UnknownRecord):
         store.rollouts.get("roll_x")
     assert await rollouts.find("roll_x", None) is None
+    prompt = store.prompts.remember("A long text.").id
+    plans = [await rollouts.find(plan(store, prompt_id=prompt), None) for _ in range(3)]
+    assert len({id(one.prompt) for one in plans if one is not None}) == 1, "a text is in memory once"
     await rollouts.stop()

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.scripted_school import ScriptedPupil
 from store import Store, open_store
+from store.errors import ForbiddenChange
 from store.records import Policy
 from store.states import PolicyAction, PolicyState
 from tests.proxy.conftest import Proxy, running
@@ -262,6 +263,23 @@ def test_what_was_learnt_takes_the_prompt_that_became_live_meanwhile(local: Stor
     found = next_candidate(local, "agent")
     assert found is not None
     assert (found.version, found.prompt_id, found.adapter) == (2, made.prompt_id, "/c/2")
+
+
+def test_a_candidate_that_is_older_than_what_a_person_made_live_is_put_aside_and_blocks_nothing(local: Store) -> None:
+    overtaken, by_hand = prompted(local, "First."), prompted(local, "Second.")
+    local.policies.promote("agent", by_hand.version, {}, by="me", reason="by hand")
+    with pytest.raises(ForbiddenChange, match="older than 2, the live version"):
+        local.policies.canary("agent", overtaken.version, 0.5)
+    assert next_candidate(local, "agent") is None
+    group = judged_group(local, ["a", "b"], [0.0, 1.0])
+    held = local.rounds.start("agent", 0)
+    local.rounds.commit(held.id, version=3, checkpoint="/c/3", groups=[group.id], metrics={})
+    local.policies.promote("agent", prompted(local, "Third.").version, {}, by="me", reason="by hand")
+    assert next_candidate(local, "agent") is None
+    for version, live in ((1, 2), (3, 4)):
+        assert local.policies.get("agent", version).state is PolicyState.REJECTED
+        assert local.decisions.of("agent", version)[0].reason == f"agent@{live}, which is newer, became live first"
+    assert prompted(local, "Fourth.") == next_candidate(local, "agent")
 
 
 def test_a_prompt_makes_no_sample_older(local: Store) -> None:

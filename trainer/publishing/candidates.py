@@ -1,7 +1,8 @@
 """Which candidate is published next, where several wait: what was learnt comes before prompts, the newest of each.
 
-A version that was learnt stands for a round that trained, so it is never put aside for a prompt. A prompt serves on
-whatever adapter is live when its turn comes: where that is another one than it was made for, it is made anew on it.
+A version that was learnt stands for a round that trained, so it is never put aside for a prompt that waits. A prompt
+serves on whatever adapter is live when its turn comes: where that is another one than it was made for, it is made anew
+on it. What else is older than the live version, which only a person brings about, can never be live: it is rejected.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ log = logging.getLogger(__name__)
 
 def next_candidate(store: Store, alias: str) -> Policy | None:
     """Return the candidate whose turn it is; what it overtakes is rejected. Raises ForbiddenChange, UnknownRecord."""
-    waiting = [policy for policy in store.policies.all(alias) if policy.state is PolicyState.CANDIDATE]
-    chosen = _first(waiting)
     live = store.policies.live().get(alias)
+    waiting = [policy for policy in store.policies.all(alias) if policy.state is PolicyState.CANDIDATE]
+    if live is not None:
+        waiting = [policy for policy in waiting if not _put_aside(store, policy, live)]
+    chosen = _first(waiting)
     if chosen is None or live is None:
         return chosen
     for older in waiting:
@@ -40,6 +43,15 @@ def is_learnt(policy: Policy) -> bool:
 def name_of(policy: Policy) -> str:
     """Return what people call a version; vLLM's name of it may be another one's."""
     return f"{policy.alias}@{policy.version}"
+
+
+def _put_aside(store: Store, policy: Policy, live: Policy) -> bool:
+    """Reject what was overtaken by what is live, and say so; a prompt for another adapter is made anew instead."""
+    late = policy.version < live.version and (is_learnt(policy) or policy.served_name == live.served_name)
+    if late:
+        reason = f"{name_of(live)}, which is newer, became live first"
+        store.policies.reject(policy.alias, policy.version, {}, reason=reason)
+    return late
 
 
 def _first(waiting: Sequence[Policy]) -> Policy | None:
