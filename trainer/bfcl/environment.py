@@ -29,7 +29,12 @@ def find(folder: Path) -> Path:
 
 
 def set_up(folder: Path) -> Path:
-    """Make the environment anew with pip, whose own settings apply; return its Python. Raises EvaluationUnready."""
+    """Make the environment anew with pip, whose own settings apply; return its Python. Raises EvaluationUnready.
+
+    What is removed for it is an environment: another folder that holds something is refused.
+    """
+    if folder.exists() and not (folder / "pyvenv.cfg").is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise EvaluationUnready(f"{folder} is no environment, and not empty: name another folder with --environment")
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _run([sys.executable, "-m", "venv", str(folder)], "making the environment")

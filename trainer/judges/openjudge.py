@@ -141,7 +141,7 @@ class OpenJudgeJudge:
             line = b""
         finally:
             alarm.cancel()
-        if not line:
+        if not line.endswith(b"\n"):  # nothing, or cut off where the process was ended
             self.close()
             raise JudgeError(f"the grader's process ended, or said nothing within {seconds:g} s; its log says why")
         told: dict[str, Any] = json.loads(line)
