@@ -78,7 +78,8 @@ class Trials:
         self._names: dict[str, str] = {}  # prompt -> candidate
         self._measure: list[Place] = []  # the seed on validation tasks
         for rollout in store.rollouts.of(tuning_id):
-            self._remember(rollout)
+            if rollout.state is not RolloutState.PLANNED:  # what was cut off has to be made again
+                self._take(rollout)
 
     def begin(self, seed_prompt: str, validation: Sequence[str], *, as_it_comes: bool, mode: str) -> None:
         """Say what the search begins from; `as_it_comes` the agent sends it by itself, and nothing is swapped in."""
@@ -197,14 +198,6 @@ class Trials:
             scenario={},
             step=len(self._prompts),
         )
-
-    def _remember(self, rollout: Rollout) -> None:
-        """Take what an earlier process left; a rollout that was cut off is paid for, and has to be made again."""
-        if rollout.state is not RolloutState.PLANNED:
-            self._take(rollout)
-        elif self._store.trajectories.last_active([rollout.id]):
-            calls = self._store.trajectories.read(rollout.id).calls
-            self._budget.took_rollout(sum(call.prompt_tokens + call.completion_tokens for call in calls))
 
     def _take(self, rollout: Rollout) -> None:
         self._budget.took_rollout(rollout.prompt_tokens + rollout.completion_tokens)

@@ -8,15 +8,16 @@ that ranks sees all attempts at a task side by side.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from store import Store
 from store.errors import UnknownRecord
 from store.records import Transcript, Verdict
 from store.states import CallState, RolloutState
 from store.tuning_records import Rollout
-from trainer.judges import Judge
+from trainer.judges import Judge, Judgement
 from trainer.progress import Progress, Work
 from trainer.publishing.publisher import DOOR_SILENCE
 from trainer.tuning.prices import Spent, spent_on_judging
@@ -108,14 +109,20 @@ class Scorer:
         self, judge: Judge, ended: Sequence[Rollout], work: Work, on_verdict: Callable[[Verdict], object]
     ) -> None:
         with ThreadPoolExecutor(judge.at_once, "judge") as threads:
-            groups = [self._transcripts(judge, group, work) for group in _by_task(ended)]
-            asked = [threads.submit(judge.judge, None, members) for members in groups if members]
-            for answer in asked:
-                judgement = answer.result()
-                self.spent += spent_on_judging(judgement.exchanges)
-                for verdict in judgement.verdicts:
-                    self._take(verdict, work)
-                    on_verdict(verdict)
+            asked: deque[Future[Judgement]] = deque()  # few at a time: transcripts are long
+            for group in _by_task(ended):
+                if members := self._transcripts(judge, group, work):
+                    asked.append(threads.submit(judge.judge, None, members))
+                while len(asked) > 2 * judge.at_once:
+                    self._heard(asked.popleft().result(), work, on_verdict)
+            while asked:
+                self._heard(asked.popleft().result(), work, on_verdict)
+
+    def _heard(self, judgement: Judgement, work: Work, on_verdict: Callable[[Verdict], object]) -> None:
+        self.spent += spent_on_judging(judgement.exchanges)
+        for verdict in judgement.verdicts:
+            self._take(verdict, work)
+            on_verdict(verdict)
 
     def _transcripts(self, judge: Judge, group: Iterable[Rollout], work: Work) -> list[Transcript]:
         found = []

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from store import Store
-from store.records import Door
+from store.records import Door, Transcript
 from store.states import RolloutState
 from store.tuning_records import Rollout, Tuning
 from tests.proxy.conftest import Proxy
 from tests.trainer.tuning.conftest import ALIAS, jobs_of
-from trainer.judges import Judge
+from trainer.judges import Judge, Judgement
 from trainer.judges.make import make_judge
+from trainer.judges.opinion import Opinion
 from trainer.judges.settings import read_spec
 from trainer.tuning.rollouts import RolloutRunner
 from trainer.tuning.scoring import NO_CALL, NO_JUDGE, Scorer
@@ -119,3 +121,32 @@ def test_what_a_proxy_has_not_shipped_is_unjudged_and_never_judged_on_a_part(
     assert all("not all in the store after 0.3 s" in str(one.judge_failure) for one in scored)
     store.doors.close("d")
     assert [one.score for one in Scorer(store, judge, alias=ALIAS).score(scored)] == [0, 1]
+
+
+class Slow:
+    """A judge of one group at a time that counts the transcripts in memory."""
+
+    at_once = 1
+    name, version = "slow", "1"
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+        time.sleep(0.05)
+        self.most = max(self.most, sum(isinstance(one, Transcript) for one in gc.get_objects()))
+        return Judgement(tuple(Opinion.of(1.0, "").verdict(
+            one, group_id, judge=self.name, version=self.version, cost=None, latency=0.0, judged_at=1.0
+        ) for one in members))  # fmt: skip
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_few_transcripts_are_in_memory_at_a_time(runner: Make, tasks: list[Task], tuning: Tuning, store: Store) -> None:
+    made = rollouts_of(runner(), tasks, tuning)
+    gc.collect()
+    before, slow = sum(isinstance(one, Transcript) for one in gc.get_objects()), Slow()
+    scored = Scorer(store, slow, alias=ALIAS).score(made)
+    assert [one.score for one in scored] == [1.0] * 8
+    assert slow.most - before < 6
