@@ -172,6 +172,8 @@ def test_what_was_imitated_and_what_was_evaluated_is_told(store: Store) -> None:
     store.tunings.end(tuning.id, "done", plain(result))
     lessons = store.tunings.begin("reflexion", "agent", {})  # it measures nothing itself: the gate does
     store.tunings.end(lessons.id, "done", {"families": {}})
+    doctor = store.tunings.begin("eval", "agent", {"doctor": "w"})  # nor does `ratchet doctor --workflow`
+    store.tunings.end(doctor.id, "done", {"reasons": []})
     card = model_card(gather(store, store.policies.get("agent", 1), "base", {}), merged=True)
     assert "2 trajectories (2 demonstration) were imitated in a warm start, beside 5 rows of general chat data." in card
     assert "0 trajectories in 0 groups" in card

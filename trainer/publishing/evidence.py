@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from store import Store
 from store.decisions import Decision
 from store.lineage import Trained
 from store.records import Policy
-from store.states import TuningKind, TuningState
-from store.tuning_records import Prompt
+from store.states import TuningState
+from store.tuning_records import Prompt, Tuning
 from trainer.learning_report import LearningReport, learning_report
 from trainer.tuning.results import TuningResult, read
 
@@ -69,10 +71,17 @@ def gather(store: Store, policy: Policy, base_model: str, versions: Mapping[str,
 
 
 def _evaluations(store: Store, name: str) -> list[TuningResult]:
-    tunings = store.tunings.page(limit=_TUNINGS)
-    done = [one for one in tunings if one.state is TuningState.DONE and one.kind is not TuningKind.REFLEXION]
-    found = [read(one.result) for one in done if one.result]
+    done = (one for one in store.tunings.page(limit=_TUNINGS) if one.state is TuningState.DONE)
+    found = [result for one in done if (result := _result(one)) is not None]
     return [one for one in found if one.gain is not None and name in (one.gain.candidate, one.gain.against)]
+
+
+def _result(done: Tuning) -> TuningResult | None:
+    """Return what a run measured; None of one that measures nothing, such as the doctor's."""
+    try:
+        return read(done.result or {})
+    except msgspec.ValidationError:
+        return None
 
 
 def _lora(adapter: Path) -> Mapping[str, Any]:
