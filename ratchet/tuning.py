@@ -77,14 +77,20 @@ class Bench:
 
     def task_set(self, source: str) -> TaskSet:
         """Return the task set. Raises TaskSetError."""
-        from trainer.tuning.imported_tasks import ImportedTasks
-
-        found = ImportedTasks(self.settings.state.tasks).open(source)
-        return found if self.tuner.test_share is None else found.split(1 - self.tuner.test_share, self.tuner.seed)
+        return task_set_of(self.settings, source)
 
     def tasks(self, source: str, split: str, limit: int | None = None) -> list[Task]:
         """Return the tasks of a split. Raises TaskSetError."""
         return list(self.task_set(source).rows(split, limit))
+
+
+def task_set_of(settings: Settings, source: str) -> TaskSet:
+    """Return the task set that a source names, divided where the settings say so. Raises TaskSetError."""
+    from trainer.tuning.imported_tasks import ImportedTasks
+
+    tuner = settings.tuner_settings()
+    found = ImportedTasks(settings.state.tasks).open(source)
+    return found if tuner.test_share is None else found.split(1 - tuner.test_share, tuner.seed)
 
 
 @contextmanager

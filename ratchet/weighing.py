@@ -90,11 +90,9 @@ def _run(bench: Bench, run: Tuning, check: Any) -> TuningResult:
 
 
 def _begun(bench: Bench, own: dict[str, Any]) -> Tuning:
-    from trainer.tuning.task_mix import parse_families
     from trainer.tuning.weights_plan import config_of
 
     plan = _plan(bench.settings, own)
-    parse_families(plan.families, bench.task_set)  # a task set that cannot be read is told before a run begins
     return bench.store.tunings.begin("weights", bench.settings.model, config_of(plan))
 
 
@@ -135,7 +133,7 @@ def _warm_start(own: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _check(settings: Settings, own: dict[str, Any]) -> None:
-    """Refuse what cannot be meant, before anything is started. Raises UsageError."""
+    """Refuse what cannot be meant or read, before anything is started. Raises UsageError, TuningError."""
     if own["resume"] is not None:
         if own["families"] or own["warm_start"]:
             raise click.UsageError("--resume goes on with the tasks and the warm start of that run: leave them out")
@@ -146,7 +144,17 @@ def _check(settings: Settings, own: dict[str, Any]) -> None:
         raise click.UsageError(f"--sft {broken[0]}: write KEY=VALUE, such as epochs=3")
     if not own["families"] and settings.tuner_settings().tasks is None:
         raise click.UsageError("no task set is named: give --tasks SOURCE, or set tuner.tasks")
-    _plan(settings, own)
+    _check_readable(settings, _plan(settings, own))
+
+
+def _check_readable(settings: Settings, plan: WeightsPlan) -> None:
+    """Read what the plan names, before rooms are started for it. Raises TaskSetError, WorkflowError."""
+    from trainer.tuning.task_mix import parse_families
+    from trainer.tuning.workflow import load_workflow
+
+    parse_families(plan.families, partial(tuning.task_set_of, settings))
+    for workflow in filter(None, (plan.workflow, plan.eval_workflow)):
+        load_workflow(workflow)
 
 
 def _check_group_size(settings: Settings) -> None:

@@ -1,7 +1,8 @@
 """`ratchet doctor --workflow`: a few attempts at one task, and every reason why training on such would be a no-op.
 
 Promises: the attempts are real rollouts through a real proxy, of purpose `eval`: they are never trained, and dropped at
-once; each step passes, or fails with all its reasons and their remedies.
+once; each step passes, or fails with all its reasons and their remedies. A step that has nothing to look at is not
+told: what no attempt showed is not passed.
 """
 
 from __future__ import annotations
@@ -139,11 +140,11 @@ def _seconds(rollout: Rollout) -> float:
 
 
 def _seen(rollouts: list[Rollout], transcripts: list[Transcript]) -> dict[str, str]:
-    """Return what a step that passed has shown."""
+    """Return what a step that passed has shown; a step that had nothing to look at is left out."""
     calls = [call for one in transcripts for call in one.calls]
     tokens = sum(call.completion_tokens for call in calls)
     scores = sorted(one.score for one in rollouts if one.score is not None)
-    return {
+    known = {
         "rollouts": f"{len(rollouts)} attempts ended, the longest in {max(map(_seconds, rollouts)):.1f} s",
         "calls": f"{len(calls)} calls in {len(transcripts)} trajectories, known to be attempts at the task",
         "tokens": f"{tokens} sampled tokens, with ids and logprobs",
@@ -153,12 +154,14 @@ def _seen(rollouts: list[Rollout], transcripts: list[Transcript]) -> dict[str, s
         "groups": "attempts become a group in time",
         "settings": "nothing in them stands in the way",
     }
+    unseen = {"tokens": not tokens, "attempts": not tokens, "judge": not transcripts, "scores": not scores}
+    return {step: seen for step, seen in known.items() if not unseen.get(step)}
 
 
 def _by_step(reasons: list[Reason], seen: dict[str, str]) -> Iterator[Finding]:
     for step in _STEPS:
         here = [reason for reason in reasons if reason.about == step]
-        if not here:
+        if not here and step in seen:
             yield Finding(step, True, seen[step])
         yield from (Finding(step, False, reason.seen, reason.remedy) for reason in here)
 

@@ -82,6 +82,8 @@ class Tunings:
         What it planned and never ended is forgotten: whoever was to make it is gone. What that called stays as traffic.
         """
         state = self.get(tuning_id).state
+        if state is TuningState.DONE:
+            raise ForbiddenChange(f"tuning {tuning_id} is done: there is nothing to go on with")
         if state is not TuningState.RUNNING:
             check(TUNING_STEPS, state, TuningState.RUNNING, f"tuning {tuning_id}")
             self._change(tuning_id, state, state=TuningState.RUNNING, error=None, ended_at=None)

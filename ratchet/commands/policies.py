@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from store.records import Policy
     from store.tuning_records import Prompt
 
+_NAMED = click.argument("alias", metavar="ALIAS[@VERSION]")
 _BY_HAND = click.option("--reason", required=True, help="Why; it is kept with the decision.")
 
 
@@ -58,7 +59,7 @@ def list_policies(
 
 
 @policies.command()
-@click.argument("alias")
+@_NAMED
 @click.argument("version", type=int, required=False)
 @options.store_url
 @options.project
@@ -77,6 +78,7 @@ def show(
     """
     from ratchet.status import canary_line, canary_scores
 
+    alias, version = _named(alias, version)
     with options.running_store(context, store=store, project=project) as opened:
         versions = opened.policies.all(alias) if version is None else [opened.policies.get(alias, version)]
         prompts = {one.version: opened.prompts.get(one.prompt_id) for one in versions if one.prompt_id}
@@ -95,11 +97,13 @@ def show(
         for name, value in _leaves(decision.evidence):
             click.echo(f"    {name}: {value:g}" if isinstance(value, float) else f"    {name}: {value}")
     if not decisions:
-        click.echo(f"nothing was decided about {alias} yet")
+        name = alias if version is None else f"{alias}@{version}"
+        known = "" if versions else "; no version of it is known: `ratchet policies list` shows the names"
+        click.echo(f"nothing was decided about {name} yet{known}")
 
 
 @policies.command()
-@click.argument("alias")
+@_NAMED
 @click.argument("version", type=int, required=False)
 @_BY_HAND
 @options.store_url
@@ -114,13 +118,14 @@ def promote(
     Example:
       ratchet policies promote mail --reason "read fifty answers, the gain is real"
     """
+    alias, version = _named(alias, version)
     with options.running_store(context, store=store, project=project) as opened:
         done = opened.policies.promote_by_hand(alias, version, by=_who(), reason=reason)
     click.echo(f"{done.alias}@{done.version} is live")
 
 
 @policies.command()
-@click.argument("alias")
+@_NAMED
 @click.argument("version", type=int, required=False)
 @_BY_HAND
 @options.store_url
@@ -137,6 +142,7 @@ def rollback(
     Example:
       ratchet policies rollback mail 6 --reason "version 7 is rude"
     """
+    alias, version = _named(alias, version)
     with options.running_store(context, store=store, project=project) as opened:
         rejected = opened.policies.roll_back_by_hand(alias, version, by=_who(), reason=reason)
         live = opened.policies.live()[alias]
@@ -145,6 +151,12 @@ def rollback(
 
 
 policies.add_command(export)
+
+
+def _named(alias: str, version: int | None) -> tuple[str, int | None]:
+    """Return alias and number of `mail 7`, `mail@7` or `mail` alone."""
+    name, _, number = alias.rpartition("@")
+    return (name, int(number)) if version is None and name and number.isdecimal() else (alias, version)
 
 
 def _who() -> str:

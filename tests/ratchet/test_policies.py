@@ -56,6 +56,16 @@ def test_a_canary_is_promoted_or_taken_back_by_hand_with_the_reason(project: Pro
     assert done.stdout == "mail@3 is live\n"
 
 
+def test_a_version_may_be_named_as_agents_name_it(project: Project, store: Store, url: str) -> None:
+    assert "promote by proof" in project.run("policies", "show", "mail@2", "--store", url).stdout
+    back = project.run("policies", "rollback", "mail@1", "--reason", "rude", "--store", url)
+    assert back.stdout == "mail@1 is live; rejected: mail@2, mail@3\n"
+    again = project.run("policies", "promote", "mail@2", "--reason", "it is not", "--store", url)
+    assert again.stdout == "mail@2 is live\n"
+    unknown = project.run("policies", "show", "male", "--store", url).stdout
+    assert unknown.startswith("nothing was decided about male yet; no version of it is known")
+
+
 def test_going_back_rejects_what_came_after(project: Project, store: Store, url: str) -> None:
     assert (
         "nothing to roll back"

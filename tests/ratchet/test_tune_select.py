@@ -91,7 +91,7 @@ def test_the_best_is_chosen_and_a_crashing_candidate_is_told_loudly_without_stop
 def test_a_candidate_that_the_proxy_does_not_know_is_refused_before_anything_runs(circle: Circle) -> None:
     done = circle.select("right-95", "gpt-9", "policy@7")
     assert done.returncode == 1
-    assert "--candidate gpt-9, policy@7: the proxy knows no such model; it knows policy" in done.stdout
+    assert "gpt-9, policy@7: the proxy knows no such model; it knows policy" in done.stdout
     assert circle.models.asked == []
     assert circle.store.tunings.page() == []
 

@@ -63,6 +63,7 @@ def test_it_starts_the_rooms_where_nothing_runs_and_leaves_a_result_and_no_proce
         (("--warm-start", "own", "--warm-start", "own"), "names one twice"),
         (("--resume", "tun_1", "--tasks", "x"), "leave them out"),
         (("--attempts", "1"), "group_size"),
+        (("--tasks", "./nowhere"), "./nowhere"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_is_started(

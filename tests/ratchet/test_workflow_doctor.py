@@ -97,6 +97,11 @@ def test_every_reason_is_named(
     assert said in wrong[step]
 
 
+def test_nothing_is_said_to_pass_that_no_attempt_showed(found: Examine) -> None:
+    assert not {"tokens", "attempts", "judge", "scores"} & set(found("asks_elsewhere"))
+    assert "scores" not in found("ask", "picky")
+
+
 def test_an_agent_that_asks_for_another_model_is_named(found: Examine) -> None:
     wrong = failed(found("asks_greedily", task=TASK | {"model": "gpt-unknown"}))
     assert "2 of 2 failed: NotFoundError: " in wrong["rollouts"]

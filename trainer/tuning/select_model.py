@@ -72,7 +72,7 @@ def resolved(store: Store, candidates: Sequence[str], known: Sequence[str]) -> t
     unknown = [name for name in candidates if name not in known]
     if unknown:
         raise TuningError(
-            f"--candidate {', '.join(unknown)}: the proxy knows no such model; it knows {', '.join(known)}; others are "
+            f"{', '.join(unknown)}: the proxy knows no such model; it knows {', '.join(known)}; others are "
             "told to it in model_list"
         )
     live = {alias: f"{alias}@{policy.version}" for alias, policy in store.policies.live().items()}

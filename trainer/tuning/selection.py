@@ -80,8 +80,8 @@ def figures_of(candidate: str, rollouts: Sequence[Rollout], prices: Prices) -> F
     seconds = sorted(_seconds(one) for one in over if one.state is RolloutState.ENDED)
     return Figures(
         candidate=candidate, spent=spent, ended=len(seconds), seconds_p50=_quantile(seconds, 0.5),
-        seconds_p95=_quantile(seconds, 0.95), commonest_failure=_commonest(one.failure for one in over),
-        commonest_judge_failure=_commonest(one.judge_failure for one in over),
+        seconds_p95=_quantile(seconds, 0.95), commonest_failure=commonest(one.failure for one in over),
+        commonest_judge_failure=commonest(one.judge_failure for one in over),
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def select(
     ranking = rank(marks, score_range=score_range, failure_score=failure_score)
     figures = tuple(figures_of(one.candidate, of[one.candidate], prices) for one in ranking.standings)
     if policy == "best" or within is None:
-        chosen, reason = _best(ranking)
+        chosen, reason = _best(ranking, figures)
     else:
         close = within_best(marks, within, score_range=score_range, failure_score=failure_score)
         chosen, reason = _cheapest(figures, close, within)
@@ -119,12 +119,14 @@ def select(
     )  # fmt: skip
 
 
-def _best(ranking: Ranking) -> tuple[str | None, str]:
+def _best(ranking: Ranking, figures: Sequence[Figures]) -> tuple[str | None, str]:
     if ranking.winner is not None:
         return ranking.winner, "it is shown to be better than every other"
     if len(ranking.standings) == 1:
         return None, "there is nothing to compare it with"
     first = [one for one in ranking.standings if one.candidate in ranking.first]
+    if not any(one.ended for one in figures):
+        return None, "no rollout of any candidate came to an end"
     if _could_change(ranking):
         return None, f"attempts that the judge failed on could change the ranking: {_unjudged(first)}"
     return None, f"{' and '.join(ranking.first)} are tied: more tasks would tell them apart, if they differ"
@@ -162,7 +164,8 @@ def _quantile(ordered: Sequence[float], share: float) -> float | None:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
-def _commonest(reasons: Iterable[str | None]) -> str | None:
+def commonest(reasons: Iterable[str | None]) -> str | None:
+    """Return the reason that is given most often, and how often; None where there is none."""
     counted = Counter(reason for reason in reasons if reason)
     if not counted:
         return None

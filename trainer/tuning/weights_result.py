@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from store import Store
-from store.tuning_records import Tuning
+from store.tuning_records import Rollout, Tuning
 from trainer.settings import TrainerSettings
 from trainer.tuning.comparison import Compared, Verdict
 from trainer.tuning.prices import Prices, Spent
 from trainer.tuning.results import TuningResult, task_set
 from trainer.tuning.rollouts import counting
-from trainer.tuning.selection import spent_on
+from trainer.tuning.selection import commonest, spent_on
 from trainer.tuning.weights import WeightsTuning, rewards
 from trainer.tuning.weights_plan import LIVE, plan_of
 
@@ -45,7 +46,7 @@ def result_of(
         spent=sum((spent_on(one, prices) for one in rollouts), Spent()),
         wall_seconds=so_far.wall_seconds,
         promoted=f"{tuning.alias}@{final}" if final != so_far.baseline else None,
-        notes=notes,
+        notes=(*notes, *_failures(rollouts)),
         details={
             "curve": [msgspec.to_builtins(one) for one in so_far.evaluations],
             "training": [
@@ -59,6 +60,15 @@ def result_of(
             "rounds": so_far.rounds,
         },
     )
+
+
+def _failures(rollouts: Sequence[Rollout]) -> Iterator[str]:
+    """Yield what failed most often, the agent and the judge."""
+    if failure := commonest(one.failure for one in rollouts):
+        failed = sum(one.failure is not None for one in rollouts)
+        yield f"{failed} of {len(rollouts)} rollouts failed, most often with {failure}"
+    if failure := commonest(one.judge_failure for one in rollouts):
+        yield f"the judge failed, most often with {failure}"
 
 
 def _families(run: WeightsTuning, final: int, baseline: int) -> dict[str, Any]:

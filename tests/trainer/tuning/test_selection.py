@@ -65,6 +65,11 @@ def test_a_tie_chooses_nobody_and_says_so() -> None:
     assert "large and small are tied" in found.reason
 
 
+def test_where_no_rollout_ended_no_tie_is_told() -> None:
+    found = chosen(rollouts("large", ["boom"] * 8), rollouts("small", ["boom"] * 8))
+    assert (found.chosen, found.reason) == (None, "no rollout of any candidate came to an end")
+
+
 def test_a_judge_that_fails_where_it_matters_chooses_nobody_and_says_so() -> None:
     judged: list[float | str | None] = [1.0] * 8 + [None] * 12
     found = chosen(rollouts("large", judged), rollouts("small", [0.2] * 20))

@@ -227,6 +227,7 @@ def test_what_the_judge_fails_on_is_told_and_names_no_winner(stand: Stand) -> No
     result = stand.run(stand.begin(rounds=2))
     assert result.gain.unjudged == 20
     assert result.best is None
+    assert any(note.startswith("the judge failed, most often with") for note in result.notes)
     assert stand.store.policies.live()[ALIAS].version == 1, "nor is it taken back for it"
 
 
