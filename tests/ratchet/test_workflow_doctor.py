@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,9 @@ def found(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Exam
     monkeypatch.chdir(tmp_path)
 
     def examined(workflow: str = "ask", judge: str | None = "right", task: Any = TASK, **changes: Any) -> Any:
+        named = workflow if " " in workflow else f"{HERE}:{workflow}"
         values = {
-            "store": str(tmp_path / "store.db"), "model": "agent", "tuner.workflow": f"{HERE}:{workflow}",
+            "store": str(tmp_path / "store.db"), "model": "agent", "tuner.workflow": named,
             "tuner.proxy_url": proxy.url, "tuner.attempts": 2, "trainer.judge": judge and f"{HERE}:{judge}",
         } | {name.replace("__", "."): value for name, value in changes.items()}  # fmt: skip
         settings = project_settings.load(
@@ -95,6 +97,12 @@ def test_every_reason_is_named(
 ) -> None:
     wrong = failed(found(workflow, judge, **changes))
     assert said in wrong[step]
+
+
+def test_a_program_that_ends_in_an_error_is_told_in_its_own_words_alone(found: Examine) -> None:
+    (said,) = found(f"{sys.executable} nowhere.py")["rollouts"]
+    assert "exit code 2" in said.seen
+    assert said.seen.endswith("No such file or directory")
 
 
 def test_nothing_is_said_to_pass_that_no_attempt_showed(found: Examine) -> None:

@@ -110,7 +110,7 @@ def report(
         alias=reference.alias if reference else alias,
         task_set=reference.task_set if reference else None,
         judge=reference.judge if reference else None,
-        rows=tuple(_row(method, taken.get(method), live or {}) for method in METHODS),
+        rows=tuple(_row(method, taken.get(method), live or {}, reference) for method in METHODS),
         left_out=tuple(sorted(left_out, key=lambda one: one.tuning_id, reverse=True)),
     )
 
@@ -149,16 +149,23 @@ def _named(used: TaskSetUsed) -> str:
     return f"{used.tasks} of {used.source} ({used.split})"
 
 
-def _row(method: str, found: tuple[Tuning, TuningResult] | None, live: Mapping[str, Policy]) -> Row:
+def _row(
+    method: str,
+    found: tuple[Tuning, TuningResult] | None,
+    live: Mapping[str, Policy],
+    reference: TuningResult | None,
+) -> Row:
     label, command = METHODS[method]
     if found is None:
         return Row(method=method, label=label, command=command)
     tuning, result = found
+    other = reference is not None and result.workflow != reference.workflow
+    notes = (*result.notes, f"measured with another workflow, {result.workflow}") if other else result.notes
     return Row(
         method=method, label=label, command=command, tuning_id=tuning.id, ended_at=tuning.ended_at,
         technique=result.technique, baseline=result.baseline, best=result.best,
         effect=effect(result.gain) if result.gain else None, spent=result.spent, wall_seconds=result.wall_seconds,
-        promoted=result.promoted, serves=_serves(result, live.get(result.alias)), notes=result.notes,
+        promoted=result.promoted, serves=_serves(result, live.get(result.alias)), notes=notes,
     )  # fmt: skip
 
 

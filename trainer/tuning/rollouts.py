@@ -25,7 +25,7 @@ from store import Store
 from store.ids import new_id
 from store.states import RolloutState
 from store.tuning_records import Rollout, TaskRow
-from trainer.errors import TooManyFailures
+from trainer.errors import TooManyFailures, WorkflowFailed
 from trainer.progress import Progress, Work
 from trainer.tuning.settings import TunerSettings
 from trainer.tuning.tasks import Task
@@ -261,7 +261,8 @@ def told(error: BaseException) -> str:
     """Return an exception as one sentence, with the place in the agent's code that it comes from."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     own = [frame for frame in frames if not frame[0].startswith(_NOT_THE_AGENTS) and "site-packages" not in frame[0]]
-    where = " ({}:{})".format(*(own or frames)[-1]) if frames else ""
+    has_place = frames and not isinstance(error, WorkflowFailed)  # which says what a program said, not where
+    where = " ({}:{})".format(*(own or frames)[-1]) if has_place else ""
     return f"{type(error).__name__}: {_words(error)[:_LONGEST_FAILURE]}{where}"
 
 

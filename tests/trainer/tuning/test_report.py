@@ -64,6 +64,16 @@ def test_the_newest_finished_run_of_each_method_stands_side_by_side() -> None:
     assert [(one.tuning_id, one.why) for one in found.left_out] == [(older, "a later run of this method stands here")]
 
 
+def test_a_run_of_another_workflow_stands_there_and_says_so() -> None:
+    runs = Runs([])
+    runs.add("weights", workflow="agent:old", notes=("n",))
+    runs.add("prompt")
+    by_method = {row.method: row.notes for row in runs.report().rows}
+    assert by_method == {
+        "select-model": (), "prompt": (), "weights": ("n", "measured with another workflow, agent:old"),
+    }  # fmt: skip
+
+
 def test_runs_of_other_tasks_judges_and_aliases_are_left_out_with_the_reason() -> None:
     runs = Runs([])
     runs.add("prompt", task_set=task_set("other/", "test", TASKS[:4]))
