@@ -122,9 +122,16 @@ def _finished(tuning: Tuning) -> TuningResult | str:
     if tuning.state is not TuningState.DONE:
         return f"it {tuning.state}" + (f": {tuning.error}" if tuning.error else "")
     try:
-        return read(tuning.result or {})
+        result = read(tuning.result or {})
     except msgspec.ValidationError as error:
         return f"its result cannot be read: {error}"
+    return "none of its held-out rollouts was scored" if _scored_nothing(result) else result
+
+
+def _scored_nothing(result: TuningResult) -> bool:
+    """Whether every attempt of both sides failed or is unjudged: such a run says nothing of its method."""
+    gain, attempts = result.gain, 2 * result.attempts * result.task_set.tasks
+    return gain is not None and gain.failed + gain.against_failed + gain.unjudged >= attempts
 
 
 def _is_asked(result: TuningResult, alias: str | None, tasks: str | None, judge: str | None) -> bool:

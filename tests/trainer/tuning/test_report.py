@@ -9,7 +9,7 @@ from typing import Any
 from store.records import Policy
 from store.states import PolicyState, TuningKind, TuningState
 from store.tuning_records import Tuning
-from trainer.tuning.comparison import Compared, Verdict, compare
+from trainer.tuning.comparison import Compared, Missing, Verdict, compare
 from trainer.tuning.prices import UNKNOWN, Money, Spent
 from trainer.tuning.report import Report, report
 from trainer.tuning.results import TuningResult, plain, task_set
@@ -106,6 +106,18 @@ def test_runs_that_did_not_finish_are_named_and_claim_nothing() -> None:
     assert reasons["tun_0"] == "it failed: vLLM is gone"
     assert (reasons["tun_1"], reasons["tun_2"]) == ("it has not ended", "it stopped")
     assert "cannot be read" in reasons["tun_odd"]
+
+
+def test_a_run_of_which_every_rollout_failed_does_not_take_the_place_of_a_sound_one() -> None:
+    runs = Runs([])
+    sound = runs.add("weights")
+    broken = dict.fromkeys(TASKS, (Missing.FAILED,))
+    empty = runs.add("weights", best=None, gain=compare(broken, broken, names=("new", "old")))
+    found = runs.report()
+    assert found.rows[2].tuning_id == sound
+    assert [(one.tuning_id, one.why) for one in found.left_out] == [(empty, "none of its held-out rollouts was scored")]
+    half = runs.add("weights", gain=compare(broken, dict.fromkeys(TASKS, (1.0,)), names=("new", "old")))
+    assert runs.report().rows[2].tuning_id == half
 
 
 def test_only_what_serves_now_is_said_to_serve() -> None:
