@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.ratchet.project import Project
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c_arrives() -> None:
+    """A shell lets background jobs ignore Ctrl-C, and what they start as well: not what these tests start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
