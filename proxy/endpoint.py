@@ -93,7 +93,10 @@ class Endpoint:
         hold: Hold | None = scope.get(HOLD)
         if hold is not None:
             hold.reserve(asked.request.sampling, body)
-        exchange = self._open(scope, headers, asked, named, plan, arrived)
+        model = plan.model if plan and plan.model else asked.request.model
+        if "@" in model:
+            await self._book.hear_of(model)
+        exchange = self._open(scope, headers, asked, named, plan, model, arrived)
         self._metrics.under_way.inc()
         with Watch(receive) as watch:
             try:
@@ -121,11 +124,12 @@ class Endpoint:
         asked: Asked,
         named: identity.Named,
         plan: Plan | None,
+        model: str,
         arrived: float,
     ) -> Exchange:
         """Fix the call's identity, version and sampling, and journal its beginning. Nothing here waits."""
         request, nodes, keys = asked.request, asked.nodes, asked.keys
-        alias, wanted = self._book.choose(plan.model if plan and plan.model else request.model)
+        alias, wanted = self._book.choose(model)
         now = time.time()
         attempt = Attempt(scope[KEY_ID], nodes[-1].hash if nodes else "", request.tools_hash)
         other = alias in self._book.others

@@ -77,6 +77,8 @@ class PassThrough:
         if HOLD in scope:
             scope[HOLD].reserve_prompt(body)
         fields, name = _fields(body) if body and is_json else ({}, None)
+        if name is not None and "@" in name:
+            await self._book.hear_of(name)
         other = name in self._book.others
         if other and scope[PATH] not in _OF_OTHERS:
             raise NotFound(f"no route {scope['path'][:200]} for the model {name}", code="unknown_route")

@@ -38,6 +38,7 @@ log = logging.getLogger("ratchet.proxy")
 _T = TypeVar("_T")
 
 _VERSION = re.compile(r"[0-9]{1,9}")
+_NEWS_EVERY = 0.05  # seconds between looks because of a version that is asked for and not known
 _ALL_EVERY = 2.0  # seconds between looks at all versions; the live ones are looked at more often
 
 
@@ -82,6 +83,7 @@ class PolicyBook:
         self._prompts: dict[tuple[str, int], Prompt] = {}  # of the versions that have one
         self._all_at = 0.0
         self._changed = asyncio.Event()
+        self._news = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._threads = [ThreadPoolExecutor(1, name) for name in ("policies", "beat")]
 
@@ -101,6 +103,24 @@ class PolicyBook:
         if not _VERSION.fullmatch(number) or (alias, int(number)) not in self._versions:
             raise self._unknown(model)
         return alias, int(number)
+
+    async def hear_of(self, model: str) -> None:
+        """Look in the store at once where a version is asked for by name that is not known here: it may be new.
+
+        Those who ask at the same time share a look, and looks are `_NEWS_EVERY` apart, whoever makes names up.
+        """
+        alias, at, number = model.partition("@")
+        if not at or alias not in self.aliases or not _VERSION.fullmatch(number):
+            return
+        came = time.monotonic()
+        async with self._news:
+            if (alias, int(number)) in self._versions or self._all_at > came:
+                return
+            await asyncio.sleep(self._all_at + _NEWS_EVERY - time.monotonic())
+            began = time.monotonic()
+            with contextlib.suppress(StoreError):  # then it is as unknown as before
+                self._take_all(*await self._ask(0, self._read_all))
+                self._all_at = began
 
     def begins(self, alias: str, trajectory_id: str) -> int:
         """Return the version that a new trajectory begins on: the canary for its share of them, else the live one.
@@ -193,8 +213,9 @@ class PolicyBook:
         live = {policy.alias: policy.version for policy in found
                 if policy.state == PolicyState.LIVE and policy.alias in self.aliases}  # fmt: skip
         if not all(map(self._is_as_known, found)) or time.monotonic() - self._all_at > _ALL_EVERY:
+            began = time.monotonic()
             self._take_all(*await self._ask(0, self._read_all))
-            self._all_at = time.monotonic()
+            self._all_at = began
         self.heard_at = time.monotonic()
         self._metrics.store_up.set(1)
         self._take_canaries(policy for policy in found if policy.state == PolicyState.CANARY)

@@ -42,6 +42,15 @@ def test_a_trajectory_finishes_on_the_version_it_began_with(proxy: Proxy, vllm: 
     assert vllm.calls[1]["model"] == vllm.base
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
+def test_a_version_can_be_asked_for_in_the_moment_in_which_it_is_made(proxy: Proxy, path: str) -> None:
+    asked = BODY if path.endswith("chat/completions") else {"input": "hi"}
+    proxy.http.post(path, json=asked | {"model": "agent"})  # whatever is done once is done
+    for version in range(1, 6):
+        candidate(proxy, version)
+        assert proxy.http.post(path, json=asked | {"model": f"agent@{version}"}).status_code == 200
+
+
 def test_an_unknown_adapter_is_loaded_once_before_the_first_byte(proxy: Proxy, vllm: ScriptedVllm) -> None:
     promote(proxy, 1)
     with ThreadPoolExecutor(8) as pool:
