@@ -134,7 +134,7 @@ class Slow:
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
         time.sleep(0.05)
-        self.most = max(self.most, sum(isinstance(one, Transcript) for one in gc.get_objects()))
+        self.most = max(self.most, sum(type(one) is Transcript for one in gc.get_objects()))
         return Judgement(tuple(Opinion.of(1.0, "").verdict(
             one, group_id, judge=self.name, version=self.version, cost=None, latency=0.0, judged_at=1.0
         ) for one in members))  # fmt: skip
@@ -146,7 +146,7 @@ class Slow:
 def test_few_transcripts_are_in_memory_at_a_time(runner: Make, tasks: list[Task], tuning: Tuning, store: Store) -> None:
     made = rollouts_of(runner(), tasks, tuning)
     gc.collect()
-    before, slow = sum(isinstance(one, Transcript) for one in gc.get_objects()), Slow()
+    before, slow = sum(type(one) is Transcript for one in gc.get_objects()), Slow()
     scored = Scorer(store, slow, alias=ALIAS).score(made)
     assert [one.score for one in scored] == [1.0] * 8
     assert slow.most - before < 6
