@@ -13,6 +13,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 SIZES = {"train": 300, "test": 100}
 LARGEST = 200  # no number in a problem or an answer is larger
@@ -54,6 +55,22 @@ def is_held_out(a: int, b: int) -> bool:
     return (31 * a + 17 * b) % 5 == 0
 
 
+class Asked(Protocol):
+    """A question and its right answer."""
+
+    @property
+    def question(self) -> str: ...
+
+    @property
+    def answer(self) -> str: ...
+
+
+class Draw(Protocol):
+    """Makes one question of a split."""
+
+    def __call__(self, rng: random.Random, held_out: bool) -> Asked: ...
+
+
 def draw(rng: random.Random, held_out: bool = False) -> Problem:
     """One problem, about a held-out pair or about one of the others."""
     while True:
@@ -68,15 +85,20 @@ def draw(rng: random.Random, held_out: bool = False) -> Problem:
 
 def task_set(seed: int = 0) -> dict[str, list[dict[str, str]]]:
     """The rows of each split; no question occurs twice."""
+    return drawn(draw, SIZES, seed)
+
+
+def drawn(draw: Draw, sizes: Mapping[str, int], seed: int) -> dict[str, list[dict[str, str]]]:
+    """The rows of each split, so many of each, as `draw` makes them; no question occurs twice."""
     splits = {}
-    for split, size in SIZES.items():
-        rng, problems = random.Random(f"{seed} {split}"), dict[str, Problem]()
-        while len(problems) < size:
-            problem = draw(rng, held_out=split == "test")
-            problems[problem.question] = problem
+    for split, size in sizes.items():
+        rng, answers = random.Random(f"{seed} {split}"), dict[str, str]()
+        while len(answers) < size:
+            asked = draw(rng, held_out=split == "test")
+            answers[asked.question] = asked.answer
         splits[split] = [
-            {"id": f"{split}/{number}", "question": problem.question, "answer": problem.answer}
-            for number, problem in enumerate(problems.values())
+            {"id": f"{split}/{number}", "question": question, "answer": answer}
+            for number, (question, answer) in enumerate(answers.items())
         ]
     return splits
 

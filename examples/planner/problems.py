@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from examples.math.problems import LARGEST, calculated, is_held_out, write_rows
+from examples.math.problems import LARGEST, calculated, drawn, is_held_out, write_rows
 
 SIZES = {"train": 240, "test": 80}
 WORDINGS = {
@@ -61,17 +61,7 @@ def draw(rng: random.Random, held_out: bool = False) -> Plan:
 
 def task_set(seed: int = 0) -> dict[str, list[dict[str, str]]]:
     """The rows of each split; no question occurs twice."""
-    splits = {}
-    for split, size in SIZES.items():
-        rng, plans = random.Random(f"{seed} {split}"), dict[str, Plan]()
-        while len(plans) < size:
-            plan = draw(rng, held_out=split == "test")
-            plans[plan.question] = plan
-        splits[split] = [
-            {"id": f"{split}/{number}", "question": plan.question, "answer": plan.answer}
-            for number, plan in enumerate(plans.values())
-        ]
-    return splits
+    return drawn(draw, SIZES, seed)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
