@@ -117,10 +117,8 @@ class PolicyBook:
             if (alias, int(number)) in self._versions or self._all_at > came:
                 return
             await asyncio.sleep(self._all_at + _NEWS_EVERY - time.monotonic())
-            began = time.monotonic()
             with contextlib.suppress(StoreError):  # then it is as unknown as before
-                self._take_all(*await self._ask(0, self._read_all))
-                self._all_at = began
+                await self._look_at_all()
 
     def begins(self, alias: str, trajectory_id: str) -> int:
         """Return the version that a new trajectory begins on: the canary for its share of them, else the live one.
@@ -213,9 +211,7 @@ class PolicyBook:
         live = {policy.alias: policy.version for policy in found
                 if policy.state == PolicyState.LIVE and policy.alias in self.aliases}  # fmt: skip
         if not all(map(self._is_as_known, found)) or time.monotonic() - self._all_at > _ALL_EVERY:
-            began = time.monotonic()
-            self._take_all(*await self._ask(0, self._read_all))
-            self._all_at = began
+            await self._look_at_all()
         self.heard_at = time.monotonic()
         self._metrics.store_up.set(1)
         self._take_canaries(policy for policy in found if policy.state == PolicyState.CANARY)
@@ -225,6 +221,11 @@ class PolicyBook:
                 self._metrics.live_version.labels(alias).set(version)
             self._live = live
             self._changed.set()
+
+    async def _look_at_all(self) -> None:
+        began = time.monotonic()
+        self._take_all(*await self._ask(0, self._read_all))
+        self._all_at = began
 
     def _is_as_known(self, serving: Policy) -> bool:
         """Return whether a version that serves is known, with its prompt: a candidate's may have changed."""
