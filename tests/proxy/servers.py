@@ -147,6 +147,13 @@ class VllmProcess:
         return _listens(self._port)
 
 
+def spoil(*paths: Path) -> None:
+    """Write nonsense over files in use, as a failing disk does. None gets shorter: SQLite maps one into memory."""
+    for path in paths:
+        with path.open("r+b") as file:
+            file.write(b"not a database any more" * 2000)
+
+
 @contextlib.contextmanager
 def scripted_process(module: str, *arguments: str) -> Iterator[str]:
     """Run `python -m MODULE ARGUMENTS... PORT` on a free port; the value is its URL, once it answers."""

@@ -18,7 +18,7 @@ from proxy.recording.segments import MAGIC, frame
 from store import Store
 from store.errors import StoreError
 from tests import records
-from tests.proxy.servers import ProxyProcess, eventually
+from tests.proxy.servers import ProxyProcess, eventually, spoil
 
 BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 REPLY = {"role": "assistant", "content": "Oslo"}
@@ -64,8 +64,7 @@ def test_a_sick_store_and_a_missing_segment_are_told_as_what_they_are(
     with pytest.raises(OSError, match="No such file"):
         carrier.carry(Piece(str(tmp_path / "000000000009.journal"), 0, None))
     store.close()
-    for path in tmp_path.glob("store.db*"):
-        path.write_bytes(b"not a database any more" * 1000)
+    spoil(*tmp_path.glob("store.db*"))
     with pytest.raises(StoreError, match="not a database"):
         carrier.carry(segment(tmp_path, end("a")))
 

@@ -16,7 +16,7 @@ import pytest
 from store import Store, open_store
 from store.states import CallState
 from tests.proxy.conftest import Proxy, Start
-from tests.proxy.servers import ProxyProcess, eventually
+from tests.proxy.servers import ProxyProcess, eventually, spoil
 
 BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -44,8 +44,7 @@ def test_a_dead_database_never_fails_a_call(start: Start, vllm_url: str, tmp_pat
     process = ProxyProcess(tmp_path, upstreams=[vllm_url], store=str(folder / "store.db"))
     eventually(lambda: ready(process.url))
     store.close()
-    for name in folder.iterdir():  # the disk under the database is gone
-        name.write_bytes(b"not a database any more" * 1000)
+    spoil(*folder.iterdir())
     with httpx.Client(base_url=process.url, timeout=60) as client:
         for _ in range(20):
             assert client.post("/v1/chat/completions", json=BODY).status_code == 200
