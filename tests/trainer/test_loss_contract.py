@@ -122,16 +122,32 @@ def test_masked_tokens_get_exactly_zero_gradient_and_trained_ones_do_not(tiny_mo
     captured: list[torch.Tensor] = []
 
     def keep_gradient(module: Any, inputs: Any, output: Any) -> None:
-        output.log_probs.retain_grad()
-        captured.append(output.log_probs)
+        output.retain_grad()
+        captured.append(output)
 
-    handle = trainer.model.register_forward_hook(keep_gradient)
+    handle = trainer.model.get_base_model().base_model.norm.register_forward_hook(keep_gradient)
     backward(trainer, micros)
     handle.remove()
-    for log_probs, micro in zip(captured, micros, strict=True):
-        assert log_probs.grad is not None
-        assert not log_probs.grad[~micro["trained"]].any()
-        assert log_probs.grad[micro["trained"]].all()
+    for hidden, micro in zip(captured, micros, strict=True):
+        assert hidden.grad is not None
+        predicts = torch.nn.functional.pad(micro["trained"], (0, 1))  # (N, 1 + T): the last token predicts none
+        assert not hidden.grad[~predicts].any()
+        assert hidden.grad[predicts].any(-1).all()
+
+
+def test_a_round_of_one_step_looks_at_each_model_once_and_asks_the_lm_head_for_trained_tokens_alone(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    trainer = build_trainer(LearnerSettings(kl=0.05), tiny_model, tmp_path)
+    scored: list[int] = []
+    body = trainer.model.get_base_model().base_model
+    handle = body.register_forward_hook(lambda module, given, output: scored.append(output.last_hidden_state.shape[1]))
+    rows = build_groups(trainer)
+    micros = trainer.prepare(rows, only_step=True)
+    backward(trainer, micros)
+    handle.remove()
+    assert len(scored) == 2 * len(micros)  # the policy and the base model
+    assert sum(scored) == 2 * sum(row.tokens_trained for row in rows)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -257,7 +257,7 @@ class Learner:
         config = self._trainer.model.config.get_text_config()
         vocabulary = self._trainer.model.get_input_embeddings().weight.shape[0]
         longest = getattr(config, "max_position_embeddings", None)
-        if not all(0 <= token < vocabulary for token in ids):
+        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
             raise RowError(f"{what}: a token id is outside the base model's {vocabulary} ids")
         if longest is not None and len(ids) > longest:
             raise RowError(f"{what}: {len(ids)} tokens exceed the base model's {longest} positions")

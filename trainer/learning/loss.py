@@ -10,7 +10,8 @@ ours. What is left out of the textbook, and why:
   the weight (trainer/learning/correction.py) multiplies the advantages before TRL sees them.
 - Clipping against the engine's logprobs: the ratio is to the policy at the round's start, recomputed here, and the
   engine's mismatch enters by that weight alone ("decoupled"); doing both would correct twice.
-- A forward pass for that policy where a round is one step: its logprobs are then those of the training pass itself.
+- A forward pass for that policy where a round is one step: its logprobs are then those of the training pass itself,
+  and a row that is rejected for them has itself as its base model, so that its KL is 0.
 - The KL penalty is the k3 estimator times the ratio (DeepSeek-V3.2, arXiv:2512.02556), and carries no importance
   weight.
 - TRL's entropy bonus and entropy quantile: both are per micro-batch there, here over the step.
@@ -36,6 +37,7 @@ from trainer.errors import TrainingDiverged
 from trainer.learning import correction
 from trainer.learning.learner_settings import LearnerSettings
 from trainer.learning.micro_batches import Micro, blank, collate, split, weigh
+from trainer.learning.model_pass import ModelPass, Scored
 from trainer.learning.tokens import TokenRow
 from trainer.learning.trl_without_vllm import GRPOConfig, GRPOTrainer
 
@@ -86,7 +88,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
         self._settings = settings
         self._objective = settings.objective
         self._micro: Micro | None = None
-        self._seen: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._seen: Scored | None = None
         self.on_rows: Callable[[int], None] = lambda rows: None  # told after each micro-batch
         super().__init__(
             model=model,
@@ -99,7 +101,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
         )
         for parameter in self.lora_parameters().values():  # TRL makes those of a quantised model bf16
             parameter.data = parameter.data.float()
-        self.model.get_base_model().base_model.register_forward_hook(self._divide_by_temperature)
+        self._pass = ModelPass(self.model.get_base_model())
         # Trainer.train() would do what follows; our loop never calls it.
         if args.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
@@ -135,11 +137,10 @@ class RecordedGRPOTrainer(GRPOTrainer):
         for micro in micros:
             micro["num_items_in_batch"] = torch.tensor(float(units), device=device)
             self._weigh(micro, torch.ones_like(micro["importance"]))  # until it is known which rows are rejected
+            if self.beta:
+                micro["ref_per_token_logps"] = self.token_logprobs(micro, adapter=False)  # (N, T)
         if self._must_look_before(only_step):
             self._narrow(micros, [self._begin_with_own(micro) for micro in micros])
-        if self.beta:
-            for micro in micros:
-                micro["ref_per_token_logps"] = self.token_logprobs(micro, adapter=False)  # (N, T)
         return micros
 
     def optimiser_step(self, micros: Sequence[Micro]) -> StepNumbers:
@@ -210,7 +211,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
             loss: torch.Tensor = super().compute_loss(model, inputs, *args, **kwargs)
             if self._settings.entropy_bonus:
                 assert self._seen is not None
-                bonus = (self._seen[1] * inputs["tool_mask"]).sum() / inputs["num_items_in_batch"]  # ()
+                bonus = (self._seen.entropy * inputs["tool_mask"]).sum() / inputs["num_items_in_batch"]  # ()
                 loss = loss - self._settings.entropy_bonus * bonus * self.accelerator.num_processes
         finally:
             self._micro = None
@@ -220,7 +221,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
 
     def token_logprobs(self, micro: Micro, *, adapter: bool = True) -> torch.Tensor:
         """Logprobs (N, T) of the trained tokens at the rows' temperatures, 0 elsewhere; of the base without adapter."""
-        return self._score(micro, adapter=adapter)[0]
+        return self._score(micro, adapter=adapter).logprobs
 
     def lora_parameters(self) -> dict[str, torch.nn.Parameter]:
         """The trained parameters by name, fp32."""
@@ -235,13 +236,13 @@ class RecordedGRPOTrainer(GRPOTrainer):
         """Whether the policy at the round's start must be computed before the loss is."""
         if self._objective.ratio == "none":
             return False
-        return not only_step or bool(self.beta) or self._settings.entropy_top_share < 1
+        return not only_step or self._settings.entropy_top_share < 1
 
     def _begin_with_own(self, micro: Micro) -> torch.Tensor:
         """Take the policy at this moment as the one at the round's start; returns its entropies, (N, T)."""
-        logprobs, entropy = self._score(micro)
-        self._begin(micro, logprobs)
-        return entropy
+        scored = self._score(micro)
+        self._begin(micro, scored.logprobs)
+        return scored.entropy
 
     def _begin(self, micro: Micro, logprobs: torch.Tensor) -> None:
         """Fix what follows from the policy at the round's start: weights, rejections, and what a token weighs."""
@@ -250,6 +251,9 @@ class RecordedGRPOTrainer(GRPOTrainer):
         kept = correction.kept(micro, self._settings.reject_ratio_beyond if corrected else None)  # (N, 1)
         weight = correction.importance_weight(micro, self._settings.truncate_importance_at if corrected else None)
         micro["advantages"] = torch.where(kept, micro["advantages"] * weight, 0.0)  # (N, T)
+        if self.beta:
+            # TRL has read the weights by now where this is the training pass itself.
+            micro["ref_per_token_logps"] = torch.where(kept, micro["ref_per_token_logps"], logprobs)  # (N, T)
         self._weigh(micro, kept)
 
     def _weigh(self, micro: Micro, kept: torch.Tensor) -> None:
@@ -272,7 +276,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
     def _sums(self, micro: Micro, loss: float) -> torch.Tensor:
         """Loss, units, tokens with a signal, rejected rows; of kept tokens entropy, clipped, KL and number; (8,)."""
         assert self._seen is not None
-        logprobs, entropy = (seen.detach() for seen in self._seen)  # (N, T) each
+        logprobs, entropy = self._seen.logprobs.detach(), self._seen.entropy.detach()  # (N, T) each
         on = micro["trained"] & micro["kept"]  # (N, T)
         kl = torch.zeros(())
         if self.beta:
@@ -300,51 +304,20 @@ class RecordedGRPOTrainer(GRPOTrainer):
             return (ratio > high) & (advantages > 0)
         return ((ratio < 1 - low) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
 
-    def _divide_by_temperature(self, module: Any, inputs: Any, output: Any) -> Any:
-        """Scale hidden states (N, 1 + T, H) by each row's temperature: W (h / t) = logits / t."""
-        if self._micro is None:
-            return output
-        temperature = self._micro["temperature"][:, None, None]  # (N, 1, 1) fp32: bf16 would bias 0.7 by 0.04%
-        hidden = output.last_hidden_state
-        output.last_hidden_state = (hidden.float() / temperature).to(hidden.dtype)
-        return output
-
     @torch.no_grad()
-    def _score(self, micro: Micro, *, adapter: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score(self, micro: Micro, *, adapter: bool = True) -> Scored:
         """Logprobs and entropies (N, T) of the trained tokens, without a gradient."""
-        ids = torch.cat([micro["prompt_ids"], micro["completion_ids"]], dim=1)  # (N, 1 + T)
-        attention = torch.cat([micro["prompt_mask"], micro["completion_mask"]], dim=1)  # (N, 1 + T)
-        self._micro = micro
-        try:
-            with contextlib.nullcontext() if adapter else self.model.disable_adapter():
-                output = self._forward(self.model, ids, attention)
-        finally:
-            self._micro = None
-        return output.log_probs, output.entropy
+        with contextlib.nullcontext() if adapter else self.model.disable_adapter(), self.accelerator.autocast():
+            return self._pass(self.model, micro)
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        *,
-        compute_aux_loss: bool = False,
-        **unused: Any,
+        self, model: Any, *unused: Any, compute_aux_loss: bool = False, **unused_too: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """TRL's forward pass; TRL reads the round's first policy and the advantages only after it."""
+        """TRL's forward pass; TRL reads the round's first policy, the base's and the advantages only after it."""
         assert self._micro is not None
         router = {"output_router_logits": True} if compute_aux_loss else {}
-        output = self._forward(model, input_ids, attention_mask, **router)
-        self._seen = (output.log_probs, output.entropy)
-        if "old_per_token_logps" not in self._micro:
-            self._begin(self._micro, output.log_probs.detach())
-        return output.log_probs, output.entropy, output.aux_loss if compute_aux_loss else None
-
-    def _forward(self, model: Any, ids: torch.Tensor, attention: torch.Tensor, **router: Any) -> Any:
-        """The model's pass; on a GPU the LM head then scores trained tokens only: tool results cost no logits."""
-        assert self._micro is not None
-        trained = torch.nn.functional.pad(self._micro["trained"], (1, 0))  # (N, 1 + T)
-        labels = ids.masked_fill(~trained, -100)  # (N, 1 + T)
         with self.accelerator.autocast():
-            return model(input_ids=ids, attention_mask=attention, labels=labels, fused_lm_head=True, **router)
+            self._seen = seen = self._pass(model, self._micro, **router)
+        if "old_per_token_logps" not in self._micro:
+            self._begin(self._micro, seen.logprobs.detach())
+        return seen.logprobs, seen.entropy, seen.aux_loss

@@ -3,7 +3,8 @@
 One micro-batch holds N rows, right-padded; T is the longest row less one, because TRL's "completion" is here the whole
 row after its first token. TRL's "tool mask" carries what each token weighs in the step's loss: 0 for context, and for a
 trained token what the objective's mean makes of it, so that every term of the loss (policy, KL, entropy) has the same
-mean. Does not run the model.
+mean. Beside them stands what the model is run on, and where in its output the K trained tokens are predicted. Does not
+run the model.
 """
 
 from __future__ import annotations
@@ -32,10 +33,22 @@ def collate(rows: Sequence[TokenRow], pad_id: int, device: torch.device) -> Micr
         "trained": trained.bool(),  # (N, T)
         "sampling_per_token_logps": _padded([row.logprobs[1:] for row in rows], width, 0.0) * trained,  # (N, T)
         "advantages": _padded([_advantages(row) for row in rows], width, 0.0),  # (N, T)
-        "temperature": torch.tensor([row.temperature for row in rows]),  # (N,)
         "importance": torch.tensor([[row.importance] for row in rows]),  # (N, 1)
     }
+    micro |= _forwarded(micro, torch.tensor([row.temperature for row in rows]))
     return {name: tensor.to(device) for name, tensor in micro.items()}
+
+
+def _forwarded(micro: Micro, temperature: torch.Tensor) -> Micro:
+    """What the model is run on, (N, 1 + T); and of the K trained tokens, (K,), where each is predicted and what is."""
+    row, place = micro["trained"].nonzero(as_tuple=True)  # (K,) each
+    return {
+        "forwarded_ids": torch.cat([micro["prompt_ids"], micro["completion_ids"]], dim=1),  # (N, 1 + T)
+        "attended": torch.cat([micro["prompt_mask"], micro["completion_mask"]], dim=1),  # (N, 1 + T)
+        "predicting": row * (micro["trained"].shape[1] + 1) + place,  # of all positions, row by row
+        "targets": micro["completion_ids"][row, place],
+        "temperatures": temperature[row],
+    }
 
 
 def split(rows: Sequence[TokenRow], token_budget: int, *, rank: int = 0, ranks: int = 1) -> list[list[TokenRow]]:
@@ -53,7 +66,8 @@ def split(rows: Sequence[TokenRow], token_budget: int, *, rank: int = 0, ranks: 
 def blank(row: TokenRow, pad_id: int, device: torch.device) -> Micro:
     """A micro-batch of one row in which no token is trained: for a rank that has nothing to do while others have."""
     micro = collate([row], pad_id, device)
-    return micro | {name: torch.zeros_like(micro[name]) for name in ("tool_mask", "trained", "advantages")}
+    nothing = {name: micro[name][:0] for name in ("predicting", "targets", "temperatures")}
+    return micro | nothing | {name: torch.zeros_like(micro[name]) for name in ("tool_mask", "trained", "advantages")}
 
 
 def weigh(micro: Micro, objective: Objective, length: int, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

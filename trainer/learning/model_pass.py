@@ -1,0 +1,61 @@
+"""The model's pass over a micro-batch: logprobs and entropies of its trained tokens, and of no other.
+
+Between the model's body and its LM head stays only what predicts a trained token, each at its row's temperature:
+prompts and tool results cost no logits on any device. Does not know the loss, and leaves a model's other calls as they
+are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer.learning.micro_batches import Micro
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Of every trained token, 0 elsewhere: (N, T) each; and the router's loss where it was asked for."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    aux_loss: torch.Tensor | None
+
+
+class ModelPass:
+    """Runs a causal language model that has TRL's fused LM head; `base` is that model under all wrappers."""
+
+    def __init__(self, base: Any) -> None:
+        self._micro: Micro | None = None
+        base.base_model.register_forward_hook(self._keep_what_predicts)
+
+    def __call__(self, model: Any, micro: Micro, **router: bool) -> Scored:
+        """Score a micro-batch with `model`, which wraps the base model or is it."""
+        self._micro = micro
+        try:
+            output = model(
+                input_ids=micro["forwarded_ids"],
+                attention_mask=micro["attended"],
+                shift_labels=micro["targets"][None],  # (1, K)
+                fused_lm_head=True,
+                **router,
+            )
+        finally:
+            self._micro = None
+        trained = micro["trained"]  # (N, T)
+        logprobs, entropy = (
+            scored.new_zeros(trained.shape).masked_scatter(trained, scored)
+            for scored in (output.log_probs, output.entropy)  # (1, K) each
+        )
+        return Scored(logprobs, entropy, output.aux_loss if router else None)
+
+    def _keep_what_predicts(self, module: Any, inputs: Any, output: Any) -> Any:
+        """Narrow hidden states (M, L, H) to (1, K, H), and scale them by temperature: W (h / t) = logits / t."""
+        if self._micro is None:
+            return output
+        hidden = output.last_hidden_state.flatten(0, 1)[self._micro["predicting"]]  # (K, H)
+        temperature = self._micro["temperatures"][:, None]  # (K, 1) fp32: bf16 would bias 0.7 by 0.04%
+        output.last_hidden_state = (hidden.float() / temperature).to(hidden.dtype)[None]
+        return output
