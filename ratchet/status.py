@@ -80,6 +80,7 @@ def _store(settings: Settings) -> dict[str, Any] | None:
         "rounds": {str(state): sum(r.state is state for r in rounds) for state in sorted({r.state for r in rounds})},
         "live": {"model": settings.model, "version": live.version} if live else None,
         "canary": canary_scores(store, settings.model),
+        "held": held(store, settings.model),
         "decisions": [
             {"version": one.version, "action": one.action, "by": one.by, "reason": one.reason, "at": one.decided_at}
             for one in store.decisions.of(settings.model, limit=_DECISIONS)
@@ -116,6 +117,21 @@ def canary_scores(store: Store, alias: str) -> dict[str, Any] | None:
     return content
 
 
+def held(store: Store, alias: str) -> dict[str, Any] | None:
+    """Return the version of an alias that waits for a person, and why; None where none does."""
+    policy = store.policies.held(alias)
+    if policy is None:
+        return None
+    newest = store.decisions.of(alias, policy.version, limit=1)[0]
+    return {
+        "model": alias,
+        "version": policy.version,
+        "state": str(policy.state),
+        "by": newest.by,
+        "reason": newest.reason,
+    }
+
+
 def canary_line(scores: dict[str, Any]) -> str:
     """Return the canary's scores and those beside it for people."""
     sides = [(side, scores[side]["count"], scores[side]["mean"]) for side in ("canary", "live")]
@@ -148,6 +164,10 @@ def lines(status: dict[str, Any]) -> list[str]:
         text.append(f"  live policy   {store['live']['model']}@{store['live']['version']}")
     if store["canary"]:
         text.append(f"  canary        {store['live']['model']}{canary_line(store['canary'])}")
+    if waits := store["held"]:
+        name = f"{waits['model']}@{waits['version']}"
+        remedy = f"`ratchet policies promote {name}` or `ratchet policies rollback {waits['model']}`"
+        text.append(f"  HELD          {name} ({waits['state']}) waits for a person: {remedy}")
     text += [f"  decided       @{one['version']} {one['action']} by {one['by']}: {one['reason']}"
              for one in store["decisions"]]  # fmt: skip
     text += [f"  ALARM {alarm['name']} ({alarm['count']} times): {alarm['reason']}" for alarm in store["alarms"]]

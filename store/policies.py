@@ -16,7 +16,7 @@ from sqlalchemy.exc import IntegrityError
 
 from store import schema
 from store.database import read, write
-from store.decisions import write_down
+from store.decisions import decisions, write_down
 from store.errors import ForbiddenChange, UnknownRecord
 from store.prompts import prompts
 from store.records import BASE_VERSION, Policy
@@ -125,6 +125,15 @@ class Policies:
         """Return the live version of every alias."""
         return {policy.alias: policy for policy in self._select(schema.policies.c.state == PolicyState.LIVE)}
 
+    def held(self, alias: str) -> Policy | None:
+        """Return the candidate or canary that only a person promotes: the newest decision about it is a hold."""
+        told = schema.policies.c.version == decisions.c.version
+        newest = sa.select(sa.func.max(decisions.c.id)).where(decisions.c.alias == alias).group_by(decisions.c.version)
+        held = sa.exists().where(told, decisions.c.id.in_(newest), decisions.c.action == PolicyAction.HOLD)
+        undecided = schema.policies.c.state.in_((PolicyState.CANDIDATE, PolicyState.CANARY))
+        found = self._select(sa.and_(schema.policies.c.alias == alias, undecided, held))
+        return found[-1] if found else None
+
     def get(self, alias: str, version: int) -> Policy:
         """Return one version. Raises UnknownRecord."""
         table = schema.policies
@@ -232,16 +241,20 @@ class Policies:
         return [self.get(alias, policy.version) for policy in later]
 
     def promote_by_hand(self, alias: str, version: int | None, *, by: str, reason: str) -> Policy:
-        """Promote the version that is named, else the canary. Raises ForbiddenChange, UnknownRecord."""
+        """Promote the version that is named, else the canary, else the candidate that is held.
+
+        Raises ForbiddenChange, UnknownRecord.
+        """
         if version is None:
             canary = next((p for p in self.all(alias) if p.state is PolicyState.CANARY), None)
-            if canary is None:
+            chosen = canary or self.held(alias)
+            if chosen is None:
                 raise ForbiddenChange(f"{alias} has no canary that could be promoted: name the version")
-            version = canary.version
+            version = chosen.version
         return self.promote(alias, version, {}, by=by, reason=reason)
 
     def roll_back_by_hand(self, alias: str, version: int | None, *, by: str, reason: str) -> list[Policy]:
-        """Go back to the version that is named; else take back a canary; else go back to what was live before.
+        """Go back to the version that is named; else take back a canary or what is held; else to what was before.
 
         Raises ForbiddenChange, UnknownRecord.
         """
@@ -252,7 +265,7 @@ class Policies:
         live = next((policy for policy in known if policy.state is PolicyState.LIVE), None)
         if live is None:
             raise UnknownRecord(f"{alias} has no live version")
-        if any(policy.state is PolicyState.CANARY for policy in known):
+        if any(policy.state is PolicyState.CANARY for policy in known) or self.held(alias):
             return live.version
         older = [p.version for p in known if p.state is PolicyState.RETIRED and p.version < live.version]
         if not older:

@@ -7,7 +7,7 @@
     score        ready groups          judged groups, drops, alarms   the judge
     rehear       late feedback         further verdicts               the judge
     warm start   good trajectories     a committed round, candidate   a tuning that asks for it
-    watch        the newest of all     alarms                         sentinel.every_seconds
+    watch        the newest of all     alarms, doubts                 sentinel.every_seconds
     train        judged groups         a committed round, candidate   groups_per_round or round_wait_seconds, and
                                                                       that nothing holds training
     publish      the newest candidate  live or canary, or rejected    vLLM
@@ -151,6 +151,7 @@ class Daemon:
                 prompts=gate.evaluation_prompts,
                 samples=gate.evaluation_samples,
             )
+        self._sentinel = Sentinel(watched, store, settings.model, self.metrics, second)
         self._publisher = Publisher(
             store,
             self._replicas,
@@ -159,10 +160,11 @@ class Daemon:
             keep_loaded=settings.keep_loaded,
             share=gate.share if gate.enabled else None,
             evaluator=self._evaluator,
+            doubts=self._sentinel.doubts,
         )
-        opinion = make_judge(gate.second_judge, os.environ) if gate.second_judge else None
-        self._gate = Gatekeeper(store, settings.model, gate, judge.version, opinion)
-        self._sentinel = Sentinel(settings.sentinel, store, settings.model, self.metrics, second)
+        asked = gate.second_judge or watched.second_judge
+        opinion = make_judge(asked, os.environ) if asked else None
+        self._gate = Gatekeeper(store, settings.model, gate, judge.version, opinion, self._sentinel.doubts)
         self._warm_starts = WarmStarts(store, settings)
         checkpoint.sweep(settings.checkpoints)
         self._version, self.learner = self._make_learner()
@@ -222,10 +224,10 @@ class Daemon:
         shipped = self._store.doors.shipped_until(alias, now, since=now - DOOR_SILENCE)
         self._store.trajectories.seal_rollouts(alias, shipped)
         self._store.trajectories.seal_idle(alias, shipped, self.settings.seal_after_idle_seconds)
+        self._sentinel.look(now)
         decided = self._gate.turn(now)
         grouped = self._group(now, shipped)
         scored = self._score(now)
-        self._sentinel.look(now)
         trained = self._warm_start(now) or self._train(now)
         if published := self._publish():
             self._prune()

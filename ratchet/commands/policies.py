@@ -112,7 +112,7 @@ def show(
 def promote(
     context: click.Context, alias: str, version: int | None, reason: str, store: str | None, project: str | None
 ) -> None:
-    """Make a version live: the one that is named, else the canary. Running proxies follow within a second.
+    """Make a version live: the named one, else the canary, else what is held. Proxies follow within a second.
 
     \b
     Example:
@@ -136,7 +136,8 @@ def rollback(
 ) -> None:
     """Go back to a version and reject every later one; training goes on from there.
 
-    Without a version: a canary is taken back; where there is none, the version that was live before is live again.
+    Without a version: a canary, or what is held, is taken back; where there is none, the version that was live before
+    is live again.
 
     \b
     Example:

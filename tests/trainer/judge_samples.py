@@ -31,6 +31,11 @@ def unmoved(response: str) -> float:
     return min(0.5, 1.0 + len(response))
 
 
+def contrary(trajectory: Mapping[str, Any]) -> float:
+    """Likes least what `scripted` likes best."""
+    return -float(by_answer[trajectory["messages"][-1]["content"]])
+
+
 _waiting: list[asyncio.Event] = []
 
 

@@ -26,7 +26,9 @@ class GateSettings(BaseModel):
     held_out: float = Field(0.0, ge=0, le=0.5, description="share of tasks that are set aside for evaluation")
     evaluation_prompts: int = Field(32, ge=5, description="held-out prompts that a candidate is tried with")
     evaluation_samples: int = Field(4, ge=1, description="answers of each version to each of them")
-    second_judge: JudgeSpec | None = Field(None, description="asked before a promotion; one that disagrees holds it")
+    second_judge: JudgeSpec | None = Field(
+        None, description="asked before a promotion; one that disagrees holds it; null: the sentinel's"
+    )
     second_pairs: int = Field(20, ge=4, description="pairs of a canary's and a live trajectory that it is given")
 
     @model_validator(mode="after")

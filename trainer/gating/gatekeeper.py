@@ -2,14 +2,14 @@
 
 Promises: each decision is in the store with its evidence; a canary that was held is promoted by a person only, but goes
 back by itself where it is proven to be worse; what a rejected version sampled is dropped and counted. While there is a
-canary nothing is trained and nothing else is published, so a roll back has no descendants to undo. Decides nothing
-itself: `gate.py` does, on the scores of live traffic.
+canary, or a candidate that is held, nothing is trained and nothing else is published, so a roll back has no descendants
+to undo. Decides nothing itself: `gate.py` does, on the scores of live traffic; a second judge and the sentinel may only
+ask for a person. Waits for nobody.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from store import Store
 from store.errors import ForbiddenChange
@@ -17,7 +17,8 @@ from store.records import PastScore, Policy
 from store.states import PolicyAction, PolicyState
 from trainer.gating.gate import Action, Decision, decide
 from trainer.gating.gate_settings import GateSettings
-from trainer.gating.second_opinion import ask, pair_up
+from trainer.gating.holding import Doubts, evidence_of, hold, no_doubts, objection, release
+from trainer.gating.second_opinion import SecondOpinions
 from trainer.judges import Judge
 from trainer.publishing.candidates import name_of
 
@@ -29,18 +30,28 @@ _LOOK_EVERY = 1.0  # seconds
 
 
 class Gatekeeper:
-    """Looks at the scores of the canary and of the live version since it began."""
+    """Looks at the scores of the canary and of the live version since it began.
+
+    `second` is asked before a promotion; `doubts` are the sentinel's, which hold one too.
+    """
 
     def __init__(
-        self, store: Store, alias: str, settings: GateSettings, judge_version: str, second: Judge | None = None
+        self,
+        store: Store,
+        alias: str,
+        settings: GateSettings,
+        judge_version: str,
+        second: Judge | None = None,
+        doubts: Doubts = no_doubts,
     ) -> None:
         self._store = store
         self._alias = alias
         self._settings = settings
         self._judge_version = judge_version
-        self._second = second
+        self._second = SecondOpinions(second, settings.second_pairs, store.trajectories.read) if second else None
+        self._doubts = doubts
         self._looked_at = 0.0
-        self.pending = False  # there is a canary that is not decided on
+        self.pending = True  # there is a version that is not decided on, or it is not known yet
 
     def close(self) -> None:
         """Let go of the second judge."""
@@ -53,9 +64,10 @@ class Gatekeeper:
         decided = False
         canary = next((policy for policy in policies if policy.state is PolicyState.CANARY), None)
         live = next((policy for policy in policies if policy.state is PolicyState.LIVE), None)
-        if canary is None and self.pending:
-            self._store.alarms.clear(f"held:{self._alias}")
-        self.pending = canary is not None
+        undecided = canary is not None or self._store.policies.held(self._alias) is not None
+        if self.pending and not undecided:
+            release(self._store, self._alias)
+        self.pending = undecided
         if canary is not None and live is not None and now - self._looked_at >= _LOOK_EVERY:
             self._looked_at = now
             try:
@@ -79,35 +91,35 @@ class Gatekeeper:
         elif held or decision.action is Action.WAIT:
             return False
         elif decision.action is Action.HOLD:
-            self._hold(canary, decision.reason, decision.evidence())
+            hold(self._store, canary, decision.reason, decision.evidence() | evidence_of(self._doubts()), by=_GATE)
         else:
-            self._promote(canary, decision, scores, beside)
+            return self._promote(canary, decision, scores, beside)
         return True
 
-    def _promote(self, canary: Policy, decision: Decision, scores: list[PastScore], beside: list[PastScore]) -> None:
-        evidence = decision.evidence()
+    def _promote(self, canary: Policy, decision: Decision, scores: list[PastScore], beside: list[PastScore]) -> bool:
+        """Promote, or hold where the second judge or the sentinel object; return False while the second one thinks."""
+        doubts = self._doubts()
+        evidence = decision.evidence() | evidence_of(doubts)
+        reasons = [objection(doubts)]
         if self._second is not None and decision.found is not None:
-            pairs = pair_up(scores, beside, self._settings.second_pairs)
-            opinion = ask(self._second, pairs, self._store.trajectories.read)
+            opinion = self._second.of(canary.version, scores, beside)
+            if opinion is None:
+                return False
             evidence |= opinion.evidence()
-            if objection := opinion.objection(decision.found):
-                self._hold(canary, objection, evidence)
-                return
+            reasons.insert(0, opinion.objection(decision.found))
+        if told := "; ".join(filter(None, reasons)):
+            hold(self._store, canary, told, evidence, by=_GATE)
+            return True
         self._store.policies.promote(self._alias, canary.version, evidence, by=_GATE, reason=decision.reason)
         self.pending = False
         log.info("event=policy_promoted policy=%s reason=%r", name_of(canary), decision.reason)
-
-    def _hold(self, canary: Policy, reason: str, evidence: dict[str, Any]) -> None:
-        self._store.policies.hold(self._alias, canary.version, evidence, by=_GATE, reason=reason)
-        remedy = f"`ratchet policies promote {self._alias}` or `ratchet policies rollback {self._alias}`"
-        self._store.alarms.raise_(f"held:{self._alias}", f"{name_of(canary)} waits for a person: {reason}; {remedy}")
-        log.warning("event=policy_held policy=%s reason=%r", name_of(canary), reason)
+        return True
 
     def _roll_back(self, canary: Policy, live: Policy, decision: Decision) -> None:
         rejected = self._store.policies.roll_back(
             self._alias, live.version, decision.evidence(), by=_GATE, reason=decision.reason
         )
-        self._store.alarms.clear(f"held:{self._alias}")
+        release(self._store, self._alias)
         self.pending = False
         names = ",".join(map(name_of, rejected))
         log.warning("event=policy_rolled_back policies=%s to=%s reason=%r", names, live.version, decision.reason)

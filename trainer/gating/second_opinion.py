@@ -1,7 +1,8 @@
 """A second judge's opinion of a canary that the first judge likes: does it see the gain too?
 
 A judge that is being fooled likes what fools it; another one does not. Pairs of a canary's and a live trajectory, of
-the same task where there are such, are judged together, so that relative judges will do. Writes nothing down.
+the same task where there are such, are judged together, so that relative judges will do. A judge that takes its time
+holds nobody up. Writes nothing down.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -48,6 +49,33 @@ class SecondOpinion:
         if first.low > 0 and self.mean <= 0:
             return f"{told}: it does not see the gain of {first.value:+.3f}"
         return None
+
+
+class SecondOpinions:
+    """Forms an opinion of one canary after the other, in a thread of its own."""
+
+    def __init__(self, judge: Judge, most: int, read: Callable[[str], Transcript]) -> None:
+        self._judge = judge
+        self._most = most
+        self._read = read
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="second_opinion")
+        self._asked: tuple[int, Future[SecondOpinion]] | None = None
+
+    def of(self, version: int, canary: Sequence[PastScore], live: Sequence[PastScore]) -> SecondOpinion | None:
+        """Return the opinion of a version once it is formed; None until then. Raises what reading the store raises."""
+        if self._asked is None or self._asked[0] != version:
+            pairs = pair_up(canary, live, self._most)
+            self._asked = version, self._thread.submit(ask, self._judge, pairs, self._read)
+        _, answer = self._asked
+        if not answer.done():
+            return None
+        self._asked = None
+        return answer.result()
+
+    def close(self) -> None:
+        """Ask no more, and let go of the judge."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._judge.close()
 
 
 def pair_up(canary: Sequence[PastScore], live: Sequence[PastScore], most: int) -> list[Pair]:

@@ -18,6 +18,7 @@ from store.records import BASE_VERSION, Policy
 from store.states import PolicyState
 from trainer.errors import AdapterRefused
 from trainer.gating.evaluation import Evaluator
+from trainer.gating.holding import Doubts, evidence_of, hold, no_doubts, objection
 from trainer.publishing.candidates import is_learnt, name_of
 from trainer.publishing.engine import Replica
 from trainer.publishing.proof import Proof, prove
@@ -34,7 +35,7 @@ DOOR_SILENCE = 10.0  # seconds after which a proxy that does not beat counts as 
 class Publisher:
     """Moves the newest candidate of one alias to live, or rejects it with the reason.
 
-    With a `share` it becomes a canary, and the gate decides further.
+    With a `share` it becomes a canary, and the gate decides further; without one, the sentinel's doubts hold it.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Publisher:
         keep_loaded: int,
         share: float | None = None,
         evaluator: Evaluator | None = None,
+        doubts: Doubts = no_doubts,
     ) -> None:
         self._store = store
         self._replicas = replicas
@@ -55,6 +57,7 @@ class Publisher:
         self._keep_loaded = keep_loaded
         self._share = share
         self._evaluator = evaluator
+        self._doubts = doubts
 
     def publish(self, candidate: Policy, probes: Sequence[Sequence[int]], score: Score) -> bool:
         """Load, prove, evaluate and release a candidate; return whether it serves now.
@@ -77,6 +80,10 @@ class Publisher:
             if evaluation.worse:
                 return self._turn_down(candidate, evaluation.told(), evidence)
         if self._share is None:
+            doubts = self._doubts()
+            if told := objection(doubts):
+                hold(self._store, candidate, told, evidence | evidence_of(doubts), by="sentinel")
+                return False
             self._store.policies.promote(
                 self._alias, candidate.version, evidence, only_from=PolicyState.CANDIDATE, reason=reason
             )

@@ -19,6 +19,7 @@ class Finding:
     value    what was measured
     reason   why it is an alarm, in one sentence with the remedy; None where all is well
     holds    whether training should wait until it is gone
+    doubts   whether a person should look before any version is promoted
     """
 
     check: str
@@ -27,3 +28,4 @@ class Finding:
     value: float
     reason: str | None = None
     holds: bool = False
+    doubts: bool = False

@@ -39,4 +39,4 @@ def agreement(heard: Sequence[Heard], judge: str, settings: SentinelSettings) ->
             f"{tau:+.2f}, at least {settings.agreement_least:g} is wanted; newest group {heard[-1].group_id}): one of "
             "the two is fooled; compare them with `ratchet judge calibrate`"
         )
-    return [Finding(CHECK, _METRIC, "", tau, reason)]
+    return [Finding(CHECK, _METRIC, "", tau, reason, doubts=reason is not None)]

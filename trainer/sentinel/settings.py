@@ -50,6 +50,9 @@ class SentinelSettings(BaseModel):
     second_judge: JudgeSpec | None = Field(
         None, description="asked about a sample of the groups and compared with the first; its scores never count"
     )
+    hold_promotion: bool = Field(
+        True, description="whether a second judge that disagrees holds promotion; false: it is only an alarm"
+    )
     second_judge_share: float = Field(0.1, gt=0, le=1, description="share of the groups that it is asked about")
     agreement_least: float = Field(
         0.2, ge=-1, le=1, description="Kendall's tau between the two judges below which it is an alarm"

@@ -2,8 +2,8 @@
 
 Promises: a look costs a bounded amount of reading (the newest tool calls and rounds, and of the window's trajectories
 those that it has not read before, a few at a time); an alarm clears at the first look that finds its cause gone; what
-holds training is an alarm of its own, `training_held`. Never raises for what it finds. Does not stop collecting,
-grouping or judging.
+holds training is an alarm of its own, `training_held`; what holds promotion is the gate's. Never raises for what it
+finds. Does not stop collecting, grouping or judging.
 """
 
 from __future__ import annotations
@@ -66,6 +66,10 @@ class Sentinel:
             self._tell(self.findings)
             self._metrics.found(self.findings, held=self.holding)
         return self.holding
+
+    def doubts(self) -> list[Finding]:
+        """Return what of the last look says that a person should see a version before it is promoted."""
+        return [found for found in self.findings if found.doubts] if self._settings.hold_promotion else []
 
     def _look(self) -> list[Finding]:
         rounds = self._store.rounds.page(self._alias, limit=_ABANDONED * LOOKED_AT)

@@ -1,0 +1,173 @@
+"""While the second judge and the first one disagree nothing becomes live by itself: a person decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from click.testing import CliRunner
+
+from ratchet.cli import cli
+from store import Store
+from store.states import PolicyAction, PolicyState
+from tests.trainer.agents import agents_work
+from trainer.daemon import Daemon
+
+CONTRARY = {"kind": "function", "function": "tests.trainer.judge_samples:contrary"}
+AGREEING = {"kind": "function", "function": "tests.trainer.judge_samples:scripted"}
+SENTINEL = {"second_judge": CONTRARY, "second_judge_share": 1.0, "every_seconds": 0.5}
+GATE = {"enabled": True, "share": 0.25, "min_samples": 10, "max_samples": 60, "margin": 0.1, "jump": None}
+
+
+def disagreeing(store: Store, daemon: Daemon, now: float, groups: int = 24) -> float:
+    """Have so many groups judged by both, a few at a time; return the time after that."""
+    for number in range(groups):
+        agents_work(store, f"said-{now:.0f}-{number}", [0.0, 1.0], at=time.time())
+        if number % 4 == 3:
+            now += 100.0  # they are still by then
+            daemon.turn(now)
+            time.sleep(0.05)  # the second judge has a thread of its own
+    return until(daemon, now + 1.0, lambda: "second_judge:agent" in standing(store))
+
+
+def standing(store: Store) -> dict[str, str]:
+    return {alarm.name: alarm.reason for alarm in store.alarms.standing()}
+
+
+def until(daemon: Daemon, now: float, holds: Callable[[], bool], most: int = 200) -> float:
+    """Let the daemon take turns, a second apart, until it holds; return the time then."""
+    for _ in range(most):
+        daemon.turn(now)
+        if holds():
+            return now
+        now += 1.0
+        time.sleep(0.005)
+    raise AssertionError(f"it did not come to it: {holds}")
+
+
+def test_without_a_gate_a_proven_version_waits_for_a_person_while_the_judges_disagree(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
+    now = disagreeing(store, daemon, time.time())
+    now = until(daemon, now, lambda: store.policies.held("agent") is not None)
+    held = store.policies.held("agent")
+    assert held is not None
+    assert (held.version, held.state) == (1, PolicyState.CANDIDATE)
+    assert store.policies.live()["agent"].version == 0
+    told = store.decisions.of("agent", 1)[0]
+    assert (told.action, told.by) == (PolicyAction.HOLD, "sentinel")
+    (doubt,) = told.evidence["sentinel"]
+    assert (doubt["check"], doubt["value"]) == ("second_judge", -1.0)
+    assert told.evidence["proof"]
+    assert "agent@1 waits for a person" in standing(store)["held:agent"]
+    for number in range(24):
+        agents_work(store, f"later-{number}", [0.0, 1.0], at=now)
+    for later in range(5):
+        daemon.turn(now + 100.0 + later)
+    assert len(store.rounds.page("agent")) == 1, "nothing is trained on an undecided version"
+    assert len(store.decisions.of("agent", 1)) == 1
+
+
+def test_a_person_promotes_what_is_held_and_training_goes_on(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+    daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
+    now = disagreeing(store, daemon, time.time())
+    now = until(daemon, now, lambda: store.policies.held("agent") is not None)
+    assert store.policies.promote_by_hand("agent", None, by="anna", reason="read them").version == 1
+    for number in range(24):
+        agents_work(store, f"later-{number}", [0.0, 1.0], at=now)
+    until(daemon, now + 1.0, lambda: len(store.rounds.page("agent")) == 2)
+    assert store.policies.live()["agent"].version == 1
+
+
+def test_a_person_takes_back_what_is_held_and_training_goes_on_from_the_live_version(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
+    now = disagreeing(store, daemon, time.time())
+    now = until(daemon, now, lambda: store.policies.held("agent") is not None)
+    rejected = store.policies.roll_back_by_hand("agent", None, by="anna", reason="it flatters")
+    assert [policy.version for policy in rejected] == [1]
+    daemon.turn(now + 1.0)
+    assert "held:agent" not in standing(store)
+    for number in range(24):
+        agents_work(store, f"later-{number}", [0.0, 1.0], at=now)
+    until(daemon, now + 2.0, lambda: len(store.rounds.page("agent")) == 2)
+    assert store.rounds.page("agent")[0].from_version == 0
+
+
+def test_what_is_held_is_held_after_a_restart_too(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+    daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
+    now = disagreeing(store, daemon, time.time())
+    now = until(daemon, now, lambda: store.policies.held("agent") is not None)
+    daemon = make_daemon(groups_per_round=24)  # the second judge is gone, the decision is not
+    for later in range(3):
+        daemon.turn(now + later)
+    assert store.policies.live()["agent"].version == 0
+    assert "held:agent" in standing(store)
+    store.policies.roll_back_by_hand("agent", None, by="anna", reason="it flatters")
+    make_daemon(groups_per_round=24).turn(now + 10.0)
+    assert "held:agent" not in standing(store), "decided while no trainer ran"
+
+
+def test_a_canary_that_its_own_second_judge_likes_is_held_by_the_sentinels(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    daemon = make_daemon(gate=GATE | {"second_judge": AGREEING}, sentinel=SENTINEL)
+    agents_work(store, "a", [0.0, 1.0])
+    agents_work(store, "b", [1.0, 0.0])
+    now = until(daemon, time.time(), lambda: len(store.policies.all("agent")) == 2)
+    now = disagreeing(store, daemon, now)
+    canary_does_better(store)
+    until(daemon, now + 100.0, lambda: store.policies.held("agent") is not None)
+    told = store.decisions.of("agent", 1)[0]
+    assert told.action is PolicyAction.HOLD
+    assert "the sentinel doubts the judge" in told.reason
+    assert told.evidence["second_judge"]["low"] > 0
+    assert told.evidence["gate"]["difference"]["low"] > 0
+
+
+def test_it_is_only_an_alarm_where_one_says_so(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+    daemon = make_daemon(sentinel=SENTINEL | {"hold_promotion": False}, groups_per_round=24)
+    now = disagreeing(store, daemon, time.time())
+    until(daemon, now, lambda: store.policies.live()["agent"].version == 1)
+    assert store.policies.held("agent") is None
+
+
+def test_the_sentinels_second_judge_is_asked_about_a_canary_where_the_gate_has_none(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    unmoved = {"kind": "function", "function": "tests.trainer.judge_samples:unmoved"}
+    daemon = make_daemon(gate=GATE, sentinel=SENTINEL | {"second_judge": unmoved})
+    agents_work(store, "a", [0.0, 1.0])
+    agents_work(store, "b", [1.0, 0.0])
+    now = until(daemon, time.time(), lambda: len(store.policies.all("agent")) == 2)
+    canary_does_better(store)
+    until(daemon, now + 100.0, lambda: store.policies.held("agent") is not None)
+    told = store.decisions.of("agent", 1)[0]
+    assert "does not see the gain" in told.reason
+    assert store.policies.get("agent", 1).state is PolicyState.CANARY
+
+
+def canary_does_better(store: Store) -> None:
+    for number in range(30):
+        agents_work(store, f"new-{number}", [1.0, 1.0], version=1, at=time.time())
+        agents_work(store, f"old-{number}", [0.0, 1.0], version=0, at=time.time())
+
+
+def test_status_and_the_commands_speak_of_what_is_held(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+    from ratchet import status
+
+    daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
+    now = disagreeing(store, daemon, time.time())
+    until(daemon, now, lambda: store.policies.held("agent") is not None)
+    told = status.held(store, "agent")
+    assert told is not None
+    assert (told["version"], told["state"], told["by"]) == (1, "candidate", "sentinel")
+    assert "orders the members" in told["reason"]
+    shown = CliRunner().invoke(
+        cli, ["policies", "promote", "agent", "--store", daemon.settings.store, "--reason", "ok"]
+    )
+    assert shown.exit_code == 0, shown.output
+    assert "agent@1 is live" in shown.output
+    assert status.held(store, "agent") is None
