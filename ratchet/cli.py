@@ -14,14 +14,28 @@ from pathlib import Path
 import click
 
 from ratchet import __version__
-from ratchet.commands import demo, evaluate, feedback, judge, keys, policies, project, rooms, store, tasks, tune
+from ratchet.commands import (
+    demo,
+    evaluate,
+    feedback,
+    judge,
+    keys,
+    policies,
+    project,
+    rooms,
+    store,
+    tasks,
+    trajectories,
+    tune,
+)
 from ratchet.errors import FaceError
+from ratchet.suggestions import SuggestingGroup
 
 # The roots of the rooms' error trees: what they raise on purpose is told in one line, like our own.
 _OWN_ERRORS = {"StoreError", "ProxyError", "TrainerError"}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=SuggestingGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.option(
     "--config", type=click.Path(path_type=Path), help="Settings file; without it, ratchet.yaml in this folder."
 )
@@ -47,6 +61,7 @@ for command in (
     rooms.proxy,
     rooms.trainer,
     store.store,
+    trajectories.trajectories,
     policies.policies,
     keys.keys,
     judge.judge,

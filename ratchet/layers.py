@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from ratchet.errors import SettingsError
 
 # Free-form mappings such as vllm.env: their keys are the user's own.
 _FREE = "free"
+# What Kubernetes puts into every container of a namespace that has a service of our name: RATCHET_PORT=tcp://..., say.
+_SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
 
 
 def tree(model: Any) -> dict[str, Any]:
@@ -74,10 +77,15 @@ class Layers:
     def add_variables(self, environ: Mapping[str, str], prefix: str, others: frozenset[str]) -> None:
         """Lay variables over what is there: `RATCHET_PROXY__PORT` sets `proxy.port`."""
         for name in sorted(environ):
-            if not name.startswith(prefix) or name in others:
+            if not name.startswith(prefix) or name in others or _is_service_link(name, environ[name]):
                 continue
             path = tuple(name.removeprefix(prefix).lower().split("__"))
-            kind = self._kind(path, f"variable {name}")
+            try:
+                kind = self._kind(path, f"variable {name}")
+            except SettingsError as error:
+                if alike := difflib.get_close_matches(name, others, n=1, cutoff=0.9):
+                    raise SettingsError(f"variable {name} is not known; did you mean {alike[0]}?") from error
+                raise
             if isinstance(kind, Mapping):
                 key = "__".join((*path, next(iter(kind)))).upper()
                 raise SettingsError(f"variable {name}: names a section; name a key, such as {prefix}{key}")
@@ -113,10 +121,14 @@ def nearest(path: tuple[str, ...], known: Mapping[str, Any]) -> str:
     def closeness(candidate: Sequence[str]) -> float:
         whole = difflib.SequenceMatcher(None, ".".join(path), ".".join(candidate)).ratio()
         last = difflib.SequenceMatcher(None, path[-1], candidate[-1]).ratio()
-        return max(whole, 0.95 * last)  # the same word in another section counts a little less
+        return max(whole, 0.85 * last)  # the same word in another section counts less
 
     best = max(list(leaves(known, inner=True)), key=closeness)
     return f"the nearest known key is {'.'.join(best)}"
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    return bool(_SERVICE_LINK.search(name)) or (name.endswith("_PORT") and "://" in value)
 
 
 def leaves(known: Mapping[str, Any], *, inner: bool = False) -> Iterator[tuple[str, ...]]:

@@ -36,7 +36,14 @@ def collect(settings: Settings) -> dict[str, Any]:
         "rooms": {name: _room(settings, name) for name in ROOMS},
         "versions": {"ratchet": __version__, **versions()},
         "store": _store(settings),
+        "other_projects": others(settings),
     }
+
+
+def others(settings: Settings) -> list[str]:
+    """Return the other projects that have state in the same folder."""
+    runs = sorted(settings.folder.glob("*/run"))
+    return [run.parent.name for run in runs if run.parent.name != settings.project]
 
 
 def _room(settings: Settings, name: str) -> dict[str, Any]:
@@ -150,7 +157,10 @@ def lines(status: dict[str, Any]) -> list[str]:
     text.append("  versions  " + ", ".join(f"{name} {version}" for name, version in status["versions"].items()))
     store = status["store"]
     if store is None:
-        return [*text, "  store     empty: nothing has run yet"]
+        text.append("  store     empty: nothing has run yet")
+        if status["other_projects"]:
+            text.append(f"  projects  {', '.join(status['other_projects'])}: look at one with --project NAME")
+        return text
     text.append("  trajectories  " + _counts(store["trajectories"]))
     for reason, count in sorted(store["dropped"].items(), key=lambda item: -item[1]):
         text.append(f"  dropped       {count} {reason}" + (f": {DROPPED[reason]}" if reason in DROPPED else ""))

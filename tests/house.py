@@ -187,6 +187,9 @@ def commands_page() -> str:
         said, _, example = help_text.partition("Example:")
         parts.append(f"## `ratchet {' '.join(words)}`\n\n{said.strip()}\n")
         parts.append(f"```sh\n{_unindented(example)}\n```\n")
+        if arguments := [one for one in command.params if isinstance(one, click.Argument)]:
+            named = " ".join(one.make_metavar(click.Context(command)) for one in arguments)
+            parts.append(f"Takes `{named}`.\n")
         options = [option for option in command.params if isinstance(option, click.Option)]
         if options:
             rows = [f"| `{_spelt(option)}` | {option.help} |" for option in options]

@@ -18,6 +18,7 @@ def set_up(form: Literal["text", "json"]) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(_TEXT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # a dozen lines of its own where a store is made
 
 
 class JsonLines(logging.Formatter):

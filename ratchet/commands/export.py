@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.moments import Moment
+from ratchet.commands.filters import filters
 
 if TYPE_CHECKING:
     from store import Store
@@ -29,14 +29,7 @@ _PAGE = 100
     help="A trajectory a line or a row; or a training row a line, in TRL's columns.  [default: jsonl]",
 )
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="File; without it, standard output.")
-@click.option("--state", type=click.Choice(["open", "sealed", "grouped", "trained", "dropped"]), help="In this state.")
-@click.option("--model", "alias", metavar="ALIAS", help="Of this alias.")
-@click.option("--version", type=int, help="Of this policy version.")
-@click.option("--task", help="Of this task.")
-@click.option("--key", metavar="ID", help="Of this API key.")
-@click.option("--tag", help="With this tag.")
-@click.option("--since", type=Moment(), metavar="TIME", help="Opened then or later: 2026-11-21.")
-@click.option("--until", type=Moment(), metavar="TIME", help="Opened before then.")
+@filters
 @options.store_url
 @options.project
 @click.pass_context

@@ -86,6 +86,8 @@ def down(context: click.Context, project: str | None, as_json: bool) -> None:
 
 @click.command()
 @options.project
+@options.store_url
+@options.alias
 @click.option("--report", is_flag=True, help="Is it learning? Scores of real traffic before and after, with intervals.")
 @click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="With --report: draw it into this file.")
 @click.option(
@@ -99,6 +101,8 @@ def status(
     context: click.Context,
     /,
     project: str | None,
+    store: str | None,
+    model: str | None,
     report: bool,
     png: Path | None,
     tensorboard: Path | None,
@@ -110,7 +114,7 @@ def status(
     Example:
       ratchet status --report --png learning.png
     """
-    settings = options.running_settings_of(context, {"project": project})
+    settings = options.running_settings_of(context, {"project": project, "store": store, "model": model})
     if tensorboard is not None:
         from ratchet.drawing import draw_tensorboard
 

@@ -94,7 +94,8 @@ def trainer(
     own = settings.trainer_settings(base_model=check_model(settings.base_model), **derived)
     os.environ.update(pinned(own.devices))  # before anything imports torch
     logging.basicConfig(level=logging.INFO, format=_LOG_LINE)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for library in ("httpx", "alembic"):
+        logging.getLogger(library).setLevel(logging.WARNING)
     from tqdm.contrib.logging import logging_redirect_tqdm
 
     from trainer.process import run

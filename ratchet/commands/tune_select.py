@@ -22,7 +22,13 @@ NOBODY = 3  # exit code where nothing is chosen
 )
 @click.option("--split", default="test", show_default=True, help="Split of the task set that is asked.")
 @click.option("--limit", type=click.IntRange(1), help="Only the first so many tasks of the split.")
-@click.option("--policy", type=click.Choice(["best", "cheapest"]), default="best", show_default=True)
+@click.option(
+    "--policy",
+    type=click.Choice(["best", "cheapest"]),
+    default="best",
+    show_default=True,
+    help="What is chosen: the best, or the cheapest --within X of it.",
+)
 @click.option("--within", type=click.FloatRange(0), help="For cheapest: how far below the best is good enough.")
 @click.option("--score-range", type=(float, float), metavar="LOW HIGH", help="What the judge can give.  [default: 0 1]")
 @click.option("--resume", metavar="ID", help="Go on with a run that was stopped; what ended is not run again.")

@@ -64,6 +64,19 @@ def test_an_unknown_option_exits_with_2(project: Project) -> None:
     assert project.run("up", "--no-such-option").returncode == 2
 
 
+def test_a_word_that_is_no_command_is_answered_with_the_nearest_ones(project: Project) -> None:
+    assert "did you mean `ratchet store export`" in project.run("export").stdout
+    assert "did you mean `ratchet trajectories list`" in project.run("trajectoris", "list").stdout
+    asked = project.run("zzzzzz")
+    assert (asked.returncode, "did you mean" in asked.stdout) == (2, False)
+
+
+def test_status_without_a_run_names_the_projects_that_there_are(project: Project) -> None:
+    assert "--project NAME" not in project.run("status").stdout
+    (project.folder / ".ratchet" / "demo" / "run").mkdir(parents=True)
+    assert "projects  demo: look at one with --project NAME" in project.run("status").stdout
+
+
 def test_an_error_is_one_line_and_debug_shows_the_traceback(project: Project) -> None:
     plain = project.run("status", "--project", "a/b")
     assert plain.returncode == 1

@@ -48,6 +48,8 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
         ("a: [", {}, "is not YAML"),
         ("- a", {}, "must hold keys and values"),
         ("", {"RATCHET_PROXY__PRT": "1"}, "variable RATCHET_PROXY__PRT: unknown key proxy.prt"),
+        ("", {"RATCHET_PROYX__PORT": "1"}, "unknown key proyx; the nearest known key is proxy.port"),
+        ("", {"RATCHET_API_KEY": "x"}, "variable RATCHET_API_KEY is not known; did you mean RATCHET_API_KEYS?"),
         ("", {"RATCHET_PROXY": "1"}, "names a section"),
         ("", {"RATCHET_VLLM__PORT": "x"}, "variable RATCHET_VLLM__PORT: vllm.port"),
     ],
@@ -64,6 +66,19 @@ def test_a_wrong_setting_names_its_place_and_the_nearest_key(
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"none\.yaml: cannot be read: No such file"):
         load(tmp_path / "none.yaml", environ={})
+
+
+def test_what_kubernetes_says_of_a_service_of_our_name_is_no_setting(tmp_path: Path) -> None:
+    links = {
+        "RATCHET_PROXY_SERVICE_HOST": "10.0.0.7",
+        "RATCHET_PROXY_SERVICE_PORT_HTTP": "8000",
+        "RATCHET_PROXY_PORT": "tcp://10.0.0.7:8000",
+        "RATCHET_PORT_8000_TCP_ADDR": "10.0.0.7",
+        "RATCHET_PORT_8000_TCP": "tcp://10.0.0.7:8000",
+    }
+    assert read(tmp_path, "", **links).proxy_settings({}).port == 8000
+    with pytest.raises(SettingsError, match="unknown key proxy_port"):
+        read(tmp_path, "", RATCHET_PROXY_PORT="9000")
 
 
 def test_lists_and_mappings_can_be_given_by_variable(tmp_path: Path) -> None:

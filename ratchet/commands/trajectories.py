@@ -1,0 +1,157 @@
+"""The commands that read trajectories: which there are, and what happened in one. They change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ratchet import options
+from ratchet.commands.filters import filters
+
+if TYPE_CHECKING:
+    from store import Store
+    from store.records import Call, Trajectory, Transcript, Verdict
+
+_COLUMNS = ("trajectory", "opened (UTC)", "served by", "state", "calls", "score", "task")
+
+
+@click.group()
+def trajectories() -> None:
+    """Look at recorded trajectories; `ratchet store export` writes them to files.
+
+    \b
+    Example:
+      ratchet trajectories list --state dropped
+    """
+
+
+@trajectories.command("list")
+@filters
+@click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="The newest so many.")
+@click.option("--before", metavar="ID", help="Older ones than this trajectory: the next page.")
+@options.store_url
+@options.project
+@options.as_json
+@click.pass_context
+def list_trajectories(
+    context: click.Context,
+    /,
+    limit: int,
+    before: str | None,
+    store: str | None,
+    project: str | None,
+    as_json: bool,
+    **chosen: Any,
+) -> None:
+    """List the trajectories that fit every option, newest first, with their score or why they were dropped.
+
+    \b
+    Example:
+      ratchet trajectories list --state dropped --limit 5
+      ratchet trajectories list --task math/17 --json
+    """
+    from store.listing import Chosen
+
+    with options.running_store(context, store=store, project=project) as opened:
+        found = opened.trajectories.page(limit, before, chosen=Chosen(**chosen))
+        verdicts = opened.groups.verdicts([run.id for run in found])
+    if as_json:
+        options.emit([_plain(run, verdicts.get(run.id)) for run in found])
+    elif found:
+        _print_table(found, verdicts)
+        if len(found) == limit:
+            click.echo(f"older ones: --before {found[-1].id}", err=True)
+    else:
+        click.echo("no such trajectory: either nothing was recorded yet, or no trajectory fits every option")
+
+
+def _plain(run: Trajectory, verdict: Verdict | None) -> dict[str, Any]:
+    import msgspec
+
+    told = msgspec.structs.asdict(run)
+    return told | {"score": verdict.score if verdict else None, "judge": verdict.judge if verdict else None}
+
+
+def _print_table(found: list[Trajectory], verdicts: dict[str, Verdict]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from ratchet.moments import moment_told
+    from ratchet.tables import printed
+
+    drawn = Table()
+    for column in _COLUMNS:
+        drawn.add_column(column, overflow="fold", no_wrap=column == "trajectory")
+    for run in found:
+        state = f"{run.state}: {run.drop_reason}" if run.drop_reason else str(run.state)
+        cells = (
+            run.id, moment_told(run.opened_at), f"{run.alias}@{run.version}", state, run.calls,
+            score_told(verdicts.get(run.id)), run.task or "",
+        )  # fmt: skip
+        drawn.add_row(*(Text(options.printable(cell)) for cell in cells))
+    printed(drawn)
+
+
+def score_told(verdict: Verdict | None) -> str:
+    """Return a verdict's score for people; a failure is no number."""
+    if verdict is None:
+        return ""
+    return "failed" if verdict.score is None else f"{verdict.score:.3g}"
+
+
+@trajectories.command()
+@click.argument("trajectory_id", metavar="TRAJECTORY")
+@options.store_url
+@options.project
+@options.as_json
+@click.pass_context
+def show(context: click.Context, trajectory_id: str, store: str | None, project: str | None, as_json: bool) -> None:
+    """Show one trajectory: its messages to the last word, its calls and how they were linked, its score.
+
+    \b
+    Example:
+      ratchet trajectories show traj_01J8
+    """
+    with options.running_store(context, store=store, project=project) as opened:
+        found = opened.trajectories.read(trajectory_id)
+        verdict = opened.groups.verdicts([trajectory_id]).get(trajectory_id)
+        if as_json:
+            options.emit(_record(opened, found, verdict))
+            return
+    for line in _lines(found, verdict):
+        click.echo(options.printable(line))
+
+
+def _record(store: Store, found: Transcript, verdict: Verdict | None) -> dict[str, Any]:
+    """Return what `ratchet store export` writes of a trajectory, without its group's advantage."""
+    from trainer.exports import Exported, trajectory_record
+
+    return trajectory_record(Exported(found, store.trajectories.context_calls(found), verdict, None))
+
+
+def _lines(found: Transcript, verdict: Verdict | None) -> Iterator[str]:
+    from ratchet.moments import moment_told
+    from trainer.exports import chat
+
+    run = found.trajectory
+    yield f"{run.id}  {run.alias}@{run.version}  {run.state}  opened {moment_told(run.opened_at)}  {run.purpose}"
+    for name, value in (("task", run.task), ("group", run.group_id), ("dropped", run.drop_reason)):
+        if value:
+            yield f"  {name:<8} {value}"
+    if verdict is not None:
+        yield f"  {'score':<8} {score_told(verdict)} by {verdict.judge}: {verdict.failure or verdict.explanation}"
+    yield from (f"  {'call':<8} {_call(call)}" for call in found.calls)
+    for message in found.messages:
+        told = chat(message)
+        yield f"\n[{told['role']}] {told['content'] or ''}".rstrip()
+        for called in told["tool_calls"] or ():
+            yield f"  -> {called['function']['name']}({called['function']['arguments']})"
+
+
+def _call(call: Call) -> str:
+    """Return a call in one line."""
+    parts = [call.id, str(call.state), f"status {call.status}", call.dialect, f"linked by {call.linked_by}"]
+    parts += [f"context {call.context}", f"{call.prompt_tokens} + {call.completion_tokens} tokens"]
+    return ", ".join([*parts, *([f"untrainable: {call.untrainable}"] if call.untrainable else [])])
