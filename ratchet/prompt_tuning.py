@@ -74,8 +74,7 @@ def begun(context: click.Context, given: dict[str, Any]) -> Outcome:
         bench.source()
         check(asked)
         config = config_of(asked, settings.trainer.get("judge"), None if file is None else file.read_text())
-        run = bench.store.tunings.begin("prompt", settings.model, config)
-        return _ran(bench, run)
+        return _ran(bench, bench.store.tunings.begin("prompt", settings.model, config).id)
 
 
 def resumed(context: click.Context, name: str, given: dict[str, Any]) -> Outcome:
@@ -90,9 +89,8 @@ def resumed(context: click.Context, name: str, given: dict[str, Any]) -> Outcome
         run = store.tunings.get(name)
         if run.kind != "prompt":
             raise click.UsageError(f"--resume {name}: that run is of another kind, {run.kind}")
-        store.tunings.resume(name)
     with tuning.opened(_as_asked(settings, run)) as bench:
-        return _ran(bench, bench.store.tunings.get(name))
+        return _ran(bench, name, resume=True)
 
 
 def candidate(store: Store, name: str, *, anyway: bool = False) -> str:
@@ -139,7 +137,7 @@ def _as_asked(settings: Settings, run: Tuning) -> Settings:
     return settings.model_copy(update={"tuner": tuner, "trainer": trainer, "model": run.alias})
 
 
-def _ran(bench: tuning.Bench, run: Tuning) -> Outcome:
+def _ran(bench: tuning.Bench, name: str, *, resume: bool = False) -> Outcome:
     """Run it to its end, or write down why it ended before."""
     import msgspec
 
@@ -147,7 +145,7 @@ def _ran(bench: tuning.Bench, run: Tuning) -> Outcome:
     from trainer.tuning.prompt_run import run as run_
     from trainer.tuning.select_model import known_models
 
-    with tuning.ending(bench.store, run.id, _COMMAND):
+    with bench.hold.on(name, _COMMAND, resume=resume) as run:
         click.echo(f"{run.id}: `{_COMMAND} --resume {run.id}` goes on with it, whatever happens", err=True)
         known_models(bench.proxy_url, bench.api_key)  # a proxy that does not answer is told before anything runs
         asked: TunerSettings = bench.tuner

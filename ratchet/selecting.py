@@ -48,7 +48,7 @@ def compare(settings: Settings, asked: Asked) -> tuple[Request, Selection]:
         from trainer.tuning.select_model import ModelSelector
 
         request, run = _resumed(bench, asked.resume, asked.kind) if asked.resume else _begun(bench, asked)
-        with tuning.ending(bench.store, run.id, asked.command):
+        with bench.hold.on(run.id, asked.command, resume=asked.resume is not None) as run:
             tasks = bench.tasks(request.tasks, request.split, request.limit)
             rollouts = len(tasks) * request.attempts * len(request.candidates)
             click.echo(
@@ -80,7 +80,7 @@ def _begun(bench: Bench, asked: Asked) -> tuple[Request, Tuning]:
 
 
 def _resumed(bench: Bench, name: str, kind: str) -> tuple[Request, Tuning]:
-    """Return what a run was asked for, and the run, which goes on. Raises UsageError where that is not possible."""
+    """Return what a run was asked for, and the run, which can go on. Raises UsageError where that is not possible."""
     import msgspec
 
     from trainer.tuning.select_model import Request
@@ -95,4 +95,4 @@ def _resumed(bench: Bench, name: str, kind: str) -> tuple[Request, Tuning]:
                 f"--resume {name}: its {what} was {getattr(request, what)}, now it is {now}; half of a comparison "
                 f"cannot be made with another {what}"
             )
-    return request, bench.store.tunings.resume(name)
+    return request, run

@@ -13,6 +13,7 @@ import click
 
 from ratchet import options
 from ratchet.addresses import url
+from ratchet.tuning_hold import Hold
 
 if TYPE_CHECKING:
     from ratchet.settings import Settings
@@ -68,6 +69,7 @@ class Bench:
     scorer: Scorer
     prices: Prices
     progress: Progress
+    hold: Hold
 
     def source(self) -> str:
         """Return the task set that is named. Raises UsageError where none is."""
@@ -109,26 +111,15 @@ def opened(settings: Settings) -> Iterator[Bench]:
     progress = Progress(on_this_terminal())
     proxy_url, key = tuner.proxy_url or proxy_of(settings), first_key()
     with options.opened_store(settings.store_url) as store, judge_of(settings) as judge:
+        hold = Hold(store)
         yield Bench(
-            settings=settings, tuner=tuner, store=store, proxy_url=proxy_url, api_key=key, progress=progress,
-            runner=RolloutRunner(store, proxy_url, key, workflow, tuner, alias=settings.model, progress=progress),
+            settings=settings, tuner=tuner, store=store, proxy_url=proxy_url, api_key=key, progress=progress, hold=hold,
+            runner=RolloutRunner(
+                store, proxy_url, key, workflow, tuner, alias=settings.model, progress=progress, check=hold.check
+            ),
             scorer=Scorer(store, judge, alias=settings.model, patience=tuner.judge_wait_seconds, progress=progress),
             prices=prices_of((entry.model_dump() for entry in settings.model_list), tuner.prices),
         )  # fmt: skip
-
-
-@contextmanager
-def ending(store: Store, run: str, command: str) -> Iterator[None]:
-    """Write down how a run of the tuner ended where it does not end by itself: stopped by Ctrl-C, or failed."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        store.tunings.end(run, "stopped")
-        click.echo(f"stopped; `{command} --resume {run}` goes on", err=True)
-        raise
-    except Exception as error:
-        store.tunings.end(run, "failed", error=f"{type(error).__name__}: {error}")
-        raise
 
 
 @contextmanager

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +47,8 @@ def weigh(settings: Settings, own: dict[str, Any], *, quiet: bool = False) -> Tu
     _check_group_size(settings)
     say = partial(click.echo, file=sys.stderr) if quiet else click.echo
     with attached(settings, say=say) as rooms, tuning.opened(settings) as bench:
-        run = _resumed(bench.store, own["resume"]) if own["resume"] else _begun(bench, own)
-        with _ending(bench.store, run):
+        name = _known(bench.store, own["resume"]) if own["resume"] else _begun(bench, own).id
+        with bench.hold.on(name, "ratchet tune weights", resume=own["resume"] is not None) as run:
             click.echo(f"{run.id} on {rooms.base_url}", err=True)
             return _run(bench, run, rooms.check)
 
@@ -76,12 +74,17 @@ def _run(bench: Bench, run: Tuning, check: Any) -> TuningResult:
     if plan.eval_workflow is not None:
         evaluator = RolloutRunner(
             bench.store, bench.proxy_url, bench.api_key, load_workflow(plan.eval_workflow), bench.tuner,
-            alias=settings.model, progress=bench.progress,
+            alias=settings.model, progress=bench.progress, check=bench.hold.check,
         )  # fmt: skip
     families = parse_families(plan.families, bench.task_set)
+
+    def watch() -> None:
+        check()
+        bench.hold.check()
+
     made = WeightsTuning(
         bench.store, run, families, trainer, bench.runner, bench.scorer, evaluator=evaluator,
-        progress=bench.progress, failure_score=bench.tuner.failure_score, watch=check,
+        progress=bench.progress, failure_score=bench.tuner.failure_score, watch=watch,
     )  # fmt: skip
     asyncio.run(made.run())
     result = result_of(bench.store, run, made, trainer, bench.scorer.name, bench.prices)
@@ -96,11 +99,12 @@ def _begun(bench: Bench, own: dict[str, Any]) -> Tuning:
     return bench.store.tunings.begin("weights", bench.settings.model, config_of(plan))
 
 
-def _resumed(store: Store, name: str) -> Tuning:
+def _known(store: Store, name: str) -> str:
+    """Return the id of a run that can go on. Raises TuningError where it is of another method."""
     from trainer.tuning.weights_plan import plan_of
 
     plan_of(store.tunings.get(name))
-    return store.tunings.resume(name)
+    return name
 
 
 def _plan(settings: Settings, own: dict[str, Any]) -> WeightsPlan:
@@ -171,19 +175,3 @@ def _check_group_size(settings: Settings) -> None:
             f"--attempts {asked}: the trainer that runs compares {running} attempts at a task (trainer.group_size): "
             f"give --attempts {running}, or stop the project, and the rooms are started for this run"
         )
-
-
-@contextmanager
-def _ending(store: Store, run: Tuning) -> Iterator[None]:
-    """Write down how a run ended where it did not end by itself, unless the trainer has done so."""
-    from store.states import TuningState
-
-    try:
-        yield
-    except BaseException as error:
-        if store.tunings.get(run.id).state is TuningState.RUNNING:
-            stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-            told = None if stopped else f"{type(error).__name__}: {error}"
-            store.tunings.end(run.id, TuningState.STOPPED if stopped else TuningState.FAILED, error=told)
-        click.echo(f"`ratchet tune weights --resume {run.id}` goes on with it", err=True)
-        raise

@@ -77,8 +77,8 @@ def examine(settings: Settings, task: Task) -> Iterator[Finding]:
         yield proxy
         if not proxy.passed:
             return
-        run = bench.store.tunings.begin("eval", settings.model, {"doctor": bench.tuner.workflow, "task": task.id})
-        with tuning.ending(bench.store, run.id, "ratchet doctor"):
+        run = bench.store.tunings.begin("doctor", settings.model, {"workflow": bench.tuner.workflow, "task": task.id})
+        with bench.hold.on(run.id):
             rollouts = asyncio.run(bench.runner.run(_jobs(task, bench.tuner.attempts), run.id))
             rollouts = bench.scorer.score(rollouts)
             transcripts = _transcripts(bench.store, rollouts)

@@ -14,6 +14,15 @@ _PAIRS = [first + second for first in _ALPHABET for second in _ALPHABET]  # ten 
 _SHIFTS = tuple(range(120, -1, -10))
 
 
+def moment(made: str) -> float:
+    """Return when an id was made (Unix seconds, to the millisecond). Raises ValueError where it is none."""
+    random_part = made.rpartition("_")[2]
+    number = 0
+    for character in random_part:
+        number = number << 5 | _ALPHABET.index(character)
+    return (number >> 80) / 1000
+
+
 def new_id(prefix: str) -> str:
     """Return `prefix_` + 26 characters, e.g. `call_06f3...`; ids of later milliseconds sort after earlier ones."""
     number = (time.time_ns() // 1_000_000) << 80 | random.getrandbits(80)

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import sqlalchemy as sa
 
 from store import schema
-from store.database import write
+from store.database import read, write
 from store.shipping import insert_new
+
+
+class Held(msgspec.Struct, frozen=True):
+    """Who holds a lease, and until when if it is not renewed (Unix seconds)."""
+
+    name: str
+    owner: str
+    expires_at: float
 
 
 class Leases:
@@ -27,6 +36,16 @@ class Leases:
                 sa.update(table).where(table.c.name == name, free).values(owner=owner, expires_at=now + seconds)
             )
             return bool(taken.rowcount)
+
+    def held(self, prefix: str) -> list[Held]:
+        """Return the leases whose names begin so, by name; those that expired are held by nobody."""
+        table = schema.leases
+        begins = sa.and_(
+            table.c.name >= prefix, table.c.name < f"{prefix}\U0010ffff", table.c.expires_at >= time.time()
+        )
+        with read(self._engine) as connection:
+            rows = connection.execute(sa.select(table).where(begins).order_by(table.c.name))
+            return [Held(row.name, row.owner, row.expires_at) for row in rows]
 
     def release(self, name: str, owner: str) -> None:
         """Give a lease back; nothing happens where it is not held by `owner`."""

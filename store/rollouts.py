@@ -1,11 +1,13 @@
 """Rollouts: attempts of a workflow at tasks. Written before they begin, so that the proxy knows them by their id.
 
-Promises: a rollout's end is written once; a failed one stays, with its exception; a judge's failure is never a number.
+Promises: a rollout's end is written once; a failed one stays, with its exception; one whose maker is gone is abandoned,
+never deleted: what an agent calls late stays its own; a judge's failure is never a number.
 Text that a workflow or a judge chose is fitted to what a column holds: no database refuses a rollout for it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -145,6 +147,18 @@ class Rollouts:
         """Return those of these trajectories that are rollouts, by id."""
         return {found.id: found for found in self._select(rollouts.c.id.in_(trajectory_ids))}
 
+    def abandoned(self, trajectory_ids: Sequence[str]) -> set[str]:
+        """Return those of these trajectories that are of an abandoned rollout: its own, and successors of that."""
+        origins = {name: name.partition("~")[0] for name in trajectory_ids}
+        named = sorted(set(origins.values()))
+        found: set[str] = set()
+        for start in range(0, len(named), IN_MOST):
+            some = rollouts.c.id.in_(named[start : start + IN_MOST])
+            query = sa.select(rollouts.c.id).where(some, rollouts.c.state == RolloutState.ABANDONED)
+            with read(self._engine) as connection:
+                found |= set(connection.scalars(query))
+        return {name for name, origin in origins.items() if origin in found}
+
     def of(self, tuning_id: str, candidate: str | None = None) -> list[Rollout]:
         """Return a tuning's rollouts, or those of one of its candidates, in the order in which they were planned."""
         mine = rollouts.c.tuning_id == tuning_id
@@ -181,6 +195,13 @@ class Rollouts:
         query = sa.select(rollouts).where(where).order_by(rollouts.c.planned_at, rollouts.c.id)
         with read(self._engine) as connection:
             return [_rollout(row) for row in connection.execute(query)]
+
+
+def abandon(connection: sa.Connection, tuning_id: str) -> None:
+    """Give up what a run planned and never ended."""
+    planned = sa.and_(rollouts.c.tuning_id == tuning_id, rollouts.c.state == RolloutState.PLANNED)
+    gone = {"state": RolloutState.ABANDONED, "ended_at": time.time()}
+    connection.execute(sa.update(rollouts).where(planned).values(**gone))
 
 
 def returned_by(connection: sa.Connection, trajectory_id: str) -> tuple[str | None, Returned | None]:

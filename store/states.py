@@ -111,6 +111,7 @@ class TuningKind(StrEnum):
     WEIGHTS = "weights"  # better weights, by reinforcement learning
     EVAL = "eval"  # only to measure
     REFLEXION = "reflexion"  # lessons from what failed
+    DOCTOR = "doctor"  # a look at a workflow: no run of a method
 
 
 class TuningState(StrEnum):
@@ -128,6 +129,7 @@ class RolloutState(StrEnum):
     PLANNED = "planned"  # the proxy may serve it; its end is not known
     ENDED = "ended"  # the workflow returned
     FAILED = "failed"  # it did not; `failure` says why, and it counts as an attempt
+    ABANDONED = "abandoned"  # whoever was to make it is gone; what it still calls is its own, and nothing learns of it
 
 
 TRAJECTORY_STEPS: Mapping[TrajectoryState, frozenset[TrajectoryState]] = {
@@ -167,9 +169,10 @@ TUNING_STEPS: Mapping[TuningState, frozenset[TuningState]] = {
 }
 
 ROLLOUT_STEPS: Mapping[RolloutState, frozenset[RolloutState]] = {
-    RolloutState.PLANNED: frozenset({RolloutState.ENDED, RolloutState.FAILED}),
+    RolloutState.PLANNED: frozenset({RolloutState.ENDED, RolloutState.FAILED, RolloutState.ABANDONED}),
     RolloutState.ENDED: frozenset(),
     RolloutState.FAILED: frozenset(),
+    RolloutState.ABANDONED: frozenset(),
 }
 
 _State = TypeVar("_State", bound=StrEnum)

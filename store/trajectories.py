@@ -23,7 +23,7 @@ from store.records import Call, Trajectory, Transcript, cohort_of
 from store.remembered import Remembered
 from store.rollouts import returned_by, rollouts
 from store.shipping import FINISH, IDLE
-from store.states import TRAJECTORY_STEPS, CallState, TrajectoryState, origins
+from store.states import TRAJECTORY_STEPS, CallState, RolloutState, TrajectoryState, origins
 from store.tasks import row_of
 from store.tunings import at_work
 
@@ -66,10 +66,12 @@ class Trajectories:
     def seal_rollouts(self, alias: str, shipped_until: float, lost_after: float = 3600.0) -> list[str]:
         """Seal an alias's open trajectories whose rollout ended before `shipped_until`; return their ids.
 
-        Up to that moment every proxy has shipped what it recorded. A call under way counts as for `seal_idle`.
+        Up to that moment every proxy has shipped what it recorded. A call under way counts as for `seal_idle`. An
+        abandoned rollout's agent may call yet: its trajectory waits until it is still.
         """
         runs = schema.trajectories
-        over = sa.exists().where(rollouts.c.id == runs.c.id, rollouts.c.ended_at < shipped_until)
+        ended = sa.and_(rollouts.c.state != RolloutState.ABANDONED, rollouts.c.ended_at < shipped_until)
+        over = sa.exists().where(rollouts.c.id == runs.c.id, ended)
         mine = sa.and_(runs.c.alias == alias, runs.c.state == TrajectoryState.OPEN)
         with write(self._engine) as connection:
             return list(

@@ -75,3 +75,8 @@ class Rollout(Record, frozen=True):
     score: float | None = None
     judge: str | None = None  # who gave the score, or failed to
     judge_failure: str | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is known how it ended: what is planned is under way, what was abandoned is made anew."""
+        return self.state in (RolloutState.ENDED, RolloutState.FAILED)

@@ -11,10 +11,12 @@ import sqlalchemy as sa
 from store.database import read, write
 from store.errors import ForbiddenChange, UnknownRecord
 from store.ids import new_id
-from store.rollouts import rollouts
+from store.rollouts import abandon, rollouts
 from store.states import TUNING_STEPS, RolloutState, TuningKind, TuningState, check
 from store.tables import ID, JSON, TIME, metadata, one_of
 from store.tuning_records import Tuning
+
+_NO_TUNING = "no tuning {}; `ratchet tune runs` shows the ids"
 
 tunings = sa.Table(
     "tunings",
@@ -61,7 +63,8 @@ class Tunings:
 
     def update(self, tuning_id: str, result: Mapping[str, Any]) -> None:
         """Write down how far a running one is. Raises UnknownRecord, ForbiddenChange where it does not run."""
-        self._change(tuning_id, TuningState.RUNNING, result=dict(result))
+        with write(self._engine) as connection:
+            self._change(connection, tuning_id, TuningState.RUNNING, result=dict(result))
 
     def end(
         self, tuning_id: str, state: str, result: Mapping[str, Any] | None = None, error: str | None = None
@@ -73,47 +76,52 @@ class Tunings:
         if new is TuningState.FAILED:
             error = error or "no reason was given"
         error = None if error is None else error.replace("\0", "\ufffd")
-        self._change(tuning_id, TuningState.RUNNING, state=new, error=error, ended_at=time.time(), **told)
+        with write(self._engine) as connection:
+            self._change(
+                connection, tuning_id, TuningState.RUNNING, state=new, error=error, ended_at=time.time(), **told
+            )
+            abandon(connection, tuning_id)
         return self.get(tuning_id)
 
     def resume(self, tuning_id: str) -> Tuning:
         """Let a run go on that was stopped, failed or killed. Raises ForbiddenChange, UnknownRecord.
 
-        What it planned and never ended is forgotten: whoever was to make it is gone. What that called stays as traffic.
+        What it planned and never ended is abandoned: whoever was to make it is gone, or will find nobody who listens.
         """
         state = self.get(tuning_id).state
         if state is TuningState.DONE:
             raise ForbiddenChange(f"tuning {tuning_id} is done: there is nothing to go on with")
         if state is not TuningState.RUNNING:
             check(TUNING_STEPS, state, TuningState.RUNNING, f"tuning {tuning_id}")
-            self._change(tuning_id, state, state=TuningState.RUNNING, error=None, ended_at=None)
-        planned = sa.and_(rollouts.c.tuning_id == tuning_id, rollouts.c.state == RolloutState.PLANNED)
         with write(self._engine) as connection:
-            connection.execute(sa.delete(rollouts).where(planned))
+            self._change(connection, tuning_id, state, state=TuningState.RUNNING, error=None, ended_at=None)
+            abandon(connection, tuning_id)
         return self.get(tuning_id)
 
     def get(self, tuning_id: str) -> Tuning:
         """Return one. Raises UnknownRecord."""
         found = self._select(tunings.c.id == tuning_id, 1)
         if not found:
-            raise UnknownRecord(f"no tuning {tuning_id}; `ratchet tune runs` shows the ids")
+            raise UnknownRecord(_NO_TUNING.format(tuning_id))
         return found[0]
 
     def page(
         self, kind: str | None = None, limit: int = 100, before: str | None = None, state: str | None = None
     ) -> list[Tuning]:
-        """Return at most `limit`, newest first, older than the id `before`."""
-        where = [tunings.c.kind == kind] if kind else []
+        """Return at most `limit`, newest first, older than the id `before`; what a doctor tried, only where asked."""
+        where = [tunings.c.kind == kind if kind else tunings.c.kind != TuningKind.DOCTOR]
         where += [tunings.c.state == state] if state else []
         where += [tunings.c.id < before] if before else []
         return self._select(sa.and_(sa.true(), *where), min(limit, 1000))
 
-    def _change(self, tuning_id: str, old: TuningState, **values: Any) -> None:
+    def _change(self, connection: sa.Connection, tuning_id: str, old: TuningState, **values: Any) -> None:
         mine = sa.and_(tunings.c.id == tuning_id, tunings.c.state == old)
-        with write(self._engine) as connection:
-            changed = connection.execute(sa.update(tunings).where(mine).values(**values)).rowcount
-        if not changed:
-            raise ForbiddenChange(f"tuning {tuning_id} is {self.get(tuning_id).state} by now, not {old}")
+        if connection.execute(sa.update(tunings).where(mine).values(**values)).rowcount:
+            return
+        state = connection.scalar(sa.select(tunings.c.state).where(tunings.c.id == tuning_id))
+        if state is None:
+            raise UnknownRecord(_NO_TUNING.format(tuning_id))
+        raise ForbiddenChange(f"tuning {tuning_id} is {state} by now, not {old}")
 
     def _select(self, where: sa.ColumnElement[bool], limit: int) -> list[Tuning]:
         query = sa.select(tunings).where(where).order_by(tunings.c.id.desc()).limit(limit)

@@ -243,6 +243,7 @@ class Daemon:
             waiting,
             silent={run.id for run in waiting if run.id not in spoken} if patience and patience.drops else frozenset(),
             ripe_at=spoken,
+            abandoned=self._store.rollouts.abandoned([run.id for run in waiting]),
             cut_off=self._store.trajectories.cut_off([run.id for run in waiting]) if waiting else frozenset(),
             size=self.settings.group_size,
             least=self.settings.group_least,

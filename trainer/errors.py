@@ -16,7 +16,8 @@
     ├── EngineError
     │   ├── EngineUnreachable   vLLM does not answer; asking again may help
     │   └── AdapterRefused      vLLM answered no
-    ├── LeaseLost               another trainer leads this alias
+    ├── LeaseLost               another process leads: a trainer this alias, a tuner this run
+    ├── LeaseHeld               another process has this run; the message says which, and since when
     ├── TuningError
     │   ├── TaskSetError
     │   │   ├── TaskSetNotFound   neither a file, a folder, an imported set nor a reachable hub name
@@ -136,7 +137,11 @@ class AdapterRefused(EngineError):
 
 
 class LeaseLost(TrainerError):
-    """Another trainer leads this alias."""
+    """Another process leads: a trainer this alias, a tuner this run."""
+
+
+class LeaseHeld(TrainerError):
+    """Another process has what was asked for, and renews its lease."""
 
 
 class TuningError(TrainerError):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from store.records import Trajectory
 from trainer.crediting.roles import OTHER_ROLE
 
+ABANDONED = "abandoned"  # its tuner was killed or stopped: nobody knows whether it was over
 EVALUATION = "eval"  # asked for by explicit version: a measurement, never training data
 CUT_OFF = "cut_off"  # a machine ended its last call: that is not the policy's failure
 NO_FEEDBACK = "no_feedback"  # the judge needs the word of people, and nobody gave it in time
@@ -43,6 +44,7 @@ def plan_groups(
     least: int,
     wait_seconds: float,
     now: float,
+    abandoned: Set[str] = frozenset(),
     cut_off: Set[str] = frozenset(),
     silent: Set[str] = frozenset(),
     ripe_at: Mapping[str, float] | None = None,
@@ -53,22 +55,22 @@ def plan_groups(
     """Return the groups of `size` that are complete, smaller ones that waited long enough, and the drops.
 
     With `singles`, what found no company in time becomes a group of one, to be compared with what came before it.
-    `cut_off` holds the ids of those whose last call was ended by a machine, `silent` of those that nobody spoke of,
-    `held_out` of those whose task is set aside for evaluation, `other_role` of those without a role that trains;
-    `ripe_at` is since when one could be judged, where that was later than its sealing.
+    `abandoned` holds the ids of those whose rollout is, `cut_off` of those whose last call was ended by a machine,
+    `silent` of those that nobody spoke of, `held_out` of those whose task is set aside for evaluation, `other_role` of
+    those without a role that trains; `ripe_at` is since when one could be judged, where that was after its sealing.
     """
     groups: list[PlannedGroup] = []
-    drops = [(run.id, EVALUATION) for run in waiting if run.purpose != "live"]
-    drops += [(run.id, CUT_OFF) for run in waiting if run.purpose == "live" and run.id in cut_off]
-    drops += [(r.id, NO_FEEDBACK) for r in waiting if r.purpose == "live" and r.id in silent and r.id not in cut_off]
-    aside = held_out - cut_off - silent
-    drops += [(r.id, HELD_OUT) for r in waiting if r.purpose == "live" and r.id in aside]
-    unplayed = other_role - cut_off - silent - aside
-    drops += [(r.id, OTHER_ROLE) for r in waiting if r.purpose == "live" and r.id in unplayed]
-    gone = cut_off | silent | aside | unplayed
+    measured = {run.id for run in waiting if run.purpose != "live"}
+    put_aside: dict[str, str] = {}
+    for names, why in (
+        (measured, EVALUATION), (abandoned, ABANDONED), (cut_off, CUT_OFF), (silent, NO_FEEDBACK),
+        (held_out, HELD_OUT), (other_role, OTHER_ROLE),
+    ):  # fmt: skip
+        put_aside = dict.fromkeys(names, why) | put_aside
+    drops = [(run.id, put_aside[run.id]) for run in waiting if run.id in put_aside]
     buckets: dict[tuple[str, str], list[Trajectory]] = {}
     for run in waiting:
-        if run.purpose == "live" and run.id not in gone:
+        if run.id not in put_aside:
             buckets.setdefault((run.alias, run.group_key), []).append(run)
     since = {run.id: max(_sealed_at(run), (ripe_at or {}).get(run.id, 0.0)) for run in waiting}
     for (alias, key), runs in buckets.items():

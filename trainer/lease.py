@@ -1,4 +1,4 @@
-"""The trainer's lease: one trainer leads an alias; another waits, and takes over when this one stops renewing.
+"""Leases: one trainer leads an alias, one tuner has a run; another waits or is refused, and takes over from a dead one.
 
 Promises: a holder that could not renew for the lease's own time, because it stood still or the store was away, asks
 again before it goes on. The store does not rest on it: a round that another leader has overtaken cannot be committed.
@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
+from collections.abc import Callable
+from datetime import UTC, datetime
 from types import TracebackType
 
 from store import Store
 from store.errors import StoreUnavailable
-from store.ids import new_id
-from trainer.errors import LeaseLost
+from store.ids import moment, new_id
+from trainer.errors import LeaseHeld, LeaseLost
 
 log = logging.getLogger(__name__)
+
+_LONGEST_HOST = 64  # characters
 
 
 class Lease:
@@ -27,7 +32,7 @@ class Lease:
         self._store = store
         self._name = name
         self._seconds = seconds
-        self.owner = new_id(f"pid{os.getpid()}")
+        self.owner = new_id(f"{socket.gethostname()[:_LONGEST_HOST]}:{os.getpid()}")
         self._stop = threading.Event()
         self._lost = threading.Event()
         self._renewed_at = 0.0  # monotonic
@@ -51,12 +56,35 @@ class Lease:
         self._thread.start()
         return True
 
+    def claim(self, told: Callable[[str], None] = lambda waits: None) -> None:
+        """Take the lease; wait as long as it takes a dead holder's to expire. Raises LeaseHeld where one renews it.
+
+        `told` hears who is waited for.
+        """
+        first = None
+        while not self._take():
+            holder = next((one for one in self._store.leases.held(self._name) if one.name == self._name), None)
+            if holder is not None and first is None:
+                first = holder
+                seen = f"{self._name} was taken by {owner_told(holder.owner)}"
+                told(f"{seen}: waiting at most {self._seconds:g} s to see whether that works on it")
+            elif holder is not None and first is not None and holder.expires_at > first.expires_at:
+                raise LeaseHeld(f"{self._name} is under way: {owner_told(holder.owner)} has it; stop that one first")
+            time.sleep(self._seconds / 50)
+        self._thread.start()
+
+    def confirmed(self) -> bool:
+        """Return whether it is ours yet, as the store says. Raises StoreUnavailable."""
+        if not self._lost.is_set() and not self._take():
+            self._lost.set()
+        return not self._lost.is_set()
+
     def check(self) -> None:
-        """Raise LeaseLost when another trainer has taken over, StoreUnavailable when that cannot be known."""
+        """Raise LeaseLost when another process has taken over, StoreUnavailable when that cannot be known."""
         overdue = time.monotonic() - self._renewed_at > self._seconds
         if self._lost.is_set() or (overdue and not self._take()):
             self._lost.set()
-            raise LeaseLost(f"the lease {self._name} was taken by another trainer; this one stops")
+            raise LeaseLost(f"the lease {self._name} was taken by another process; this one stops")
 
     def __enter__(self) -> Lease:
         return self
@@ -89,3 +117,10 @@ class Lease:
                     return
             except StoreUnavailable as outage:
                 log.warning("event=lease_not_renewed reason=%r", str(outage))
+
+
+def owner_told(owner: str) -> str:
+    """Return who holds a lease as people are told: host, process and since when."""
+    host, _, pid = owner.rpartition("_")[0].rpartition(":")
+    since = datetime.fromtimestamp(moment(owner), UTC)
+    return f"process {pid} on {host}, since {since:%Y-%m-%d %H:%M:%S} UTC"

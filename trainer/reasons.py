@@ -22,6 +22,7 @@ DROPPED: Mapping[str, str] = {
     "held_out": "its task is set aside for evaluation (trainer.gate.held_out)",
     "other_role": "none of its calls has a role that trains (trainer.roles): have agents send x-ratchet-role",
     "rolled_back": "a version that was rejected sampled it: see `ratchet policies show`",
+    "abandoned": "the tuner that made it was stopped or killed: a run that goes on makes its rollout anew",
     "cut_off": "a machine ended its last call, which is not the policy's failure: see the proxy's errors",
 }
 

@@ -110,6 +110,7 @@ def _evaluate(
 
     from ratchet.terminal import bars
     from ratchet.tuning import first_key, proxy_of
+    from ratchet.tuning_hold import Hold
     from trainer.bfcl.evaluation import ask, ranking, result
     from trainer.tuning.prices import prices_of
     from trainer.tuning.results import plain
@@ -120,7 +121,7 @@ def _evaluate(
     folder = settings.state.root / "evaluations" / tuning.id
     key = first_key() or "x"
     answers = {}
-    try:
+    with Hold(store).on(tuning.id):
         with bars() as told:
             for version in versions:
                 name = folder / version.replace("/", "_")
@@ -130,13 +131,7 @@ def _evaluate(
         wall = time.monotonic() - began
         prices = prices_of((entry.model_dump() for entry in settings.model_list), settings.tuner_settings().prices)
         found = result(settings.model, asked, answers, found=ranked, wall_seconds=wall, prices=prices)
-    except KeyboardInterrupt:
-        store.tunings.end(tuning.id, "stopped")
-        raise
-    except Exception as error:
-        store.tunings.end(tuning.id, "failed", error=str(error) or type(error).__name__)
-        raise
-    store.tunings.end(tuning.id, "done", plain(found))
+        store.tunings.end(tuning.id, "done", plain(found))
     return found, ranked
 
 

@@ -36,6 +36,7 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
       ratchet tune lessons --reflection-url http://127.0.0.1:8001 --reflection-model big --dry-run
       ratchet tune lessons --reflection-url http://127.0.0.1:8001 --reflection-model big
     """
+    from ratchet.tuning_hold import Hold
     from trainer.judges.language_model import LanguageModel
     from trainer.tuning.lessons import check, learn, on_trial
 
@@ -55,8 +56,9 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
             if not dry_run:
                 config = {"lessons": tuner.lessons.model_dump(), "reflection": tuner.reflection.model}
                 run = store.tunings.begin("reflexion", alias, config).id
-                version = on_trial(store, alias, learned, tuner.lessons.share, run).version
-                store.tunings.end(run, "done", learned.plain() | {"promoted": f"{alias}@{version}"})
+                with Hold(store).on(run):
+                    version = on_trial(store, alias, learned, tuner.lessons.share, run).version
+                    store.tunings.end(run, "done", learned.plain() | {"promoted": f"{alias}@{version}"})
     finally:
         model.close()
     if as_json:

@@ -9,7 +9,7 @@ import click
 from ratchet import options
 
 _MOST = 1000  # newest runs that are read
-KINDS = ("select-model", "prompt", "weights", "eval", "reflexion")
+KINDS = ("select-model", "prompt", "weights", "eval", "reflexion", "doctor")
 
 
 @click.command()
@@ -72,6 +72,8 @@ def runs(
     context: click.Context, method: str | None, limit: int, as_json: bool, store: str | None, project: str | None
 ) -> None:
     """List the runs of the tuner, newest first: id, method, state, alias, when, how long.
+
+    What `ratchet doctor --workflow` tried is listed with --method doctor alone.
 
     \b
     Example:

@@ -73,7 +73,8 @@ def test_a_sound_workflow_passes_every_step_and_leaves_nothing_to_train(found: E
     assert set(wrong) == {"attempts"}  # the scripted model says the same each time
     runs = proxy.store.trajectories.page()
     assert [(run.state, run.drop_reason) for run in runs] == [(TrajectoryState.DROPPED, "doctor")] * 2
-    assert [run.state for run in proxy.store.tunings.page()] == ["done"]
+    assert [run.state for run in proxy.store.tunings.page("doctor")] == ["done"]
+    assert proxy.store.tunings.page() == []  # it is no run of a method
 
 
 @pytest.mark.parametrize(

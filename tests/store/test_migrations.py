@@ -98,3 +98,35 @@ def test_versions_and_decisions_outlive_the_change_of_their_tables_rule(empty_ur
     store.policies.roll_back("agent", 0, {}, by="me", reason="r")
     store.close()
     assert verify(empty_url).sound
+
+
+def test_runs_and_rollouts_outlive_the_change_of_their_tables_rules(empty_url: str) -> None:
+    engine = database.connect(empty_url)
+    database.migrate(engine, "0011")
+    old = sa.MetaData()
+    old.reflect(engine)
+    run = {"alias": "agent", "state": "running", "began_at": 1.0}
+    rollout: dict[str, Any] = {"tuning_id": "tun_1", "task_id": "t", "split": "train", "attempt": 0, "candidate": "a"}
+    rollout |= {"purpose": "live", "scenario": {"seed": 3}, "step": 2, "planned_at": 1.0, "metrics": {}}
+    rollout |= {"prompt_tokens": 3, "completion_tokens": 4}
+    with database.write(engine) as connection:
+        tunings = sa.insert(old.tables["tunings"])
+        connection.execute(tunings, run | {"id": "tun_1", "kind": "eval", "config": {"candidates": ["doctor"]}})
+        connection.execute(tunings, run | {"id": "tun_2", "kind": "eval", "config": {"doctor": "a:b", "task": "t"}})
+        rollouts = sa.insert(old.tables["rollouts"])
+        connection.execute(rollouts, rollout | {"id": "roll_1", "state": "planned"})
+        connection.execute(
+            rollouts, rollout | {"id": "roll_2", "state": "ended", "ended_at": 2.0, "score": 1.0, "judge": "j"}
+        )
+    database.migrate(engine)
+    engine.dispose()
+    store = open_store(empty_url)
+    assert {one.id: str(one.kind) for name in (None, "doctor") for one in store.tunings.page(name)} == {
+        "tun_1": "eval", "tun_2": "doctor",
+    }  # fmt: skip
+    store.tunings.resume("tun_1")
+    first, second = store.rollouts.of("tun_1")
+    assert (str(first.state), first.scenario, first.step) == ("abandoned", {"seed": 3}, 2)
+    assert (str(second.state), second.score, second.completion_tokens) == ("ended", 1.0, 4)
+    store.close()
+    assert verify(empty_url).sound

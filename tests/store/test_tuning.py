@@ -138,16 +138,42 @@ def test_a_rollout_between_two_calls_is_not_taken_for_idle(store: Store) -> None
     assert store.trajectories.seal_idle("agent", last + 60.0, 1.5) == ["roll_3"]
 
 
-def test_what_a_killed_run_planned_is_forgotten_when_it_goes_on(store: Store) -> None:
+def test_what_a_killed_run_planned_is_abandoned_when_it_goes_on(store: Store) -> None:
     run = _planned(store, "roll_1", "roll_2")
     store.rollouts.end("roll_2", began_at=1.0, ended_at=2.0)
     other = _planned(store, "roll_3")
     answered_trajectory(store, "roll_1")
     store.tunings.resume(run)
-    assert [one.id for one in store.rollouts.of(run)] == ["roll_2"]
-    assert [one.id for one in store.rollouts.of(other)] == ["roll_3"]
+    assert {one.id: str(one.state) for one in store.rollouts.of(run)} == {"roll_1": "abandoned", "roll_2": "ended"}
+    assert [one.counts for one in store.rollouts.of(run)] == [False, True]
+    assert [one.state for one in store.rollouts.of(other)] == [RolloutState.PLANNED]
     last = store.trajectories.last_active(["roll_1"])["roll_1"]
+    # Its agent may call yet: it is sealed for being still, not for being over, so that a late call stays in it.
+    assert store.trajectories.seal_rollouts("agent", last + 60.0) == []
     assert store.trajectories.seal_idle("agent", last + 60.0, 1.5) == ["roll_1"]
+    with pytest.raises(ForbiddenChange, match="abandoned"):
+        store.rollouts.end("roll_1", began_at=1.0, ended_at=2.0)
+
+
+def test_a_run_that_ends_leaves_nothing_planned(store: Store) -> None:
+    run = _planned(store, "roll_1")
+    store.tunings.end(run, "stopped")
+    assert store.rollouts.get("roll_1").state is RolloutState.ABANDONED
+
+
+def test_late_calls_of_an_abandoned_rollout_are_known_by_its_name(store: Store) -> None:
+    run = _planned(store, "roll_1", "roll_2")
+    store.rollouts.end("roll_2", began_at=1.0, ended_at=2.0)
+    store.tunings.resume(run)
+    names = ["roll_1", "roll_1~1", "roll_1~2", "roll_2", "roll_2~1", "t1"]
+    assert store.rollouts.abandoned(names) == {"roll_1", "roll_1~1", "roll_1~2"}
+    assert store.rollouts.abandoned([]) == set()
+
+
+def test_a_doctors_look_is_listed_only_where_it_is_asked_for(store: Store) -> None:
+    eval_, look = (store.tunings.begin(kind, "agent", {}).id for kind in ("eval", "doctor"))
+    assert [one.id for one in store.tunings.page()] == [eval_]
+    assert [one.id for one in store.tunings.page("doctor")] == [look]
 
 
 def test_the_trajectory_of_an_ended_rollout_is_sealed_once_every_proxy_has_shipped(store: Store) -> None:

@@ -312,6 +312,21 @@ def test_singles_are_compared_with_what_their_family_scored_before(
     assert [held.metrics["trajectories"] for held in rounds if held.state == "committed"] == [2]
 
 
+def test_what_an_abandoned_rollout_called_is_never_learnt_from(
+    store: Store, make_daemon: Callable[..., Daemon]
+) -> None:
+    names = agents_work(store, "a", [0.0, 1.0]) + agents_work(store, "b", [0.0, 1.0])
+    tuning = store.tunings.begin("weights", "agent", {}).id
+    store.rollouts.plan([
+        Rollout(id=name, tuning_id=tuning, task_id="t", split="train", attempt=0, candidate="live", planned_at=1.0)
+        for name in names
+    ])  # fmt: skip
+    store.tunings.resume(tuning)
+    make_daemon().turn(1000.0)
+    assert store.trajectories.drop_counts() == {"abandoned": 4}
+    assert store.policies.live()["agent"].version == 0
+
+
 def test_without_a_baseline_setting_singles_are_dropped_with_the_reason(
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from store import Store, open_store
 from store.errors import StoreUnavailable
 from store.leases import Leases
-from trainer.errors import LeaseLost
+from trainer.errors import LeaseHeld, LeaseLost
 from trainer.lease import Lease
 
 
@@ -82,3 +83,26 @@ def test_a_trainer_whose_lease_was_taken_stops(store: Store) -> None:
             for _ in range(200):
                 lease.check()
                 threading.Event().wait(0.01)
+
+
+def test_a_lease_that_is_renewed_is_refused_with_its_holder_and_since_when(store: Store) -> None:
+    waited: list[str] = []
+    with Lease(store, "tuning:tun_1", seconds=2.0) as first, Lease(store, "tuning:tun_1", seconds=2.0) as second:
+        first.claim()
+        with pytest.raises(LeaseHeld, match=rf"process {os.getpid()} on .+, since 20\d\d-\d\d-\d\d .* UTC has it"):
+            second.claim(waited.append)
+        assert len(waited) == 1
+        assert first.confirmed()
+    with Lease(store, "tuning:tun_1", seconds=2.0) as third:
+        third.claim()
+        assert [one.owner for one in store.leases.held("tuning:")] == [third.owner]
+        assert store.leases.held("trainer:") == []
+    assert store.leases.held("tuning:") == []
+
+
+def test_the_lease_of_a_dead_holder_is_taken_over_once_it_has_expired(store: Store) -> None:
+    assert store.leases.acquire("tuning:tun_1", "host:1_06f3", 0.5)  # and nobody renews it
+    with Lease(store, "tuning:tun_1", seconds=2.0) as lease:
+        lease.claim()
+        assert lease.confirmed()
+        assert not store.leases.acquire("tuning:tun_1", "thief", 60.0)

@@ -78,7 +78,7 @@ class Trials:
         self._names: dict[str, str] = {}  # prompt -> candidate
         self._measure: list[Place] = []  # the seed on validation tasks
         for rollout in store.rollouts.of(tuning_id):
-            if rollout.state is not RolloutState.PLANNED:  # what was cut off has to be made again
+            if rollout.counts:
                 self._take(rollout)
 
     def begin(self, seed_prompt: str, validation: Sequence[str], *, as_it_comes: bool, mode: str) -> None:

@@ -63,7 +63,10 @@ class Job:
 
 
 class RolloutRunner:
-    """Makes rollouts of one workflow through one proxy. The store is the proxy's."""
+    """Makes rollouts of one workflow through one proxy. The store is the proxy's.
+
+    `check` is called before each rollout, and raises where no further one may begin.
+    """
 
     def __init__(
         self,
@@ -75,8 +78,10 @@ class RolloutRunner:
         *,
         alias: str = "policy",
         progress: Progress | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
+        self._check = check
         self._proxy_url = proxy_url.rstrip("/").removesuffix("/v1")
         self._api_key = api_key or NO_KEY
         self._workflow = workflow
@@ -109,6 +114,7 @@ class RolloutRunner:
 
     async def _work(self, course: _Course) -> None:
         while (planned := await course.next()) is not None:
+            self._check()
             number, rollout = planned
             job = course.jobs[number]
             failed = await self._once(course, number, rollout, last=not self._settings.retries)
@@ -278,7 +284,7 @@ def counting(rollouts: Iterable[Rollout]) -> list[Rollout]:
     last = {
         (one.candidate, one.task_id, one.attempt, one.step): one
         for one in sorted(rollouts, key=lambda one: one.planned_at)
-        if one.state is not RolloutState.PLANNED
+        if one.counts
     }
     return list(last.values())
 

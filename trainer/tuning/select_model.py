@@ -166,11 +166,12 @@ def busy_seconds(rollouts: Iterable[Rollout]) -> float:
 def _unscored(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Return all rollouts of the tasks where one has no score yet: a judge that ranks must see them together.
 
-    Failed ones, those that were tried again too, are there for their tokens.
+    Failed ones, those that were tried again too, and abandoned ones are there for their tokens.
     """
     over = [one for one in counting(rollouts) if one.state is RolloutState.ENDED]
     tasks = {one.task_id for one in over if one.score is None}
-    return [one for one in over if one.task_id in tasks] + [one for one in rollouts if one.state is RolloutState.FAILED]
+    others = (RolloutState.FAILED, RolloutState.ABANDONED)
+    return [one for one in over if one.task_id in tasks] + [one for one in rollouts if one.state in others]
 
 
 def _asked(rollouts: Iterable[Rollout], jobs: Sequence[Job]) -> list[Rollout]:

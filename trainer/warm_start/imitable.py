@@ -24,7 +24,7 @@ from store import Store
 from store.errors import UnknownRecord
 from store.listing import Chosen
 from store.records import OTHER, Transcript, cohort_of
-from store.states import CallState
+from store.states import CallState, RolloutState
 from trainer import preferences
 from trainer.casting import Casting
 from trainer.crediting.roles import Roles
@@ -160,12 +160,13 @@ class Search:
             before = page[-1].id
 
     def _is_measured(self, trajectory_id: str) -> bool:
-        """Return whether a tuner measured with it: a task that is held out must not be learnt."""
+        """Return whether a tuner measured with it, or gave it up: a task that is held out must not be learnt."""
         try:
             rollout = self._store.rollouts.get(trajectory_id)
         except UnknownRecord:
             return False
-        return rollout.purpose != "live" or rollout.split != "train"
+        abandoned = rollout.state is RolloutState.ABANDONED
+        return rollout.purpose != "live" or rollout.split != "train" or abandoned
 
     def _demonstrated(self) -> list[str]:
         """Return the trajectories that somebody showed an answer for, newest word first."""

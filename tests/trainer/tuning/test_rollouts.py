@@ -20,7 +20,7 @@ from tests.trainer.tuning.conftest import jobs_of
 from trainer.errors import TooManyFailures
 from trainer.progress import Progress, Standing
 from trainer.tuning.outcome import Outcome
-from trainer.tuning.rollouts import Job, RolloutRunner, counting, left
+from trainer.tuning.rollouts import Job, RolloutRunner, counting, left, planned_for
 from trainer.tuning.settings import TunerSettings
 from trainer.tuning.tasks import Task
 
@@ -208,3 +208,32 @@ def test_writing_down_does_not_hold_up_the_agents(store: Store, tasks: list[Task
     began = time.process_time()
     run(runner, jobs_of(tasks, attempts=50), tuning)
     assert time.process_time() - began < 400 * 0.02
+
+
+@pytest.mark.parametrize("purpose", ["live", "eval"])
+def test_an_agent_that_outlives_its_tuner_calls_into_its_own_abandoned_rollout(
+    tasks: list[Task], tuning: Tuning, store: Store, start_proxy: Callable[..., Proxy], purpose: str, tmp_path: Path
+) -> None:
+    prompt = store.prompts.remember("Be brief.")
+    early, late = (
+        planned_for(Job(tasks[0], attempt, "a", purpose=purpose, prompt_id=prompt.id), tuning.id) for attempt in (0, 1)
+    )
+    store.rollouts.plan([early, late])
+    before = start_proxy()
+    _ask(before, early.id)
+    before.settled()
+    store.tunings.resume(tuning.id)
+    after = start_proxy(journal=tmp_path / "later")  # which never heard of it before it was abandoned
+    for proxy, name in ((before, early.id), (before, late.id), (after, late.id), (after, early.id)):
+        _ask(proxy, name)
+        proxy.settled()
+    runs = store.trajectories.page()
+    assert {run.id.partition("~")[0] for run in runs} == {early.id, late.id}
+    assert {run.purpose for run in runs} == {purpose}
+    assert {run.task for run in runs} == {tasks[0].id}
+    assert store.rollouts.abandoned([run.id for run in runs]) == {run.id for run in runs}
+
+
+def _ask(proxy: Proxy, rollout: str) -> None:
+    body = {"model": "agent", "messages": [{"role": "user", "content": f"late of {rollout}"}]}
+    assert proxy.http.post(f"/t/{rollout}/v1/chat/completions", json=body).status_code == 200
