@@ -117,7 +117,7 @@ def create_app(
     models = Models(book)
     health = Health(book, probes, journal, shipper, settings.most_lag)
     metrics.lag_seconds.set_function(health.lag)
-    desk = FeedbackDesk(store, settings.model, journal, shipper, redactor, metrics)
+    desk = FeedbackDesk(store, journal, shipper, redactor, metrics)
     routes = Routes(
         {
             ("POST", "/chat/completions"): captured(Chat()),

@@ -1,9 +1,9 @@
 """Feedback at the door: reads what somebody says of an answer, and makes it durable before it says so.
 
 Promises: what was taken is in the journal (fdatasync) when the answer goes out, whether the store is up or not, and is
-shipped like a call, once per id; an id that nobody here knows is a 404, unless the store is down or another proxy may
-still hold the call: then it waits, and is placed when the call is stored. An agent's key speaks of its own
-trajectories alone; another's do not exist for it.
+shipped like a call, once per id; an id that no proxy of the store knows is a 404, unless the store is down or another
+proxy has not shipped its journal: then it waits, and is placed when the call is stored. An agent's key speaks of its
+own trajectories alone; another's do not exist for it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ from store.ids import new_id
 from store.records import Feedback
 
 BODY_LIMIT = 2**20
+WAITS = (
+    "kept; whether its id is known cannot be said yet, since the store is down or a proxy has not shipped its journal: "
+    "it is placed when its call is stored, and stays in `ratchet feedback list` as waiting if none comes"
+)
 _MOST = 1e9  # of a value, either way
 _SETTLE_SECONDS = 2.0  # that a call gets to reach the store before its id is called unknown
+_OTHERS_SECONDS = 3.0  # that other proxies get for the same; each says once a second what it has shipped
 _DOOR_SILENCE = 60.0  # seconds after which another proxy is not counted
 
 
@@ -98,10 +103,9 @@ class FeedbackDesk:
     """Takes feedback. Belongs to the event loop's thread; the store is asked in another."""
 
     def __init__(
-        self, store: Store, alias: str, journal: Journal, shipper: Shipper, redactor: Redactor | None, metrics: Metrics
+        self, store: Store, journal: Journal, shipper: Shipper, redactor: Redactor | None, metrics: Metrics
     ) -> None:
         self._store = store
-        self._alias = alias
         self._journal = journal
         self._shipper = shipper
         self._redactor = redactor
@@ -109,7 +113,7 @@ class FeedbackDesk:
 
     async def take(self, said: Feedback) -> Place | None:
         """Make it durable; return where it belongs, None where that is waited for. Raises NotFound, NotReady."""
-        place = await asyncio.to_thread(self._find, said)
+        place = await self._find(said)
         if not await self._journal.commit(self._redactor.feedback(said) if self._redactor else said):
             raise NotReady(
                 "the journal cannot be written, so that this feedback is not safe: send it again in a moment, with the "
@@ -118,26 +122,37 @@ class FeedbackDesk:
         self._metrics.feedback.labels("waiting" if place is None else "placed").inc()
         return place
 
-    def _find(self, said: Feedback) -> Place | None:
+    async def _find(self, said: Feedback) -> Place | None:
         """Return where it belongs; None where it has to wait. Raises NotFound."""
         try:
-            place = self._store.feedback.place_of(said)
-            if place is None and self._shipper.settle(_SETTLE_SECONDS):
-                place = self._store.feedback.place_of(said)
-                if place is None and not self._others():
-                    raise NotFound(
-                        f"no {said.kind} {said.target!r} is known here: send the `id` of an answer as response_id, "
-                        "the header x-ratchet-call as call_id, or x-ratchet-trajectory as trajectory_id",
-                        param=f"{said.kind}_id",
-                        code="unknown_target",
-                    )
+            if place := await asyncio.to_thread(self._store.feedback.place_of, said):
+                return place
+            if not await asyncio.to_thread(self._shipper.settle, _SETTLE_SECONDS):
+                return None
+            if not await self._others_settle(said.given_at):
+                return None
+            place = await asyncio.to_thread(self._store.feedback.place_of, said)
         except StoreUnavailable:
             return None
+        if place is None:
+            raise NotFound(
+                f"no {said.kind} {said.target!r} is known here: send the `id` of an answer as response_id, "
+                "the header x-ratchet-call as call_id, or x-ratchet-trajectory as trajectory_id",
+                param=f"{said.kind}_id",
+                code="unknown_target",
+            )
         return place
 
-    def _others(self) -> bool:
-        """Return whether another proxy may hold the call in its journal."""
-        return len(self._store.doors.open(self._alias, time.time() - _DOOR_SILENCE)) > 1
+    async def _others_settle(self, since: float) -> bool:
+        """Wait a little until all proxies have shipped what they recorded before `since`; return whether they have."""
+        until = time.monotonic() + _OTHERS_SECONDS
+        while True:
+            doors = await asyncio.to_thread(self._store.doors.open, None, time.time() - _DOOR_SILENCE)
+            if len(doors) <= 1 or min(door.shipped_until for door in doors) >= since:
+                return True
+            if time.monotonic() > until:
+                return False
+            await asyncio.sleep(0.1)
 
 
 def _plain(text: str) -> str:

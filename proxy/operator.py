@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.asgi import CALLER, read_body
 from proxy.errors import ProxyError, openai_error, to_openai_error
-from proxy.feedback import BODY_LIMIT, FeedbackBody, FeedbackDesk, read_feedback
+from proxy.feedback import BODY_LIMIT, WAITS, FeedbackBody, FeedbackDesk, read_feedback
 from proxy.linking.links import Links
 from proxy.recording.shipper import Shipper
 from store import Store
@@ -155,7 +155,7 @@ def _add_feedback(api: FastAPI, store: Store, desk: FeedbackDesk) -> None:
         place = await desk.take(said)
         trajectory, call = place or (None, None)
         told = {"id": said.id, "trajectory_id": trajectory, "call_id": call, "state": "placed" if place else "waiting"}
-        return _json(told, 201 if place else 202)
+        return _json(told, 201) if place else _json(told | {"detail": WAITS}, 202)
 
     @api.get("/feedback")
     def feedback(limit: _Limit = 100, before: str | None = None, trajectory: str | None = None) -> Response:
@@ -170,10 +170,13 @@ def _add_policies(api: FastAPI, store: Store) -> None:
 
     @api.get("/policies")
     def policies(alias: str | None = None) -> Response:
-        """Every policy version, oldest first, each with the newest decision about it."""
+        """Every policy version, oldest first, each with the newest decision, and whether it learnt what was deleted."""
         decided = {key: _plain(decision) for key, decision in store.decisions.latest(alias).items()}
-        found = store.policies.all(alias)
-        return _page([_plain(policy) | {"decision": decided.get((policy.alias, policy.version))} for policy in found])
+        learnt = {(one.alias, one.version) for one in store.deletions.inherited()}
+        names = [((policy.alias, policy.version), policy) for policy in store.policies.all(alias)]
+        return _page(
+            [_plain(one) | {"decision": decided.get(name), "learnt_deleted": name in learnt} for name, one in names]
+        )
 
     @api.get("/policies/{version}/decisions")
     def decisions(version: int, alias: str) -> Response:

@@ -97,6 +97,16 @@ def running_store(context: click.Context, **given: Any) -> AbstractContextManage
     return opened_store(running_settings_of(context, given).store_url)
 
 
+def person() -> str:
+    """Return who decides: the name of whoever runs the command."""
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except OSError:  # a container may run under a number that has no name
+        return "a person"
+
+
 def emit(content: Any) -> None:
     """Print data as JSON."""
     import json

@@ -14,7 +14,7 @@ from store import schema
 from store.blocks import Blocks
 from store.database import read, write
 from store.errors import UnknownRecord
-from store.feedback import add, place_waiting
+from store.feedback import add, keep_apart, place_waiting
 from store.records import Call, Choice, Feedback, Shipment
 from store.shipping import IN_MOST, ship
 from store.states import CallState
@@ -34,11 +34,13 @@ class Calls:
         Raises StoreUnavailable, in which case nothing of the batch was written.
         """
         calls = [record for record in records if not isinstance(record, Feedback)]
+        said = [record for record in records if isinstance(record, Feedback)]
         with write(self._engine) as connection:
+            keep_apart(connection, feedback=bool(said))
             if calls:
                 ship(connection, calls)
                 place_waiting(connection, calls)
-            add(connection, [record for record in records if isinstance(record, Feedback)])
+            add(connection, said)
 
     def interrupt(self, call_ids: Iterable[str]) -> None:
         """Mark calls whose proxy died before their end; calls that have an end stay as they are."""

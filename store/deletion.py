@@ -1,8 +1,9 @@
 """Deletion: trajectories go with their calls, tokens, verdicts and messages. What was trained stays, and is named.
 
 Promises: nothing that only a deleted trajectory said stays in the tables: its calls, blocks, tags and tool calls, its
-verdicts, what its group's judges asked (it quotes every member) and their explanations, what a workflow returned as its
-rollout and why it failed, and each message and tool list that no other call names. A group that loses a member before
+verdicts, what its group's judges asked (it quotes every member) and their explanations, what people said of it, placed
+or not, what a workflow returned as its rollout and why it failed, and each message and tool list that no other call
+names. A group that loses a member before
 it is trained is dropped, so that no round trains what has gone. One transaction per batch; whatever stops a deletion,
 the next one goes on where it was.
 
@@ -17,7 +18,7 @@ that are not yet shipped.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -25,29 +26,20 @@ import sqlalchemy as sa
 
 from store import schema
 from store.database import read, write
+from store.feedback import delete_waiting, delete_waiting_for
 from store.ids import new_id
-from store.lineage import descendants
+from store.inheritance import Inheritor, inheritors, marked
 from store.listing import Chosen, with_successors
 from store.records import Record
 from store.rollouts import forget
 from store.shipping import MESSAGES_LOCK, insert_new
-from store.states import CallState, GroupState, RoundState, TrajectoryState
+from store.states import CallState, GroupState, TrajectoryState
 
 MEMBER_GONE = "member_deleted"  # why a group and its other members were dropped
 _BATCH = 100  # trajectories in one transaction
 _PAGE = 500  # messages
 _SEEN_AFTER = 3.0  # seconds in which a running proxy has seen a deletion
 _SILENCE = 10.0  # seconds after which a proxy that says nothing is not running
-
-
-class Inheritor(Record, frozen=True):
-    """A policy version that holds what it learnt from deleted trajectories, by itself or from the version before it."""
-
-    alias: str
-    version: int
-    state: str
-    adapter: str | None
-    directly: bool
 
 
 class Deletion(Record, frozen=True):
@@ -62,6 +54,7 @@ class Deletion(Record, frozen=True):
     messages: int = 0  # and tool lists; told once, not kept
     groups_dropped: int = 0  # that were not trained yet; likewise
     unswept: int = 0  # messages that wait for a proxy; likewise
+    feedback: int = 0  # that waited for a call; likewise
     policies: tuple[Inheritor, ...] = ()
 
 
@@ -94,7 +87,12 @@ class Deletions:
         trained = sa.select(runs.c.round_id).where(runs.c.id.in_(meant), runs.c.round_id.is_not(None))
         shown = sa.select(imitated.c.round_id).where(imitated.c.trajectory_id.in_(meant))
         with read(self._engine) as connection:
-            return _inheritors(connection, {name for name in connection.scalars(trained.union(shown)) if name})
+            return inheritors(connection, {name for name in connection.scalars(trained.union(shown)) if name})
+
+    def inherited(self) -> tuple[Inheritor, ...]:
+        """Return the versions that hold something of trajectories that were deleted, in order."""
+        with read(self._engine) as connection:
+            return marked(connection)
 
     def delete(
         self, chosen: Chosen, why: str, told: Callable[[int], None] = lambda count: None, patience: float = 30.0
@@ -109,6 +107,9 @@ class Deletions:
             with write(self._engine) as connection:
                 deletion = _delete_batch(connection, names, deletion, rounds)
             told(len(names))
+        with write(self._engine) as connection:
+            waited = delete_waiting(connection, chosen)
+        deletion = msgspec.structs.replace(deletion, feedback=deletion.feedback + waited)
         swept = self.sweep(patience)
         return msgspec.structs.replace(deletion, messages=swept, unswept=self._waiting())
 
@@ -194,6 +195,7 @@ def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Del
     _unclaim(connection, names)
     _delete_verdicts(connection, names, groups)
     forget(connection, names)
+    waited = delete_waiting_for(connection, names)
     count = connection.execute(sa.delete(calls).where(calls.c.trajectory_id.in_(names))).rowcount
     gone = connection.execute(sa.delete(runs).where(runs.c.id.in_(names))).rowcount
     _delete_empty(connection, groups)
@@ -203,7 +205,8 @@ def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Del
         trajectories=deletion.trajectories + gone,
         calls=deletion.calls + count,
         groups_dropped=deletion.groups_dropped + dropped,
-        policies=_inheritors(connection, rounds) if new else deletion.policies,
+        feedback=deletion.feedback + waited,
+        policies=inheritors(connection, rounds) if new else deletion.policies,
     )
     _note(connection, deletion)
     return deletion
@@ -267,33 +270,6 @@ def _delete_empty(connection: sa.Connection, groups: Sequence[str]) -> None:
             ~sa.exists().where(runs.c.group_id == table.c.id),
             ~sa.exists().where(verdicts.c.group_id == table.c.id),
         )
-    )
-
-
-def _inheritors(connection: sa.Connection, rounds: Collection[str]) -> tuple[Inheritor, ...]:
-    """Return the versions that committed rounds made and every later one that began at one of them."""
-    if not rounds:
-        return ()
-    table, policies = schema.rounds, schema.policies
-    committed = sa.select(table).where(table.c.state == RoundState.COMMITTED).order_by(table.c.to_version)
-    steps: dict[str, list[tuple[int, int]]] = {}
-    own: set[tuple[str, int]] = set()
-    for row in connection.execute(committed):
-        steps.setdefault(row.alias, []).append((row.from_version, row.to_version))
-        if row.id in rounds:
-            own.add((row.alias, row.to_version))
-    held = {(alias, made) for alias, version in own for made in descendants(steps[alias], version)}
-    found = connection.execute(sa.select(policies).order_by(policies.c.alias, policies.c.version))
-    return tuple(
-        Inheritor(
-            alias=row.alias,
-            version=row.version,
-            state=row.state,
-            adapter=row.adapter,
-            directly=(row.alias, row.version) in own,
-        )
-        for row in found
-        if (row.alias, row.version) in held
     )
 
 

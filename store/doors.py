@@ -28,13 +28,13 @@ class Doors:
             connection.execute(sa.delete(table).where(table.c.beat_at < door.beat_at - _FORGOTTEN))
             connection.execute(sa.update(table).where(table.c.id == door.id).values(**row))
 
-    def open(self, alias: str, since: float) -> list[Door]:
-        """Return the proxies that serve an alias and were heard of since then (Unix seconds)."""
+    def open(self, alias: str | None, since: float) -> list[Door]:
+        """Return the proxies that serve an alias, or any, and were heard of since then (Unix seconds)."""
         table = schema.doors
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(table).where(table.c.beat_at >= since)).all()
         doors = [Door(**{name: getattr(row, name) for name in Door.__struct_fields__}) for row in rows]
-        return [door for door in doors if alias in door.live]
+        return [door for door in doors if alias is None or alias in door.live]
 
     def shipped_until(self, alias: str, now: float, since: float) -> float:
         """Return the moment up to which every open proxy has shipped what it recorded; `now` where none is open."""

@@ -1,7 +1,8 @@
 """Feedback: what people said of answers, where it belongs, and whether a judge has heard it.
 
 Promises: what was said is only ever added, once per id; it is placed at its trajectory as soon as that is stored, in
-the transaction that stores the later of the two; what one key says of another key's trajectory is never placed.
+the transaction that stores the later of the two, also where two proxies ship them at once; what one key says of another
+key's trajectory is never placed.
 
 A response is known by the id that the client saw: `resp_...` and `msg_...` follow from the call's id, any other is the
 engine's own and was recorded with the call. Where an engine gave an id twice, the newest call of the speaker is meant.
@@ -10,6 +11,7 @@ engine's own and was recorded with the call. Where an engine gave an id twice, t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,6 +20,7 @@ import sqlalchemy as sa
 from store import schema
 from store.database import read, write
 from store.errors import UnknownRecord
+from store.listing import Chosen
 from store.owners import may_share
 from store.records import CallEnded, CallRecord, Feedback
 from store.shipping import IN_MOST, insert_new
@@ -27,6 +30,7 @@ TRAJECTORY, CALL, RESPONSE = "trajectory", "call", "response"
 _WORDED = ("resp_", "msg_")  # the beginnings of ids that this proxy makes of a call's
 _CALL = "call_"
 _SAME_ID = 100  # calls with one engine's id that are looked at
+_LOCK = 0x52414D46  # advisory lock: shared by those who ship calls, held alone by who ships feedback
 
 Place = tuple[str, str | None]  # trajectory, call
 
@@ -42,6 +46,7 @@ class Feedbacks:
     def add(self, said: Sequence[Feedback]) -> None:
         """Add what is not there yet."""
         with write(self._engine) as connection:
+            keep_apart(connection, feedback=True)
             add(connection, said)
 
     def place_of(self, said: Feedback) -> Place | None:
@@ -118,6 +123,15 @@ def unindexed(column: sa.ColumnElement[str]) -> sa.ColumnElement[str]:
     return column.concat("")
 
 
+def keep_apart(connection: sa.Connection, *, feedback: bool) -> None:
+    """Have no call and no feedback on it be stored at once, neither seeing the other. SQLite has one writer anyway.
+
+    The first lock of its transaction; `feedback` says whether there is any in it.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock{'' if feedback else '_shared'}({_LOCK})")
+
+
 def add(connection: sa.Connection, said: Iterable[Feedback]) -> None:
     """Add feedback inside the caller's transaction, at its place where that is known."""
     rows = []
@@ -143,6 +157,35 @@ def place_waiting(connection: sa.Connection, records: Sequence[CallRecord]) -> N
                 connection.execute(sa.update(table).where(table.c.id == row.id).values(values))
 
 
+def delete_waiting_for(connection: sa.Connection, trajectory_ids: Sequence[str]) -> int:
+    """Delete what names these trajectories or their calls and was never placed; return how many.
+
+    Another key said it. What was placed goes with its trajectory.
+    """
+    calls = schema.calls
+    own = sa.select(calls.c.id, calls.c.answer_id).where(calls.c.trajectory_id.in_(trajectory_ids))
+    names = {name for row in connection.execute(own) for name in _names_of(row.id, row.answer_id)}
+    return _delete_waiting(connection, sorted(names | set(trajectory_ids)))
+
+
+def delete_waiting(connection: sa.Connection, chosen: Chosen) -> int:
+    """Delete what was never placed, where a filter says no more than whose and how old; return how many."""
+    table = schema.feedback
+    said = [table.c.given_at < moment for moment in (chosen.until, chosen.still_since) if moment is not None]
+    said += [table.c.key_id == chosen.key] if chosen.key is not None else []
+    if not said or not replace(chosen, key=None, until=None, still_since=None, trained=None).nothing_said:
+        return 0
+    return int(connection.execute(sa.delete(table).where(table.c.trajectory_id.is_(None), *said)).rowcount)
+
+
+def _delete_waiting(connection: sa.Connection, targets: Sequence[str]) -> int:
+    table, count = schema.feedback, 0
+    for start in range(0, len(targets), IN_MOST):
+        meant = table.c.target.in_(targets[start : start + IN_MOST])
+        count += connection.execute(sa.delete(table).where(table.c.trajectory_id.is_(None), meant)).rowcount
+    return count
+
+
 def feedback_of(connection: sa.Connection, trajectory_id: str) -> tuple[Feedback, ...]:
     """Return what was said of a trajectory, oldest first."""
     table = schema.feedback
@@ -153,9 +196,12 @@ def feedback_of(connection: sa.Connection, trajectory_id: str) -> tuple[Feedback
 def _names(record: CallRecord) -> list[str]:
     """Return what feedback may call a call."""
     begun, answer_id = (record.begun, record.answer_id) if isinstance(record, CallEnded) else (record, None)
-    bare = begun.call_id.removeprefix(_CALL)
-    worded = [prefix + bare for prefix in _WORDED]
-    return [begun.trajectory_id, begun.call_id, *worded, *([answer_id] if answer_id else [])]
+    return [begun.trajectory_id, *_names_of(begun.call_id, answer_id)]
+
+
+def _names_of(call_id: str, answer_id: str | None) -> list[str]:
+    worded = [prefix + call_id.removeprefix(_CALL) for prefix in _WORDED]
+    return [call_id, *worded, *([answer_id] if answer_id else [])]
 
 
 def _place(connection: sa.Connection, said: Feedback) -> Place | None:

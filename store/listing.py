@@ -1,12 +1,13 @@
 """Which trajectories are meant: one filter for lists, exports and deletions, and the pages of a list.
 
-A page follows its index: newest first, from a key on, never by counting rows. The filter by tag walks the tags, the
-search by the beginning of an id walks the ids (which sort by time where Ratchet made them). Statements only; no I/O.
+A page follows its index: newest first, from a key on, never by counting rows. The filter by tag walks the tags, unless
+few trajectories fit the rest of the filter: then it walks those. The search by the beginning of an id walks the ids
+(which sort by time where Ratchet made them). Statements only; no I/O.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -16,6 +17,7 @@ from store.shipping import short_task
 from store.states import TrajectoryState
 
 _LAST = "\U0010ffff"
+FEW = 1000  # trajectories that are walked sooner than a tag's
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,23 +95,51 @@ def successors_of(name: str) -> sa.ColumnElement[bool]:
     return sa.and_(runs.c.id > f"{name}~", runs.c.id < f"{name}~:")  # a number follows the ~; a colon follows the 9
 
 
-def page_ids(chosen: Chosen, limit: int, before: str | None, opened_at: float) -> sa.Select[str]:
-    """Return the ids of a page in order. `opened_at` is that of `before`, the last trajectory of the page before."""
+def besides_tag(chosen: Chosen) -> sa.Select[int] | None:
+    """Return the count, up to one more than `FEW`, of those that fit the rest of a filter by tag.
+
+    None where the tag's own order serves the rest as well, or there is no tag.
+    """
+    rest = replace(chosen, tag=None, since=None, until=None)
+    if chosen.tag is None or chosen.search or rest.nothing_said:
+        return None
+    some = sa.select(sa.literal(1)).select_from(schema.trajectories).where(replace(chosen, tag=None).where())
+    return sa.select(sa.func.count()).select_from(some.limit(FEW + 1).subquery())
+
+
+def page_ids(
+    chosen: Chosen, limit: int, before: str | None, opened_at: float, *, by_tag: bool = True
+) -> sa.Select[str]:
+    """Return the ids of a page in order. `opened_at` is that of `before`, the last trajectory of the page before.
+
+    `by_tag` says to walk those of the tag, if there is one; else those that fit the rest are walked.
+    """
     runs, tags = schema.trajectories, schema.tags
     if chosen.search:
         query = sa.select(runs.c.id).where(chosen.where()).order_by(runs.c.id.desc())
         return query.where(runs.c.id < before).limit(limit) if before else query.limit(limit)
-    if chosen.tag is not None:
-        untagged = Chosen(**{f.name: getattr(chosen, f.name) for f in fields(chosen) if f.name != "tag"})
-        query = sa.select(tags.c.trajectory_id).where(tags.c.tag == chosen.tag[:128])
-        if not untagged.nothing_said:
-            query = query.join(runs, runs.c.id == tags.c.trajectory_id).where(untagged.where())
-        time, name = tags.c.opened_at, tags.c.trajectory_id
+    if chosen.tag is not None and by_tag:
+        query, time, name = _tagged(chosen), tags.c.opened_at, tags.c.trajectory_id
     else:
-        query, time, name = sa.select(runs.c.id).where(chosen.where()), runs.c.opened_at, runs.c.id
+        query, time, name = sa.select(runs.c.id).where(replace(chosen, tag=None).where()), runs.c.opened_at, runs.c.id
+        if chosen.tag is not None:
+            mine = sa.and_(tags.c.opened_at == runs.c.opened_at, tags.c.trajectory_id == runs.c.id)
+            query = query.where(sa.exists().where(tags.c.tag == chosen.tag[:128], mine))
     if before:
         # Said twice: the first is what an index on the time alone can begin at.
         query = query.where(
             time <= opened_at, sa.tuple_(time, name) < sa.tuple_(sa.literal(opened_at), sa.literal(before))
         )
     return query.order_by(time.desc(), name.desc()).limit(limit)
+
+
+def _tagged(chosen: Chosen) -> sa.Select[str]:
+    """Return the ids at a tag that fit; it knows their times itself."""
+    runs, tags = schema.trajectories, schema.tags
+    query = sa.select(tags.c.trajectory_id).where(tags.c.tag == (chosen.tag or "")[:128])
+    if chosen.since is not None:
+        query = query.where(tags.c.opened_at >= chosen.since)
+    if chosen.until is not None:
+        query = query.where(tags.c.opened_at < chosen.until)
+    rest = replace(chosen, tag=None, since=None, until=None)
+    return query if rest.nothing_said else query.join(runs, runs.c.id == tags.c.trajectory_id).where(rest.where())

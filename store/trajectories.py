@@ -17,7 +17,7 @@ from store.database import read, write
 from store.endings import last_word
 from store.errors import ForbiddenChange, UnknownRecord
 from store.feedback import UNHEARD, feedback_of, unindexed
-from store.listing import Chosen, page_ids
+from store.listing import FEW, Chosen, besides_tag, page_ids
 from store.messages import ROOT
 from store.records import Call, Trajectory, Transcript, cohort_of
 from store.remembered import Remembered
@@ -148,8 +148,10 @@ class Trajectories:
         runs = schema.trajectories
         wanted = chosen or Chosen(state=state)
         opened_at = self.get(before).opened_at if before else 0.0
-        ids = page_ids(wanted, min(limit, _PAGE_MOST), before, opened_at)
+        besides = besides_tag(wanted)
         with read(self._engine) as connection:
+            by_tag = besides is None or (connection.scalar(besides) or 0) > FEW
+            ids = page_ids(wanted, min(limit, _PAGE_MOST), before, opened_at, by_tag=by_tag)
             names = list(connection.scalars(ids))
         found = {run.id: run for run in self._select(runs.c.id.in_(names), len(names))} if names else {}
         return [found[name] for name in names if name in found]

@@ -1,8 +1,9 @@
 """What `previous_response_id` stands for: the conversation up to and with a response.
 
-Bounded: the responses used longest ago are forgotten first. A forgotten one, and one from before a restart, is read
-back from the store, where a response's id is its call's. There the `instructions` of that call cannot be told from
-a system message of its input: new instructions take the place of the first system message, else it stays.
+Bounded: the conversations used longest ago are forgotten first, from their last response back; a turn is counted as
+long as a later one stands on it. A forgotten one, and one from before a restart, is read back from the store, where a
+response's id is its call's. There the `instructions` of that call cannot be told from a system message of its input:
+new instructions take the place of the first system message, else it stays.
 
 A response is known only to the key that it was made with.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -25,6 +26,7 @@ from store.records import REDACTED, CallBegun
 
 _MOST_RESPONSES = 10_000
 _MOST_BYTES = 256 * 2**20
+_OVERHEAD = 600  # bytes of a turn beside its messages: the record, its names, its place in the table
 
 _messages = msgspec.json.Decoder(list[Json])
 
@@ -42,52 +44,67 @@ class Turn:
 
     def conversation(self, *, instructed: bool) -> list[Json]:
         """Return its messages; `instructed` says that the coming request has instructions of its own."""
-        chain: list[Turn] = []
-        turn: Turn | None = self
-        while turn is not None:
-            chain.append(turn)
-            turn = turn.previous
+        chain = list(self.back())
         messages = [message for one in reversed(chain) for message in _messages.decode(one.added)]
         if chain[-1].rebuilt and instructed and messages and messages[0]["role"] == "system":
             return messages[1:]
         return messages
 
+    def back(self) -> Iterator[Turn]:
+        """Yield this turn and those before it, the newest first."""
+        turn: Turn | None = self
+        while turn is not None:
+            yield turn
+            turn = turn.previous
+
+    @property
+    def size(self) -> int:
+        """Return the bytes that it takes by itself."""
+        return len(self.added) + _OVERHEAD
+
 
 class ResponseMemory:
-    """Turns by response id."""
+    """Turns by response id, the first to be forgotten first: no turn comes before one that stands on it."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, most_bytes: int = _MOST_BYTES) -> None:
         self._store = store
+        self._most_bytes = most_bytes
         self._turns: OrderedDict[str, Turn] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()  # large answers are told in threads
 
+    @property
+    def size(self) -> int:
+        """Return the bytes that the remembered turns take."""
+        return self._bytes
+
     def keep(self, begun: CallBegun, messages: Sequence[Json], previous: Turn | None) -> None:
         """Remember a response: its new messages, answer included, after those of `previous`."""
-        added = msgspec.json.encode(messages)
-        turn = Turn(added, previous, begun.trajectory_id, begun.call_id, begun.key_id)
-        with self._lock:
-            self._turns[response_id(begun.call_id)] = turn
-            self._bytes += len(added)
-            while len(self._turns) > _MOST_RESPONSES or (self._bytes > _MOST_BYTES and len(self._turns) > 1):
-                _, forgotten = self._turns.popitem(last=False)
-                self._bytes -= len(forgotten.added)
+        self._use(Turn(msgspec.json.encode(messages), previous, begun.trajectory_id, begun.call_id, begun.key_id))
 
     async def find(self, name: str, key_id: str | None) -> Turn:
         """Return the turn of a response. Raises NotFound, NotReady."""
-        with self._lock:
-            turn = self._turns.get(name)
-            if turn is not None:
-                self._turns.move_to_end(name)
-        if turn is None:
-            turn = await asyncio.to_thread(self._read, name)
+        turn = self._turns.get(name) or await asyncio.to_thread(self._read, name)
         if turn is None or turn.key_id != key_id:
             raise NotFound(
                 f"previous response {name!r} is not known: send its conversation as `input`",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
+        self._use(turn)
         return turn
+
+    def _use(self, turn: Turn) -> None:
+        """Make a turn, and all that it stands on, the last to be forgotten; forget what is too much."""
+        with self._lock:
+            for one in turn.back():
+                name = response_id(one.call_id)
+                before = self._turns.pop(name, None)
+                self._bytes += one.size - (before.size if before else 0)
+                self._turns[name] = one
+            while len(self._turns) > _MOST_RESPONSES or (self._bytes > self._most_bytes and len(self._turns) > 1):
+                _, forgotten = self._turns.popitem(last=False)
+                self._bytes -= forgotten.size
 
     def _read(self, name: str) -> Turn | None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -47,11 +46,20 @@ def list_policies(
     """
     with options.running_store(context, store=store, project=project) as opened:
         found, decided = opened.policies.all(model), opened.decisions.latest(model)
+        learnt = {(one.alias, one.version) for one in opened.deletions.inherited()}
     if as_json:
-        options.emit([_plain(one) | _last_decision(decided.get((one.alias, one.version))) for one in found])
+        options.emit(
+            [
+                _plain(one)
+                | _last_decision(decided.get((one.alias, one.version)))
+                | {"learnt_deleted": (one.alias, one.version) in learnt}
+                for one in found
+            ]
+        )
         return
     for policy in found:
-        click.echo(_line(policy))
+        deleted = "  (learnt from deleted trajectories)" if (policy.alias, policy.version) in learnt else ""
+        click.echo(_line(policy) + deleted)
         if decision := decided.get((policy.alias, policy.version)):
             click.echo(f"    {_decided(decision)}")
     if not found:
@@ -120,7 +128,7 @@ def promote(
     """
     alias, version = _named(alias, version)
     with options.running_store(context, store=store, project=project) as opened:
-        done = opened.policies.promote_by_hand(alias, version, by=_who(), reason=reason)
+        done = opened.policies.promote_by_hand(alias, version, by=options.person(), reason=reason)
     click.echo(f"{done.alias}@{done.version} is live")
 
 
@@ -145,7 +153,7 @@ def rollback(
     """
     alias, version = _named(alias, version)
     with options.running_store(context, store=store, project=project) as opened:
-        rejected = opened.policies.roll_back_by_hand(alias, version, by=_who(), reason=reason)
+        rejected = opened.policies.roll_back_by_hand(alias, version, by=options.person(), reason=reason)
         live = opened.policies.live()[alias]
     names = ", ".join(f"{policy.alias}@{policy.version}" for policy in rejected)
     click.echo(f"{alias}@{live.version} is live; rejected: {names}")
@@ -158,13 +166,6 @@ def _named(alias: str, version: int | None) -> tuple[str, int | None]:
     """Return alias and number of `mail 7`, `mail@7` or `mail` alone."""
     name, _, number = alias.rpartition("@")
     return (name, int(number)) if version is None and name and number.isdecimal() else (alias, version)
-
-
-def _who() -> str:
-    try:
-        return getpass.getuser()
-    except OSError:  # a container may run under a number that has no name
-        return "a person"
 
 
 def _line(policy: Policy) -> str:

@@ -12,7 +12,8 @@ from ratchet.moments import Age, Moment
 
 if TYPE_CHECKING:
     from store import Store
-    from store.deletion import Deletion, Inheritor
+    from store.deletion import Deletion
+    from store.inheritance import Inheritor
     from store.listing import Chosen
 
 _SHOWN = 20
@@ -126,6 +127,9 @@ def prune(
 @click.option("--task", help="Those of a task.")
 @click.option("--tag", help="Those with a tag.")
 @click.option("--before", type=Moment(), metavar="TIME", help="Those opened before then: 2026-11-21.")
+@click.option(
+    "--reject-policies", is_flag=True, help="Reject the versions that learnt it; the newest other one serves."
+)
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @_dry_run
 @options.store_url
@@ -139,13 +143,18 @@ def forget(
     task: str | None,
     tag: str | None,
     before: float | None,
+    reject_policies: bool,
     yes: bool,
     dry_run: bool,
     store: str | None,
     project: str | None,
     as_json: bool,
 ) -> int:
-    """Delete what somebody said: trajectories by name, or all that fit every option. Names the policies that learnt it.
+    """Delete what somebody said: trajectories by name, or all that fit every option.
+
+    Feedback that waits for a call goes as well, where --key or --before say all. Adapters keep what they learnt: the
+    policy versions that did are named here and marked in `ratchet policies list`; with --reject-policies none serves
+    any more.
 
     \b
     Example:
@@ -164,7 +173,21 @@ def forget(
         if not dry_run and not yes:
             count = sum(opened.deletions.count(one) for one in chosen)
             click.confirm(f"delete {count} trajectories for good?", abort=True, err=True)
-        return _delete(opened, chosen, why, dry_run=dry_run, as_json=as_json)
+        status = _delete(opened, chosen, why, dry_run=dry_run, as_json=as_json)
+        if reject_policies and not dry_run:
+            _reject(opened, as_json=as_json)
+        return status
+
+
+def _reject(store: Store, *, as_json: bool) -> None:
+    """Take every version that holds something deleted out of service."""
+    from store.inheritance import take_out
+
+    for alias, rejected in take_out(store.policies, store.deletions.inherited(), by=options.person()).items():
+        if not as_json:
+            live = store.policies.live()[alias]
+            names = ", ".join(f"{alias}@{policy.version}" for policy in rejected)
+            click.echo(f"rejected: {names}; {alias}@{live.version} is live")
 
 
 def store_url_of(context: click.Context, store: str | None, project: str | None) -> str:
@@ -212,6 +235,8 @@ def _tell(done: list[Deletion]) -> None:
     )
     if dropped := sum(one.groups_dropped for one in done):
         click.echo(f"{dropped} groups lost a member before they were trained and were dropped")
+    if waited := sum(one.feedback for one in done):
+        click.echo(f"{waited} pieces of feedback that waited for a call deleted")
     _tell_policies([policy for one in done for policy in one.policies])
     if unswept := max((one.unswept for one in done), default=0):
         click.echo(
@@ -226,7 +251,10 @@ def _tell_policies(policies: list[Inheritor]) -> None:
     if not kept:
         click.echo("no policy was trained on them")
         return
-    click.echo(f"what was learnt from them stays in {len(kept)} policy versions, until their adapters are deleted:")
+    click.echo(
+        f"what was learnt from them stays in {len(kept)} policy versions, until their adapters are deleted "
+        "(`ratchet store forget --reject-policies` takes them out of service):"
+    )
     for policy in list(kept.values())[:_SHOWN]:
         how = "trained on them" if policy.directly else "went on from such a version"
         click.echo(f"  {policy.alias}@{policy.version}  {policy.state:<9}  {how}  {policy.adapter or ''}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from store import Store, open_store
+from store.records import Door
 from store.states import KeyScope
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.servers import ProxyProcess, eventually
@@ -175,6 +177,22 @@ def test_feedback_on_a_call_that_is_not_in_the_store_yet_waits_and_finds_it(prox
     (row,) = heard(proxy)
     assert row["id"] == told["id"]
     assert row["trajectory_id"] is not None
+
+
+def test_an_id_that_neither_of_two_proxies_knows_is_a_404(start: Start, tmp_path: Path) -> None:
+    one, other = start(), start(journal=tmp_path / "other")
+    eventually(lambda: len(one.store.doors.open(None, 0.0)) == 2)
+    say(one, 404, response_id="chatcmpl-nobody", value="up")
+    name = other.agent().chat.completions.create(**BODY).id
+    other.settled()
+    assert say(one, 201, response_id=name, value="up")["state"] == "placed"
+
+
+def test_where_another_proxy_has_not_shipped_the_answer_says_that_the_id_is_not_known_yet(proxy: Proxy) -> None:
+    proxy.store.doors.beat(Door(id="d", url="u", live={"another": 0}, pins={}, shipped_until=0.0, beat_at=time.time()))
+    told = say(proxy, 202, response_id="chatcmpl-elsewhere", value="up")
+    assert told["state"] == "waiting"
+    assert "has not shipped its journal" in told["detail"]
 
 
 def test_feedback_survives_a_kill_while_the_store_is_away(vllm_url: str, tmp_path: Path) -> None:

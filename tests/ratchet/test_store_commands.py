@@ -64,6 +64,19 @@ def test_forgetting_asks_first_and_takes_what_is_named(project: Project, url: st
     assert _left(url) == {"new"}
 
 
+def test_versions_that_learnt_what_is_deleted_are_marked_and_can_be_rejected(project: Project, url: str) -> None:
+    store = open_store(url)
+    store.policies.promote("agent", 1, {})
+    store.close()
+    assert project.run("store", "forget", "a", "--yes", "--store", url).returncode == 0
+    listed = project.run("policies", "list", "--store", url).stdout.splitlines()
+    assert [line.endswith("(learnt from deleted trajectories)") for line in listed if "@" in line[:10]] == [False, True]
+    done = project.run("store", "forget", "b", "--reject-policies", "--yes", "--store", url)
+    assert "rejected: agent@1; agent@0 is live" in done.stdout
+    plain = json.loads(project.run("policies", "list", "--json", "--store", url).stdout)
+    assert [(one["state"], one["learnt_deleted"]) for one in plain] == [("live", False), ("rejected", True)]
+
+
 @pytest.mark.parametrize("words", [("--older-than", "soon"), ("--older-than", "30")])
 def test_an_age_that_is_none_is_told(project: Project, tmp_path: Path, words: tuple[str, ...]) -> None:
     done = project.run("store", "prune", *words, "--store", str(tmp_path / "x.db"))

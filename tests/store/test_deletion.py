@@ -8,8 +8,9 @@ import sqlalchemy as sa
 from store import Store, schema
 from store.database import connect
 from store.errors import ForbiddenChange, UnknownRecord
+from store.inheritance import take_out
 from store.listing import Chosen
-from store.records import Door, Exchange, Verdict
+from store.records import Door, Exchange, Feedback, Verdict
 from store.states import GroupState, TrajectoryState
 from store.verification import verify
 from tests.records import QUESTION, answered_trajectory, begun, ended, judged_group, tool_call
@@ -134,6 +135,78 @@ def test_the_policies_that_learnt_from_it_are_named_with_those_that_went_on_from
     assert done.policies == told == store.deletions.all()[0].policies
     assert store.deletions.delete(Chosen(trained=False), "kept").trajectories == 0
     assert len(store.trajectories.page()) == 5
+
+
+def _trained(store: Store, *names: str) -> None:
+    """Rounds that made a version each, from the base on; the trajectory of a name trained one."""
+    store.policies.register_base("agent", "base")
+    for version, name in enumerate(names, 1):
+        group = judged_group(store, [name, name + "2"], [0.0, 1.0], task=name)
+        held = store.rounds.start("agent", version - 1)
+        store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[group.id], metrics={})
+
+
+def test_versions_that_are_made_later_from_what_learnt_it_are_marked_too(store: Store) -> None:
+    _trained(store, "other", "mine")
+    store.policies.promote("agent", 2, {})
+    assert store.deletions.inherited() == ()
+    store.deletions.delete(Chosen(id="mine"), "asked")
+    store.policies.with_prompt("agent", store.prompts.remember("be kind").id, {})
+    group = judged_group(store, ["later", "later2"], [0.0, 1.0], task="later")
+    held = store.rounds.start("agent", 2)
+    store.rounds.commit(held.id, version=4, checkpoint="/c/4", groups=[group.id], metrics={})
+    assert [(one.version, one.directly) for one in store.deletions.inherited()] == [(2, True), (3, False), (4, False)]
+
+
+def test_what_learnt_it_can_be_taken_out_of_service(store: Store) -> None:
+    _trained(store, "other", "mine", "third")
+    for version in (1, 2, 3):
+        store.policies.promote("agent", version, {})
+    store.deletions.delete(Chosen(id="mine"), "asked")
+    rejected = take_out(store.policies, store.deletions.inherited(), by="ann")
+    assert [one.version for one in rejected["agent"]] == [2, 3]
+    assert store.policies.live()["agent"].version == 1
+    assert store.decisions.of("agent", 3)[0].reason == "it learnt from trajectories that were deleted"
+    assert take_out(store.policies, store.deletions.inherited(), by="ann") == {}
+
+
+def test_where_every_version_learnt_it_the_base_model_serves(store: Store) -> None:
+    _trained(store, "mine")
+    store.policies.promote("agent", 1, {})
+    store.deletions.delete(Chosen(id="mine"), "asked")
+    take_out(store.policies, store.deletions.inherited(), by="ann")
+    assert store.policies.live()["agent"].version == 0
+
+
+def _said(name: str, target: str, key: str, at: float = 5.0) -> Feedback:
+    return Feedback(id=name, kind="call", target=target, source="u", given_at=at, key_id=key, comment=SECRET)
+
+
+def test_feedback_that_was_never_placed_goes_with_what_it_names(store: Store) -> None:
+    start = begun("call_1", "goes", key_id="k1")
+    store.calls.ship([start, ended(start, tool_call(), answer_id="chatcmpl-9")])
+    targets = ["call_1", "resp_1", "msg_1", "chatcmpl-9", "goes", "call_2"]
+    store.calls.ship([_said(f"fb_{n}", target, "another") for n, target in enumerate(targets)])
+    assert store.deletions.delete(Chosen(id="goes"), "asked").feedback == 5
+    assert [one.target for one in store.feedback.page()] == ["call_2"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "left"),
+    [
+        (Chosen(key="k1"), ["fb_2", "fb_3"]),
+        (Chosen(key="k1", until=4.0), ["fb_1", "fb_2", "fb_3"]),
+        (Chosen(still_since=4.0, trained=False), ["fb_1", "fb_3"]),
+        (Chosen(key="k1", task="find/1"), ["fb_0", "fb_1", "fb_2", "fb_3"]),
+        (Chosen(id="t1"), ["fb_0", "fb_1", "fb_2", "fb_3"]),
+    ],
+    ids=str,
+)
+def test_feedback_that_was_never_placed_goes_by_key_and_age(store: Store, chosen: Chosen, left: list[str]) -> None:
+    words = [("fb_0", "k1", 1.0), ("fb_1", "k1", 5.0), ("fb_2", "k2", 1.0), ("fb_3", "k2", 5.0)]
+    store.calls.ship([_said(name, "call_9", key, at) for name, key, at in words])
+    store.deletions.delete(chosen, "asked")
+    assert sorted(one.id for one in store.feedback.page()) == left
 
 
 def test_the_sweep_waits_for_a_proxy_that_may_leave_messages_out(store: Store, store_url: str) -> None:

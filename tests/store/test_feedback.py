@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -47,6 +50,24 @@ def test_feedback_finds_its_trajectory_whichever_comes_first(store: Store, kind:
     (kept,) = store.trajectories.read("t1").feedback
     assert (kept.id, kept.trajectory_id, kept.value) == ("fb_1", "t1", 1.0)
     assert kept.call_id == (None if kind == "trajectory" else "call_1")
+
+
+def test_a_call_and_what_is_said_of_it_find_each_other_when_two_proxies_ship_them_at_once(store: Store) -> None:
+    turns = 40
+    ready = Barrier(2)
+
+    def ship(records: Iterator[Any]) -> None:
+        for record in records:
+            ready.wait(20)
+            store.calls.ship([record])
+
+    calls = (answered(f"call_{n}", f"t{n}") for n in range(turns))
+    words = (said(f"fb_{n}", target=f"call_{n}") for n in range(turns))
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(ship, calls), pool.submit(ship, words)]:
+            done.result()
+    assert [one.id for one in store.feedback.page() if one.trajectory_id is None] == []
+    assert len(store.feedback.page()) == turns
 
 
 def test_a_beginning_places_what_was_said_of_its_call(store: Store) -> None:

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from store import Store
 from store.database import connect
 from store.errors import UnknownRecord
-from store.listing import Chosen, page_ids
+from store.listing import FEW, Chosen, besides_tag, page_ids
 from tests.records import answered_trajectory
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -29,6 +29,9 @@ FILTERS: list[tuple[dict[str, Any], list[str]]] = [
     ({"key": "k1"}, ["t2", "t0"]),
     ({"tag": "red"}, ["t2", "t1", "t0"]),
     ({"tag": "red", "alias": "mail", "state": "open"}, ["t0"]),
+    ({"tag": "red", "since": 1.5, "until": 9.0}, ["t2", "t1"]),
+    ({"tag": "red", "until": 2.0}, ["t0"]),
+    ({"tag": "red", "alias": "mail", "since": 1.5}, ["t1"]),
     ({"since": 2.0}, ["u3", "t2", "t1"]),
     ({"since": 2.0, "until": 4.0}, ["t2", "t1"]),
     ({"search": "t"}, ["t2", "t1", "t0"]),
@@ -58,9 +61,13 @@ def test_every_filter_finds_what_it_says_without_gaps(
 
 
 @pytest.mark.parametrize("said", [said for said, _ in FILTERS if said], ids=str)
-def test_no_filter_reads_the_whole_table(filled: Store, store_url: str, said: dict[str, Any]) -> None:
+@pytest.mark.parametrize("by_tag", [True, False])
+def test_no_filter_reads_the_whole_table(filled: Store, store_url: str, said: dict[str, Any], by_tag: bool) -> None:
+    if not by_tag and besides_tag(Chosen(**said)) is None:
+        pytest.skip("the tag's own order serves it")
     engine = connect(store_url)
-    query = page_ids(Chosen(**said), 10, "t2", 2.0).compile(engine, compile_kwargs={"literal_binds": True})
+    ids = page_ids(Chosen(**said), 10, "t2", 2.0, by_tag=by_tag)
+    query = ids.compile(engine, compile_kwargs={"literal_binds": True})
     with engine.connect() as connection:
         if engine.dialect.name == "sqlite":
             rows = connection.execute(sa.text(f"EXPLAIN QUERY PLAN {query}")).all()
@@ -70,6 +77,19 @@ def test_no_filter_reads_the_whole_table(filled: Store, store_url: str, said: di
             connection.execute(sa.text("SET enable_seqscan = off"))
             plan = " ".join(connection.scalars(sa.text(f"EXPLAIN {query}".replace(":", "\\:"))))
             assert "Seq Scan" not in plan, plan
+    engine.dispose()
+
+
+def test_the_rest_of_a_filter_by_tag_is_counted_no_further_than_it_matters(filled: Store, store_url: str) -> None:
+    engine = connect(store_url)
+    asked = besides_tag(Chosen(tag="red", alias="mail"))
+    assert besides_tag(Chosen(tag="red")) is None
+    assert besides_tag(Chosen(tag="red", since=1.0)) is None
+    assert besides_tag(Chosen(alias="mail")) is None
+    assert asked is not None
+    assert str(FEW + 1) in str(asked.compile(engine, compile_kwargs={"literal_binds": True}))
+    with engine.connect() as connection:
+        assert connection.scalar(asked) == 2
     engine.dispose()
 
 

@@ -1,0 +1,83 @@
+"""The memory of responses: what it holds is counted, whatever stands on what, and the longest unused goes first."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+
+from proxy.dialects.responses_memory import ResponseMemory, Turn, response_id
+from proxy.errors import NotFound
+from store import Store
+from tests.records import answered_trajectory, begun
+
+LIMIT = 50_000
+
+
+def say(memory: ResponseMemory, number: int, previous: Turn | None, size: int = 1000) -> Turn:
+    """Keep a response with `size` characters; return its turn, also where it was forgotten at once."""
+    call = begun(f"call_{number}", "t1", key_id="k1")
+    memory.keep(call, [{"role": "user", "content": "x" * size}], previous)
+    return Turn(b"", previous, "t1", call.call_id, "k1")
+
+
+def held() -> int:
+    """The bytes of all turns in this process, once each."""
+    gc.collect()
+    return sum(len(one.added) for one in gc.get_objects() if type(one) is Turn)
+
+
+@pytest.mark.parametrize(("chains", "turns"), [(1, 40), (7, 20)])
+def test_conversations_never_hold_more_than_the_limit(store: Store, chains: int, turns: int) -> None:
+    memory = ResponseMemory(store, LIMIT)
+    assert held() == 0
+    for chain in range(chains):
+        last: Turn | None = None
+        for number in range(turns):
+            name = response_id(say(memory, 100 * chain + number, last).call_id)
+            try:
+                last = asyncio.run(memory.find(name, "k1"))
+            except NotFound:  # this conversation alone is more than fits
+                assert chains == 1
+                break
+            assert memory.size <= LIMIT
+        last = None
+        assert held() <= memory.size <= LIMIT
+    assert memory.size > LIMIT / 2
+
+
+def test_the_conversation_used_longest_ago_is_forgotten_and_others_stay_whole(store: Store) -> None:
+    memory = ResponseMemory(store, LIMIT)
+    lasts: list[str] = []
+    for chain in range(3):
+        last: Turn | None = None
+        for number in range(10):
+            name = response_id(say(memory, 100 * chain + number, last).call_id)
+            last = asyncio.run(memory.find(name, "k1"))
+        lasts.append(name)
+    asyncio.run(memory.find(lasts[0], "k1"))
+    say(memory, 900, None)
+    with pytest.raises(NotFound):
+        asyncio.run(memory.find(lasts[1], "k1"))
+    for name in (lasts[0], lasts[2]):
+        assert len(asyncio.run(memory.find(name, "k1")).conversation(instructed=False)) == 10
+
+
+def test_a_conversation_that_was_read_back_is_counted_once(store: Store) -> None:
+    answered_trajectory(store, "t9", dialect="responses", key_id="k1")
+    memory = ResponseMemory(store, LIMIT)
+    call = store.trajectories.read("t9").calls[0]
+    for _ in range(5):
+        asyncio.run(memory.find(response_id(call.id), "k1"))
+    once = memory.size
+    assert once > 0
+    say(memory, 1, asyncio.run(memory.find(response_id(call.id), "k1")))
+    assert memory.size > once + 1000
+
+
+def test_another_keys_conversation_is_not_known(store: Store) -> None:
+    memory = ResponseMemory(store, LIMIT)
+    say(memory, 1, None)
+    with pytest.raises(NotFound):
+        asyncio.run(memory.find("resp_1", "k2"))
