@@ -45,6 +45,7 @@ NOTES = {
     "examples/planner/README.md": "which role trains, and how to run it",
     "examples/planner/tasks": "the task set that problems.py makes",
     "examples/production/README.md": "who the users are, and how to run it",
+    "examples/reward_hacking/README.md": "how the judge is fooled, and what catches it",
     "benchmarks": "what it costs, measured",
     "deploy": "the environments' set-up, a plugin for vLLM on CPU, a Grafana dashboard",
     "docs": "architecture, clients, commands, configuration, metrics, security, storage, tools, tracing",

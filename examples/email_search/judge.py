@@ -31,7 +31,7 @@ def judge(trajectory: Mapping[str, Any], task: Mapping[str, Any] | str | None = 
     """
     messages = list(trajectory.get("messages") or [])
     folder = home()
-    tried = task_of(task) if isinstance(task, Mapping) else _asked(messages, folder)
+    tried = task_of(task) if isinstance(task, Mapping) else asked(messages, folder)
     given, used = final_answer(messages), {name for name, _ in _tool_calls(messages)}
     correct = matches(given, tried.answer, _answers(str(folder), _stamp(folder)))
     components = {
@@ -51,6 +51,14 @@ def final_answer(messages: list[Mapping[str, Any]]) -> str | None:
     return None
 
 
+def last_words(messages: list[Mapping[str, Any]]) -> str:
+    """What the agent gave as its answer: by the tool, else its last text; "" where it gave none."""
+    given = final_answer(messages)
+    if given is not None:
+        return given
+    return next((_text(one.get("content")) for one in reversed(messages) if one.get("role") == "assistant"), "")
+
+
 def _tool_calls(messages: list[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
     for message in messages:
         if message.get("role") != "assistant":
@@ -65,13 +73,14 @@ def _tool_calls(messages: list[Mapping[str, Any]]) -> Iterator[tuple[str, dict[s
             yield str(function.get("name")), parsed if isinstance(parsed, dict) else {}
 
 
-def _asked(messages: list[Mapping[str, Any]], folder: Path) -> Task:
+def asked(messages: list[Mapping[str, Any]], folder: Path) -> Task:
+    """The task of the set in a folder that a user message asks. Raises UnknownQuestionError."""
     tasks = _by_question(str(folder), _stamp(folder))
-    asked = [_text(message.get("content")) for message in messages if message.get("role") == "user"]
-    for text in asked:
+    said = [_text(message.get("content")) for message in messages if message.get("role") == "user"]
+    for text in said:
         if text.strip() in tasks:
             return tasks[text.strip()]
-    first = asked[0][:120] if asked else "(no user message)"
+    first = said[0][:120] if said else "(no user message)"
     raise UnknownQuestionError(
         f"no task in {folder} asks {first!r}: set EMAIL_SEARCH_HOME to the folder of the agent's task set"
     )

@@ -20,7 +20,7 @@ ROOMS = {"ratchet", "proxy", "store", "trainer", "tests", "benchmarks"}
 
 
 def test_the_examples_are_all_here() -> None:
-    assert FOLDERS == ["email_search", "math", "planner", "production"]
+    assert FOLDERS == ["email_search", "math", "planner", "production", "reward_hacking"]
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -138,14 +138,15 @@ def test_the_sentinels_second_judge_is_asked_about_a_canary_where_the_gate_has_n
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
     unmoved = {"kind": "function", "function": "tests.trainer.judge_samples:unmoved"}
-    daemon = make_daemon(gate=GATE, sentinel=SENTINEL | {"second_judge": unmoved})
+    daemon = make_daemon(gate=GATE | {"jump": 0.4}, sentinel=SENTINEL | {"second_judge": unmoved})
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])
     now = until(daemon, time.time(), lambda: len(store.policies.all("agent")) == 2)
     canary_does_better(store)
     until(daemon, now + 100.0, lambda: store.policies.held("agent") is not None)
     told = store.decisions.of("agent", 1)[0]
-    assert "does not see the gain" in told.reason
+    assert "too good to be promoted unseen" in told.reason
+    assert "does not see the gain" in told.reason, "a person is told what the second judge says of a jump"
     assert store.policies.get("agent", 1).state is PolicyState.CANARY
 
 

@@ -90,23 +90,21 @@ class Gatekeeper:
             self._roll_back(canary, live, decision)
         elif held or decision.action is Action.WAIT:
             return False
-        elif decision.action is Action.HOLD:
-            hold(self._store, canary, decision.reason, decision.evidence() | evidence_of(self._doubts()), by=_GATE)
         else:
             return self._promote(canary, decision, scores, beside)
         return True
 
     def _promote(self, canary: Policy, decision: Decision, scores: list[PastScore], beside: list[PastScore]) -> bool:
-        """Promote, or hold where the second judge or the sentinel object; return False while the second one thinks."""
+        """Promote, or hold where anything speaks against it; return False while the second judge thinks."""
         doubts = self._doubts()
         evidence = decision.evidence() | evidence_of(doubts)
-        reasons = [objection(doubts)]
+        reasons = [decision.reason if decision.action is Action.HOLD else None, objection(doubts)]
         if self._second is not None and decision.found is not None:
             opinion = self._second.of(canary.version, scores, beside)
             if opinion is None:
                 return False
             evidence |= opinion.evidence()
-            reasons.insert(0, opinion.objection(decision.found))
+            reasons.insert(1, opinion.objection(decision.found))
         if told := "; ".join(filter(None, reasons)):
             hold(self._store, canary, told, evidence, by=_GATE)
             return True

@@ -158,6 +158,10 @@ class WeightsTuning:
             await self._pause()
         version, story = found
         while (policy := self._store.policies.get(self._alias, version)).state is PolicyState.CANDIDATE:
+            if (held := self._store.policies.held(self._alias)) is not None and held.version == version:
+                waits = f"the warm start's version {version} waits for a person: see `ratchet policies show`"
+                self._note(notes=(*self._so_far.notes, waits))
+                break
             await self._pause()
         self._note(warm_start=dict(story) | {"version": version, "state": str(policy.state)})
         if policy.state is PolicyState.REJECTED:
