@@ -34,6 +34,7 @@ SECRETS = frozenset(
         "RATCHET_GRADER_SECRET",
         "RATCHET_JUDGE_API_KEY",
         "RATCHET_OPERATOR_KEYS",
+        "RATCHET_SHADOW_API_KEY",
         "RATCHET_UPSTREAM_API_KEY",
     }
 )

@@ -25,6 +25,7 @@ from store.policies import Policies
 from store.prompts import Prompts
 from store.rollouts import Rollouts
 from store.rounds import Rounds
+from store.shadows import Shadows
 from store.tasks import Tasks
 from store.tools import Tools
 from store.trajectories import Trajectories
@@ -51,6 +52,7 @@ class Store:
         self.tasks = Tasks(engine)
         self.tunings = Tunings(engine)
         self.rollouts = Rollouts(engine)
+        self.shadows = Shadows(engine)
         self.leases = Leases(engine)
         self.doors = Doors(engine)
         self.alarms = Alarms(engine)

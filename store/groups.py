@@ -15,7 +15,7 @@ from store import schema
 from store.database import read, write
 from store.errors import ForbiddenChange, UnknownRecord
 from store.ids import new_id
-from store.records import Exchange, Group, PastScore, Verdict, cohort_of, family_of
+from store.records import SHADOW, Exchange, Group, PastScore, Verdict, cohort_of, family_of
 from store.shipping import fitting
 from store.states import GROUP_STEPS, GroupState, PolicyState, TrajectoryState, check
 from store.trajectories import drop as drop_trajectories
@@ -188,13 +188,14 @@ class Groups:
     def scored(self, alias: str, judge_version: str, limit: int = 5000) -> list[PastScore]:
         """Return the newest scores that this version of a judge gave an alias's trajectories, oldest first.
 
-        Of a trajectory that it scored several times, the newest alone.
+        Of a trajectory that it scored several times, the newest alone; none of shadows, which are no traffic.
         """
         runs, table = schema.trajectories, schema.verdicts
         query = (
             _past_scores()
             .add_columns(table.c.id.label("verdict"))
             .where(runs.c.alias == alias, table.c.judge_version == judge_version, table.c.score.is_not(None))
+            .where(runs.c.purpose != SHADOW)
             .order_by(table.c.id.desc())
             .limit(limit)
         )

@@ -13,6 +13,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from store import schema
+from store.shadows import shadows
 from store.shipping import short_task
 from store.states import TrajectoryState
 
@@ -83,10 +84,13 @@ def _succeeds(later: Any, run: Any) -> sa.ColumnElement[bool]:
 
 
 def with_successors(chosen: sa.ColumnElement[bool]) -> sa.CompoundSelect[Any]:
-    """Return the ids of the trajectories that fit and of those that took their later calls."""
+    """Return the ids of the trajectories that fit, of those that took their later calls, and of their shadows."""
     runs, later = schema.trajectories, schema.trajectories.alias("later")
     own = sa.select(runs.c.id).where(chosen)
-    return own.union(sa.select(later.c.id).join(runs, _succeeds(later, runs)).where(chosen, runs.c.successors > 0))
+    after = sa.select(later.c.id).join(runs, _succeeds(later, runs)).where(chosen, runs.c.successors > 0)
+    asked = sa.select(shadows.c.id).join(runs, runs.c.id == shadows.c.original_id)
+    shadow = asked.join(later, later.c.id == shadows.c.id).where(chosen)  # those that there are
+    return own.union(after, shadow)
 
 
 def successors_of(name: str) -> sa.ColumnElement[bool]:

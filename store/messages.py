@@ -30,6 +30,7 @@ _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # parts that agents 
 _THOUGHT_END = "</think>"  # of models whose thoughts nobody parses
 
 _encode = msgspec.json.Encoder(order="sorted").encode
+_as_said = msgspec.json.Encoder().encode
 
 
 def canonical(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,11 +134,13 @@ def tool_call_ids(message: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def tools_hash(tools: Any) -> tuple[str, bytes]:
-    """Return (hash, canonical JSON) of a request's tool list; ("", b"") where there is none."""
+    """Return (hash, JSON) of a request's tool list; ("", b"") where there is none.
+
+    The hash is blind to the order of keys; the JSON keeps it, since chat templates show it to the model.
+    """
     if not tools:
         return "", b""
-    body = _encode(tools)
-    return _digest("tools", body), body
+    return _digest("tools", _encode(tools)), _as_said(tools)
 
 
 def is_intact(stored: MessageNode) -> bool:
@@ -147,4 +150,4 @@ def is_intact(stored: MessageNode) -> bool:
 
 def is_intact_toolset(name: str, body: bytes) -> bool:
     """Return whether a stored tool list's hash is the hash of what it holds."""
-    return name == _digest("tools", body)
+    return name == _digest("tools", _encode(msgspec.json.decode(body)))

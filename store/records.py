@@ -27,6 +27,7 @@ from store.states import (
 BASE_VERSION = 0  # version 0 of every alias is the base model without an adapter
 REDACTED = "redacted"  # why a call is untrainable of which something was not written down
 OTHER = "other"  # the purpose of calls to a model that is not trained here
+SHADOW = "shadow"  # the purpose of a further answer to a recorded prompt: trained with it, never counted as traffic
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -66,7 +67,7 @@ class CallBegun(Record, frozen=True, tag="begun"):
     task: str | None = None
     role: str | None = None
     tags: tuple[str, ...] = ()
-    purpose: str = "live"  # live: may be trained; eval (a version by name), other (another model): never
+    purpose: str = "live"  # live, shadow: may be trained; eval (a version by name), other (another model): never
     sampling: Mapping[str, Any] = {}  # the sampling parameters that were sent, e.g. temperature, top_p, seed
     nodes: tuple[MessageNode, ...] = ()  # the messages of the prompt that this proxy has not shipped before
     tools: bytes = b""  # canonical JSON of the tool list, where not shipped before

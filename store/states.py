@@ -132,6 +132,15 @@ class RolloutState(StrEnum):
     ABANDONED = "abandoned"  # whoever was to make it is gone; what it still calls is its own, and nothing learns of it
 
 
+class ShadowState(StrEnum):
+    """The life of a further answer to a recorded prompt, for the original to be compared with."""
+
+    PLANNED = "planned"  # nobody has asked for it yet
+    ASKED = "asked"  # on its way; also what a killed trainer leaves
+    ANSWERED = "answered"  # the proxy has recorded it, or is about to ship it
+    FAILED = "failed"  # it will not be asked for again; `failure` says why
+
+
 TRAJECTORY_STEPS: Mapping[TrajectoryState, frozenset[TrajectoryState]] = {
     TrajectoryState.OPEN: frozenset({TrajectoryState.SEALED}),
     TrajectoryState.SEALED: frozenset({TrajectoryState.OPEN, TrajectoryState.GROUPED, TrajectoryState.DROPPED}),
@@ -173,6 +182,13 @@ ROLLOUT_STEPS: Mapping[RolloutState, frozenset[RolloutState]] = {
     RolloutState.ENDED: frozenset(),
     RolloutState.FAILED: frozenset(),
     RolloutState.ABANDONED: frozenset(),
+}
+
+SHADOW_STEPS: Mapping[ShadowState, frozenset[ShadowState]] = {
+    ShadowState.PLANNED: frozenset({ShadowState.ASKED, ShadowState.FAILED}),
+    ShadowState.ASKED: frozenset({ShadowState.ANSWERED, ShadowState.FAILED}),
+    ShadowState.ANSWERED: frozenset(),
+    ShadowState.FAILED: frozenset(),
 }
 
 _State = TypeVar("_State", bound=StrEnum)

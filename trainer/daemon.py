@@ -3,7 +3,7 @@
     component    consumes              produces                       waits for
     ---------    --------------------  -----------------------------  ------------------------------
     seal         open trajectories     sealed trajectories            idle time, or the end of a rollout
-    group        sealed trajectories   ready groups, drops            company or group_wait_seconds; feedback
+    assemble     sealed trajectories   ready groups, drops, shadows   company or group_wait_seconds; feedback; vLLM
     score        ready groups          judged groups, drops, alarms   the judge
     rehear       late feedback         further verdicts               the judge
     warm start   good trajectories     a committed round, candidate   a tuning that asks for it
@@ -32,14 +32,14 @@ from pathlib import Path
 from store import Store
 from store.errors import ForbiddenChange, StoreUnavailable, UnknownRecord
 from store.records import BASE_VERSION, Group
+from trainer.assembly import Assembly
 from trainer.casting import Casting
 from trainer.crediting.baseline import ScoreBook
 from trainer.crediting.credit import Credit
 from trainer.crediting.roles import Roles
 from trainer.errors import EngineUnreachable, TrainingDiverged
-from trainer.gating.evaluation import Evaluator, is_held_out
+from trainer.gating.evaluation import Evaluator
 from trainer.gating.gatekeeper import Gatekeeper
-from trainer.grouping import plan_groups
 from trainer.judges.make import make_judge
 from trainer.judges.patience import patience_of
 from trainer.learning.learner import Learner
@@ -140,6 +140,7 @@ class Daemon:
         self._school = School(
             store, settings.model, settings.checkpoints, credit, self._transcripts, casting=self._casting
         )
+        self._assembly = Assembly(store, settings, self._casting, upstream_key)
         gate = settings.gate
         self._evaluator = None
         if gate.held_out:
@@ -189,6 +190,7 @@ class Daemon:
 
     def close(self) -> None:
         """Close the connections to vLLM and to the judge."""
+        self._assembly.close()
         self._scorekeeper.close()
         self._gate.close()
         if self._evaluator is not None:
@@ -226,41 +228,13 @@ class Daemon:
         self._store.trajectories.seal_idle(alias, shipped, self.settings.seal_after_idle_seconds)
         self._sentinel.look(now)
         decided = self._gate.turn(now)
-        grouped = self._group(now, shipped)
+        grouped = self._assembly.turn(now, shipped)
         scored = self._score(now)
         trained = self._warm_start(now) or self._train(now)
         if published := self._publish():
             self._prune()
         self._drain(now)
         return decided or grouped or scored or trained or published
-
-    def _group(self, now: float, shipped: float) -> bool:
-        patience = self._patience
-        silent_before = None if patience is None else shipped - patience.within_seconds
-        waiting = self._store.trajectories.sealed(self.settings.model, 10 * _BATCH, silent_before)
-        spoken = self._store.feedback.first_given([run.id for run in waiting]) if patience is not None else {}
-        plan = plan_groups(
-            waiting,
-            silent={run.id for run in waiting if run.id not in spoken} if patience and patience.drops else frozenset(),
-            ripe_at=spoken,
-            abandoned=self._store.rollouts.abandoned([run.id for run in waiting]),
-            cut_off=self._store.trajectories.cut_off([run.id for run in waiting]) if waiting else frozenset(),
-            size=self.settings.group_size,
-            least=self.settings.group_least,
-            wait_seconds=self.settings.group_wait_seconds,
-            singles=self.settings.singles == "baseline",
-            now=now,
-            held_out={run.id for run in waiting if is_held_out(run.group_key, self.settings.gate.held_out)},
-            other_role=self._casting.without([run for run in waiting if run.purpose == "live"]),
-        )
-        try:
-            for reason in {reason for _, reason in plan.drops}:
-                self._store.trajectories.drop([name for name, why in plan.drops if why == reason], reason)
-            for planned in plan.groups:
-                self._store.groups.form(planned.key, planned.alias, planned.members, now)
-        except ForbiddenChange as changed:  # a call came for one of them, which is open again: the next turn plans anew
-            log.info("event=plan_overtaken reason=%r", str(changed))
-        return bool(plan.groups)
 
     def _score(self, now: float) -> bool:
         ready = self._store.groups.ready(self.settings.model, now, limit=_BATCH)

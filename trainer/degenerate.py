@@ -11,7 +11,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainer.crediting.baseline import MOST_REMEMBERED
-from trainer.judges.settings import CompositeSpec, ConductSpec, JudgeSpec, RulerSpec
+from trainer.judges.settings import (
+    CompositeSpec,
+    ConductSpec,
+    FeedbackSpec,
+    JudgeSpec,
+    NextStateSpec,
+    RulerSpec,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from trainer.settings import TrainerSettings
@@ -71,8 +78,37 @@ def _rank_of_one(settings: TrainerSettings) -> str | None:
         return None
     return (
         "singles: baseline compares scores from different times, and the judge only ranks the members of one group: a "
-        "single is best and worst of its own; take a judge that scores each answer by itself, or singles: drop"
+        "single is best and worst of its own; take a judge that scores each answer by itself, or singles: drop, with "
+        "shadow.samples where single-call prompts shall learn (docs/singles.md)"
     )
+
+
+def _few_shadows(settings: TrainerSettings) -> str | None:
+    if not 0 < settings.shadow.samples < settings.group_least - 1:
+        return None
+    return (
+        f"shadow.samples {settings.shadow.samples} and the original are fewer than group_least "
+        f"{settings.group_least}: they would never be compared; take {settings.group_least - 1} shadow.samples or more"
+    )
+
+
+def _unheard_shadows(settings: TrainerSettings) -> str | None:
+    what = _needs_a_listener(settings.judge) if settings.shadow.samples else None
+    if what is None:
+        return None
+    return (
+        f"shadow.samples asks for answers that nobody sees, and {what}: they could never be scored; take a judge that "
+        "reads the answer itself, or shadow.samples: 0"
+    )
+
+
+def _needs_a_listener(judge: JudgeSpec) -> str | None:
+    """Return what a judge waits for that nobody says of an answer which nobody saw; None where it reads answers."""
+    if isinstance(judge, CompositeSpec):
+        return next((what for part in judge.parts if part.weight and (what := _needs_a_listener(part.judge))), None)
+    if isinstance(judge, FeedbackSpec):
+        return "judge feedback waits for the word of people"
+    return "judge next_state waits for the next message" if isinstance(judge, NextStateSpec) else None
 
 
 def _only_ranks(judge: JudgeSpec) -> bool:
@@ -121,5 +157,5 @@ def _clip(settings: TrainerSettings) -> str | None:
 
 
 _CHECKS: tuple[Callable[[TrainerSettings], str | None], ...] = (
-    _judge, _least_group, _single_least, _rank_of_one, _proof, _rate, _norm, _clip,
+    _judge, _least_group, _single_least, _rank_of_one, _few_shadows, _unheard_shadows, _proof, _rate, _norm, _clip,
 )  # fmt: skip

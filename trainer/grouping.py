@@ -35,6 +35,18 @@ class GroupingPlan:
 
     groups: tuple[PlannedGroup, ...]
     drops: tuple[tuple[str, str], ...]  # (trajectory id, reason)
+    alone: tuple[Trajectory, ...] = ()  # found no company in time
+
+    def settled(self, *, singles: bool, waiting: Set[str] = frozenset()) -> GroupingPlan:
+        """Return the plan with those that found no company put aside; but for those that are `waiting` for some.
+
+        With `singles` they become groups of one, to be compared with what came before them.
+        """
+        left = [run for run in self.alone if run.id not in waiting]
+        if singles:
+            ones = tuple(PlannedGroup(run.group_key, run.alias, (run.id,)) for run in left)
+            return GroupingPlan(self.groups + ones, self.drops)
+        return GroupingPlan(self.groups, self.drops + tuple((run.id, SINGLE) for run in left))
 
 
 def plan_groups(
@@ -48,18 +60,17 @@ def plan_groups(
     cut_off: Set[str] = frozenset(),
     silent: Set[str] = frozenset(),
     ripe_at: Mapping[str, float] | None = None,
-    singles: bool = False,
     held_out: Set[str] = frozenset(),
     other_role: Set[str] = frozenset(),
 ) -> GroupingPlan:
-    """Return the groups of `size` that are complete, smaller ones that waited long enough, and the drops.
+    """Return the groups of `size` that are complete, smaller ones that waited long enough, the drops, and the lonely.
 
-    With `singles`, what found no company in time becomes a group of one, to be compared with what came before it.
     `abandoned` holds the ids of those whose rollout is, `cut_off` of those whose last call was ended by a machine,
     `silent` of those that nobody spoke of, `held_out` of those whose task is set aside for evaluation, `other_role` of
     those without a role that trains; `ripe_at` is since when one could be judged, where that was after its sealing.
     """
     groups: list[PlannedGroup] = []
+    alone: list[Trajectory] = []
     measured = {run.id for run in waiting if run.purpose != "live"}
     put_aside: dict[str, str] = {}
     for names, why in (
@@ -81,12 +92,10 @@ def plan_groups(
         tired = bool(rest) and now - since[rest[0].id] >= wait_seconds
         if tired and len(rest) >= least:
             parts.append(rest)
-        if tired and len(rest) < least and singles:
-            parts.extend([run] for run in rest)
+        if tired and len(rest) < least:
+            alone.extend(rest)
         groups.extend(PlannedGroup(key, alias, tuple(run.id for run in part)) for part in parts)
-        if tired and len(rest) < least and not singles:
-            drops.extend((run.id, SINGLE) for run in rest)
-    return GroupingPlan(groups=tuple(groups), drops=tuple(drops))
+    return GroupingPlan(tuple(groups), tuple(drops), tuple(alone))
 
 
 def _sealed_at(run: Trajectory) -> float:

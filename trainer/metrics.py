@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from store import Store
 from store.errors import StoreError
 from store.records import Round
-from store.states import RoundState
+from store.states import RoundState, ShadowState
 from trainer.errors import SettingError
 from trainer.progress import Standing
 from trainer.sentinel import Finding
@@ -142,7 +142,7 @@ class _Stored(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Read the store; a store that is away tells nothing."""
-        dropped, groups, alarms = _families()
+        dropped, groups, alarms, shadows, tokens = _families()
         try:
             for reason, count in self._store.trajectories.drop_counts().items():
                 dropped.add_metric([reason], count)
@@ -150,14 +150,23 @@ class _Stored(Collector):
                 groups.add_metric([self._alias, reason], count)
             for alarm in self._store.alarms.standing():
                 alarms.add_metric([alarm.name], 1)
+            counts = self._store.shadows.counts(self._alias)
+            for state in (state for state in counts if state in (ShadowState.ANSWERED, ShadowState.FAILED)):
+                shadows.add_metric([self._alias, str(state)], counts[state].shadows)
+            if ShadowState.ANSWERED in counts:
+                tokens.add_metric([self._alias], counts[ShadowState.ANSWERED].tokens)
         except StoreError as error:
             log.warning("event=metrics_without_store reason=%r", str(error))
-        return dropped, groups, alarms
+        return dropped, groups, alarms, shadows, tokens
 
 
-def _families() -> tuple[CounterMetricFamily, CounterMetricFamily, GaugeMetricFamily]:
+def _families() -> tuple[
+    CounterMetricFamily, CounterMetricFamily, GaugeMetricFamily, CounterMetricFamily, CounterMetricFamily
+]:
     return (
         CounterMetricFamily("ratchet_trajectories_dropped", "Trajectories that were put aside", labels=["reason"]),
         CounterMetricFamily("ratchet_groups_dropped", "Groups that were put aside", labels=["alias", "reason"]),
         GaugeMetricFamily("ratchet_alarm_standing", "1 for every alarm that is not cleared", labels=["name"]),
+        CounterMetricFamily("ratchet_shadow_calls", "Shadow calls by their end", labels=["alias", "state"]),
+        CounterMetricFamily("ratchet_shadow_tokens", "Tokens of answered shadow calls", labels=["alias"]),
     )

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 DROPPED: Mapping[str, str] = {
-    "single": "nobody else tried the same task in time: set trainer.singles to baseline, or send x-ratchet-task",
+    "single": "nobody else tried the same task in time: set trainer.singles or trainer.shadow, or send x-ratchet-task",
     "no_variance": "all members got the same score: harder or easier tasks, or a judge that tells them apart",
     "baseline_only": "a single of a task family with too few earlier scores: it counts for later ones",
+    "shadow_alone": "a shadow answer whose original went another way, or had too few like it: see the trainer's log",
+    "shadow_unlike": "a shadow answer to other prompt tokens than its original's, or no whole answer: never compared",
     "judge_failed": "the judge failed on every attempt: see `ratchet judge show GROUP`",
     "no_feedback": "nobody gave a value in time: raise the judge's within_seconds, or set its missing to a score",
     "stale": "sampled too many versions ago: raise trainer.max_staleness, or train less often",

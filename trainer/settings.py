@@ -19,6 +19,7 @@ from trainer.judges.settings import JudgeSpec
 from trainer.learning.learner_settings import LearnerSettings
 from trainer.monitors.monitoring import MonitorName
 from trainer.sentinel.settings import SentinelSettings
+from trainer.shadowing.shadow_settings import ShadowSettings
 
 _LEARNER_FIELDS = {field.name for field in dataclasses.fields(LearnerSettings)}
 
@@ -78,6 +79,9 @@ class TrainerSettings(BaseModel):
     )
     sentinel: SentinelSettings = Field(
         default_factory=lambda: SentinelSettings(), description="what is watched, and from where on it is an alarm"
+    )
+    shadow: ShadowSettings = Field(
+        default_factory=lambda: ShadowSettings(), description="further answers to single-call prompts, off users' path"
     )
     gate: GateSettings = Field(default_factory=GateSettings, description="what a proven version must show")
     learner: LearnerSettings = Field(default_factory=LearnerSettings, description="the LoRA learner")

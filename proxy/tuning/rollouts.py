@@ -1,4 +1,5 @@
-"""Rollouts by the id of their trajectory: what the tuner has written down of an attempt before it began.
+"""Rollouts by the id of their trajectory: what the tuner has written down of an attempt before it began; and shadows,
+the trainer's further answers to a recorded prompt, likewise.
 
 Each is looked up once, in a thread, and remembered; memory is bounded. An id that the store does not know is an
 ordinary trajectory's. While the store does not answer, a call of a rollout that is not remembered is refused (503), so
@@ -21,9 +22,12 @@ from proxy.errors import NotReady
 from store import Store
 from store.errors import StoreError, UnknownRecord
 from store.owners import may_share
+from store.records import SHADOW
+from store.shadows import PREFIX as SHADOWS
 from store.tuning_records import Prompt
 
 PREFIX = "roll_"
+_PLANNED = (PREFIX, f"{SHADOWS}_")
 _MOST = 20_000  # ids
 _UNKNOWN_SECONDS = 5.0  # an id that is unknown now may be planned later
 _PATIENCE = 5.0  # seconds for the store
@@ -35,7 +39,7 @@ _PROMPTS = 256  # that are remembered beside the rollouts that have them
 class Plan:
     """What a rollout's calls are served as."""
 
-    task: str
+    task: str | None
     model: str | None
     purpose: str
     prompt: Prompt | None
@@ -89,7 +93,7 @@ class Rollouts:
 
     async def find(self, trajectory_id: str, key_id: str | None) -> Plan | None:
         """Return the plan of a rollout for a key; None for any other trajectory. Raises NotReady."""
-        if not trajectory_id.startswith(PREFIX):
+        if not trajectory_id.startswith(_PLANNED):
             return None
         known = self._known.get(trajectory_id)
         if known is None or not known.is_fresh():
@@ -125,9 +129,18 @@ class Rollouts:
 
     def _read(self, name: str) -> _Known:
         try:
-            rollout = self._store.rollouts.get(name)
+            plan = self._rollout(name) if name.startswith(PREFIX) else self._shadow(name)
         except UnknownRecord:
-            return _Known(None, time.monotonic())
-        prompt = self._prompt(rollout.prompt_id) if rollout.prompt_id else None
-        plan = Plan(rollout.task_id, rollout.model, rollout.purpose, prompt, rollout.key_id)
+            plan = None
         return _Known(plan, time.monotonic())
+
+    def _rollout(self, name: str) -> Plan:
+        rollout = self._store.rollouts.get(name)
+        prompt = self._prompt(rollout.prompt_id) if rollout.prompt_id else None
+        return Plan(rollout.task_id, rollout.model, rollout.purpose, prompt, rollout.key_id)
+
+    def _shadow(self, name: str) -> Plan:
+        """Return a shadow's plan: the original's task and version, under its own purpose."""
+        shadow = self._store.shadows.get(name)
+        task = self._store.trajectories.get(shadow.original_id).task
+        return Plan(task, f"{shadow.alias}@{shadow.version}", SHADOW, None, None)

@@ -67,3 +67,8 @@ async def always_zero_later(response: str) -> float:
 
 def comments(trajectory: Mapping[str, Any]) -> Any:
     return {"score": 1, "explanation": " ".join(said["comment"] for said in trajectory["feedback"])}
+
+
+def originals_first(trajectory: Mapping[str, Any]) -> float:
+    """Prefers what an agent asked for to its shadows."""
+    return 0.0 if trajectory["id"].startswith("shad_") else 1.0

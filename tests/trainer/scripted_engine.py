@@ -25,6 +25,7 @@ class ScriptedEngine:
         self.reply: Callable[[str, Sequence[Any]], str] = lambda name, messages: "noted"
         self.asked: list[dict[str, Any]] = []  # bodies of chat calls
         self.key: str | None = None
+        self.load: tuple[int, int] | None = (0, 0)  # calls running and waiting; None: it does not tell
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -35,6 +36,9 @@ class ScriptedEngine:
                 if engine.key and self.headers["authorization"] != f"Bearer {engine.key}":
                     self._send(401, {"error": "Unauthorized"})
                     return
+                if self.path == "/metrics":
+                    self._say(200 if engine.load else 404, engine.metrics().encode())
+                    return
                 self._send(200, {"data": [{"id": name} for name in ("base", *engine.loaded)]})
 
             def do_POST(self) -> None:
@@ -42,7 +46,9 @@ class ScriptedEngine:
                 self._send(*engine.answer(self.path, body))
 
             def _send(self, status: int, body: dict[str, Any]) -> None:
-                data = json.dumps(body).encode()
+                self._say(status, json.dumps(body).encode())
+
+            def _say(self, status: int, data: bytes) -> None:
                 self.send_response(status)
                 self.send_header("content-length", str(len(data)))
                 self.end_headers()
@@ -58,6 +64,14 @@ class ScriptedEngine:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+    def metrics(self) -> str:
+        """The gauges of its load as vLLM writes them."""
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        label = '{engine="0",model_name="base"}'
+        return "".join(
+            f"# TYPE {name} gauge\n{name}{label} {n}.0\n" for name, n in zip(names, self.load or (), strict=False)
+        )
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if path == "/v1/load_lora_adapter":

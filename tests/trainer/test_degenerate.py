@@ -17,6 +17,7 @@ from trainer.settings import TrainerSettings
 
 SHORT = {"kind": "conduct", "rule": "short", "most": 1}
 RANKS = {"kind": "ruler", "base_url": "http://127.0.0.1:1", "model": "m"}
+NEXT = RANKS | {"kind": "next_state"}
 ANYTHING = {"kind": "conduct", "rule": "pattern", "pattern": ".*"}
 
 
@@ -44,6 +45,18 @@ def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
         ({"group_size": 2, "group_least": 4}, "no smaller group is ever compared", "lower it"),
         ({"singles": "baseline", "single_least": 513}, "no single would ever have a baseline", "lower it"),
         ({"singles": "baseline", "judge": RANKS}, "only ranks the members of one group", "singles: drop"),
+        ({"shadow": {"samples": 1}, "group_least": 3}, "would never be compared", "take 2 shadow.samples"),
+        (
+            {"shadow": {"samples": 2}, "judge": {"kind": "feedback"}},
+            "waits for the word of people",
+            "shadow.samples: 0",
+        ),
+        (
+            {"shadow": {"samples": 2}, "judge": {"kind": "composite", "parts": [part(NEXT, weight=1.0)]}},
+            "waits for the next message",
+            "reads the answer itself",
+        ),
+        ({"singles": "baseline", "judge": RANKS}, "only ranks the members of one group", "shadow.samples"),
         ({"proof_tolerance": 1e-7}, "every version would be rejected", "0.01 to 0.2"),
         ({"learner": {"learning_rate": 1e-12}}, "below what an fp32 weight can change by", "1e-6 to 1e-4"),
         ({"learner": {"max_grad_norm": 1e-9}}, "below AdamW's epsilon", "1.0 is usual"),

@@ -46,6 +46,8 @@ def test_without_a_task_key_equal_root_prompts_are_one_task() -> None:
 def test_a_small_group_forms_after_the_wait_and_a_single_is_dropped_with_the_reason() -> None:
     waiting = [run("a"), run("b"), run("c", task="alone"), run("d", task="new", sealed_at=50.0)]
     found = plan(waiting, now=61.0)
+    assert [run.id for run in found.alone] == ["c"]
+    found = found.settled(singles=False)
     assert [group.members for group in found.groups] == [("a", "b")]
     assert found.drops == (("c", "single"),)
 
@@ -65,6 +67,12 @@ def test_an_evaluation_is_never_training_data() -> None:
 
 def test_singles_become_groups_of_one_where_they_are_wanted() -> None:
     waiting = [run("a"), run("b", task="other"), run("new", task="third", sealed_at=50.0)]
-    found = plan_groups(waiting, size=3, least=2, wait_seconds=60.0, now=61.0, singles=True)
+    found = plan(waiting, now=61.0).settled(singles=True)
     assert [group.members for group in found.groups] == [("a",), ("b",)]
     assert found.drops == ()
+
+
+def test_who_waits_for_shadows_is_neither_dropped_nor_taken_as_a_single() -> None:
+    alone = plan([run("a"), run("b", task="other")], now=61.0)
+    assert alone.settled(singles=False, waiting={"a"}).drops == (("b", "single"),)
+    assert [group.members for group in alone.settled(singles=True, waiting={"a"}).groups] == [("b",)]

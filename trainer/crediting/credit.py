@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from store.records import PastScore, Trajectory, Verdict
+from store.records import SHADOW, PastScore, Trajectory, Verdict
 from trainer.crediting.advantage import NO_VARIANCE, group_advantages, has_signal, over_the_round, single_advantage
 from trainer.crediting.baseline import ScoreBook
 
@@ -48,9 +48,10 @@ class Credit:
         return None if advantages is None else abs(advantages[0]) > NO_VARIANCE
 
     def remember(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> None:
-        """Take the scores of a judged group into the book."""
+        """Take the scores of a judged group into the book; those of shadows are no part of the traffic's past."""
         for member, verdict in zip(members, verdicts, strict=True):
-            self.book.add(past(member, verdict))
+            if member.purpose != SHADOW:
+                self.book.add(past(member, verdict))
 
     def over_the_round(self, families: Sequence[str], advantages: Sequence[float]) -> list[float]:
         """Return the advantages of a round's trajectories, scaled as the credit wants it."""

@@ -1,0 +1,334 @@
+"""Shadows: a single-call prompt is asked again off the users' path, and what comes of it is a group like any other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from store import Store, open_store
+from store.errors import ForbiddenChange
+from store.listing import Chosen
+from store.records import Trajectory
+from store.states import TrajectoryState
+from tests.proxy.conftest import Proxy, running
+from tests.proxy.scripted_vllm import ScriptedVllm
+from tests.proxy.servers import ProxyProcess, eventually, served
+from tests.proxy.test_keys import bearer, made
+from tests.records import TOOLS, answered_trajectory, begun, ended
+from tests.trainer.scripted_engine import ScriptedEngine
+from trainer.assembly import Assembly
+from trainer.casting import Casting
+from trainer.crediting.roles import Roles
+from trainer.daemon import Daemon
+from trainer.learning.learner_settings import LearnerSettings
+from trainer.settings import TrainerSettings
+from trainer.shadowing import asking
+from trainer.shadowing.caller import KEY_VARIABLE
+from trainer.shadowing.idleness import Load, load_of
+
+QUESTION: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "why? #say=so"},
+]
+JUDGE = "tests.trainer.judge_samples:originals_first"
+
+
+@contextmanager
+def door(store: Store, folder: Path, **settings: Any) -> Iterator[tuple[Proxy, ScriptedVllm]]:
+    vllm = ScriptedVllm("base")
+    with served(vllm) as url, running(url, store, folder, **settings) as proxy:
+        yield proxy, vllm
+
+
+def settings_of(folder: Path, engine: ScriptedEngine, proxy: str | None, **shadow: Any) -> TrainerSettings:
+    values: dict[str, Any] = {
+        "store": str(folder / "store.db"), "model": "agent", "base_model": "base", "vllm": (engine.url,),
+        "checkpoints": folder / "checkpoints", "judge": JUDGE, "seal_after_idle_seconds": 0.05,
+        "group_wait_seconds": 0.05, "groups_per_round": 1,
+        # The scripted vLLM's logprobs are not this model's: its rows would rightly be rejected.
+        "learner": LearnerSettings(learning_rate=1e-2, reject_ratio_beyond=None),
+        "shadow": {"samples": 2, "proxy_url": proxy, **shadow},
+    }  # fmt: skip
+    return TrainerSettings(**values)
+
+
+class Line:
+    """The trainer's assembly alone, as the daemon turns it."""
+
+    def __init__(self, store: Store, settings: TrainerSettings) -> None:
+        self._store = store
+        self._settings = settings
+        self.assembly = Assembly(store, settings, Casting(store, "agent", Roles()), None)
+
+    def turn(self) -> None:
+        now = time.time()
+        shipped = self._store.doors.shipped_until("agent", now, since=now - 60)
+        self._store.trajectories.seal_idle("agent", shipped, self._settings.seal_after_idle_seconds)
+        self.assembly.turn(now, shipped)
+
+    def until(self, claim: Callable[[], Any], seconds: float = 20.0) -> Any:
+        def turned() -> Any:
+            self.turn()
+            return claim()
+
+        return eventually(turned, seconds)
+
+
+@pytest.fixture
+def line(store: Store, tmp_path: Path, engine: ScriptedEngine) -> Iterator[Callable[..., Line]]:
+    lines: list[Line] = []
+
+    def begin(proxy: Proxy, **shadow: Any) -> Line:
+        lines.append(Line(store, settings_of(tmp_path, engine, proxy.url, **shadow)))
+        return lines[-1]
+
+    yield begin
+    for one in lines:
+        one.assembly.close()
+
+
+def ask(proxy: Proxy, headers: dict[str, str] | None = None, **changes: Any) -> str:
+    """Ask once, as an agent does; return the trajectory."""
+    body = {"model": "agent", "messages": QUESTION, "temperature": 0.9, "seed": 7} | changes
+    answer = proxy.http.post("/v1/chat/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    proxy.settled()
+    return answer.headers["x-ratchet-trajectory"]
+
+
+def dropped_as(store: Store, name: str, reason: str) -> bool:
+    return store.trajectories.get(name).drop_reason == reason
+
+
+def runs(store: Store, purpose: str = "shadow") -> list[Trajectory]:
+    return [run for run in store.trajectories.page() if run.purpose == purpose]
+
+
+def test_a_single_learns_from_its_shadows_and_nobody_else_sees_them(tiny_model: Path, tmp_path: Path) -> None:
+    with served(ScriptedVllm()) as vllm:
+        process = ProxyProcess(tmp_path, upstreams=[vllm])
+        try:
+            eventually(lambda: httpx.get(process.url + "/health/ready", timeout=5).status_code == 200)
+            circle(process.url, tiny_model, tmp_path)
+        finally:
+            process.stop()
+
+
+def circle(proxy: str, tiny_model: Path, tmp_path: Path) -> None:
+    with openai.OpenAI(base_url=proxy + "/v1", api_key="an-agents-key", max_retries=0) as agent:
+        labels = {"x-ratchet-task": "mail/7", "x-ratchet-role": "clerk"}
+        asked: Any = {"model": "agent", "messages": QUESTION, "tools": TOOLS, "temperature": 0.7}
+        agent.chat.completions.create(**asked, extra_headers=labels)
+        eventually(lambda: httpx.get(f"{proxy}/health/backlog", timeout=10).json()["unshipped_records"] == 0, 30)
+        store, engine = open_store(str(tmp_path / "store.db")), ScriptedEngine(lambda name, ids: 0.0)
+        # No URL is given: the proxy is found by its door.
+        settings = settings_of(tmp_path, engine, None).model_copy(update={"base_model": str(tiny_model)})
+        daemon = Daemon(settings, store, threading.Event())
+
+        def served_logprob(name: str, ids: Sequence[int]) -> float:
+            return daemon.learner.score([ids], adapter=name == "agent@1")[0][-1]
+
+        engine.scorer = served_logprob
+        try:
+            eventually(lambda: daemon.turn(time.time()) and store.rounds.newest_committed("agent"), 60)
+            (original,) = runs(store, "live")
+            shadows = runs(store)
+            assert len(shadows) == 2
+            assert {run.state for run in (original, *shadows)} == {TrajectoryState.TRAINED}
+            assert {(run.group_id, run.task, run.version) for run in shadows} == {(original.group_id, "mail/7", 0)}
+            assert original.key_id is not None
+            assert original.key_id not in {run.key_id for run in shadows}
+            (first,) = store.trajectories.read(original.id).calls
+            for run in shadows:
+                (call,) = store.trajectories.read(run.id).calls
+                assert (call.prompt_ids, call.role, call.sampling) == (first.prompt_ids, "clerk", {"temperature": 0.7})
+            judge = store.groups.newest_judge("agent")
+            assert [one.trajectory_id for one in store.groups.scored("agent", judge or "")] == [original.id]
+            said = {"role": "assistant", "content": "so"}
+            more = agent.chat.completions.with_raw_response.create(
+                **asked | {"messages": [*QUESTION, said, {"role": "user", "content": "and?"}]}
+            )
+            assert more.headers["x-ratchet-trajectory"].startswith(original.id)
+        finally:
+            daemon.close()
+            engine.close()
+            store.close()
+
+
+def test_nothing_is_asked_while_vllm_has_other_work(
+    store: Store, tmp_path: Path, engine: ScriptedEngine, line: Callable[..., Line]
+) -> None:
+    with door(store, tmp_path) as (proxy, vllm):
+        for load in ((1, 0), (0, 1), None):
+            engine.load = load
+            trainer = line(proxy, wait_seconds=1.0)
+            name = ask(proxy)
+            asked = len(vllm.calls)
+            trainer.until(partial(dropped_as, store, name, "single"))
+            assert len(vllm.calls) == asked
+        (alarm,) = store.alarms.standing()
+        assert "shows no vllm:num_requests_running" in alarm.reason or "does not tell" in alarm.reason
+        engine.load = (3, 0)
+        name = ask(proxy)
+        line(proxy, busy_above=3).until(lambda: store.trajectories.get(name).state is TrajectoryState.GROUPED)
+        assert store.alarms.standing() == []
+
+
+def test_calls_and_tokens_a_minute_are_kept_to(store: Store, tmp_path: Path, line: Callable[..., Line]) -> None:
+    with door(store, tmp_path) as (proxy, vllm):
+        few = line(proxy, calls_per_minute=3, at_once=4, samples=8)
+        ask(proxy)
+        few.until(lambda: len(vllm.calls) == 4)
+        # Another trainer counts what this one asked for.
+        again = line(proxy, calls_per_minute=3, at_once=4, samples=8)
+        for _ in range(20):
+            few.turn()
+            again.turn()
+            time.sleep(0.01)
+        assert len(vllm.calls) == 4
+        tokens = store.shadows.spent("agent", 0.0).tokens
+        frugal = line(proxy, tokens_per_minute=tokens, at_once=4, samples=8)
+        for _ in range(20):
+            frugal.turn()
+        assert len(vllm.calls) == 4
+
+
+def test_what_a_killed_trainer_asked_for_is_never_asked_for_again_and_the_rest_goes_on(
+    store: Store, tmp_path: Path, line: Callable[..., Line]
+) -> None:
+    with door(store, tmp_path) as (proxy, vllm):
+        name = ask(proxy)
+        store.trajectories.seal(name, time.time())
+        store.shadows.plan(store.trajectories.get(name), 3, 50, time.time())
+        asked, *_ = store.shadows.waiting("agent")
+        store.shadows.ask(asked.id, time.time())  # and here it was killed
+        trainer = line(proxy)
+        trainer.until(lambda: store.trajectories.get(name).state is TrajectoryState.GROUPED)
+        group = store.groups.get(store.trajectories.get(name).group_id or "")
+        assert len(group.members) == 3
+        assert asked.id not in group.members
+        assert len(vllm.calls) == 3
+        assert "stopped while it was asked" in (store.shadows.get(asked.id).failure or "")
+        answered_trajectory(store, asked.id, purpose="shadow")  # it had gone out, and comes after all
+        trainer.until(lambda: store.trajectories.get(asked.id).drop_reason == "shadow_alone")
+
+
+def test_an_answer_to_other_prompt_tokens_is_not_compared(
+    store: Store, tmp_path: Path, line: Callable[..., Line]
+) -> None:
+    with door(store, tmp_path) as (proxy, _):
+        # What the engine saw is not what its template makes of the messages now.
+        start = begun("call_1", "traj_1", QUESTION, at=time.time() - 9.0, tools_hash="", tools=b"")
+        store.calls.ship([ended(start, {"role": "assistant", "content": "so"}, messages=QUESTION)])
+        trainer = line(proxy)
+        trainer.until(lambda: store.trajectories.get("traj_1").drop_reason == "single")
+        assert [run.drop_reason for run in runs(store)] == ["shadow_unlike"] * 2
+
+
+def test_deleting_an_original_deletes_its_shadows(store: Store, tmp_path: Path, line: Callable[..., Line]) -> None:
+    with door(store, tmp_path) as (proxy, _):
+        name = ask(proxy)
+        line(proxy).until(lambda: store.trajectories.get(name).state is TrajectoryState.GROUPED)
+        assert store.deletions.delete(Chosen(id=name), "asked for").trajectories == 3
+        assert store.trajectories.page() == []
+        assert store.shadows.counts("agent") == {}
+
+
+def test_a_shadow_whose_original_was_deleted_meanwhile_is_deleted_when_it_comes(
+    store: Store, tmp_path: Path, line: Callable[..., Line]
+) -> None:
+    with door(store, tmp_path) as (proxy, _):
+        orphan = "shad_of_nobody"
+        answered_trajectory(store, orphan, purpose="shadow")
+        line(proxy).until(lambda: store.trajectories.page() == [])
+
+
+def test_a_key_of_its_own_is_asked_for_and_the_agents_key_pays_nothing(
+    store: Store, tmp_path: Path, line: Callable[..., Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with door(store, tmp_path) as (proxy, _):
+        key, row = made(store)
+        eventually(lambda: proxy.http.get("/v1/models").status_code == 401)
+        ask(proxy, bearer(key))
+        line(proxy, samples=3).until(store.alarms.standing)
+        assert KEY_VARIABLE in store.alarms.standing()[0].reason
+        own, own_row = made(store)
+        eventually(lambda: proxy.http.get("/v1/models", headers=bearer(own)).status_code == 200)
+        monkeypatch.setenv(KEY_VARIABLE, own)
+        name = ask(proxy, bearer(key), messages=QUESTION[1:])
+        line(proxy).until(lambda: store.trajectories.get(name).state is TrajectoryState.GROUPED)
+        assert store.trajectories.get(name).key_id == row.id
+        assert {run.key_id for run in runs(store)} == {own_row.id}
+
+
+def test_switched_off_what_was_planned_is_given_up(store: Store, tmp_path: Path, line: Callable[..., Line]) -> None:
+    with door(store, tmp_path) as (proxy, vllm):
+        name = ask(proxy)
+        store.trajectories.seal(name, time.time())
+        store.shadows.plan(store.trajectories.get(name), 3, 50, time.time())
+        line(proxy, samples=0).until(lambda: store.trajectories.get(name).drop_reason == "single")
+        assert len(vllm.calls) == 1
+
+
+def test_shadows_are_planned_once(store: Store) -> None:
+    answered_trajectory(store, "a")
+    run = store.trajectories.get("a")
+    store.shadows.plan(run, 2, 9, 1.0)
+    with pytest.raises(ForbiddenChange, match="planned before"):
+        store.shadows.plan(run, 2, 9, 1.0)
+
+
+def test_the_load_of_all_replicas_counts_and_silence_is_no_idleness(engine: ScriptedEngine) -> None:
+    engine.load = (2, 1)
+    assert load_of([engine.url, engine.url], None) == Load(4, 2)
+    assert Load(3, 0).spare(own=2, busy_above=1)
+    assert not Load(3, 0).spare(own=1, busy_above=1)
+    assert not Load(0, 1).spare(own=1, busy_above=9)
+    silent = load_of([engine.url, "http://127.0.0.1:1"], None)
+    assert not silent.spare(own=0, busy_above=9)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "greedy": {"sampling": {"temperature": 0}},
+    "constrained": {"sampling": {"temperature": 1.0, "tool_choice": "required"}},
+    "a parameter that is not on record": {"sampling": {"temperature": 1.0, "stop": True}},
+    "text": {"dialect": "completions"},
+    "a continuation": {"parent_call": "call_0"},
+}
+
+
+@pytest.mark.parametrize("changes", REFUSED.values(), ids=REFUSED)
+def test_what_could_not_be_the_same_again_is_not_asked_again(store: Store, changes: dict[str, Any]) -> None:
+    answered_trajectory(store, "a", **changes)
+    assert asking.only_call(store.trajectories.read("a")) is None
+
+
+def test_several_calls_several_answers_and_what_was_redacted_are_not_asked_again(store: Store) -> None:
+    answered_trajectory(store, "a")
+    recorded = store.trajectories.read("a")
+    assert asking.only_call(recorded) is not None
+    start = begun("call_2", "a", at=2.0)
+    store.calls.ship([ended(start, {"role": "assistant", "content": "again"})])
+    assert asking.only_call(store.trajectories.read("a")) is None
+    start = begun("call_3", "b")
+    store.calls.ship([ended(start, {"role": "assistant", "content": "x"}, untrainable="redacted", prompt_ids=b"")])
+    assert asking.only_call(store.trajectories.read("b")) is None
+
+
+def test_a_seed_is_not_sent_again_and_tools_are_in_the_agents_own_order(store: Store) -> None:
+    answered_trajectory(store, "a", sampling={"temperature": 0.5, "seed": 3, "n": 1})
+    recorded = store.trajectories.read("a")
+    call = asking.only_call(recorded)
+    assert call is not None
+    sent = asking.body("agent", call, recorded.messages[:-1], recorded.tools)
+    assert sent == {"model": "agent", "messages": list(recorded.messages[:-1]), "temperature": 0.5, "tools": TOOLS}
+    assert [list(tool) for tool in sent["tools"]] == [list(tool) for tool in TOOLS]

@@ -1,0 +1,89 @@
+"""Assembly: which sealed trajectories become groups, which get shadows first, and which are put aside.
+
+Consumes the store's sealed trajectories; produces ready groups, drops with their reasons, and shadow calls. Who belongs
+together is `grouping.py`'s to say, what may be asked again `shadowing`'s. A plan that a call overtook is made anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+
+from store import Store
+from store.errors import ForbiddenChange
+from store.records import SHADOW, Trajectory
+from trainer.casting import Casting
+from trainer.gating.evaluation import is_held_out
+from trainer.grouping import GroupingPlan, plan_groups
+from trainer.judges.patience import patience_of
+from trainer.settings import TrainerSettings
+from trainer.shadowing.caller import KEY_VARIABLE
+from trainer.shadowing.idleness import load_of
+from trainer.shadowing.shadows import Shadowing
+
+log = logging.getLogger(__name__)
+
+_MOST = 2000  # trajectories looked at in one turn
+
+
+class Assembly:
+    """The groups of one alias, as they form."""
+
+    def __init__(self, store: Store, settings: TrainerSettings, casting: Casting, upstream_key: str | None) -> None:
+        self._store = store
+        self._settings = settings
+        self._casting = casting
+        self._patience = patience_of(settings.judge)
+        self._shadowing = Shadowing(
+            store, settings.model, settings.shadow,
+            least=settings.group_least,
+            key=os.environ.get(KEY_VARIABLE),
+            load=partial(load_of, settings.vllm, upstream_key),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Ask for no more shadows."""
+        self._shadowing.close()
+
+    def turn(self, now: float, shipped: float) -> bool:
+        """Form and drop what is due; return whether a group was formed."""
+        alias, patience = self._settings.model, self._patience
+        self._store.shadows.seal(alias, shipped)
+        silent_before = None if patience is None else shipped - patience.within_seconds
+        waiting = self._store.trajectories.sealed(alias, _MOST, silent_before)
+        company = self._shadowing.look(waiting, shipped, now)
+        plan = self._plan([run for run in waiting if run.id not in company.held and run.purpose != SHADOW], now)
+        tired = now - self._settings.group_wait_seconds - self._settings.shadow.wait_seconds
+        kept = self._shadowing.take(plan.alone, company.lonely, tired, now)
+        plan = plan.settled(singles=self._settings.singles == "baseline", waiting=kept)
+        whole = GroupingPlan((*company.groups, *plan.groups), (*company.drops, *plan.drops))
+        try:
+            self._carry_out(whole, now)
+        except ForbiddenChange as changed:  # a call came for one of them, which is open again: the next turn plans anew
+            log.info("event=plan_overtaken reason=%r", str(changed))
+        return bool(whole.groups)
+
+    def _plan(self, waiting: list[Trajectory], now: float) -> GroupingPlan:
+        settings, patience = self._settings, self._patience
+        names = [run.id for run in waiting]
+        spoken = self._store.feedback.first_given(names) if patience is not None else {}
+        return plan_groups(
+            waiting,
+            silent={name for name in names if name not in spoken} if patience and patience.drops else frozenset(),
+            ripe_at=spoken,
+            abandoned=self._store.rollouts.abandoned(names),
+            cut_off=self._store.trajectories.cut_off(names) if names else frozenset(),
+            size=settings.group_size,
+            least=settings.group_least,
+            wait_seconds=settings.group_wait_seconds,
+            now=now,
+            held_out={run.id for run in waiting if is_held_out(run.group_key, settings.gate.held_out)},
+            other_role=self._casting.without([run for run in waiting if run.purpose == "live"]),
+        )
+
+    def _carry_out(self, plan: GroupingPlan, now: float) -> None:
+        for reason in {reason for _, reason in plan.drops}:
+            self._store.trajectories.drop([name for name, why in plan.drops if why == reason], reason)
+        for planned in plan.groups:
+            self._store.groups.form(planned.key, planned.alias, planned.members, now)

@@ -1,0 +1,55 @@
+"""Whether vLLM has time to spare: how many calls its replicas run and have waiting, by their own metrics.
+
+A replica that does not say is taken for busy, and the reason is told. Times out after `timeout` seconds, since a server
+that is slow to answer is not idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What all replicas run and have waiting; `unknown` says why that cannot be told."""
+
+    running: int = 0
+    waiting: int = 0
+    unknown: str | None = None
+
+    def spare(self, own: int, busy_above: int) -> bool:
+        """Return whether a further call takes nobody's place; `own` of the running calls count for nothing."""
+        return self.unknown is None and self.waiting == 0 and self.running - own <= busy_above
+
+
+def load_of(urls: Sequence[str], key: str | None, timeout: float = 2.0) -> Load:
+    """Return the load of the replicas at these addresses, without /v1."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    running = waiting = 0
+    with httpx.Client(timeout=timeout, headers=headers, trust_env=False) as http:
+        for url in urls:
+            try:
+                answer = http.get(f"{url}/metrics")
+                told = _told(answer.text) if answer.status_code == httpx.codes.OK else {}
+            except (httpx.HTTPError, ValueError) as error:
+                return Load(unknown=f"vLLM at {url} does not tell its load ({error or type(error).__name__})")
+            if RUNNING not in told:
+                return Load(unknown=f"vLLM at {url} shows no {RUNNING} at /metrics (is --disable-log-stats set?)")
+            running += told[RUNNING]
+            waiting += told.get(WAITING, 0)
+    return Load(running, waiting)
+
+
+def _told(text: str) -> dict[str, int]:
+    """Return the two gauges of a metrics page, summed over vLLM's engines."""
+    sums: dict[str, int] = {}
+    for family in text_string_to_metric_families(text):
+        if family.name in (RUNNING, WAITING):
+            sums[family.name] = round(sum(sample.value for sample in family.samples))
+    return sums
