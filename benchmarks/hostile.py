@@ -5,7 +5,10 @@ requests that never end (`hostile_wire`); schemathesis asks the operator API fro
 agent with another key has said secret words in every dialect; its runs and responses are asked for by name as well.
 The upstream behaves, so every 5xx is the proxy's own. Then everything recorded is read back over the operator API.
 
-    python -m benchmarks.hostile [--requests 10000] [--seed 1] [--store sqlite|postgresql] [--json]
+With --exact-context the upstream offers `--enable-scale-out`, and its answers drift; every whole chat answer is
+gone on from twice, by a question and by a tool's result: hostile fields come with contexts that are spliced.
+
+    python -m benchmarks.hostile [--requests 10000] [--seed 1] [--store sqlite|postgresql] [--exact-context] [--json]
 """
 
 from __future__ import annotations
@@ -28,17 +31,18 @@ import psutil
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis.core.result import Ok
-from starlette.types import Receive, Scope, Send
 
 from benchmarks.databases import postgres_server
 from benchmarks.hostile_bodies import Asking, askings
+from benchmarks.hostile_upstream import Upstream
 from benchmarks.hostile_wire import Reply, SlowSenders, ask, malformed, send
-from proxy.asgi import JSON, replaying, send_bytes
 from proxy.settings import hash_key
-from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import ProxyProcess, eventually, served
 
 _BAD_LINES = ("event=defect", "Traceback", "event=record_failed", "event=dead_letter", "event=tool_checks_failed")
+_CONTINUED = "continued"
+_QUESTION = {"role": "user", "content": "#tool=search #drift"}
+_RESULT = {"role": "tool", "content": "#say=again"}
 _CALM = settings(deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 
 
@@ -55,6 +59,7 @@ class Outcome:
     resident: list[list[float]] = field(default_factory=list)  # of the proxy and its shipper, from the first tenth on
     open_files: tuple[int, int] = (0, 0)  # before and after
     recorded: int = 0
+    spliced: dict[str, int] = field(default_factory=dict)  # of exact_context, by how it came out
     seconds: float = 0.0
 
     @property
@@ -63,62 +68,17 @@ class Outcome:
         return [*self.own_5xx, *self.leaks, *self.logged, *self.unreadable]
 
 
-class Upstream:
-    """A scripted vLLM that answers whatever reaches it, and keeps what it was sent where that holds a secret."""
-
-    def __init__(self, upstream_key: str) -> None:
-        self._vllm = ScriptedVllm()
-        self._upstream_key = upstream_key
-        self.secrets: list[str] = []
-        self.leaks: list[str] = []
-        self.opened = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._vllm(scope, receive, send)
-            return
-        body, message = b"", await receive()
-        while True:
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-            message = await receive()
-        head = repr((scope["path"], scope["query_string"], scope["headers"])).replace(self._upstream_key, "")
-        self.leaks += [
-            f"to the upstream: {one} in {scope['path']}" for one in self.secrets if one.encode() in body or one in head
-        ]
-        try:
-            plain = _plain(body)
-        except (ValueError, RecursionError):  # as vLLM tells it
-            await send_bytes(send, 400, b'{"error": {"message": "not JSON", "type": "BadRequestError"}}', [JSON])
-            return
-        self._vllm.calls.clear()
-        self._vllm.paths.clear()
-        self._vllm.queries.clear()
-        await self._vllm(scope, replaying(plain, receive), send)
-
-
-def _plain(body: bytes) -> bytes:
-    """Return a body that asks the same of a model, with plain words."""
-    asked: Any = json.loads(body) if body else {}
-    asked = asked if isinstance(asked, dict) else {}
-    said = str(asked.get("messages") or asked.get("prompt"))
-    words = said[said.index("#say=") :].split("'")[0] if "#say=" in said else "#say=fine"
-    kept = {name: asked[name] for name in ("model", "logprobs", "return_token_ids", "stream_options") if name in asked}
-    kept["stream"] = asked.get("stream") is True
-    kept["prompt" if "prompt" in asked else "messages"] = (
-        words if "prompt" in asked else [{"role": "user", "content": words}]
-    )
-    return json.dumps({**kept, "input": "x"}).encode()
-
-
 class Campaign:
     """One proxy and what is done to it."""
 
-    def __init__(self, folder: Path, upstream: Upstream, upstream_url: str, upstream_key: str, store: str) -> None:
+    def __init__(
+        self, folder: Path, upstream: Upstream, upstream_url: str, upstream_key: str, store: str, exact: bool
+    ) -> None:
         self.victim, self.attacker, self.operator = (f"rk-{who}-{secrets.token_hex(8)}" for who in ("a", "b", "o"))
+        self._as_operator = {"authorization": f"Bearer {self.operator}"}
         self._word = f"secret.{secrets.token_hex(8)}"
         self._upstream = upstream
+        self._exact = exact
         self._log = folder / "proxy.log"
         self._proxy = ProxyProcess(
             folder,
@@ -208,11 +168,10 @@ class Campaign:
     def end(self) -> Outcome:
         """Read everything back, stop the proxy, and look at its log."""
         eventually(lambda: httpx.get(self.url + "/health/backlog").json()["unshipped_records"] == 0, 60)
-        with httpx.Client(
-            base_url=self.url, headers={"authorization": f"Bearer {self.operator}"}, timeout=60
-        ) as client:
+        with httpx.Client(base_url=self.url, headers=self._as_operator, timeout=60) as client:
             self.outcome.unreadable += list(self._unreadable(client, "calls"))
             self.outcome.unreadable += list(self._unreadable(client, "trajectories"))
+        self.outcome.spliced = _spliced(httpx.get(self.url + "/metrics", headers=self._as_operator).text)
         if self._proxy.stop() != 0:
             self.outcome.logged.append("the proxy did not stop cleanly")
         lines = self._log.read_text(errors="replace").splitlines()
@@ -238,11 +197,14 @@ class Campaign:
 
     def _ask(self, asking: Asking) -> None:
         what = f"{asking.method} {asking.path[:100]} {dict(asking.headers[1:])} {asking.body[:2000]!r}"[:1500]
-        self._count(asking.kind, ask(self.url, asking), what)
+        reply = ask(self.url, asking)
+        self._count(asking.kind, reply, what)
+        if self._exact and reply.status == 200 and (further := continued(asking, reply)):
+            self._ask(further)
 
     def _ask_operator(self, count: int, number: int) -> None:
         """Ask every operation of the operator API what schemathesis finds likely to hurt."""
-        headers = {"authorization": f"Bearer {self.operator}"}
+        headers = self._as_operator
         api = schemathesis.openapi.from_url(f"{self.url}/api/openapi.json", headers=headers)
         operations = [found.ok() for found in api.get_all_operations() if isinstance(found, Ok)]
         for operation in operations:
@@ -292,13 +254,36 @@ class Campaign:
                 return
 
 
-def run(folder: Path, requests: int, number: int = 1, store: str = "") -> Outcome:
+def continued(asking: Asking, reply: Reply) -> Asking | None:
+    """Return the request that goes on from a chat answer, or None where it is none, or has been gone on from twice."""
+    if not asking.path.endswith("/chat/completions"):
+        return None
+    try:
+        body = json.loads(asking.body)
+        answer = json.loads(reply.text[reply.text.index(b'{"id"') :])["choices"][0]["message"]
+        if body["messages"][-1].get("content") == _RESULT["content"]:
+            return None
+        calls = answer.get("tool_calls") if asking.kind == _CONTINUED else None
+        last = {**_RESULT, "tool_call_id": calls[0]["id"]} if calls else _QUESTION
+        sent = json.dumps({**body, "messages": [*body["messages"], answer, last]}).encode()
+    except (ValueError, LookupError, TypeError, RecursionError):  # streamed, or no chat
+        return None
+    return Asking(_CONTINUED, asking.method, asking.path, asking.headers, sent)
+
+
+def _spliced(metrics: str) -> dict[str, int]:
+    """Return how contexts were made exact, or why they were not."""
+    lines = (line.rpartition(" ") for line in metrics.splitlines() if line.startswith("ratchet_exact_"))
+    return {name: int(float(value)) for name, _, value in lines if "_total{" in name}
+
+
+def run(folder: Path, requests: int, number: int = 1, store: str = "", *, exact: bool = False) -> Outcome:
     """Run a campaign on a store's URL; SQLite in the folder without one."""
     began, upstream_key = time.monotonic(), f"up-{secrets.token_hex(8)}"
-    upstream = Upstream(upstream_key)
+    upstream = Upstream(upstream_key, scale_out=exact)
     with served(upstream) as upstream_url, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        campaign = Campaign(folder, upstream, upstream_url, upstream_key, store or str(folder / "store.db"))
+        campaign = Campaign(folder, upstream, upstream_url, upstream_key, store or str(folder / "store.db"), exact)
         try:
             campaign.run(requests, number)
             outcome = campaign.end()
@@ -314,14 +299,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--store", choices=("sqlite", "postgresql"), default="sqlite")
+    parser.add_argument("--exact-context", action="store_true", help="the upstream offers --enable-scale-out")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
+    asked = (options.requests, options.seed)
     with tempfile.TemporaryDirectory() as folder:
         if options.store == "postgresql":
             with postgres_server() as server:
-                outcome = run(Path(folder), options.requests, options.seed, server.url)
+                outcome = run(Path(folder), *asked, server.url, exact=options.exact_context)
         else:
-            outcome = run(Path(folder), options.requests, options.seed)
+            outcome = run(Path(folder), *asked, exact=options.exact_context)
     if options.json:
         print(json.dumps(asdict(outcome)))
         return bool(outcome.violations)
@@ -329,6 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{kind:24} {sum(found.values()):6}  {'  '.join(f'{name}: {count}' for name, count in found.items())}")
     print(f"{outcome.requests} requests in {outcome.seconds:.0f} s; {outcome.recorded} calls recorded and read back")
     print(f"5xx of our own making: {len(outcome.own_5xx)}; leaks: {len(outcome.leaks)}; defects: {len(outcome.logged)}")
+    print(f"exact contexts: {outcome.spliced or 'not offered'}")
     print(f"resident MiB: {outcome.resident}; open files: {outcome.open_files}")
     for violation in dict.fromkeys(outcome.violations):
         print("VIOLATION", violation)

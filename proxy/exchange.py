@@ -77,6 +77,7 @@ class Exchange:
         return [
             SSE if streamed else JSON,
             (b"x-request-id", self.request_id),
+            *(((b"request-id", self.request_id),) if begun.dialect == "messages" else ()),  # Anthropic's name
             (b"x-ratchet-call", begun.call_id.encode()),
             (b"x-ratchet-trajectory", begun.trajectory_id.encode()),
             (b"x-ratchet-policy", self.policy.encode()),

@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from proxy.asgi import JSON, Headers, send_bytes
+from proxy.asgi import JSON, Headers, headers_of, send_bytes
 from proxy.errors import ClientLeft, ProxyError
+from proxy.linking import identity
 from proxy.shapes import shape_of
+from store.ids import new_id
 
 log = logging.getLogger("ratchet.proxy")
 
@@ -37,14 +39,19 @@ class Errors:
             self._count(error)
             if started:
                 raise
-            headers: Headers = [JSON, *error.headers]
-            if error.retry_after is not None:
-                headers.append((b"retry-after", b"%d" % error.retry_after))
-            await send_bytes(send, error.status, shape_of(scope["path"]).ours(error), headers)
+            await _tell(scope, send, error)
         except Exception:  # the outermost door: a defect of ours is told in the shape that clients read
             self._count(None)
             if started:
                 raise
             log.exception("event=defect path=%r", scope["path"])
-            defect = ProxyError("the proxy failed; its log says why")
-            await send_bytes(send, 500, shape_of(scope["path"]).ours(defect), [JSON])
+            await _tell(scope, send, ProxyError("the proxy failed; its log says why"))
+
+
+async def _tell(scope: Scope, send: Send, error: ProxyError) -> None:
+    """Answer with an error, under an id by which a client can name it."""
+    name = identity.request_id(headers_of(scope), new_id("req"))
+    headers: Headers = [JSON, (b"x-request-id", name), (b"request-id", name), *error.headers]
+    if error.retry_after is not None:
+        headers.append((b"retry-after", b"%d" % error.retry_after))
+    await send_bytes(send, error.status, shape_of(scope).ours(error), headers)

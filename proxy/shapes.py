@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import msgspec
+from starlette.types import Scope
 
 from proxy.errors import ContextOverflow, ProxyError, to_openai_error, with_openai_shape
 from proxy.upstreams.context_limit import read_overflow
@@ -81,6 +82,13 @@ OPENAI = OpenAIShape()
 ANTHROPIC = AnthropicShape()
 
 
-def shape_of(path: str) -> Shape:
-    """Return the shape that the clients of a path read."""
-    return ANTHROPIC if path.endswith(("/messages", "/messages/count_tokens")) else OPENAI
+def shape_of(scope: Scope) -> Shape:
+    """Return the shape that a request's client reads: that of its path, or of the header that Anthropic's SDKs send."""
+    if scope["path"].endswith(("/messages", "/messages/count_tokens")) or speaks_anthropic(scope):
+        return ANTHROPIC
+    return OPENAI
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    """Return whether the request names a version of Anthropic's API, as its SDKs do on every route."""
+    return any(name == b"anthropic-version" for name, _ in scope["headers"])

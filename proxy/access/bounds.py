@@ -9,6 +9,7 @@ Promises: a refusal names the setting and the number that was found. What is no 
 from __future__ import annotations
 
 import asyncio
+from codecs import BOM_UTF8
 from dataclasses import dataclass
 
 import msgspec
@@ -78,7 +79,7 @@ class Bounds:
 
 async def read_json(receive: Receive, bounds: Bounds) -> bytes:
     """Return a request's body whose JSON stays within the bounds. Raises BodyTooLarge, BadRequest, ClientLeft."""
-    body = await read_body(receive, bounds.body)
+    body = (await read_body(receive, bounds.body)).removeprefix(BOM_UTF8)  # as Windows' own tools begin a file
     if len(body) > _LARGE:
         await asyncio.to_thread(bounds.check, body)
     else:

@@ -40,6 +40,19 @@ _REASONS = {
 }
 
 
+def _without_upgrade(data: bytes) -> bytes:
+    """Return a request's first bytes with the offer of another protocol, which RFC 9110 lets a server ignore, unread.
+
+    The parser would take the body for the other protocol. Java's HTTP client and `curl --http2` offer h2c with every
+    request. The header keeps its length under another name.
+    """
+    for name in (b"\r\nUpgrade:", b"\r\nupgrade:"):
+        place = data.find(name, 0, MOST_HEAD)
+        if place >= 0 and not data.find(b"\r\n\r\n", 0, place) >= 0:
+            return data[: place + 2] + b"Offered" + data[place + 9 :]
+    return data
+
+
 class _Phase(Enum):
     WAITING = 0  # for the first byte of a request
     COMING = 1  # some of a request is here
@@ -109,7 +122,7 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._got += len(data)
-        super().data_received(data)
+        super().data_received(data if self._phase is _Phase.COMING else _without_upgrade(data))
         if self._got - _CHUNK_COST * self._body > MOST_HEAD and self._phase is not _Phase.WHOLE:
             self._refuse(431, f"a request's head is limited to {MOST_HEAD} bytes")
         elif self._phase is _Phase.WHOLE and (self.cycle is None or self.cycle.response_complete):

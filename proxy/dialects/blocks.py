@@ -39,6 +39,7 @@ class Block:
     id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a text, where the client asked for them
 
     @property
     def text(self) -> str:
@@ -54,6 +55,7 @@ class Teller(ABC):
         self.finish_reason: str | None = None
         self.stop: str | None = None  # the stop string that was hit
         self.usage: dict[str, Any] = {}
+        self.sampled: list[dict[str, Any]] = []  # the logprobs of the chunk, where the client asked for them
         self._begun = False
         self._open: Block | None = None
         self._calls: dict[int, Block] = {}
@@ -65,12 +67,16 @@ class Teller(ABC):
         for choice in chunk.get("choices", ())[:1]:
             delta = choice.get("delta") or {}
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            self.sampled = (choice.get("logprobs") or {}).get("content") or []
             if isinstance(choice.get("stop_reason"), str):
                 self.stop = choice["stop_reason"]
             if thought := delta.get("reasoning") or delta.get("reasoning_content"):
                 events += self._say(Kind.THOUGHT, thought)
-            if text := delta.get("content"):
+            text = delta.get("content")
+            if text:
                 events += self._say(Kind.TEXT, text)
+            if self.sampled and self._open is not None and self._open.kind == Kind.TEXT:
+                self._open.logprobs += self.sampled
             for part in delta.get("tool_calls") or ():
                 events += self._call(part)
         return events

@@ -18,6 +18,7 @@ from proxy.errors import BadRequest
 from proxy.request import ChatRequest
 
 _REFUSED = ("background", "conversation", "prompt")
+_LOGPROBS = "message.output_text.logprobs"  # in `include`: the client wants them
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
@@ -40,6 +41,8 @@ def read(body: Json, added: Sequence[Json], before: Sequence[Json]) -> ChatReque
         "tool_choice": _tool_choice(choice) if tools else None,
         "parallel_tool_calls": body.get("parallel_tool_calls") if tools else None,
         "reasoning_effort": (body.get("reasoning") or {}).get("effort"),
+        "logprobs": True if _LOGPROBS in (body.get("include") or ()) else None,
+        "top_logprobs": body.get("top_logprobs") if _LOGPROBS in (body.get("include") or ()) else None,
         "response_format": _response_format((body.get("text") or {}).get("format") or {}),
     }
     return inner.chat_request(body, messages, fields)

@@ -77,7 +77,7 @@ class ResponseTeller(Teller):
         if block.kind == Kind.THOUGHT:
             return [self._of(block, "response.reasoning_text.delta", content_index=0, delta=piece)]
         if block.kind == Kind.TEXT:
-            return [self._of(block, "response.output_text.delta", content_index=0, delta=piece, logprobs=[])]
+            return [self._of(block, "response.output_text.delta", content_index=0, delta=piece, logprobs=self.sampled)]
         if block.name in self._custom:
             return []
         return [self._of(block, "response.function_call_arguments.delta", delta=piece)]
@@ -95,7 +95,7 @@ class ResponseTeller(Teller):
         else:
             thought = block.kind == Kind.THOUGHT
             kind = "response.reasoning_text.done" if thought else "response.output_text.done"
-            rest: Json = {} if thought else {"logprobs": []}
+            rest: Json = {} if thought else {"logprobs": block.logprobs}
             events.append(self._of(block, kind, content_index=0, text=block.text, **rest))
             part = item["content"][0]
             events.append(self._of(block, "response.content_part.done", content_index=0, part=part))
@@ -141,7 +141,7 @@ class ResponseTeller(Teller):
             content = [{"type": "reasoning_text", "text": block.text}]
             return {"id": name, "type": "reasoning", "summary": [], "content": content}
         if block.kind == Kind.TEXT:
-            part = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+            part = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
             return {"id": name, "type": "message", "role": "assistant", "status": status, "content": [part]}
         call = {"id": name, "call_id": block.id, "name": block.name, "status": status}
         if self._is_custom(block):

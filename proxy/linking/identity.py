@@ -81,10 +81,10 @@ def named(scope: Scope, headers: Mapping[bytes, bytes], request: ChatRequest) ->
     return None, ""
 
 
-def request_id(headers: Mapping[bytes, bytes], call_id: str) -> bytes:
-    """Return the client's own request id where it is usable, else the call's id."""
+def request_id(headers: Mapping[bytes, bytes], name: str) -> bytes:
+    """Return the client's own request id where it is usable, else `name`, the call's id."""
     given = headers.get(b"x-request-id", b"")
-    return given if _REQUEST_ID.fullmatch(given) else call_id.encode()
+    return given if _REQUEST_ID.fullmatch(given) else name.encode()
 
 
 def labels(headers: Mapping[bytes, bytes]) -> tuple[str | None, str | None, tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import socket
 import time
@@ -204,3 +205,21 @@ def test_garbage_behind_a_call_does_not_spoil_its_answer(proxy: ProxyProcess) ->
         line.sendall(b"\x00garbage")
         answer = heard(line)
     assert answer.count(b"HTTP/1.1") <= 1
+
+
+@pytest.mark.parametrize("name", ["Upgrade", "upgrade"])
+def test_a_client_that_offers_another_protocol_is_served_in_this_one(proxy: ProxyProcess, name: str) -> None:
+    """Java's HTTP client and `curl --http2` do with every request; a body may name it, too."""
+    body = b'{"model": "agent", "messages": [{"role": "user", "content": "#say=hello \\r\\n\\r\\n"}]}'
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+        f"{name}: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    with dialled(proxy) as line:
+        for pieces in ((head.encode() + body,), (head.encode(), body)):
+            for piece in pieces:
+                line.sendall(piece)
+                time.sleep(0.05)
+            reply = http.client.HTTPResponse(line)
+            reply.begin()
+            assert (reply.status, b"hello" in reply.read()) == (200, True)

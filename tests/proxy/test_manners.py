@@ -89,3 +89,23 @@ def test_a_compressed_body_cannot_be_a_bomb_and_a_broken_one_is_named(start: Sta
 def post(proxy: Proxy, content: bytes, encoding: str) -> Any:
     headers = {"content-type": "application/json", "content-encoding": encoding}
     return proxy.http.post("/v1/chat/completions", content=content, headers=headers)
+
+
+def test_a_body_that_begins_as_windows_tools_write_a_file_is_read(proxy: Proxy) -> None:
+    content = b"\xef\xbb\xbf" + json.dumps(BODY).encode()
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        body = content.replace(b'"messages"', b'"max_tokens": 9, "messages"')
+        assert proxy.http.post(path, content=body, headers={"content-type": "application/json"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/chat/completions", {}), ("/v1/messages", BODY), ("/v1/models/nobody", None), ("/x", {})]
+)
+def test_a_refusal_has_an_id_by_which_it_can_be_named(proxy: Proxy, path: str, body: Any) -> None:
+    method = "GET" if body is None else "POST"
+    refused = proxy.http.request(method, path, json=body)
+    assert refused.status_code in (400, 404)
+    assert refused.headers["x-request-id"].startswith("req_")
+    assert refused.headers["x-request-id"] == refused.headers["request-id"]
+    again = proxy.http.request(method, path, json=body, headers={"x-request-id": "mine-7"})
+    assert again.headers["x-request-id"] == "mine-7"

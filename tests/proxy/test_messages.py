@@ -195,3 +195,24 @@ def test_the_sdks_tool_runner_completes_its_loop(proxy: Proxy, client: anthropic
     answered = [call for call in proxy.store.calls.page(10) if call.state == CallState.ANSWERED]
     assert len({call.trajectory_id for call in answered}) == 1
     assert len(answered) == 2
+
+
+def test_the_sdk_knows_its_requests_id(proxy: Proxy, client: anthropic.Anthropic) -> None:
+    answer = client.messages.with_raw_response.create(**ask("#say=hello"))
+    assert answer.request_id == answer.headers["x-request-id"] == answer.headers["x-ratchet-call"]
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        client.messages.create(**(ask("hi") | {"messages": []}))
+    assert str(refused.value.request_id).startswith("req_")
+
+
+def test_models_are_told_in_anthropics_shape(client: anthropic.Anthropic) -> None:
+    page = client.models.list()
+    assert [(card.id, card.type, card.display_name) for card in page] == [
+        ("agent", "model", "agent"),
+        ("agent@0", "model", "agent@0"),
+    ]
+    assert (page.has_more, page.first_id, page.last_id) == (False, "agent", "agent@0")
+    assert client.models.retrieve("agent@0").created_at.year >= 2026
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        client.models.retrieve("nobody")
+    assert unknown.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]

@@ -216,3 +216,21 @@ def test_bad_requests_are_told_what_is_wrong(proxy: Proxy, body: Any, status: in
     answer = proxy.http.post("/v1/responses", json=body)
     assert answer.status_code == status
     assert says in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_logprobs_are_told_to_who_includes_them(proxy: Proxy, vllm: ScriptedVllm, streamed: bool) -> None:
+    asked: Any = {"input": "#say=abc", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    told = answer_of(proxy.agent(), streamed, **asked).output[0].content[0].logprobs
+    assert [(one.token, one.logprob) for one in told][:3] == [("a", -0.5), ("b", -0.625), ("c", -0.75)]
+    assert vllm.calls[-1]["top_logprobs"] == 2
+    without = answer_of(proxy.agent(), streamed, input="#say=abc").output[0].content[0].logprobs
+    assert not without
+    assert last_call(proxy).untrainable is None
+
+
+def test_logprobs_come_with_the_pieces_of_a_stream(proxy: Proxy) -> None:
+    include: Any = ["message.output_text.logprobs"]
+    stream = proxy.agent().responses.create(model="agent", input="#say=abc", include=include, stream=True)
+    pieces = [event for event in stream if event.type == "response.output_text.delta"]
+    assert [(piece.delta, [one.token for one in piece.logprobs]) for piece in pieces] == [(c, [c]) for c in "abc"]
