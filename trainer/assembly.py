@@ -1,21 +1,25 @@
 """Assembly: which sealed trajectories become groups, which get shadows first, and which are put aside.
 
 Consumes the store's sealed trajectories; produces ready groups, drops with their reasons, and shadow calls. Who belongs
-together is `grouping.py`'s to say, what may be asked again `shadowing`'s. A plan that a call overtook is made anew.
+together is `grouping.py`'s to say, and of singles `cohorts.py`'s; what may be asked again is `shadowing`'s. A plan that
+a call overtook is made anew.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from functools import partial
+from functools import lru_cache, partial
+from hashlib import blake2b
 
 from store import Store
 from store.errors import ForbiddenChange
 from store.records import SHADOW, Trajectory
 from trainer.casting import Casting
+from trainer.cohorts import likeness, plan_cohorts
+from trainer.crediting.baseline import ScoreBook
 from trainer.gating.evaluation import is_held_out
-from trainer.grouping import GroupingPlan, plan_groups
+from trainer.grouping import GroupingPlan, PlannedGroup, plan_groups
 from trainer.judges.patience import patience_of
 from trainer.settings import TrainerSettings
 from trainer.shadowing.caller import KEY_VARIABLE
@@ -25,12 +29,17 @@ from trainer.shadowing.shadows import Shadowing
 log = logging.getLogger(__name__)
 
 _MOST = 2000  # trajectories looked at in one turn
+_PROMPTS = 10_000  # whose system prompts' digests are remembered
 
 
 class Assembly:
     """The groups of one alias, as they form."""
 
-    def __init__(self, store: Store, settings: TrainerSettings, casting: Casting, upstream_key: str | None) -> None:
+    def __init__(
+        self, store: Store, settings: TrainerSettings, casting: Casting, book: ScoreBook, upstream_key: str | None
+    ) -> None:
+        self._book = book
+        self._prompt = lru_cache(_PROMPTS)(self._digest)
         self._store = store
         self._settings = settings
         self._casting = casting
@@ -56,8 +65,10 @@ class Assembly:
         plan = self._plan([run for run in waiting if run.id not in company.held and run.purpose != SHADOW], now)
         tired = now - self._settings.group_wait_seconds - self._settings.shadow.wait_seconds
         kept = self._shadowing.take(plan.alone, company.lonely, tired, now)
-        plan = plan.settled(singles=self._settings.singles == "baseline", waiting=kept)
-        whole = GroupingPlan((*company.groups, *plan.groups), (*company.drops, *plan.drops))
+        cohorts, waits = self._cohorts([run for run in plan.alone if run.id not in kept], now)
+        kept |= waits | {name for cohort in cohorts for name in cohort.members}
+        plan = plan.settled(singles=self._settings.singles != "drop", waiting=kept)
+        whole = GroupingPlan((*company.groups, *cohorts, *plan.groups), (*company.drops, *plan.drops))
         try:
             self._carry_out(whole, now)
         except ForbiddenChange as changed:  # a call came for one of them, which is open again: the next turn plans anew
@@ -81,6 +92,24 @@ class Assembly:
             held_out={run.id for run in waiting if is_held_out(run.group_key, settings.gate.held_out)},
             other_role=self._casting.without([run for run in waiting if run.purpose == "live"]),
         )
+
+    def _cohorts(self, alone: list[Trajectory], now: float) -> tuple[list[PlannedGroup], set[str]]:
+        """Return the cohorts that singles make, and who waits for one."""
+        settings = self._settings
+        if settings.singles != "cohort" or not alone:
+            return [], set()
+        return plan_cohorts(
+            alone,
+            keys={run.id: likeness(run, self._prompt(run.root_node)) for run in alone},
+            settled=self._book.ready(settings.single_least),
+            size=settings.group_size,
+            least=settings.group_least,
+            wait_seconds=2 * settings.group_wait_seconds,  # they have waited once for attempts at the same
+            now=now,
+        )
+
+    def _digest(self, root_node: str) -> bytes:
+        return blake2b(self._store.trajectories.system_prompt(root_node).encode(), digest_size=8).digest()
 
     def _carry_out(self, plan: GroupingPlan, now: float) -> None:
         for reason in {reason for _, reason in plan.drops}:

@@ -140,7 +140,7 @@ class Daemon:
         self._school = School(
             store, settings.model, settings.checkpoints, credit, self._transcripts, casting=self._casting
         )
-        self._assembly = Assembly(store, settings, self._casting, upstream_key)
+        self._assembly = Assembly(store, settings, self._casting, credit.book, upstream_key)
         gate = settings.gate
         self._evaluator = None
         if gate.held_out:

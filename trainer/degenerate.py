@@ -65,7 +65,7 @@ def _least_group(settings: TrainerSettings) -> str | None:
 
 
 def _single_least(settings: TrainerSettings) -> str | None:
-    if settings.singles != "baseline" or settings.single_least <= MOST_REMEMBERED:
+    if settings.singles == "drop" or settings.single_least <= MOST_REMEMBERED:
         return None
     return (
         f"single_least {settings.single_least} is more than the {MOST_REMEMBERED} scores of a task family that are "
@@ -74,12 +74,12 @@ def _single_least(settings: TrainerSettings) -> str | None:
 
 
 def _rank_of_one(settings: TrainerSettings) -> str | None:
-    if settings.singles != "baseline" or not _only_ranks(settings.judge):
+    if settings.singles == "drop" or not _only_ranks(settings.judge):
         return None
     return (
-        "singles: baseline compares scores from different times, and the judge only ranks the members of one group: a "
-        "single is best and worst of its own; take a judge that scores each answer by itself, or singles: drop, with "
-        "shadow.samples where single-call prompts shall learn (docs/singles.md)"
+        f"singles: {settings.singles} compares scores of different times and tasks, and the judge only ranks the "
+        "members of one group: a single is best and worst of its own; take a judge that scores each answer by "
+        "itself, or singles: drop, with shadow.samples where single-call prompts shall learn (docs/singles.md)"
     )
 
 

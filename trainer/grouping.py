@@ -83,7 +83,7 @@ def plan_groups(
     for run in waiting:
         if run.id not in put_aside:
             buckets.setdefault((run.alias, run.group_key), []).append(run)
-    since = {run.id: max(_sealed_at(run), (ripe_at or {}).get(run.id, 0.0)) for run in waiting}
+    since = {run.id: max(sealed_at(run), (ripe_at or {}).get(run.id, 0.0)) for run in waiting}
     for (alias, key), runs in buckets.items():
         runs.sort(key=lambda run: (since[run.id], run.id))
         whole = len(runs) - len(runs) % size
@@ -98,5 +98,6 @@ def plan_groups(
     return GroupingPlan(tuple(groups), tuple(drops), tuple(alone))
 
 
-def _sealed_at(run: Trajectory) -> float:
+def sealed_at(run: Trajectory) -> float:
+    """Return since when a trajectory is complete (Unix seconds)."""
     return run.last_active_at if run.sealed_at is None else run.sealed_at

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from store import Store
 from store.listing import Chosen
-from store.records import BASE_VERSION, Group, Policy, Round, Transcript, Verdict
+from store.records import BASE_VERSION, Group, Policy, Round, Trajectory, Transcript, Verdict
 from trainer.casting import Casting
 from trainer.crediting.credit import Credit
 from trainer.crediting.roles import Roles
@@ -187,13 +187,14 @@ class School:
     def _collect(self, pupil: Pupil, groups: Sequence[Group]) -> tuple[list[TokenRow], dict[str, int]]:
         rows: list[TokenRow] = []
         untrained: Counter[str] = Counter()
+        keys = {group.id: group.key for group in groups}
         for member, verdict, earned in self._credited(groups):
             built = self.rows(member, verdict, earned)
             untrained.update(built.untrained)
             for row in built.rows:
                 unfit = pupil.unfit(row)
                 if unfit is None:
-                    rows.append(dataclasses.replace(row, group=member.trajectory.group_id or ""))
+                    rows.append(dataclasses.replace(row, group=_alike(member.trajectory, keys)))
                 else:
                     untrained["does not fit the model"] += row.tokens_trained
                     log.warning("event=row_refused reason=%r", unfit)
@@ -221,3 +222,9 @@ class School:
         names = [name for group in groups for name in group.members]
         scores = [verdict.score or 0.0 for verdict in self._store.groups.verdicts(names).values()]
         return {"reward": sum(scores) / len(scores) if scores else 0.0, "trajectories": len(names)}
+
+
+def _alike(run: Trajectory, keys: Mapping[str, str]) -> str:
+    """Return what the rows of attempts at the same thing share: their group, in a cohort nothing."""
+    group = run.group_id or ""
+    return group if keys.get(group, run.group_key) == run.group_key else f"{group}:{run.id}"

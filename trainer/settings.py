@@ -52,8 +52,10 @@ class TrainerSettings(BaseModel):
         description="pattern in the system prompt by role, for calls without x-ratchet-role; the first that fits",
     )
     family_scale: bool = Field(False, description="scale the advantages of each task family to the same spread")
-    singles: Literal["drop", "baseline"] = Field(
-        "drop", description="what has no company: drop it, or compare it with its task family's past"
+    singles: Literal["drop", "baseline", "cohort"] = Field(
+        "drop",
+        description="what has no company: drop it, compare it with its task family's past (baseline), or, while that "
+        "is too short, with others of the same system prompt and tools (cohort)",
     )
     single_least: int = Field(16, ge=2, description="earlier scores of a task family that make a baseline")
     groups_per_round: int = Field(16, ge=1, description="groups with a learning signal that start a round")

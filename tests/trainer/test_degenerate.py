@@ -45,6 +45,7 @@ def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
         ({"group_size": 2, "group_least": 4}, "no smaller group is ever compared", "lower it"),
         ({"singles": "baseline", "single_least": 513}, "no single would ever have a baseline", "lower it"),
         ({"singles": "baseline", "judge": RANKS}, "only ranks the members of one group", "singles: drop"),
+        ({"singles": "cohort", "judge": RANKS}, "scores of different times and tasks", "singles: drop"),
         ({"shadow": {"samples": 1}, "group_least": 3}, "would never be compared", "take 2 shadow.samples"),
         (
             {"shadow": {"samples": 2}, "judge": {"kind": "feedback"}},

@@ -27,6 +27,7 @@ from tests.records import TOOLS, answered_trajectory, begun, ended
 from tests.trainer.scripted_engine import ScriptedEngine
 from trainer.assembly import Assembly
 from trainer.casting import Casting
+from trainer.crediting.baseline import ScoreBook
 from trainer.crediting.roles import Roles
 from trainer.daemon import Daemon
 from trainer.learning.learner_settings import LearnerSettings
@@ -67,7 +68,7 @@ class Line:
     def __init__(self, store: Store, settings: TrainerSettings) -> None:
         self._store = store
         self._settings = settings
-        self.assembly = Assembly(store, settings, Casting(store, "agent", Roles()), None)
+        self.assembly = Assembly(store, settings, Casting(store, "agent", Roles()), ScoreBook(), None)
 
     def turn(self) -> None:
         now = time.time()

@@ -54,6 +54,17 @@ def group_advantages(scores: Sequence[float], credit: str = "grpo") -> tuple[flo
     return tuple((score - mean) / scale for score in scores)
 
 
+def cohort_advantages(scores: Sequence[float], credit: str = "grpo") -> tuple[float, ...]:
+    """Return the advantages of G scores of different tasks, (G,) -> (G,): each over the mean of the others.
+
+    That mean does not depend on the member's own score, as a baseline must not. Divided by the cohort's standard
+    deviation where `credit` divides by a group's.
+    """
+    over_others = group_advantages(scores, "rloo")
+    scale = statistics.stdev(scores) + STD_FLOOR if credit == "grpo" and has_signal(scores) else 1.0
+    return tuple(advantage / scale for advantage in over_others)
+
+
 def single_advantage(score: float, mean: float, std: float, credit: str = "grpo") -> float:
     """Return the advantage of a single over the running baseline of its family, which never includes it.
 

@@ -47,6 +47,10 @@ class ScoreBook:
             known.remove(earlier)
         known.append(scored)
 
+    def ready(self, least: int) -> set[str]:
+        """Return the families with so many scores that the next one has a baseline."""
+        return {family for family, known in self._families.items() if len(known) >= least}
+
     def baseline(self, sample: PastScore, least: int) -> Baseline | None:
         """Return the baseline for a sample; None where fewer than `least` scores were given before it."""
         earlier = [

@@ -1,8 +1,9 @@
 """Credit: from the verdicts of a group, or of a single, to advantages. The only place that knows which is which.
 
-A group is compared with itself. A single is compared with the running baseline of its task family; until the family
-has `single_least` earlier scores there is none, and the single only adds its own. Where roles train apart, a group's
-verdicts may score each of them: a component that has the role's name is that role's score.
+A group is compared with itself. A cohort, which is a group of different tasks, has each member compared with the mean
+of the others. A single is compared with the running baseline of its task family; until the family has `single_least`
+earlier scores there is none, and the single only adds its own. Where roles train apart, a group's verdicts may score
+each of them: a component that has the role's name is that role's score.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from store.records import SHADOW, PastScore, Trajectory, Verdict
-from trainer.crediting.advantage import NO_VARIANCE, group_advantages, has_signal, over_the_round, single_advantage
+from trainer.crediting.advantage import (
+    NO_VARIANCE,
+    cohort_advantages,
+    group_advantages,
+    has_signal,
+    over_the_round,
+    single_advantage,
+)
 from trainer.crediting.baseline import ScoreBook
 
 
@@ -32,6 +40,8 @@ class Credit:
 
         With `role` those that the calls of this role earned.
         """
+        if is_cohort(members):
+            return cohort_advantages(_scores(verdicts, role), self.name)
         if len(members) > 1:
             return group_advantages(_scores(verdicts, role), self.name)
         sample = past(members[0], verdicts[0])
@@ -56,6 +66,11 @@ class Credit:
     def over_the_round(self, families: Sequence[str], advantages: Sequence[float]) -> list[float]:
         """Return the advantages of a round's trajectories, scaled as the credit wants it."""
         return over_the_round(list(zip(families, advantages, strict=True)), self.name, by_family=self.by_family)
+
+
+def is_cohort(members: Sequence[Trajectory]) -> bool:
+    """Whether the members of a group tried different things, so that nothing but their scores can be compared."""
+    return len({member.group_key for member in members}) > 1
 
 
 def _scores(verdicts: Sequence[Verdict], role: str | None) -> list[float]:

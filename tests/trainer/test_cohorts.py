@@ -1,0 +1,145 @@
+"""Cohorts: singles of a young task family are compared with others of the same system prompt, each over the others."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from store import Store
+from store.records import Trajectory, Verdict
+from store.states import TrajectoryState
+from tests.records import begun, ended
+from tests.trainer import judge_samples
+from tests.trainer.test_grouping import run
+from trainer.assembly import Assembly
+from trainer.casting import Casting
+from trainer.cohorts import likeness, plan_cohorts
+from trainer.crediting.advantage import cohort_advantages, has_signal
+from trainer.crediting.baseline import ScoreBook
+from trainer.crediting.credit import Credit, past
+from trainer.crediting.roles import Roles
+from trainer.daemon import Daemon
+from trainer.settings import TrainerSettings
+
+
+def cohorts(alone: Sequence[Trajectory], now: float = 61.0, **changes: Any) -> tuple[list[tuple[str, ...]], set[str]]:
+    keys = {one.id: one.root_node for one in alone}
+    values: dict[str, Any] = {"settled": set(), "size": 3, "least": 2, "wait_seconds": 60.0} | changes
+    groups, waiting = plan_cohorts(alone, keys=keys, now=now, **values)
+    return [group.members for group in groups], waiting
+
+
+def test_singles_of_one_system_prompt_make_cohorts_and_others_never_mix() -> None:
+    alone = [run(str(n), task=f"mail/{n}") for n in range(4)] + [run("x", task="mail/9", root_node="another")]
+    assert cohorts(alone, now=1.0) == ([("0", "1", "2")], {"3", "x"})
+    assert cohorts(alone) == ([("0", "1", "2")], set())  # too few are left: each goes by itself
+    assert cohorts(alone[:2]) == ([("0", "1")], set())
+
+
+def test_a_family_with_a_past_needs_no_cohort() -> None:
+    alone = [run(str(n), task=f"mail/{n}") for n in range(4)]
+    assert cohorts(alone, settled={"task:mail"}) == ([], set())
+
+
+def test_tools_prompts_and_families_tell_cohorts_apart() -> None:
+    keys = {
+        likeness(one, prompt)
+        for one in (run("a", task="mail/1"), run("b", task="mail/2"), run("c", task="math/1"))
+        for prompt in (b"be brief", b"be kind")
+    }
+    assert len(keys) == 4
+    assert likeness(run("a"), b"x") != likeness(run("a", tools_hash="t"), b"x")
+
+
+@pytest.mark.parametrize("credit", ["grpo", "dr_grpo", "rloo", "reinforce++"])
+def test_each_member_is_compared_with_the_others_alone(credit: str) -> None:
+    scores = [0.0, 0.2, 1.0, 0.4]
+    found = cohort_advantages(scores, credit)
+    raw = [score - statistics.fmean(scores[:n] + scores[n + 1 :]) for n, score in enumerate(scores)]
+    scale = raw[0] / found[0]
+    assert [value * scale for value in found] == pytest.approx(raw)
+    assert scale == pytest.approx(statistics.stdev(scores) + 1e-4 if credit == "grpo" else 1.0)
+    assert not has_signal([0.5, 0.5])
+    assert cohort_advantages([0.5, 0.5], credit) == (0.0, 0.0)
+
+
+def test_the_baseline_of_a_member_does_not_change_with_its_own_score() -> None:
+    low, high = (cohort_advantages([score, 0.3, 0.9], "dr_grpo")[0] - score for score in (0.0, 1.0))
+    assert low == pytest.approx(high)
+
+
+def test_credit_knows_a_cohort_by_its_tasks() -> None:
+    members = [run(str(n), task=f"mail/{n}") for n in range(3)]
+    verdicts = [
+        Verdict(trajectory_id=one.id, group_id="g", judge="j", judge_version="1", score=score)
+        for one, score in zip(members, (0.0, 0.0, 1.0), strict=True)
+    ]
+    credit = Credit("dr_grpo")
+    assert credit.advantages(members, verdicts) == pytest.approx((-0.5, -0.5, 1.0))
+    same = [run(str(n)) for n in range(3)]
+    assert credit.advantages(same, verdicts) == pytest.approx((-1 / 3, -1 / 3, 2 / 3))
+    assert credit.teaches(members, verdicts)
+
+
+def single(store: Store, number: int, answer: str, system: str = "Answer.") -> None:
+    asked = [{"role": "system", "content": system}, {"role": "user", "content": f"Where is {number}?"}]
+    start = begun(f"call_{number}", f"traj_{number}", asked, at=time.time() - 9.0 + number / 10, task=f"mail/{number}")
+    store.calls.ship([ended(start, {"role": "assistant", "content": answer}, messages=asked)])
+
+
+@pytest.fixture
+def assembly(store: Store, tmp_path: Path) -> Iterator[Callable[[ScoreBook], Assembly]]:
+    made: list[Assembly] = []
+
+    def make(book: ScoreBook) -> Assembly:
+        settings = TrainerSettings(
+            store="x", model="agent", base_model="base", vllm=("http://127.0.0.1:1",), checkpoints=tmp_path,
+            judge="a:b", singles="cohort", single_least=2, group_size=3, group_wait_seconds=0.01,
+        )  # fmt: skip
+        made.append(Assembly(store, settings, Casting(store, "agent", Roles()), book, None))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_once_a_family_has_a_past_its_singles_go_by_that(
+    store: Store, assembly: Callable[[ScoreBook], Assembly]
+) -> None:
+    for number in range(3):
+        single(store, number, "a")
+    single(store, 3, "a", system="Another agent's.")
+    store.trajectories.seal_idle("agent", time.time(), 0.1)
+    assembly(book := ScoreBook()).turn(time.time() + 1.0, time.time())
+    sizes = sorted(len(group.members) for group in store.groups.ready("agent", time.time()))
+    assert sizes == [1, 3]
+    verdict = Verdict(trajectory_id="x", group_id="g", judge="j", judge_version="1", score=0.5)
+    for number in (0, 1):
+        book.add(past(store.trajectories.get(f"traj_{number}"), verdict))
+    for number in range(4, 7):
+        single(store, number, "a")
+    store.trajectories.seal_idle("agent", time.time(), 0.1)
+    assembly(book).turn(time.time() + 1.0, time.time())
+    sizes = sorted(len(group.members) for group in store.groups.ready("agent", time.time()))
+    assert sizes == [1, 1, 1, 1, 3]
+
+
+def test_a_family_without_a_past_is_learnt_from_at_once(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+    judge_samples.by_answer |= {"good": 1.0, "bad": 0.0}
+    for number in range(4):
+        single(store, number, "good" if number % 2 else "bad")
+    daemon = make_daemon(
+        singles="cohort", group_size=4, groups_per_round=1, group_wait_seconds=0.01, seal_after_idle_seconds=0.1
+    )
+    until = time.monotonic() + 60
+    while not store.rounds.newest_committed("agent"):
+        daemon.turn(time.time())
+        assert time.monotonic() < until
+    states = {one.state for one in store.trajectories.page()}
+    assert states == {TrajectoryState.TRAINED}
