@@ -20,6 +20,7 @@ from store.groups import Groups
 from store.keys import Keys
 from store.leases import Leases
 from store.lineage import Lineage
+from store.observations import Observations
 from store.open_runs import OpenRuns
 from store.policies import Policies
 from store.prompts import Prompts
@@ -57,6 +58,7 @@ class Store:
         self.doors = Doors(engine)
         self.alarms = Alarms(engine)
         self.tools = Tools(engine)
+        self.observations = Observations(engine)
         self.keys = Keys(engine)
         self.deletions = Deletions(engine)
 

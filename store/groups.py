@@ -135,6 +135,15 @@ class Groups:
         where = schema.groups.c.id < before if before else sa.true()
         return self._select(where, min(limit, 1000), newest_first=True)
 
+    def dropped_since_judged(self, alias: str, reason: str, limit: int) -> list[Group]:
+        """Return an alias's newest groups that were dropped for a reason since its newest one that was not, oldest
+        first."""
+        groups = schema.groups
+        fine = sa.and_(groups.c.alias == alias, groups.c.state.in_((GroupState.JUDGED, GroupState.TRAINED)))
+        since = sa.select(sa.func.coalesce(sa.func.max(groups.c.id), "")).where(fine).scalar_subquery()
+        mine = sa.and_(groups.c.alias == alias, groups.c.drop_reason == reason, groups.c.id > since)
+        return self._select(mine, limit, newest_first=True)[::-1]
+
     def drop_counts(self, alias: str | None = None) -> dict[str, int]:
         """Return how many groups (of one alias) were dropped for each reason."""
         groups = schema.groups

@@ -54,7 +54,7 @@ from trainer.publishing.publisher import DOOR_SILENCE, Publisher
 from trainer.publishing.retention import best_first, retained
 from trainer.rehearing import Rehearing
 from trainer.school import STALE, Pupil, School
-from trainer.scorekeeper import Scorekeeper
+from trainer.scorekeeper import Scorekeeper, flat_groups
 from trainer.sentinel.second_judge import SecondJudge
 from trainer.sentinel.watch import Sentinel
 from trainer.settings import TrainerSettings
@@ -104,7 +104,13 @@ class Daemon:
         judge = make_judge(settings.judge, os.environ)
         watched = settings.sentinel
         second = (
-            SecondJudge(make_judge(watched.second_judge, os.environ), watched.second_judge_share, store)
+            SecondJudge(
+                make_judge(watched.second_judge, os.environ),
+                watched.second_judge_share,
+                store,
+                settings.model,
+                judge.version,
+            )
             if watched.second_judge
             else None
         )
@@ -124,6 +130,7 @@ class Daemon:
             credit=credit,
             progress=self.progress,
             second=second,
+            flat=flat_groups(store, settings.model),
         )
         self._patience = patience_of(settings.judge)
         self._rehearing = Rehearing(

@@ -56,6 +56,7 @@ class Scorekeeper:
         credit: Credit | None = None,
         progress: Progress | None = None,
         second: SecondJudge | None = None,
+        flat: Sequence[tuple[Group, float]] = (),
     ) -> None:
         self._second = second
         self._progress = progress or Progress()
@@ -65,7 +66,7 @@ class Scorekeeper:
         self._attempts = attempts
         self._retry_seconds = retry_seconds
         self._alarm_after = alarm_after
-        self._flat: list[tuple[Group, float]] = []  # groups in a row whose members all got the same score
+        self._flat: list[tuple[Group, float]] = list(flat)  # groups in a row whose members all got the same score
         self._threads = ThreadPoolExecutor(judge.at_once, thread_name_prefix="judge")
         self._asked: dict[str, _Asked] = {}
 
@@ -181,6 +182,17 @@ class Scorekeeper:
     @staticmethod
     def _name(kind: str, group: Group) -> str:
         return f"{kind}:{group.alias}"
+
+
+def flat_groups(store: Store, alias: str) -> list[tuple[Group, float]]:
+    """Return the newest groups in a row whose members all got the same score, as an earlier trainer left them."""
+    groups = store.groups.dropped_since_judged(alias, NO_VARIANCE, _FLAT_REMEMBERED)
+    scores = store.groups.verdicts([group.members[0] for group in groups if group.members]) if groups else {}
+    return [
+        (group, scores[group.members[0]].score or 0.0)
+        for group in groups
+        if group.members and group.members[0] in scores
+    ]
 
 
 def _measures(member: Transcript) -> dict[str, float]:

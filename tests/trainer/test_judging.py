@@ -15,7 +15,7 @@ from tests.records import answered_trajectory
 from tests.trainer import judge_samples
 from trainer.errors import JudgeError
 from trainer.judges.function import FunctionJudge
-from trainer.scorekeeper import Scorekeeper
+from trainer.scorekeeper import Scorekeeper, flat_groups
 
 HERE = "tests.trainer.judge_samples"
 
@@ -134,3 +134,19 @@ def test_groups_without_variance_are_an_alarm_that_names_judge_score_and_group(s
 def test_a_judge_that_cannot_be_used_is_refused_at_start(entry_point: str, says: str) -> None:
     with pytest.raises(JudgeError, match=says):
         FunctionJudge(entry_point)
+
+
+def test_groups_in_a_row_without_variance_are_counted_over_a_restart(store: Store) -> None:
+    first = keeper(store, alarm_after=3)
+    score(store, first, ready_group(store, {"a": 0.0, "b": 1.0}))
+    for _ in range(2):
+        score(store, first, ready_group(store, {"c": 0.5, "d": 0.5}))
+    first.close()
+    assert store.alarms.standing() == []
+    later = keeper(store, alarm_after=3, flat=flat_groups(store, "agent"))
+    score(store, later, ready_group(store, {"e": 0.5, "f": 0.5}))
+    (alarm,) = store.alarms.standing()
+    assert alarm.reason.startswith("last 3 groups: no variance")
+    assert "gave 0.5 to all 6 trajectories" in alarm.reason
+    score(store, later, ready_group(store, {"g": 0.0, "h": 1.0}))
+    assert flat_groups(store, "agent") == []

@@ -76,7 +76,7 @@ def keeper(store: Store, second: SecondJudge) -> Scorekeeper:
 
 def test_judges_that_disagree_are_an_alarm_and_the_first_ones_scores_count(store: Store) -> None:
     ids = form(store, 20)
-    second = SecondJudge(Contrary(), 1.0, store)
+    second = SecondJudge(Contrary(), 1.0, store, "agent", "1")
     keep = keeper(store, second)
     watching = Sentinel(SETTINGS, store, "agent", second=second)
     for number, name in enumerate(ids, 1):
@@ -85,6 +85,11 @@ def test_judges_that_disagree_are_an_alarm_and_the_first_ones_scores_count(store
         assert eventually(partial(heard, second, number))
     watching.look(102.0)
     keep.close()
+    later = SecondJudge(Contrary(), 1.0, store, "agent", "1")
+    assert [one.group_id for one in later.heard()] == ids, "a restart forgets nothing"
+    assert agreement(later.heard(), "contrary", SETTINGS) == agreement(second.heard(), "contrary", SETTINGS)
+    assert SecondJudge(Contrary(), 1.0, store, "agent", "2").heard() == (), "beside another first judge it said nothing"
+    later.close()
     reasons = {alarm.name: alarm.reason for alarm in store.alarms.standing()}
     assert "second judge contrary orders the members of the last 20 groups otherwise" in reasons["second_judge:agent"]
     assert "Kendall's tau -1.00" in reasons["second_judge:agent"]
@@ -96,7 +101,7 @@ def test_judges_that_disagree_are_an_alarm_and_the_first_ones_scores_count(store
 def test_a_slow_second_judge_holds_nobody_up(store: Store) -> None:
     form(store, 30)
     gate = threading.Event()
-    second = SecondJudge(Contrary(gate), 1.0, store)
+    second = SecondJudge(Contrary(gate), 1.0, store, "agent", "1")
     keep = keeper(store, second)
 
     def all_judged() -> bool:

@@ -78,6 +78,35 @@ def test_an_alarm_that_a_dead_trainer_left_is_cleared_by_the_next(store: Store) 
     assert store.alarms.standing() == []
 
 
+def test_a_restart_does_not_make_a_long_sickness_a_tools_own_past(store: Store) -> None:
+    tool_called(store, "t000", ToolResult.OK, 200)
+    assert not Sentinel(EAGER, store, "agent").look(1.0)
+    for number in range(1, 60):  # so long that nothing else is left of what is looked at
+        tool_called(store, f"t{number:03}a", ToolResult.OK, 10)
+        tool_called(store, f"t{number:03}b", ToolResult.TIMEOUT, 40)
+        if number in (1, 59):
+            assert Sentinel(EAGER, store, "agent").look(2.0), "compared with the days when it was well"
+    tool_called(store, "t060", ToolResult.OK)
+    assert not Sentinel(EAGER, store, "agent").look(3.0)
+    assert store.observations.latest("agent", "tool_past")["search"].content == {}
+
+
+def test_an_alarm_of_drift_is_not_cleared_before_the_window_is_known_again(store: Store) -> None:
+    for number in range(200):
+        answered_trajectory(store, f"t{number:03}")
+    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    for check in ("length_drift", "mismatch"):
+        store.alarms.raise_(f"{check}:agent", "an earlier trainer saw it")
+    watching = Sentinel(SentinelSettings(every_seconds=30.0, coverage_least=0.0), store, "agent")
+    watching.look(1.0)
+    assert {alarm.name for alarm in store.alarms.standing()} == {"length_drift:agent"}
+    for turn in range(4):
+        watching.look(2.0 + turn)
+    assert len(watching._conducts) == 200, "it goes on reading at each turn"
+    watching.look(31.0)
+    assert store.alarms.standing() == []
+
+
 def test_a_look_reads_a_few_trajectories_at_a_time_and_each_once(store: Store) -> None:
     for number in range(100):
         answered_trajectory(store, f"t{number:03}")

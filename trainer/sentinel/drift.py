@@ -14,6 +14,7 @@ from trainer.sentinel.change import Change, change
 from trainer.sentinel.conduct import Conduct
 from trainer.sentinel.settings import SentinelSettings
 
+CHECKS = frozenset({"length_drift", "reasoning_drift", "made_up_arguments", "coverage"})
 _COVERED_BY = 100  # trajectories that could have used a tool, before it counts as neglected
 
 

@@ -12,6 +12,7 @@ from trainer.reasons import left_out
 from trainer.sentinel import Finding
 from trainer.sentinel.settings import SentinelSettings
 
+CHECKS = frozenset({"mismatch", "left_out_tokens"})
 LOOKED_AT = 5  # committed rounds
 
 

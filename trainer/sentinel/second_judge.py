@@ -1,8 +1,9 @@
 """The second judge: asked about a sample of the groups, beside the first and never instead of it.
 
-Promises that what it says never counts as a score: its verdicts are compared and forgotten, its exchanges with a
-language model are kept for `ratchet judge show`. It holds nobody up: it works in a thread of its own, and a group that
-comes while it has enough to do is passed over. Which groups are in the sample depends on their ids alone.
+Promises that what it says never counts as a score: its verdicts are compared and only their figures kept, its exchanges
+with a language model are kept for `ratchet judge show`. It holds nobody up: it works in a thread of its own, and a
+group that comes while it has enough to do is passed over. Which groups are in the sample depends on their ids alone. A
+restart forgets nothing of what it said.
 """
 
 from __future__ import annotations
@@ -14,27 +15,31 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from store import Store
+from store.observations import Observation
 from store.records import Transcript, Verdict
 from trainer.judges import Judge, Judgement
 from trainer.sentinel.agreement import Heard
 
 log = logging.getLogger(__name__)
 
+KIND = "second_judge"  # of its observations
 _REMEMBERED = 200  # groups
 _AHEAD = 8  # groups that wait beside those that it has
 
 
 class SecondJudge:
-    """Hears a sample of groups."""
+    """Hears a sample of an alias's groups; `first` is the version of the judge that it is compared with."""
 
-    def __init__(self, judge: Judge, share: float, store: Store) -> None:
+    def __init__(self, judge: Judge, share: float, store: Store, alias: str, first: str) -> None:
         self._judge = judge
         self._share = share
         self._store = store
+        self._alias = alias
+        self._versions = {"judge": judge.version, "first_judge": first}
         self._threads = ThreadPoolExecutor(judge.at_once, thread_name_prefix="second-judge")
         self._asked: dict[str, Future[Judgement]] = {}
         self._first: dict[str, Mapping[str, float]] = {}
-        self._heard: deque[Heard] = deque(maxlen=_REMEMBERED)
+        self._heard: deque[Heard] = deque(self._recall(), maxlen=_REMEMBERED)
         self.name = judge.name
 
     def offer(self, group_id: str, members: Sequence[Transcript]) -> None:
@@ -58,8 +63,15 @@ class SecondJudge:
         for group_id in [name for name in self._first if self._asked[name].done()]:
             judgement = self._asked.pop(group_id).result()
             self._store.groups.keep(judgement.exchanges)
-            self._heard.append(Heard(group_id, self._first.pop(group_id), _scores(judgement.verdicts)))
+            heard = Heard(group_id, self._first.pop(group_id), _scores(judgement.verdicts))
+            self._store.observations.note(self._alias, KIND, group_id, {**self._versions, **_figures(heard)})
+            self._heard.append(heard)
         return tuple(self._heard)
+
+    def _recall(self) -> list[Heard]:
+        """Return what this judge said before, beside the same first one."""
+        known = self._store.observations.newest(self._alias, KIND, 2 * _REMEMBERED)
+        return [_heard(one) for one in known if self._versions.items() <= one.content.items()]
 
     def close(self) -> None:
         """Ask no more."""
@@ -70,6 +82,20 @@ class SecondJudge:
 def in_sample(group_id: str, share: float) -> bool:
     """Whether a group is in the sample; of two shares, the larger one's sample holds the smaller one's."""
     return int.from_bytes(hashlib.sha256(group_id.encode()).digest()[:8]) < share * 2**64
+
+
+def _figures(heard: Heard) -> dict[str, list[float] | None]:
+    """Return the scores of both, member by member, without saying whose they are."""
+    second = None if heard.second is None else [heard.second[name] for name in heard.first]
+    return {"first": list(heard.first.values()), "second": second}
+
+
+def _heard(noted: Observation) -> Heard:
+    first, second = (
+        None if scores is None else {str(place): score for place, score in enumerate(scores)}
+        for scores in (noted.content["first"], noted.content["second"])
+    )
+    return Heard(noted.subject, first or {}, second)
 
 
 def _scores(verdicts: Sequence[Verdict]) -> dict[str, float] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from store import Store
 from store.errors import UnknownRecord
@@ -18,9 +19,12 @@ from store.records import Trajectory
 from store.states import TrajectoryState
 from trainer.metrics import Metrics
 from trainer.sentinel import Finding
+from trainer.sentinel.agreement import CHECK as AGREEMENT
 from trainer.sentinel.agreement import agreement
 from trainer.sentinel.conduct import Conduct, conduct
+from trainer.sentinel.drift import CHECKS as DRIFT
 from trainer.sentinel.drift import drift, needless_tool_calls
+from trainer.sentinel.last_rounds import CHECKS as LAST_ROUNDS
 from trainer.sentinel.last_rounds import LOOKED_AT, last_rounds
 from trainer.sentinel.second_judge import SecondJudge
 from trainer.sentinel.settings import SentinelSettings
@@ -29,6 +33,8 @@ from trainer.sentinel.tool_health import CHECK, ToolPast, tool_health
 log = logging.getLogger(__name__)
 
 HELD = "training_held"
+TOOL_PAST = "tool_past"  # kind of the observations that say what a sick tool is compared with
+_OWN = frozenset({CHECK, HELD, AGREEMENT, *DRIFT, *LAST_ROUNDS})
 _TOOL_CALLS = 2_000  # newest ones of the alias
 _READ_AT_ONCE = 64  # transcripts in one look
 _TOLD = 3  # subjects that an alarm names
@@ -53,7 +59,9 @@ class Sentinel:
         self._metrics = metrics or Metrics(alias)
         self._looked_at: float | None = None
         self._conducts: dict[str, Conduct] = {}
-        self._pasts: dict[str, ToolPast] = {}  # of tools that are sick
+        self._behind = False  # there is more to read than one look reads
+        self._whole = False  # the window has been read once since the start
+        self._pasts: dict[str, ToolPast] | None = None  # of tools that are sick; None: not known yet
         self._standing: set[str] | None = None  # checks whose alarm stands; None: not known yet
         self.findings: tuple[Finding, ...] = ()
         self.holding = False
@@ -65,6 +73,8 @@ class Sentinel:
             self.findings = tuple(self._look())
             self._tell(self.findings)
             self._metrics.found(self.findings, held=self.holding)
+        elif self._behind:  # at each turn some more
+            self._newest_conducts()
         return self.holding
 
     def doubts(self) -> list[Finding]:
@@ -75,6 +85,8 @@ class Sentinel:
         rounds = self._store.rounds.page(self._alias, limit=_ABANDONED * LOOKED_AT)
         self._metrics.rounds(rounds)
         conducts = self._newest_conducts()
+        if not self._whole:  # what is not known yet tells of no change, and of the end of none
+            conducts = []
         needless = needless_tool_calls(conducts, self._scores([one.trajectory_id for one in conducts]))
         return [
             *self._tool_health(),
@@ -86,10 +98,19 @@ class Sentinel:
 
     def _tool_health(self) -> list[Finding]:
         newest = self._store.tools.newest_answered(self._alias, _TOOL_CALLS)
-        findings, pasts = tool_health(newest, self._settings, self._pasts)
+        known = self._recalled_pasts() if self._pasts is None else self._pasts
+        findings, pasts = tool_health(newest, self._settings, known)
         sick = {found.subject for found in findings if found.reason}
         self._pasts = {tool: past for tool, past in pasts.items() if tool in sick}
+        for tool in sorted(known.keys() ^ self._pasts.keys()):
+            past = self._pasts.get(tool)
+            self._store.observations.note(self._alias, TOOL_PAST, tool, asdict(past) if past else {})
         return findings
+
+    def _recalled_pasts(self) -> dict[str, ToolPast]:
+        """Return the pasts of the tools that were sick when the trainer ended."""
+        told = self._store.observations.latest(self._alias, TOOL_PAST)
+        return {tool: ToolPast(**noted.content) for tool, noted in told.items() if noted.content}
 
     def _scores(self, names: Sequence[str]) -> dict[str, float]:
         verdicts = self._store.groups.verdicts(names) if names else {}
@@ -100,7 +121,10 @@ class Sentinel:
         runs = self._store.trajectories.page(limit=self._settings.window, chosen=Chosen(alias=self._alias))
         ended = [run for run in runs if run.purpose == "live" and run.state is not TrajectoryState.OPEN]
         known = {run.id: self._conducts[run.id] for run in ended if run.id in self._conducts}
-        for run in [run for run in ended if run.id not in known][:_READ_AT_ONCE]:
+        unread = [run for run in ended if run.id not in known]
+        self._behind = len(unread) > _READ_AT_ONCE
+        self._whole = self._whole or not self._behind
+        for run in unread[:_READ_AT_ONCE]:
             read = self._read(run)
             if read is not None:
                 known[run.id] = read
@@ -122,21 +146,27 @@ class Sentinel:
         holds = [found.reason for found in findings if found.holds and found.reason] if self._settings.hold else []
         if holds:
             wrong[HELD] = [f"no step is taken, collecting and judging go on: {_joined(holds)}"]
-        checks = {CHECK, HELD, *(found.check for found in findings)}
-        for check in sorted(checks if self._standing is None else checks | self._standing):
-            self._alarm(check, wrong.get(check, []))
+        standing = self._left_standing() if self._standing is None else self._standing
+        unseen = set() if self._whole else standing & DRIFT
+        for check in sorted({found.check for found in findings} | wrong.keys() | (standing - unseen)):
+            self._alarm(check, wrong.get(check, []), check in standing)
         if bool(holds) != self.holding:
             log.warning("event=%s reason=%r", "training_held" if holds else "training_resumed", _joined(holds))
         self.holding = bool(holds)
-        self._standing = set(wrong)
+        self._standing = set(wrong) | unseen
 
-    def _alarm(self, check: str, reasons: Sequence[str]) -> None:
+    def _left_standing(self) -> set[str]:
+        """Return the checks whose alarm an earlier trainer left standing."""
+        names = {alarm.name for alarm in self._store.alarms.standing()}
+        return {check for check in _OWN if f"{check}:{self._alias}" in names}
+
+    def _alarm(self, check: str, reasons: Sequence[str], stands: bool) -> None:
         name = f"{check}:{self._alias}"
         if reasons:
             self._store.alarms.raise_(name, _joined(reasons))
-            if self._standing is None or check not in self._standing:
+            if not stands:
                 log.warning("event=alarm name=%s reason=%r", name, _joined(reasons))
-        elif self._standing is None or check in self._standing:
+        elif stands:
             self._store.alarms.clear(name)
 
 
