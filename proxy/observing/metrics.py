@@ -90,7 +90,7 @@ class Metrics:
             registry=registry,
         )
         self.store_up = Gauge("ratchet_store_up", "1 when the store answered last time, else 0", registry=registry)
-        self.journal_bytes = Gauge("ratchet_journal_bytes", "Bytes in the journal's folder", registry=registry)
+        self.journal_bytes = Gauge("ratchet_journal_bytes", "Bytes of records in the journal", registry=registry)
         self.unshipped = Gauge(
             "ratchet_journal_unshipped_records", "Records that are not in the store yet", registry=registry
         )

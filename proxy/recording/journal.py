@@ -8,7 +8,8 @@ Promises:
   again with every batch and every second, and an alarm stands until they are written. Only when that memory
   (`_MOST_HELD`) is full as well are the oldest given up, and counted.
 
-One folder belongs to one proxy (a lock says so). Old segments are never appended to. Shipping is `shipper.py`.
+One folder belongs to one proxy (a lock says so). Old segments are never appended to. Shipping is `shipper.py`; segments
+made beforehand are `blank.py`'s.
 """
 
 from __future__ import annotations
@@ -29,7 +30,16 @@ from pathlib import Path
 from proxy.errors import StartError
 from proxy.observing.metrics import Metrics
 from proxy.recording.bell import Bell
-from proxy.recording.segments import MAGIC, frame, read_position, segment_numbers, segment_path
+from proxy.recording.blank import Blanks
+from proxy.recording.segments import (
+    MAGIC,
+    frame,
+    read_position,
+    records_end,
+    segment_numbers,
+    segment_path,
+    write_all,
+)
 from store.records import Shipment
 
 log = logging.getLogger("ratchet.proxy")
@@ -37,6 +47,7 @@ log = logging.getLogger("ratchet.proxy")
 ALARM = "proxy_journal"
 _LINGER = 0.002  # seconds that a record which nobody waits for may stay in this process
 _MOST_HELD = 32 * 2**20  # bytes of records in memory while the disk fails
+_FIRST_BLANK = 1.0  # seconds that the start waits for the first segment's blocks at most
 
 _Entry = tuple[bytes, "asyncio.Future[bool] | None"]
 
@@ -72,6 +83,8 @@ class Journal:
         self._number = 0
         self._file = -1
         self._path = ""
+        self._unsynced = False  # whether the current segment has records that no sync followed
+        self._blanks = Blanks(folder, segment_bytes)
         self._written: dict[int, Written] = {}  # the segments that are there
         self._place = threading.Lock()  # guards number, file, written and bytes, which the shipper reads
         self._lock = -1
@@ -93,11 +106,12 @@ class Journal:
                 f"journal {self.folder} cannot be used: {error}; give a writable --journal folder"
             ) from error
         numbers = segment_numbers(self.folder)
-        self._written = {number: Written(0, segment_path(self.folder, number).stat().st_size) for number in numbers}
+        self._written = {number: Written(0, records_end(segment_path(self.folder, number))) for number in numbers}
         self.bytes = sum(written.bytes for written in self._written.values())
         self._number = max([*numbers, read_position(self.folder).segment])
         self.first = self._number + 1
         self._loop = asyncio.get_running_loop()
+        await asyncio.to_thread(self._blanks.start, _FIRST_BLANK)
         self._thread.start()
 
     async def stop(self) -> None:
@@ -105,6 +119,7 @@ class Journal:
         self._hand_over()
         self._batches.put(None)
         await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._blanks.stop)
         os.close(self._lock)
 
     def write(self, record: Shipment) -> None:
@@ -219,16 +234,19 @@ class Journal:
             self._close()
         if self._file < 0:
             self._open()
-        _write_all(self._file, data)
+        self._unsynced = True
+        write_all(self._file, data, self._size())
         if sync:
             began = time.perf_counter()
             os.fdatasync(self._file)
+            self._unsynced = False
             self._metrics.commit_seconds.observe(time.perf_counter() - began)
         with self._place:
             written = self._written.setdefault(self._number, Written())
             written.records += len(frames)
             written.bytes += len(data)
             self.bytes += len(data)
+        self._blanks.want()
 
     def _size(self) -> int:
         """Return the bytes of the current segment up to and with its last written record."""
@@ -241,9 +259,11 @@ class Journal:
         self.folder.mkdir(parents=True, exist_ok=True)
         number = self._number + 1
         path = segment_path(self.folder, number)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        file = self._blanks.take(path)
+        if file is None:  # then it grows
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            _write_all(file, MAGIC)
+            write_all(file, MAGIC, 0)
             folder = os.open(self.folder, os.O_RDONLY)
             try:
                 os.fsync(folder)
@@ -259,19 +279,18 @@ class Journal:
             self.bytes += len(MAGIC)
 
     def _close(self) -> None:
-        """End the current segment; a torn frame behind the last good one is cut off where that is possible."""
+        """End the current segment; what stands behind its last good record, zeros or a torn one, is cut off."""
         if self._file < 0:
             return
         size = self._size()
         with self._place:
             file, self._file = self._file, -1
         try:
-            os.ftruncate(file, size)
-            os.fdatasync(file)
+            if self._unsynced:
+                os.fdatasync(file)
         except OSError as error:
             log.warning("event=journal_close_failed reason=%r", str(error))
-        finally:
-            os.close(file)
+        self._blanks.cut(file, size)
 
     def _hold(self, frames: Sequence[bytes]) -> None:
         self._held = deque(frames)
@@ -291,9 +310,3 @@ def _settle(waiting: Sequence[asyncio.Future[bool]], durable: bool) -> None:
     for future in waiting:
         if not future.done():
             future.set_result(durable)
-
-
-def _write_all(file: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]

@@ -1,8 +1,9 @@
 """The journal's files: framed records in numbered segments, and the reading of them.
 
 A frame is length (u32), CRC-32 of the payload (u32), payload (MessagePack of a `store.records.Shipment`). A segment
-begins with a magic that names the format. A crash may leave a torn frame at a segment's end: reading stops there
-and says so; everything before it is whole.
+begins with a magic that names the format. Zeros in the place of a frame end it: blocks written beforehand hold them,
+and no payload is empty. A crash may leave a torn frame at a segment's end: reading stops there and says so; everything
+before it is whole.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -20,6 +22,7 @@ from store.records import Shipment
 MAGIC = b"RATCHET1"
 _HEAD = struct.Struct("<II")
 _MOST_FRAME = 2**30
+_CHUNK = 2**20
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Shipment).decode
@@ -64,12 +67,37 @@ def segment_numbers(folder: Path) -> list[int]:
     return sorted(int(path.stem) for path in folder.glob("*.journal") if path.stem.isdigit())
 
 
+def write_all(file: int, data: bytes, at: int) -> None:
+    """Write bytes from offset `at` on. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, at)
+        view, at = view[written:], at + written
+
+
+def records_end(path: Path) -> int:
+    """Return the bytes of a segment without the zeros that were written beforehand. Raises OSError."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(max(0, size - _HEAD.size))
+        if any(file.read()):  # no zeros, or so few that they may be a record's own
+            return size
+        at = len(MAGIC)
+        while at < size:
+            file.seek(at)
+            head = file.read(_HEAD.size)
+            if not any(head):
+                return at
+            at += _length(head)
+    return size
+
+
 @dataclass(slots=True, frozen=True)
 class Reading:
     """What a read of a segment gave: records, the offset behind the last one, and what stands there.
 
-    `end`: "more" (read on), "end" (nothing follows), "torn" (an unfinished frame, as a crash leaves it), "damaged"
-    (a whole frame with a wrong checksum, or bytes that are no frame).
+    `end`: "more" (read on), "end" (nothing follows but zeros), "torn" (an unfinished frame, as a crash leaves it, and
+    nothing behind it but zeros), "damaged" (a whole frame with a wrong checksum, or bytes that are no frame).
     """
 
     records: list[Shipment]
@@ -78,7 +106,10 @@ class Reading:
 
 
 def read_segment(path: Path, offset: int, most_bytes: int, until: int | None = None) -> Reading:
-    """Read records from `offset`, about `most_bytes` of them, never past `until`. Raises OSError."""
+    """Read records from `offset`, about `most_bytes` of them. Raises OSError.
+
+    `until` is where the records end, if that is known: nothing behind it is read, and zeros before it are damage.
+    """
     with path.open("rb") as file:
         if offset == 0:
             magic = file.read(len(MAGIC))
@@ -93,10 +124,26 @@ def read_segment(path: Path, offset: int, most_bytes: int, until: int | None = N
             length = _length(data)
             data += file.read(length if room is None else min(length, room - len(data)))
             records, used, end = _frames(data)
+        if end in ("blank", "damaged"):
+            end = _behind(data[used:], file) if until is None else "damaged"
         at_end = not file.read(1) if room is None else len(data) >= room
     if not at_end and end in ("end", "torn"):
         end = "more"
     return Reading(records, offset + used, end)
+
+
+def _behind(data: bytes, file: BinaryIO) -> str:
+    """Return what stands where no record does: "end" or "torn" if there are zeros to the file's end, else "damaged".
+
+    Behind the last record are the zeros that were written beforehand; a frame that ends in them was torn by a crash.
+    """
+    last = data.rstrip(b"\0")
+    if len(last) >= _length(data) and last:
+        return "damaged"
+    while rest := file.read(_CHUNK):
+        if rest.count(0) < len(rest):
+            return "damaged"
+    return "torn" if last else "end"
 
 
 def _length(data: bytes) -> int:
@@ -108,13 +155,15 @@ def _length(data: bytes) -> int:
 
 
 def _frames(data: bytes) -> tuple[list[Shipment], int, str]:
-    """Return the whole records at the head of `data`, the bytes they take, and what follows."""
+    """Return the whole records at the head of `data`, the bytes they take, and what follows ("blank": zeros)."""
     records: list[Shipment] = []
     at = 0
     while at < len(data):
         if len(data) - at < _HEAD.size:
             return records, at, "torn"
         length, checksum = _HEAD.unpack_from(data, at)
+        if not length and not checksum:
+            return records, at, "blank"
         if length > _MOST_FRAME:
             return records, at, "damaged"
         start = at + _HEAD.size

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from proxy.recording.segments import records_end
 from store import Store, open_store
 from store.states import CallState
 from tests.proxy.conftest import Proxy, Start
@@ -148,6 +149,6 @@ def test_a_messages_bytes_are_written_once(start: Start, tmp_path: Path) -> None
     messages: list[Any] = [{"role": "system", "content": "s" * 20_000}, {"role": "user", "content": "hi"}]
     for _ in range(20):
         assert proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": messages}).status_code == 200
-    written = sum(path.stat().st_size for path in (tmp_path / "journal").glob("*.journal"))
+    written = sum(records_end(path) for path in (tmp_path / "journal").glob("*.journal"))
     prompts = 20 * 4 * 20_050  # the token ids of every call, four bytes each
     assert written - prompts < 20_000 * 5

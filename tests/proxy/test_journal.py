@@ -15,7 +15,7 @@ from proxy.observing.metrics import Metrics
 from proxy.recording.bell import Bell
 from proxy.recording.carrier import DEAD_LETTERS, Porter
 from proxy.recording.journal import ALARM, Journal
-from proxy.recording.segments import MAGIC, frame, read_segment, segment_numbers, segment_path
+from proxy.recording.segments import MAGIC, frame, read_segment, records_end, segment_numbers, segment_path
 from proxy.recording.shipper import Shipper
 from store import Store
 from store.records import CallBegun, CallEnded
@@ -72,16 +72,57 @@ def test_a_flipped_bit_is_damage_and_not_read_over(tmp_path: Path) -> None:
     assert (len(reading.records), reading.end) == (1, "damaged")
 
 
-def test_reading_in_pieces_gives_the_same_records(tmp_path: Path) -> None:
+ZEROS = bytes(3000)  # as blocks written beforehand hold them
+
+
+def test_zeros_behind_the_records_end_them(tmp_path: Path) -> None:
+    path = tmp_path / "000000000001.journal"
+    whole = MAGIC + frame(pair("a")[0]) + frame(pair("b")[1])
+    for tail in (ZEROS, bytes(9), bytes(2**21)):
+        path.write_bytes(whole + tail)
+        reading = read_segment(path, 0, 2**20)
+        assert (len(reading.records), reading.offset, reading.end) == (2, len(whole), "end")
+        assert records_end(path) == len(whole)
+        assert read_segment(path, 0, 2**20, until=len(whole)) == reading
+    assert read_segment(path, 0, 2**20, until=len(whole) + 100).end == "damaged", "records were there"
+
+
+@pytest.mark.parametrize("cut", [1, 2, 7, 8, 9, 20, 60])
+def test_a_frame_torn_among_zeros_is_torn_and_no_damage(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "000000000001.journal"
+    whole = MAGIC + frame(pair("a")[0])
+    path.write_bytes(whole + frame(pair("c")[1])[:cut] + ZEROS)
+    reading = read_segment(path, 0, 2**20)
+    assert (len(reading.records), reading.offset, reading.end) == (1, len(whole), "torn")
+
+
+@pytest.mark.parametrize("harm", ["flipped", "hole", "hole at first"])
+def test_damage_among_zeros_is_told_from_their_end(tmp_path: Path, harm: str) -> None:
+    path = tmp_path / "000000000001.journal"
+    frames = [frame(pair(name)[1]) for name in "abc"]
+    match harm:
+        case "flipped":
+            frames[2] = frames[2][:-5] + bytes([frames[2][-5] ^ 1]) + frames[2][-4:]
+        case "hole":
+            frames[2:2] = [ZEROS]
+        case "hole at first":
+            frames[0] = bytes(len(frames[0]))
+    path.write_bytes(MAGIC + b"".join(frames) + ZEROS)
+    reading = read_segment(path, 0, 2**20)
+    assert (len(reading.records), reading.end) == (0 if harm == "hole at first" else 2, "damaged")
+
+
+@pytest.mark.parametrize("tail", [0, 5, 8, 299, 4000])
+def test_reading_in_pieces_gives_the_same_records(tmp_path: Path, tail: int) -> None:
     path = tmp_path / "000000000001.journal"
     written = [record for n in range(30) for record in pair(str(n))]
-    path.write_bytes(MAGIC + b"".join(frame(record) for record in written))
+    path.write_bytes(MAGIC + b"".join(frame(record) for record in written) + bytes(tail))
     found, offset, end = [], 0, "more"
     while end == "more":
         reading = read_segment(path, offset, 300)  # smaller than one record
         found += reading.records
         offset, end = reading.offset, reading.end
-    assert (found, end) == (written, "end")
+    assert (found, end) == (written, "torn" if tail == 5 else "end")  # nothing is lost with less than a frame's head
 
 
 async def test_a_commit_is_on_disk_when_it_resolves(journal: Open) -> None:
@@ -90,6 +131,57 @@ async def test_a_commit_is_on_disk_when_it_resolves(journal: Open) -> None:
     opened.write(pair("a")[0])
     assert await asyncio.gather(*(opened.commit(pair(str(n))[1]) for n in range(50))) == [True] * 50
     assert len(read_segment(segment_path(opened.folder, 1), 0, 2**20).records) == 51
+
+
+async def test_a_segments_blocks_are_written_before_its_records(journal: Open) -> None:
+    opened = journal(segment_bytes=2**14)
+    await opened.start()
+    path = segment_path(opened.folder, 1)
+    assert await opened.commit(pair("a")[1])
+    assert path.stat().st_size == 2**14, "zeros behind the record"
+    assert opened.bytes == records_end(path) < 2000, "which count as nothing"
+    records = [await opened.commit(pair(str(n))[1]) for n in range(40)]
+    await asyncio.to_thread(eventually, lambda: path.stat().st_size == records_end(path))  # a full one is cut
+    await opened.stop()
+    segments = [segment_path(opened.folder, number) for number in segment_numbers(opened.folder)]
+    assert len(segments) > 1
+    assert sum(len(read_segment(one, 0, 2**20).records) for one in segments) == 1 + len(records)
+    assert sum(one.stat().st_size for one in segments) == opened.bytes, "no zeros are left"
+    assert {one.name for one in opened.folder.iterdir()} == {"lock"} | {one.name for one in segments}
+
+
+async def test_without_room_for_zeros_segments_grow(journal: Open) -> None:
+    opened = journal()
+    (opened.folder / "next.blank").mkdir(parents=True)  # in the way
+    await opened.start()
+    assert await opened.commit(pair("a")[1])
+    assert segment_path(opened.folder, 1).stat().st_size == opened.bytes
+    assert len(read_segment(segment_path(opened.folder, 1), 0, 2**20).records) == 1
+
+
+async def test_what_a_killed_process_left_among_zeros_is_shipped_and_counted(
+    journal: Open, store: Store, tmp_path: Path
+) -> None:
+    first = journal()
+    await first.start()
+    first.write(pair("lost")[0])
+    await first.commit(pair("done")[1])
+    await asyncio.to_thread(eventually, lambda: (first.folder / "next.blank").exists())
+    shutil.copytree(first.folder, tmp_path / "left")  # as a kill would leave it now
+    with segment_path(tmp_path / "left", 1).open("r+b") as file:  # which tore a third record
+        file.seek(first.bytes)
+        file.write(frame(pair("torn")[1])[:100])
+    second = journal(folder="left")
+    await second.start()
+    assert second.bytes < first.bytes + 2000
+    shipper = shipping(second, store)
+    await shipper.start()
+    states = {call.id: call.state for call in store.calls.page(9)}
+    assert states == {"call_lost": CallState.INTERRUPTED, "call_done": CallState.ANSWERED}
+    await asyncio.to_thread(eventually, lambda: segment_numbers(second.folder) == [])
+    assert not store.alarms.standing()
+    assert second.bytes == 0
+    await shipper.stop()
 
 
 async def test_one_folder_belongs_to_one_proxy(journal: Open) -> None:
@@ -161,12 +253,12 @@ async def test_what_can_never_be_shipped_is_counted_lost_and_told(journal: Open,
     for n in range(5):
         await opened.commit(pair(str(n))[1])
     path = segment_path(opened.folder, 1)
-    data = path.read_bytes()
+    data = path.read_bytes()[: opened.bytes]
     match harm:
         case "deleted":
             path.unlink()
         case "flipped":
-            path.write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
+            path.write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:] + ZEROS)
         case "truncated":
             path.write_bytes(data[:-5])
         case "emptied":
@@ -185,7 +277,7 @@ async def test_what_can_never_be_shipped_is_counted_lost_and_told(journal: Open,
     assert len(store.calls.page(100)) == 10 - lost
     assert shipper.shipped_until(8.0) == 8.0
     await shipper.stop()
-    assert opened.bytes == segment_path(opened.folder, 2).stat().st_size
+    assert opened.bytes == records_end(segment_path(opened.folder, 2))
 
 
 async def test_a_small_journal_is_emptied_by_shipping(journal: Open, store: Store) -> None:
