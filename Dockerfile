@@ -1,9 +1,12 @@
 # Two images from one file:
 #   docker build --target proxy   -t ratchet-proxy .      the front door, without torch
-#   docker build --target trainer -t ratchet-trainer .    the school; vLLM runs in its own image (vllm/vllm-openai)
-# The checkpoints folder must be a volume that trainer and vLLM share under the same path.
+#   docker build --target trainer -t ratchet-trainer .    the school, with torch for NVIDIA GPUs: some GB
+# vLLM runs in its own image (vllm/vllm-openai, the release that pyproject.toml pins); deploy/compose.yaml puts all
+# together. The trainer's state folder must be a volume that vLLM sees under the same path.
+# For a trainer without a GPU give --build-arg PIP_EXTRA_INDEX_URL with PyTorch's CPU index.
 
-FROM python:3.12-slim AS proxy
+FROM python:3.12-slim-bookworm AS proxy
+ENV PYTHONUNBUFFERED=1
 WORKDIR /app
 COPY pyproject.toml README.md LICENSE ./
 COPY store store
@@ -11,18 +14,23 @@ COPY proxy proxy
 COPY trainer trainer
 COPY ratchet ratchet
 COPY examples/__init__.py examples/__init__.py
-RUN pip install --no-cache-dir ".[postgres]" && useradd --create-home ratchet && mkdir /state && chown ratchet /state
-USER ratchet
+RUN pip install --no-cache-dir ".[postgres,redact,otel]" \
+    && useradd --create-home --uid 10001 ratchet && mkdir /state && chown ratchet /state
+# By number, so that Kubernetes' runAsNonRoot can see that it is not root.
+USER 10001
 WORKDIR /state
+# State stands in /state/default: RATCHET_PROJECT and RATCHET_FOLDER say otherwise.
+ENV RATCHET_FOLDER=/state
 VOLUME /state
 EXPOSE 8000
-HEALTHCHECK CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health/live', timeout=3)"]
-# Outside its container the proxy is reached through 0.0.0.0, which needs RATCHET_API_KEYS.
+HEALTHCHECK --start-period=30s CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health/live', timeout=3)"]
+# Outside its container the proxy is reached through 0.0.0.0, which needs RATCHET_API_KEYS or a key in the store.
 ENTRYPOINT ["ratchet", "proxy", "--host", "0.0.0.0", "--port", "8000"]
 
 FROM proxy AS trainer
+ARG PIP_EXTRA_INDEX_URL
 USER root
-RUN pip install --no-cache-dir "/app[postgres,trainer]"
-USER ratchet
+RUN pip install --no-cache-dir "/app[postgres,redact,otel,trainer]"
+USER 10001
 HEALTHCHECK NONE
 ENTRYPOINT ["ratchet", "trainer"]

@@ -11,7 +11,7 @@ FaceError
 |-- NotRunning       the command needs a running project
 |-- RoomDied         a process ended that should run
 |-- RoomSlow         a process did not become ready in time
-`-- DemoFailed       the demo's agent could not do its work
+`-- DemoFailed       the demo could not run
 """
 
 from __future__ import annotations
@@ -62,4 +62,4 @@ class RoomSlow(FaceError):
 
 
 class DemoFailed(FaceError):
-    """The demo's agent could not do its work."""
+    """The demo, or its agent, could not do its work."""

@@ -24,7 +24,7 @@ def read(settings: Settings) -> LearningReport:
 
     if settings.store is None and not settings.state.store.exists():
         raise FaceError("nothing has run yet: there is no store to report on")
-    store = open_store(settings.store_url)
+    store = open_store(settings.store_url, create=False)
     try:
         judge = store.groups.newest_judge(settings.model)
         return learning_report(store.groups.scored(settings.model, judge, limit=_MOST) if judge else [])

@@ -81,20 +81,20 @@ def running_settings_of(context: click.Context, values: dict[str, Any]) -> Setti
 
 
 @contextmanager
-def opened_store(url: str) -> Iterator[Store]:
-    """Open a store for one command."""
+def opened_store(url: str, *, create: bool = True) -> Iterator[Store]:
+    """Open a store for one command. A command that only reads makes none where a name was misspelt."""
     from store import open_store
 
-    opened = open_store(url)
+    opened = open_store(url, create=create)
     try:
         yield opened
     finally:
         opened.close()
 
 
-def running_store(context: click.Context, **given: Any) -> AbstractContextManager[Store]:
+def running_store(context: click.Context, *, create: bool = False, **given: Any) -> AbstractContextManager[Store]:
     """Open the store of what the project runs, or ran last; options win. Raises SettingsError."""
-    return opened_store(running_settings_of(context, given).store_url)
+    return opened_store(running_settings_of(context, given).store_url, create=create)
 
 
 def person() -> str:

@@ -76,7 +76,7 @@ def _store(settings: Settings) -> dict[str, Any] | None:
         return None
     from store import open_store
 
-    store = open_store(settings.store_url)
+    store = open_store(settings.store_url, create=False)
     rounds = store.rounds.page(settings.model, limit=100_000)
     live = store.policies.live().get(settings.model)
     content = {

@@ -10,11 +10,11 @@ import sqlalchemy as sa
 
 from store.alarms import Alarms
 from store.calls import Calls
-from store.database import connect, ensure_schema
+from store.database import connect, ensure_schema, missing_file
 from store.decisions import Decisions
 from store.deletion import Deletions
 from store.doors import Doors
-from store.errors import StoreError
+from store.errors import StoreError, StoreMissing
 from store.feedback import Feedbacks
 from store.groups import Groups
 from store.keys import Keys
@@ -67,13 +67,16 @@ class Store:
         self._engine.dispose()
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str, *, create: bool = True) -> Store:
     """Open the store at a database URL or an SQLite path; an empty database gets its schema.
 
     Raises StoreError: SchemaMismatch where another version of Ratchet made the database, StoreUnavailable where
-    it does not answer.
+    it does not answer, StoreMissing where there is no SQLite file and none is to be made.
     """
-    engine = connect(url)
+    engine = connect(url, create)
+    if not create and (file := missing_file(engine)):
+        engine.dispose()
+        raise StoreMissing(f"there is no store at {file}: nothing was recorded there; give --store or --project")
     try:
         ensure_schema(engine)
     except StoreError:

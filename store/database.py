@@ -64,6 +64,14 @@ def connect(store_url: str, create: bool = True) -> sa.Engine:
         raise StoreError("PostgreSQL needs its driver: pip install 'ratchet-rl[postgres]'") from error
 
 
+def missing_file(engine: sa.Engine) -> Path | None:
+    """Return the SQLite file of a store that is not there; None where there is one, and for PostgreSQL."""
+    name = engine.url.database
+    if engine.dialect.name != "sqlite" or not name or name == ":memory:" or Path(name).exists():
+        return None
+    return Path(name).absolute()
+
+
 class _FileGuard:
     """Lets SQLite make a database file once, where it may at all."""
 

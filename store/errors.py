@@ -2,6 +2,7 @@
 
 StoreError
 |-- SchemaMismatch     the database's schema is older or newer than this code
+|-- StoreMissing       there is no SQLite file of that name, and none was to be made
 |-- StoreUnavailable   the database does not answer (the caller may try again)
 |-- UnknownRecord      an id that the store does not hold
 |-- UnfitRecord        something that no record can hold
@@ -17,6 +18,10 @@ class StoreError(Exception):
 
 class SchemaMismatch(StoreError):
     """The database was made by another version of Ratchet; the message names the remedy."""
+
+
+class StoreMissing(StoreError):
+    """There is no database file where one was expected."""
 
 
 class StoreUnavailable(StoreError):

@@ -76,6 +76,11 @@ class Keys:
         bare, colon, trajectory = key.partition(":")
         if colon and (caller := self._ring.agent(_hash(bare))):
             return Caller(caller.key_id, trajectory or None, caller.meter)
+        if self._ring.opens_operator(_hash(key)):
+            raise Forbidden(
+                f"an operator's key opens {_OPERATOR_PATH} alone: send an agent's key (`ratchet keys create`, or "
+                f"{KEYS_VARIABLE})"
+            )
         raise _unknown_key()
 
     def _anyone(self, key: str) -> Caller:

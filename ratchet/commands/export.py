@@ -49,7 +49,7 @@ def export(
     if shape == "parquet" and out is None:
         raise click.UsageError("Parquet needs a file: give --out FILE")
     settings = options.running_settings_of(context, {"store": store, "project": project})
-    with options.opened_store(settings.store_url) as opened:
+    with options.opened_store(settings.store_url, create=False) as opened:
         found = _chosen(opened, Chosen(**filters))
         records: Iterable[dict[str, Any]] = map(trajectory_record, found)
         if shape == "trl":

@@ -49,7 +49,7 @@ def create(
     from store.states import KeyScope
 
     key = new_key()
-    with options.running_store(context, store=store, project=project) as opened:
+    with options.running_store(context, create=True, store=store, project=project) as opened:
         made = opened.keys.create(name, hash_key(key.encode()), KeyScope(scope), requests_per_minute, tokens_per_minute)
     click.echo(key)
     click.echo(f"{made.id}: scope {scope}; the key is not shown again", err=True)
@@ -69,7 +69,7 @@ def list_keys(context: click.Context, store: str | None, project: str | None, as
     """
     import msgspec
 
-    with options.running_store(context, store=store, project=project) as opened:
+    with options.running_store(context, create=True, store=store, project=project) as opened:
         found = opened.keys.all()
     if as_json:
         options.emit([{k: v for k, v in msgspec.structs.asdict(key).items() if k != "hash"} for key in found])

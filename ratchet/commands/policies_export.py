@@ -62,7 +62,7 @@ def export(
         raise click.UsageError(f"{folder} is there already: name a new folder")
     settings = options.running_settings_of(context, {"base_model": base_model, "store": store, "project": project})
     base = check_model(settings.base_model)
-    with options.opened_store(settings.store_url) as opened:
+    with options.opened_store(settings.store_url, create=False) as opened:
         found, source = _exportable(opened, policy)
         card = model_card(gather(opened, found, base, versions()), merged=merged is not None)
     if merged:

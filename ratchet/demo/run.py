@@ -237,4 +237,6 @@ def _settings(options: DemoOptions) -> Settings:
         ("folder",): ("--folder", str(options.folder) if options.folder else None),
     } | {path: (".".join(path), value) for path, value in options.changes.items()}
     secrets = {name: value for name, value in os.environ.items() if name in SECRETS}
+    if not TINY.is_file():
+        raise DemoFailed(f"{TINY} is not here: run the demo in the folder of Ratchet's repository, as `make demo`")
     return load(TINY if options.base_model is None else REAL, values, secrets)

@@ -57,7 +57,8 @@ def test_a_new_key_is_known_by_its_prefix_and_long_enough() -> None:
 def test_keys_of_the_store_open_what_their_scope_says_and_nothing_else(start: Start, store: Store) -> None:
     (agent, row), (boss, _) = made(store), made(store, KeyScope.OPERATOR)
     proxy = start()
-    assert (status(proxy, agent), status(proxy, boss), status(proxy, "rk-unknown")) == (200, 401, 401)
+    assert (status(proxy, agent), status(proxy, boss), status(proxy, "rk-unknown")) == (200, 403, 401)
+    assert "send an agent's key" in proxy.http.get("/v1/models", headers=bearer(boss)).json()["error"]["message"]
     assert (status(proxy, agent, "/api/calls"), status(proxy, boss, "/api/calls")) == (403, 200)
     assert proxy.http.get("/api/calls").status_code == 401
     ask(proxy, agent)

@@ -101,6 +101,18 @@ def test_a_store_is_migrated_verified_and_listed(project: Project) -> None:
     assert "no versions yet" in project.run("policies", "list", "--store", url).stdout
 
 
+def test_a_command_that_reads_makes_no_store_of_a_misspelt_name(project: Project) -> None:
+    words = (("trajectories", "list"), ("store", "export"), ("status",), ("policies", "list"), ("tune", "runs"))
+    for command in words:
+        asked = project.run(*command, "--store", "typo.db")
+        assert (asked.returncode, "there is no store at" in asked.stdout) == (1, True), command
+    assert not (project.folder / "typo.db").exists()
+
+
+def test_a_demo_away_from_the_repository_says_where_it_runs(project: Project) -> None:
+    assert "run the demo in the folder of Ratchet's repository" in project.run("demo").stdout
+
+
 def test_a_damaged_message_fails_the_verification(project: Project) -> None:
     import sqlite3
 

@@ -63,6 +63,7 @@ def test_json_and_markdown_say_the_same(tuned: Project) -> None:
 
 def test_a_report_on_nothing_says_so_and_fails(project: Project) -> None:
     project.write(store="sqlite:///s.db")
+    project.run("store", "migrate")
     done = project.run("tune", "report")
     assert done.returncode == 1
     assert "no tuning run" in done.stdout
