@@ -7,6 +7,8 @@ import logging
 import os
 import time
 
+from starlette.types import ASGIApp
+
 from proxy.access.keyring import KeyRing
 from proxy.access.keys import Keys
 from proxy.access.patterns import Patterns
@@ -136,7 +138,13 @@ def create_app(
         rest=PassThrough(book, upstream, pool, others, metrics, settings.bounds),
     )
     ring = KeyRing(settings, store)
-    app = Errors(Keys(Inflate(routes, settings.body_limit), ring), count=metrics.refused)
+    app: ASGIApp = Errors(Keys(Inflate(routes, settings.body_limit), ring), count=metrics.refused)
+    if settings.web_origins:
+        from starlette.middleware.cors import CORSMiddleware
+
+        app = CORSMiddleware(
+            app, settings.web_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"], max_age=600
+        )
     memory = Memory(links, store, settings.idle_seconds)
     watching = [service for service in (call_log, spans) if service is not None]
     return Lifespan(

@@ -10,6 +10,7 @@ import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
@@ -39,6 +40,7 @@ class ProxySettings(BaseModel):
     operator_hashes: frozenset[str] = frozenset()  # those that open /api, beside those in the store
     requests_per_minute: int | None = Field(default=None, ge=1)  # of a key without a limit of its own
     tokens_per_minute: int | None = Field(default=None, ge=1)  # of a key without a limit of its own
+    web_origins: tuple[str, ...] = ()  # of web pages whose scripts may call, with a key; "*": any
     redact: tuple[str, ...] = ()  # names of built-in patterns
     redact_patterns: dict[str, str] = Field(default_factory=dict)  # further ones: name -> pattern of RE2
     upstream_key: SecretStr | None = None  # sent to vLLM as bearer token
@@ -78,6 +80,15 @@ class ProxySettings(BaseModel):
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"upstream {url!r} is not a URL; write it like http://127.0.0.1:8001")
         return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
+
+    @field_validator("web_origins")
+    @classmethod
+    def _bare_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            parts = urlsplit(origin)
+            if origin != "*" and origin != f"{parts.scheme}://{parts.netloc}":
+                raise ValueError(f"{origin!r} is no origin; write it like https://app.example.com, or * for any page")
+        return origins
 
     @field_validator("exact_context", mode="before")
     @classmethod

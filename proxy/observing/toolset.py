@@ -42,8 +42,9 @@ class Toolset:
         self._fault = "the tool list is not known" if body is None else None
         if body is not None and len(body) > _LARGEST_LIST:
             self._fault = "a large tool list"
-        tools = _decode(body) if body and not self._fault else ()
-        self._parameters: dict[str, Any] = dict(filter(None, map(_declared, tools)))
+        tools = _decode(body) if body and not self._fault else []
+        listed = tools if isinstance(tools, list) else []  # what an upstream lets pass may be anything
+        self._parameters: dict[str, Any] = dict(filter(None, map(_declared, listed)))
         self._ready: dict[str, BoundedSchema | str] = {}  # or why it cannot be checked
         self._strikes: Counter[str] = Counter()
 

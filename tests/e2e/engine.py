@@ -34,7 +34,8 @@ def vllm(model: Path, log: Path, *arguments: str, max_model_len: int = 4096) -> 
             _wait(process, f"http://127.0.0.1:{port}", log)
             yield f"http://127.0.0.1:{port}"
         finally:
-            kill_tree(psutil.Process(process.pid))
+            with contextlib.suppress(psutil.NoSuchProcess):  # it did not start: what failed is told above
+                kill_tree(psutil.Process(process.pid))
             process.wait(20)
 
 

@@ -203,3 +203,42 @@ def test_a_key_in_a_url_is_neither_read_nor_told_to_the_upstream(
     assert proxy.http.post(path, json={"model": "agent"}).status_code == 401
     assert proxy.http.post(path, json={"model": "agent"}, headers=bearer(key)).status_code == 200
     assert vllm.queries[-1] == b"a=1&b=2"
+
+
+PAGE = "https://app.example.com"
+PREFLIGHT = {
+    "origin": PAGE,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+}
+
+
+def test_a_page_whose_origin_is_named_may_call_with_a_key_and_read_the_answer(start: Start, store: Store) -> None:
+    key, _ = made(store)
+    proxy = start(web_origins=(PAGE,))
+    asked = proxy.http.options("/v1/chat/completions", headers=PREFLIGHT)
+    assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, PAGE)
+    assert "x-stainless-lang" in asked.headers["access-control-allow-headers"]
+    for body in (BODY, {**BODY, "stream": True}):
+        answer = proxy.http.post("/v1/chat/completions", json=body, headers={"origin": PAGE, **bearer(key)})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
+    keyless = proxy.http.post("/v1/chat/completions", json=BODY, headers={"origin": PAGE})
+    assert (keyless.status_code, keyless.headers["access-control-allow-origin"]) == (401, PAGE)
+    foreign = proxy.http.options("/v1/chat/completions", headers={**PREFLIGHT, "origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in foreign.headers
+
+
+def test_no_page_is_let_in_unless_it_is_named(start: Start) -> None:
+    silent = start().http.options("/v1/chat/completions", headers=PREFLIGHT)
+    assert not [name for name in silent.headers if name.startswith("access-control")]
+
+
+def test_without_keys_a_named_page_is_refused_all_the_same(start: Start) -> None:
+    proxy = start(web_origins=("*",))
+    assert proxy.http.post("/v1/chat/completions", json=BODY, headers={"origin": PAGE}).status_code == 403
+
+
+@pytest.mark.parametrize("origin", ["app.example.com", "https://app.example.com/", "https://a.example/page", ""])
+def test_what_is_no_origin_is_told(tmp_path: Path, origin: str) -> None:
+    with pytest.raises(ValueError, match="is no origin"):
+        ProxySettings(upstreams=("http://a",), model="m", store="-", journal=tmp_path, web_origins=(origin,))

@@ -65,7 +65,7 @@ def test_an_agents_key_does_not_open_the_operator_api(start: Start, tmp_path: Pa
     assert proxy.http.get("/api/calls", headers=agent).status_code == 403
     assert proxy.http.get("/api/calls").status_code == 401
     assert proxy.http.get("/api/calls", headers=boss).status_code == 200
-    assert proxy.http.get("/v1/models", headers=boss).status_code == 401
+    assert proxy.http.get("/v1/models", headers=boss).status_code == 403
 
 
 @pytest.mark.parametrize(

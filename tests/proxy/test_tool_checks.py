@@ -75,6 +75,11 @@ def test_an_argument_is_unexpected_unless_the_schema_lets_others_in(extra: dict[
     assert judged('{"q": "x", "z": 1}', PARAMETERS | extra)[0] == outcome
 
 
+@pytest.mark.parametrize("tools", [5, {"a": 1}, "search", True, None, [3, None, {"function": 4}]])
+def test_what_is_no_list_of_tools_offers_none(tools: Any) -> None:
+    assert Toolset(msgspec.json.encode(tools)).judge("search", "{}") == (ToolOutcome.UNKNOWN_TOOL, None)
+
+
 def test_a_function_without_parameters_takes_none() -> None:
     assert judged("{}", None)[0] == "valid"
     assert judged('{"q": 1}', None)[0] == "unexpected_argument"
