@@ -48,7 +48,7 @@ def build_tokenizer() -> Any:
     )
 
 
-def build_tiny_model(folder: Path, *, hidden: int = 64, layers: int = 2) -> Path:
+def build_tiny_model(folder: Path, *, hidden: int = 64, layers: int = 2, positions: int = 1024) -> Path:
     """Write model and tokenizer into `folder` and return it."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -64,7 +64,7 @@ def build_tiny_model(folder: Path, *, hidden: int = 64, layers: int = 2) -> Path
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
-        max_position_embeddings=1024,
+        max_position_embeddings=positions,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,

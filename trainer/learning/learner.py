@@ -24,7 +24,7 @@ from trainer.crediting.whitening import whiten
 from trainer.errors import NoLearningSignal, RowError
 from trainer.learning import preference
 from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.tokens import TokenRow, split_by_budget
+from trainer.learning.tokens import TokenRow
 from trainer.progress import TRAINING, Progress
 from trainer.publishing import checkpoint
 
@@ -54,6 +54,7 @@ class RoundReport:
     weight_change              L2 norm of what was added to the LoRA parameters
     kl                         to the base model at the trained tokens, mean in nats; 0 where `kl` is not set
     rows_rejected              rows that the engine sampled with another policy than the one that learns
+    tokens_forwarded           that the training pass went through, padding included, shared prefixes once
     """
 
     loss: float
@@ -72,6 +73,7 @@ class RoundReport:
     weight_change: float
     kl: float = 0.0
     rows_rejected: int = 0
+    tokens_forwarded: int = 0
 
 
 class Learner:
@@ -167,6 +169,7 @@ class Learner:
             weight_change=self._distance_from(before),
             kl=sum(step.kl_sum for step in taken) / tokens,
             rows_rejected=sum(step.rows_rejected for step in steps),
+            tokens_forwarded=sum(step.tokens_forwarded for step in steps),
         )
 
     def _stepped(self, rows: Sequence[TokenRow]) -> Steps:
@@ -212,11 +215,13 @@ class Learner:
         # A sequence of fewer than two tokens has nothing to score.
         scored: list[tuple[float, ...]] = [(0.0,) * len(ids) for ids in sequences]
         longer = [index for index, ids in enumerate(sequences) if len(ids) > 1]
-        for batch in split_by_budget([len(sequences[index]) for index in longer], self._settings.token_budget):
-            members = [longer[place] for place in batch]
-            logprobs = self._score_batch([sequences[index] for index in members], adapter)
-            for index, row_logprobs in zip(members, logprobs, strict=True):
-                scored[index] = row_logprobs
+        # They are only scored: all tokens but the first count, and the recorded logprobs are never read.
+        plain = [
+            TokenRow("", ids, (0, *(1,) * (len(ids) - 1)), (0.0,) * len(ids), advantage=0.0)
+            for ids in (sequences[index] for index in longer)
+        ]
+        for index, found in zip(longer, self._trainer.score(plain, adapter=adapter), strict=True):
+            scored[index] = (0.0, *found)
         return scored
 
     def save(self, folder: Path) -> None:
@@ -275,15 +280,6 @@ class Learner:
         shuffled = list(units)
         random.Random(f"{self._settings.seed}/{self._step}").shuffle(shuffled)
         return [[row for unit in shuffled[part::count] for row in unit] for part in range(count)]
-
-    def _score_batch(self, sequences: Sequence[tuple[int, ...]], adapter: bool) -> list[tuple[float, ...]]:
-        from trainer.learning import micro_batches
-
-        # The rows are only scored: all tokens but the first count, and the recorded logprobs are never read.
-        rows = [TokenRow("", ids, (0, *(1,) * (len(ids) - 1)), (0.0,) * len(ids), advantage=0.0) for ids in sequences]
-        micro = micro_batches.collate(rows, pad_id=0, device=self._trainer.accelerator.device)
-        logprobs = self._trainer.token_logprobs(micro, adapter=adapter).tolist()  # (N, T)
-        return [(0.0, *row[: len(ids) - 1]) for ids, row in zip(sequences, logprobs, strict=True)]
 
     def _distance_from(self, before: dict[str, torch.Tensor]) -> float:
         after = self._trainer.lora_parameters()

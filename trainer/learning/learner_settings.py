@@ -40,6 +40,8 @@ class LearnerSettings:
                                  tokens is above this or below 1 / this, None = never
     steps_per_round              optimiser steps that a round's rows are split into, shuffled by seed and step
     token_budget                 padded tokens per micro-batch: memory, never the result
+    share_prefixes               compute what rows share at their beginning once, where that is quicker and the model's
+                                 attention allows it; never the result
     quantization                 of the frozen base model: none, or nf4 (QLoRA; needs the extra `qlora`)
     gradient_checkpointing       trade a third more time for much less activation memory
     seed                         of the adapter's first weights and of the shuffle
@@ -64,6 +66,7 @@ class LearnerSettings:
     reject_ratio_beyond: float | None = 2.0
     steps_per_round: int = 1
     token_budget: int = 8192
+    share_prefixes: bool = True
     quantization: str = "none"
     gradient_checkpointing: bool = False
     seed: int = 0

@@ -15,7 +15,8 @@ ours. What is left out of the textbook, and why:
 - The KL penalty is the k3 estimator times the ratio (DeepSeek-V3.2, arXiv:2512.02556), and carries no importance
   weight.
 - TRL's entropy bonus and entropy quantile: both are per micro-batch there, here over the step.
-- Packing without padding: it wins only with FlashAttention.
+- Packing without padding: it wins only with FlashAttention. Rows that begin alike are packed, what they share once
+  (trainer/learning/shared_prefixes.py).
 
 TRL's GRPOTrainer changes several times a week: it is pinned exactly, and tests/trainer/test_loss_contract.py compares
 it with a hand-written reference.
@@ -36,8 +37,8 @@ from peft import LoraConfig
 from trainer.errors import TrainingDiverged
 from trainer.learning import correction
 from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.micro_batches import Micro, blank, collate, split, weigh
-from trainer.learning.model_pass import ModelPass, Scored
+from trainer.learning.micro_batches import Micro, batched, blank, collate, split, weigh
+from trainer.learning.model_pass import ModelPass, Scored, worth_of_a_token
 from trainer.learning.tokens import TokenRow
 from trainer.learning.trl_without_vllm import GRPOConfig, GRPOTrainer
 
@@ -57,6 +58,7 @@ class StepNumbers:
     kl_sum: float
     tokens: int
     rows_rejected: int
+    tokens_forwarded: int
 
 
 class _Alone:
@@ -101,7 +103,9 @@ class RecordedGRPOTrainer(GRPOTrainer):
         )
         for parameter in self.lora_parameters().values():  # TRL makes those of a quantised model bf16
             parameter.data = parameter.data.float()
-        self._pass = ModelPass(self.model.get_base_model())
+        base = self.model.get_base_model()
+        self._pass = ModelPass(base)
+        self._worth = worth_of_a_token(base) if settings.share_prefixes else None
         # Trainer.train() would do what follows; our loop never calls it.
         if args.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
@@ -128,6 +132,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
         own = split(
             rows,
             self._settings.token_budget,
+            worth=self._worth,
             rank=self.accelerator.process_index,
             ranks=self.accelerator.num_processes,
         )
@@ -166,7 +171,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
         The mean divides by what was kept: that is known when all micro-batches have been seen, and the gradient is
         linear in it.
         """
-        sums = torch.zeros(8, dtype=torch.float64)
+        sums = torch.zeros(9, dtype=torch.float64)
         for place, micro in enumerate(micros):
             last = place == len(micros) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model_wrapped):
@@ -192,6 +197,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
             kl_sum=own[2],
             tokens=round(own[3]),
             rows_rejected=round(rejected),
+            tokens_forwarded=round(own[4]),
         )
 
     def mismatch(self, micros: Sequence[Micro]) -> correction.Mismatch:
@@ -218,6 +224,16 @@ class RecordedGRPOTrainer(GRPOTrainer):
             self.accelerator = together
         self._metrics["train"].clear()  # TRL's means are over weighted tokens: ours are counted apart
         return loss
+
+    def score(self, rows: Sequence[TokenRow], *, adapter: bool = True) -> list[list[float]]:
+        """Logprobs of every token but the first of each row, (T,) each; rows of which all of these are trained."""
+        scored: list[list[float]] = [[]] * len(rows)
+        for packs in batched(rows, self._settings.token_budget, self._worth):
+            micro = collate([[rows[index] for index in pack] for pack in packs], self._pad_id, self.accelerator.device)
+            logprobs = self.token_logprobs(micro, adapter=adapter).tolist()  # (N, T)
+            for index, found in zip((index for pack in packs for index in pack), logprobs, strict=True):
+                scored[index] = found[: len(rows[index].ids) - 1]
+        return scored
 
     def token_logprobs(self, micro: Micro, *, adapter: bool = True) -> torch.Tensor:
         """Logprobs (N, T) of the trained tokens at the rows' temperatures, 0 elsewhere; of the base without adapter."""
@@ -274,7 +290,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
             micro["advantages"] = torch.where(entropy > threshold, micro["advantages"], 0.0)  # (N, T)
 
     def _sums(self, micro: Micro, loss: float) -> torch.Tensor:
-        """Loss, units, tokens with a signal, rejected rows; of kept tokens entropy, clipped, KL and number; (8,)."""
+        """Loss, units, tokens with a signal, rejected rows; of kept tokens entropy, clipped, KL, number; forwarded."""
         assert self._seen is not None
         logprobs, entropy = self._seen.logprobs.detach(), self._seen.entropy.detach()  # (N, T) each
         on = micro["trained"] & micro["kept"]  # (N, T)
@@ -290,6 +306,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
             self._clipped(micro, logprobs)[on].sum(),
             kl,
             on.sum(),
+            micro["forwarded_ids"].numel(),
         ]
         return torch.tensor([loss, *map(float, numbers)], dtype=torch.float64)
 

@@ -15,13 +15,18 @@ from typing import Any
 import torch
 
 from trainer.learning.objectives import Objective
+from trainer.learning.shared_prefixes import Tree, together, tree
 from trainer.learning.tokens import TokenRow, split_by_budget
 
 Micro = dict[str, torch.Tensor]
 
+# GPU kernels of attention copy a mask whose rows are not so aligned.
+_ALIGNED = 8
 
-def collate(rows: Sequence[TokenRow], pad_id: int, device: torch.device) -> Micro:
-    """One micro-batch of N rows, under TRL's names, in which every trained token weighs 1."""
+
+def collate(packs: Sequence[Sequence[TokenRow]], pad_id: int, device: torch.device) -> Micro:
+    """One micro-batch of N rows in M packs, under TRL's names, in which every trained token weighs 1."""
+    rows = [row for pack in packs for row in pack]
     n_rows, width = len(rows), max(len(row.ids) for row in rows) - 1
     trained = _padded([row.mask[1:] for row in rows], width, 0)  # (N, T)
     micro = {
@@ -35,37 +40,70 @@ def collate(rows: Sequence[TokenRow], pad_id: int, device: torch.device) -> Micr
         "advantages": _padded([_advantages(row) for row in rows], width, 0.0),  # (N, T)
         "importance": torch.tensor([[row.importance] for row in rows]),  # (N, 1)
     }
-    micro |= _forwarded(micro, torch.tensor([row.temperature for row in rows]))
+    trees = [tree([row.ids for row in pack]) for pack in packs]
+    micro |= _forwarded(trees, pad_id)
+    micro |= _sought(micro, trees, [row.temperature for row in rows])
     return {name: tensor.to(device) for name, tensor in micro.items()}
 
 
-def _forwarded(micro: Micro, temperature: torch.Tensor) -> Micro:
-    """What the model is run on, (N, 1 + T); and of the K trained tokens, (K,), where each is predicted and what is."""
-    row, place = micro["trained"].nonzero(as_tuple=True)  # (K,) each
+def _forwarded(trees: Sequence[Tree], pad_id: int) -> Micro:
+    """What the model is run on, (M, L) each: one row a pack as usual, else trees with what says who sees whom."""
+    longest = max(len(tree.ids) for tree in trees)
+    if all(len(tree.paths) == 1 for tree in trees):
+        attended = _padded([(1,) * len(tree.ids) for tree in trees], longest, 0)
+        return {"forwarded_ids": _padded([tree.ids for tree in trees], longest, pad_id), "attended": attended}
+    width = -(-longest // _ALIGNED) * _ALIGNED
+    itself = range(1, width + 1)  # padding is seen by itself alone
     return {
-        "forwarded_ids": torch.cat([micro["prompt_ids"], micro["completion_ids"]], dim=1),  # (N, 1 + T)
-        "attended": torch.cat([micro["prompt_mask"], micro["completion_mask"]], dim=1),  # (N, 1 + T)
-        "predicting": row * (micro["trained"].shape[1] + 1) + place,  # of all positions, row by row
-        "targets": micro["completion_ids"][row, place],
-        "temperatures": temperature[row],
+        "forwarded_ids": _padded([tree.ids for tree in trees], width, pad_id),
+        "positions": _padded([tree.positions for tree in trees], width, 0),
+        "until": torch.tensor([[*tree.until, *itself[len(tree.ids) :]] for tree in trees]),
     }
 
 
-def split(rows: Sequence[TokenRow], token_budget: int, *, rank: int = 0, ranks: int = 1) -> list[list[TokenRow]]:
-    """The rows of this rank's micro-batches: every rank has as many, if need be an empty one.
+def _sought(micro: Micro, trees: Sequence[Tree], temperatures: Sequence[float]) -> Micro:
+    """Of the K trained tokens, (K,) each: where in all M x L tokens each is predicted, what it is, how it was drawn."""
+    trained = micro["trained"]  # (N, T)
+    size = micro["forwarded_ids"].shape[1]
+    before = [[pack * size + place for place in path[:-1]] for pack, tree in enumerate(trees) for path in tree.paths]
+    return {
+        "predicting": _padded(before, trained.shape[1], 0)[trained],
+        "targets": micro["completion_ids"][trained],
+        "temperatures": torch.tensor(temperatures)[trained.nonzero(as_tuple=True)[0]],
+    }
 
-    A rank with an empty one goes through the motions with `blank`: the others wait for its part of the gradient.
+
+def split(
+    rows: Sequence[TokenRow], token_budget: int, *, worth: float | None = None, rank: int = 0, ranks: int = 1
+) -> list[list[list[TokenRow]]]:
+    """The packs of this rank's micro-batches: every rank has as many, if need be an empty one.
+
+    A pack is one row, or where `worth` (trainer/learning/shared_prefixes.py) is given also several that begin alike. A
+    rank with an empty one goes through the motions with `blank`: the others wait for its part of the gradient.
     """
-    batches = [[rows[index] for index in batch] for batch in split_by_budget([len(r.ids) for r in rows], token_budget)]
+    batches = [[[rows[index] for index in pack] for pack in batch] for batch in batched(rows, token_budget, worth)]
     return [
         batches[place] if place < len(batches) else []
         for place in range(rank, -(-len(batches) // ranks) * ranks, ranks)
     ]
 
 
+def batched(rows: Sequence[TokenRow], token_budget: int, worth: float | None) -> list[list[list[int]]]:
+    """Indices of rows by pack and micro-batch; those with packs of several rows hold no others."""
+    ids = [row.ids for row in rows]
+    packs = (
+        [[index] for index in range(len(ids))] if worth is None else together(ids, longest=token_budget, worth=worth)
+    )
+    batches: list[list[list[int]]] = []
+    for kind in ([pack for pack in packs if len(pack) == 1], [pack for pack in packs if len(pack) > 1]):
+        lengths = [len(tree([ids[index] for index in pack]).ids) for pack in kind]
+        batches += [[kind[place] for place in batch] for batch in split_by_budget(lengths, token_budget)]
+    return batches
+
+
 def blank(row: TokenRow, pad_id: int, device: torch.device) -> Micro:
     """A micro-batch of one row in which no token is trained: for a rank that has nothing to do while others have."""
-    micro = collate([row], pad_id, device)
+    micro = collate([[row]], pad_id, device)
     nothing = {name: micro[name][:0] for name in ("predicting", "targets", "temperatures")}
     return micro | nothing | {name: torch.zeros_like(micro[name]) for name in ("tool_mask", "trained", "advantages")}
 

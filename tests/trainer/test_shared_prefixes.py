@@ -1,0 +1,143 @@
+"""Claims about shared prefixes: nothing but the time changes, and only where it becomes less."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.test_loss_contract import WORST_RELATIVE_ERROR, backward, build_trainer, disturb
+from tests.trainer.tiny import VOCABULARY, build_row, build_tokenizer
+from trainer.learning import model_pass
+from trainer.learning.learner import Learner
+from trainer.learning.learner_settings import LearnerSettings
+from trainer.learning.shared_prefixes import together, tree
+from trainer.learning.tokens import TokenRow
+
+BUDGET = 400
+
+
+def group(seed: int, size: int = 4) -> list[TokenRow]:
+    """Rows that share a prompt, some of them a first answer as well; one of them is there twice."""
+    dice = random.Random(seed)
+    prompt = [dice.randrange(3, VOCABULARY) for _ in range(60)]
+    first = [dice.randrange(3, VOCABULARY) for _ in range(9)]
+    rows = []
+    for member in range(size):
+        own = build_row(10 * seed + member, temperature=dice.choice([1.0, 0.7]))
+        shared, mask = (prompt + first, [0] * 60 + [1] * 9) if member % 2 else (prompt, [0] * 60)
+        logprobs = [-6.2 * m for m in mask]
+        rows.append(
+            replace(
+                own,
+                ids=(*shared, *own.ids),
+                mask=(*mask, *own.mask),
+                logprobs=(*logprobs, *own.logprobs),
+                importance=member != 2,
+            )
+        )
+    return [*rows, replace(rows[1], trajectory_id="twice", advantage=-0.5)]
+
+
+def groups() -> list[TokenRow]:
+    """Two groups, and rows that share nothing."""
+    return [*group(1), *group(2), build_row(77), build_row(78)]
+
+
+def gradient(settings: LearnerSettings, model: Path, folder: Path, *, shared: bool) -> Any:
+    trainer = build_trainer(replace(settings, share_prefixes=shared), model, folder, budget=BUDGET)
+    micros = trainer.prepare(groups(), only_step=settings.steps_per_round == 1)
+    assert any("until" in micro for micro in micros) == shared
+    if settings.steps_per_round > 1:
+        disturb(trainer, scale=0.03, seed=2)
+    return backward(trainer, micros)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        *({"loss": name} for name in ("dapo", "gspo", "dr_grpo", "cispo", "sft")),
+        {"loss": "grpo", "kl": 0.05},
+        {"loss": "grpo", "kl": 0.05, "steps_per_round": 2},
+        {"loss": "dapo", "entropy_bonus": 0.01, "entropy_top_share": 0.3},
+        {"loss": "dapo", "gradient_checkpointing": True},
+    ],
+    ids=lambda chosen: "-".join(map(str, chosen.values())),
+)
+def test_loss_and_gradient_are_those_of_the_rows_apart(
+    chosen: dict[str, Any], tiny_model: Path, tmp_path: Path
+) -> None:
+    settings = LearnerSettings(max_grad_norm=0, reject_ratio_beyond=1.03, **chosen)
+    apart, alone = gradient(settings, tiny_model, tmp_path, shared=False)
+    ours, numbers = gradient(settings, tiny_model, tmp_path, shared=True)
+    assert ours.relative_error(apart) < WORST_RELATIVE_ERROR
+    assert (numbers.rows_rejected, numbers.tokens) == (alone.rows_rejected, alone.tokens)
+    assert bool(numbers.rows_rejected) == (settings.objective.ratio != "none")
+    assert numbers.entropy_sum == pytest.approx(alone.entropy_sum, rel=1e-4)
+    assert numbers.tokens_forwarded < 0.7 * alone.tokens_forwarded
+
+
+@pytest.mark.parametrize("kind", model_pass.SHARING)
+def test_every_model_that_shares_gives_the_gradient_of_the_rows_apart(kind: str, tmp_path: Path) -> None:
+    model = of_kind(kind, tmp_path / "model")
+    apart, _ = gradient(LearnerSettings(max_grad_norm=0), model, tmp_path, shared=False)
+    ours, _ = gradient(LearnerSettings(max_grad_norm=0), model, tmp_path, shared=True)
+    assert ours.relative_error(apart) < WORST_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize(("kind", "windowed"), [("gemma2", {}), ("mistral", {"sliding_window": 32})])
+def test_rows_stay_apart_where_attention_is_windowed(kind: str, windowed: dict[str, Any], tmp_path: Path) -> None:
+    trainer = build_trainer(LearnerSettings(), of_kind(kind, tmp_path / "model", **windowed), tmp_path, budget=BUDGET)
+    assert not any("until" in micro for micro in trainer.prepare(groups()))
+
+
+def test_scores_are_those_of_the_rows_apart(tiny_model: Path, tmp_path: Path) -> None:
+    together, apart = (
+        Learner(str(tiny_model), LearnerSettings(threads=1, share_prefixes=shared), workdir=tmp_path / str(shared))
+        for shared in (True, False)
+    )
+    rows = groups()
+    for row, ours, theirs in zip(rows, together.score(rows), apart.score(rows), strict=True):
+        assert len(ours) == len(row.ids)
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_a_token_sees_the_earlier_tokens_of_its_own_row_and_nothing_else() -> None:
+    dice = random.Random(3)
+    rows = sorted([dice.randrange(2) for _ in range(dice.randint(1, 12))] for _ in range(40))
+    laid = tree(rows)
+    assert len(laid.ids) == len({tuple(row[: end + 1]) for row in rows for end in range(len(row))})
+    for row, path in zip(rows, laid.paths, strict=True):
+        assert [laid.ids[place] for place in path] == row
+        for position, place in enumerate(path):
+            assert laid.positions[place] == position
+            seen = [other for other in range(place + 1) if place < laid.until[other]]
+            assert seen == path[: position + 1]
+
+
+def test_rows_are_put_together_only_where_that_is_cheaper_and_within_the_budget() -> None:
+    def rows(prompt: int, answer: int) -> list[Sequence[int]]:
+        return [[7] * prompt + [100 + member] * answer for member in range(8)]
+
+    assert together(rows(1000, 100), longest=8192, worth=5000) == [list(range(8))]
+    assert together(rows(1000, 100), longest=1500, worth=5000) == [[0, 1, 2, 3, 4], [5, 6, 7]]
+    assert together(rows(10, 2000), longest=100_000, worth=5000) == [[member] for member in range(8)]
+    assert together([[member] * 50 for member in range(8)], longest=8192, worth=5000) == [[m] for m in range(8)]
+
+
+def of_kind(kind: str, folder: Path, **fields: Any) -> Path:
+    """A tiny random model of an architecture."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        kind, vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=1024, pad_token_id=0,
+        **({"sliding_window": None} | fields if kind in ("mistral", "phi3") else fields),
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
