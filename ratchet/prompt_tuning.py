@@ -70,9 +70,11 @@ def begun(context: click.Context, given: dict[str, Any]) -> Outcome:
     asked = settings.tuner_settings()
     with tuning.opened(settings) as bench:
         from trainer.tuning.prompt_run import check, config_of
+        from trainer.tuning.select_model import known_models
 
         bench.source()
         check(asked)
+        known_models(bench.proxy_url, bench.api_key)  # a proxy that does not answer is told before a run begins
         config = config_of(asked, settings.trainer.get("judge"), None if file is None else file.read_text())
         return _ran(bench, bench.store.tunings.begin("prompt", settings.model, config).id)
 
@@ -90,6 +92,9 @@ def resumed(context: click.Context, name: str, given: dict[str, Any]) -> Outcome
         if run.kind != "prompt":
             raise click.UsageError(f"--resume {name}: that run is of another kind, {run.kind}")
     with tuning.opened(_as_asked(settings, run)) as bench:
+        from trainer.tuning.select_model import known_models
+
+        known_models(bench.proxy_url, bench.api_key)
         return _ran(bench, name, resume=True)
 
 
@@ -143,11 +148,9 @@ def _ran(bench: tuning.Bench, name: str, *, resume: bool = False) -> Outcome:
 
     from trainer.tuning.prompt_run import Tools
     from trainer.tuning.prompt_run import run as run_
-    from trainer.tuning.select_model import known_models
 
     with bench.hold.on(name, _COMMAND, resume=resume) as run:
         click.echo(f"{run.id}: `{_COMMAND} --resume {run.id}` goes on with it, whatever happens", err=True)
-        known_models(bench.proxy_url, bench.api_key)  # a proxy that does not answer is told before anything runs
         asked: TunerSettings = bench.tuner
         reflection = asked.reflection
         tools = Tools(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trainer.tuning.settings import TunerSettings
     from trainer.tuning.tasks import Task, TaskSet
 
+NOT_SHOWN = 3  # exit code where nothing is shown to be better, and --fail-unless-better is given
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _OPTIONS = (
@@ -39,6 +40,11 @@ _OPTIONS = (
     options.proxy_url,
     options.store_url,
     options.project,
+)
+
+
+fail_unless_better = click.option(
+    "--fail-unless-better", is_flag=True, help=f"End with {NOT_SHOWN} where nothing is shown to be better, for scripts."
 )
 
 

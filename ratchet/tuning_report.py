@@ -47,9 +47,18 @@ def effect_cells(row: Row) -> tuple[str, str, str]:
     """Return the scores, the gain and what it says."""
     found = row.effect
     if found is None:
-        return "", "", "not measured" if row.best != row.baseline else "stays as it is"
+        return "", "", _without_effect(row)
     gain = "" if found.difference is None else f"{found.difference:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
     return f"{number(found.before)} to {number(found.after)}", gain, f"{found.told} (n={found.tasks})"
+
+
+def _without_effect(row: Row) -> str:
+    """Return what a run found that has no gain to show."""
+    if row.best is not None and row.best == row.baseline:
+        return "stays as it is"
+    if row.method == "prompt":
+        return "nothing better found on validation"
+    return "not measured" if row.promoted else "nothing better found"
 
 
 def cost_cells(spent: Spent | None, wall_seconds: float | None) -> tuple[str, str, str]:
@@ -144,9 +153,10 @@ def show(report: Report) -> None:
     printed(table(report), footnotes(report))
 
 
-def run_line(tuning: Any) -> str:
-    """Return one line of the list of runs."""
-    how_long = duration(tuning.ended_at - tuning.began_at) if tuning.ended_at else "since then"
+def run_line(tuning: Any, *, at_work: bool) -> str:
+    """Return one line of the list of runs; `at_work`: a process has it."""
+    under_way = "since then" if at_work else "cut off: no process works on it"
+    how_long = duration(tuning.ended_at - tuning.began_at) if tuning.ended_at else under_way
     line = (
         f"{tuning.id}  {tuning.kind:<12} {tuning.state:<7} {tuning.alias}  {moment_told(tuning.began_at)}  {how_long}"
     )

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from trainer.tuning.results import TuningResult
     from trainer.tuning.weights_plan import WeightsPlan
 
-NOT_SHOWN = 3  # exit code where nothing is shown to be gained
 _TUNER = ("workflow", "concurrency", "seed", "test_share")
 _PLANNED = (
     "rounds", "tasks_per_round", "eval_every", "eval_tasks", "eval_attempts", "eval_workflow", "patience", "collect",

@@ -72,7 +72,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 def examine(settings: Settings, task: Task) -> Iterator[Finding]:
     """Yield what was found at each step. Raises WorkflowError, JudgeError where these cannot be loaded."""
-    with tuning.opened(settings) as bench:
+    with tuning.opened(_to_the_end(settings)) as bench:
         proxy = _proxy(bench.proxy_url)
         yield proxy
         if not proxy.passed:
@@ -86,6 +86,12 @@ def examine(settings: Settings, task: Task) -> Iterator[Finding]:
             yield from _by_step(reasons, _seen(rollouts, transcripts))
             _forget(bench.store, transcripts)
             bench.store.tunings.end(run.id, "done", {"reasons": [reason.seen for reason in reasons]})
+
+
+def _to_the_end(settings: Settings) -> Settings:
+    """However many of its attempts fail: that is what it tells. Else the settings stay as they are."""
+    attempts = settings.tuner_settings().attempts
+    return settings.model_copy(update={"tuner": {"max_failures": attempts} | settings.tuner})
 
 
 def _proxy(url: str) -> Finding:

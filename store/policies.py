@@ -71,28 +71,20 @@ class Policies:
         With a `share` it is a canary at once. Raises UnknownRecord, and ForbiddenChange where the live version serves
         so already, nothing is live, or there is a canary.
         """
-        live = self.live().get(alias)
-        if live is None:
-            raise ForbiddenChange(f"alias {alias} has no live version: start `ratchet proxy` first")
-        if live.prompt_id == prompt_id:
-            raise ForbiddenChange(f"{alias}@{live.version} is live and has prompt {prompt_id or '(none)'} already")
-        if prompt_id is None and live.adapter is None:
-            raise ForbiddenChange(f"{alias} without a prompt is the base model: roll back to {alias}@{BASE_VERSION}")
         table = schema.policies
-        row = {
-            "alias": alias,
-            "state": PolicyState.CANDIDATE if share is None else PolicyState.CANARY,
-            "share": share,
-            "served_name": live.served_name,
-            "adapter": live.adapter,
-            "prompt_id": prompt_id,
-            "created_at": time.time(),
-            "evidence": dict(evidence),
-        }
         with write(self._engine) as connection:
-            known = sa.select(prompts.c.id).where(prompts.c.id == prompt_id)
-            if prompt_id is not None and connection.scalar(known) is None:
-                raise UnknownRecord(f"no prompt {prompt_id}")
+            live = _live(connection, alias)
+            _check_prompt(connection, alias, live, prompt_id)
+            row = {
+                "alias": alias,
+                "state": PolicyState.CANDIDATE if share is None else PolicyState.CANARY,
+                "share": share,
+                "served_name": live.served_name,
+                "adapter": live.adapter,
+                "prompt_id": prompt_id,
+                "created_at": time.time(),
+                "evidence": dict(evidence),
+            }
             newest = connection.scalar(sa.select(sa.func.max(table.c.version)).where(table.c.alias == alias))
             version = int(newest or 0) + 1
             try:
@@ -107,12 +99,14 @@ class Policies:
         return self.get(alias, version)
 
     def take_prompt(self, alias: str, version: int) -> Policy:
-        """Give a candidate the prompt that is live now. Raises ForbiddenChange where it is no candidate any more."""
+        """Give a candidate the prompt that is live now.
+
+        Raises ForbiddenChange where it is no candidate any more, or nothing is live.
+        """
         table = schema.policies
-        live = self.live().get(alias)
         mine = sa.and_(table.c.alias == alias, table.c.version == version, table.c.state == PolicyState.CANDIDATE)
         with write(self._engine) as connection:
-            change = sa.update(table).where(mine).values(prompt_id=live.prompt_id if live else None)
+            change = sa.update(table).where(mine).values(prompt_id=_live(connection, alias).prompt_id)
             if not connection.execute(change).rowcount:
                 raise ForbiddenChange(f"{alias}@{version} is no candidate any more")
         return self.get(alias, version)
@@ -307,6 +301,26 @@ class Policies:
             )
             for row in rows
         ]
+
+
+def _live(connection: sa.Connection, alias: str) -> Any:
+    """Return the row of what is live, which stays so until the transaction ends. Raises ForbiddenChange."""
+    table = schema.policies
+    live = sa.select(table).where(table.c.alias == alias, table.c.state == PolicyState.LIVE).with_for_update()
+    for _ in range(2):  # PostgreSQL finds none where it waited for one that was retired meanwhile
+        if (row := connection.execute(live).one_or_none()) is not None:
+            return row
+    raise ForbiddenChange(f"alias {alias} has no live version: start `ratchet proxy` first")
+
+
+def _check_prompt(connection: sa.Connection, alias: str, live: Any, prompt_id: str | None) -> None:
+    if live.prompt_id == prompt_id:
+        raise ForbiddenChange(f"{alias}@{live.version} is live and has prompt {prompt_id or '(none)'} already")
+    if prompt_id is None and live.adapter is None:
+        raise ForbiddenChange(f"{alias} without a prompt is the base model: roll back to {alias}@{BASE_VERSION}")
+    known = sa.select(prompts.c.id).where(prompts.c.id == prompt_id)
+    if prompt_id is not None and connection.scalar(known) is None:
+        raise UnknownRecord(f"no prompt {prompt_id}")
 
 
 def _check_newer(policy: Policy, live: Policy | None) -> None:

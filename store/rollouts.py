@@ -159,10 +159,13 @@ class Rollouts:
                 found |= set(connection.scalars(query))
         return {name for name, origin in origins.items() if origin in found}
 
-    def of(self, tuning_id: str, candidate: str | None = None) -> list[Rollout]:
-        """Return a tuning's rollouts, or those of one of its candidates, in the order in which they were planned."""
+    def of(self, tuning_id: str, candidate: str | None = None, *, responses: bool = False) -> list[Rollout]:
+        """Return a tuning's rollouts, or those of one of its candidates, in the order in which they were planned.
+
+        What their workflows returned, megabytes each, is left out unless `responses` are asked for.
+        """
         mine = rollouts.c.tuning_id == tuning_id
-        return self._select(mine if candidate is None else sa.and_(mine, rollouts.c.candidate == candidate))
+        return self._select(mine if candidate is None else sa.and_(mine, rollouts.c.candidate == candidate), responses)
 
     def awaited(self, alias: str, since: float) -> set[int]:
         """Return the versions of an alias that rollouts planned since a moment are still to be made on."""
@@ -191,8 +194,9 @@ class Rollouts:
         self.close([msgspec.structs.replace(planned, state=state, **values)])
         return self.get(rollout_id)
 
-    def _select(self, where: sa.ColumnElement[bool]) -> list[Rollout]:
-        query = sa.select(rollouts).where(where).order_by(rollouts.c.planned_at, rollouts.c.id)
+    def _select(self, where: sa.ColumnElement[bool], responses: bool = True) -> list[Rollout]:
+        columns = [sa.null().label(c.name) if c is rollouts.c.response and not responses else c for c in rollouts.c]
+        query = sa.select(*columns).where(where).order_by(rollouts.c.planned_at, rollouts.c.id)
         with read(self._engine) as connection:
             return [_rollout(row) for row in connection.execute(query)]
 

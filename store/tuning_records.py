@@ -77,6 +77,11 @@ class Rollout(Record, frozen=True):
     judge_failure: str | None = None
 
     @property
+    def planned(self) -> bool:
+        """Whether it is under way, or has not begun."""
+        return self.state is RolloutState.PLANNED
+
+    @property
     def counts(self) -> bool:
         """Whether it is known how it ended: what is planned is under way, what was abandoned is made anew."""
         return self.state in (RolloutState.ENDED, RolloutState.FAILED)

@@ -19,7 +19,7 @@ _FOLDER = click.Path(path_type=Path)
 
 
 @click.command()
-@click.argument("policy", metavar="ALIAS@VERSION")
+@click.argument("policy", metavar="ALIAS[@VERSION] [VERSION]", nargs=-1, required=True)
 @click.option("--merged", type=_FOLDER, metavar="DIR", help="Merge the adapter into the base model, into a new folder.")
 @click.option(
     "--dtype",
@@ -34,7 +34,7 @@ _FOLDER = click.Path(path_type=Path)
 @click.pass_context
 def export(
     context: click.Context,
-    policy: str,
+    policy: tuple[str, ...],
     merged: Path | None,
     dtype: Literal["auto", "float32"],
     adapter: Path | None,
@@ -50,6 +50,7 @@ def export(
     Example:
       ratchet policies export mail@7 --merged mail-7
     """
+    name = "@".join(policy)  # `mail 7`, as the other commands about versions take it, is mail@7
     if (folder := merged or adapter) is None or (merged and adapter):
         raise click.UsageError("give --merged DIR for a whole model, or --adapter DIR for the adapter alone")
     from ratchet.running.engine import check_model
@@ -63,20 +64,20 @@ def export(
     settings = options.running_settings_of(context, {"base_model": base_model, "store": store, "project": project})
     base = check_model(settings.base_model)
     with options.opened_store(settings.store_url, create=False) as opened:
-        found, source = _exportable(opened, policy)
+        found, source = _exportable(opened, name)
         card = model_card(gather(opened, found, base, versions()), merged=merged is not None)
     if merged:
         export_merged(base, source, folder, card, dtype)
     else:
         export_adapter(source, folder, card)
-    click.echo(f"{policy}: {folder}, with its card in {folder / 'README.md'}")
+    click.echo(f"{name}: {folder}, with its card in {folder / 'README.md'}")
 
 
 def _exportable(store: Store, name: str) -> tuple[Policy, Path]:
     """Return the version and its adapter's folder."""
     named = _NAMED.fullmatch(name)
     if named is None:
-        raise click.UsageError(f"{name!r} names no version: give ALIAS@VERSION, such as mail@7")
+        raise click.UsageError(f"{name!r} names no version: give ALIAS@VERSION or ALIAS VERSION, such as mail@7")
     policy = store.policies.get(named["alias"], int(named["version"]))
     if policy.adapter is None:
         prompt = f" with the system prompt {policy.prompt_id}" if policy.prompt_id else ""

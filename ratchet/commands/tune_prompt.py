@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ratchet import options
-from ratchet.tuning import rollout_options
+from ratchet.tuning import NOT_SHOWN, fail_unless_better, rollout_options
 
 _METHODS = ("gepa", "mipro")
 
@@ -35,15 +35,17 @@ _METHODS = ("gepa", "mipro")
 @click.option("--promote", is_flag=True, help="Make a candidate version of it where it is shown to be better.")
 @options.alias
 @rollout_options
+@fail_unless_better
 @options.as_json
 @click.pass_context
 def prompt(
     context: click.Context, /, resume: str | None, out: Path | None, promote: bool, as_json: bool, **given: Any
-) -> None:
+) -> int:
     """Search for a better system prompt, and let held-out tasks decide whether it is one.
 
     The agent is not changed: the proxy swaps the prompt in, for these rollouts only. Training, validation and held-out
-    tasks are disjoint. The verdict is `better`, `no better`, `worse` or `undecided`; only the first is promoted.
+    tasks are disjoint. The verdict is `better`, `no better`, `worse` or `undecided`; only the first is promoted. Ends
+    with 0 when it came to its end, with 1 on errors; with --fail-unless-better, with 3 for every verdict but `better`.
 
     \b
     Example:
@@ -53,17 +55,19 @@ def prompt(
     """
     from ratchet import prompt_tuning
 
+    fails: bool = given.pop("fail_unless_better")
     found = prompt_tuning.resumed(context, resume, given) if resume else prompt_tuning.begun(context, given)
     version = prompt_tuning.promoted(context, found, given) if promote and found.better else None
     if out is not None:
         out.write_text(found.prompt)
     if as_json:
         options.emit(found.content | {"promoted": version})
-        return
+        return NOT_SHOWN if fails and not found.better else 0
     for line in found.lines():
         click.echo(options.printable(line))
     if promote:
         click.echo(f"candidate {version}: `ratchet policies` shows it" if version else "not promoted: it is not better")
+    return NOT_SHOWN if fails and not found.better else 0
 
 
 @click.command("promote")

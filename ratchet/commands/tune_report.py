@@ -44,11 +44,15 @@ def report(
       ratchet tune report --png gains.png
     """
     from ratchet import tuning_report
+    from trainer.errors import TuningError
+    from trainer.tuning.report import missing
     from trainer.tuning.report import report as made
 
     with options.running_store(context, store=store, project=project) as opened:
-        live = opened.policies.live()
-        found = made(opened.tunings.page(limit=_MOST), live=live, alias=model, tasks=tasks, judge=judged_by)
+        live, newest = opened.policies.live(), opened.tunings.page(limit=_MOST)
+    if told := missing(newest, model, tasks, judged_by):
+        raise TuningError(told)
+    found = made(newest, live=live, alias=model, tasks=tasks, judge=judged_by)
     if as_json:
         options.emit(tuning_report.plain(found))
     elif markdown:
@@ -82,13 +86,15 @@ def runs(
     import msgspec
 
     from ratchet import tuning_report
+    from ratchet.tuning_hold import LEASES
 
     with options.running_store(context, store=store, project=project) as opened:
         found = opened.tunings.page(kind=method, limit=limit)
+        held = {one.name.removeprefix(LEASES) for one in opened.leases.held(LEASES)}
     if as_json:
         options.emit([msgspec.to_builtins(one) for one in found])
         return
     for one in found:
-        click.echo(options.printable(tuning_report.run_line(one)))
+        click.echo(options.printable(tuning_report.run_line(one, at_work=one.id in held)))
     if not found:
         click.echo("no runs yet: `ratchet tune --help` shows the methods")

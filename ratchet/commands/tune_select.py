@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.tuning import rollout_options
+from ratchet.tuning import NOT_SHOWN, fail_unless_better, rollout_options
 
 if TYPE_CHECKING:
     from ratchet.selecting import Asked
-
-NOBODY = 3  # exit code where nothing is chosen
 
 
 @click.command("select-model")
@@ -35,14 +33,15 @@ NOBODY = 3  # exit code where nothing is chosen
 @click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the comparison into this file.")
 @options.alias
 @rollout_options
+@fail_unless_better
 @options.as_json
 @click.pass_context
 def select_model(context: click.Context, /, png: Path | None, as_json: bool, **given: Any) -> int:
     """Compare models or versions on the same tasks, and choose one: the best, or the cheapest within reach of it.
 
     Every candidate gets every task, and they take turns. A rollout that fails counts as a failure. The gain is told
-    against the candidate that is named first. Ends with 0 where one is chosen, with 3 where nothing is shown (a tie,
-    too few tasks, attempts that could not be judged), with 1 on errors.
+    against the candidate that is named first. Ends with 0 when it came to its end, with 1 on errors; with
+    --fail-unless-better, with 3 where nothing is chosen (a tie, too few tasks, attempts that could not be judged).
 
     \b
     Example:
@@ -50,6 +49,7 @@ def select_model(context: click.Context, /, png: Path | None, as_json: bool, **g
     """
     from ratchet import selecting, selection_report, tuning
 
+    fails: bool = given.pop("fail_unless_better")
     names = ("candidates", "split", "limit", "policy", "within", "score_range", "resume")
     asked = selecting.Asked("select-model", **{name: given.pop(name) for name in names})
     _check(asked)
@@ -64,7 +64,7 @@ def select_model(context: click.Context, /, png: Path | None, as_json: bool, **g
     if png is not None:
         selection_report.draw(found, png)
         click.echo(f"drawn: {png}", err=True)
-    return 0 if found.chosen else NOBODY
+    return NOT_SHOWN if fails and not found.chosen else 0
 
 
 def _check(asked: Asked) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ratchet import options
+from ratchet import options, tuning
 
 _OWN = (
     "families", "rounds", "tasks_per_round", "eval_every", "eval_tasks", "eval_attempts", "eval_workflow", "patience",
@@ -47,14 +47,15 @@ _OWN = (
 @options.base_model
 @options.store_url
 @options.project
+@tuning.fail_unless_better
 @options.as_json
 @click.pass_context
-def weights(context: click.Context, /, png: Path | None, as_json: bool, **given: Any) -> int:
+def weights(context: click.Context, /, png: Path | None, as_json: bool, fail_unless_better: bool, **given: Any) -> int:
     """Train the weights on a task set, evaluate on its test split all along, keep the best version.
 
     The rollouts go through the running project (`ratchet up`), whose trainer learns from them as from any traffic;
-    where nothing runs, the rooms are started and stopped again. Ends with 0 where the version that serves is shown to
-    be better than the one before, with 3 where it is not, with 1 on errors.
+    where nothing runs, the rooms are started and stopped again. Ends with 0 when it came to its end, with 1 on errors;
+    with --fail-unless-better, with 3 where what serves now is not shown to be better than what served before.
 
     \b
     Example:
@@ -72,4 +73,4 @@ def weights(context: click.Context, /, png: Path | None, as_json: bool, **given:
     if png is not None:
         weights_report.draw(result, png)
         click.echo(f"drawn: {png}", err=True)
-    return 0 if result.best is not None else weighing.NOT_SHOWN
+    return tuning.NOT_SHOWN if fail_unless_better and result.best is None else 0

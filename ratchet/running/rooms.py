@@ -18,6 +18,7 @@ import yaml
 
 from ratchet import addresses
 from ratchet.running import engine, gpus, ports
+from ratchet.running.judge_check import check_judge
 from ratchet.running.secrecy import has_password, shown_arguments, shown_store, shown_variables
 from ratchet.settings import OTHER_VARIABLES, PREFIX, Settings
 from trainer.devices import pinned
@@ -73,6 +74,7 @@ def plan(settings: Settings, *, config: Path) -> Plan:
     vllm = engine.plan(settings, settings.vllm.port)
     rooms = [_vllm_room(settings, vllm, vllm_url), _proxy_room(settings, proxy_url, config)]
     if settings.has_judge:
+        check_judge(settings, _for_a_room(settings))
         rooms.append(_trainer_room(settings, config))
     else:
         notes.append("no judge is named (trainer.judge): calls are recorded, nothing is trained")

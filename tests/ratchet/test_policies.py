@@ -95,11 +95,13 @@ def test_a_version_is_exported_with_its_card_or_the_reason_why_not(project: Proj
     assert done.stdout == "mail@4: out, with its card in out/README.md\n"
     assert (project.folder / "out" / "adapter_model.safetensors").read_bytes() == b"w"
     assert "8 trajectories" in (project.folder / "out" / "README.md").read_text()
+    again = project.run("policies", "export", "mail", "4", "--adapter", "again", "--store", url)
+    assert again.stdout == "mail@4: again, with its card in again/README.md\n"
     for name, reason in (
         ("mail@0", "it is the base model"),
         ("mail@2", "is missing or not whole"),
         ("mail@9", "no policy mail@9"),
-        ("mail", "names no version"),
+        ("mail", "give ALIAS@VERSION or ALIAS VERSION, such as mail@7"),
     ):
         refused = project.run("policies", "export", name, "--adapter", "other", "--store", url)
         assert refused.returncode

@@ -131,6 +131,8 @@ def test_a_run_that_was_killed_goes_on_by_its_id_alone_and_pays_for_nothing_twic
     done = circle.project.run("tune", "prompt", "--resume", run.id, seconds=180)
     assert done.returncode == 0, done.stdout
     assert ": better" in done.stdout
+    details = read(circle.store.tunings.get(run.id).result or {}).details
+    assert details["budget"]["rollouts_begun"] == len(circle.vllm.prompts)  # what the kill cut off is paid for, too
     ended = [(one.candidate, one.task_id) for one in circle.store.rollouts.of(run.id) if one.state == "ended"]
     assert before <= set(ended)
     assert len(ended) == len(set(ended))
@@ -156,6 +158,7 @@ def test_what_is_missing_is_named(circle: Circle, given: dict[str, str], told: s
     assert done.returncode in (1, 2)
     assert told in done.stdout
     assert circle.vllm.prompts == []
+    assert circle.store.tunings.page() == []  # what cannot begin leaves no run
 
 
 def test_mipro_finds_it_too_through_the_same_command(circle: Circle) -> None:

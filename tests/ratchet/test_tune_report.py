@@ -69,6 +69,15 @@ def test_a_report_on_nothing_says_so_and_fails(project: Project) -> None:
     assert "no tuning run" in done.stdout
 
 
+def test_a_report_on_what_nobody_ran_says_in_one_line_what_there_is(tuned: Project) -> None:
+    done = tuned.run("tune", "report", "--model", "nope", "--judged-by", "j")
+    assert done.returncode == 1
+    assert done.stdout.strip() == (
+        "ratchet: no finished run is of --model nope --judged-by j; there are runs of --model policy; --tasks tasks/; "
+        "--judged-by j:1"
+    )
+
+
 def test_runs_are_listed_newest_first(tuned: Project) -> None:
     lines = tuned.run("tune", "runs").stdout.splitlines()
     assert [line.split()[1:3] for line in lines] == [
@@ -76,5 +85,10 @@ def test_runs_are_listed_newest_first(tuned: Project) -> None:
         ["weights", "done"],
         ["prompt", "done"],
     ]
+    assert lines[0].endswith("cut off: no process works on it")
+    store = open_store(str(tuned.folder / "s.db"))
+    store.leases.acquire(f"tuning:{lines[0].split()[0]}", "host:1_06f3", 60.0)
+    store.close()
+    assert tuned.run("tune", "runs", "--limit", "1").stdout.strip().endswith("since then")
     told = json.loads(tuned.run("tune", "runs", "--method", "weights", "--json").stdout)
     assert [one["kind"] for one in told] == ["weights"]

@@ -193,11 +193,29 @@ def test_a_store_whose_password_was_not_kept_is_asked_for(project: Project) -> N
 
 
 def test_a_trainer_that_ends_by_itself_is_named_with_its_reason(project: Project) -> None:
-    project.write(trainer={"judge": "no_such_module:judge"})
+    (project.folder / "mine.py").write_text("def judge(response):\n    return len(response)\n")
+    project.write(trainer={"judge": "mine:judge"})  # and the model's folder holds no model
     up = project.run("up")
     assert up.returncode == 1
     assert "trainer (pid" in up.stdout
-    assert "no_such_module" in up.stdout.splitlines()[-1]
+    assert str(project.folder / "model") in up.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("judge", "told"),
+    [
+        ("nomod:x", "No module named 'nomod'"),
+        ("mine:other", "has no attribute 'other'"),
+        ("mine:wants", "browser"),
+    ],
+)
+def test_a_judge_that_cannot_be_made_is_told_before_anything_starts(project: Project, judge: str, told: str) -> None:
+    (project.folder / "mine.py").write_text("def wants(browser):\n    return 1.0\n")
+    up = project.run("up", "--judge", judge)
+    assert up.returncode == 1
+    assert up.stdout.strip().startswith(f"ratchet: trainer.judge: judge {judge}")
+    assert told in up.stdout
+    assert not (project.state / "logs" / "vllm.log").exists()
 
 
 @pytest.mark.parametrize("moment", [0.0, 0.5, 1.2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from store import Store, schema
-from store.database import connect
+from store.database import connect, write
 from store.errors import ForbiddenChange, UnfitRecord, UnknownRecord
 from store.listing import Chosen
 from store.prompts import prompts
+from store.records import Policy
 from store.rollouts import rollouts
 from store.states import PolicyState, PromptMode, RolloutState, TuningState
 from store.tuning_records import Rollout, TaskRow
@@ -106,7 +108,7 @@ def test_a_rollout_ends_once_and_a_failed_one_stays_with_its_exception(store: St
     with pytest.raises(ForbiddenChange, match="failed and cannot become ended"):
         store.rollouts.end("roll_2", began_at=2.0, ended_at=5.0)
     store.rollouts.plan([told])
-    assert store.rollouts.of(tuning) == [told, failed]
+    assert store.rollouts.of(tuning, responses=True) == [told, failed]
     assert store.rollouts.of(tuning, "another") == []
     with pytest.raises(UnknownRecord):
         store.rollouts.fail("roll_9", "x", 1.0)
@@ -311,3 +313,30 @@ def test_versions_that_rollouts_are_still_to_be_made_on_are_known(store: Store) 
     _planned(store, "roll_7", model="gpt", planned_at=100.0)
     store.rollouts.end("roll_2", began_at=101.0, ended_at=102.0)
     assert store.rollouts.awaited("agent", since=50.0) == {3}
+
+
+def test_a_version_with_a_prompt_is_made_of_what_is_live_when_it_is_made(store: Store) -> None:
+    store.policies.register_base("agent", "base")
+    one = store.prompts.remember("Be brief.").id
+    second = store.policies.with_prompt("agent", one, {}).version
+    table = schema.policies
+    made: list[Policy] = []
+    other = store.prompts.remember("Be long.").id
+    with write(store.policies._engine) as connection:  # somebody promotes, and has not committed yet
+        for version, state in ((0, PolicyState.RETIRED), (second, PolicyState.LIVE)):
+            mine = sa.and_(table.c.alias == "agent", table.c.version == version)
+            connection.execute(sa.update(table).where(mine).values(state=state, served_name=f"base-{state}"))
+        late = threading.Thread(target=lambda: made.append(store.policies.with_prompt("agent", other, {})))
+        late.start()
+        late.join(0.3)
+        assert made == []
+    late.join(10)
+    assert made[0].served_name == "base-live"
+
+
+def test_what_workflows_returned_is_read_only_where_it_is_asked_for(store: Store) -> None:
+    run = _planned(store, "roll_1")
+    ended = store.rollouts.end("roll_1", began_at=1.0, ended_at=2.0, response='"a long one"', metrics={"turns": 1.0})
+    assert store.rollouts.of(run, responses=True) == [ended]
+    (bare,) = store.rollouts.of(run)
+    assert (bare.response, bare.metrics, bare.state) == (None, {"turns": 1.0}, RolloutState.ENDED)

@@ -1,11 +1,13 @@
 """Imported task sets: copies in the project's state folder, one JSONL file per split, found by name.
 
-Promises: a set is there whole or not at all (written aside, then renamed); equal rows are kept once and counted, tasks
-that stand in more than one split are counted, so that nobody evaluates on what was trained.
+Promises: a set is there whole or not at all (written aside, then renamed), and one that is replaced is there until the
+new one is, also where the import is killed or the disk refuses; equal rows are kept once and counted, tasks that stand
+in more than one split are counted, so that nobody evaluates on what was trained.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -20,6 +22,7 @@ from trainer.tuning.task_files import READERS
 from trainer.tuning.tasks import TaskSet
 
 _ABOUT = "set.json"
+_REPLACED = ".replaced-"  # begins the name of a set while another one takes its place
 _NAME = re.compile(r"[\w][\w.-]{0,99}")
 
 
@@ -50,6 +53,7 @@ class ImportedTasks:
     ) -> Imported:
         """Copy a set under a name. Raises TaskSetError where the name is taken, and whatever a broken row raises."""
         place = self._place(name)
+        self._settle(name)
         if place.exists() and not replace:
             raise TaskSetError(f"task set {name} is there already: give --replace, or another --name")
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -57,21 +61,34 @@ class ImportedTasks:
         try:
             made = _copy(tasks, name, aside, on_row)
             if place.exists():
-                place.rename(aside / ".replaced")
+                place.rename(self._folder / f"{_REPLACED}{name}")
             aside.rename(place)
         except OSError as error:
             raise TaskSetError(f"task set {name} cannot be written to {self._folder}: {error.strerror}") from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-            shutil.rmtree(place / ".replaced", ignore_errors=True)
+            self._settle(name)
         return made
+
+    def _settle(self, name: str) -> None:
+        """Put a set back that was taken away for one that never came; else let go of it."""
+        old, place = self._folder / f"{_REPLACED}{name}", self._folder / name
+        if old.is_dir() and not place.exists():
+            with contextlib.suppress(OSError):  # another process was quicker
+                old.rename(place)
+        if place.exists():
+            shutil.rmtree(old, ignore_errors=True)
 
     def all(self) -> list[Imported]:
         """Return every imported set, by name."""
+        for old in self._folder.glob(f"{_REPLACED}*"):  # of an import that was killed
+            self._settle(old.name.removeprefix(_REPLACED))
         return [_read(about) for about in sorted(self._folder.glob(f"*/{_ABOUT}")) if about.parent.name[0] != "."]
 
     def open(self, source: str) -> TaskSet:
         """Open an imported set by its name, else a folder, a file or a hub name. Raises TaskSetNotFound."""
+        if _NAME.fullmatch(source):
+            self._settle(source)
         if _NAME.fullmatch(source) and (self._folder / source / _ABOUT).is_file():
             about = _read(self._folder / source / _ABOUT)
             return TaskSet.of_files(source, {split: self._folder / source / f"{split}.jsonl" for split in about.splits})

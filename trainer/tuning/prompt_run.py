@@ -108,6 +108,7 @@ class _Run:
                         self._work.note(score=one.score)
                 return scored
 
+            tools.scorer.count_cut_off(self._tuning.id)
             trials = Trials(
                 tools.store, self._tuning.id, self._tasks, rolled, self._scored, self._budget,
                 longest=settings.prompt.longest, failure_score=settings.failure_score, model=self._model(),

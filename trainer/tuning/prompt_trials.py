@@ -1,8 +1,9 @@
 """What prompts score on tasks: rollouts where they are not known yet, and the memory of all that are.
 
 Promises: a pair of prompt and task that was rolled out once is never rolled out again in the same run, also after
-`kill -9`, since the memory is the store; a failed rollout counts as the failure score, never as more than the seed's
-lowest; a rollout that the judge failed on is judged once more, and after that has no score.
+`kill -9`, since the memory is the store; what a kill cut off counts against the budget; a failed rollout counts as the
+failure score, never as more than the seed's lowest; a rollout that the judge failed on is judged once more, and after
+that has no score.
 """
 
 from __future__ import annotations
@@ -77,9 +78,13 @@ class Trials:
         self._prompts: dict[str, str] = {}  # candidate -> prompt
         self._names: dict[str, str] = {}  # prompt -> candidate
         self._measure: list[Place] = []  # the seed on validation tasks
+        self._cut_off: list[Rollout] = []
         for rollout in store.rollouts.of(tuning_id):
             if rollout.counts:
                 self._take(rollout)
+            elif rollout.state is RolloutState.ABANDONED:
+                self._cut_off.append(rollout)
+        self._count_cut_off()
 
     def begin(self, seed_prompt: str, validation: Sequence[str], *, as_it_comes: bool, mode: str) -> None:
         """Say what the search begins from; `as_it_comes` the agent sends it by itself, and nothing is swapped in."""
@@ -176,10 +181,19 @@ class Trials:
         failures = [one.failure for one in found if one is not None and one.failure is not None]
         return failures[0] if len(failures) == len(found) else None
 
+    def affordable(self, places: Sequence[Sequence[Place]]) -> int:
+        """Return how many of these sets of places, from the first on, the rollouts that are left suffice for."""
+        left = self._budget.left(held_out=True)
+        for number, some in enumerate(places):
+            left -= sum(place not in self._rollouts for place in some)
+            if left < 0:
+                return number
+        return len(places)
+
     @property
     def rollouts(self) -> list[Rollout]:
-        """Every rollout that ended."""
-        return list(self._rollouts.values())
+        """Every rollout that ended, and every one that was cut off under way: what was paid for."""
+        return [*self._rollouts.values(), *self._cut_off]
 
     def prompt_of(self, candidate: str) -> str:
         """Return the text of a candidate."""
@@ -198,6 +212,13 @@ class Trials:
             scenario={},
             step=len(self._prompts),
         )
+
+    def _count_cut_off(self) -> None:
+        """Count what a killed run had under way; what it had only planned cost nothing."""
+        began = self._store.trajectories.last_active([one.id for one in self._cut_off])
+        self._cut_off = [one for one in self._cut_off if one.id in began]
+        for one in self._cut_off:
+            self._budget.took_rollout(one.prompt_tokens + one.completion_tokens)
 
     def _take(self, rollout: Rollout) -> None:
         self._budget.took_rollout(rollout.prompt_tokens + rollout.completion_tokens)

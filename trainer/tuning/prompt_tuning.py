@@ -167,17 +167,19 @@ class PromptTuning:
 
     def _compared(self, best: str, baseline: str) -> Compared:
         plan = self._plan
-        both = [
-            (candidate, task, attempt)
-            for task in plan.sets.held_out
-            for attempt in range(plan.attempts)
-            for candidate in (baseline, best)
-        ]
-        try:
-            self._trials.roll(both, held_out=True)  # at once, so that a judge that ranks sees them side by side
+        held_out = plan.sets.held_out
+        both = [[(one, task, n) for n in range(plan.attempts) for one in (baseline, best)] for task in held_out]
+        enough = self._trials.affordable(both)
+        if enough < len(both):
+            held_out = held_out[:enough]
+            self._tell(
+                f"compared on {enough} of {len(both)} held-out tasks: what was cut off took the rollouts of the rest"
+            )
+        try:  # at once, so that a judge that ranks sees them side by side
+            self._trials.roll([place for task in both[:enough] for place in task], held_out=True)
         except BudgetSpent as spent:
             self._tell(f"the comparison on held-out tasks was cut short: {spent}")
-        marks, against = (self._trials.marks(one, plan.sets.held_out, plan.attempts) for one in (best, baseline))
+        marks, against = (self._trials.marks(one, held_out, plan.attempts) for one in (best, baseline))
         return compare(marks, against, names=(best, baseline), failure_score=plan.failure_score)
 
     def _found(

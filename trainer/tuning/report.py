@@ -115,6 +115,21 @@ def report(
     )
 
 
+def missing(
+    tunings: Sequence[Tuning], alias: str | None = None, tasks: str | None = None, judge: str | None = None
+) -> str | None:
+    """Return what is said where no finished run is what was asked for, and some other is; else None."""
+    found = [one for tuning in tunings if tuning.kind in METHODS and not isinstance(one := _finished(tuning), str)]
+    if not found or any(_is_asked(one, alias, tasks, judge) for one in found):
+        return None
+    asked = {"model": alias, "tasks": tasks, "judged-by": judge}
+    known = {"model": [one.alias for one in found], "tasks": [one.task_set.source for one in found],
+             "judged-by": [one.judge for one in found]}  # fmt: skip
+    wanted = " ".join(f"--{name} {value}" for name, value in asked.items() if value is not None)
+    there = "; ".join(f"--{name} {', '.join(dict.fromkeys(values))}" for name, values in known.items())
+    return f"no finished run is of {wanted}; there are runs of {there}"
+
+
 def _finished(tuning: Tuning) -> TuningResult | str:
     """Return a run's result, or why there is none."""
     if tuning.state is TuningState.RUNNING:

@@ -12,7 +12,6 @@ import asyncio
 import sysconfig
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,8 +24,9 @@ from store import Store
 from store.ids import new_id
 from store.states import RolloutState
 from store.tuning_records import Rollout, TaskRow
-from trainer.errors import TooManyFailures, WorkflowFailed
+from trainer.errors import WorkflowFailed
 from trainer.progress import Progress, Work
+from trainer.tuning.giving_up import Beginning, Failures
 from trainer.tuning.settings import TunerSettings
 from trainer.tuning.tasks import Task
 from trainer.tuning.workflow import Workflow
@@ -82,6 +82,7 @@ class RolloutRunner:
     ) -> None:
         self._store = store
         self._check = check
+        self._beginning = Beginning()
         self._proxy_url = proxy_url.rstrip("/").removesuffix("/v1")
         self._api_key = api_key or NO_KEY
         self._workflow = workflow
@@ -93,7 +94,8 @@ class RolloutRunner:
         self, jobs: Sequence[Job], tuning_id: str, on_end: Callable[[Rollout], object] | None = None
     ) -> list[Rollout]:
         """Return the rollout of each job, in their order; `on_end` sees each as it ends. Raises TooManyFailures."""
-        course = _Course(self._store, jobs, tuning_id, self._progress.begin(ROLLOUTS, len(jobs)), on_end)
+        failures = Failures(self._settings, len(jobs), tuning_id, self._beginning)
+        course = _Course(self._store, jobs, tuning_id, self._progress.begin(ROLLOUTS, len(jobs)), on_end, failures)
         await course.write(self._remember, jobs)
         workers = [asyncio.create_task(self._work(course)) for _ in range(min(self._settings.concurrency, len(jobs)))]
         try:
@@ -124,8 +126,7 @@ class RolloutRunner:
                 rollout = planned_for(job, course.tuning_id, scenario={**job.scenario, "retry": again})
                 await course.write(self._store.rollouts.plan, [rollout])
                 failed = await self._once(course, number, rollout, last=again == self._settings.retries)
-            if self._settings.too_many(course.failures.total(), len(course.jobs)):
-                raise TooManyFailures(course.why_stopped(self._settings.max_failures))
+            course.failures.check()
 
     async def _once(self, course: _Course, number: int, rollout: Rollout, last: bool) -> bool:
         """Run the workflow once and have its end written down; return whether it failed."""
@@ -170,17 +171,17 @@ class _Course:
         tuning_id: str,
         work: Work,
         on_end: Callable[[Rollout], object] | None,
+        failures: Failures,
     ) -> None:
         self.jobs = jobs
         self.tuning_id = tuning_id
         self.ended: dict[int, Rollout] = {}
-        self.failures: Counter[str] = Counter()
+        self.failures = failures
         self._store = store
         self._work = work
         self._on_end = on_end
         self._coming: Iterator[tuple[int, Rollout]] = iter(())
         self._planned = 0
-        self._over = 0
         self._turn = asyncio.Lock()
         self._unwritten: list[tuple[int | None, Rollout]] = []
         self._writing: asyncio.Task[None] | None = None
@@ -208,9 +209,8 @@ class _Course:
 
         Waits where the store is far behind. Raises what the store raised on earlier ones.
         """
-        self._over += number is not None
-        if number is not None and over.failure is not None:
-            self.failures[over.failure] += 1
+        if number is not None:
+            self.failures.take(over.failure)
         self._unwritten.append((number, over))
         if self._writing is None or self._writing.done():
             await self.written()
@@ -239,14 +239,6 @@ class _Course:
         """Wait until every end so far is written. Raises what the store raised."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
-
-    def why_stopped(self, most: float | None) -> str:
-        """Return what is said where too many failed."""
-        ((commonest, times),) = self.failures.most_common(1)
-        return (
-            f"stopped: {self.failures.total()} of {self._over} rollouts failed (max_failures {most}), "
-            f"{times} of them with {commonest}; what ran is kept in tuning {self.tuning_id}"
-        )
 
     def end(self) -> None:
         """Write what is still to be written; tell that it is over."""

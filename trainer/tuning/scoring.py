@@ -59,6 +59,13 @@ class Scorer:
         """Who gives the scores, with the version: scores of different ones are not comparable."""
         return f"{self._judge.name} ({self._judge.version})" if self._judge is not None else WORKFLOW
 
+    def count_cut_off(self, tuning_id: str) -> None:
+        """Count the tokens of what was under way when a run was killed, once every proxy has shipped it."""
+        cut_off = [one for one in self._store.rollouts.of(tuning_id) if one.state is RolloutState.ABANDONED]
+        if cut_off:
+            self._wait(max(one.ended_at or 0.0 for one in cut_off))
+            self._store.rollouts.count_tokens([one.id for one in cut_off])
+
     def score(
         self, rollouts: Sequence[Rollout], on_verdict: Callable[[Verdict], object] = lambda verdict: None
     ) -> list[Rollout]:
@@ -66,7 +73,7 @@ class Scorer:
 
         `on_verdict` sees what the judge said in full.
         """
-        over = [one for one in rollouts if one.state is not RolloutState.PLANNED]
+        over = [one for one in rollouts if not one.planned]
         shipped = self._wait(max((one.ended_at or 0.0 for one in over), default=0.0))
         self._store.rollouts.count_tokens([one.id for one in over])
         ended = [one for one in over if one.state is RolloutState.ENDED]

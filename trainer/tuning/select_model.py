@@ -139,7 +139,7 @@ class ModelSelector:
         best = found.chosen or found.ranking.standings[0].candidate
         if request.kind == "eval":
             best = request.candidates[1]
-        over = (one for one in made if one.state is not RolloutState.PLANNED)
+        over = (one for one in made if not one.planned)
         spent = sum((spent_on(one, self._prices) for one in over), self._scorer.spent)
         notes = [f"{found.chosen or 'none'} was chosen ({found.policy}): {found.reason}"]
         if best != baseline:

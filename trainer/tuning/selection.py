@@ -75,7 +75,7 @@ def _mark(rollout: Rollout) -> Mark:
 
 def figures_of(candidate: str, rollouts: Sequence[Rollout], prices: Prices) -> Figures:
     """Return what the rollouts of one candidate took."""
-    over = [one for one in rollouts if one.state is not RolloutState.PLANNED]
+    over = [one for one in rollouts if not one.planned]
     spent = sum((spent_on(one, prices) for one in over), Spent())
     seconds = sorted(_seconds(one) for one in over if one.state is RolloutState.ENDED)
     return Figures(

@@ -31,7 +31,10 @@ class TunerSettings(BaseModel):
     timeout_seconds: float = Field(600.0, gt=0, description="a rollout that takes longer has failed")
     retries: int = Field(0, ge=0, le=10, description="further tries of a rollout that failed; the last one counts")
     max_failures: int | float | None = Field(
-        None, ge=0, description="stop early: more failures than this number, or than this share below 1; null: never"
+        None,
+        ge=0,
+        description="stop early: more failures than this number, or than this share below 1; null: where the "
+        "first 16 rollouts all failed",
     )
     failure_score: float = Field(
         0.0, description="score of a failed rollout; never more than the lowest judged score beside it"

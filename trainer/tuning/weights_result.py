@@ -27,7 +27,9 @@ def result_of(
     final = store.policies.live()[tuning.alias].version
     is_measured = final in {one.version for one in so_far.evaluations}
     gain = run.compared(final, so_far.baseline) if is_measured and final != so_far.baseline else None
-    rollouts = counting(store.rollouts.of(tuning.id))
+    store.rollouts.count_tokens([one.id for one in store.rollouts.of(tuning.id) if not one.planned])
+    made = store.rollouts.of(tuning.id)
+    rollouts = counting(made)
     ours = [] if so_far.warm_start is None else ["SFT"]
     if so_far.rounds:
         ours.append(f"{trainer.credit} with {trainer.learner.loss}, {so_far.rounds} rounds")
@@ -43,7 +45,7 @@ def result_of(
         baseline=f"{tuning.alias}@{so_far.baseline}",
         best=f"{tuning.alias}@{final}" if gain is not None and gain.verdict is Verdict.BETTER else None,
         gain=gain,
-        spent=sum((spent_on(one, prices) for one in rollouts), Spent()),
+        spent=sum((spent_on(one, prices) for one in made if one.counts or one.prompt_tokens), Spent()),
         wall_seconds=so_far.wall_seconds,
         promoted=f"{tuning.alias}@{final}" if final != so_far.baseline else None,
         notes=(*notes, *_failures(rollouts)),

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from store import Store
+from store.states import RolloutState
+from tests.records import answered_trajectory
 from tests.trainer.tuning import prompt_world
 from tests.trainer.tuning.scripted_reflection_model import ScriptedReflectionModel
 from tests.trainer.tuning.world_rollouts import TOKENS, Killed, WorldRollouts, tasks
@@ -22,6 +24,7 @@ from trainer.tuning.prompt_seed import given
 from trainer.tuning.prompt_sets import Sizes, divide
 from trainer.tuning.prompt_trials import Trials
 from trainer.tuning.prompt_tuning import Found, Plan, PromptTuning
+from trainer.tuning.rollouts import Job, planned_for
 
 TASKS = tasks(60)
 SETS = divide(TASKS[:30], TASKS[30:], Sizes(), seed=1)
@@ -184,6 +187,53 @@ def test_a_killed_run_goes_on_where_it_was_and_pays_for_nothing_twice(
     assert (found.prompt, found.verdict, found.tried) == (expected.prompt, expected.verdict, expected.tried)
     assert sorted(before + world.rollouts.made) == sorted(whole.rollouts.made)
     assert len(reflection_server.asked) == 2 * asked
+
+
+def _cut_off(store: Store, world: World, more: int = 0) -> int:
+    """Let a killed run go on, with so many more rollouts that were under way; return how many were cut off."""
+    first = TASKS[0]
+    store.rollouts.plan([planned_for(Job(first, number, "x"), world.tuning_id) for number in range(more)])
+    store.rollouts.plan([planned_for(Job(first, 0, "only planned"), world.tuning_id)])
+    store.tunings.resume(world.tuning_id)
+    gone = [one for one in store.rollouts.of(world.tuning_id) if one.state is RolloutState.ABANDONED]
+    under_way = [one.id for one in gone if one.candidate != "only planned"]
+    for name in under_way:
+        answered_trajectory(store, name)
+    store.rollouts.count_tokens(under_way)
+    world._changes["lives"] = 10**9
+    world.begin()
+    return len(under_way)
+
+
+def test_what_a_kill_cut_off_counts_against_the_budget_and_the_cost(
+    store: Store, reflection_server: ScriptedReflectionModel
+) -> None:
+    world = World(store, reflection_server, lives=20)
+    with pytest.raises(Killed):
+        world.run()
+    gone = _cut_off(store, world, more=2)
+    assert gone == 3
+    world.run()
+    assert world.budget.begun == 20 + gone + len(world.rollouts.made)
+    tokens = sum(one.prompt_tokens + one.completion_tokens for one in world.trials.rollouts)
+    assert world.budget.agent_tokens == tokens > (20 + len(world.rollouts.made)) * TOKENS
+
+
+def test_where_a_kill_cut_off_too_much_fewer_held_out_tasks_decide(
+    store: Store, reflection_server: ScriptedReflectionModel
+) -> None:
+    whole = World(store, reflection_server, rollouts=160)
+    whole.run()
+    world = World(store, reflection_server, rollouts=160, lives=len(whole.rollouts.made) - 40)
+    with pytest.raises(Killed):
+        world.run()
+    _cut_off(store, world, more=160 - len(world.rollouts.made) - 21)
+    found = world.run()
+    assert found.gain is not None
+    assert 0 < found.gain.tasks < len(SETS.held_out)
+    assert found.gain.unjudged == 0
+    assert world.budget.begun <= 160
+    assert any(f"compared on {found.gain.tasks} of 30 held-out tasks" in line for line in world.told)
 
 
 def test_a_failed_rollout_counts_as_a_failure_and_is_not_tried_again(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ratchet.tuning_report import effect_cells
 from store.records import Policy
 from store.states import PolicyState, TuningKind, TuningState
 from store.tuning_records import Tuning
@@ -144,3 +145,17 @@ def test_evaluations_are_no_method() -> None:
     runs.add("eval")
     found = runs.report()
     assert (found.task_set, found.left_out) == (None, ())
+
+
+def test_a_run_that_found_nothing_says_so_instead_of_not_measured() -> None:
+    runs = Runs([])
+    runs.add("prompt", best=None, gain=None)
+    runs.add("select-model", best="old", gain=None)
+    runs.add("weights", best=None, gain=None)
+    told = {row.method: effect_cells(row)[2] for row in runs.report().rows}
+    assert told == {
+        "prompt": "nothing better found on validation", "select-model": "stays as it is",
+        "weights": "nothing better found",
+    }  # fmt: skip
+    runs.add("weights", best=None, gain=None, promoted="policy@4")
+    assert effect_cells(runs.report().rows[2])[2] == "not measured"

@@ -75,7 +75,7 @@ def test_a_failed_rollout_stays_with_its_exception_and_its_place(
     assert {one.state for one in rollouts} == {RolloutState.FAILED}
     assert str(rollouts[0].failure).startswith("ValueError: no tool named search (")
     assert "workflows.py:" in str(rollouts[0].failure)
-    assert store.rollouts.of(tuning.id) == rollouts
+    assert store.rollouts.of(tuning.id, responses=True) == rollouts
 
 
 def test_the_place_of_a_failure_is_in_the_agents_own_code(runner: Make, tasks: list[Task], tuning: Tuning) -> None:
@@ -129,7 +129,7 @@ def test_a_retry_is_a_rollout_of_its_own_and_the_last_one_counts(
     runner = RolloutRunner(store, "http://nowhere", None, Flaky(failures=2), TunerSettings(retries=2))
     (ended,) = run(runner, jobs_of(tasks[:1]), tuning)
     assert (ended.state, ended.scenario) == (RolloutState.ENDED, {"retry": 2})
-    tries = store.rollouts.of(tuning.id)
+    tries = store.rollouts.of(tuning.id, responses=True)
     assert [one.state for one in tries] == [RolloutState.FAILED, RolloutState.FAILED, RolloutState.ENDED]
     assert counting(tries) == [ended]
 
@@ -150,6 +150,28 @@ def test_too_many_failures_stop_early_and_quote_the_commonest(
     ):
         run(runner("crashes", max_failures=most, concurrency=1), jobs_of(tasks), tuning)
     assert sum(one.state is RolloutState.FAILED for one in store.rollouts.of(tuning.id)) == failed
+
+
+def test_a_run_whose_first_rollouts_all_fail_stops_and_says_what_they_raised(
+    runner: Make, tasks: list[Task], tuning: Tuning, store: Store
+) -> None:
+    failing = runner("crashes_in_two_ways", concurrency=1)
+    run(failing, jobs_of(tasks), tuning)  # one round of a few rollouts proves nothing yet
+    with pytest.raises(TooManyFailures) as stopped:
+        run(failing, [job for step in range(9) for job in jobs_of(tasks, step=step)], tuning)
+    assert "all of the first 16 rollouts failed, 12 of them with ValueError: no tool named search" in str(stopped.value)
+    assert "; 4 of them with KeyError" in str(stopped.value)
+    assert "set tuner.max_failures to go on all the same" in str(stopped.value)
+    assert sum(one.state is RolloutState.FAILED for one in store.rollouts.of(tuning.id)) == 16
+
+
+def test_one_rollout_that_returns_lets_a_run_go_on_and_so_does_the_setting(
+    store: Store, tasks: list[Task], tuning: Tuning
+) -> None:
+    for workflow, settings in ((Flaky(failures=15), {}), (Flaky(failures=20), {"max_failures": 40})):
+        runner = RolloutRunner(store, "http://nowhere", None, workflow, TunerSettings(concurrency=1, **settings))
+        made = run(runner, jobs_of(tasks, attempts=5), tuning)
+        assert sum(one.state is RolloutState.FAILED for one in made) in (15, 20)
 
 
 def test_an_interruption_keeps_what_ended_and_the_rest_can_go_on(

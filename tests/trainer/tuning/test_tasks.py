@@ -209,6 +209,36 @@ def test_nothing_is_half_imported(folder: Path, tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "tasks").iterdir()] == ["math"]
 
 
+def test_a_set_whose_replacement_was_killed_between_the_two_renames_is_there_as_it_was(
+    folder: Path, tmp_path: Path
+) -> None:
+    imported = ImportedTasks(tmp_path / "tasks")
+    made = imported.add(TaskSet.open(folder), "math")
+    for look in (lambda: imported.open("math").preview("train", 9), lambda: imported.all()):
+        (tmp_path / "tasks" / "math").rename(tmp_path / "tasks" / ".replaced-math")
+        assert look() in (ROWS, [made])
+    (tmp_path / "tasks" / "math").rename(tmp_path / "tasks" / ".replaced-math")
+    with pytest.raises(TaskSetError, match="there already"):
+        imported.add(TaskSet.open(folder), "math")
+    imported.add(TaskSet.open(folder), "math", replace=True)
+    assert [file.name for file in (tmp_path / "tasks").iterdir()] == ["math"]
+
+
+def test_a_set_stays_where_the_new_one_cannot_take_its_place(folder: Path, tmp_path: Path) -> None:
+    imported = ImportedTasks(tmp_path / "tasks")
+    imported.add(TaskSet.open(folder), "math")
+    write(folder / "train.jsonl", ROWS[:1])
+
+    def spoils() -> None:  # what was written aside is gone when its turn comes
+        (aside,) = (tmp_path / "tasks").glob(".import-*")
+        aside.rename(tmp_path / "gone")
+        (tmp_path / "gone").rename(tmp_path / "tasks" / "math" / "in the way")
+
+    with pytest.raises(TaskSetError, match="cannot be written"):
+        imported.add(TaskSet.open(folder), "math", replace=True, on_row=spoils)
+    assert imported.open("math").preview("train", 9) == ROWS
+
+
 def test_a_name_that_leads_out_of_the_folder_is_refused(folder: Path, tmp_path: Path) -> None:
     for name in ("../x", "/x", "", ".hidden", "a/b", "a.jsonl"):
         with pytest.raises(TaskSetError, match="--name"):

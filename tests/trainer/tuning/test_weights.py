@@ -139,6 +139,9 @@ def test_the_curve_shows_each_evaluation_against_the_baseline_and_the_gain_is_to
     assert result.gain.low > 0
     assert (result.gain.tasks, result.task_set.tasks) == (20, 20)
     assert result.spent.rollouts == 3 * 20 + 4 * TASKS * ATTEMPTS
+    made = stand.store.rollouts.of(tuning.id)
+    assert all(one.prompt_tokens for one in made), "what is trained costs, too"
+    assert result.spent.prompt_tokens == sum(one.prompt_tokens for one in made)
     assert read(plain_result(result)) == result
     purposes = {one.purpose for one in stand.store.rollouts.of(tuning.id) if one.split == "test"}
     assert purposes == {"eval"}, "what is tested is never trained"

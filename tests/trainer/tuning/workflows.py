@@ -58,6 +58,13 @@ def crashes(task: dict[str, Any]) -> None:
     raise ValueError(f"no tool named {task.get('tool', 'search')}")
 
 
+def crashes_in_two_ways(task: dict[str, Any]) -> None:
+    """Fails on every task, on one of four in another way."""
+    if task["answer"] in ("1", "5"):
+        raise KeyError("no such tool")
+    raise ValueError("no tool named search")
+
+
 class Unreadable(Exception):
     """An exception without words."""
 
