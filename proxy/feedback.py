@@ -9,7 +9,6 @@ own trajectories alone; another's do not exist for it.
 from __future__ import annotations
 
 import asyncio
-import time
 from hashlib import blake2b
 from typing import Literal
 
@@ -20,6 +19,7 @@ from proxy.access.redaction import Redactor
 from proxy.errors import BadRequest, NotFound, NotReady
 from proxy.observing.metrics import Metrics
 from proxy.recording.journal import Journal
+from proxy.recording.others import found_or_settled
 from proxy.recording.shipper import Shipper
 from store import Store
 from store.errors import StoreUnavailable
@@ -35,7 +35,6 @@ WAITS = (
 _MOST = 1e9  # of a value, either way
 _SETTLE_SECONDS = 2.0  # that a call gets to reach the store before its id is called unknown
 _OTHERS_SECONDS = 3.0  # that other proxies get for the same; each says once a second what it has shipped
-_DOOR_SILENCE = 60.0  # seconds after which another proxy is not counted
 
 
 class FeedbackBody(BaseModel):
@@ -124,17 +123,19 @@ class FeedbackDesk:
 
     async def _find(self, said: Feedback) -> Place | None:
         """Return where it belongs; None where it has to wait. Raises NotFound."""
+
+        def look() -> Place | None:
+            return self._store.feedback.place_of(said)
+
         try:
-            if place := await asyncio.to_thread(self._store.feedback.place_of, said):
+            if place := await asyncio.to_thread(look):
                 return place
             if not await asyncio.to_thread(self._shipper.settle, _SETTLE_SECONDS):
                 return None
-            if not await self._others_settle(said.given_at):
-                return None
-            place = await asyncio.to_thread(self._store.feedback.place_of, said)
+            place, certain = await found_or_settled(self._store, look, said.given_at, _OTHERS_SECONDS)
         except StoreUnavailable:
             return None
-        if place is None:
+        if place is None and certain:
             raise NotFound(
                 f"no {said.kind} {said.target!r} is known here: send the `id` of an answer as response_id, "
                 "the header x-ratchet-call as call_id, or x-ratchet-trajectory as trajectory_id",
@@ -142,17 +143,6 @@ class FeedbackDesk:
                 code="unknown_target",
             )
         return place
-
-    async def _others_settle(self, since: float) -> bool:
-        """Wait a little until all proxies have shipped what they recorded before `since`; return whether they have."""
-        until = time.monotonic() + _OTHERS_SECONDS
-        while True:
-            doors = await asyncio.to_thread(self._store.doors.open, None, time.time() - _DOOR_SILENCE)
-            if len(doors) <= 1 or min(door.shipped_until for door in doors) >= since:
-                return True
-            if time.monotonic() > until:
-                return False
-            await asyncio.sleep(0.1)
 
 
 def _plain(text: str) -> str:

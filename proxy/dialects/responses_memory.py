@@ -1,17 +1,17 @@
 """What `previous_response_id` stands for: the conversation up to and with a response.
 
 Bounded: the conversations used longest ago are forgotten first, from their last response back; a turn is counted as
-long as a later one stands on it. A forgotten one, and one from before a restart, is read back from the store, where a
-response's id is its call's. There the `instructions` of that call cannot be told from a system message of its input:
-new instructions take the place of the first system message, else it stays.
+long as a later one stands on it. A forgotten one, one from before a restart and one that another proxy made is read
+back from the store, where a response's id is its call's. There the `instructions` of that call cannot be told from a
+system message of its input: new instructions take the place of the first system message, else it stays.
 
 A response is known only to the key that it was made with.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,12 +20,17 @@ import msgspec
 
 from proxy.dialects.inner import Json
 from proxy.errors import NotFound, NotReady
+from proxy.recording.others import found_or_settled
 from store import Store
-from store.errors import StoreError, UnknownRecord
+from store.errors import StoreError, StoreUnavailable, UnknownRecord
+from store.ids import moment
 from store.records import REDACTED, CallBegun
 
 _MOST_RESPONSES = 10_000
 _MOST_BYTES = 256 * 2**20
+_OTHERS_SECONDS = 3.0  # for other proxies to ship a response that a client has already
+_RECENT = 60.0  # seconds in which they usually have, however busy
+_ID_LENGTH = len("resp_") + 26
 _OVERHEAD = 600  # bytes of a turn beside its messages: the record, its names, its place in the table
 
 _messages = msgspec.json.Decoder(list[Json])
@@ -84,7 +89,7 @@ class ResponseMemory:
 
     async def find(self, name: str, key_id: str | None) -> Turn:
         """Return the turn of a response. Raises NotFound, NotReady."""
-        turn = self._turns.get(name) or await asyncio.to_thread(self._read, name)
+        turn = self._turns.get(name) or await self._stored(name)
         if turn is None or turn.key_id != key_id:
             raise NotFound(
                 f"previous response {name!r} is not known: send its conversation as `input`",
@@ -92,6 +97,15 @@ class ResponseMemory:
                 code="previous_response_not_found",
             )
         self._use(turn)
+        return turn
+
+    async def _stored(self, name: str) -> Turn | None:
+        """Return a turn as the store has it; one that another proxy made just now may still be on its way there."""
+        patience = _OTHERS_SECONDS if _is_recent(name) else 0.0
+        try:
+            turn, _ = await found_or_settled(self._store, lambda: self._read(name), time.time(), patience)
+        except StoreUnavailable as error:
+            raise NotReady(f"previous response {name!r} cannot be looked up: {error}") from error
         return turn
 
     def _use(self, turn: Turn) -> None:
@@ -118,6 +132,14 @@ class ResponseMemory:
         except StoreError as error:
             raise NotReady(f"previous response {name!r} cannot be looked up: {error}") from error
         return Turn(msgspec.json.encode(messages), None, call.trajectory_id, call.id, key_id, rebuilt=True)
+
+
+def _is_recent(name: str) -> bool:
+    """Return whether a name is a response's that was made within the last minute."""
+    try:
+        return len(name) == _ID_LENGTH and abs(time.time() - moment(name)) < _RECENT
+    except ValueError:
+        return False
 
 
 def response_id(call_id: str) -> str:

@@ -13,6 +13,7 @@ from store.records import Call, unpack_ids
 from store.states import CallState
 from tests.proxy.conftest import Proxy, running
 from tests.proxy.scripted_vllm import END, ScriptedVllm
+from tests.proxy.servers import eventually
 
 TOOLS: Any = [{"type": "function", "name": "search", "parameters": {"type": "object"}, "strict": False}]
 
@@ -142,6 +143,25 @@ def test_a_previous_response_outlives_a_restart(
         assert last_call(proxy).parent_call == "call_" + first.id.removeprefix("resp_")
         with pytest.raises(openai.NotFoundError):
             proxy.agent(key="another").responses.create(**asked, input="hi")
+
+
+def test_a_previous_response_of_another_proxy_is_found_as_soon_as_it_is_there(
+    vllm_url: str, vllm: ScriptedVllm, store: Store, tmp_path: Path
+) -> None:
+    with (
+        running(vllm_url, store, tmp_path / "one") as one,
+        running(vllm_url, store, tmp_path / "other") as other,
+    ):
+        eventually(lambda: len(store.doors.open(None, 0.0)) == 2)
+        asked: Any = {"model": "agent"}
+        for turn in range(6):  # each right after the one before, at the proxy that did not make it
+            proxy = (one, other)[turn % 2]
+            answer = proxy.agent().responses.create(input=f"#say=turn.{turn}", **asked)
+            asked["previous_response_id"] = answer.id
+        assert len(vllm.calls[-1]["messages"]) == 11
+        unknown = "resp_" + answer.id.removeprefix("resp_")[:-1] + "0"
+        with pytest.raises(openai.NotFoundError):
+            one.agent().responses.create(model="agent", input="hi", previous_response_id=unknown)
 
 
 def test_a_previous_response_that_is_not_known_is_a_404(proxy: Proxy) -> None:
