@@ -15,7 +15,7 @@ import argparse
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,22 +30,30 @@ _JITTER = 0.05  # a model never gives two attempts quite the same score
 _TASKS, _ATTEMPTS = 16, 8  # of a round; singles try as many tasks as there are rollouts
 
 
-def opinion(messages: list[Mapping[str, Any]]) -> float:
+Right = Callable[[list[Mapping[str, Any]]], bool]  # whether an attempt reached its goal
+
+
+def answered(messages: list[Mapping[str, Any]]) -> bool:
+    """Whether the attempt gave the right answer."""
+    return bool(judge({"messages": messages})["score"] > 0.5)
+
+
+def opinion(messages: list[Mapping[str, Any]], is_right: Right) -> float:
     """Return the score that the scripted model gives an attempt: mostly right, the same whenever it is asked."""
     digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).digest()
     wrong = digest[0] / 256 < NOISE
-    right = judge({"messages": messages})["score"] > 0.5
+    right = is_right(messages)
     return (0.85 if right != wrong else 0.1) + _JITTER * digest[1] / 256
 
 
-def ranking(question: str) -> str:
+def ranking(question: str, is_right: Right) -> str:
     """Return the scripted model's answer to RULER's question."""
     shown = json.loads(question)
     scores = [
         {
             "trajectory_id": attempt["trajectory_id"],
             "explanation": "scripted",
-            "score": opinion([*shown["shared_beginning"], *attempt["messages"]]),
+            "score": opinion([*shown["shared_beginning"], *attempt["messages"]], is_right),
         }
         for attempt in shown["attempts"]
     ]
@@ -53,9 +61,11 @@ def ranking(question: str) -> str:
 
 
 class _Model(BaseHTTPRequestHandler):
+    is_right: Right
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        message = {"role": "assistant", "content": ranking(body["messages"][1]["content"])}
+        message = {"role": "assistant", "content": ranking(body["messages"][1]["content"], type(self).is_right)}
         answer = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
         data = json.dumps(answer).encode()
         self.send_response(200)
@@ -68,9 +78,10 @@ class _Model(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def ranking_model() -> Iterator[str]:
+def ranking_model(is_right: Right = answered) -> Iterator[str]:
     """The URL of the scripted ranking model."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Model)
+    handler = type("_Asked", (_Model,), {"is_right": staticmethod(is_right)})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

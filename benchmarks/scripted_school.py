@@ -98,10 +98,21 @@ class ScriptedPupil:
 
 
 class ScoringVllm(ScriptedVllm):
-    """The scripted vLLM, which also unloads adapters and scores prompts of ids under what it has loaded."""
+    """The scripted vLLM, which also unloads adapters, tells its load, and scores ids under what it has loaded."""
+
+    running = 0  # chat calls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] == "/v1/unload_lora_adapter":
+        if scope["type"] == "http" and scope["path"] == "/metrics":
+            gauges = f"vllm:num_requests_running {self.running}\nvllm:num_requests_waiting 0\n"
+            await _send(send, 200, b"text/plain", gauges.encode())
+        elif scope["type"] == "http" and scope["path"] == "/v1/chat/completions":
+            self.running += 1
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                self.running -= 1
+        elif scope["type"] == "http" and scope["path"] == "/v1/unload_lora_adapter":
             self.adapters.pop(str((await _body(receive))["lora_name"]), None)
             await _answer(send, 200, "Success: LoRA adapter removed successfully.")
         elif scope["type"] == "http" and scope["path"] == "/v1/completions":
@@ -141,9 +152,12 @@ async def _body(receive: Receive) -> dict[str, Any]:
 
 
 async def _answer(send: Send, status: int, value: Any) -> None:
-    headers = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(value).encode()})
+    await _send(send, status, b"application/json", json.dumps(value).encode())
+
+
+async def _send(send: Send, status: int, kind: bytes, body: bytes) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
+    await send({"type": "http.response.body", "body": body})
 
 
 def main() -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
 import pytest
 
-from store.messages import is_intact, link_keys, path, tools_hash
+from store.messages import is_intact, is_intact_toolset, link_keys, path, tools_hash
 from tests.records import QUESTION, tool_call
 
 
@@ -78,3 +79,15 @@ def test_arguments_nested_deeper_than_the_stack_are_compared_as_text() -> None:
     deep = ["[" * depth + "]" * depth for depth in (3000, 100_000)]
     keys = {link_keys([tool_call(arguments=text)]) for text in (*deep, deep[0] + " ")}
     assert len(keys) == 2
+
+
+def test_a_tool_lists_hash_is_blind_to_the_order_of_keys_and_its_json_keeps_it() -> None:
+    one = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    other = [{"function": {"parameters": {"properties": {}, "type": "object"}, "name": "f"}, "type": "function"}]
+    (name, body), (same, another) = tools_hash(one), tools_hash(other)
+    assert name == same
+    assert json.dumps(json.loads(body)) == json.dumps(one)
+    assert json.dumps(json.loads(another)) == json.dumps(other)
+    assert is_intact_toolset(name, body)
+    assert is_intact_toolset(name, another)
+    assert not is_intact_toolset(name, body.replace(b'"f"', b'"g"'))

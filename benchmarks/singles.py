@@ -1,0 +1,265 @@
+"""What singles learn by: nothing, a running baseline, a prompt cohort, shadows; same live calls, held-out score each.
+
+The single-call task is the first call of `examples/email_search`: a question comes in once, and one tool call goes out.
+It is right where its search finds the mail that tells the answer (a rule; nobody tells the trainer which task it is).
+Users arrive at random times at a steady rate, so that vLLM has idle moments. Each way is a project of its own on the
+real vLLM with the tiny policy, then the same 150 held-out questions under version 0 and under the live one.
+
+    none       singles: drop: what waiting alone comes to
+    baseline   singles: baseline
+    cohort     singles: cohort
+    shadow     singles: drop, shadow.samples: 3
+    ranked     likewise, and the judge is RULER, asking a scripted model that is wrong about 15% of the answers
+
+    python -m benchmarks.singles [--ways none,baseline,shadow] [--calls 700] [--rate 5] [--seed 1] [--folder DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from benchmarks.credit import ranking_model
+from examples.email_search.mailbox import DATABASE, Mailbox
+from examples.email_search.prompt import opening
+from examples.email_search.tasks import FILES, Task, home, read_tasks
+from examples.email_search.tools import TOOLS
+from examples.production.figures import gain, wilson
+from ratchet.demo.run import TINY
+from ratchet.running import interrupts
+from ratchet.running.attached import started
+from ratchet.settings import Settings, load
+from store import Store, open_store
+from store.states import ShadowState
+from trainer.settling import is_settled
+
+_AT_ONCE = 32  # held-out calls
+_SETTLE = 40.0  # seconds, for the last round after the last call
+_SHADOW = {"samples": 3, "calls_per_minute": 6000, "at_once": 8, "busy_above": 4, "wait_seconds": 10.0}
+_WAYS: Mapping[str, dict[str, Any]] = {
+    "none": {},
+    "baseline": {"singles": "baseline"},
+    "cohort": {"singles": "cohort"},
+    "shadow": {"shadow": _SHADOW},
+    "ranked": {"shadow": _SHADOW},
+}
+_boxes = threading.local()
+
+
+@lru_cache(1)
+def _tasks(folder: Path) -> dict[str, Task]:
+    return {task.question: task for split in FILES for task in read_tasks(folder, split)}
+
+
+def found(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the one tool call of a trajectory finds the mail that its question is about."""
+    if not hasattr(_boxes, "box"):
+        _boxes.box = Mailbox(home() / DATABASE)
+    task = next(task for one in messages if (task := _tasks(home()).get(str(one.get("content")))) is not None)
+    calls: Sequence[Any] = messages[-1].get("tool_calls") or ()
+    try:
+        (call,) = calls
+        words = json.loads(call["function"]["arguments"])["keywords"]
+        hits = _boxes.box.search([str(word) for word in words]) if call["function"]["name"] == "search_inbox" else []
+    except (ValueError, KeyError, TypeError):
+        return False
+    return [name for name, _ in hits] == [task.message_id]
+
+
+def judge(trajectory: Mapping[str, Any]) -> float:
+    """Score a trajectory 1 or 0."""
+    return float(found(trajectory["messages"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One call of a user: whether it was right, how long it took, and whether it failed."""
+
+    right: bool
+    seconds: float
+    failed: bool = False
+
+
+class Agent:
+    """A user's agent: one question, one call."""
+
+    def __init__(self, base_url: str, model: str) -> None:
+        self._client = AsyncOpenAI(base_url=base_url, api_key="none", timeout=120)
+        self._model = model
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def ask(self, task: Task) -> Served:
+        """Ask once and look at what came."""
+        messages, began = opening(task.question), time.monotonic()
+        create: Any = self._client.chat.completions.create
+        try:
+            answer = await create(
+                model=self._model, messages=messages, tools=list(TOOLS), temperature=1.0, max_tokens=64
+            )
+        except Exception as error:  # noqa: BLE001  a failed call is a figure of the run
+            print(f"call failed: {error}", file=sys.stderr)
+            return Served(False, time.monotonic() - began, failed=True)
+        said = answer.choices[0].message.model_dump(exclude_none=True)
+        return Served(found([*messages, said]), time.monotonic() - began)
+
+
+async def live(agent: Agent, tasks: Sequence[Task], calls: int, rate: float, rng: random.Random) -> list[Served]:
+    """Serve `calls` users, who arrive at random, `rate` a second; each question once before any comes again."""
+    order = [task for _ in range(-(-calls // len(tasks))) for task in rng.sample(list(tasks), len(tasks))][:calls]
+    under_way = []
+    for task in order:
+        under_way.append(asyncio.create_task(agent.ask(task)))
+        await asyncio.sleep(rng.expovariate(rate))
+    return list(await asyncio.gather(*under_way))
+
+
+async def held_out(agent: Agent, tasks: Sequence[Task], attempts: int) -> list[Served]:
+    """Ask every held-out question `attempts` times."""
+    turn = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(task: Task) -> Served:
+        async with turn:
+            return await agent.ask(task)
+
+    return list(await asyncio.gather(*(one(task) for task in tasks for _ in range(attempts))))
+
+
+def settings_of(way: str, folder: Path, seed: int, url: str) -> Settings:
+    """Return the project of one way."""
+    judged: Any = "benchmarks.singles:judge"
+    if way == "ranked":
+        judged = {"kind": "ruler", "base_url": url, "model": "scripted"}
+    trainer: dict[str, Any] = {
+        "judge": judged, "group_size": 8, "group_wait_seconds": 1.0, "groups_per_round": 12, "max_staleness": 3,
+        "gate": {"held_out": 0.1, "evaluation_prompts": 16, "evaluation_samples": 2},
+    } | _WAYS[way]  # fmt: skip
+    values: dict[tuple[str, ...], tuple[str, Any]] = {
+        ("project",): ("", way),
+        ("folder",): ("", str(folder)),
+        ("vllm", "extra_args"): ("", []),  # its metrics say whether it is idle
+        ("trainer", "learner", "seed"): ("", seed),
+    }
+    for name, value in trainer.items():
+        if name in ("gate", "shadow"):
+            values |= {("trainer", name, key): ("", one) for key, one in value.items()}
+        else:
+            values[("trainer", name)] = "", value
+    return load(TINY, values, {})
+
+
+def run(way: str, calls: int, rate: float, seed: int, folder: Path) -> dict[str, Any]:
+    """Run one way; return its figures."""
+    with ranking_model(found) as url, contextlib.ExitStack() as rooms:
+        settings = settings_of(way, folder, seed, url)
+        settings.state.make(min_free_mb=0)
+        began = time.monotonic()
+        supervisor = rooms.enter_context(started(settings, say=lambda text: None))
+        base_url, alias = supervisor.plan.base_url, settings.model
+        tasks = {split: read_tasks(home(), split) for split in ("train", "test")}
+        store = open_store(settings.store_url)
+        rooms.callback(store.close)
+
+        async def course() -> tuple[list[Served], list[Served], list[Served], int]:
+            before = await asked(f"{alias}@0", tasks["test"])
+            agent = Agent(base_url, alias)
+            served = await live(agent, tasks["train"], calls, rate, random.Random(seed))
+            await agent.close()
+            await asyncio.to_thread(_settle, store, settings)
+            version = store.policies.live()[alias].version
+            return before, served, await asked(f"{alias}@{version}", tasks["test"]), version
+
+        async def asked(model: str, some: Sequence[Task]) -> list[Served]:
+            agent = Agent(base_url, model)
+            try:
+                return await held_out(agent, some, 2)
+            finally:
+                await agent.close()
+
+        before, served, after, version = asyncio.run(course())
+        return told(way, seed, before, served, after, version, store, alias) | {
+            "seconds": round(time.monotonic() - began)
+        }
+
+
+def _settle(store: Store, settings: Settings) -> None:
+    trainer = settings.trainer_settings()
+    until = time.monotonic() + _SETTLE
+    while time.monotonic() < until and not is_settled(
+        store, settings.model, group_size=trainer.group_size, groups_per_round=trainer.groups_per_round
+    ):
+        time.sleep(0.5)
+
+
+def told(
+    way: str,
+    seed: int,
+    before: Sequence[Served],
+    served: Sequence[Served],
+    after: Sequence[Served],
+    version: int,
+    store: Store,
+    alias: str,
+) -> dict[str, Any]:
+    """Return the figures of one way."""
+    first, last = ((sum(one.right for one in side), len(side)) for side in (before, after))
+    low_first, high_first = wilson(*first)
+    low, high = wilson(*last)
+    value, low_gain, high_gain = gain(first, last)
+    took = sorted(1000 * one.seconds for one in served if not one.failed)
+    counts = store.shadows.counts(alias)
+    answered = counts.get(ShadowState.ANSWERED)
+    lately = served[-len(served) // 4 :]
+    decisions = [one.reason for one in store.decisions.of(alias) if "held-out" in (one.reason or "")]
+    return {
+        "way": way, "seed": seed, "version": version,
+        "held_out_before": [round(first[0] / first[1], 4), round(low_first, 4), round(high_first, 4)],
+        "held_out_after": [round(last[0] / last[1], 4), round(low, 4), round(high, 4)],
+        "gain": [round(value, 4), round(low_gain, 4), round(high_gain, 4)],
+        "live_last_quarter": round(statistics.fmean(one.right for one in lately), 4),
+        "live_calls": len(served), "failed": sum(one.failed for one in served),
+        "live_ms": {"p50": round(took[len(took) // 2]), "p95": round(took[len(took) * 95 // 100])},
+        "shadows": {str(state): one.shadows for state, one in counts.items()},
+        "shadow_tokens": answered.tokens if answered else 0,
+        "rounds": len([one for one in store.rounds.page(alias, limit=1000) if one.to_version]),
+        "dropped": store.trajectories.drop_counts(), "states": store.trajectories.counts(),
+        "evaluations": len(decisions), "first_evaluation": decisions[-1:] and decisions[-1],
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Run the ways one after the other; print one JSON line each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", default="none,baseline,shadow")
+    parser.add_argument("--calls", type=int, default=700)
+    parser.add_argument("--rate", type=float, default=5.0, help="users a second")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", type=Path, default=Path(".ratchet/singles"))
+    chosen = parser.parse_args()
+    interrupts.install()
+    os.environ["EMAIL_SEARCH_HOME"] = str((chosen.folder / "mail").absolute())
+    made = [sys.executable, "-m", "examples.email_search", "build-db", "--seed", str(chosen.seed)]
+    subprocess.run(made, check=True, stdout=subprocess.DEVNULL)
+    for way in chosen.ways.split(","):
+        print(json.dumps(run(way, chosen.calls, chosen.rate, chosen.seed, chosen.folder)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

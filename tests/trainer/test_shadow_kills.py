@@ -1,0 +1,97 @@
+"""`kill -9` of the trainer while it asks for shadows: nothing is asked for or trained twice, and all goes on."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import httpx
+
+from benchmarks.school_parts import Part
+from benchmarks.scripted_school import read_weights
+from store import Store, open_store
+from store.records import SHADOW
+from store.states import ShadowState, TrajectoryState
+from tests.ports import free_port
+from tests.proxy.servers import ProxyProcess, eventually
+
+SINGLES, SAMPLES, KILLS = 10, 2, 5
+
+
+@contextmanager
+def school(folder: Path) -> Iterator[tuple[Part, ProxyProcess, Store]]:
+    ports = {"vllm": free_port(), "grader": free_port()}
+    parts = [Part(name, str(port), folder / f"{name}.log") for name, port in ports.items()]
+    vllm = f"http://127.0.0.1:{ports['vllm']}"
+    eventually(lambda: _answers(f"{vllm}/metrics"), 30)
+    proxy = ProxyProcess(folder, upstreams=[vllm])
+    eventually(lambda: _answers(proxy.url + "/health/ready"), 30)
+    settings = {
+        "store": str(folder / "store.db"), "model": "agent", "base_model": "scripted", "vllm": [vllm],
+        "checkpoints": str(folder / "checkpoints"), "judge_retry_seconds": 0.2,
+        "judge": {"kind": "http", "url": f"http://127.0.0.1:{ports['grader']}", "timeout_seconds": 5.0},
+        "seal_after_idle_seconds": 0.1, "group_wait_seconds": 0.1, "groups_per_round": 2, "round_wait_seconds": 0.5,
+        "max_staleness": 10**6, "lease_seconds": 1.0, "poll_seconds": 0.02,
+        "shadow": {"samples": SAMPLES, "calls_per_minute": 10_000, "at_once": 2},
+    }  # fmt: skip
+    parts.append(trainer := Part("trainer", json.dumps(settings), folder / "trainer.log"))
+    store = open_store(str(folder / "store.db"))
+    try:
+        yield trainer, proxy, store
+    finally:
+        store.close()
+        for part in parts:
+            part.kill()
+        proxy.stop()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def test_kills_of_the_trainer_ask_for_nothing_twice_and_train_nothing_twice(tmp_path: Path) -> None:
+    with school(tmp_path) as (trainer, proxy, store):
+        for number in range(SINGLES):  # long enough to be killed in
+            asked = {"role": "user", "content": f"question {number} #tokens=6 #delay=0.05"}
+            body = {"model": "agent", "messages": [asked]}
+            assert httpx.post(f"{proxy.url}/v1/chat/completions", json=body, timeout=30).status_code == 200
+        draw = random.Random(1)
+        for _ in range(KILLS):
+            done = store.shadows.spent("agent", 0.0).shadows
+            eventually(partial(_goes_on, store, done), 60)
+            time.sleep(draw.uniform(0.0, 0.4))
+            trainer.kill()
+            trainer.start()
+        eventually(lambda: _all_over(store), 90)
+        runs = store.trajectories.page(1000)
+        shadows = {run.id: run for run in runs if run.purpose == SHADOW}
+        assert len(runs) - len(shadows) == SINGLES
+        assert {run.calls for run in shadows.values()} == {1}
+        counts = store.shadows.counts("agent")
+        assert sum(count.shadows for count in counts.values()) <= SINGLES * SAMPLES
+        assert set(counts) <= {ShadowState.ANSWERED, ShadowState.FAILED}
+        trained = {run.id for run in runs if run.state is TrajectoryState.TRAINED}
+        assert trained & set(shadows)
+        newest = store.rounds.newest_committed("agent")
+        weights = Counter(read_weights(Path(newest.checkpoint or "")) if newest else [])
+        assert weights == dict.fromkeys(trained, 1)
+        # What was on its way when the trainer died is no whole answer, or came after the others had been compared.
+        assert {run.drop_reason for run in shadows.values()} <= {None, "shadow_alone", "shadow_unlike"}
+
+
+def _goes_on(store: Store, done: int) -> bool:
+    return store.shadows.spent("agent", 0.0).shadows > done or _all_over(store)
+
+
+def _all_over(store: Store) -> bool:
+    counts = store.trajectories.counts()
+    return not counts["open"] and not counts["sealed"] and not counts["grouped"]
