@@ -9,6 +9,8 @@ stay float32, untouched.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -33,6 +35,9 @@ _DICTIONARY = (
 )
 
 
+_Pack = Callable[[Any], bytes | None]
+
+
 class Bytes(sa.LargeBinary):
     """Bytes that go to the driver as they are: both drivers take them without SQLAlchemy's wrapping."""
 
@@ -48,9 +53,9 @@ class Hash(sa.types.TypeDecorator[str]):
     impl = Bytes
     cache_ok = True
 
-    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> bytes | None:
-        """Return what the database holds."""
-        return None if value is None else pack_hash(value)
+    def bind_processor(self, dialect: sa.Dialect) -> _Pack:
+        """Return what makes of a value what the database holds."""
+        return _hash_or_none
 
     def process_result_value(self, value: Any, dialect: sa.Dialect) -> str | None:
         """Return the text."""
@@ -63,9 +68,9 @@ class Body(sa.types.TypeDecorator[bytes]):
     impl = Bytes
     cache_ok = True
 
-    def process_bind_param(self, value: bytes | None, dialect: sa.Dialect) -> bytes | None:
-        """Return what the database holds."""
-        return None if value is None else pack_body(value)
+    def bind_processor(self, dialect: sa.Dialect) -> _Pack:
+        """Return what makes of a value what the database holds."""
+        return _or_none(pack_body)
 
     def process_result_value(self, value: Any, dialect: sa.Dialect) -> bytes | None:
         """Return the JSON."""
@@ -78,13 +83,17 @@ class Ids(sa.types.TypeDecorator[bytes]):
     impl = Bytes
     cache_ok = True
 
-    def process_bind_param(self, value: bytes | None, dialect: sa.Dialect) -> bytes | None:
-        """Return what the database holds."""
-        return None if value is None else squeeze_ids(value)
+    def bind_processor(self, dialect: sa.Dialect) -> _Pack:
+        """Return what makes of a value what the database holds."""
+        return _or_none(squeeze_ids)
 
     def process_result_value(self, value: Any, dialect: sa.Dialect) -> bytes | None:
         """Return the int32 bytes."""
         return None if value is None else unsqueeze_ids(bytes(value))
+
+
+def _or_none(pack: Callable[[Any], bytes]) -> _Pack:
+    return lambda value: None if value is None else pack(value)
 
 
 def pack_hash(text: str) -> bytes:
@@ -98,6 +107,9 @@ def pack_hash(text: str) -> bytes:
         except ValueError:
             pass
     return _PLAIN_TEXT + text.encode()
+
+
+_hash_or_none = lru_cache(maxsize=4096)(_or_none(pack_hash))  # the rows of one call repeat its hashes
 
 
 def unpack_hash(packed: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Inserts many rows past SQLAlchemy's work for every row: each statement is compiled once, and the driver gets values.
+"""Many rows past SQLAlchemy's work for each: a statement is compiled once, and the driver gets values.
 
 What a column holds is its type's doing, as everywhere else; a row says every column that has no default in the
 database, and all rows say the same ones. Errors are SQLAlchemy's, except where a value does not fit its type.
@@ -19,11 +19,20 @@ Row = dict[str, Any]
 _STATEMENTS = 256  # that are remembered: dialects (one per engine) x tables
 
 
-def insert(connection: sa.Connection, table: sa.Table, rows: Sequence[Row], *, new_only: bool = False) -> None:
-    """Insert rows; with `new_only` those whose primary key exists are left as they are."""
-    if rows:
-        statement = _compiled(connection.dialect, table, tuple(rows[0]), new_only)
-        connection.exec_driver_sql(statement.text, statement.values(rows))
+def insert(connection: sa.Connection, table: sa.Table, rows: Sequence[Row], *, new_only: bool = False) -> int:
+    """Insert rows, return how many; with `new_only` those whose primary key exists are left as they are."""
+    if not rows:
+        return 0
+    statement = _compiled(connection.dialect, table, tuple(rows[0]), new_only)
+    return connection.exec_driver_sql(statement.text, statement.values(rows)).rowcount
+
+
+def among(connection: sa.Connection, column: sa.Column[str], names: Sequence[str]) -> sa.ColumnElement[bool]:
+    """Return that a text column is one of many names, in a statement whose words do not depend on how many."""
+    if connection.dialect.name == "postgresql":
+        return column == sa.any_(sa.bindparam(None, names, sa.ARRAY(sa.String)))
+    listed = sa.func.json_each(sa.bindparam(None, names, sa.JSON)).table_valued("value")
+    return column.in_(sa.select(listed.c.value))
 
 
 class _Statement:

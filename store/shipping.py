@@ -14,13 +14,14 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import msgspec
 import sqlalchemy as sa
 
 from store import blocks, schema
-from store.inserting import insert
+from store.inserting import among, insert
 from store.owners import may_share
 from store.records import CallBegun, CallEnded, CallRecord, MessageNode
 from store.states import CallState, TrajectoryState
@@ -38,11 +39,23 @@ _ENDED_COLUMNS = (
     "state", "ended_at", "first_byte_at", "status", "context", "prompt_ids", "prompt_tokens", "completion_tokens",
     "untrainable", "error", "upstream", "answer_id",
 )  # fmt: skip
+_begun_values, _ended_values = attrgetter(*_BEGUN_COLUMNS), attrgetter(*_ENDED_COLUMNS)
 _NOT_ENDED: Mapping[str, Any] = {
     "state": CallState.BEGUN, "ended_at": None, "first_byte_at": None, "status": None, "context": "root",
     "prompt_ids": b"", "prompt_tokens": 0, "completion_tokens": 0, "untrainable": None, "error": None,
     "upstream": None, "answer_id": None,
 }  # fmt: skip
+
+
+class _Run(NamedTuple):
+    """A trajectory's row, as far as it says which calls it takes."""
+
+    state: str
+    sealed_by: str | None
+    version: int
+    purpose: str
+    key_id: str | None
+    successors: int
 
 
 def ship(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
@@ -57,15 +70,15 @@ def ship(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
     awaited = (CallState.BEGUN, CallState.INTERRUPTED)
     ending = {n: end for n, end in ended.items() if n not in known or known[n].state in awaited}
     hosts = {name: row.trajectory_id for name, row in known.items()}
-    hosts |= _host_trajectories(connection, new, also=(hosts[name] for name in ending if name in hosts))
+    hosts |= _host_trajectories(connection, new, ended, also=(hosts[name] for name in ending if name in hosts))
     _write_calls(connection, new, ending, hosts, replaced=[name for name in ending if name in known])
     _write_choices(connection, ending.values())
     _touch(connection, _active(new, ending.values(), hosts))
 
 
-def insert_new(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]]) -> None:
-    """Insert rows, leaving those whose primary key exists as they are."""
-    insert(connection, table, rows, new_only=True)
+def insert_new(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]]) -> int:
+    """Insert rows, leaving those whose primary key exists as they are; return how many are new."""
+    return insert(connection, table, rows, new_only=True)
 
 
 def share_messages(connection: sa.Connection) -> None:
@@ -87,8 +100,8 @@ def _add_messages(connection: sa.Connection, records: Sequence[CallRecord]) -> N
             nodes[node.hash] = node
         if begun.tools:
             toolsets[begun.tools_hash] = begun.tools
-    rows = [fitting(schema.messages, msgspec.structs.asdict(nodes[name])) for name in sorted(nodes)]
-    insert_new(connection, schema.messages, rows)
+    rows = [msgspec.structs.asdict(nodes[name]) for name in sorted(nodes)]
+    insert_new(connection, schema.messages, all_fitting(schema.messages, rows))
     insert_new(connection, schema.toolsets, [{"hash": name, "body": toolsets[name]} for name in sorted(toolsets)])
 
 
@@ -96,20 +109,24 @@ def _known(connection: sa.Connection, names: Sequence[str]) -> dict[str, Any]:
     """Return state and trajectory of each of these calls that is there."""
     table = schema.calls
     columns = sa.select(table.c.id, table.c.state, table.c.trajectory_id)
-    found: dict[str, Any] = {}
-    for start in range(0, len(names), IN_MOST):
-        rows = connection.execute(columns.where(table.c.id.in_(names[start : start + IN_MOST])))
-        found |= {row.id: row for row in rows}
-    return found
+    rows = connection.execute(columns.where(among(connection, table.c.id, names))) if names else ()
+    return {row.id: row for row in rows}
 
 
 def fitting(table: sa.Table, row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with every text cut to its column, and without what PostgreSQL's texts cannot hold."""
+    return all_fitting(table, [row])[0]
+
+
+def all_fitting(table: sa.Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows so that each fits; all say the same columns. A column whose texts all fit is not gone through."""
     for name, length in _texts(table):
-        value = row.get(name)
-        if value is not None and (len(value) > length or "\0" in value):
-            row[name] = value.replace("\0", "\ufffd")[:length]
-    return row
+        if rows and name in rows[0]:
+            said = [value for row in rows if (value := row[name]) is not None]
+            if said and (max(map(len, said)) > length or "\0" in "".join(said)):
+                for row in rows:
+                    row[name] = None if row[name] is None else row[name].replace("\0", "\ufffd")[:length]
+    return rows
 
 
 @cache
@@ -127,17 +144,17 @@ def _write_calls(
 ) -> None:
     """Insert the rows of new calls, with their ends where those are here; replace those of calls that end now."""
     table = schema.calls
-    for start in range(0, len(replaced), IN_MOST):
-        connection.execute(sa.delete(table).where(table.c.id.in_(replaced[start : start + IN_MOST])))
+    if replaced:
+        connection.execute(sa.delete(table).where(among(connection, table.c.id, replaced)))
     rows = []
     for begun in (*new, *(ending[name].begun for name in replaced)):
         end = ending.get(begun.call_id)
-        row = {name: getattr(begun, name) for name in _BEGUN_COLUMNS}
-        row |= {name: getattr(end, name) for name in _ENDED_COLUMNS} if end else _NOT_ENDED
+        row = dict(zip(_BEGUN_COLUMNS, _begun_values(begun), strict=True))
+        row |= zip(_ENDED_COLUMNS, _ended_values(end), strict=True) if end else _NOT_ENDED
         row |= {"id": begun.call_id, "trajectory_id": hosts[begun.call_id], "prompt_blocks": None}
         row |= {"tags": list(begun.tags), "sampling": dict(begun.sampling)}
-        rows.append(fitting(table, row))
-    _cut_prompts(connection, rows)
+        rows.append(row)
+    _cut_prompts(connection, all_fitting(table, rows))
     insert(connection, table, rows)
     _add_tags(connection, new, hosts)
 
@@ -165,7 +182,7 @@ def _add_tags(connection: sa.Connection, calls: Sequence[CallBegun], hosts: Mapp
     opened = {row.id: row.opened_at for row in found}
     pairs = sorted({(hosts[begun.call_id], tag) for begun in calls for tag in begun.tags})
     rows = [{"tag": tag, "opened_at": opened[name], "trajectory_id": name} for name, tag in pairs]
-    insert_new(connection, schema.tags, [fitting(schema.tags, row) for row in rows])
+    insert_new(connection, schema.tags, all_fitting(schema.tags, rows))
 
 
 def _write_choices(connection: sa.Connection, ends: Collection[CallEnded]) -> None:
@@ -184,7 +201,7 @@ def _write_choices(connection: sa.Connection, ends: Collection[CallEnded]) -> No
         for end in ends
         for choice in end.choices
     ]
-    insert(connection, table, [fitting(table, row) for row in rows])
+    insert(connection, table, all_fitting(table, rows))
 
 
 def _active(new: Iterable[CallBegun], ends: Iterable[CallEnded], hosts: Mapping[str, str]) -> dict[str, float]:
@@ -197,14 +214,13 @@ def _active(new: Iterable[CallBegun], ends: Iterable[CallEnded], hosts: Mapping[
 
 
 def _host_trajectories(
-    connection: sa.Connection, calls: Sequence[CallBegun], also: Iterable[str] = ()
+    connection: sa.Connection, calls: Sequence[CallBegun], ended: Mapping[str, CallEnded], also: Iterable[str]
 ) -> dict[str, str]:
     """Return, by call id, the open trajectory that takes the call; make those that are new; lock those of `also`."""
     firsts = {begun.trajectory_id: begun for begun in reversed(calls)}
     runs = _runs(connection, sorted({*firsts, *also}))
     if new := {name: begun for name, begun in firsts.items() if name not in runs}:
-        _add_trajectories(connection, new)
-        runs |= _runs(connection, sorted(new))  # another proxy may have been quicker, with other values
+        runs |= _add_trajectories(connection, new, ended)
     hosts: dict[str, str] = {}
     taken: set[str] = set()
     for begun in calls:
@@ -213,29 +229,22 @@ def _host_trajectories(
             hosts[begun.call_id] = name
             taken.add(name)
         else:
-            hosts[begun.call_id] = _successor(connection, begun)
+            hosts[begun.call_id] = _successor(connection, begun, ended)
     _reopen(connection, [name for name in sorted(taken) if runs[name].state == TrajectoryState.SEALED])
     return hosts
 
 
-def _runs(connection: sa.Connection, names: Sequence[str]) -> dict[str, Any]:
+def _runs(connection: sa.Connection, names: Sequence[str]) -> dict[str, _Run]:
     """Return the rows of trajectories by id, locked where the database locks rows: nobody may seal one meanwhile."""
     runs = schema.trajectories
-    found: dict[str, Any] = {}
-    fields = ("id", "state", "sealed_by", "version", "purpose", "key_id", "successors")
-    columns = [runs.c[name] for name in fields]
-    for start in range(0, len(names), IN_MOST):
-        query = (
-            sa.select(*columns)
-            .where(runs.c.id.in_(names[start : start + IN_MOST]))
-            .order_by(runs.c.id)
-            .with_for_update()
-        )
-        found |= {row.id: row for row in connection.execute(query)}
-    return found
+    if not names:
+        return {}
+    columns = [runs.c[name] for name in ("id", *_Run._fields)]
+    query = sa.select(*columns).where(among(connection, runs.c.id, names)).order_by(runs.c.id).with_for_update()
+    return {row.id: _Run(*row[1:]) for row in connection.execute(query)}
 
 
-def _takes(run: Any, begun: CallBegun) -> bool:
+def _takes(run: _Run, begun: CallBegun) -> bool:
     """Return whether a trajectory may take a further call.
 
     It must be open, or sealed only for being still; and of the call's version, purpose and key, since a trajectory has
@@ -246,7 +255,7 @@ def _takes(run: Any, begun: CallBegun) -> bool:
     return bool(same and (run.state == TrajectoryState.OPEN or still))
 
 
-def _successor(connection: sa.Connection, begun: CallBegun) -> str:
+def _successor(connection: sa.Connection, begun: CallBegun, ended: Mapping[str, CallEnded]) -> str:
     """Return the successor of a closed trajectory that takes the call: the latest one, or a new one.
 
     A client may have given the name that a successor would get to a run of its own: then the next number is taken.
@@ -256,9 +265,7 @@ def _successor(connection: sa.Connection, begun: CallBegun) -> str:
     number = max(1, count)
     while True:
         name = f"{origin}~{number}"
-        if not (known := _runs(connection, [name])):
-            _add_trajectories(connection, {name: begun})
-            known = _runs(connection, [name])
+        known = _runs(connection, [name]) or _add_trajectories(connection, {name: begun}, ended)
         if _takes(known[name], begun):
             break
         number += 1
@@ -278,9 +285,11 @@ def _reopen(connection: sa.Connection, names: Sequence[str]) -> None:
         )
 
 
-def _add_trajectories(connection: sa.Connection, new: Mapping[str, CallBegun]) -> None:
-    """Make trajectories that are not there, each with the values of its first call."""
-    rows = [
+def _add_trajectories(
+    connection: sa.Connection, new: Mapping[str, CallBegun], ended: Mapping[str, CallEnded]
+) -> dict[str, _Run]:
+    """Make trajectories that are not there, each with the values of its first call; return their rows."""
+    rows: list[dict[str, Any]] = [
         {
             "id": name,
             "alias": begun.alias,
@@ -292,11 +301,13 @@ def _add_trajectories(connection: sa.Connection, new: Mapping[str, CallBegun]) -
             "tools_hash": begun.tools_hash,
             "key_id": begun.key_id,
             "opened_at": begun.started_at,
-            "last_active_at": begun.started_at,
+            "last_active_at": ended[begun.call_id].ended_at if begun.call_id in ended else begun.started_at,
         }
         for name, begun in sorted(new.items())
     ]
-    insert_new(connection, schema.trajectories, [fitting(schema.trajectories, row) for row in rows])
+    if insert_new(connection, schema.trajectories, all_fitting(schema.trajectories, rows)) < len(rows):
+        return _runs(connection, sorted(new))  # another proxy was quicker, with other values
+    return {row["id"]: _Run(row["state"], None, row["version"], row["purpose"], row["key_id"], 0) for row in rows}
 
 
 def _touch(connection: sa.Connection, times: Mapping[str, float]) -> None:
