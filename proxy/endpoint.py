@@ -15,8 +15,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from proxy.access.bounds import Bounds, read_json
@@ -137,7 +137,7 @@ class Endpoint:
         link = self._links.find(found)
         version = wanted if link.version is None else link.version
         version = self._begins(alias, link.trajectory_id, plan) if version is None else version
-        link = replace(link, version=version)
+        link = msgspec.structs.replace(link, version=version)
         self._links.begin(link, alias, version, now)
         if plan is None and link.trajectory_id.startswith(PREFIX):  # found by its words
             plan = self._rollouts.known(link.trajectory_id, scope[KEY_ID])

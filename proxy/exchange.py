@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from starlette.types import Message
 
 from proxy.asgi import JSON, Headers
@@ -18,8 +18,7 @@ from proxy.request import ChatRequest
 SSE = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
-@dataclass(slots=True)
-class Exchange:
+class Exchange(msgspec.Struct):
     """The state of one call. `arrived` and `upstream_seconds` are on the monotonic clock."""
 
     request: ChatRequest  # as it goes to vLLM; what the client said is in `opened`

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -43,8 +42,7 @@ _TRUE = Raw(b"true")
 _ZERO = Raw(b"0")
 
 
-@dataclass(slots=True)
-class ChatRequest:
+class ChatRequest(msgspec.Struct):
     """One request as it came in. `asks_*` say which of the captured fields the client wants for itself.
 
     The messages are shared with other requests of the same history: nobody changes them.
@@ -57,8 +55,8 @@ class ChatRequest:
     asks_ids: bool
     asks_logprobs: bool
     asks_usage: bool
-    stream_options: dict[str, Any] = field(default_factory=dict)
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    stream_options: dict[str, Any] = msgspec.field(default_factory=dict)
+    sampling: Mapping[str, Any] = msgspec.field(default_factory=dict)
     tools_hash: str = ""
     tools: bytes = b""
     trajectory: str | None = None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from proxy.access.limits import Meter
 
 
-@dataclass(slots=True, frozen=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """`key_id` names the key in records; `trajectory` is the run that a suffix of the key names; `meter` its limits.
 
     `operator` says that everything may be read and spoken of.

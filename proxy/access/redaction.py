@@ -12,7 +12,6 @@ split over two messages.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -140,4 +139,4 @@ class Redacting:
         asked = await self._dialect.read(body, key_id)
         clean = self._redactor.request
         kept = await asyncio.to_thread(clean, asked) if len(body) > LARGE else clean(asked)
-        return replace(asked, kept=kept)
+        return msgspec.structs.replace(asked, kept=kept)

@@ -6,7 +6,6 @@ on from it; a prompt of token ids, and one that holds nothing of ours, begins a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -36,7 +35,6 @@ class Completions:
         return await read_body_with(_read, body)
 
 
-@dataclass(slots=True)
 class TextRequest(ChatRequest):
     """A request without messages; its `logprobs` is a number."""
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from proxy.capture import Capture
 from proxy.errors import BadRequest, ProxyError
@@ -42,8 +43,7 @@ class Voice(Protocol):
         """Return the events that tell a failure in mid-stream."""
 
 
-@dataclass(slots=True, frozen=True)
-class Kept:
+class Kept(msgspec.Struct, frozen=True):
     """What may be written of a request. `redacted` says that something of its content may not."""
 
     nodes: tuple[MessageNode, ...]
@@ -53,8 +53,7 @@ class Kept:
     redacted: bool
 
 
-@dataclass(slots=True)
-class Asked:
+class Asked(msgspec.Struct):
     """A request that was understood: the inner call, its messages as nodes with their link keys, and its voice.
 
     `kept` is there where not all of it may be written.

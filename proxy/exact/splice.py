@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from store.records import unpack_ids
 
 GENERATION_PROMPT = 16  # ids at the end of a prompt that open the answer; a template may write them otherwise later
@@ -29,8 +31,7 @@ class Fork(Exception):
         self.reason = reason
 
 
-@dataclass(slots=True, frozen=True)
-class Context:
+class Context(msgspec.Struct, frozen=True):
     """Everything up to and with an answer: `ids` as packed int32, and which of them were sampled, in order."""
 
     ids: bytes

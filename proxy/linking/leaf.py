@@ -6,16 +6,16 @@ They hold; they decide nothing. All but the flags of a leaf never change.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
+
+import msgspec
 
 from proxy.linking.traces import NO_TRACES, Traces
 from store.records import OTHER
 
 
-@dataclass(slots=True, frozen=True)
-class Sequence32:
+class Sequence32(msgspec.Struct, frozen=True):
     """A token sequence by length in bytes (int32 each) and hash: enough to say what begins with it."""
 
     length: int
@@ -33,8 +33,7 @@ class Sequence32:
         return blake2b(memoryview(packed)[: self.length], digest_size=16).digest() == self.digest
 
 
-@dataclass(slots=True, eq=False)
-class Leaf:
+class Leaf(msgspec.Struct, eq=False):
     """An answer that a coming request may continue. `extended`: one did; `quoted`: a segment was found by its words."""
 
     trajectory_id: str
@@ -60,8 +59,7 @@ class Attempt(NamedTuple):
     tools_hash: str
 
 
-@dataclass(slots=True, frozen=True)
-class Evidence:
+class Evidence(msgspec.Struct, frozen=True):
     """What a request says about where it belongs. `keys` are the link keys of its messages, in order."""
 
     alias: str
@@ -88,8 +86,7 @@ class Evidence:
         return "live" if self.version is None else "eval"
 
 
-@dataclass(slots=True, frozen=True)
-class Link:
+class Link(msgspec.Struct, frozen=True):
     """Where a call belongs. `version` is None where the trajectory is new and has none yet.
 
     A call without a parent begins a segment: the first of its trajectory, or one that `quoted` words or ids of it.

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from hashlib import blake2b
+
+import msgspec
 
 from proxy.errors import BadRequest
 from proxy.linking import likeness, quotes
@@ -40,8 +41,7 @@ _MOST_IN_ALL = 200_000
 _EXPLICIT = ("path", "header", "body", "key", "previous_response")
 
 
-@dataclass(slots=True)
-class Run:
+class Run(msgspec.Struct):
     """An open trajectory as the proxy knows it."""
 
     alias: str
@@ -51,7 +51,7 @@ class Run:
     key_id: str | None = None
     family: str | None = None  # of its task, once somebody asked
     calls_under_way: int = 0
-    leaves: list[Leaf] = field(default_factory=list)
+    leaves: list[Leaf] = msgspec.field(default_factory=list)
 
 
 class Links:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
+
+import msgspec
 
 from store import messages as canon
 
@@ -21,8 +22,7 @@ _MOST_ARGUMENTS = 4
 _TELLING_ID = re.compile(r"(?=[A-Za-z0-9]*[0-9])(?=[A-Za-z0-9]*[A-Za-z])[A-Za-z0-9]{9,}\Z")
 
 
-@dataclass(slots=True, frozen=True)
-class Quote:
+class Quote(msgspec.Struct, frozen=True):
     """Words of ours. `pending`: a tool call's argument, which only a sub-agent quotes, and only until it is done."""
 
     anchor: str
@@ -31,8 +31,7 @@ class Quote:
     pending: bool = False
 
 
-@dataclass(slots=True, frozen=True)
-class Traces:
+class Traces(msgspec.Struct, frozen=True):
     """`gap_key`: the path without the prompt's last message; `own_key`: the answer wherever it stands; `whole`: the
     text of a plain prompt with the answer behind it.
     """

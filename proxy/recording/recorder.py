@@ -14,7 +14,6 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -36,8 +35,7 @@ _MOST_KNOWN = 50_000
 _ENGINE_NAMED = ("chat", "completions")  # dialects in which the client gets the engine's id; others word the call's
 
 
-@dataclass(slots=True)
-class End:
+class End(msgspec.Struct):
     """How a call ended, as far as the exchange saw it. Times are Unix seconds."""
 
     state: CallState
@@ -48,8 +46,7 @@ class End:
     upstream: str | None = None
 
 
-@dataclass(slots=True)
-class Opened:
+class Opened(msgspec.Struct):
     """A call under way: its record, its link, and what only the request knows."""
 
     begun: CallBegun

@@ -6,8 +6,6 @@ linking and the records go by what the client said.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 from msgspec import Raw
 
@@ -28,4 +26,4 @@ def swapped(request: ChatRequest, prompt: Prompt, family: str) -> ChatRequest:
     taken = has_system_prompt(request.messages)
     raws = [Raw(_encode(said)), *_raws.decode(request.fields["messages"])[taken:]]
     fields = {**request.fields, "messages": Raw(_encode(raws))}
-    return replace(request, fields=fields, messages=[said, *request.messages[taken:]])
+    return msgspec.structs.replace(request, fields=fields, messages=[said, *request.messages[taken:]])
