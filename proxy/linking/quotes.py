@@ -24,6 +24,7 @@ from store import messages as canon
 _BOUNDS = ("\n", ": ", '"', ">", "`", "(", "[")
 _MOST_TEXT = 150_000  # characters that are looked at, of the latest messages
 _ID = re.compile(r"(?:chatcmpl-tool-|call_|toolu_)[A-Za-z0-9]{9,}")
+_BLANK = re.compile(r"\s*")
 _json = JSONDecoder(strict=False)
 _ID_BEGINS = ("chatcmpl-tool-", "call_", "toolu_")
 
@@ -117,15 +118,14 @@ def _said(leaves: Leaves, text: str) -> Iterator[tuple[Leaf, Quote, int]]:
 
 
 def _places(text: str) -> Iterator[int]:
-    """Yield where words may begin."""
+    """Yield where words may begin: at the beginning, and behind a bound and the white space that follows it."""
+    yield 0  # no text begins with white space
     last = len(text) - ANCHOR
     for bound in _BOUNDS:
-        at = 0
-        for piece in text.split(bound):
-            start = at + len(piece) - len(piece.lstrip())
-            if start <= last:
-                yield start
-            at += len(piece) + len(bound)
+        start, at = 0, text.find(bound)
+        while at >= 0 and (start := _BLANK.match(text, at + len(bound)).end()) <= last:  # type: ignore[union-attr]
+            yield start
+            at = text.find(bound, start)
 
 
 def _stands(quote: Quote, text: str, at: int) -> bool:
