@@ -4,7 +4,8 @@ Promises: a request's head, and whatever else is not body, takes at most `MOST_H
 at a pace of `LEAST_PACE` bytes a second after `read_timeout` (408); a client that does not read its answer holds it for
 `write_timeout` at most, in a buffer of uvicorn's size, and then counts as having left; above `most` connections a new
 one is told 503 and closed. A refusal on this level closes the connection. The cost per request is a few comparisons:
-one task looks at the open connections every second, there is no timer per request.
+one task looks at the open connections every second, there is no timer per request. An answer of known length goes out
+in one write, head and body.
 
 Does not bound bodies (`asgi.read_body`) or how long an answer takes (`request_timeout`).
 """
@@ -14,12 +15,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from collections.abc import Awaitable
 from enum import Enum
 from functools import partial
 from typing import Any
 
+from starlette.types import ASGIApp, Message
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from proxy.errors import openai_error
@@ -150,6 +153,9 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
         self._stalled_at = None
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, _OneWrite(cycle, app).run)
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)
 
@@ -186,3 +192,62 @@ class Connection(HttpToolsProtocol):
             head += [f"content-length: {len(body)}", *(["retry-after: 1"] if again else [])]
             self.transport.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
         self.transport.close()
+
+
+class _OneWrite:
+    """The application, for one request: a head that tells the body's length waits for it, and both are one write."""
+
+    __slots__ = ("_app", "_cycle", "_start")
+
+    def __init__(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:
+        self._cycle = cycle
+        self._app = app
+        self._start: Message | None = None
+
+    def run(self, scope: Any, receive: Any, _: Any) -> Awaitable[None]:
+        """What uvicorn calls."""
+        return self._app(scope, receive, self._send)
+
+    async def _send(self, message: Message) -> None:
+        start, self._start = self._start, None
+        if start is not None:
+            head = None if self._cycle.flow.write_paused else _head(self._cycle, start, message)
+            if head is not None:
+                self._write(head, message["body"])
+                return
+            await self._cycle.send(start)  # type: ignore[arg-type]
+        elif message["type"] == "http.response.start" and _length(message) is not None:
+            self._start = message
+            return
+        await self._cycle.send(message)  # type: ignore[arg-type]
+
+    def _write(self, head: bytes, body: bytes) -> None:
+        """Send a whole answer; what follows it is as in uvicorn's `send`."""
+        cycle = self._cycle
+        if cycle.disconnected:
+            return
+        cycle.response_started = cycle.response_complete = True
+        cycle.transport.writelines((head, body))
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
+
+
+def _length(start: Message) -> bytes | None:
+    """Return the length of the body, where a head tells it last, as `asgi.send_bytes` does."""
+    headers = start.get("headers")
+    return headers[-1][1] if headers and headers[-1][0] == b"content-length" else None
+
+
+def _head(cycle: RequestResponseCycle, start: Message, message: Message) -> bytes | None:
+    """Return the head of an answer that is whole with this message; None where uvicorn has to see to it."""
+    whole = not message.get("more_body") and _length(start) == b"%d" % len(message["body"])
+    if not whole or cycle.scope["method"] == "HEAD":
+        return None
+    lines = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *start["headers"])]
+    if not cycle.keep_alive:
+        lines.append(b"connection: close\r\n")
+    head = b"".join([STATUS_LINE[start["status"]], *lines, b"\r\n"])
+    ends = len(lines) + 2
+    return head if head.count(b"\n") == head.count(b"\r") == ends else None  # no header may become two
