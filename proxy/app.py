@@ -95,6 +95,7 @@ def create_app(
         shipped_until=shipper.shipped_until,
         others=others.names,
     )
+    metrics.trajectories.set_function(lambda: len(links))
     metrics.journal_bytes.set_function(lambda: journal.bytes)
     metrics.unshipped.set_function(lambda: shipper.backlog)
     metrics.registry.register(PolicyInfo(book.known))

@@ -17,6 +17,7 @@ JSON = (b"content-type", b"application/json")
 TRAJECTORY = "ratchet.trajectory"  # scope keys that the routes set
 PATH = "ratchet.path"
 KEY_ID = "ratchet.key_id"
+BY_NAME = "ratchet.headers"  # `headers_of`; whoever changes the headers takes it out
 CALLER = "ratchet.caller"  # proxy.access.keyring.Caller
 
 Headers = list[tuple[bytes, bytes]]
@@ -65,15 +66,16 @@ def _too_large(limit: int) -> BodyTooLarge:
 
 def header(scope: Scope, name: bytes) -> str | None:
     """Return a request header (name in lower case) as text; None where it is absent or empty."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return value.decode("latin-1").strip() or None
-    return None
+    value = headers_of(scope).get(name)
+    return value.decode("latin-1").strip() or None if value else None
 
 
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
-    """Return the request headers by lower-case name; of repeated ones the last."""
-    return dict(scope["headers"])
+    """Return the request headers by lower-case name, the first of repeated ones; they are read once."""
+    found: dict[bytes, bytes] | None = scope.get(BY_NAME)
+    if found is None:
+        found = scope[BY_NAME] = dict(reversed(scope["headers"]))
+    return found
 
 
 async def send_bytes(send: Send, status: int, body: bytes, headers: Headers) -> None:

@@ -97,7 +97,7 @@ class Endpoint:
         if "@" in model:
             await self._book.hear_of(model)
         exchange = self._open(scope, headers, asked, named, plan, model, arrived)
-        self._metrics.under_way.inc()
+        self._metrics.under_way += 1
         with Watch(receive) as watch:
             try:
                 await self._serve(exchange, self._observer.begun(exchange, headers), send, watch)
@@ -112,7 +112,7 @@ class Endpoint:
                 if not exchange.over:  # a defect of ours; the run must not stay under way for ever
                     exchange.failure = "defect"
                     self._end(exchange, CallState.FAILED, 500, "the proxy failed")
-                self._metrics.under_way.dec()
+                self._metrics.under_way -= 1
                 self._observer.ended(exchange)
                 if hold is not None:
                     hold.use(exchange.capture.tokens(), left=watch.left)
@@ -315,7 +315,6 @@ class Endpoint:
             self._contexts.add(exchange.opened.ended)
         if state == CallState.ABORTED or status in _RETRIED or status >= 500:
             self._links.unanswered(exchange.opened.link, exchange.attempt, now)
-        self._metrics.trajectories.set(len(self._links))
         return durable
 
     async def _last(

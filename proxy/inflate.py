@@ -11,7 +11,7 @@ import zlib
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from proxy.asgi import header, read_body, replaying
+from proxy.asgi import BY_NAME, header, read_body, replaying
 from proxy.errors import BadRequest, BodyTooLarge, UnknownEncoding
 
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
@@ -37,7 +37,7 @@ class Inflate:
         packed = await read_body(receive, self._body_limit)
         body = await asyncio.to_thread(inflated, packed, self._body_limit)
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-encoding"]
-        await self._app({**scope, "headers": headers}, replaying(body, receive), send)
+        await self._app({**scope, "headers": headers, BY_NAME: None}, replaying(body, receive), send)
 
 
 def inflated(packed: bytes, limit: int) -> bytes:

@@ -19,13 +19,13 @@ from proxy.history import History
 from store import messages as canon
 from store.records import MessageNode
 
-SAMPLING = (
+SAMPLING = frozenset((
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "max_tokens",
     "max_completion_tokens", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "ignore_eos", "tool_choice", "response_format", "structured_outputs", "chat_template_kwargs",
     "allowed_token_ids", "bad_words", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
     "thinking_token_budget", "reasoning_effort", "vllm_xargs", "repetition_detection", "watermarking",
-)  # fmt: skip
+))  # fmt: skip
 
 _ALIEN_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file")
 
@@ -140,7 +140,7 @@ def stream_in(fields: Mapping[str, Raw]) -> tuple[bool, dict[str, Any]]:
 
 def sampling_in(fields: Mapping[str, Raw]) -> dict[str, Any]:
     """Return the sampling parameters as they were sent; `True` in place of one that is too large for a record."""
-    return {name: _sampled_by(bytes(fields[name])) for name in SAMPLING if name in fields}
+    return {name: _sampled_by(bytes(raw)) for name, raw in fields.items() if name in SAMPLING}
 
 
 def _sampled_by(raw: bytes) -> Any:

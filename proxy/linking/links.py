@@ -240,16 +240,15 @@ class Links:
 
     def _forget_still(self, now: float) -> None:
         """Forget what has been still for too long, and the stillest where there are too many."""
-        for trajectory_id, run in list(self._first(2)):
+        for _ in range(min(2, len(self._runs))):
+            trajectory_id, run = next(iter(self._runs.items()))
             full = len(self._runs) > self._most or self._count > _MOST_IN_ALL
             if run.calls_under_way:
                 self._runs.move_to_end(trajectory_id)
             elif full or now - run.last_active_at > self._idle:
                 self.forget(trajectory_id)
-
-    def _first(self, count: int) -> Iterable[tuple[str, Run]]:
-        for item, _ in zip(self._runs.items(), range(count), strict=False):
-            yield item
+            else:
+                return
 
 
 def _best(asked: Evidence, place: int, found: Sequence[Leaf]) -> tuple[Leaf, str]:

@@ -32,7 +32,10 @@ class Metrics:
             "ratchet_calls", "Captured calls by their end", ["alias", "dialect", "state"], registry=registry
         )
         self.errors = Counter("ratchet_errors", "Failed requests by class of error", ["class"], registry=registry)
-        self.under_way = Gauge("ratchet_calls_under_way", "Captured calls that have not ended", registry=registry)
+        self.under_way = 0  # captured calls; a plain number, since every call changes it twice
+        Gauge("ratchet_calls_under_way", "Captured calls that have not ended", registry=registry).set_function(
+            lambda: self.under_way
+        )
         self.call_seconds = Histogram(
             "ratchet_call_duration_seconds", "From request to last byte", ["alias"], buckets=_CALL_BUCKETS,
             registry=registry,
