@@ -26,7 +26,6 @@ _MOST_TEXT = 150_000  # characters that are looked at, of the latest messages
 _ID = re.compile(r"(?:chatcmpl-tool-|call_|toolu_)[A-Za-z0-9]{9,}")
 _BLANK = re.compile(r"\s*")
 _json = JSONDecoder(strict=False)
-_ID_BEGINS = ("chatcmpl-tool-", "call_", "toolu_")
 
 BY_PATH, BY_IDS, BY_QUOTE = "graph", "tool_ids", "quote"
 
@@ -102,7 +101,7 @@ def _texts(messages: Sequence[dict[str, Any]]) -> list[tuple[int, str, str]]:
 
 
 def _named(leaves: Leaves, text: str) -> Iterator[Leaf]:
-    if any(begin in text for begin in _ID_BEGINS):
+    if "-tool-" in text or ("_" in text and ("call_" in text or "toolu_" in text)):  # seldom, and quickly told
         for found in _ID.finditer(text):
             yield from leaves.calling(found[0])
 
