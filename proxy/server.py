@@ -22,6 +22,7 @@ import uvicorn
 from proxy.access.connections import Connections
 from proxy.app import create_app
 from proxy.errors import StartError
+from proxy.large_blocks import give_back
 from proxy.recording.carrier_process import CarrierProcess
 from proxy.routing import Lifespan
 from proxy.settings import ProxySettings
@@ -39,6 +40,7 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
 
     Raises StartError (port, journal) and store.errors.StoreError (database) with the remedy in the message.
     """
+    give_back()
     listener = _listen(settings.host, settings.port)
     host, port = settings.host, listener.getsockname()[1]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,7 +1,8 @@
 """The ids of open answers, so that coming calls can be spliced onto them.
 
-Bounded in bytes: those that were continued go first (the next answer holds their ids, too), then the stillest. What is
-not here any more is read from the store, off the event loop. A context that linking does not know is not given out.
+Bounded in bytes: those that were continued go first (the next answer holds their ids, too), then the stillest. Only a
+few are held as long as nobody asks for one, since vLLM may not offer what they are for. What is not here any more is
+read from the store, off the event loop. A context that linking does not know is not given out.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ log = logging.getLogger("ratchet.proxy")
 Key = tuple[str, int]  # (call id, choice)
 
 _RECORD = 500  # bytes that a context takes besides its ids
+_UNASKED = 2**20  # bytes until the first is asked for
 
 
 class Contexts:
@@ -30,6 +32,7 @@ class Contexts:
     def __init__(self, store: Store, most_bytes: int) -> None:
         self._store = store
         self._most = most_bytes
+        self._asked = False
         self._held: OrderedDict[Key, Context] = OrderedDict()
         self.bytes = 0
 
@@ -55,6 +58,7 @@ class Contexts:
 
     async def of(self, leaf: Leaf) -> Context | None:
         """Return the context of an answer, or None where nobody knows it any more."""
+        self._asked = True
         key = (leaf.call_id, leaf.choice)
         context = self._held.get(key)
         if context is None:
@@ -66,12 +70,21 @@ class Contexts:
         self._held.move_to_end(key)
         return context
 
+    def rest(self) -> None:
+        """Hold few again until the next is asked for: vLLM offers nothing to do with them."""
+        self._asked = False
+        self._shrink()
+
     def _put(self, key: Key, context: Context) -> None:
         if (old := self._held.pop(key, None)) is not None:
             self.bytes -= _size(old)
         self._held[key] = context
         self.bytes += _size(context)
-        while self.bytes > self._most:
+        self._shrink()
+
+    def _shrink(self) -> None:
+        most = self._most if self._asked else min(self._most, _UNASKED)
+        while self.bytes > most:
             _, gone = self._held.popitem(last=False)
             self.bytes -= _size(gone)
 

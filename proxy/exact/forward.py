@@ -114,6 +114,7 @@ class ExactForwarder:
             if url not in self._without or self._insisted:
                 log.warning("event=exact_context_not_offered upstream=%s reason=%r", url, str(error))
             self._without[url] = time.monotonic() + _ASK_AGAIN
+            self._contexts.rest()
         else:
             log.warning("event=exact_context_failed call=%s reason=%r", exchange.opened.begun.call_id, str(error))
 

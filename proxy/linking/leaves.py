@@ -17,14 +17,18 @@ class Leaves:
     """Leaves by name; under each, the oldest first."""
 
     def __init__(self) -> None:
-        self._by: dict[str, dict[Leaf, None]] = {}
+        self._by: dict[str, Leaf | dict[Leaf, None]] = {}  # one by itself: most names have no other
         self._quotable = 0
 
     def add(self, leaf: Leaf) -> None:
         """Remember an answer under its names."""
         self._quotable += bool(leaf.traces.quotes)
         for name in _names(leaf):
-            same = self._by.setdefault(name, {})
+            same = self._by.setdefault(name, leaf)
+            if isinstance(same, Leaf):
+                if same is leaf:
+                    continue
+                same = self._by[name] = {same: None}
             same[leaf] = None
             if len(same) > _MOST_EQUAL:
                 del same[next(iter(same))]
@@ -34,26 +38,27 @@ class Leaves:
         self._quotable -= bool(leaf.traces.quotes)
         for name in _names(leaf):
             same = self._by.get(name)
-            if same is not None:
+            if isinstance(same, dict):
                 same.pop(leaf, None)
-                if not same:
-                    del self._by[name]
+            if same is leaf or same == {}:
+                del self._by[name]
 
     def at(self, key: str) -> Collection[Leaf]:
         """Return the leaves of a link key: of a path, of a path but for its last message, or of an answer alone."""
-        return self._by.get(key, ())
+        same = self._by.get(key, ())
+        return (same,) if isinstance(same, Leaf) else same
 
     def calling(self, tool_call_id: str) -> Collection[Leaf]:
         """Return the leaves that gave a tool call this id; none where the id tells nothing."""
-        return self._by.get("id " + tool_call_id, ())
+        return self.at("id " + tool_call_id)
 
     def saying(self, anchor: str) -> Collection[Leaf]:
         """Return the leaves that hold words beginning so."""
-        return self._by.get("say " + anchor, ())
+        return self.at("say " + anchor)
 
     def beginning(self, anchor: str) -> Collection[Leaf]:
         """Return the leaves whose plain prompt begins so."""
-        return self._by.get("all " + anchor, ())
+        return self.at("all " + anchor)
 
     @property
     def can_be_quoted(self) -> bool:

@@ -21,6 +21,7 @@ from typing import IO
 
 import msgspec
 
+from proxy.large_blocks import give_back
 from proxy.recording.carrier import Carried, Piece, Porter
 from store import Store
 from store.database import connect
@@ -154,6 +155,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they are meant for the proxy, which closes the pipe when it has done
     os.nice(_NICENESS)
+    give_back()
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
     url = _hear(questions)
     if url is None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,13 +24,13 @@ from proxy.linking.leaf import Leaf, Link, Sequence32
 from proxy.linking.traces import Traces, traces
 from proxy.observing.metrics import Metrics
 from proxy.recording.journal import Journal
+from proxy.recording.known import Known
 from store import messages as canon
 from store.records import OTHER, CallBegun, CallEnded, Choice, MessageNode
 from store.states import CallState
 
 log = logging.getLogger("ratchet.proxy")
 
-_MOST_KNOWN = 50_000
 _ENGINE_NAMED = ("chat", "completions")  # dialects in which the client gets the engine's id; others word the call's
 
 
@@ -68,7 +67,7 @@ class Recorder:
         self._journal = journal
         self._metrics = metrics
         self._strict = strict
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._known = Known()
         self._epoch = 0
 
     def forget_known(self) -> None:
@@ -116,10 +115,7 @@ class Recorder:
         """Remember which messages are durable; a future that was cancelled or failed proves nothing."""
         if done.cancelled() or not done.result() or epoch != self._epoch:
             return
-        for name in hashes:
-            self._known[name] = None
-        while len(self._known) > _MOST_KNOWN:
-            self._known.popitem(last=False)  # the one that was written first; it is written again when it comes again
+        self._known.add(hashes)
 
 
 def assemble(opened: Opened, capture: Capture, end: End) -> tuple[CallEnded, list[Leaf]]:

@@ -15,6 +15,8 @@ import openai
 import pytest
 
 from proxy.exact.contexts import Contexts
+from proxy.exact.splice import Context
+from proxy.linking.leaf import Leaf, Sequence32
 from proxy.settings import ProxySettings
 from store import Store
 from store.records import Call, CallBegun, CallEnded, Choice, pack_ids
@@ -271,6 +273,22 @@ def test_the_memory_of_ids_is_bounded_and_the_stillest_go_first(store: Store) ->
     for number in range(10):
         contexts.add(ended(f"call_{number}", 250))
     assert (len(contexts), contexts.bytes) == (4, 6_000)
+
+
+async def test_few_ids_are_remembered_as_long_as_nobody_asks_for_any(store: Store) -> None:
+    contexts = Contexts(store, most_bytes=2**24)
+    for number in range(100):
+        contexts.add(ended(f"call_{number}", 10_000))
+    assert contexts.bytes <= 2**20
+    record = ended("call_99", 10_000)
+    ids = record.prompt_ids + record.choices[0].ids
+    leaf = Leaf("t", "call_99", 0, 0, "", (), None, Sequence32.of(ids), 0.0)
+    assert await contexts.of(leaf) == Context(ids, ((10, 10_000),)), "the latest are among them"
+    for number in range(100, 200):
+        contexts.add(ended(f"call_{number}", 10_000))
+    assert contexts.bytes > 100 * 40_000
+    contexts.rest()
+    assert contexts.bytes <= 2**20
 
 
 def test_of_the_remembered_ids_those_that_were_continued_go_first(store: Store) -> None:

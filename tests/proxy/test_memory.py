@@ -1,0 +1,51 @@
+"""What the proxy holds in memory, and what it gives back."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from proxy.recording.known import Known
+from tests.proxy.servers import ProxyProcess, eventually
+
+BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def answers(url: str) -> bool:
+    return httpx.get(url + "/health/ready", timeout=5).status_code == 200
+
+
+def test_large_bodies_leave_no_memory_behind(vllm_url: str, tmp_path: Path) -> None:
+    process = ProxyProcess(tmp_path, upstreams=[vllm_url])
+    eventually(partial(answers, process.url), 10)
+    large = b'{"model":"agent","messages":[{"role":"user","content":"' + b"x" * (7 * 2**20) + b'"}] no JSON'
+    with httpx.Client(base_url=process.url, timeout=60) as client, ThreadPoolExecutor(3) as pool:
+        url = "/v1/chat/completions"
+        assert client.post(url, json=BODY).status_code == 200
+        before = psutil.Process(process.pid).memory_info().rss
+        for _ in range(8):
+            others = [pool.submit(client.post, url, content=large) for _ in range(3)]
+            assert client.post(url, json=BODY).status_code == 200
+            assert {other.result().status_code for other in others} == {400}
+        after = psutil.Process(process.pid).memory_info().rss
+    assert process.stop() == 0
+    assert after - before < 16 * 2**20  # it is twice that where freed blocks are kept
+
+
+@pytest.mark.parametrize("half", [10, 1000])
+def test_the_memory_of_what_is_durable_is_bounded_and_the_oldest_go(half: int) -> None:
+    known = Known(half)
+    for number in range(5000):
+        known.add([f"hash_{number}", "again"])
+    held = [number for number in range(5000) if f"hash_{number}" in known]
+    assert half <= len(held) + 1 <= 2 * half
+    assert held == list(range(held[0], 5000))
+    assert "again" in known
+    known.clear()
+    assert "again" not in known
