@@ -83,7 +83,8 @@ def examine(settings: Settings, task: Task) -> Iterator[Finding]:
             rollouts = bench.scorer.score(rollouts)
             transcripts = _transcripts(bench.store, rollouts)
             reasons = _reasons(settings, bench, task, rollouts, transcripts)
-            yield from _by_step(reasons, _seen(rollouts, transcripts))
+            blind = any(reason.about == "tokens" for reason in reasons)
+            yield from _by_step(reasons, _seen(rollouts, transcripts, blind))
             _forget(bench.store, transcripts)
             bench.store.tunings.end(run.id, "done", {"reasons": [reason.seen for reason in reasons]})
 
@@ -145,8 +146,8 @@ def _seconds(rollout: Rollout) -> float:
     return (rollout.ended_at or 0.0) - (rollout.began_at or 0.0)
 
 
-def _seen(rollouts: list[Rollout], transcripts: list[Transcript]) -> dict[str, str]:
-    """Return what a step that passed has shown; a step that had nothing to look at is left out."""
+def _seen(rollouts: list[Rollout], transcripts: list[Transcript], blind: bool) -> dict[str, str]:
+    """Return what a step that passed has shown; a step that had nothing to look at (`blind`: no token) is left out."""
     calls = [call for one in transcripts for call in one.calls]
     tokens = sum(call.completion_tokens for call in calls)
     scores = sorted(one.score for one in rollouts if one.score is not None)
@@ -160,7 +161,7 @@ def _seen(rollouts: list[Rollout], transcripts: list[Transcript]) -> dict[str, s
         "groups": "attempts become a group in time",
         "settings": "nothing in them stands in the way",
     }
-    unseen = {"tokens": not tokens, "attempts": not tokens, "judge": not transcripts, "scores": not scores}
+    unseen = {"tokens": not tokens, "attempts": blind or not tokens, "judge": not transcripts, "scores": not scores}
     return {step: seen for step, seen in known.items() if not unseen.get(step)}
 
 

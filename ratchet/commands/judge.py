@@ -149,7 +149,8 @@ def lint(
     for finding in findings:
         score = "failed" if finding.score is None else f"{finding.score:g}"
         why = f"  ({options.printable(finding.failure)})" if finding.failure else ""
-        click.echo(f"{'ok    ' if finding.sound else 'FOOLED'} {score:>8}  {finding.trick}{why}")
+        answer = "" if finding.sound else f": {options.printable(repr(finding.answer))}"
+        click.echo(f"{'ok    ' if finding.sound else 'FOOLED'} {score:>8}  {finding.trick}{answer}{why}")
     if fooled:
         click.echo(f"{made.name} is fooled by {len(fooled)} of {len(findings)} answers", err=True)
     return int(bool(fooled))

@@ -52,7 +52,7 @@ def export(
     """
     name = "@".join(policy)  # `mail 7`, as the other commands about versions take it, is mail@7
     if (folder := merged or adapter) is None or (merged and adapter):
-        raise click.UsageError("give --merged DIR for a whole model, or --adapter DIR for the adapter alone")
+        raise click.UsageError("give one of --merged DIR, for a whole model, and --adapter DIR, for the adapter alone")
     from ratchet.running.engine import check_model
     from ratchet.status import versions
     from trainer.publishing.evidence import gather

@@ -149,7 +149,7 @@ def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
 
 @click.command()
 @options.base_model
-@click.option("--task", metavar="TASK", help="With --workflow: a JSON object, a file, or a task set's first task.")
+@click.option("--task", metavar="TASK", help="The workflow's: a JSON object, a file, or a task set's first task.")
 @options.workflow
 @options.judge
 @click.option("--attempts", type=click.IntRange(1, 64), default=4, show_default=True, help="Attempts at the task.")
@@ -163,8 +163,9 @@ def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
 def doctor(context: click.Context, /, base_model: str | None, task: str | None, as_json: bool, **given: Any) -> int:
     """Prove that learning can happen: vLLM, capture, gradient, swap. Each line passes, or fails with its remedy.
 
-    Needs a project that is up; without one it proves what can be proven and says what it could not. With --workflow it
-    lets the agent make a few attempts at one task, and names every reason why nothing would be learnt from them.
+    Needs a project that is up; without one it proves what can be proven and says what it could not. With --workflow or
+    --task it lets the agent make a few attempts at one task, and names every reason why nothing would be learnt from
+    them. Each may stand in ratchet.yaml instead (tuner.workflow, tuner.tasks).
 
     \b
     Example:
@@ -184,12 +185,10 @@ def doctor(context: click.Context, /, base_model: str | None, task: str | None, 
 def _examination(
     context: click.Context, base_model: str | None, task: str | None, given: dict[str, Any]
 ) -> Iterator[Finding]:
-    if given["workflow"] is None:
+    if given["workflow"] is None and task is None:
         from ratchet import doctor as proving
         from trainer.devices import pinned
 
-        if task is not None:
-            raise click.UsageError("--task is what --workflow works on: give both")
         own = {"project": given["project"], "base_model": base_model}
         settings = options.running_settings_of(context, own)
         os.environ.update(pinned(settings.trainer_devices))  # it learns as the trainer would
@@ -197,7 +196,8 @@ def _examination(
         return
     from ratchet import tuning, workflow_doctor
 
-    if task is None:
-        raise click.UsageError("--workflow needs a task to work on: give --task JSON, or a file")
     settings = tuning.settings_of(context, given | {"tasks": None, "test_share": None, "seed": None})
-    yield from workflow_doctor.examine(settings, workflow_doctor.task_of(task, settings))
+    asked = task or settings.tuner_settings().tasks
+    if asked is None:
+        raise click.UsageError("the workflow needs a task to work on: give --task JSON or a file, or set tuner.tasks")
+    yield from workflow_doctor.examine(settings, workflow_doctor.task_of(asked, settings))

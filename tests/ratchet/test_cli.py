@@ -140,6 +140,13 @@ def test_a_doctor_without_a_project_says_what_it_could_not_prove(project: Projec
     assert "ratchet up --detach" in doctor.stdout
 
 
+def test_a_doctor_of_a_workflow_takes_what_is_missing_from_the_settings_or_says_so(project: Project) -> None:
+    assert "set tuner.tasks" in project.run("doctor", "--workflow", "agent:run").stdout
+    assert "set tuner.workflow" in project.run("doctor", "--task", "{}").stdout
+    project.write(tuner={"tasks": "no_such_set"})
+    assert "no_such_set" in project.run("doctor", "--workflow", "agent:run").stdout
+
+
 def test_a_disk_that_is_full_is_told_as_that() -> None:
     script = "from ratchet import cli; print(cli._sentence(OSError(28, 'No space left on device', '/a/b')))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)

@@ -50,7 +50,7 @@ def test_lint_finds_a_judge_that_looks_for_the_answer_anywhere(project: Project,
     fooled = project.run("judge", "lint", "--judge", "fooled:judge", *words)
     assert fooled.returncode == 1
     assert "FOOLED        1  every candidate" in fooled.stdout
-    assert "FOOLED        1  denied" in fooled.stdout
+    assert "FOOLED        1  denied: 'It is certainly not Oslo.'" in fooled.stdout
 
 
 def test_rescore_shows_what_another_judge_would_change(project: Project, store: Store) -> None:

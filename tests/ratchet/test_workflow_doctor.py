@@ -109,6 +109,7 @@ def test_a_program_that_ends_in_an_error_is_told_in_its_own_words_alone(found: E
 def test_nothing_is_said_to_pass_that_no_attempt_showed(found: Examine) -> None:
     assert not {"tokens", "attempts", "judge", "scores"} & set(found("asks_elsewhere"))
     assert "scores" not in found("ask", "picky")
+    assert "attempts" not in found("asks_greedily")
 
 
 def test_an_agent_that_asks_for_another_model_is_named(found: Examine) -> None:

@@ -1,0 +1,70 @@
+"""What the documents tell to type: every `ratchet` command in them exists, with its options and choices."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from ratchet.cli import cli
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+_BLOCK = re.compile(r"^```(?:sh)?\n(.*?)^```|((?:^    \S.*\n(?:^     .*\n)*)+)", re.MULTILINE | re.DOTALL)
+_INLINE = re.compile(r"`(ratchet [^`]+)`")
+_END = {"&&", "||", "|", ";", ">", "&"}
+
+
+def told(text: str) -> Iterator[str]:
+    """Yield the commands of a page, in blocks and in lines."""
+    for match in _BLOCK.finditer(text):
+        for line in (match[1] or match[2] or "").replace("\\\n", " ").splitlines():
+            found = re.search(r"(?:^|&& |=\S+ )(ratchet .+)", line.strip())
+            if found and not re.match(r"ratchet [\w./-]*: ", found[1]):
+                yield found[1]
+    yield from _INLINE.findall(_BLOCK.sub("", text))
+
+
+def parsed(line: str) -> None:
+    """Parse a command as the command line would, but for what is required and what must exist on disk."""
+    words = shlex.split(re.sub(r"\[[^]]*\]", "", line), comments=True)[1:]  # [--json]: may be left out
+    words = words[: next((place for place, word in enumerate(words) if word in _END), len(words))]
+    context = click.Context(cli, info_name="ratchet")
+    while isinstance(context.command, click.Group):
+        rest = context.command.make_parser(context).parse_args(args=list(words))[1]
+        named = context.command.get_command(context, rest[0]) if rest else None
+        if named is None:
+            assert not rest or context.command.invoke_without_command, f"there is no command {rest[0]!r}"
+            return
+        words, context = rest[1:], click.Context(named, context)
+    values, left, _ = context.command.make_parser(context).parse_args(args=[w for w in words if w != "..."])
+    assert not left, f"{left} are too many words"
+    for parameter in context.command.params:
+        if parameter.name in values and isinstance(parameter.type, click.Choice | click.IntRange | click.FloatRange):
+            parameter.type_cast_value(context, values[parameter.name])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_of_a_page_can_be_typed(page: Path) -> None:
+    wrong = []
+    for line in told(page.read_text()):
+        try:
+            parsed(line)
+        except click.BadOptionUsage as error:  # an option that is only named: `ratchet doctor --workflow`
+            if not line.endswith(error.option_name):
+                wrong.append(f"{line}: {error}")
+        except (click.UsageError, AssertionError, ValueError) as error:
+            wrong.append(f"{line}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_commands_of_the_pages_are_found() -> None:
+    assert len([line for page in PAGES for line in told(page.read_text())]) > 150
+    with pytest.raises(click.NoSuchOption):
+        parsed("ratchet up --modle mail")
+    with pytest.raises(AssertionError, match="no command"):
+        parsed("ratchet stat")
