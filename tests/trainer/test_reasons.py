@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ratchet import workflow_doctor
+from store.deletion import MEMBER_GONE
 from store.states import CallState
 from tests import house
 from trainer import grouping, reasons, school, scorekeeper
@@ -16,7 +18,7 @@ def test_every_reason_of_a_drop_is_explained() -> None:
         grouping.EVALUATION, grouping.CUT_OFF, grouping.SINGLE, scorekeeper.JUDGE_FAILED, scorekeeper.NO_VARIANCE,
         scorekeeper.BASELINE, school.UNTRAINABLE, school.STALE, school.DIVERGED,
     }  # fmt: skip
-    assert given <= set(reasons.DROPPED)
+    assert given | {workflow_doctor._DROPPED, MEMBER_GONE} <= set(reasons.DROPPED)
 
 
 def test_every_reason_of_a_token_is_explained() -> None:
