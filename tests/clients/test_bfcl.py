@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,46 @@ class Engine(ScriptedVllm):
         return tool_text(name.replace(".", "_"), arguments)
 
 
+class Conversing(ScriptedVllm):
+    """Its adapters do what the package holds for right, turn by turn, with tool results between; its base talks."""
+
+    max_model_len = 10**6
+
+    def __init__(self) -> None:
+        super().__init__()
+        data = next(ENVIRONMENT.glob("lib/python*/site-packages/bfcl_eval/data"))
+        answers = _lines(data / "possible_answer" / "BFCL_v4_multi_turn_base.json")
+        self.right = {row["id"]: row["ground_truth"] for row in answers}
+        questions = _lines(data / "BFCL_v4_multi_turn_base.json")
+        self.entries = {row["question"][0][0]["content"]: row["id"] for row in questions}
+        self.results: list[str] = []  # what the package's tools said
+
+    async def _answer(self, body: Json, script: Mapping[str, str], receive: Receive, send: Send) -> None:
+        asked = [one["content"] for one in body["messages"] if one["role"] == "user"]
+        last = body["messages"][-1]
+        if last["role"] == "tool":
+            self.results.append(last["content"])
+        said = {"say": "done"}
+        if last["role"] == "user" and body["model"] != self.base:
+            calls = self.right[self.entries[asked[0]]][len(asked) - 1]
+            said |= {"calls": "".join(_call(call, body["tools"]) for call in calls)}
+        await super()._answer(body, said, receive, send)
+
+    def _words(self, script: Mapping[str, str]) -> str:
+        return script.get("calls") or super()._words(script)
+
+
+def _call(text: str, tools: Sequence[Json]) -> str:
+    """Return a call that is written in Python as the model writes it."""
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call)
+    assert isinstance(call.func, ast.Name)
+    named = {one["function"]["name"]: one["function"]["parameters"]["properties"] for one in tools}
+    places = dict(zip(named[call.func.id], call.args, strict=False))
+    given = places | {str(one.arg): one.value for one in call.keywords}
+    return tool_text(call.func.id, {name: ast.literal_eval(value) for name, value in given.items()})
+
+
 def _lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -66,14 +108,21 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @pytest.fixture
 def proxy(store: Store, tmp_path: Path) -> Iterator[Proxy]:
     """A proxy whose live version is agent@1."""
+    with _served(Engine, store, tmp_path) as (_, made):
+        yield made
+
+
+@contextmanager
+def _served(engine: type[ScriptedVllm], store: Store, folder: Path) -> Iterator[tuple[ScriptedVllm, Proxy]]:
     if os.environ.get(SKIP):
         pytest.skip(f"{SKIP} is set")
     find(ENVIRONMENT)
-    with served(Engine()) as vllm_url, running(vllm_url, store, tmp_path) as made:
+    made = engine()
+    with served(made) as vllm_url, running(vllm_url, store, folder) as proxy:
         held = store.rounds.start("agent", 0)
         store.rounds.commit(held.id, version=1, checkpoint="/adapters/1", groups=[], metrics={})
         store.policies.promote("agent", 1, {})
-        yield made
+        yield made, proxy
 
 
 def test_versions_are_measured_before_and_after_and_nothing_of_it_is_trained(
@@ -106,6 +155,26 @@ def test_versions_are_measured_before_and_after_and_nothing_of_it_is_trained(
     runs = store.trajectories.page(1000)
     assert {run.purpose for run in runs} == {"eval"}
     assert {f"bfcl/{BROKEN}", "bfcl/irrelevance_0"} & {run.task for run in runs}
+
+
+def test_conversations_over_several_turns_are_played_with_the_packages_own_tools(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "project").mkdir()
+    project = Project(tmp_path / "project")
+    project.write(model="agent", store=f"sqlite:///{tmp_path / 'store.db'}")
+    with _served(Conversing, store, tmp_path) as (engine, proxy):
+        asked = ["--environment", str(ENVIRONMENT), "--proxy", proxy.url, "--limit", "4", "--seed", "2"]
+        done = project.run("eval", "bfcl", *asked, "--category", "multi_turn_base", "--json", seconds=200)
+        assert done.returncode == 0, done.stdout
+        proxy.settled()
+    found = json.loads(done.stdout)
+    rows = {row["version"]: (row["right"], row["entries"], row["broken"]) for row in found["details"]["by_category"]}
+    assert rows == {"agent@0": (0, 4, 0), "agent@1": (4, 4, 0)}
+    assert isinstance(engine, Conversing)
+    assert engine.results, "the package's tools answered"
+    runs = [run for run in store.trajectories.page(1000) if run.version == 1]
+    assert {run.purpose for run in runs} == {"eval"}
+    turns = [len(store.trajectories.read(run.id).calls) for run in runs]
+    assert max(turns) > 2, "the calls of a conversation are one trajectory"
 
 
 def test_what_is_missing_or_would_be_trained_is_refused_with_the_remedy(tmp_path: Path) -> None:
