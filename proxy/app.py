@@ -127,7 +127,7 @@ def create_app(
             ("POST", "/completions"): captured(Completions()),
             ("POST", "/responses"): captured(Responses(store, settings.bounds)),
             ("POST", "/messages"): captured(Messages()),
-            ("POST", "/messages/count_tokens"): CountTokens(book, upstream, pool, settings.bounds),
+            ("POST", "/messages/count_tokens"): CountTokens(book, upstream, pool, rollouts, settings.bounds),
             ("GET", "/models"): models,
             ("GET", "/metrics"): metrics,
             ("GET", "/health/live"): health.live,

@@ -1,6 +1,7 @@
 """POST /v1/messages/count_tokens: how long the prompt of such a call would be, by vLLM's own template and tokenizer.
 
-Asks vLLM's /tokenize with the translated messages, so that the count is that of the inner chat call.
+Asks vLLM's /tokenize with the translated messages, so that the count is that of the inner chat call: with the prompt
+and on the model of the rollout that the path, a header or the key names, else with the version's prompt.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from proxy.access.bounds import Bounds, read_json
-from proxy.asgi import JSON, send_bytes, send_json
+from proxy.asgi import JSON, KEY_ID, headers_of, send_bytes, send_json
 from proxy.dialects import inner, messages_request
 from proxy.dialects.dialect import read_body_with
 from proxy.disconnect import Watch
 from proxy.errors import BadRequest, UpstreamBroke
+from proxy.linking import identity
 from proxy.policy import PolicyBook
 from proxy.shapes import ANTHROPIC
+from proxy.tuning.rollouts import Plan, Rollouts
 from proxy.upstreams.pool import Pool, Replica
 from proxy.upstreams.upstream import Upstream
+from store.records import family_of
 from store.swapping import with_prompt
 
 PATH = "/tokenize"
@@ -29,14 +33,19 @@ PATH = "/tokenize"
 class CountTokens:
     """The endpoint. Nothing is generated, so nothing is recorded."""
 
-    def __init__(self, book: PolicyBook, upstream: Upstream, pool: Pool[Replica], bounds: Bounds) -> None:
+    def __init__(
+        self, book: PolicyBook, upstream: Upstream, pool: Pool[Replica], rollouts: Rollouts, bounds: Bounds
+    ) -> None:
         self._book = book
+        self._rollouts = rollouts
         self._upstream = upstream
         self._pool = pool
         self._bounds = bounds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body_with(self._body, await read_json(receive, self._bounds))
+        asked = await read_json(receive, self._bounds)
+        plan, family = await self._planned(scope)
+        body = await read_body_with(lambda read: self._body(read, plan, family), asked)
         with Watch(receive) as watch:
             try:
                 status, answer = await self._ask(body)
@@ -51,15 +60,26 @@ class CountTokens:
             else:
                 await send_bytes(send, status, ANTHROPIC.theirs(status, answer)[0], [JSON])
 
-    def _body(self, body: bytes) -> bytes:
+    async def _planned(self, scope: Scope) -> tuple[Plan | None, str | None]:
+        """Return the plan of the rollout that is named, and the family of the task that is known. Raises NotReady."""
+        headers = headers_of(scope)
+        name, task = identity.named_outside(scope, headers), identity.labels(headers)[0]
+        plan = await self._rollouts.find(name, scope[KEY_ID]) if name else None
+        if plan is not None and plan.model is not None and "@" in plan.model:
+            await self._book.hear_of(plan.model)
+        task = plan.task if plan else task
+        return plan, family_of(task, "") if task else None
+
+    def _body(self, body: bytes, plan: Plan | None, family: str | None) -> bytes:
         fields = inner.decode(body)
         inner.require(fields, "model")
-        alias, version = self._book.choose(fields["model"])
+        alias, version = self._book.choose(plan.model if plan and plan.model else fields["model"])
         if alias in self._book.others:
             raise BadRequest(f"the tokens of {alias}, a model of another server, cannot be counted here", param="model")
         version = self._book.live(alias) if version is None else version
         counted = messages_request.count_body(fields, self._book.served(alias, version))
-        counted["messages"] = with_prompt(counted["messages"], self._book.prompt(alias, version), None)
+        prompt = plan.prompt if plan and plan.prompt else self._book.prompt(alias, version)
+        counted["messages"] = with_prompt(counted["messages"], prompt, family)
         return msgspec.json.encode(counted)
 
     async def _ask(self, body: bytes) -> tuple[int, bytes]:

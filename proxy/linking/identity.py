@@ -81,6 +81,13 @@ def named(scope: Scope, headers: Mapping[bytes, bytes], request: ChatRequest) ->
     return None, ""
 
 
+def named_outside(scope: Scope, headers: Mapping[bytes, bytes]) -> str | None:
+    """Return the trajectory that a request names outside its body, whose dialect nobody reads here."""
+    said = _text(headers, b"x-ratchet-trajectory") or _text(headers, b"x-session-id")
+    name: str | None = scope[TRAJECTORY] or said or scope[CALLER].trajectory
+    return name
+
+
 def request_id(headers: Mapping[bytes, bytes], name: str) -> bytes:
     """Return the client's own request id where it is usable, else `name`, the call's id."""
     given = headers.get(b"x-request-id", b"")

@@ -13,6 +13,7 @@ import pytest
 from store import Store
 from store.records import Policy, unpack_ids
 from store.swapping import with_prompt
+from store.tuning_records import Rollout
 from tests.proxy.conftest import Proxy, running
 from tests.proxy.scripted_scale_out import ScriptedScaleOut
 from tests.proxy.scripted_vllm import ScriptedVllm, render
@@ -160,6 +161,29 @@ def test_tokens_are_counted_with_the_prompt(proxy: Proxy) -> None:
     before = count()
     give(proxy)
     assert count() - before == len(PROMPT) - len("Be nice.")
+
+
+def test_tokens_are_counted_with_the_prompt_of_the_rollout_and_of_the_family(proxy: Proxy) -> None:
+    body = {"model": "agent", "messages": [USER], "system": "Be nice."}
+
+    def count(path: str = "", **headers: str) -> int:
+        answer = proxy.http.post(f"{path}/v1/messages/count_tokens", json=body, headers=headers)
+        return int(answer.json()["input_tokens"])
+
+    plain = count()
+    prompt = proxy.store.prompts.remember("A prompt on trial.")
+    tuning = proxy.store.tunings.begin("prompt", "agent", {}).id
+    planned = Rollout(id="roll_1", tuning_id=tuning, task_id="mail/7", split="train", attempt=0, candidate=prompt.id,
+                      planned_at=1.0, prompt_id=prompt.id, purpose="eval")  # fmt: skip
+    proxy.store.rollouts.plan([planned])
+    longer = len(prompt.text) - len("Be nice.")
+    assert count("/t/roll_1") - plain == longer
+    assert count(**{"x-ratchet-trajectory": "roll_1"}) - plain == longer
+    assert count("/t/other") == plain
+    give(proxy, "For all.", task_mail="For the family of mail.")
+    assert count() - plain == len("For all.") - len("Be nice.")
+    assert count(**{"x-ratchet-task": "mail/9"}) - plain == len("For the family of mail.") - len("Be nice.")
+    assert count("/t/roll_1") - plain == longer
 
 
 def test_a_trajectory_keeps_the_prompt_that_it_began_with(proxy: Proxy, vllm: ScriptedVllm) -> None:
