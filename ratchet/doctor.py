@@ -5,6 +5,8 @@
     gradient   one learner round on tiny rows changes the adapter's weights
     swap       that adapter, loaded into vLLM under a fresh name, gives the learner's logprobs and not the base's
 
+and, where shadows are asked for, that they can be made (`shadow_proof.py`).
+
 Promises: what it leaves in the store is dropped at once and never trained; its adapter is unloaded; a failed proof
 names the remedy, and the proofs that rest on it say so. Torch is imported for the last two only.
 """
@@ -66,6 +68,10 @@ def examine(settings: Settings) -> Iterator[Finding]:
         learner, finding = _gradient(settings, running, captured, Path(folder))
         yield finding
         yield _swap(settings, running, learner, captured, Path(folder))
+    from ratchet.shadow_proof import prove_shadows, wants_shadows
+
+    if wants_shadows(settings):
+        yield prove_shadows(settings, running)
 
 
 def _vllm(settings: Settings, running: dict[str, Any]) -> Finding:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, fie
 
 from proxy.upstreams.model_list import ModelEntry
 from ratchet.addresses import url
+from ratchet.errors import SettingsError
 from ratchet.folders import StateFolder
 from ratchet.layers import Layers, explain
 from trainer.devices import Devices
@@ -221,8 +222,19 @@ def load(
     settings._sources.update(layers.sources)
     settings.proxy_settings(environ)
     settings.tuner_settings()
+    _check_load_is_told(settings)
     # A wrong trainer setting is told at once, also while nothing is trained yet.
     settings.trainer_settings(
         base_model=settings.base_model or "unset", judge=settings.trainer.get("judge") or "unset:unset"
     )
     return settings
+
+
+def _check_load_is_told(settings: Settings) -> None:
+    """Raise SettingsError where shadow calls would wait for ever for a vLLM that does not say whether it is idle."""
+    wanted = (settings.trainer.get("shadow") or {}).get("samples")
+    if wanted and "--disable-log-stats" in settings.vllm.extra_args:
+        raise SettingsError(
+            "trainer.shadow.samples: shadow calls wait for an idle vLLM, and with --disable-log-stats it does not tell "
+            "whether it is; take that out of vllm.extra_args, or set trainer.shadow.samples to 0"
+        )

@@ -84,6 +84,7 @@ def _store(settings: Settings) -> dict[str, Any] | None:
         "dropped": store.trajectories.drop_counts(),
         "dropped_groups": store.groups.drop_counts(settings.model),
         "left_out_tokens": _left_out(rounds),
+        "shadows": {str(state): count.shadows for state, count in store.shadows.counts(settings.model).items()},
         "rounds": {str(state): sum(r.state is state for r in rounds) for state in sorted({r.state for r in rounds})},
         "live": {"model": settings.model, "version": live.version} if live else None,
         "canary": canary_scores(store, settings.model),
@@ -169,6 +170,8 @@ def lines(status: dict[str, Any]) -> list[str]:
     for reason, count in sorted(store["left_out_tokens"].items(), key=lambda item: -item[1]):
         known = f": {LEFT_OUT[reason]}" if reason in LEFT_OUT else ""
         text.append(f"  left out      {count} tokens {reason}{known}")
+    if store["shadows"]:
+        text.append("  shadow calls  " + _counts(store["shadows"]))
     text.append("  rounds        " + _counts(store["rounds"]))
     if store["live"]:
         text.append(f"  live policy   {store['live']['model']}@{store['live']['version']}")

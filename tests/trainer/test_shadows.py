@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,13 @@ QUESTION: list[dict[str, Any]] = [
 JUDGE = "tests.trainer.judge_samples:originals_first"
 
 
+class FickleVllm(ScriptedVllm):
+    """Says something else every time: of equal answers nothing can be learnt."""
+
+    def _words(self, script: Mapping[str, str]) -> str:
+        return "so " * len(self.calls)
+
+
 @contextmanager
 def door(store: Store, folder: Path, **settings: Any) -> Iterator[tuple[Proxy, ScriptedVllm]]:
     vllm = ScriptedVllm("base")
@@ -76,7 +83,7 @@ class Line:
         self._store.trajectories.seal_idle("agent", shipped, self._settings.seal_after_idle_seconds)
         self.assembly.turn(now, shipped)
 
-    def until(self, claim: Callable[[], Any], seconds: float = 20.0) -> Any:
+    def until(self, claim: Callable[[], Any], seconds: float = 60.0) -> Any:
         def turned() -> Any:
             self.turn()
             return claim()
@@ -115,7 +122,7 @@ def runs(store: Store, purpose: str = "shadow") -> list[Trajectory]:
 
 
 def test_a_single_learns_from_its_shadows_and_nobody_else_sees_them(tiny_model: Path, tmp_path: Path) -> None:
-    with served(ScriptedVllm()) as vllm:
+    with served(FickleVllm()) as vllm:
         process = ProxyProcess(tmp_path, upstreams=[vllm])
         try:
             eventually(lambda: httpx.get(process.url + "/health/ready", timeout=5).status_code == 200)
@@ -154,7 +161,7 @@ def circle(proxy: str, tiny_model: Path, tmp_path: Path) -> None:
                 assert (call.prompt_ids, call.role, call.sampling) == (first.prompt_ids, "clerk", {"temperature": 0.7})
             judge = store.groups.newest_judge("agent")
             assert [one.trajectory_id for one in store.groups.scored("agent", judge or "")] == [original.id]
-            said = {"role": "assistant", "content": "so"}
+            said = {"role": "assistant", "content": "so "}
             more = agent.chat.completions.with_raw_response.create(
                 **asked | {"messages": [*QUESTION, said, {"role": "user", "content": "and?"}]}
             )
@@ -169,17 +176,22 @@ def test_nothing_is_asked_while_vllm_has_other_work(
     store: Store, tmp_path: Path, engine: ScriptedEngine, line: Callable[..., Line]
 ) -> None:
     with door(store, tmp_path) as (proxy, vllm):
-        for load in ((1, 0), (0, 1), None):
+        for load in ((1, 0), (0, 1)):
             engine.load = load
             trainer = line(proxy, wait_seconds=1.0)
             name = ask(proxy)
             asked = len(vllm.calls)
             trainer.until(partial(dropped_as, store, name, "single"))
             assert len(vllm.calls) == asked
-        (alarm,) = store.alarms.standing()
-        assert "shows no vllm:num_requests_running" in alarm.reason or "does not tell" in alarm.reason
-        engine.load = (3, 0)
+        engine.load = None
+        trainer = line(proxy)
         name = ask(proxy)
+        asked = len(vllm.calls)
+        trainer.until(store.alarms.standing)
+        assert "shows no vllm:num_requests_running" in store.alarms.standing()[0].reason
+        assert len(vllm.calls) == asked
+        trainer.assembly.close()
+        engine.load = (3, 0)
         line(proxy, busy_above=3).until(lambda: store.trajectories.get(name).state is TrajectoryState.GROUPED)
         assert store.alarms.standing() == []
 
@@ -233,6 +245,18 @@ def test_an_answer_to_other_prompt_tokens_is_not_compared(
         trainer = line(proxy)
         trainer.until(lambda: store.trajectories.get("traj_1").drop_reason == "single")
         assert [run.drop_reason for run in runs(store)] == ["shadow_unlike"] * 2
+
+
+def test_a_prompt_that_is_held_out_is_not_asked_again(store: Store, tmp_path: Path, engine: ScriptedEngine) -> None:
+    with door(store, tmp_path) as (proxy, vllm):
+        settings = settings_of(tmp_path, engine, proxy.url)
+        gate = settings.gate.model_copy(update={"held_out": 0.999999})
+        trainer = Line(store, settings.model_copy(update={"gate": gate}))
+        name = ask(proxy)
+        trainer.until(lambda: dropped_as(store, name, "held_out"))
+        trainer.assembly.close()
+        assert len(vllm.calls) == 1
+        assert store.trajectories.held_out("agent", "held_out", 9) == [name]  # what candidates are tried with
 
 
 def test_deleting_an_original_deletes_its_shadows(store: Store, tmp_path: Path, line: Callable[..., Line]) -> None:
