@@ -10,7 +10,8 @@
     watch        the newest of all     alarms, doubts                 sentinel.every_seconds
     train        judged groups         a committed round, candidate   groups_per_round or round_wait_seconds, and
                                                                       that nothing holds training
-    publish      the newest candidate  live or canary, or rejected    vLLM
+    publish      the newest candidate  live, canary, rejected, held   vLLM
+    evaluate     a proven candidate    figures; in its own thread     vLLM or a workflow, the judges
     gate         the canary's scores   live, rolled back, or held     scores; nothing is trained meanwhile
     prune        old versions' folders space on the disk              a publication, the doors
     drain        old versions          free adapter slots             the doors
@@ -32,14 +33,15 @@ from pathlib import Path
 from store import Store
 from store.errors import ForbiddenChange, StoreUnavailable, UnknownRecord
 from store.records import BASE_VERSION, Group
+from store.states import PolicyState
 from trainer.assembly import Assembly
 from trainer.casting import Casting
 from trainer.crediting.baseline import ScoreBook
 from trainer.crediting.credit import Credit
 from trainer.crediting.roles import Roles
 from trainer.errors import EngineUnreachable, TrainingDiverged
-from trainer.gating.evaluation import Evaluator
 from trainer.gating.gatekeeper import Gatekeeper
+from trainer.gating.make import make_evaluations, make_second_judge
 from trainer.judges.make import make_judge
 from trainer.judges.patience import patience_of
 from trainer.learning.learner import Learner
@@ -149,16 +151,7 @@ class Daemon:
         )
         self._assembly = Assembly(store, settings, self._casting, credit.book, upstream_key)
         gate = settings.gate
-        self._evaluator = None
-        if gate.held_out:
-            self._evaluator = Evaluator(
-                store,
-                self._replicas[0],
-                make_judge(settings.judge, os.environ),
-                alias=settings.model,
-                prompts=gate.evaluation_prompts,
-                samples=gate.evaluation_samples,
-            )
+        self._evaluations = make_evaluations(settings, store, self._replicas[0])
         self._sentinel = Sentinel(watched, store, settings.model, self.metrics, second)
         self._publisher = Publisher(
             store,
@@ -167,22 +160,30 @@ class Daemon:
             tolerance=settings.proof_tolerance,
             keep_loaded=settings.keep_loaded,
             share=gate.share if gate.enabled else None,
-            evaluator=self._evaluator,
+            evaluations=self._evaluations,
+            jump=gate.jump,
             doubts=self._sentinel.doubts,
         )
-        asked = gate.second_judge or watched.second_judge
-        opinion = make_judge(asked, os.environ) if asked else None
-        self._gate = Gatekeeper(store, settings.model, gate, judge.version, opinion, self._sentinel.doubts)
+        self._gate = Gatekeeper(
+            store, settings.model, gate, judge.version, make_second_judge(settings), self._sentinel.doubts
+        )
         self._warm_starts = WarmStarts(store, settings)
         checkpoint.sweep(settings.checkpoints)
         self._version, self.learner = self._make_learner()
         self._most_waiting = max(_BATCH, 2 * settings.groups_per_round * settings.group_size)
+        candidates = (p.state is PolicyState.CANDIDATE for p in store.policies.all(settings.model))
+        self._left_over = any(candidates)  # an earlier trainer did not come to publish it
         self._spoilt = False  # the learner holds steps that no commit stands for
         self._first_judged: float | None = None
         self._stale = 0  # groups in a row that were too old
         self._drained_at = 0.0
         self._prune_due = True
         log.info("event=trainer_ready alias=%s version=%d judge=%s", settings.model, self._version, judge.name)
+
+    @property
+    def _undecided(self) -> bool:
+        """Whether there is a version that the next one cannot be built on or beside yet."""
+        return self._gate.pending or self._publisher.waits or self._left_over
 
     def _make_learner(self) -> tuple[int, Pupil]:
         """Return the newest committed version and a learner that stands exactly there."""
@@ -200,8 +201,8 @@ class Daemon:
         self._assembly.close()
         self._scorekeeper.close()
         self._gate.close()
-        if self._evaluator is not None:
-            self._evaluator.close()
+        if self._evaluations is not None:
+            self._evaluations.close()
         for replica in self._replicas:
             replica.close()
 
@@ -253,7 +254,7 @@ class Daemon:
         return bool(scored)
 
     def _train(self, now: float) -> bool:
-        if self._gate.pending:  # the next version is built on a decided one
+        if self._undecided:  # the next version is built on a decided one
             return False
         waiting = self._fresh(self._store.groups.judged(self.settings.model, limit=self._most_waiting))
         if not waiting:
@@ -287,7 +288,7 @@ class Daemon:
 
     def _warm_start(self, now: float) -> bool:
         """Imitate, where a tuning asks for it; return whether it was answered."""
-        if self._gate.pending or (asked := self._warm_starts.next(now)) is None:
+        if self._undecided or (asked := self._warm_starts.next(now)) is None:
             return False
         try:
             wanted, material = self._warm_starts.gather(asked)
@@ -340,19 +341,21 @@ class Daemon:
         return fresh
 
     def _publish(self) -> bool:
-        """Publish the candidate whose turn it is."""
-        if self._gate.pending:
+        """Publish the candidate whose turn it is; one that is being tried is published when that is over."""
+        if self._gate.pending or (self._evaluations is not None and self._evaluations.busy):
             return False
         try:
             candidate = next_candidate(self._store, self.settings.model)
+            self._left_over = False
             if candidate is None:
+                self._publisher.waits = False
                 return False
             self._renew()  # after a warm start, or a round that came to nothing
             self._publisher.publish(candidate, self._school.probes(candidate), self.learner.score)
         except ForbiddenChange as overtaken:  # a person decided meanwhile
             log.info("event=publish_overtaken reason=%r", str(overtaken))
         self._prune_due = True
-        return True
+        return not self._publisher.waits
 
     def _prune(self) -> None:
         """Remove from the disk what no version in use, no resumption and no look back needs."""

@@ -184,6 +184,10 @@ class LessonsRefused(TuningError):
     """There is nothing to learn from, or lessons cannot be tried now."""
 
 
+class EvaluationStopped(TrainerError):
+    """An evaluation had to end before its end, since the trainer does."""
+
+
 class TooManyFailures(TuningError):
     """More rollouts failed than `max_failures` allows; what ran is kept."""
 

@@ -37,12 +37,29 @@ def answering(engine: ScriptedEngine, new: float, old: float) -> None:
     engine.reply = lambda name, messages: "new" if name == "agent@1" else "old"
 
 
+def decided(store: Store) -> bool:
+    return any(
+        policy.version == 1 and policy.state is not PolicyState.CANDIDATE for policy in store.policies.all("agent")
+    )
+
+
+def until(daemon: Daemon, now: float, holds: Callable[[], bool], most: int = 400) -> float:
+    """Let the daemon take turns, a second apart, until it holds; return the time then."""
+    for _ in range(most):
+        daemon.turn(now)
+        if holds():
+            return now
+        now += 1.0
+        time.sleep(0.01)
+    raise AssertionError(f"it did not come to it: {holds}")
+
+
 def test_a_candidate_that_answers_worse_is_turned_down_before_it_serves(
     store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
 ) -> None:
     held = ready_to_train(store)
     answering(engine, new=0.2, old=0.9)
-    make_daemon(gate=GATE | {"enabled": True}).turn(time.time())
+    until(make_daemon(gate=GATE | {"enabled": True}), time.time(), lambda: decided(store))
     assert store.policies.get("agent", 1).state is PolicyState.REJECTED
     assert "agent@1" not in engine.loaded
     decision = store.decisions.of("agent", 1)[0]
@@ -57,7 +74,7 @@ def test_a_candidate_that_answers_as_well_goes_on_with_the_evidence(
 ) -> None:
     ready_to_train(store)
     answering(engine, new=0.9, old=0.2)
-    make_daemon(gate=GATE).turn(time.time())
+    until(make_daemon(gate=GATE | {"jump": None}), time.time(), lambda: decided(store))
     assert store.policies.live()["agent"].version == 1
     found = store.decisions.of("agent", 1)[0].evidence["evaluation"]
     assert (found["prompts"], found["candidate"], found["live"]) == (5, 0.9, 0.2)
@@ -72,7 +89,7 @@ def test_prompts_that_the_judge_fails_on_do_not_count(
     ready_to_train(store)
     judge_samples.by_answer.update({"new": ValueError("judge is down"), "old": 1.0})
     engine.reply = lambda name, messages: "new" if name == "agent@1" else "old"
-    make_daemon(gate=GATE).turn(time.time())
+    until(make_daemon(gate=GATE), time.time(), lambda: decided(store))
     assert store.policies.live()["agent"].version == 1  # nothing was shown either way
     assert "evaluation" not in store.decisions.of("agent", 1)[0].evidence
 

@@ -123,6 +123,10 @@ def test_a_better_prompt_is_promoted_by_live_traffic_and_a_worse_one_goes_back(
     assert store.policies.live()["agent"].version == 1
 
 
+def _is(store: Store, version: int, state: PolicyState) -> bool:
+    return store.policies.get("agent", version).state is state
+
+
 def test_a_worse_prompt_is_turned_down_on_held_out_prompts_before_it_serves(
     proxy: Proxy, store: Store, make: Callable[..., Daemon], vllm: tuple[PromptedVllm, str]
 ) -> None:
@@ -132,8 +136,7 @@ def test_a_worse_prompt_is_turned_down_on_held_out_prompts_before_it_serves(
     eventually(lambda: bool(daemon.turn(time.time())) or store.trajectories.drop_counts().get("held_out") == 6)
     vllm[0].calls.clear()
     made = store.policies.with_prompt("agent", store.prompts.remember("Be worse.", "append").id, {})
-    daemon.turn(time.time())
-    assert store.policies.get("agent", made.version).state is PolicyState.REJECTED
+    eventually(lambda: bool(daemon.turn(time.time())) and _is(store, made.version, PolicyState.REJECTED))
     decision = store.decisions.of("agent", made.version)[0]
     assert (decision.by, decision.evidence["evaluation"]["candidate"]) == ("evaluation", 0.0)
     asked = [call["messages"][0]["content"] for call in vllm[0].calls]

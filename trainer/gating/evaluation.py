@@ -4,13 +4,14 @@ Held-out are the tasks of a fixed share of all hashes: they are served and recor
 and never trained on. Their one-call trajectories are prompts with which a candidate is tried before it meets a user.
 The answers of both versions to one prompt are judged as one group, so that relative judges will do; a version's own
 prompt is swapped in as the proxy does it, and judges see the agent's messages, as of live traffic. What is sampled
-here goes to vLLM directly; nothing of it is recorded but the figures.
+here goes to vLLM directly; nothing of it is recorded but the figures. A second judge, where there is one, sees the very
+same answers. Where tasks take more than one call, `workflow_evaluation.py` has a workflow play them.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -40,17 +41,21 @@ def is_held_out(group_key: str, share: float) -> bool:
     return int.from_bytes(blake2b(group_key.encode(), digest_size=8).digest()) / 2**64 < share
 
 
+Sides = tuple[Sequence[Transcript], Sequence[Transcript]]  # the candidate's and the live version's answers to a prompt
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """The mean over prompts of (candidate - live) in units of the score, with a 95% interval (tuning/intervals.py)."""
 
     prompts: int
-    unjudged: int  # prompts that the judge failed on
+    unjudged: int  # prompts, or of a workflow attempts, that the judge failed on
     candidate: float
     live: float
     difference: float
     low: float
     high: float
+    what: str = "prompts"
 
     @property
     def worse(self) -> bool:
@@ -60,13 +65,50 @@ class Evaluation:
     def told(self) -> str:
         """Return it in one clause."""
         return (
-            f"on {self.prompts} held-out prompts {self.candidate:.3f} against {self.live:.3f}: "
+            f"on {self.prompts} held-out {self.what} {self.candidate:.3f} against {self.live:.3f}: "
             f"difference {self.difference:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
         )
 
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What an evaluation found by the judge, and by the second judge on the same answers.
+
+    `first` is None where there was too little to compare on; `run` is the tuner's, where a workflow played.
+    """
+
+    first: Evaluation | None
+    second: Evaluation | None = None
+    second_judge: str = ""
+    run: str | None = None
+
     def evidence(self) -> dict[str, Any]:
         """Return it as a decision keeps it."""
-        return {"evaluation": asdict(self)}
+        told: dict[str, Any] = {"evaluation": asdict(self.first)} if self.first else {}
+        if self.second:
+            told["second_evaluation"] = {"judge": self.second_judge} | asdict(self.second)
+        return told | ({"run": self.run} if self.run else {})
+
+    def objection(self, jump: float | None) -> str | None:
+        """Return why a person has to look before the candidate serves anybody; None where nothing speaks against it."""
+        if self.first is None:
+            return None
+        reasons = []
+        if jump is not None and self.first.difference > jump:
+            reasons.append(f"too good to be promoted unseen (jump over {jump:g}): {self.first.told()}")
+        if self.second_judge and (told := self._second_objects(self.first)):
+            reasons.append(told)
+        return "; ".join(reasons) or None
+
+    def _second_objects(self, first: Evaluation) -> str | None:
+        if self.second is None:
+            return f"second judge {self.second_judge} failed on too many of the answers"
+        told = f"second judge {self.second_judge} {self.second.told()}"
+        if self.second.worse:
+            return f"{told}: it finds the candidate worse"
+        if first.low > 0 and self.second.difference <= 0:
+            return f"{told}: it does not see the gain of {first.difference:+.3f}"
+        return None
 
 
 def summary(scored: Sequence[tuple[float, float]], unjudged: int) -> Evaluation | None:
@@ -80,57 +122,83 @@ def summary(scored: Sequence[tuple[float, float]], unjudged: int) -> Evaluation 
     return Evaluation(len(scored), unjudged, candidate, live, statistics.fmean(gains), low, high)
 
 
-class Evaluator:
-    """Evaluates candidates of one alias on its held-out prompts; takes as long as vLLM and the judge take."""
+def compared_by(judge: Judge, answered: Sequence[Sides]) -> Evaluation | None:
+    """Return what a judge thinks of both sides of each prompt, judged as one group; None where it is too little."""
+    with ThreadPoolExecutor(judge.at_once, thread_name_prefix="evaluation_judge") as threads:
+        scored = [found for found in threads.map(lambda sides: _scores(judge, sides), answered) if found is not None]
+    return summary(scored, len(answered) - len(scored))
 
-    def __init__(self, store: Store, replica: Replica, judge: Judge, *, alias: str, prompts: int, samples: int) -> None:
+
+def _scores(judge: Judge, sides: Sides) -> tuple[float, float] | None:
+    members = [*sides[0], *sides[1]]
+    scores = [verdict.score for verdict in judge.judge(None, members).verdicts if verdict.score is not None]
+    if len(scores) < len(members):
+        return None
+    return statistics.fmean(scores[: len(sides[0])]), statistics.fmean(scores[len(sides[0]) :])
+
+
+class PromptEvaluator:
+    """Evaluates candidates of one alias on its held-out prompts; takes as long as vLLM and the judges take."""
+
+    def __init__(
+        self,
+        store: Store,
+        replica: Replica,
+        judge: Judge,
+        second: Judge | None = None,
+        *,
+        alias: str,
+        prompts: int,
+        samples: int,
+    ) -> None:
         self._store = store
         self._replica = replica
         self._judge = judge
+        self._second = second
         self._alias = alias
         self._prompts = prompts
         self._samples = samples
 
     def close(self) -> None:
-        """Let go of the judge."""
+        """Let go of the judges."""
         self._judge.close()
+        if self._second is not None:
+            self._second.close()
 
-    def evaluate(self, candidate: Policy, live: Policy) -> Evaluation | None:
-        """Return the paired comparison; None while there are too few held-out prompts that the judge can judge.
+    def evaluate(self, candidate: Policy, live: Policy, check: Callable[[], None]) -> Evaluated:
+        """Return the paired comparison; of nothing while there are too few held-out prompts that can be judged.
 
-        Raises EngineUnreachable, AdapterRefused.
+        Raises EngineUnreachable, AdapterRefused, and what `check` raises.
         """
         names = self._store.trajectories.held_out(self._alias, HELD_OUT, self._prompts)
         asked = [recorded for name in names if _can_be_asked(recorded := self._store.trajectories.read(name))]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="evaluation") as threads:
-            answered = list(threads.map(lambda one: self._answers(one, candidate, live), asked))
-        with ThreadPoolExecutor(self._judge.at_once, thread_name_prefix="evaluation_judge") as threads:
-            scored = [found for found in threads.map(self._scores, answered) if found is not None]
-        return summary(scored, len(answered) - len(scored))
+            answered = list(threads.map(lambda one: self._answers(one, candidate, live, check), asked))
+        first = compared_by(self._judge, answered)
+        if first is None or self._second is None:
+            return Evaluated(first)
+        return Evaluated(first, compared_by(self._second, answered), self._second.name)
 
-    def _answers(self, recorded: Transcript, candidate: Policy, live: Policy) -> list[Transcript]:
-        """Return the candidate's answers to a recorded prompt, then the live version's, as many."""
+    def _answers(self, recorded: Transcript, candidate: Policy, live: Policy, check: Callable[[], None]) -> Sides:
+        """Return the candidate's answers to a recorded prompt, and the live version's, as many."""
+        check()
         call = recorded.calls[0]
         asked = self._store.trajectories.path(call.prompt_node)
         sampling = {name: call.sampling[name] for name in _SENT if name in call.sampling}
-        members = []
+        sides: list[list[Transcript]] = []
         for policy in (candidate, live):
             swapped = self._store.prompts.get(policy.prompt_id) if policy.prompt_id else None
             sent = with_prompt(asked, swapped, recorded.trajectory.family)
             replies = self._replica.chat(policy.served_name, sent, recorded.tools, sampling, self._samples)
-            members += [
-                _transcript(recorded, call, f"evaluation:{policy.version}:{number}", policy, (*asked, reply), tokens)
-                for number, (reply, tokens) in enumerate(replies)
-            ]
-        return members
-
-    def _scores(self, members: Sequence[Transcript]) -> tuple[float, float] | None:
-        verdicts = self._judge.judge(None, members).verdicts
-        scores = [verdict.score for verdict in verdicts if verdict.score is not None]
-        if len(scores) < len(members):
-            return None
-        half = len(scores) // 2
-        return statistics.fmean(scores[:half]), statistics.fmean(scores[half:])
+            sides.append(
+                [
+                    _transcript(
+                        recorded, call, f"evaluation:{policy.version}:{number}", policy, (*asked, reply), tokens
+                    )
+                    for number, (reply, tokens) in enumerate(replies)
+                ]
+            )
+        return sides[0], sides[1]
 
 
 def _can_be_asked(recorded: Transcript) -> bool:

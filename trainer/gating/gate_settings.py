@@ -24,8 +24,18 @@ class GateSettings(BaseModel):
     jump: float | None = Field(0.5, gt=0, description="a larger gain is too good and waits for a person; null: none is")
     patience_seconds: float = Field(86400.0, gt=0, description="a canary that is not promoted by then is rolled back")
     held_out: float = Field(0.0, ge=0, le=0.5, description="share of tasks that are set aside for evaluation")
-    evaluation_prompts: int = Field(32, ge=5, description="held-out prompts that a candidate is tried with")
+    evaluation_prompts: int = Field(32, ge=5, description="held-out prompts or tasks that a candidate is tried with")
     evaluation_samples: int = Field(4, ge=1, description="answers of each version to each of them")
+    workflow: str | None = Field(
+        None, description="agent that plays held-out tasks under both versions, as tuner.workflow; null: none"
+    )
+    tasks: str | None = Field(None, description="task set that it plays: a folder, a file, or a name of the hub")
+    split: str = Field("test", description="split of the task set that it plays")
+    proxy_url: str | None = Field(
+        None, description="proxy that its calls go through, without /v1; null: one that serves the alias"
+    )
+    evaluation_at_once: int = Field(8, ge=1, le=1024, description="rollouts of the evaluation at the same time")
+    evaluation_timeout_seconds: float = Field(600.0, gt=0, description="a rollout that takes longer has failed")
     second_judge: JudgeSpec | None = Field(
         None, description="asked before a promotion; one that disagrees holds it; null: the sentinel's"
     )
@@ -39,6 +49,8 @@ class GateSettings(BaseModel):
             )
         if self.jump is not None and self.jump <= self.margin:
             raise ValueError(f"jump {self.jump:g} is not more than margin {self.margin:g}: no promotion would be left")
+        if (self.workflow is None) != (self.tasks is None):
+            raise ValueError("workflow and tasks belong together: name the agent and the task set that it plays")
         return self
 
     def rules(self) -> GateRules:

@@ -2,8 +2,8 @@
 
 Order: load everywhere under a new name, prove everywhere, flip in the store, wait for the doors, drain, unload.
 Promises: no version becomes live that a replica does not serve as the trainer made it; no version is unloaded while a
-trajectory is pinned to it. Does not train; of the decision whether a version is better it makes the first part, on
-held-out prompts.
+trajectory is pinned to it. Does not train. Does not wait for an evaluation: it is asked again when that is over, and
+proves the candidate anew. Of the decision whether a version is better it makes the first part, on held-out tasks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from store import Store
 from store.records import BASE_VERSION, Policy
 from store.states import PolicyState
 from trainer.errors import AdapterRefused
-from trainer.gating.evaluation import Evaluator
+from trainer.gating.evaluations import Evaluations
 from trainer.gating.holding import Doubts, evidence_of, hold, no_doubts, objection
 from trainer.publishing.candidates import is_learnt, name_of
 from trainer.publishing.engine import Replica
@@ -47,7 +47,8 @@ class Publisher:
         tolerance: float,
         keep_loaded: int,
         share: float | None = None,
-        evaluator: Evaluator | None = None,
+        evaluations: Evaluations | None = None,
+        jump: float | None = None,
         doubts: Doubts = no_doubts,
     ) -> None:
         self._store = store
@@ -56,15 +57,18 @@ class Publisher:
         self._tolerance = tolerance
         self._keep_loaded = keep_loaded
         self._share = share
-        self._evaluator = evaluator
+        self._evaluations = evaluations
+        self._jump = jump
+        self.waits = False  # a candidate is being tried
         self._doubts = doubts
 
     def publish(self, candidate: Policy, probes: Sequence[Sequence[int]], score: Score) -> bool:
-        """Load, prove, evaluate and release a candidate; return whether it serves now.
+        """Load, prove, evaluate and release a candidate; return whether it serves now. `waits` says that it is tried.
 
         `probes` are id sequences, `score` the trainer's own logprobs of every id of a sequence. Raises
         EngineUnreachable when a replica does not answer: the candidate stays one, and publishing it again is safe.
         """
+        self.waits = False
         live = self._store.policies.live().get(self._alias)
         if live is None:
             raise AdapterRefused(f"alias {self._alias} has no base version in the store: start `ratchet proxy` first")
@@ -73,12 +77,19 @@ class Publisher:
         except Unproven as refusal:
             return self._reject(candidate, str(refusal), refusal.proofs)
         reason = _shown(candidate, live, proofs)
-        evaluation = self._evaluator.evaluate(candidate, live) if self._evaluator else None
-        evidence = _evidence(proofs) | (evaluation.evidence() if evaluation else {})
-        if evaluation is not None:
-            reason = f"{reason}; {evaluation.told()}"
-            if evaluation.worse:
-                return self._turn_down(candidate, evaluation.told(), evidence)
+        evidence = _evidence(proofs)
+        if self._evaluations is not None:
+            found = self._evaluations.of(candidate, live)
+            if found is None:
+                self.waits = True
+                return False
+            evidence |= found.evidence()
+            if found.first is not None and found.first.worse:
+                return self._turn_down(candidate, found.first.told(), evidence)
+            if told := found.objection(self._jump):
+                hold(self._store, candidate, told, evidence | evidence_of(self._doubts()), by="evaluation")
+                return False
+            reason = f"{reason}; {found.first.told()}" if found.first is not None else reason
         if self._share is None:
             doubts = self._doubts()
             if told := objection(doubts):

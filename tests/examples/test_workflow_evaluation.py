@@ -1,0 +1,146 @@
+"""Tasks of many calls: the agent itself plays held-out tasks under both versions; what was cut off goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from starlette.types import Receive, Send
+
+from examples.email_search.tasks import Task, read_tasks
+from store import Store, open_store
+from store.states import RolloutState, TuningState
+from tests.examples.player import Messages, Script, calls, says
+from tests.proxy.conftest import running
+from tests.proxy.scripted_vllm import ScriptedVllm
+from tests.proxy.servers import served
+from trainer.errors import EvaluationStopped, TuningError
+from trainer.gating.gate_settings import GateSettings
+from trainer.gating.workflow_evaluation import WorkflowEvaluator
+from trainer.judges.function import FunctionJudge
+
+TASKS = 12
+
+
+class TwoVersions(ScriptedVllm):
+    """Version 1 finds every answer in three calls, the one before it a third of them."""
+
+    def __init__(self, tasks: list[Task]) -> None:
+        super().__init__()
+        self._tasks = {task.question: task for task in tasks}
+
+    async def _answer(self, body: dict[str, Any], script: Script, receive: Receive, send: Send) -> None:
+        played = self._play(body["messages"], knows_all=body["model"].endswith("@1"))
+        await super()._answer(body, {**script, **played}, receive, send)
+
+    def _play(self, messages: Messages, knows_all: bool) -> Script:
+        task = self._tasks[messages[1]["content"]]
+        if len(messages) == 2:
+            return calls("search_inbox", keywords=[task.person, task.topic])
+        if len(messages) == 4:
+            return calls("read_email", message_id=task.message_id)
+        finds = knows_all or len(task.id) % 3 == 0
+        return calls("return_final_answer", answer=task.answer) if finds else says("I could not find it.")
+
+
+@pytest.fixture
+def store(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """The store of a proxy that serves both versions, and is THE_PROXY."""
+    monkeypatch.setenv("EMAIL_SEARCH_HOME", str(home))
+    with contextlib.ExitStack() as stack:
+        made = stack.enter_context(contextlib.closing(open_store(str(tmp_path / "store.db"))))
+        url = stack.enter_context(served(TwoVersions(read_tasks(home, "test"))))
+        proxy = stack.enter_context(running(url, made, tmp_path))
+        monkeypatch.setenv("THE_PROXY", proxy.url)
+        made.rounds.commit(made.rounds.start("agent", 0).id, version=1, checkpoint="/c/1", groups=[], metrics={})
+        yield made
+
+
+@pytest.fixture
+def evaluator(store: Store, home: Path) -> Iterator[Callable[..., WorkflowEvaluator]]:
+    made: list[WorkflowEvaluator] = []
+
+    def make(**changes: Any) -> WorkflowEvaluator:
+        values = {
+            "workflow": "examples.email_search.workflow:workflow",
+            "tasks": str(home),
+            "proxy_url": os.environ["THE_PROXY"],
+            "evaluation_prompts": TASKS,
+            "evaluation_samples": 2,
+        }
+        judges = [
+            FunctionJudge("examples.email_search.judge:judge"),
+            FunctionJudge("examples.reward_hacking.second:judge"),
+        ]
+        made.append(WorkflowEvaluator(store, "agent", GateSettings(**(values | changes)), *judges))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def evaluate(store: Store, evaluator: WorkflowEvaluator, check: Callable[[], None] = lambda: None) -> Any:
+    return evaluator.evaluate(store.policies.get("agent", 1), store.policies.get("agent", 0), check)
+
+
+async def test_a_candidate_is_compared_on_tasks_of_several_calls(
+    store: Store, evaluator: Callable[..., WorkflowEvaluator]
+) -> None:
+    found = await asyncio.to_thread(evaluate, store, evaluator())
+    assert (found.first.prompts, found.first.what, found.first.candidate) == (TASKS, "tasks", 1.0)
+    assert found.first.low > 0
+    assert found.first.live < 1.0
+    assert found.second.candidate == 1.0
+    assert found.second.difference > 0
+    run = store.tunings.get(found.run)
+    assert (run.state, run.config["gate"], run.config["candidates"]) == (TuningState.DONE, True, ["agent@0", "agent@1"])
+    rollouts = store.rollouts.of(run.id)
+    assert len(rollouts) == 2 * 2 * TASKS
+    assert {one.purpose for one in rollouts} == {"eval"}, "never trained"
+    read = store.trajectories.read(rollouts[0].id)
+    assert len(read.calls) == 3
+
+
+async def test_an_evaluation_that_was_cut_off_goes_on_where_it_was(
+    store: Store, evaluator: Callable[..., WorkflowEvaluator]
+) -> None:
+    begun = 0
+
+    def kill() -> None:
+        nonlocal begun
+        begun += 1
+        if begun > 20:
+            raise EvaluationStopped("the trainer ends")
+
+    with pytest.raises(EvaluationStopped):
+        await asyncio.to_thread(evaluate, store, evaluator(evaluation_at_once=2), kill)
+    (run,) = store.tunings.page("eval")
+    done = {one.id for one in store.rollouts.of(run.id) if one.state is RolloutState.ENDED}
+    assert run.state is TuningState.RUNNING
+    assert 15 <= len(done) <= 20
+    found = await asyncio.to_thread(evaluate, store, evaluator(evaluation_at_once=2))
+    assert found.run == run.id
+    assert done <= {one.id for one in store.rollouts.of(run.id) if one.state is RolloutState.ENDED}
+    ended = [one for one in store.rollouts.of(run.id) if one.state is RolloutState.ENDED]
+    assert len(ended) == 2 * 2 * TASKS
+    assert found.first.candidate == 1.0
+
+
+async def test_an_agent_that_always_fails_measures_nothing(
+    store: Store, evaluator: Callable[..., WorkflowEvaluator]
+) -> None:
+    broken = evaluator(workflow="tests.trainer.tuning.workflows:crashes")
+    with pytest.raises(TuningError, match="every rollout of agent@"):
+        await asyncio.to_thread(evaluate, store, broken)
+
+
+def test_a_workflow_without_tasks_is_refused() -> None:
+    with pytest.raises(ValidationError, match="workflow and tasks belong together"):
+        GateSettings(workflow="a:b")

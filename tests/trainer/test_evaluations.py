@@ -1,0 +1,166 @@
+"""A candidate is tried in the background: nobody waits for it, a restart goes on, and a failure never passes it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from store import Store
+from store.states import PolicyAction, PolicyState, TrajectoryState
+from tests.trainer.agents import agents_work
+from tests.trainer.scripted_engine import ScriptedEngine
+from tests.trainer.test_evaluation import GATE, answering, ready_to_train, tasks, until
+from trainer.daemon import Daemon
+from trainer.errors import TuningError
+from trainer.gating.evaluation import Evaluated, Evaluation
+from trainer.gating.evaluations import KIND, Evaluations
+
+UNMOVED = {"kind": "function", "function": "tests.trainer.judge_samples:unmoved"}
+EVALUATED = Evaluated(Evaluation(10, 0, 0.6, 0.5, 0.1, 0.05, 0.15))
+
+
+@pytest.fixture
+def slow(engine: ScriptedEngine) -> Iterator[threading.Event]:
+    """vLLM answers no chat call before this is set; the candidate answers a little better then."""
+    answering(engine, new=0.9, old=0.6)
+    reply, may_answer = engine.reply, threading.Event()
+
+    def wait(name: str, messages: Sequence[Any]) -> str:
+        may_answer.wait(30)
+        return reply(name, messages)
+
+    engine.reply = wait
+    yield may_answer
+    may_answer.set()
+
+
+def test_while_a_candidate_is_tried_others_are_judged_and_nothing_is_trained(
+    store: Store, make_daemon: Callable[..., Daemon], slow: threading.Event
+) -> None:
+    ready_to_train(store)
+    daemon = make_daemon(gate=GATE)
+    now = time.time()
+    daemon.turn(now)
+    later = [name for task in tasks(False, 6)[2:] for name in agents_work(store, task, [0.0, 1.0], at=time.time())]
+    began = time.monotonic()
+    for turn in range(4):
+        daemon.turn(now + 400.0 + turn)
+    assert time.monotonic() - began < 15.0, "no turn waited for vLLM's answers"
+    assert len(store.groups.judged("agent")) == 4
+    assert {store.trajectories.get(name).state for name in later} == {TrajectoryState.GROUPED}
+    assert len(store.rounds.page("agent")) == 1
+    assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE
+    slow.set()
+    until(daemon, now + 500.0, lambda: len(store.rounds.page("agent")) > 1)
+    assert store.policies.get("agent", 1).state is not PolicyState.CANDIDATE
+    assert store.decisions.of("agent", 1)[-1].evidence["evaluation"]["prompts"] == 5
+
+
+def test_a_trainer_that_is_killed_while_a_candidate_is_tried_tries_it_again_and_decides_once(
+    store: Store, make_daemon: Callable[..., Daemon], slow: threading.Event
+) -> None:
+    ready_to_train(store)
+    now = time.time()
+    make_daemon(gate=GATE).turn(now)
+    assert store.observations.newest("agent", KIND, 10) == []
+    for task in tasks(False, 6)[2:]:
+        agents_work(store, task, [0.0, 1.0], at=time.time())
+    slow.set()
+    daemon = make_daemon(gate=GATE)  # the first one is never asked again, as if it were dead
+    until(daemon, now + 400.0, lambda: store.policies.live()["agent"].version == 1)
+    assert [one.action for one in store.decisions.of("agent", 1)] == [PolicyAction.PROMOTE]
+    assert len(store.rounds.page("agent")) == 1, "it was decided on before another round began"
+
+
+def test_what_was_found_before_a_kill_is_decided_on_without_trying_again(
+    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
+) -> None:
+    ready_to_train(store)
+    answering(engine, new=0.2, old=0.9)
+    daemon = make_daemon(gate=GATE)
+    daemon.turn(time.time())
+    eventually(lambda: len(store.observations.newest("agent", KIND, 10)) == 1)
+    asked = len(engine.asked)
+    assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE
+    until(make_daemon(gate=GATE), time.time(), lambda: store.policies.get("agent", 1).state is PolicyState.REJECTED)
+    assert len(engine.asked) == asked
+    assert "0.200 against 0.900" in store.decisions.of("agent", 1)[0].reason
+
+
+def test_an_evaluation_that_fails_is_an_alarm_and_passes_nobody(store: Store) -> None:
+    clock = [0.0]
+
+    class Failing:
+        tried = 0
+
+        def evaluate(self, candidate: Any, live: Any, check: Callable[[], None]) -> Evaluated:
+            self.tried += 1
+            if self.tried < 3:
+                raise TuningError("every rollout failed")
+            return EVALUATED
+
+        def close(self) -> None:
+            pass
+
+    failing = Failing()
+    evaluations = Evaluations(store, "agent", failing, clock=lambda: clock[0])
+    store.rounds.commit(store.rounds.start("agent", 0).id, version=1, checkpoint="/c/1", groups=[], metrics={})
+    candidate, live = store.policies.get("agent", 1), store.policies.get("agent", 0)
+    for again in (1, 2):
+        assert evaluations.of(candidate, live) is None
+        eventually(lambda: not evaluations.busy)
+        assert evaluations.of(candidate, live) is None
+        assert failing.tried == again
+        assert evaluations.busy, "it is left alone for a while"
+        (alarm,) = store.alarms.standing()
+        assert "every rollout failed" in alarm.reason
+        clock[0] += 61.0
+    assert evaluations.of(candidate, live) is None
+    eventually(lambda: not evaluations.busy)
+    assert evaluations.of(candidate, live) == EVALUATED
+    assert store.alarms.standing() == []
+    evaluations.close()
+
+
+def test_a_jump_on_held_out_tasks_waits_for_a_person_before_it_serves_anybody(
+    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
+) -> None:
+    ready_to_train(store)
+    answering(engine, new=1.0, old=0.2)
+    daemon = make_daemon(gate=GATE | {"enabled": True, "jump": 0.5})
+    until(daemon, time.time(), lambda: store.policies.held("agent") is not None)
+    told = store.decisions.of("agent", 1)[0]
+    assert (told.action, told.by) == (PolicyAction.HOLD, "evaluation")
+    assert "too good to be promoted unseen" in told.reason
+    assert [policy.version for policy in store.policies.serving()] == [0]
+
+
+def test_a_second_judge_that_sees_no_gain_in_the_same_answers_holds_the_candidate(
+    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
+) -> None:
+    ready_to_train(store)
+    answering(engine, new=0.9, old=0.6)
+    daemon = make_daemon(gate=GATE | {"second_judge": UNMOVED})
+    until(daemon, time.time(), lambda: store.policies.held("agent") is not None)
+    told = store.decisions.of("agent", 1)[0]
+    assert "does not see the gain of +0.300" in told.reason
+    assert told.evidence["second_evaluation"]["difference"] == 0.0
+    assert told.evidence["evaluation"]["difference"] == pytest.approx(0.3)
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_judge_that_is_down_shows_nothing_either_way() -> None:
+    assert Evaluated(None).objection(0.5) is None
+    assert Evaluated(EVALUATED.first).objection(0.5) is None
+    failed = Evaluated(EVALUATED.first, None, "second").objection(None)
+    assert failed == "second judge second failed on too many of the answers"
