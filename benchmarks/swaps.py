@@ -1,10 +1,11 @@
 """Swaps that nobody notices: a hundred new versions under load, through the publisher as the trainer uses it.
 
-A real proxy and a scripted vLLM (`benchmarks/scripted_school.py`) in processes of their own; agents of several calls
-each, half of them streamed. In turns no version changes for a while, and then one after the other is loaded, proven and
-made live while old ones are drained and unloaded. Every answer says which version spoke.
+A real proxy and a scripted vLLM (`benchmarks/scripted_school.py`) in processes of their own, or with `--vllm real`
+vLLM itself with the tiny policy and adapters of a real learner; agents of several calls each, half of them streamed.
+In turns no version changes for a while, and then one after the other is loaded, proven and made live while old ones
+are drained and unloaded. Every answer says which version spoke.
 
-    python -m benchmarks.swaps [--swaps 100] [--pause 0.2] [--steady 30] [--json]
+    python -m benchmarks.swaps [--vllm scripted|real] [--swaps 100] [--pause 0.2] [--steady 30] [--agents 8] [--json]
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import httpx
@@ -33,7 +35,6 @@ from trainer.publishing.publisher import Publisher
 from trainer.settings import TrainerSettings
 
 ALIAS = "agent"
-_AGENTS = 8
 _CALLS = 3  # of one agent's run
 _IN_A_ROW = 5  # swaps between two times without any
 _PROBES = [tuple(range(3, 9)), tuple(range(5, 17))]
@@ -73,8 +74,9 @@ class Outcome:
 class Agents:
     """Clients in a thread; each call is noted with its latency and whether versions were changing."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, count: int) -> None:
         self.url = url
+        self._count = count
         self.swapping = False
         self.times: dict[bool, list[float]] = {False: [], True: []}
         self.failed: list[str] = []
@@ -91,7 +93,7 @@ class Agents:
 
     async def _run(self) -> None:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
-            await asyncio.gather(*(self._agent(session, random.Random(seed)) for seed in range(_AGENTS)))
+            await asyncio.gather(*(self._agent(session, random.Random(seed)) for seed in range(self._count)))
 
     async def _agent(self, session: aiohttp.ClientSession, dice: random.Random) -> None:
         while not self._stop.is_set():
@@ -113,7 +115,7 @@ class Agents:
     async def _call(
         self, session: aiohttp.ClientSession, name: str, messages: Sequence[dict[str, Any]], streamed: bool
     ) -> tuple[str, set[str]]:
-        body = {"model": ALIAS, "messages": messages, "stream": streamed}
+        body = {"model": ALIAS, "messages": messages, "stream": streamed, "max_tokens": 20}
         swapping, began = self.swapping, time.perf_counter()
         headers = {"x-ratchet-trajectory": name}
         async with session.post(self.url + "/v1/chat/completions", json=body, headers=headers) as answer:
@@ -130,7 +132,31 @@ class Agents:
         return "".join(part.get("content") or "" for part in parts), {event["model"] for event in whole}
 
 
-def swap(store: Store, publisher: Publisher, pupil: ScriptedPupil, folder: Path) -> None:
+class Pupil(Protocol):
+    """What makes the versions."""
+
+    def learn(self, names: Sequence[str]) -> None: ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[tuple[float, ...]]: ...
+
+
+@contextmanager
+def _served(real: bool, folder: Path) -> Iterator[tuple[str, Pupil]]:
+    """The URL of a vLLM, and what makes versions for it."""
+    if not real:
+        with scripted_process("benchmarks.scripted_school", "vllm") as url:
+            yield url, ScriptedPupil(_SETTINGS, None)
+        return
+    from benchmarks.real_versions import POLICY, RealPupil
+    from tests.e2e.engine import vllm
+
+    with vllm(POLICY, folder / "vllm.log", "--dtype", "float32", max_model_len=1024) as url:
+        yield url, RealPupil(folder)
+
+
+def swap(store: Store, publisher: Publisher, pupil: Pupil, folder: Path) -> None:
     """Make a version as a round would, and publish it."""
     version = store.rounds.next_version(ALIAS)
     pupil.learn([f"trajectory-{version}"])
@@ -142,32 +168,32 @@ def swap(store: Store, publisher: Publisher, pupil: ScriptedPupil, folder: Path)
     publisher.drain(time.time())
 
 
-def run(folder: Path, swaps: int, pause: float, steady: float) -> Outcome:
+def run(folder: Path, swaps: int, pause: float, steady: float, agents: int = 8, real: bool = False) -> Outcome:
     """Run it in an empty folder."""
     outcome, began = Outcome(swaps=swaps), time.perf_counter()
-    with scripted_process("benchmarks.scripted_school", "vllm") as vllm:
+    with _served(real, folder) as (vllm, pupil):
         proxy = ProxyProcess(folder, upstreams=[vllm])
         eventually(lambda: httpx.get(proxy.url + "/health/ready", timeout=5).status_code == 200, 30)
         store, replica = open_store(str(folder / "store.db")), Replica(vllm)
         publisher = Publisher(store, [replica], alias=ALIAS, tolerance=0.01, keep_loaded=2)
-        agents, pupil, took = Agents(proxy.url), ScriptedPupil(_SETTINGS, None), []
+        traffic, took = Agents(proxy.url, agents), []
         try:
             for number in range(swaps):
                 if number % _IN_A_ROW == 0:  # in turns, so that whatever else the machine does slows both
-                    agents.swapping = False
+                    traffic.swapping = False
                     time.sleep(steady * _IN_A_ROW / swaps)
-                    agents.swapping = True
+                    traffic.swapping = True
                 time.sleep(pause)
                 started = time.perf_counter()
                 swap(store, publisher, pupil, folder / "checkpoints")
                 took.append(1000 * (time.perf_counter() - started))
         finally:
-            agents.stop()
+            traffic.stop()
             replica.close()
             store.close()
             proxy.stop()
     outcome.seconds = time.perf_counter() - began
-    return _filled(outcome, agents, took)
+    return _filled(outcome, traffic, took)
 
 
 def _filled(outcome: Outcome, agents: Agents, took: Sequence[float]) -> Outcome:
@@ -189,13 +215,17 @@ def _quantile(values: Sequence[float], share: float) -> float:
 def main() -> None:
     """Print the figures; fail where a call failed or two versions were mixed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", choices=("scripted", "real"), default="scripted")
+    parser.add_argument("--agents", type=int, default=8, help="at work at the same time")
     parser.add_argument("--swaps", type=int, default=100)
     parser.add_argument("--pause", type=float, default=0.2, help="seconds between two swaps")
     parser.add_argument("--steady", type=float, default=30.0, help="seconds without swaps, in all")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        outcome = run(Path(folder), options.swaps, options.pause, options.steady)
+        outcome = run(
+            Path(folder), options.swaps, options.pause, options.steady, options.agents, options.vllm == "real"
+        )
     if options.json:
         print(json.dumps(asdict(outcome) | {"ratio": outcome.ratio}))
     else:

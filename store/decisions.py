@@ -70,6 +70,12 @@ class Decisions:
             found = connection.execute(sa.select(decisions).where(where).order_by(decisions.c.id).limit(limit))
             return [_decision(row) for row in found]
 
+    def counts(self, alias: str) -> dict[PolicyAction, int]:
+        """Return how many decisions about an alias there were, by what was decided."""
+        query = sa.select(decisions.c.action, sa.func.count()).where(decisions.c.alias == alias)
+        with read(self._engine) as connection:
+            return {PolicyAction(a): int(n) for a, n in connection.execute(query.group_by(decisions.c.action))}
+
     def latest(self, alias: str | None = None) -> dict[tuple[str, int], Decision]:
         """Return the newest decision about each (alias, version) that has one."""
         newest = sa.select(sa.func.max(decisions.c.id)).group_by(decisions.c.alias, decisions.c.version)

@@ -165,7 +165,7 @@ class Daemon:
             doubts=self._sentinel.doubts,
         )
         self._gate = Gatekeeper(
-            store, settings.model, gate, judge.version, make_second_judge(settings), self._sentinel.doubts
+            store, settings.model, gate, judge.version, make_second_judge(settings), self._sentinel.doubts, self.metrics
         )
         self._warm_starts = WarmStarts(store, settings)
         checkpoint.sweep(settings.checkpoints)
@@ -355,6 +355,7 @@ class Daemon:
         except ForbiddenChange as overtaken:  # a person decided meanwhile
             log.info("event=publish_overtaken reason=%r", str(overtaken))
         self._prune_due = True
+        self.metrics.evaluating(self._publisher.waits)
         return not self._publisher.waits
 
     def _prune(self) -> None:

@@ -7,7 +7,7 @@ store that does not answer leaves them out of that answer. The rest is what this
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,6 +18,7 @@ from store.errors import StoreError
 from store.records import Round
 from store.states import RoundState, ShadowState
 from trainer.errors import SettingError
+from trainer.gating.sequential import Difference
 from trainer.progress import Standing
 from trainer.sentinel import Finding
 
@@ -79,6 +80,17 @@ class Metrics:
             "ratchet_progress_mean", "Running mean, each metric over the rows that have it", [*works, "metric"],
             registry=registry,
         )  # fmt: skip
+        self._scores = Gauge(
+            "ratchet_gate_scores", "Scores of the canary, and of the live version beside it", ["alias", "side"],
+            registry=registry,
+        )  # fmt: skip
+        self._difference = Gauge(
+            "ratchet_gate_difference", "Mean score of the canary, less the live one's", ["alias", "bound"],
+            registry=registry,
+        )  # fmt: skip
+        self._evaluating = Gauge(
+            "ratchet_evaluation_running", "1 while a candidate is tried", ["alias"], registry=registry
+        )
         self._counted: set[str] = set()  # ids of rounds
         if store is not None:
             registry.register(_Stored(store, alias))
@@ -107,6 +119,19 @@ class Metrics:
             if committed is not None and key in committed.metrics:
                 self._round[name].labels(self._alias).set(committed.metrics[key])
 
+    def gate(self, canary: int = 0, live: int = 0, found: Difference | None = None) -> None:
+        """Show how many scores the gate has of either side and what they tell; nothing where there is no canary."""
+        self._difference.clear()
+        for side, count in (("canary", canary), ("live", live)):
+            self._scores.labels(self._alias, side).set(count)
+        if found is not None:
+            for bound, value in (("value", found.value), ("low", found.low), ("high", found.high)):
+                self._difference.labels(self._alias, bound).set(value)
+
+    def evaluating(self, running: bool) -> None:
+        """Show whether a candidate is being tried."""
+        self._evaluating.labels(self._alias).set(running)
+
     def progress(self, standing: Standing) -> None:
         """Show how far a work is; it stays shown as it ended until it begins anew."""
         labels = (self._alias, standing.work)
@@ -129,6 +154,9 @@ class Metrics:
         return int(server.server_port)
 
 
+_Family = CounterMetricFamily | GaugeMetricFamily
+
+
 class _Stored(Collector):
     """Counts that the store keeps."""
 
@@ -138,35 +166,50 @@ class _Stored(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """Return the names without asking the store."""
-        return _families()
+        return _families().values()
 
     def collect(self) -> Iterable[Metric]:
-        """Read the store; a store that is away tells nothing."""
-        dropped, groups, alarms, shadows, tokens = _families()
+        """Read the store; a store that is away tells nothing more."""
+        told = _families()
         try:
-            for reason, count in self._store.trajectories.drop_counts().items():
-                dropped.add_metric([reason], count)
-            for reason, count in self._store.groups.drop_counts(self._alias).items():
-                groups.add_metric([self._alias, reason], count)
-            for alarm in self._store.alarms.standing():
-                alarms.add_metric([alarm.name], 1)
-            counts = self._store.shadows.counts(self._alias)
-            for state in (state for state in counts if state in (ShadowState.ANSWERED, ShadowState.FAILED)):
-                shadows.add_metric([self._alias, str(state)], counts[state].shadows)
-            if ShadowState.ANSWERED in counts:
-                tokens.add_metric([self._alias], counts[ShadowState.ANSWERED].tokens)
+            self._read(told)
+            self._read_policies(told)
         except StoreError as error:
             log.warning("event=metrics_without_store reason=%r", str(error))
-        return dropped, groups, alarms, shadows, tokens
+        return told.values()
+
+    def _read(self, told: Mapping[str, _Family]) -> None:
+        for reason, count in self._store.trajectories.drop_counts().items():
+            told["ratchet_trajectories_dropped"].add_metric([reason], count)
+        for reason, count in self._store.groups.drop_counts(self._alias).items():
+            told["ratchet_groups_dropped"].add_metric([self._alias, reason], count)
+        for alarm in self._store.alarms.standing():
+            told["ratchet_alarm_standing"].add_metric([alarm.name], 1)
+        counts = self._store.shadows.counts(self._alias)
+        for state in (state for state in counts if state in (ShadowState.ANSWERED, ShadowState.FAILED)):
+            told["ratchet_shadow_calls"].add_metric([self._alias, str(state)], counts[state].shadows)
+        if ShadowState.ANSWERED in counts:
+            told["ratchet_shadow_tokens"].add_metric([self._alias], counts[ShadowState.ANSWERED].tokens)
+
+    def _read_policies(self, told: Mapping[str, _Family]) -> None:
+        live = self._store.policies.live().get(self._alias)
+        if live is not None:
+            told["ratchet_live_version"].add_metric([self._alias], live.version)
+        held = self._store.policies.held(self._alias)
+        told["ratchet_promotion_held"].add_metric([self._alias], int(held is not None))
+        for action, count in self._store.decisions.counts(self._alias).items():
+            told["ratchet_policy_decisions"].add_metric([self._alias, str(action)], count)
 
 
-def _families() -> tuple[
-    CounterMetricFamily, CounterMetricFamily, GaugeMetricFamily, CounterMetricFamily, CounterMetricFamily
-]:
-    return (
+def _families() -> dict[str, _Family]:
+    families: tuple[_Family, ...] = (
         CounterMetricFamily("ratchet_trajectories_dropped", "Trajectories that were put aside", labels=["reason"]),
         CounterMetricFamily("ratchet_groups_dropped", "Groups that were put aside", labels=["alias", "reason"]),
         GaugeMetricFamily("ratchet_alarm_standing", "1 for every alarm that is not cleared", labels=["name"]),
         CounterMetricFamily("ratchet_shadow_calls", "Shadow calls by their end", labels=["alias", "state"]),
         CounterMetricFamily("ratchet_shadow_tokens", "Tokens of answered shadow calls", labels=["alias"]),
+        GaugeMetricFamily("ratchet_live_version", "Version that is live", labels=["alias"]),
+        GaugeMetricFamily("ratchet_promotion_held", "1 while a version waits for a person", labels=["alias"]),
+        CounterMetricFamily("ratchet_policy_decisions", "Decisions about versions", labels=["alias", "action"]),
     )
+    return {family.name: family for family in families}

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.servers import ROOT, eventually
+from trainer.metrics import Metrics as TrainerMetrics
 
 CALL = "/v1/chat/completions"
 
@@ -134,7 +135,8 @@ def test_the_dashboard_shows_only_what_there_is(proxy: Proxy) -> None:
     dashboard = json.loads((ROOT / "deploy" / "grafana.json").read_text())
     told = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
     assert len(told) > 20
-    known = {family.name + ("_total" if family.type == "counter" else "") for family in families(proxy)}
+    shown = [*families(proxy), *TrainerMetrics("agent", proxy.store).registry.collect()]
+    known = {family.name + ("_total" if family.type == "counter" else "") for family in shown}
     for expression in told:
         assert _named_in(expression) <= known, expression
         assert expression.count("(") == expression.count(")")

@@ -16,6 +16,7 @@ from tests import house
 from tests.records import answered_trajectory, judged_group
 from tests.trainer.tool_records import tool_called
 from trainer.errors import SettingError
+from trainer.gating.sequential import Difference
 from trainer.metrics import Metrics
 from trainer.sentinel.settings import SentinelSettings
 from trainer.sentinel.watch import Sentinel
@@ -63,6 +64,27 @@ def test_findings_rounds_drops_and_alarms_are_told(store: Store) -> None:
     assert found["ratchet_tokens_dropped_total", "agent", "greedy"] == 7
     assert found["ratchet_round_reward", "agent"] == 0.5
     assert found["ratchet_left_out_token_share", "agent"] == 0.7
+
+
+def test_what_the_gate_sees_and_decides_is_told(store: Store) -> None:
+    for version in (1, 2):
+        held = store.rounds.start("agent", version - 1)
+        store.rounds.commit(held.id, version=version, checkpoint="x", groups=[], metrics={})
+    store.policies.promote("agent", 1, {})
+    store.policies.canary("agent", 2, 0.5)
+    store.policies.hold("agent", 2, {}, by="gate", reason="too good")
+    metrics = Metrics("agent", store)
+    metrics.gate(20, 30, Difference(0.5, 0.25, 0.75, 20, 30))
+    metrics.evaluating(True)
+    found = told(metrics)
+    assert (found["ratchet_live_version", "agent"], found["ratchet_promotion_held", "agent"]) == (1, 1)
+    assert found["ratchet_policy_decisions_total", "hold", "agent"] == 1
+    assert found["ratchet_policy_decisions_total", "canary", "agent"] == 1
+    assert found["ratchet_gate_scores", "agent", "canary"] == 20
+    assert found["ratchet_gate_difference", "agent", "low"] == 0.25
+    assert found["ratchet_evaluation_running", "agent"] == 1
+    metrics.gate()
+    assert not [name for name, *_ in told(metrics) if name == "ratchet_gate_difference"]
 
 
 def test_what_is_no_longer_found_is_no_longer_shown(store: Store) -> None:

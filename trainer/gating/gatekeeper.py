@@ -20,6 +20,7 @@ from trainer.gating.gate_settings import GateSettings
 from trainer.gating.holding import Doubts, evidence_of, hold, no_doubts, objection, release
 from trainer.gating.second_opinion import SecondOpinions
 from trainer.judges import Judge
+from trainer.metrics import Metrics
 from trainer.publishing.candidates import name_of
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Gatekeeper:
         judge_version: str,
         second: Judge | None = None,
         doubts: Doubts = no_doubts,
+        metrics: Metrics | None = None,
     ) -> None:
         self._store = store
         self._alias = alias
@@ -50,6 +52,7 @@ class Gatekeeper:
         self._judge_version = judge_version
         self._second = SecondOpinions(second, settings.second_pairs, store.trajectories.read) if second else None
         self._doubts = doubts
+        self._metrics = metrics or Metrics(alias)
         self._looked_at = 0.0
         self.pending = True  # there is a version that is not decided on, or it is not known yet
 
@@ -68,6 +71,8 @@ class Gatekeeper:
         if self.pending and not undecided:
             release(self._store, self._alias)
         self.pending = undecided
+        if canary is None:
+            self._metrics.gate()
         if canary is not None and live is not None and now - self._looked_at >= _LOOK_EVERY:
             self._looked_at = now
             try:
@@ -85,6 +90,7 @@ class Gatekeeper:
         beside = self._store.groups.rewards(self._alias, self._judge_version, live.version, since)
         late = now - since > self._settings.patience_seconds
         decision = decide([one.score for one in scores], [one.score for one in beside], self._settings.rules(), late)
+        self._metrics.gate(len(scores), len(beside), decision.found)
         held = bool(told) and told[0].action is PolicyAction.HOLD
         if decision.action is Action.ROLLBACK:
             self._roll_back(canary, live, decision)
