@@ -20,13 +20,16 @@ def agents_work(
     temperature: float = 1.0,
     **changes: Any,
 ) -> list[str]:
-    """One-call trajectories of one task; `changes` are those of each call's beginning."""
+    """One-call trajectories of one task; `changes` are those of each call's beginning.
+
+    What they sampled depends on the task, so that the gradients of two tasks with opposite scores do not cancel.
+    """
     names = []
     for number, score in enumerate(scores):
         name = f"{task}-{number}"
         judge_samples.by_answer[name] = score
         start = begun(f"call_{name}", name, task=task, sampling={"temperature": temperature}, **changes)
-        ids = (10 + number, 11, 2)
+        ids = (10 + number, 11 + sum(task.encode()) % 7, 2)
         reply = {"role": "assistant", "content": name}
         shipped = ended(start, reply, prompt=prompt, ids=ids)
         if "at" in changes:  # it ended before the judge spoke, who looks at the clock
