@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -21,6 +21,8 @@ from trainer.errors import SettingError
 from trainer.gating.sequential import Difference
 from trainer.progress import Standing
 from trainer.sentinel import Finding
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, of when it was made
 
 log = logging.getLogger(__name__)
 

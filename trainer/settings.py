@@ -76,6 +76,9 @@ class TrainerSettings(BaseModel):
         None, ge=0, le=65535, description="port of the trainer's own /metrics; 0 takes any free one; null: none"
     )
     metrics_host: str = Field("127.0.0.1", description="address that the trainer's /metrics listens on")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="`text`: logfmt after time and level; `json`: one object per line"
+    )
     monitors: tuple[MonitorName, ...] = Field(
         (), description="who else is told of rounds and decisions: tensorboard, wandb; off the trainer's path"
     )

@@ -1,4 +1,4 @@
-"""How the proxy's log lines look: text with `event=... key=value`, or one JSON object per line."""
+"""How the log lines of a room look: text with `event=... key=value`, or one JSON object per line."""
 
 from __future__ import annotations
 

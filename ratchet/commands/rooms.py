@@ -10,8 +10,6 @@ import click
 
 from ratchet import options
 
-_LOG_LINE = "%(asctime)s %(levelname)s %(name)s %(message)s"
-
 
 @click.command()
 @click.option("--upstream", "upstreams", multiple=True, metavar="URL", help="A vLLM replica; repeat for more.")
@@ -87,15 +85,15 @@ def trainer(
     settings = options.settings_of(context, values)
     if not settings.has_judge:
         raise click.UsageError("no judge is named: give --judge module:function or a YAML file, or set trainer.judge")
+    from proxy.observing import logs
     from ratchet.running.engine import check_model
     from trainer.devices import pinned
 
     derived: dict[str, Any] = {"vllm": vllm} if vllm else {}
     own = settings.trainer_settings(base_model=check_model(settings.base_model), **derived)
     os.environ.update(pinned(own.devices))  # before anything imports torch
-    logging.basicConfig(level=logging.INFO, format=_LOG_LINE)
-    for library in ("httpx", "alembic"):
-        logging.getLogger(library).setLevel(logging.WARNING)
+    logs.set_up(own.log_format)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     from tqdm.contrib.logging import logging_redirect_tqdm
 
     from trainer.process import run

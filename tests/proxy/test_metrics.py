@@ -122,13 +122,15 @@ def test_the_live_policy_and_the_build_are_told(proxy: Proxy) -> None:
 
 def test_every_metric_is_documented_and_only_those(proxy: Proxy) -> None:
     page, _, _ = (ROOT / "docs" / "metrics.md").read_text().partition("## The trainer")
-    names = {
-        family.name + ("_total" if family.type == "counter" else "")
-        for family in families(proxy)
-        if not family.name.endswith("_created")
-    }
+    names = {family.name + ("_total" if family.type == "counter" else "") for family in families(proxy)}
     assert names == set(re.findall(r"^\| `(ratchet_\w+)`", page, re.MULTILINE))
     assert _named_in(page) <= names
+
+
+def test_no_sample_tells_when_a_counter_was_made(proxy: Proxy) -> None:
+    proxy.http.get("/v1/nothing")
+    assert "ratchet_errors_total" in (page := proxy.http.get("/metrics").text)
+    assert "_created" not in page
 
 
 def test_the_dashboard_shows_only_what_there_is(proxy: Proxy) -> None:

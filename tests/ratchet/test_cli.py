@@ -132,6 +132,12 @@ def test_a_trainer_without_judge_says_how_to_name_one(project: Project) -> None:
     assert "--judge module:function" in trainer.stdout
 
 
+def test_a_trainers_log_can_be_json_as_the_proxys_is(project: Project) -> None:
+    trainer = project.run("trainer", "--judge", "nowhere:judge", RATCHET_TRAINER__LOG_FORMAT="json")
+    (line,) = (json.loads(told) for told in trainer.stdout.splitlines() if "trainer_stopped" in told)
+    assert (line["level"], line["logger"]) == ("ERROR", "trainer.process")
+
+
 def test_a_doctor_without_a_project_says_what_it_could_not_prove(project: Project) -> None:
     project.write(base_model="./nowhere")
     doctor = project.run("doctor")

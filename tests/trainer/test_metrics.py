@@ -37,7 +37,6 @@ def told(metrics: Metrics) -> dict[tuple[str, ...], float]:
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if not sample.name.endswith("_created")
     }
 
 

@@ -79,7 +79,10 @@ def resolved(store: Store, candidates: Sequence[str], known: Sequence[str]) -> t
     names = tuple(live.get(name, name) for name in candidates)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise TuningError(f"--candidate {', '.join(twice)} is given twice; attempts at a task are made with --attempts")
+        raise TuningError(
+            f"{', '.join(twice)} is given twice (an alias is its live version): name two that differ, such as the "
+            "version 0 of an alias; attempts at a task are made with --attempts"
+        )
     return names
 
 
