@@ -72,7 +72,8 @@ def create_app(
     journal = Journal(settings.journal, settings.journal_limit, settings.segment_bytes, metrics, bell)
     redactor = Redactor(Patterns(settings.redact, settings.redact_patterns)) if settings.redacts else None
     recorder = Recorder(journal, metrics, strict=settings.capture == "strict", redactor=redactor)
-    shipper = Shipper(journal, store, carrier or Porter(store), metrics, bell, recorder.forget_known)
+    responses = Responses(store, settings.bounds)
+    shipper = Shipper(journal, store, carrier or Porter(store), metrics, bell, recorder.forget_known, responses.doubt)
     failures, cool_off = settings.breaker_failures, settings.breaker_seconds
     replicas = [Replica(replica, Breaker(failures, cool_off)) for replica in settings.upstreams]
     pool = Pool(replicas, metrics, settings.affinity_slack)
@@ -125,7 +126,7 @@ def create_app(
         {
             ("POST", "/chat/completions"): captured(Chat()),
             ("POST", "/completions"): captured(Completions()),
-            ("POST", "/responses"): captured(Responses(store, settings.bounds)),
+            ("POST", "/responses"): captured(responses),
             ("POST", "/messages"): captured(Messages()),
             ("POST", "/messages/count_tokens"): CountTokens(book, upstream, pool, rollouts, settings.bounds),
             ("GET", "/models"): models,

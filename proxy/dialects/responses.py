@@ -28,6 +28,10 @@ class Responses:
         self._memory = ResponseMemory(store)
         self._bounds = bounds
 
+    def doubt(self) -> None:
+        """Something was deleted from the store: look whether a response is still there before it is gone on from."""
+        self._memory.doubt()
+
     async def read(self, body: bytes, key_id: str | None) -> Asked:
         """Return what a request asks for. Raises BadRequest; NotFound for an unknown previous response."""
         fields = await read_body_with(inner.decode, body)

@@ -5,6 +5,8 @@ long as a later one stands on it. A forgotten one, one from before a restart and
 back from the store, where a response's id is its call's. There the `instructions` of that call cannot be told from a
 system message of its input: new instructions take the place of the first system message, else it stays.
 
+What was deleted from the store is not gone on from, a second or so later at most.
+
 A response is known only to the key that it was made with.
 """
 
@@ -76,6 +78,7 @@ class ResponseMemory:
         self._most_bytes = most_bytes
         self._turns: OrderedDict[str, Turn] = OrderedDict()
         self._bytes = 0
+        self._doubted: set[str] = set()  # they may have been deleted from the store
         self._lock = threading.Lock()  # large answers are told in threads
 
     @property
@@ -89,21 +92,31 @@ class ResponseMemory:
 
     async def find(self, name: str, key_id: str | None) -> Turn:
         """Return the turn of a response. Raises NotFound, NotReady."""
-        turn = self._turns.get(name) or await self._stored(name)
+        turn = self._turns.get(name)
+        if turn is None or name in self._doubted:
+            stored = await self._stored(name)
+            turn = turn if turn and stored else stored
         if turn is None or turn.key_id != key_id:
             raise NotFound(
                 f"previous response {name!r} is not known: send its conversation as `input`",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
+        self._doubted.discard(name)
         self._use(turn)
         return turn
+
+    def doubt(self) -> None:
+        """Something was deleted: what is remembered is looked for in the store before it is gone on from."""
+        with self._lock:
+            self._doubted = set(self._turns)
 
     async def _stored(self, name: str) -> Turn | None:
         """Return a turn as the store has it; one that another proxy made just now may still be on its way there."""
         patience = _OTHERS_SECONDS if _is_recent(name) else 0.0
+        ours = name in self._doubted  # and perhaps still on its way
         try:
-            turn, _ = await found_or_settled(self._store, lambda: self._read(name), time.time(), patience)
+            turn, _ = await found_or_settled(self._store, lambda: self._read(name), time.time(), patience, alone=ours)
         except StoreUnavailable as error:
             raise NotReady(f"previous response {name!r} cannot be looked up: {error}") from error
         return turn

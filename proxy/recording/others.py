@@ -20,21 +20,22 @@ _Found = TypeVar("_Found")
 
 
 async def found_or_settled(
-    store: Store, look: Callable[[], _Found | None], before: float, patience: float
+    store: Store, look: Callable[[], _Found | None], before: float, patience: float, *, alone: bool = False
 ) -> tuple[_Found | None, bool]:
     """Return what `look` finds, and whether it is certain that nobody recorded it before that moment.
 
-    Looks in threads, again and again, for `patience` seconds at most. Raises what `look` raises, and StoreUnavailable.
+    Looks in threads, again and again, for `patience` seconds at most; `alone`: also for what this proxy by itself may
+    not have shipped. Raises what `look` raises, and StoreUnavailable.
     """
     until = time.monotonic() + patience
     while True:
-        settled = await asyncio.to_thread(_settled, store, before)
+        settled = await asyncio.to_thread(_settled, store, before, 0 if alone else 1)
         found = await asyncio.to_thread(look)
         if found is not None or settled or time.monotonic() > until:
             return found, settled
         await asyncio.sleep(_EVERY)
 
 
-def _settled(store: Store, before: float) -> bool:
+def _settled(store: Store, before: float, doors_that_know: int) -> bool:
     doors = store.doors.open(None, time.time() - _DOOR_SILENCE)
-    return len(doors) <= 1 or min(door.shipped_until for door in doors) >= before
+    return len(doors) <= doors_that_know or min(door.shipped_until for door in doors) >= before

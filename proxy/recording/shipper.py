@@ -48,6 +48,7 @@ class Shipper:
         metrics: Metrics,
         bell: Bell,
         forget_known: Callable[[], None],
+        on_deletion: Callable[[], None] = lambda: None,
     ) -> None:
         self.replayed = threading.Event()  # set when the segments of earlier processes are in the store
         self.moved = 0  # records taken out of the journal since the start, earlier processes' included
@@ -59,6 +60,7 @@ class Shipper:
         self._tools = ToolCounts(metrics)
         self._bell = bell
         self._forget_known = forget_known
+        self._on_deletion = on_deletion  # called in this thread
         self._deleted_at = 0.0  # the store's latest deletion that was seen
         self._look_at = 0.0
         self._given_up = 0  # records of this process that can never be shipped
@@ -186,6 +188,7 @@ class Shipper:
         deleted_at = self._store.deletions.latest()
         if deleted_at != self._deleted_at:
             self._forget_known()
+            self._on_deletion()
         self._deleted_at, self._look_at = deleted_at, time.monotonic() + _LOOK_EVERY
 
     def _keep_damaged(self, number: int, offset: int) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
+import pytest
 
 from store import Store, open_store
 from store.listing import Chosen
@@ -85,3 +87,17 @@ def test_an_operator_deletes_a_trajectory_and_reads_what_learnt_from_it(proxy: P
     assert _say(proxy.http, "/t/job") == "job"
     proxy.settled()
     _is_whole(proxy.store, "job")
+
+
+def test_a_response_that_was_deleted_is_not_gone_on_from_and_others_are(proxy: Proxy) -> None:
+    agent = proxy.agent()
+    gone, stays = (agent.responses.create(model="agent", input=f"#say={word}") for word in ("gone", "stays"))
+    proxy.settled()
+    run = proxy.store.calls.read("call_" + gone.id.removeprefix("resp_")).trajectory_id
+    assert proxy.http.delete(f"/api/trajectories/{run}").status_code == 200
+    eventually(lambda: proxy.http.get("/health/ready").status_code == 200)
+    fresh = agent.responses.create(model="agent", input="#say=fresh")
+    for known in (stays, fresh):
+        assert agent.responses.create(model="agent", input="#say=on", previous_response_id=known.id).output_text == "on"
+    with pytest.raises(openai.NotFoundError):
+        agent.responses.create(model="agent", input="hi", previous_response_id=gone.id)
