@@ -94,6 +94,9 @@ def read(body: bytes) -> ChatRequest:
     if not history:
         raise BadRequest("`messages` is empty", param="messages")
     messages = [said.message for said in history]
+    asks_logprobs = value(fields, "logprobs") is True
+    if "top_logprobs" in fields and not asks_logprobs:
+        _check_top_logprobs(fields)
     streamed, options = stream_in(fields)
     tools_hash, tools = _tools_in(fields)
     return ChatRequest(
@@ -102,7 +105,7 @@ def read(body: bytes) -> ChatRequest:
         messages=messages,
         streamed=streamed,
         asks_ids=value(fields, "return_token_ids") is True,
-        asks_logprobs=value(fields, "logprobs") is True,
+        asks_logprobs=asks_logprobs,
         asks_usage=options.get("include_usage") is True,
         stream_options=options,
         sampling=sampling_in(fields),
@@ -113,6 +116,12 @@ def read(body: bytes) -> ChatRequest:
         nodes=tuple([said.node for said in history]),
         keys=tuple([said.key for said in history]),
     )
+
+
+def _check_top_logprobs(fields: Mapping[str, Raw]) -> None:
+    """Raise BadRequest as vLLM does, which would not see it: it is always asked for logprobs."""
+    if value(fields, "top_logprobs") not in (None, 0):
+        raise BadRequest("`top_logprobs` needs `logprobs` to be true", param="top_logprobs")
 
 
 def fields_of(body: bytes) -> dict[str, Raw]:

@@ -38,10 +38,17 @@ class Completions:
 class TextRequest(ChatRequest):
     """A request without messages; its `logprobs` is a number."""
 
+    echoes: bool = False  # the prompt comes back with the answer
+
     def outgoing(self, served_name: str) -> bytes:
-        """Return the body for vLLM: the served model, and the request for ids, logprobs and usage."""
-        fields = {**self.fields, "model": Raw(msgspec.json.encode(served_name)), "return_token_ids": Raw(b"true")}
-        if not self.asks_logprobs:
+        """Return the body for vLLM: the served model, and the request for ids, logprobs and usage.
+
+        What echoes its prompt is not trained, and vLLM does not echo to who asks for ids: it is left as it is.
+        """
+        fields = {**self.fields, "model": Raw(msgspec.json.encode(served_name))}
+        if not self.echoes:
+            fields["return_token_ids"] = Raw(b"true")
+        if not self.echoes and not self.asks_logprobs:
             fields["logprobs"] = Raw(b"0")
         if self.streamed:
             fields["stream_options"] = Raw(msgspec.json.encode({**self.stream_options, "include_usage": True}))
@@ -97,6 +104,7 @@ def _read(body: bytes) -> Asked:
         sampling=request.sampling_in(fields),
         trajectory=request.trajectory_in(fields),
         untrainable="several prompts" if several else request.untrainable_by(fields, ()),
+        echoes=request.value(fields, "echo") is True,
     )
     return Asked(
         request=wanted,

@@ -300,3 +300,20 @@ def test_a_large_body_is_served(proxy: Proxy) -> None:
     answer = proxy.agent().chat.completions.create(model="agent", messages=ask("y" * 600_000 + " #say=ok"))
     assert answer.choices[0].message.content == "ok"
     assert last_call(proxy).prompt_tokens > 600_000
+
+
+@pytest.mark.parametrize(
+    ("top", "logprobs", "status"), [(2, None, 400), (2, False, 400), (0, None, 200), (2, True, 200)]
+)
+def test_top_logprobs_without_logprobs_is_refused_as_at_the_origin(
+    proxy: Proxy, top: int, logprobs: bool | None, status: int
+) -> None:
+    body = {
+        "model": "agent",
+        "messages": [{"role": "user", "content": "hi"}],
+        "top_logprobs": top,
+        "logprobs": logprobs,
+    }
+    answer = proxy.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == status, answer.text
+    assert status == 200 or answer.json()["error"]["param"] == "top_logprobs"

@@ -95,14 +95,20 @@ def test_a_text_that_holds_an_earlier_answer_goes_on_from_it(proxy: Proxy) -> No
     assert [call.parent_call for call in calls] == [None, calls[0].id, calls[1].id]
 
 
-def test_what_cannot_be_trained_is_marked(proxy: Proxy, vllm: ScriptedVllm) -> None:
-    proxy.http.post("/v1/completions", json={"model": "agent", "prompt": "hi", "echo": True})
-    assert last_call(proxy).untrainable == "echo"
-    assert vllm.calls[-1]["logprobs"] == 0
-
-
 def test_bad_requests_are_told_what_is_wrong(proxy: Proxy) -> None:
     for body, says in (({"model": "agent"}, "prompt"), ({"prompt": "x"}, "model")):
         answer = proxy.http.post("/v1/completions", json=body)
         assert answer.status_code == 400
         assert says in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("asked", [{}, {"logprobs": 2}, {"stream": True}])
+def test_what_echoes_its_prompt_reaches_vllm_as_it_was_sent(
+    proxy: Proxy, vllm: ScriptedVllm, asked: dict[str, Any]
+) -> None:
+    """vLLM leaves the echo out for who asks for token ids, and adds `prompt_logprobs` for who asks for logprobs."""
+    body = {"model": "agent", "prompt": "#say=on", "echo": True, **asked}
+    assert proxy.http.post("/v1/completions", json=body).status_code == 200
+    sent = {name: given for name, given in vllm.calls[-1].items() if name in ("return_token_ids", "logprobs")}
+    assert sent == ({"logprobs": 2} if "logprobs" in asked else {})
+    assert last_call(proxy).untrainable == "echo"
