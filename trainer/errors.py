@@ -16,6 +16,7 @@
     ├── EngineError
     │   ├── EngineUnreachable   vLLM does not answer; asking again may help
     │   └── AdapterRefused      vLLM answered no
+    ├── ProcessLost             a process that trains along has ended
     ├── LeaseLost               another process leads: a trainer this alias, a tuner this run
     ├── LeaseHeld               another process has this run; the message says which, and since when
     ├── TuningError
@@ -134,6 +135,10 @@ class EngineUnreachable(EngineError):
 
 class AdapterRefused(EngineError):
     """vLLM answered and refused the adapter; asking again does not help."""
+
+
+class ProcessLost(TrainerError):
+    """A process that trains along has ended."""
 
 
 class LeaseLost(TrainerError):

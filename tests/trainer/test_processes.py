@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -25,20 +29,48 @@ from trainer.learning.learner_settings import LearnerSettings
 SETTINGS = {"threads": 1, "token_budget": 120, "learning_rate": 1e-3, "steps_per_round": 2, "loss": "grpo", "kl": 0.01}
 
 
-def launched(*program: str) -> subprocess.Popen[str]:
-    """Two processes of a module of this project, as `accelerate launch` starts them."""
+def launched(*program: str, log: Path | None = None) -> subprocess.Popen[str]:
+    """Two processes of a module of this project, as `accelerate launch` starts them; what they say goes to `log`."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*launch, "-m", *program],
-        cwd=root,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    with log.open("w") if log else contextlib.nullcontext(subprocess.PIPE) as said:
+        return subprocess.Popen(
+            [*launch, "-m", *program],
+            cwd=root,
+            env=environment,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+def trainer_settings(model: Path, engine: ScriptedEngine, folder: Path, learner: dict[str, Any]) -> str:
+    return json.dumps(
+        {
+            "store": str(folder / "together.db"), "model": "agent", "base_model": str(model), "vllm": [engine.url],
+            "checkpoints": str(folder / "together" / "checkpoints"), "group_size": 3, "groups_per_round": 2,
+            "judge": "tests.trainer.judges_by_number:scripted", "seal_after_idle_seconds": 1, "proof_tolerance": 1e6,
+            "lease_seconds": 3, "learner": learner,
+        }
+    )  # fmt: skip
+
+
+def wait_for(happened: Callable[[], bool], run: subprocess.Popen[str], seconds: float = 150) -> None:
+    """Wait until it happened, the run ended or the time is up: what follows tells."""
+    until = time.monotonic() + seconds
+    while not happened() and run.poll() is None and time.monotonic() < until:
+        time.sleep(0.1)
+
+
+def follower_of(run: subprocess.Popen[str]) -> psutil.Process | None:
+    """The second process, once it is there."""
+    for child in psutil.Process(run.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if child.environ().get("RANK") == "1":
+                return child
+    return None
 
 
 def distance(ours: Path, theirs: Path) -> float:
@@ -77,17 +109,9 @@ def test_the_trainer_in_two_processes_makes_the_version_that_one_makes_and_ends_
             agents_work(opened, task, scores)
     make_daemon(group_size=3, learner=LearnerSettings(**learner)).turn(1000.0)  # type: ignore[arg-type]
     engine.scorer = lambda name, ids: -float(len(name)) - len(engine.loaded)
-    settings = {
-        "store": str(tmp_path / "together.db"), "model": "agent", "base_model": str(tiny_model), "vllm": [engine.url],
-        "checkpoints": str(tmp_path / "together" / "checkpoints"), "judge": "tests.trainer.judges_by_number:scripted",
-        "group_size": 3, "groups_per_round": 2, "seal_after_idle_seconds": 1, "proof_tolerance": 1e6,
-        "learner": learner,
-    }  # fmt: skip
-    run = launched("tests.trainer.one_of_several_trainers", json.dumps(settings))
+    run = launched("tests.trainer.one_of_several_trainers", trainer_settings(tiny_model, engine, tmp_path, learner))
     try:
-        until = time.monotonic() + 120
-        while other.policies.live()["agent"].version == 0 and run.poll() is None and time.monotonic() < until:
-            time.sleep(0.2)
+        wait_for(lambda: other.policies.live()["agent"].version == 1, run)
         run.terminate()
         said, _ = run.communicate(timeout=60)
     finally:
@@ -96,3 +120,43 @@ def test_the_trainer_in_two_processes_makes_the_version_that_one_makes_and_ends_
     assert "event=trainer_stopped" in said
     other.close()
     assert distance(tmp_path / "checkpoints" / "0001", tmp_path / "together" / "checkpoints" / "0001") < 1e-4
+
+
+def test_a_process_that_dies_in_a_round_ends_all_with_a_reason_and_the_next_start_trains_the_round_once(
+    store_file: Path, engine: ScriptedEngine, tiny_model: Path, tmp_path: Path
+) -> None:
+    settings = trainer_settings(tiny_model, engine, tmp_path, {"threads": 1, "learning_rate": 1e-3, "token_budget": 16})
+    shutil.copy(store_file, tmp_path / "together.db")
+    store = open_store(str(tmp_path / "together.db"))
+    store.policies.register_base("agent", "base")
+    engine.scorer = lambda name, ids: -float(len(name)) - len(engine.loaded)
+    log = tmp_path / "log"
+    run = launched("tests.trainer.one_of_several_trainers", settings, log=log)
+    try:
+        wait_for(lambda: "event=trainer_ready" in log.read_text(), run)
+        follower = follower_of(run)
+        assert follower is not None, log.read_text()[-3000:]
+        follower.suspend()  # it takes no part in the round, in which the leader waits for it
+        for task, scores in {"a": [0.0, 1.0, 0.5], "b": [1.0, 0.0, 0.2]}.items():
+            agents_work(store, task, scores)
+        wait_for(lambda: bool(store.rounds.page("agent")), run)
+        time.sleep(1)
+        assert [held.to_version for held in store.rounds.page("agent")] == [None], log.read_text()[-3000:]
+        follower.kill()
+        run.wait(timeout=90)
+    finally:
+        run.kill()
+    assert run.returncode != 0
+    assert "error=ProcessLost" in log.read_text(), log.read_text()[-3000:]
+    assert store.policies.live()["agent"].version == 0
+    run = launched("tests.trainer.one_of_several_trainers", settings, log=log)
+    try:
+        wait_for(lambda: store.policies.live()["agent"].version == 1, run)
+        run.terminate()
+        run.wait(timeout=90)
+    finally:
+        run.kill()
+    assert store.policies.live()["agent"].version == 1, log.read_text()[-3000:]
+    committed = [held for held in store.rounds.page("agent") if held.to_version is not None]
+    assert [held.metrics["trajectories"] for held in committed] == [6]
+    store.close()

@@ -40,6 +40,20 @@ def test_token_exact_calls_are_one_row() -> None:
     assert row.advantage == 0.5
 
 
+def test_ten_exact_turns_cost_the_length_of_the_trajectory_and_not_the_sum_of_its_calls() -> None:
+    calls = [
+        call("0", (1,) * 400, choice((2,) * 60)),
+        *(
+            call(str(turn), (3,) * 90, choice((2,) * 60), parent_call=str(turn - 1), context="exact")
+            for turn in range(1, 10)
+        ),
+    ]
+    (row,) = build_rows("t", calls, 1.0).rows
+    assert len(row.ids) == 400 + 10 * 60 + 9 * 90
+    one_sequence_per_call = sum(400 + turn * (60 + 90) + 60 for turn in range(10))
+    assert one_sequence_per_call > 4 * len(row.ids)
+
+
 def test_a_fork_begins_a_row_of_its_own() -> None:
     calls = [
         call("1", (1, 2), choice((3,))),
