@@ -6,11 +6,13 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 
 from ratchet.cli import cli
+from trainer.judges.lint import tricks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
@@ -60,6 +62,16 @@ def test_every_command_of_a_page_can_be_typed(page: Path) -> None:
         except (click.UsageError, AssertionError, ValueError) as error:
             wrong.append(f"{line}: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_judge_of_the_readme_is_fooled_by_nothing_that_the_lint_tries() -> None:
+    block = re.search(r"```python\n# my_agent/judge.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    names: dict[str, Any] = {}
+    exec(block[1], names)
+    asked = {"messages": [{"role": "user", "content": "What is the capital of Norway?"}]}
+    assert names["judge"](asked, "Oslo.") == 1.0
+    assert {names["judge"](asked, answer) for _, answer in tricks("Oslo", ["Rome"])} == {0.0}
 
 
 def test_the_commands_of_the_pages_are_found() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,14 @@ def write(figures: Figures, folder: Path) -> None:
     path.write_text(json.dumps(result(figures), indent=2) + "\n")
     draw(figures, folder / CURVE)
     print(f"figures: {path}\ncurve:   {folder / CURVE}")
+    print(look_further(sys.argv[0], folder))
+
+
+def look_further(program: str, folder: Path) -> str:
+    """Return what shows more of the run; `program` as it was started, since `make` does not put it on the path."""
+    where = "" if folder.parent == Path(".ratchet").resolve() else f"RATCHET_FOLDER={folder.parent} "
+    command = where + (program if Path(program).name == "ratchet" else "ratchet")
+    return f"more:    {command} status --project demo, {command} trajectories list --project demo"
 
 
 def result(figures: Figures) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ratchet.demo.report import look_further
 from ratchet.running.leftovers import kill_tree
 from tests.ratchet.project import ROOT, SCRIPTED_VLLM, wait_for
 
@@ -113,3 +114,10 @@ def test_a_demo_after_a_demo_keeps_the_last_one(demo: DemoRun) -> None:
         interrupt(demo.begin())
     assert (demo.state.with_name("demo.last") / "email_search").is_dir()
     assert not (demo.state / "run" / "up.pid").exists()
+
+
+def test_the_demo_says_what_shows_more_of_it_where_it_left_it(tmp_path: Path) -> None:
+    here = look_further("/x/.venv/bin/ratchet", Path(".ratchet").resolve() / "demo")
+    assert "/x/.venv/bin/ratchet status --project demo" in here
+    assert "RATCHET_FOLDER" not in here
+    assert f"RATCHET_FOLDER={tmp_path} ratchet status" in look_further("__main__.py", tmp_path / "demo")
