@@ -111,7 +111,7 @@ class Evaluated:
         return None
 
 
-def summary(scored: Sequence[tuple[float, float]], unjudged: int) -> Evaluation | None:
+def summary(scored: Sequence[tuple[float, float]], unjudged: int, what: str = "prompts") -> Evaluation | None:
     """Return the evaluation of (candidate, live) mean scores by prompt; None of fewer than `ENOUGH` prompts."""
     if len(scored) < ENOUGH:
         return None
@@ -119,14 +119,14 @@ def summary(scored: Sequence[tuple[float, float]], unjudged: int) -> Evaluation 
     seen = [score for pair in scored for score in pair]
     low, high = interval(gains, max(seen) - min(seen) or 1.0)
     candidate, live = (statistics.fmean(side) for side in zip(*scored, strict=True))
-    return Evaluation(len(scored), unjudged, candidate, live, statistics.fmean(gains), low, high)
+    return Evaluation(len(scored), unjudged, candidate, live, statistics.fmean(gains), low, high, what)
 
 
-def compared_by(judge: Judge, answered: Sequence[Sides]) -> Evaluation | None:
+def compared_by(judge: Judge, answered: Sequence[Sides], what: str = "prompts") -> Evaluation | None:
     """Return what a judge thinks of both sides of each prompt, judged as one group; None where it is too little."""
     with ThreadPoolExecutor(judge.at_once, thread_name_prefix="evaluation_judge") as threads:
         scored = [found for found in threads.map(lambda sides: _scores(judge, sides), answered) if found is not None]
-    return summary(scored, len(answered) - len(scored))
+    return summary(scored, len(answered) - len(scored), what)
 
 
 def _scores(judge: Judge, sides: Sides) -> tuple[float, float] | None:

@@ -78,7 +78,8 @@ class WorkflowEvaluator:
         first = _evaluation(found.ranking.pair(request.candidates[1], request.candidates[0]))
         if first is None or self._second is None:
             return Evaluated(first, run=run.id)
-        return Evaluated(first, compared_by(self._second, self._sides(request, made)), self._second.name, run.id)
+        second = compared_by(self._second, self._sides(request, made), "tasks")
+        return Evaluated(first, second, self._second.name, run.id)
 
     def _request(self, candidate: Policy, live: Policy) -> Request:
         settings = self._settings
@@ -115,7 +116,7 @@ class WorkflowEvaluator:
             own = [one for one in made if one.candidate == name]
             failed = [one for one in own if one.state is RolloutState.FAILED]
             if own and len(failed) == len(own):
-                raise TuningError(f"every rollout of {name} failed, e.g. {failed[0].failure}")
+                raise TuningError(f"all {len(own)} rollouts failed of {name}, e.g. {failed[0].failure}")
 
     def _sides(self, request: Request, made: Sequence[Rollout]) -> list[Sides]:
         """Return, task by task, the trajectories of the candidate and of the live version that came to an end."""
