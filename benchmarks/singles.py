@@ -11,7 +11,7 @@ real vLLM with the tiny policy, then the same 150 held-out questions under versi
     shadow     singles: drop, shadow.samples: 3
     ranked     likewise, and the judge is RULER, asking a scripted model that is wrong about 15% of the answers
 
-    python -m benchmarks.singles [--ways none,baseline,shadow] [--calls 700] [--rate 5] [--seed 1] [--folder DIR]
+    python -m benchmarks.singles [--ways none,baseline,shadow] [--calls 450] [--rate 5] [--seed 1] [--gate 0]
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from store.states import ShadowState
 from trainer.settling import is_settled
 
 _AT_ONCE = 32  # held-out calls
-_SETTLE = 40.0  # seconds, for the last round after the last call
+_SETTLE = 20.0  # seconds, for the last round after the last call
 _SHADOW = {"samples": 3, "calls_per_minute": 6000, "at_once": 8, "busy_above": 4, "wait_seconds": 10.0}
 _WAYS: Mapping[str, dict[str, Any]] = {
     "none": {},
@@ -142,14 +142,14 @@ async def held_out(agent: Agent, tasks: Sequence[Task], attempts: int) -> list[S
     return list(await asyncio.gather(*(one(task) for task in tasks for _ in range(attempts))))
 
 
-def settings_of(way: str, folder: Path, seed: int, url: str) -> Settings:
+def settings_of(way: str, folder: Path, seed: int, url: str, held_out_share: float) -> Settings:
     """Return the project of one way."""
     judged: Any = "benchmarks.singles:judge"
     if way == "ranked":
         judged = {"kind": "ruler", "base_url": url, "model": "scripted"}
     trainer: dict[str, Any] = {
-        "judge": judged, "group_size": 8, "group_wait_seconds": 1.0, "groups_per_round": 12, "max_staleness": 3,
-        "gate": {"held_out": 0.1, "evaluation_prompts": 16, "evaluation_samples": 2},
+        "judge": judged, "group_size": 8, "group_wait_seconds": 1.0, "groups_per_round": 8, "max_staleness": 3,
+        "gate": {"held_out": held_out_share, "evaluation_prompts": 16, "evaluation_samples": 2},
     } | _WAYS[way]  # fmt: skip
     values: dict[tuple[str, ...], tuple[str, Any]] = {
         ("project",): ("", way),
@@ -165,10 +165,10 @@ def settings_of(way: str, folder: Path, seed: int, url: str) -> Settings:
     return load(TINY, values, {})
 
 
-def run(way: str, calls: int, rate: float, seed: int, folder: Path) -> dict[str, Any]:
+def run(way: str, calls: int, rate: float, seed: int, folder: Path, held_out_share: float) -> dict[str, Any]:
     """Run one way; return its figures."""
     with ranking_model(found) as url, contextlib.ExitStack() as rooms:
-        settings = settings_of(way, folder, seed, url)
+        settings = settings_of(way, folder, seed, url, held_out_share)
         settings.state.make(min_free_mb=0)
         began = time.monotonic()
         supervisor = rooms.enter_context(started(settings, say=lambda text: None))
@@ -248,9 +248,10 @@ def main() -> None:
     """Run the ways one after the other; print one JSON line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", default="none,baseline,shadow")
-    parser.add_argument("--calls", type=int, default=700)
+    parser.add_argument("--calls", type=int, default=450)
     parser.add_argument("--rate", type=float, default=5.0, help="users a second")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--gate", type=float, default=0.0, help="share of the prompts that candidates are evaluated on")
     parser.add_argument("--folder", type=Path, default=Path(".ratchet/singles"))
     chosen = parser.parse_args()
     interrupts.install()
@@ -258,7 +259,8 @@ def main() -> None:
     made = [sys.executable, "-m", "examples.email_search", "build-db", "--seed", str(chosen.seed)]
     subprocess.run(made, check=True, stdout=subprocess.DEVNULL)
     for way in chosen.ways.split(","):
-        print(json.dumps(run(way, chosen.calls, chosen.rate, chosen.seed, chosen.folder)), flush=True)
+        figures = run(way, chosen.calls, chosen.rate, chosen.seed, chosen.folder, chosen.gate)
+        print(json.dumps(figures), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ its original when that is deleted. Its trajectory, of the same id, has the purpo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -17,6 +17,7 @@ from store.database import read, write
 from store.errors import ForbiddenChange, UnknownRecord
 from store.ids import new_id
 from store.records import SHADOW, Record, Trajectory
+from store.remembered import Remembered
 from store.shipping import FINISH, fitting, insert_new
 from store.states import SHADOW_STEPS, ShadowState, TrajectoryState, origins
 from store.tables import TIME, TRAJECTORY_ID, metadata, one_of
@@ -79,6 +80,7 @@ class Shadows:
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
+        self._counts = Remembered(self._count)
 
     def plan(self, original: Trajectory, count: int, tokens: int, now: float) -> None:
         """Write down that `count` further answers are wanted. Raises ForbiddenChange where they were planned before."""
@@ -114,13 +116,17 @@ class Shadows:
             raise UnknownRecord(f"no shadow {shadow_id}")
         return _shadow(row)
 
-    def waiting(self, alias: str) -> list[Shadow]:
-        """Return the shadows whose original still waits for a group, those of one original together, oldest first."""
+    def waiting(self, alias: str, originals: Collection[str] | None = None) -> list[Shadow]:
+        """Return the shadows whose original still waits for a group, those of one original together, oldest first.
+
+        Of all originals, which looks at every shadow of the alias, or of these alone.
+        """
         runs = schema.trajectories
+        mine = shadows.c.alias == alias if originals is None else shadows.c.original_id.in_(list(originals))
         query = (
             sa.select(shadows)
             .join(runs, runs.c.id == shadows.c.original_id)
-            .where(runs.c.state == TrajectoryState.SEALED, runs.c.alias == alias, shadows.c.alias == alias)
+            .where(mine, runs.c.state == TrajectoryState.SEALED)
             .order_by(shadows.c.original_id, shadows.c.number)
         )
         with read(self._engine) as connection:
@@ -149,13 +155,8 @@ class Shadows:
         return ShadowCount(shadows=int(count), tokens=int(tokens))
 
     def counts(self, alias: str) -> dict[ShadowState, ShadowCount]:
-        """Return how many shadows of an alias are in each state, with their tokens."""
-        columns = (shadows.c.state, sa.func.count(), sa.func.sum(shadows.c.tokens))
-        query = sa.select(*columns).where(shadows.c.alias == alias).group_by(shadows.c.state)
-        with read(self._engine) as connection:
-            return {
-                ShadowState(row[0]): ShadowCount(shadows=row[1], tokens=row[2]) for row in connection.execute(query)
-            }
+        """Return how many shadows of an alias are in each state, with their tokens. Where they are many, a bit old."""
+        return {state: count for (whose, state), count in self._counts().items() if whose == alias}
 
     def seal(self, alias: str, shipped_until: float) -> None:
         """Seal the trajectories of shadows that ended before `shipped_until`: every proxy has shipped them."""
@@ -165,6 +166,15 @@ class Shadows:
         values = {"state": TrajectoryState.SEALED, "sealed_at": shipped_until, "sealed_by": FINISH}
         with write(self._engine) as connection:
             connection.execute(sa.update(runs).where(mine, over).values(**values))
+
+    def _count(self) -> dict[tuple[str, ShadowState], ShadowCount]:
+        columns = (shadows.c.alias, shadows.c.state, sa.func.count(), sa.func.sum(shadows.c.tokens))
+        query = sa.select(*columns).group_by(shadows.c.alias, shadows.c.state)
+        with read(self._engine) as connection:
+            return {
+                (alias, ShadowState(state)): ShadowCount(shadows=count, tokens=tokens)
+                for alias, state, count, tokens in connection.execute(query)
+            }
 
     def _move(self, shadow_id: str, state: ShadowState, **values: Any) -> None:
         mine = sa.and_(shadows.c.id == shadow_id, shadows.c.state.in_(origins(SHADOW_STEPS, state)))

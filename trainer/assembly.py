@@ -58,7 +58,7 @@ class Assembly:
     def turn(self, now: float, shipped: float) -> bool:
         """Form and drop what is due; return whether a group was formed."""
         alias, patience = self._settings.model, self._patience
-        self._store.shadows.seal(alias, shipped)
+        self._shadowing.seal(shipped)
         silent_before = None if patience is None else shipped - patience.within_seconds
         waiting = self._store.trajectories.sealed(alias, _MOST, silent_before)
         company = self._shadowing.look(waiting, shipped, now)

@@ -15,6 +15,7 @@ from store import schema
 from store.database import connect, ensure_schema, read
 from store.prompts import prompts
 from store.rollouts import rollouts
+from store.shadows import shadows
 from store.verification import calls, learning, messages, tuning
 from store.verification.finding import Finding, Page
 
@@ -32,6 +33,7 @@ _WALKS: tuple[tuple[sa.Table, str, int, Callable[[sa.Connection, Page], Iterator
     (schema.rounds, "id", 500, learning.check_rounds),
     (prompts, "id", 200, tuning.check_prompts),
     (rollouts, "id", 500, tuning.check_rollouts),
+    (shadows, "id", 500, tuning.check_shadows),
 )
 
 

@@ -1,4 +1,4 @@
-"""Prompts, rollouts and the versions that share an adapter: do they say what they hold, and agree with each other?"""
+"""Prompts, rollouts, shadows, and versions that share an adapter: do they say what they hold, and agree?"""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sqlalchemy as sa
 
 from store import schema
 from store.prompts import prompt_id
+from store.shadows import shadows
 from store.states import TrajectoryState
 from store.verification.finding import Finding, Page
 
@@ -28,6 +29,21 @@ def check_rollouts(connection: sa.Connection, page: Page) -> Iterator[Finding]:
     for name in connection.scalars(trained):
         problem = "it is of an evaluation, and its trajectory was trained"
         yield Finding(row=f"rollout {name}", problem=problem, remedy="roll back to the version before that round")
+
+
+def check_shadows(connection: sa.Connection, page: Page) -> Iterator[Finding]:
+    """A shadow that was trained was compared with its original, in one group."""
+    runs, originals = schema.trajectories, schema.trajectories.alias("original")
+    query = (
+        sa.select(shadows.c.id)
+        .join(runs, runs.c.id == shadows.c.id)
+        .join(originals, originals.c.id == shadows.c.original_id)
+        .where(shadows.c.id.in_([row.id for row in page]), runs.c.state == TrajectoryState.TRAINED)
+        .where(sa.func.coalesce(originals.c.group_id, "") != runs.c.group_id)
+    )
+    for name in connection.scalars(query):
+        problem = "it was trained, and not in the group of its original"
+        yield Finding(row=f"shadow {name}", problem=problem, remedy="roll back to the version before that round")
 
 
 def check_policies(connection: sa.Connection) -> Iterator[Finding]:

@@ -89,7 +89,9 @@ def test_credit_knows_a_cohort_by_its_tasks() -> None:
 def single(store: Store, number: int, answer: str, system: str = "Answer.") -> None:
     asked = [{"role": "system", "content": system}, {"role": "user", "content": f"Where is {number}?"}]
     start = begun(f"call_{number}", f"traj_{number}", asked, at=time.time() - 9.0 + number / 10, task=f"mail/{number}")
-    store.calls.ship([ended(start, {"role": "assistant", "content": answer}, messages=asked)])
+    reply = {"role": "assistant", "content": answer}
+    # Of equal tokens with advantages that cancel out nothing could be learnt.
+    store.calls.ship([ended(start, reply, messages=asked, ids=(8, 9) if answer == "good" else (4, 5))])
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ compared is dropped with its reason; one whose original was deleted is deleted. 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from store import Store
-from store.errors import StoreError
+from store.errors import ForbiddenChange, StoreError
 from store.listing import Chosen
 from store.records import SHADOW, Trajectory
 from store.shadows import Shadow
@@ -67,6 +68,7 @@ class Shadowing:
         self._threads = ThreadPoolExecutor(settings.at_once, thread_name_prefix="shadow")
         self._asked: dict[str, tuple[Shadow, Future[Outcome]]] = {}
         self._unasked = 0  # that are planned
+        self._originals: set[str] | None = None  # that wait for shadows; None: not read from the store yet
         self._unfit: dict[str, None] = {}  # trajectories that cannot be asked again
         self._not_before = 0.0
         self._failures = 0  # in a row
@@ -76,10 +78,15 @@ class Shadowing:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._caller.close()
 
+    def seal(self, shipped_until: float) -> None:
+        """Seal the trajectories of shadows that are over, while any are waited for."""
+        if self._originals is None or self._originals:
+            self._store.shadows.seal(self._alias, shipped_until)
+
     def look(self, waiting: Sequence[Trajectory], shipped_until: float, now: float) -> Company:
         """Ask for what is planned, and return what has come of it; `waiting` are the alias's sealed trajectories."""
         self._collect(now)
-        planned = self._up_to_date(self._store.shadows.waiting(self._alias), now)
+        planned = self._up_to_date(self._waiting(), now)
         company = Company()
         for original, among in groupby(planned, key=lambda one: one.original_id):
             self._join(original, list(among), shipped_until, company)
@@ -88,6 +95,12 @@ class Shadowing:
         unasked = [one for one in planned if one.state is ShadowState.PLANNED and one.id not in self._asked]
         self._unasked = len(unasked) - self._ask(unasked, now)
         return company
+
+    def _waiting(self) -> list[Shadow]:
+        """Return the shadows of originals that wait. Only the leader plans, so it is read in whole but once."""
+        planned = self._store.shadows.waiting(self._alias, self._originals)
+        self._originals = {one.original_id for one in planned}
+        return planned
 
     def take(self, alone: Sequence[Trajectory], lonely: Set[str], since: float, now: float) -> set[str]:
         """Plan shadows for some of those that found no company; return who is to wait for them, or for their turn.
@@ -114,13 +127,15 @@ class Shadowing:
         if now < self._not_before or not self._pace(now):
             return False
         call = asking.only_call(self._store.trajectories.read(run.id))
-        if call is None:
-            while len(self._unfit) >= _UNFIT_REMEMBERED:
-                del self._unfit[next(iter(self._unfit))]
-            self._unfit[run.id] = None
-            return False
-        self._store.shadows.plan(run, self._settings.samples, call.prompt_tokens + call.completion_tokens, now)
-        return True
+        if call is not None:
+            with contextlib.suppress(ForbiddenChange):  # it had its shadows, and was gone from here since
+                self._store.shadows.plan(run, self._settings.samples, call.prompt_tokens + call.completion_tokens, now)
+                self._originals = {*(self._originals or ()), run.id}
+                return True
+        while len(self._unfit) >= _UNFIT_REMEMBERED:
+            del self._unfit[next(iter(self._unfit))]
+        self._unfit[run.id] = None
+        return False
 
     def _collect(self, now: float) -> None:
         """Hear how the calls ended."""
