@@ -7,6 +7,7 @@ under `asgi.PATH`. Also here: the start and stop of services with the server (AS
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 from urllib.parse import unquote
@@ -17,6 +18,8 @@ from proxy.asgi import PATH, TRAJECTORY
 from proxy.errors import MethodNotAllowed, NotFound, ProxyError
 
 log = logging.getLogger("ratchet.proxy")
+
+_SPOILT = re.compile(r"^(/+v1)*/+")
 
 
 class Routes:
@@ -45,7 +48,13 @@ class Routes:
         await endpoint(scope, receive, send)
 
     def _lenient(self, scope: Scope, path: str, versioned: bool) -> ASGIApp:
-        """Return the endpoint of a path without its last slashes; HEAD is GET, whose body the server drops."""
+        """Return the endpoint of a path without its last slashes; HEAD is GET, whose body the server drops.
+
+        So is one that a base URL has spoilt which ends with a slash, or with the /v1 that the client adds by itself.
+        """
+        bare = _SPOILT.sub("/", path)
+        if bare != path and any(route == bare for _, route in self._routes):
+            path = bare
         scope[PATH], method = path, "GET" if scope["method"] == "HEAD" else scope["method"]
         if found := self._routes.get((method, path)):
             return found

@@ -40,6 +40,24 @@ def test_a_base_url_may_end_as_it_likes(proxy: Proxy, base: str) -> None:
     assert client.models.retrieve("agent").id == "agent"
 
 
+@pytest.mark.parametrize("base", ["/v1/", "//v1", "/v1/v1", "/v1//v1/", "/t/run-8//v1", "/t/run-8/v1/v1"])
+def test_a_base_url_that_spoils_the_path_is_understood(proxy: Proxy, vllm: ScriptedVllm, base: str) -> None:
+    assert proxy.http.post(f"{proxy.url}{base}/chat/completions", json=BODY).status_code == 200
+    told = proxy.http.post(f"{proxy.url}{base}/messages", json={**BODY, "max_tokens": 9})
+    assert told.json()["content"][0]["text"] == "hello"
+    assert told.headers["x-ratchet-trajectory"].startswith("run-8") == base.startswith("/t/")
+    assert proxy.http.get(f"{proxy.url}{base}/messages").status_code == 405
+    before = len(vllm.paths)
+    for closed in (
+        "load_lora_adapter",
+        "../v1/load_lora_adapter",
+        "%2e%2e/load_lora_adapter",
+        "nothing/chat/completions",
+    ):
+        assert proxy.http.post(f"{proxy.url}{base}/{closed}", json={}).status_code in (403, 404), closed
+    assert len(vllm.paths) == before
+
+
 @pytest.mark.parametrize(
     ("method", "path", "allow"),
     [
