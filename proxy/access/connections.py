@@ -213,7 +213,7 @@ class _OneWrite:
         if start is not None:
             head = None if self._cycle.flow.write_paused else _head(self._cycle, start, message)
             if head is not None:
-                self._write(head, message["body"])
+                self._write(head, message.get("body", b""))
                 return
             await self._cycle.send(start)  # type: ignore[arg-type]
         elif message["type"] == "http.response.start" and _length(message) is not None:
@@ -227,6 +227,7 @@ class _OneWrite:
         if cycle.disconnected:
             return
         cycle.response_started = cycle.response_complete = True
+        cycle.waiting_for_100_continue = False
         cycle.transport.writelines((head, body))
         cycle.message_event.set()
         if not cycle.keep_alive:
@@ -242,7 +243,7 @@ def _length(start: Message) -> bytes | None:
 
 def _head(cycle: RequestResponseCycle, start: Message, message: Message) -> bytes | None:
     """Return the head of an answer that is whole with this message; None where uvicorn has to see to it."""
-    whole = not message.get("more_body") and _length(start) == b"%d" % len(message["body"])
+    whole = not message.get("more_body") and _length(start) == b"%d" % len(message.get("body", b""))
     if not whole or cycle.scope["method"] == "HEAD":
         return None
     lines = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *start["headers"])]

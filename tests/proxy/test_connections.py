@@ -197,6 +197,43 @@ def test_what_is_not_http_is_answered_with_400_in_json_and_closed(proxy: ProxyPr
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
 
 
+def _said(words: str, more: bytes = b"") -> bytes:
+    """A call that is answered with these words."""
+    body = json.dumps({"model": "agent", "messages": [{"role": "user", "content": f"#say={words}"}]}).encode()
+    return PATH + more + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def test_calls_that_come_at_once_are_answered_in_their_order(proxy: ProxyProcess) -> None:
+    with dialled(proxy) as line:
+        line.sendall(_said("first") + _said("second") + _said("third", b"Connection: close\r\n"))
+        said = heard(line)
+    first, second, third = said.split(b"HTTP/1.1 200 OK\r\n")[1:]
+    assert (b"first" in first, b"second" in second, b"third" in third) == (True, True, True)
+    assert [b"connection: close" in head for head in (first, second, third)] == [False, False, True]
+
+
+def test_a_client_of_http_1_0_gets_its_answer_and_its_connection_is_closed(proxy: ProxyProcess) -> None:
+    with dialled(proxy) as line:
+        line.sendall(b"GET /v1/models HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        head, _, body = heard(line).partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    assert json.loads(body)["object"] == "list"
+
+
+def test_a_client_that_asks_whether_to_send_its_body_is_told_once_and_only_before_the_answer(
+    proxy: ProxyProcess,
+) -> None:
+    head, _, body = _said("hello", b"Expect: 100-continue\r\nConnection: close\r\n").partition(b"\r\n\r\n")
+    with dialled(proxy) as line:
+        line.sendall(head + b"\r\n\r\n")
+        assert line.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        line.sendall(body)
+        assert heard(line).startswith(b"HTTP/1.1 200 ")
+    with dialled(proxy) as line:
+        line.sendall(head.replace(b"/v1/chat/completions", b"/v1/models") + b"\r\n\r\n" + body)
+        assert [part[:3] for part in heard(line).split(b"HTTP/1.1 ")[1:]] == [b"405"]
+
+
 def test_garbage_behind_a_call_does_not_spoil_its_answer(proxy: ProxyProcess) -> None:
     body = json.dumps({"model": "agent", "messages": [{"role": "user", "content": "#tokens=5 #delay=0.1"}]}).encode()
     with dialled(proxy) as line:
