@@ -22,7 +22,7 @@ from store.errors import SchemaMismatch, StoreUnavailable
 from store.records import CallBegun, CallEnded, Feedback, Shipment
 
 DEAD_LETTERS = "dead-letters.jsonl"
-_BATCH_BYTES = 2**20
+_BATCH_BYTES = 4 * 2**20
 
 
 class Piece(msgspec.Struct, frozen=True):

@@ -33,6 +33,8 @@ DEAD_LETTER_ALARM = "proxy_dead_letters"
 DAMAGE_ALARM = "proxy_journal_damaged"
 LOSS_ALARM = "proxy_journal_lost"
 _LINGER = 0.1  # seconds to let a batch grow: most calls then end in the batch that they begin in
+_BUSY_LINGER = 0.3  # the same while `_MANY` records and more come meanwhile: a batch costs as much as 25 calls
+_MANY = 100
 _LONGEST_WAIT = 5.0  # seconds between tries while the store is down
 _LOOK_EVERY = 1.0  # seconds between looks for deletions; `store.deletion` counts on it
 
@@ -126,7 +128,7 @@ class Shipper:
         return True
 
     def _run(self) -> None:
-        wait = 0.1
+        wait, moved = 0.1, 0
         while not self._stop.is_set():
             try:
                 busy, failed = self._turn(), False
@@ -142,7 +144,8 @@ class Shipper:
             elif not busy:
                 self._journal.fresh.wait(1.0)
                 self._journal.fresh.clear()
-                self._hurry.wait(_LINGER)
+                self._hurry.wait(_LINGER if self.moved - moved < _MANY else _BUSY_LINGER)
+                moved = self.moved
 
     def _turn(self) -> bool:
         """Ship one batch; return whether there may be more. Raises StoreError, OSError; then nothing has moved."""
