@@ -183,9 +183,11 @@ def ensure_schema(engine: sa.Engine) -> None:
         migrate(engine)
         version = schema_version(engine)
     if version != HEAD:
+        shown = engine.url.render_as_string()
+        typed = "URL" if engine.url.password else shown  # a password is never shown, so it cannot be typed from here
         raise SchemaMismatch(
-            f"the store {engine.url.render_as_string()} has schema {version}, this Ratchet needs {HEAD}: "
-            f"run `ratchet store migrate --store URL` (back it up first), or use the Ratchet that made it"
+            f"the store {shown} has schema {version}, this Ratchet needs {HEAD}: run `ratchet store migrate --store "
+            f"{typed}` (back it up first), or use the Ratchet that made it"
         )
 
 

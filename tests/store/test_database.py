@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +15,7 @@ from alembic.script import ScriptDirectory
 
 import store.database as database
 from store import open_store
-from store.errors import SchemaMismatch, StoreError, StoreUnavailable
+from store.errors import SchemaMismatch, StoreError, StoreMissing, StoreUnavailable
 from store.schema import metadata
 
 
@@ -54,8 +55,15 @@ def test_a_store_of_another_version_is_refused_with_the_remedy(store_url: str) -
     with database.write(engine) as connection:
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
     engine.dispose()
-    with pytest.raises(SchemaMismatch, match="ratchet store migrate"):
+    typed = "URL" if engine.url.password else engine.url.render_as_string()
+    with pytest.raises(SchemaMismatch, match=re.escape(f"`ratchet store migrate --store {typed}`")):
         open_store(store_url)
+
+
+def test_a_store_that_is_only_read_is_never_made(tmp_path: Path) -> None:
+    with pytest.raises(StoreMissing, match="there is no store at"):
+        open_store(str(tmp_path / "typo" / "s.db"), create=False)
+    assert not (tmp_path / "typo").exists()
 
 
 def test_a_database_that_is_away_is_said_to_be(tmp_path: Path) -> None:
