@@ -70,7 +70,7 @@ class ScriptedTrainer:
             self._after.pop(0)
             self.make_version()
 
-    def make_version(self, tuning_id: str | None = None) -> int:
+    def make_version(self, tuning_id: str | None = None, *, held_for: str | None = None) -> int:
         known = [held.to_version or 0 for held in self._store.rounds.page(ALIAS)]
         number = max(known, default=0) + 1
         held = self._store.rounds.start(ALIAS, number - 1)
@@ -79,7 +79,10 @@ class ScriptedTrainer:
         self._store.rounds.commit(
             held.id, version=number, checkpoint=str(self._folder / str(number)), groups=[], metrics=metrics
         )
-        self._store.policies.promote(ALIAS, number, {})
+        if held_for is None:
+            self._store.policies.promote(ALIAS, number, {})
+        else:
+            self._store.policies.hold(ALIAS, number, {}, by="sentinel", reason=held_for)
         return number
 
 
@@ -255,6 +258,25 @@ def test_training_tasks_are_collected_and_imitated_before_the_first_round(stand:
     assert all(one.score is not None for one in collected)
     assert [(one["version"], one["mean"]) for one in result.details["curve"]] == [(0, 0.3), (1, 0.8)]
     assert (result.technique, result.details["warm_start"]["version"]) == ("SFT", 1)
+
+
+def test_a_warm_start_whose_version_waits_for_a_person_is_measured_and_told(stand: Stand) -> None:
+    scripted_versions.able |= {0: 3, 1: 8}
+    tuning = stand.begin(rounds=0, warm_start={"sources": ["own"]})
+    turn = stand.trainer.turn
+
+    def and_imitate() -> None:
+        turn()
+        told = stand.store.tunings.get(tuning.id).result or {}
+        if told.get("stage") == "warm_start" and not stand.store.rounds.page(ALIAS):
+            stand.trainer.make_version(tuning.id, held_for="the judges disagree")
+
+    stand.trainer.turn = and_imitate  # type: ignore[method-assign]
+    result = stand.run(tuning)
+    assert [(one["version"], one["mean"]) for one in result.details["curve"]] == [(0, 0.3), (1, 0.8)]
+    assert any("waits for a person" in note for note in result.notes)
+    assert result.promoted is None
+    assert stand.store.policies.live()[ALIAS].version == 0
 
 
 def test_a_kill_while_tasks_are_collected_tells_the_baseline_once(stand: Stand) -> None:
