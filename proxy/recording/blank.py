@@ -1,8 +1,9 @@
 """The next segment, made before it is needed: its blocks hold zeros, so that a sync of records writes no metadata.
 
-Promises: what `take` gives was on this disk, to its last zero, before; nothing here fails a call or keeps one waiting:
-where the disk is short or broken there is no blank, and the journal's segments grow as they are written. At most one
-blank waits beside the current segment; `journal_limit` counts no zeros. What an earlier process left is thrown away.
+Promises: what `take` gives was on this disk, to its last zero and with its first name, before; nothing here fails a
+call or keeps one waiting: where the disk is short or broken there is no blank, and the journal's segments grow as they
+are written. At most one blank waits beside the current segment; `journal_limit` counts no zeros. The name that a blank
+gets when it is taken is not synced: after a power cut its records may stand under the first one, for `adopt` to find.
 """
 
 from __future__ import annotations
@@ -13,13 +14,20 @@ import queue
 import threading
 from pathlib import Path
 
-from proxy.recording.segments import MAGIC, write_all
+from proxy.recording.segments import MAGIC, records_end, sync_folder, write_all
 
 log = logging.getLogger("ratchet.proxy")
 
 _NAME = "next.blank"
 _CHUNK = bytes(2**18)
 _SPARE = 8  # there is no blank where less is free on the disk than so many of them
+
+
+def adopt(folder: Path, segment: Path) -> None:
+    """Make a segment of the blank that an earlier process left, if it has records. Raises OSError."""
+    left = folder / _NAME
+    if left.is_file() and records_end(left) > len(MAGIC):
+        left.rename(segment)
 
 
 class Blanks:
@@ -105,6 +113,7 @@ class Blanks:
             for at in range(len(MAGIC), self._size, len(_CHUNK)):
                 write_all(file, _CHUNK[: self._size - at], at)
             os.fsync(file)
+            sync_folder(self._folder)
         except OSError:
             os.close(file)
             self._path.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ from pathlib import Path
 from proxy.errors import StartError
 from proxy.observing.metrics import Metrics
 from proxy.recording.bell import Bell
-from proxy.recording.blank import Blanks
+from proxy.recording.blank import Blanks, adopt
 from proxy.recording.segments import (
     MAGIC,
     frame,
@@ -38,6 +38,7 @@ from proxy.recording.segments import (
     records_end,
     segment_numbers,
     segment_path,
+    sync_folder,
     write_all,
 )
 from store.records import Shipment
@@ -97,6 +98,7 @@ class Journal:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            adopt(self.folder, segment_path(self.folder, self._latest() + 1))
         except BlockingIOError:
             raise StartError(
                 f"journal {self.folder} is in use by another proxy: give this one another --journal folder"
@@ -108,11 +110,15 @@ class Journal:
         numbers = segment_numbers(self.folder)
         self._written = {number: Written(0, records_end(segment_path(self.folder, number))) for number in numbers}
         self.bytes = sum(written.bytes for written in self._written.values())
-        self._number = max([*numbers, read_position(self.folder).segment])
+        self._number = self._latest()
         self.first = self._number + 1
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._blanks.start, _FIRST_BLANK)
         self._thread.start()
+
+    def _latest(self) -> int:
+        """Return the highest number that a segment here has or had."""
+        return max([*segment_numbers(self.folder), read_position(self.folder).segment])
 
     async def stop(self) -> None:
         """Write and sync what is left, and let go of the folder."""
@@ -261,18 +267,7 @@ class Journal:
         path = segment_path(self.folder, number)
         file = self._blanks.take(path)
         if file is None:  # then it grows
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            write_all(file, MAGIC, 0)
-            folder = os.open(self.folder, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        except OSError:
-            os.close(file)
-            path.unlink(missing_ok=True)
-            raise
+            file = _begun(path)
         with self._place:
             self._file, self._number, self._path = file, number, str(path)
             self._written[number] = Written(0, len(MAGIC))
@@ -304,6 +299,19 @@ class Journal:
         if not waiting or self._loop is None or self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(_settle, waiting, durable)
+
+
+def _begun(path: Path) -> int:
+    """Return the open file of a new segment, whose name is durable. Raises OSError."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        write_all(file, MAGIC, 0)
+        sync_folder(path.parent)
+    except OSError:
+        os.close(file)
+        path.unlink(missing_ok=True)
+        raise
+    return file
 
 
 def _settle(waiting: Sequence[asyncio.Future[bool]], durable: bool) -> None:

@@ -75,6 +75,15 @@ def write_all(file: int, data: bytes, at: int) -> None:
         view, at = view[written:], at + written
 
 
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable. Raises OSError."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 def records_end(path: Path) -> int:
     """Return the bytes of a segment without the zeros that were written beforehand. Raises OSError."""
     size = path.stat().st_size

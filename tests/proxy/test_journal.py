@@ -15,7 +15,16 @@ from proxy.observing.metrics import Metrics
 from proxy.recording.bell import Bell
 from proxy.recording.carrier import DEAD_LETTERS, Porter
 from proxy.recording.journal import ALARM, Journal
-from proxy.recording.segments import MAGIC, frame, read_segment, records_end, segment_numbers, segment_path
+from proxy.recording.segments import (
+    MAGIC,
+    Position,
+    frame,
+    read_segment,
+    records_end,
+    segment_numbers,
+    segment_path,
+    write_position,
+)
 from proxy.recording.shipper import Shipper
 from store import Store
 from store.records import CallBegun, CallEnded
@@ -182,6 +191,23 @@ async def test_what_a_killed_process_left_among_zeros_is_shipped_and_counted(
     assert not store.alarms.standing()
     assert second.bytes == 0
     await shipper.stop()
+
+
+async def test_records_under_a_blanks_first_name_are_shipped(journal: Open, store: Store, tmp_path: Path) -> None:
+    first = journal()
+    await first.start()
+    await first.commit(pair("done")[1])
+    (tmp_path / "left").mkdir()  # as a power cut leaves it that comes before the file's new name is on the disk
+    shutil.copyfile(segment_path(first.folder, 1), tmp_path / "left" / "next.blank")
+    write_position(tmp_path / "left", Position(1, 8))
+    second = journal(folder="left")
+    await second.start()
+    assert segment_numbers(second.folder) == [2]
+    assert await second.commit(pair("more")[1])
+    shipper = shipping(second, store)
+    await shipper.start()
+    await shipper.stop()
+    assert {call.id for call in store.calls.page(9)} == {"call_done", "call_more"}
 
 
 async def test_one_folder_belongs_to_one_proxy(journal: Open) -> None:
