@@ -45,7 +45,8 @@ _STATUS: dict[type[StoreError], int] = {UnknownRecord: 404, ForbiddenChange: 409
 
 def create_operator(store: Store, shipper: Shipper, links: Links, desk: FeedbackDesk) -> FastAPI:
     """Return the operator application."""
-    api = FastAPI(title="Ratchet operator API", version="1")
+    # No pages: they would run scripts of other servers beside an API that reads everything.
+    api = FastAPI(title="Ratchet operator API", version="1", docs_url=None, redoc_url=None)
 
     @api.exception_handler(StoreError)
     async def refuse(_: Request, error: StoreError) -> Response:

@@ -20,6 +20,7 @@ from proxy.errors import MethodNotAllowed, NotFound, ProxyError
 log = logging.getLogger("ratchet.proxy")
 
 _SPOILT = re.compile(r"^(/+v1)*/+")
+_THERE_IS = "agents ask below /v1, operators below /api (/api/openapi.json), probes /health/ready, Prometheus /metrics"
 
 
 class Routes:
@@ -65,7 +66,7 @@ class Routes:
             return self._models
         if versioned and path:
             return self._rest
-        raise NotFound(f"no route {scope['method']} {scope['path'][:200]}", code="unknown_route")
+        raise NotFound(f"no route {scope['method']} {scope['path'][:200]}; {_THERE_IS}", code="unknown_route")
 
 
 class _Others:

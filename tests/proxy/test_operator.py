@@ -64,6 +64,12 @@ def test_what_does_not_exist_is_404_in_the_same_shape(proxy: Proxy) -> None:
         assert proxy.http.get(path).status_code == 200
 
 
+def test_no_page_is_served_beside_what_reads_everything(proxy: Proxy) -> None:
+    for path in ("/api/docs", "/api/redoc"):
+        answer = proxy.http.get(path)
+        assert (answer.status_code, "html" in answer.headers["content-type"]) == (404, False)
+
+
 def test_the_journals_metrics_say_what_is_shipped(proxy: Proxy) -> None:
     proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": [USER]})
     proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": [USER]})

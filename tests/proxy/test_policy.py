@@ -240,4 +240,6 @@ def test_other_routes_pass_through_with_the_alias_resolved(proxy: Proxy) -> None
     assert answer.json() == {"path": "/v1/embeddings", "body": '{"model":"tiny-base","input":"a","n":1.5}'}
     proxy.settled()
     assert proxy.store.calls.page(9) == []
-    assert proxy.http.get("/nowhere").json()["error"]["code"] == "unknown_route"
+    nowhere = proxy.http.get("/nowhere").json()["error"]
+    assert nowhere["code"] == "unknown_route"
+    assert "agents ask below /v1" in nowhere["message"]
