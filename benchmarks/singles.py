@@ -3,7 +3,8 @@
 The single-call task is the first call of `examples/email_search`: a question comes in once, and one tool call goes out.
 It is right where its search finds the mail that tells the answer (a rule; nobody tells the trainer which task it is).
 Users arrive at random times at a steady rate, so that vLLM has idle moments. Each way is a project of its own on the
-real vLLM with the tiny policy, then the same 150 held-out questions under version 0 and under the live one.
+real vLLM with the tiny policy, then the same 150 held-out questions under the live version; under version 0, which all
+share, they are asked in the first way alone.
 
     none       singles: drop: what waiting alone comes to
     baseline   singles: baseline
@@ -11,7 +12,7 @@ real vLLM with the tiny policy, then the same 150 held-out questions under versi
     shadow     singles: drop, shadow.samples: 3
     ranked     likewise, and the judge is RULER, asking a scripted model that is wrong about 15% of the answers
 
-    python -m benchmarks.singles [--ways none,baseline,shadow] [--calls 450] [--rate 5] [--seed 1] [--gate 0]
+    python -m benchmarks.singles [--ways none,baseline,shadow] [--calls 350] [--rate 5] [--seed 1] [--gate 0]
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from store.states import ShadowState
 from trainer.settling import is_settled
 
 _AT_ONCE = 32  # held-out calls
-_SETTLE = 20.0  # seconds, for the last round after the last call
+_SETTLE = 15.0  # seconds, for the last round after the last call
 _SHADOW = {"samples": 3, "calls_per_minute": 6000, "at_once": 8, "busy_above": 4, "wait_seconds": 10.0}
 _WAYS: Mapping[str, dict[str, Any]] = {
     "none": {},
@@ -94,6 +95,9 @@ class Served:
     right: bool
     seconds: float
     failed: bool = False
+
+
+Run = tuple[Sequence[Served], dict[str, Any]]
 
 
 class Agent:
@@ -165,10 +169,10 @@ def settings_of(way: str, folder: Path, seed: int, url: str, held_out_share: flo
     return load(TINY, values, {})
 
 
-def run(way: str, calls: int, rate: float, seed: int, folder: Path, held_out_share: float) -> dict[str, Any]:
-    """Run one way; return its figures."""
+def run(way: str, calls: int, rate: float, seed: int, folder: Path, share: float, known: Sequence[Served]) -> Run:
+    """Run one way; return the calls under version 0, unless they are `known`, and the figures."""
     with ranking_model(found) as url, contextlib.ExitStack() as rooms:
-        settings = settings_of(way, folder, seed, url, held_out_share)
+        settings = settings_of(way, folder, seed, url, share)
         settings.state.make(min_free_mb=0)
         began = time.monotonic()
         supervisor = rooms.enter_context(started(settings, say=lambda text: None))
@@ -177,8 +181,8 @@ def run(way: str, calls: int, rate: float, seed: int, folder: Path, held_out_sha
         store = open_store(settings.store_url)
         rooms.callback(store.close)
 
-        async def course() -> tuple[list[Served], list[Served], list[Served], int]:
-            before = await asked(f"{alias}@0", tasks["test"])
+        async def course() -> tuple[Sequence[Served], list[Served], list[Served], int]:
+            before = known or await asked(f"{alias}@0", tasks["test"])
             agent = Agent(base_url, alias)
             served = await live(agent, tasks["train"], calls, rate, random.Random(seed))
             await agent.close()
@@ -194,9 +198,8 @@ def run(way: str, calls: int, rate: float, seed: int, folder: Path, held_out_sha
                 await agent.close()
 
         before, served, after, version = asyncio.run(course())
-        return told(way, seed, before, served, after, version, store, alias) | {
-            "seconds": round(time.monotonic() - began)
-        }
+        figures = told(way, seed, before, served, after, version, store, alias)
+        return before, figures | {"seconds": round(time.monotonic() - began)}
 
 
 def _settle(store: Store, settings: Settings) -> None:
@@ -248,7 +251,7 @@ def main() -> None:
     """Run the ways one after the other; print one JSON line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", default="none,baseline,shadow")
-    parser.add_argument("--calls", type=int, default=450)
+    parser.add_argument("--calls", type=int, default=350)
     parser.add_argument("--rate", type=float, default=5.0, help="users a second")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--gate", type=float, default=0.0, help="share of the prompts that candidates are evaluated on")
@@ -257,9 +260,10 @@ def main() -> None:
     interrupts.install()
     os.environ["EMAIL_SEARCH_HOME"] = str((chosen.folder / "mail").absolute())
     made = [sys.executable, "-m", "examples.email_search", "build-db", "--seed", str(chosen.seed)]
+    before: Sequence[Served] = []
     subprocess.run(made, check=True, stdout=subprocess.DEVNULL)
     for way in chosen.ways.split(","):
-        figures = run(way, chosen.calls, chosen.rate, chosen.seed, chosen.folder, chosen.gate)
+        before, figures = run(way, chosen.calls, chosen.rate, chosen.seed, chosen.folder, chosen.gate, before)
         print(json.dumps(figures), flush=True)
 
 
