@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.asgi import CALLER, read_body
-from proxy.errors import ProxyError, openai_error, to_openai_error
+from proxy.errors import BadRequest, ProxyError, openai_error, to_openai_error
 from proxy.feedback import BODY_LIMIT, WAITS, FeedbackBody, FeedbackDesk, read_feedback
 from proxy.linking.links import Links
 from proxy.recording.shipper import Shipper
@@ -46,7 +46,8 @@ _STATUS: dict[type[StoreError], int] = {UnknownRecord: 404, ForbiddenChange: 409
 def create_operator(store: Store, shipper: Shipper, links: Links, desk: FeedbackDesk) -> FastAPI:
     """Return the operator application."""
     # No pages: they would run scripts of other servers beside an API that reads everything.
-    api = FastAPI(title="Ratchet operator API", version="1", docs_url=None, redoc_url=None)
+    known = [Depends(_known_parameters)]
+    api = FastAPI(title="Ratchet operator API", version="1", docs_url=None, redoc_url=None, dependencies=known)
 
     @api.exception_handler(StoreError)
     async def refuse(_: Request, error: StoreError) -> Response:
@@ -235,6 +236,20 @@ def _json(value: Any, status: int = 200) -> Response:
 def _page(rows: list[dict[str, Any]], limit: int | None = None) -> Response:
     """Answer with a list; `next` is what `before` has to be for the page that follows, null where none does."""
     return _json({"data": rows, "next": rows[-1]["id"] if limit and len(rows) == limit else None})
+
+
+def _known_parameters(request: Request) -> None:
+    """Refuse a query parameter that the route does not have: a misspelt filter would choose everything."""
+    if not request.query_params:
+        return
+    route = request.scope["route"].path
+    told = request.scope["app"].openapi()["paths"].get(route, {}).get(request.method.lower(), {})
+    names = sorted(one["name"] for one in told.get("parameters", ()) if one["in"] == "query")
+    if unknown := sorted(set(request.query_params) - set(names)):
+        there_are = ", ".join(names) or "none"
+        raise BadRequest(
+            f"unknown query parameter {unknown[0]!r}; /api{route} has these: {there_are}", param=unknown[0]
+        )
 
 
 def _chosen(

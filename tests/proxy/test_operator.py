@@ -64,6 +64,15 @@ def test_what_does_not_exist_is_404_in_the_same_shape(proxy: Proxy) -> None:
         assert proxy.http.get(path).status_code == 200
 
 
+def test_a_misspelt_filter_is_refused_and_chooses_nothing(proxy: Proxy) -> None:
+    answer = proxy.http.get("/api/trajectories?model=agent&limit=3")
+    assert answer.status_code == 400
+    said = answer.json()["error"]["message"]
+    assert "unknown query parameter 'model'; /api/trajectories has these: alias, before" in said
+    assert proxy.http.get("/api/trajectories?alias=agent&limit=3").status_code == 200
+    assert proxy.http.get("/api/policies/1/decisions?alais=agent").status_code in (400, 422)
+
+
 def test_no_page_is_served_beside_what_reads_everything(proxy: Proxy) -> None:
     for path in ("/api/docs", "/api/redoc"):
         answer = proxy.http.get(path)
