@@ -14,7 +14,7 @@ from proxy.linking.leaf import Attempt, Evidence
 from proxy.request import ChatRequest
 from proxy.tuning.rollouts import Plan
 
-_ID = re.compile(r"[A-Za-z0-9._:~@+=-]{1,100}")
+_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:~@+=-]{1,100}")  # "." and "..": no URL leads to them
 _NO_ID = re.compile(r"[^A-Za-z0-9._:~@+=-]")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -75,7 +75,7 @@ def named(scope: Scope, headers: Mapping[bytes, bytes], request: ChatRequest) ->
             if not _ID.fullmatch(value):
                 raise BadRequest(
                     f"trajectory id {value[:120]!r} (from the {by}) must be 1 to 100 of the characters "
-                    f"A-Z a-z 0-9 . _ : ~ @ + = -"
+                    f"A-Z a-z 0-9 . _ : ~ @ + = - and not . or .. alone"
                 )
             return value, by
     return None, ""

@@ -319,10 +319,19 @@ def test_ids_are_accepted_wherever_they_stand(proxy: Proxy, path: str, headers: 
     assert proxy.store.trajectories.get("job-7").task == "sums"
 
 
-def test_an_id_that_cannot_be_one_is_refused(proxy: Proxy) -> None:
-    answer = proxy.http.post("/t/a%20b/v1/chat/completions", json={"model": "agent", "messages": [USER]})
+@pytest.mark.parametrize("name", ["a b", ".", "..", "x" * 101])
+def test_an_id_that_cannot_be_one_is_refused(proxy: Proxy, name: str) -> None:
+    request = {"model": "agent", "messages": [USER]}
+    answer = proxy.http.post("/v1/chat/completions", json=request, headers={"x-ratchet-trajectory": name})
     assert answer.status_code == 400
     assert "trajectory id" in answer.json()["error"]["message"]
+
+
+def test_an_id_may_hold_points(proxy: Proxy) -> None:
+    request = {"model": "agent", "messages": [USER]}
+    for name in ("...", "..a", "v1.2"):
+        answer = proxy.http.post("/v1/chat/completions", json=request, headers={"x-ratchet-trajectory": name})
+        assert answer.headers["x-ratchet-trajectory"] == name
 
 
 def test_an_sdks_retries_are_one_trajectory(proxy: Proxy, vllm: ScriptedVllm) -> None:
