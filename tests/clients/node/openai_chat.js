@@ -18,12 +18,12 @@ async function agent(asked) {
     { role: "system", content: asked.system },
     { role: "user", content: asked.question },
   ];
-  for (let round = 0; round < 8; round++) {
+  for (let round = 0; round < (asked.rounds ?? 8); round++) {
     const message = await turn(client, asked.streamed, { model: MODEL, messages, tools: asked.tools, ...asked.options });
     messages.push(message);
     if (!message.tool_calls?.length) return message.content;
     for (const call of message.tool_calls) {
-      const replies = asked.replies[call.function.name];
+      const replies = asked.replies[call.function.name] ?? ["there is no such tool"];
       const reply = replies.length > 1 ? replies.shift() : replies[0];
       messages.push({ role: "tool", tool_call_id: call.id, content: reply });
     }

@@ -17,7 +17,7 @@ def agent(asked: mailbox.Asked) -> str | None:
         {"name": f["name"], "description": f.get("description", ""), "input_schema": f["parameters"]} for f in functions
     ]
     options = {"model": mailbox.MODEL, "system": asked["system"], "tools": tools, "max_tokens": 1000}
-    for _ in range(8):
+    for _ in range(asked.get("rounds", 8)):
         message = turn(client, asked["streamed"], {**options, "messages": messages, **asked["options"]})
         messages.append({"role": "assistant", "content": message.content})
         if message.stop_reason != "tool_use":

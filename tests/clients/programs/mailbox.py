@@ -21,7 +21,7 @@ KEY = os.environ["OPENAI_API_KEY"]
 MODEL = os.environ.get("AGENT_MODEL", "agent")
 SYSTEM = "You answer questions about a mailbox. Use the tools."
 
-Asked = dict[str, Any]  # question, streamed, replies by tool; for the SDKs also: system, tools, options
+Asked = dict[str, Any]  # question, streamed, replies by tool; for the SDKs also: system, tools, options, rounds
 Tool = Callable[[str, int], str]
 
 
@@ -51,7 +51,7 @@ def tools(asked: Asked) -> tuple[Tool, Tool]:
 
 def take(asked: Asked, tool: str) -> str:
     """Return what this call of a tool returns."""
-    replies = asked["replies"][tool]
+    replies = asked["replies"].get(tool, ["there is no such tool"])
     return str(replies.pop(0) if len(replies) > 1 else replies[0])
 
 

@@ -13,7 +13,7 @@ def agent(asked: mailbox.Asked) -> str | None:
     client = OpenAI()
     system = {"role": "system", "content": asked["system"]}
     messages: list[Any] = [system, {"role": "user", "content": asked["question"]}]
-    for _ in range(8):
+    for _ in range(asked.get("rounds", 8)):
         options = {"model": mailbox.MODEL, "messages": messages, "tools": asked["tools"], **asked["options"]}
         message = streamed(client, options) if asked["streamed"] else whole(client, options)
         messages.append(message)

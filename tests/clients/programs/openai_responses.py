@@ -14,8 +14,9 @@ def agent(asked: mailbox.Asked) -> str | None:
     given: Any = asked["question"]
     before: dict[str, str] = {}
     tools = [{"type": "function", **tool["function"], "strict": False} for tool in asked["tools"]]
-    for _ in range(8):
+    for _ in range(asked.get("rounds", 8)):
         options = {"model": mailbox.MODEL, "instructions": asked["system"], "input": given, "tools": tools, **before}
+        options |= asked["options"]
         response = streamed(client, options) if asked["streamed"] else client.responses.create(**options)
         before = {"previous_response_id": response.id}
         calls = [item for item in response.output if item.type == "function_call"]
