@@ -112,8 +112,8 @@ def test_a_busy_port_is_an_error_with_the_remedy(tmp_path: Path) -> None:
 
 def test_the_proxy_imports_no_torch_and_starts_quickly() -> None:
     program = (
-        "import time; t = time.perf_counter(); import proxy.app, proxy.server; took = time.perf_counter() - t; "
+        "import time; import proxy.app, proxy.server; took = time.process_time(); "
         "import sys, proxy.operator; print(took); sys.exit('torch' in sys.modules or 'trainer' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 1.0  # 0.4 s on an idle machine
+    assert float(done.stdout) < 1.0  # seconds of CPU; a busy machine counts little
