@@ -29,6 +29,8 @@ import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +286,11 @@ def run(base: Path, folder: Path, way: str, seed: int, rounds: int) -> tuple[lis
 
 def kept(rollouts: Sequence[Rollout], rows: Sequence[TokenRow]) -> float:
     """The share of sampled answers that some row trains, token by token."""
-    trained = {tuple(i for i, m in zip(row.ids, row.mask, strict=True) if m) for row in rows}
+    trained = set()
+    for row in rows:
+        for carries, tokens in groupby(zip(row.ids, row.mask, strict=True), key=itemgetter(1)):
+            if carries:
+                trained.add(tuple(token for token, _ in tokens))
     answers = [turn.ids for rollout in rollouts for turn in rollout.turns]
     return statistics.fmean(answer in trained for answer in answers)
 
