@@ -256,7 +256,12 @@ def planned_for(job: Job, tuning_id: str, scenario: Mapping[str, Any] | None = N
 
 
 def told(error: BaseException) -> str:
-    """Return an exception as one sentence, with the place in the agent's code that it comes from."""
+    """Return an exception as one sentence, with the place in the agent's code that it comes from.
+
+    Of a group the first: its own words only say how many there are.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     own = [frame for frame in frames if not frame[0].startswith(_NOT_THE_AGENTS) and "site-packages" not in frame[0]]
     has_place = frames and not isinstance(error, WorkflowFailed)  # which says what a program said, not where

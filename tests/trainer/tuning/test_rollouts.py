@@ -20,7 +20,7 @@ from tests.trainer.tuning.conftest import jobs_of
 from trainer.errors import TooManyFailures
 from trainer.progress import Progress, Standing
 from trainer.tuning.outcome import Outcome
-from trainer.tuning.rollouts import Job, RolloutRunner, counting, left, planned_for
+from trainer.tuning.rollouts import Job, RolloutRunner, counting, left, planned_for, told
 from trainer.tuning.settings import TunerSettings
 from trainer.tuning.tasks import Task
 
@@ -99,6 +99,11 @@ def test_a_rollout_that_takes_too_long_has_failed(runner: Make, tasks: list[Task
     for workflow in ("hangs", "hangs_in_a_thread"):
         (ended,) = run(runner(workflow, timeout_seconds=0.1), jobs_of(tasks[:1]), tuning)
         assert ended.failure == "TimeoutError: it took longer than 0.1 s (tuner.timeout_seconds)"
+
+
+def test_of_a_group_of_exceptions_the_first_is_told() -> None:
+    group = ExceptionGroup("one or more tool calls raised", [ExceptionGroup("inner", [KeyError("sum")]), OSError("x")])
+    assert told(group) == "KeyError: 'sum'"
 
 
 class Flaky:
