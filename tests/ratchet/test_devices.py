@@ -13,6 +13,7 @@ from ratchet.settings import load
 from tests.ratchet.project import Project
 from trainer.devices import VARIABLE
 
+JUDGE = "tests.trainer.tuning.judges:exact"
 Environments = dict[str, dict[str, str]]
 
 
@@ -25,14 +26,14 @@ def environments(project: Project) -> Environments:
 
 def test_trainer_and_vllm_are_pinned_each_to_its_own_devices(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "3")
-    content = {"judge": "a:b", "devices": "2"}
+    content = {"judge": JUDGE, "devices": "2"}
     project.write(vllm={**project.content["vllm"], "devices": [0, 1]}, trainer=content)
     found = environments(project)
     assert {name: room[VARIABLE] for name, room in found.items()} == {"vllm": "0,1", "proxy": "3", "trainer": "2"}
 
 
 def test_without_settings_the_variable_holds_for_both(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    project.write(trainer={"judge": "a:b"})
+    project.write(trainer={"judge": JUDGE})
     monkeypatch.setenv(VARIABLE, "GPU-8f2c,1")
     assert {room[VARIABLE] for room in environments(project).values()} == {"GPU-8f2c,1"}
     monkeypatch.delenv(VARIABLE)
@@ -40,7 +41,7 @@ def test_without_settings_the_variable_holds_for_both(project: Project, monkeypa
 
 
 def test_the_hubs_variables_reach_vllm_and_the_trainer(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    project.write(trainer={"judge": "a:b"}, base_model="acme/model")
+    project.write(trainer={"judge": JUDGE}, base_model="acme/model")
     for name, value in (("HF_ENDPOINT", "http://mirror"), ("HF_HUB_OFFLINE", "1"), ("HF_HOME", "/cache")):
         monkeypatch.setenv(name, value)
     for name in ("vllm", "trainer"):
@@ -59,7 +60,7 @@ def test_the_started_vllm_sees_its_devices_and_its_command_is_told(project: Proj
 
 @pytest.mark.parametrize("devices", ["first", "0,,1", "-1"])
 def test_what_is_no_device_is_told(project: Project, devices: str) -> None:
-    project.write(trainer={"judge": "a:b", "devices": devices})
+    project.write(trainer={"judge": JUDGE, "devices": devices})
     with pytest.raises(SettingsError, match="is no device"):
         load(project.folder / "ratchet.yaml", environ={})
 
@@ -101,7 +102,7 @@ def test_a_gpu_with_room_is_taken() -> None:
 
 
 def test_several_processes_of_the_trainer_are_started_by_the_launcher(project: Project) -> None:
-    project.write(trainer={"judge": "a:b", "processes": 3})
+    project.write(trainer={"judge": JUDGE, "processes": 3})
     settings = load(project.folder / "ratchet.yaml", environ={})
     room = rooms.plan(settings, config=project.folder / "resolved.yaml").rooms[-1]
     told = " ".join(room.command[1:])

@@ -106,7 +106,7 @@ def test_a_version_is_exported_with_its_card_or_the_reason_why_not(project: Proj
         refused = project.run("policies", "export", name, "--adapter", "other", "--store", url)
         assert refused.returncode
         assert reason in refused.stdout
-    assert "give --merged" in project.run("policies", "export", "mail@4", "--store", url).stdout
+    assert "give one of --merged" in project.run("policies", "export", "mail@4", "--store", url).stdout
     assert "is there already" in project.run("policies", "export", "mail@4", "--merged", "out", "--store", url).stdout
 
 

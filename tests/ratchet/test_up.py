@@ -180,7 +180,7 @@ def test_what_up_was_told_need_not_be_told_again(project: Project) -> None:
     assert not [pid for pid in pids if is_alive(pid)]
     assert json.loads(project.run("status", "--json").stdout)["store"]["live"] == live
     assert "mail@0" in project.run("policies", "list").stdout
-    assert "no versions yet" in project.run("policies", "list", "--store", str(project.folder / "new.db")).stdout
+    assert "there is no store" in project.run("policies", "list", "--store", str(project.folder / "new.db")).stdout
 
 
 def test_a_store_whose_password_was_not_kept_is_asked_for(project: Project) -> None:
