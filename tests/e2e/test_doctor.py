@@ -23,14 +23,14 @@ def test_all_four_proofs_pass_on_the_real_vllm(project: Project) -> None:
 @pytest.mark.e2e
 def test_a_sound_agent_passes_every_step_on_the_real_vllm(project: Project) -> None:
     (project.folder / "sound.py").write_text(
-        "import openai\n\n\n"
+        "import openai\n\nHOT = {'temperature': 2.0}  # two attempts that are alike by chance fail the proof\n\n\n"
         "def run(task, base_url, api_key, model):\n"
         "    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:\n"
         "        asked = [{'role': 'user', 'content': task['question']}]\n"
-        "        answer = client.chat.completions.create(model=model, messages=asked, max_tokens=24)\n"
+        "        answer = client.chat.completions.create(model=model, messages=asked, max_tokens=24, **HOT)\n"
         "    return answer.choices[0].message.content or ''\n\n\n"
         "def judge(task, response):\n"
-        "    return len(set(response) & set(task['answer'])) + len(response) / 1000\n"
+        "    return sum(map(ord, response)) % 997 / 997\n"  # as good as different for two answers that differ
     )
     task = json.dumps({"question": "Where is the meeting?", "answer": "room twelve"})
     doctor = project.run(
