@@ -12,6 +12,7 @@ from store.states import PolicyState, TrajectoryState
 from tests.trainer import judge_samples
 from tests.trainer.agents import agents_work
 from tests.trainer.scripted_engine import ScriptedEngine
+from tests.trainer.turns import until
 from trainer.daemon import Daemon
 from trainer.gating.evaluation import is_held_out, summary
 
@@ -41,17 +42,6 @@ def decided(store: Store) -> bool:
     return any(
         policy.version == 1 and policy.state is not PolicyState.CANDIDATE for policy in store.policies.all("agent")
     )
-
-
-def until(daemon: Daemon, now: float, holds: Callable[[], bool], most: int = 400) -> float:
-    """Let the daemon take turns, a second apart, until it holds; return the time then."""
-    for _ in range(most):
-        daemon.turn(now)
-        if holds():
-            return now
-        now += 1.0
-        time.sleep(0.01)
-    raise AssertionError(f"it did not come to it: {holds}")
 
 
 def test_a_candidate_that_answers_worse_is_turned_down_before_it_serves(

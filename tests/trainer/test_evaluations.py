@@ -13,7 +13,8 @@ from store import Store
 from store.states import PolicyAction, PolicyState, TrajectoryState
 from tests.trainer.agents import agents_work
 from tests.trainer.scripted_engine import ScriptedEngine
-from tests.trainer.test_evaluation import GATE, answering, ready_to_train, tasks, until
+from tests.trainer.test_evaluation import GATE, answering, ready_to_train, tasks
+from tests.trainer.turns import until
 from trainer.daemon import Daemon
 from trainer.errors import TuningError
 from trainer.gating.evaluation import Evaluated, Evaluation

@@ -11,6 +11,7 @@ from ratchet.cli import cli
 from store import Store
 from store.states import PolicyAction, PolicyState
 from tests.trainer.agents import agents_work
+from tests.trainer.turns import until
 from trainer.daemon import Daemon
 
 CONTRARY = {"kind": "function", "function": "tests.trainer.judge_samples:contrary"}
@@ -27,22 +28,11 @@ def disagreeing(store: Store, daemon: Daemon, now: float, groups: int = 24) -> f
             now += 100.0  # they are still by then
             daemon.turn(now)
             time.sleep(0.05)  # the second judge has a thread of its own
-    return until(daemon, now + 1.0, lambda: "second_judge:agent" in standing(store))
+    return until(daemon, now + 1.0, lambda: "second_judge:agent" in standing(store), most=200)
 
 
 def standing(store: Store) -> dict[str, str]:
     return {alarm.name: alarm.reason for alarm in store.alarms.standing()}
-
-
-def until(daemon: Daemon, now: float, holds: Callable[[], bool], most: int = 200) -> float:
-    """Let the daemon take turns, a second apart, until it holds; return the time then."""
-    for _ in range(most):
-        daemon.turn(now)
-        if holds():
-            return now
-        now += 1.0
-        time.sleep(0.005)
-    raise AssertionError(f"it did not come to it: {holds}")
 
 
 def test_without_a_gate_a_proven_version_waits_for_a_person_while_the_judges_disagree(
@@ -50,7 +40,7 @@ def test_without_a_gate_a_proven_version_waits_for_a_person_while_the_judges_dis
 ) -> None:
     daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, daemon, time.time())
-    now = until(daemon, now, lambda: store.policies.held("agent") is not None)
+    now = until(daemon, now, lambda: store.policies.held("agent") is not None, most=200)
     held = store.policies.held("agent")
     assert held is not None
     assert (held.version, held.state) == (1, PolicyState.CANDIDATE)
@@ -72,11 +62,11 @@ def test_without_a_gate_a_proven_version_waits_for_a_person_while_the_judges_dis
 def test_a_person_promotes_what_is_held_and_training_goes_on(store: Store, make_daemon: Callable[..., Daemon]) -> None:
     daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, daemon, time.time())
-    now = until(daemon, now, lambda: store.policies.held("agent") is not None)
+    now = until(daemon, now, lambda: store.policies.held("agent") is not None, most=200)
     assert store.policies.promote_by_hand("agent", None, by="anna", reason="read them").version == 1
     for number in range(24):
         agents_work(store, f"later-{number}", [0.0, 1.0], at=now)
-    until(daemon, now + 1.0, lambda: len(store.rounds.page("agent")) == 2)
+    until(daemon, now + 1.0, lambda: len(store.rounds.page("agent")) == 2, most=200)
     assert store.policies.live()["agent"].version == 1
 
 
@@ -85,21 +75,21 @@ def test_a_person_takes_back_what_is_held_and_training_goes_on_from_the_live_ver
 ) -> None:
     daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, daemon, time.time())
-    now = until(daemon, now, lambda: store.policies.held("agent") is not None)
+    now = until(daemon, now, lambda: store.policies.held("agent") is not None, most=200)
     rejected = store.policies.roll_back_by_hand("agent", None, by="anna", reason="it flatters")
     assert [policy.version for policy in rejected] == [1]
     daemon.turn(now + 1.0)
     assert "held:agent" not in standing(store)
     for number in range(24):
         agents_work(store, f"later-{number}", [0.0, 1.0], at=now)
-    until(daemon, now + 2.0, lambda: len(store.rounds.page("agent")) == 2)
+    until(daemon, now + 2.0, lambda: len(store.rounds.page("agent")) == 2, most=200)
     assert store.rounds.page("agent")[0].from_version == 0
 
 
 def test_what_is_held_is_held_after_a_restart_too(store: Store, make_daemon: Callable[..., Daemon]) -> None:
     daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, daemon, time.time())
-    now = until(daemon, now, lambda: store.policies.held("agent") is not None)
+    now = until(daemon, now, lambda: store.policies.held("agent") is not None, most=200)
     daemon = make_daemon(groups_per_round=24)  # the second judge is gone, the decision is not
     for later in range(3):
         daemon.turn(now + later)
@@ -116,10 +106,10 @@ def test_a_canary_that_its_own_second_judge_likes_is_held_by_the_sentinels(
     daemon = make_daemon(gate=GATE | {"second_judge": AGREEING}, sentinel=SENTINEL)
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])
-    now = until(daemon, time.time(), lambda: len(store.policies.all("agent")) == 2)
+    now = until(daemon, time.time(), lambda: len(store.policies.all("agent")) == 2, most=200)
     now = disagreeing(store, daemon, now)
     canary_does_better(store)
-    until(daemon, now + 100.0, lambda: store.policies.held("agent") is not None)
+    until(daemon, now + 100.0, lambda: store.policies.held("agent") is not None, most=200)
     told = store.decisions.of("agent", 1)[0]
     assert told.action is PolicyAction.HOLD
     assert "the sentinel doubts the judge" in told.reason
@@ -130,7 +120,7 @@ def test_a_canary_that_its_own_second_judge_likes_is_held_by_the_sentinels(
 def test_it_is_only_an_alarm_where_one_says_so(store: Store, make_daemon: Callable[..., Daemon]) -> None:
     daemon = make_daemon(sentinel=SENTINEL | {"hold_promotion": False}, groups_per_round=24)
     now = disagreeing(store, daemon, time.time())
-    until(daemon, now, lambda: store.policies.live()["agent"].version == 1)
+    until(daemon, now, lambda: store.policies.live()["agent"].version == 1, most=200)
     assert store.policies.held("agent") is None
 
 
@@ -141,9 +131,9 @@ def test_the_sentinels_second_judge_is_asked_about_a_canary_where_the_gate_has_n
     daemon = make_daemon(gate=GATE | {"jump": 0.4}, sentinel=SENTINEL | {"second_judge": unmoved})
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])
-    now = until(daemon, time.time(), lambda: len(store.policies.all("agent")) == 2)
+    now = until(daemon, time.time(), lambda: len(store.policies.all("agent")) == 2, most=200)
     canary_does_better(store)
-    until(daemon, now + 100.0, lambda: store.policies.held("agent") is not None)
+    until(daemon, now + 100.0, lambda: store.policies.held("agent") is not None, most=200)
     told = store.decisions.of("agent", 1)[0]
     assert "too good to be promoted unseen" in told.reason
     assert "does not see the gain" in told.reason, "a person is told what the second judge says of a jump"
@@ -161,7 +151,7 @@ def test_status_and_the_commands_speak_of_what_is_held(store: Store, make_daemon
 
     daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, daemon, time.time())
-    until(daemon, now, lambda: store.policies.held("agent") is not None)
+    until(daemon, now, lambda: store.policies.held("agent") is not None, most=200)
     told = status.held(store, "agent")
     assert told is not None
     assert (told["version"], told["state"], told["by"]) == (1, "candidate", "sentinel")
