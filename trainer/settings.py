@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from trainer.addresses import plain_url
 from trainer.degenerate import why_nothing_is_learnt
 from trainer.devices import Devices
 from trainer.gating.gate_settings import GateSettings
@@ -135,7 +136,4 @@ class TrainerSettings(BaseModel):
     @field_validator("vllm")
     @classmethod
     def _plain_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        for url in urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} is not an http(s) URL, such as http://127.0.0.1:8000")
-        return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
+        return tuple(plain_url(url) for url in urls)

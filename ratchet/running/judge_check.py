@@ -27,9 +27,7 @@ except TrainerError as error:
 
 
 def check_judge(settings: Settings, environ: Mapping[str, str]) -> None:
-    """Raise SettingsError where a judge is named that cannot be made."""
-    if not settings.has_judge:
-        return
+    """Raise SettingsError where the judge that is named cannot be made."""
     spec = settings.trainer_settings(base_model=settings.base_model or "unset").judge.model_dump_json()
     try:
         done = subprocess.run(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
+
+from trainer.addresses import PlainUrl
 
 
 class ShadowSettings(BaseModel):
@@ -28,15 +30,6 @@ class ShadowSettings(BaseModel):
         300.0, gt=0, description="a prompt that no idle moment was found for in this time goes the way of `singles`"
     )
     timeout_seconds: float = Field(600.0, gt=0, description="longest shadow call")
-    proxy_url: str | None = Field(
+    proxy_url: PlainUrl | None = Field(
         None, description="proxy that the shadow calls go through, without /v1; null: one that serves the alias now"
     )
-
-    @field_validator("proxy_url")
-    @classmethod
-    def _plain_url(cls, url: str | None) -> str | None:
-        if url is None:
-            return None
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} is not an http(s) URL, such as http://127.0.0.1:8000")
-        return url.rstrip("/").removesuffix("/v1")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
+from trainer.addresses import PlainUrl
 from trainer.judges.settings import ModelSpec
 from trainer.tuning.lesson_settings import LessonSettings
 from trainer.tuning.prompt_settings import PromptSettings
@@ -23,7 +24,7 @@ class TunerSettings(BaseModel):
     test_share: float | None = Field(
         None, gt=0, lt=1, description="share of a task set with one split that is held out as test; null: it has both"
     )
-    proxy_url: str | None = Field(
+    proxy_url: PlainUrl | None = Field(
         None, description="proxy that the rollouts go through, without /v1; null: the running project's"
     )
     attempts: int = Field(1, ge=1, description="rollouts of each task and candidate")
@@ -54,15 +55,6 @@ class TunerSettings(BaseModel):
         default_factory=LessonSettings, description="how lessons are learnt from failed attempts, and tried"
     )
     seed: int = Field(0, ge=0, description="seed of whatever is drawn: splits, samples, orders")
-
-    @field_validator("proxy_url")
-    @classmethod
-    def _plain_url(cls, url: str | None) -> str | None:
-        if url is None:
-            return None
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} is not an http(s) URL, such as http://127.0.0.1:8000")
-        return url.rstrip("/").removesuffix("/v1")
 
     def too_many(self, failures: int, jobs: int) -> bool:
         """Whether so many failures, of so many jobs in all, are more than is allowed."""
