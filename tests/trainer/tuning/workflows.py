@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from typing import Any
@@ -133,7 +134,7 @@ async def asks_greedily(task: dict[str, Any], base_url: str, api_key: str, model
 
 def by_length(task: dict[str, Any], response: str, trajectory: dict[str, Any]) -> float:
     """A judge that finds some difference between any two attempts."""
-    return len(response) + hash(trajectory["id"]) % 100 / 100
+    return len(response) + random.Random(trajectory["id"]).random()
 
 
 def right(task: dict[str, Any], response: str) -> float:
