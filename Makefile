@@ -22,10 +22,7 @@ demo: venv ## an unmodified agent gets better, on real vLLM; SEED=2 changes the 
 	@$(BIN)/ratchet demo --seed $(SEED) $(DEMO_ARGS)
 
 test: clients ## every test: most side by side (they mostly wait), then those that measure time and the real vLLM's by themselves
-	@failed=0; \
-	$(BIN)/python -m pytest -m "not (e2e or alone)" -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder || failed=1; \
-	$(BIN)/python -m pytest -m "e2e or alone" || failed=1; \
-	exit $$failed
+	@TESTS_AT_ONCE=$(TESTS_AT_ONCE) $(BIN)/python -m tests.suite
 
 check: venv ## lint, format, types, import contracts
 	@$(BIN)/ruff check .
