@@ -112,6 +112,9 @@ class Settings(BaseModel):
     base_model: str | None = Field(None, description="folder or hub name of the model that learns")
     store: str | None = Field(None, description="database URL; null: SQLite in the state folder")
     min_free_mb: int = Field(500, ge=0, description="`up` refuses to start with less free disk than this")
+    restarts: int = Field(
+        5, ge=0, description="how often `up` starts a room again that died, within ten minutes; 0: never"
+    )
     model_list: tuple[ModelEntry, ...] = Field((), description="other models by name, as LiteLLM lists them")
     vllm: VllmSettings = Field(default_factory=VllmSettings, description="how vLLM is started")
     proxy: dict[str, Any] = Field(default_factory=dict, description="settings of the proxy")

@@ -33,7 +33,7 @@ def collect(settings: Settings) -> dict[str, Any]:
         "ready": bool(running.get("ready")),
         "base_url": running.get("base_url"),
         "vllm_url": running.get("vllm_url"),
-        "rooms": {name: _room(settings, name) for name in ROOMS},
+        "rooms": {name: _room(settings, name, (running.get("died") or {}).get(name)) for name in ROOMS},
         "versions": {"ratchet": __version__, **versions()},
         "store": _store(settings),
         "other_projects": others(settings),
@@ -46,16 +46,17 @@ def others(settings: Settings) -> list[str]:
     return [run.parent.name for run in runs if run.parent.name != settings.project]
 
 
-def _room(settings: Settings, name: str) -> dict[str, Any]:
+def _room(settings: Settings, name: str, died: dict[str, Any] | None) -> dict[str, Any]:
+    """Return whether a room runs; `died` is what `up` says of its deaths."""
     process = pidfile.running(settings.state.pid(name))
-    log = str(settings.state.log(name))
+    told = {"log": str(settings.state.log(name)), "died": died}
     if process is None:
-        return {"state": "stopped", "pid": None, "log": log}
+        return {"state": "stopped", "pid": None, **told}
     return {
         "state": "running",
         "pid": process.pid,
         "seconds": round(time.time() - process.create_time(), 1),
-        "log": log,
+        **told,
     }
 
 
@@ -155,6 +156,9 @@ def lines(status: dict[str, Any]) -> list[str]:
     for name, room in status["rooms"].items():
         detail = f"pid {room['pid']}, {room['seconds']:.0f} s" if room["pid"] else "stopped"
         text.append(f"  {name:<9} {detail}   log {room['log']}")
+        if died := room["died"]:
+            ended = "GIVEN UP" if died["given_up"] else "died"
+            text.append(f"    {ended}: {died['reason']} ({died['count']} times in this run)")
     text.append("  versions  " + ", ".join(f"{name} {version}" for name, version in status["versions"].items()))
     store = status["store"]
     if store is None:

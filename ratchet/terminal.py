@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -20,7 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ratchet.running.supervisor import Event
+from ratchet.running.events import Event
 
 
 class Display:
@@ -63,6 +64,10 @@ class Display:
                 self._say(f"{event.room}: ready after {event.seconds:.1f} s")
         elif event.kind == "all_ready":
             self._progress.stop()
+        elif event.kind == "died":
+            self._say(f"{_now()} {event.text}")
+        elif event.kind == "back":
+            self._say(f"{_now()} {event.room}: ready again after {event.seconds:.1f} s")
         elif event.kind == "stopping":
             self._progress.stop()
             self._say("stopping ...")
@@ -71,6 +76,11 @@ class Display:
 
     def _say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)
+
+
+def _now() -> str:
+    """Return the time as a line of what runs for days needs it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S")
 
 
 @contextmanager

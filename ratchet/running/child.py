@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 from ratchet.folders import StateFolder
 from ratchet.running import pidfile
 from ratchet.running.leftovers import kill_tree
@@ -20,6 +22,7 @@ from ratchet.running.rooms import Room
 
 _LEASH = Path(__file__).with_name("leash.py")
 _TAIL_LINES = 12
+_KILL_TIME = 3.0  # seconds
 _TAIL_BYTES = 16_384
 
 
@@ -88,10 +91,16 @@ class Child:
         try:
             self._leash.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            for path in self._pids:
-                process = pidfile.running(path)
-                if process is not None:
-                    kill_tree(process)
+            self._kill(deadline)
             self._leash.wait()
+        self._kill(deadline)  # a leash that was killed has only asked the room to end
         for path in self._pids:
             pidfile.remove(path)
+
+    def _kill(self, deadline: float) -> None:
+        """End what still runs of leash and room by force, at `deadline`."""
+        running = [process for path in self._pids if (process := pidfile.running(path)) is not None]
+        _, alive = psutil.wait_procs(running, max(0.0, deadline - time.monotonic()))
+        for process in alive:
+            kill_tree(process)
+        psutil.wait_procs(alive, _KILL_TIME)

@@ -3,10 +3,11 @@
     with Supervisor(settings) as project:        # returns when every room is ready
         agent(base_url=project.plan.base_url)
         project.check()                          # raises RoomDied if a room has ended
+        project.watch()                          # or: starts again what dies, and raises RoomDied where that is no use
 
-Promises: one supervisor a project; nothing outlives it, however it ends; a room that dies, while starting or later, is
-named with the end of its log, and the others are stopped, vLLM last, so that nothing recorded is lost. What it does is
-told through `on_event`; it prints nothing.
+Promises: one supervisor a project; nothing outlives it, however it ends; a room that dies is named with the end of its
+log; rooms are stopped vLLM last, so that nothing recorded is lost. What it does is told through `on_event`; it prints
+nothing.
 """
 
 from __future__ import annotations
@@ -15,36 +16,23 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Self
 
 from ratchet import __version__, hub
 from ratchet.errors import RoomDied, RoomSlow
-from ratchet.running import engine, interrupts, rooms
+from ratchet.running import engine, interrupts, room_alarms, rooms
 from ratchet.running.child import Child
+from ratchet.running.events import Event, ignore
 from ratchet.running.leftovers import end_leftovers
 from ratchet.running.project_lock import ProjectLock
 from ratchet.running.rooms import Plan
 from ratchet.running.secrecy import shown_store
+from ratchet.running.upkeep import Upkeep
 from ratchet.settings import Settings
 
 _POLL = 0.1  # seconds
 _STOP_WITHIN = 18.0  # seconds for all rooms together; `down` waits 20
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What the supervisor does: `seconds` since the start of the room, or of the whole."""
-
-    kind: Literal["note", "starting", "waiting", "ready", "all_ready", "stopping", "stopped"]
-    room: str = ""
-    text: str = ""
-    seconds: float = 0.0
-
-
-def _ignore(_: Event) -> None:
-    pass
 
 
 class Supervisor:
@@ -54,7 +42,7 @@ class Supervisor:
     """
 
     def __init__(
-        self, settings: Settings, on_event: Callable[[Event], None] = _ignore, lock: ProjectLock | None = None
+        self, settings: Settings, on_event: Callable[[Event], None] = ignore, lock: ProjectLock | None = None
     ) -> None:
         self.settings = settings
         self.state = settings.state
@@ -133,9 +121,15 @@ class Supervisor:
                 )
 
     def watch(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Return when `stopped` says so. Raises RoomDied as soon as a room has ended."""
+        """Keep the rooms up until `stopped` says so. Raises RoomDied where one that is needed dies again and again."""
+        from store import open_store
+
+        url = self.settings.store_url
+        alarms = room_alarms.RoomAlarms(lambda: open_store(url, create=False), self._on_event)
+        upkeep = Upkeep(self._children, self.state, self.settings.restarts, self._on_event, alarms)
         while not stopped():
-            self.check()
+            if upkeep.turn(time.monotonic()):
+                self._record(ready=True, died=upkeep.deaths())
             time.sleep(_POLL)
 
     def stop(self) -> None:
@@ -167,6 +161,7 @@ class Supervisor:
 
         store = open_store(self.settings.store_url)
         store.policies.register_base(self.settings.model, engine.served_name(self.settings.model))
+        room_alarms.clear_all(store)
         store.close()
 
     def _wait_until_ready(self) -> None:
@@ -187,8 +182,8 @@ class Supervisor:
                     self._on_event(Event("waiting", child.room.name, seconds=seconds))
             time.sleep(_POLL)
 
-    def _record(self, *, ready: bool = False) -> None:
-        """Write what runs, for `status`, `doctor` and `up --detach`."""
+    def _record(self, *, ready: bool = False, died: dict[str, Any] | None = None) -> None:
+        """Write what runs, and what died, for `status`, `doctor` and `up --detach`."""
         record = {
             "pid": os.getpid(),
             "ready": ready,
@@ -203,6 +198,7 @@ class Supervisor:
             "store": shown_store(self.settings.store_url),
             "started_at": time.time(),
             "rooms": self.pids,
+            "died": died or {},
         }
         aside = self.state.running.with_suffix(".new")
         aside.write_text(json.dumps(record, indent=2) + "\n")

@@ -104,14 +104,22 @@ def test_a_room_that_dies_while_starting_is_named_with_the_end_of_its_log(projec
     assert "nothing was running" in project.run("down").stdout
 
 
-def test_a_room_that_dies_later_stops_all_with_a_word(project: Project) -> None:
+def test_a_room_that_dies_is_started_again_and_ends_all_only_when_that_is_no_use(project: Project) -> None:
+    project.write(restarts=1)
     up = project.up()
+    before = project.running()["rooms"]
+    os.kill(before["vllm"], signal.SIGKILL)
+    wait_for("vLLM is back", lambda: project.running()["rooms"]["vllm"] != before["vllm"])
+    after = project.running()
+    assert after["rooms"]["proxy"] == before["proxy"]
+    assert "was ended by SIGKILL" in after["died"]["vllm"]["reason"]
+    assert "died: vllm (pid" in project.run("status").stdout
     pids = project.pids()
-    os.kill(project.running()["rooms"]["vllm"], signal.SIGKILL)
+    os.kill(after["rooms"]["vllm"], signal.SIGSEGV)
     code, said = finish(up)
     assert code == 1
-    assert "vllm (pid" in said
-    assert "was ended by SIGKILL" in said
+    assert "was ended by SIGKILL; it is started again in 1 s" in said
+    assert "was ended by SIGSEGV; it has died 2 times within 10 minutes (restarts); the others are being" in said
     assert not [pid for pid in pids if is_alive(pid)]
 
 
@@ -147,6 +155,7 @@ def test_ctrl_c_while_waiting_for_a_detached_up_leaves_nothing(project: Project)
 
 
 def test_ctrl_c_while_stopping_does_not_break_the_stopping(project: Project) -> None:
+    project.write(restarts=0)
     up = project.up(SCRIPTED_VLLM="ignores_sigterm")
     pids = project.pids()
     os.kill(project.running()["rooms"]["proxy"], signal.SIGKILL)

@@ -1,0 +1,147 @@
+"""Rooms that die are started again, and given up at last; real processes on real leashes, the clock is the test's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ratchet.errors import RoomDied
+from ratchet.folders import StateFolder
+from ratchet.running import pidfile
+from ratchet.running.child import Child
+from ratchet.running.events import Event
+from ratchet.running.rooms import Room
+from ratchet.running.upkeep import WINDOW, Deaths, Upkeep
+from tests.ratchet.project import is_alive, wait_for
+
+SLEEPS = "import time; time.sleep(300)"
+
+
+class Kept:
+    """Rooms under upkeep, and what was told of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.state = StateFolder(folder)
+        self.state.make(min_free_mb=0)
+        self.children: list[Child] = []
+        self.events: list[Event] = []
+        self.alarms: list[tuple[str, str | None]] = []
+        self.now = time.monotonic()
+
+    def add(self, name: str, script: str = SLEEPS, ready: Callable[[], bool] = lambda: True) -> None:
+        """Start a room that is a Python script."""
+        command = (sys.executable, "-I", "-S", "-c", script)
+        self.children.append(Child(Room(name, command, dict(os.environ), ready, 5.0, 1.0), self.state))
+
+    def upkeep(self, most: int) -> Upkeep:
+        """Return the upkeep of what was started."""
+        return Upkeep(self.children, self.state, most, self.events.append, lambda *told: self.alarms.append(told))
+
+    def turn(self, upkeep: Upkeep, seconds: float = 0.0) -> bool:
+        """Let so much time pass, then let upkeep look."""
+        self.now += seconds
+        return upkeep.turn(self.now)
+
+    def end(self, place: int, number: int = signal.SIGKILL) -> int:
+        """End a room; return its pid once its leash has ended, too."""
+        child = self.children[place]
+        os.kill(child.pid, number)
+        wait_for("the leash has ended", lambda: child.exit_code is not None)
+        return child.pid
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Kept]:
+    rooms = Kept(tmp_path / "project")
+    yield rooms
+    for child in rooms.children:
+        child.finish_stop(time.monotonic() + 5)
+
+
+def test_the_pause_before_a_restart_grows_and_old_deaths_are_forgotten() -> None:
+    deaths = Deaths(7)
+    assert [deaths.died(float(at)) for at in range(8)] == [1, 2, 4, 8, 16, 30, 30, None]
+    assert deaths.died(WINDOW + 6.5) == 2  # the one at 7 s counts yet
+    assert deaths.count == 9
+    assert Deaths(0).died(0.0) is None
+
+
+def test_a_room_that_dies_is_started_again_after_its_pause_and_the_others_are_left_alone(kept: Kept) -> None:
+    answers: list[bool] = [False]
+    kept.add("vllm", ready=lambda: answers[0])
+    kept.add("proxy")
+    upkeep = kept.upkeep(5)
+    assert not kept.turn(upkeep)
+    first, other = kept.end(0, signal.SIGSEGV), kept.children[1]
+    assert kept.turn(upkeep)
+    assert not kept.turn(upkeep, 0.5)
+    assert kept.turn(upkeep, 0.6)
+    assert kept.children[0].pid != first
+    assert kept.children[1] is other
+    assert is_alive(other.pid)
+    assert not kept.turn(upkeep)
+    answers[0] = True
+    assert kept.turn(upkeep)
+    assert [(event.kind, event.room) for event in kept.events] == [("died", "vllm"), ("back", "vllm")]
+    assert f"vllm (pid {first}) was ended by SIGSEGV; it is started again in 1 s" in kept.events[0].text
+    assert [(room, bool(reason)) for room, reason in kept.alarms] == [("vllm", True), ("vllm", False)]
+    assert upkeep.deaths()["vllm"]["count"] == 1
+
+
+def test_a_trainer_that_dies_again_and_again_is_given_up_and_agents_are_served_on(kept: Kept) -> None:
+    kept.add("proxy")
+    kept.add("trainer", "raise SystemExit('the checkpoint is damaged')")
+    wait_for("it has ended", lambda: kept.children[1].exit_code is not None)
+    upkeep = kept.upkeep(1)
+    assert kept.turn(upkeep)
+    assert kept.turn(upkeep, 1.1)
+    wait_for("it has ended again", lambda: kept.children[1].exit_code is not None)
+    assert kept.turn(upkeep)
+    assert not kept.turn(upkeep, 100.0)
+    assert upkeep.deaths()["trainer"]["given_up"]
+    told = kept.events[-1].text
+    assert "exited with code 1; it has died 2 times within 10 minutes (restarts); it is not started again" in told
+    assert "the checkpoint is damaged" in told
+    assert kept.alarms[-1][1] is not None
+    assert is_alive(kept.children[0].pid)
+
+
+@pytest.mark.parametrize("name", ["vllm", "proxy"])
+def test_without_restarts_the_death_of_a_room_that_is_needed_ends_all(kept: Kept, name: str) -> None:
+    kept.add(name)
+    upkeep = kept.upkeep(0)
+    kept.end(0)
+    with pytest.raises(RoomDied, match="was ended by SIGKILL; the others are being stopped"):
+        kept.turn(upkeep)
+
+
+def test_a_room_that_hangs_while_it_starts_again_is_ended_and_counts_as_dead(kept: Kept) -> None:
+    kept.add("vllm", ready=lambda: False)
+    upkeep = kept.upkeep(3)
+    kept.end(0)
+    kept.turn(upkeep)
+    kept.turn(upkeep, 1.1)
+    hung = kept.children[0].pid
+    assert kept.turn(upkeep, 10.0)
+    assert not is_alive(hung)
+    assert "was not ready within 5 s; it is started again in 2 s" in kept.events[-1].text
+
+
+def test_a_room_whose_leash_is_killed_does_not_run_on_beside_its_successor(kept: Kept) -> None:
+    kept.add("proxy", "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(300)")
+    stubborn = kept.children[0]
+    wait_for("it ignores SIGTERM", lambda: stubborn.tail() != "")
+    leash = pidfile.running(kept.state.pid("proxy.leash"))
+    assert leash is not None
+    psutil.Process(leash.pid).kill()
+    wait_for("the leash has ended", lambda: stubborn.exit_code is not None)
+    upkeep = kept.upkeep(5)
+    assert kept.turn(upkeep)
+    assert not is_alive(stubborn.pid)
