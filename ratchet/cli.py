@@ -15,6 +15,7 @@ import click
 
 from ratchet import __version__
 from ratchet.commands import (
+    bench,
     demo,
     evaluate,
     feedback,
@@ -69,6 +70,7 @@ for command in (
     tasks.tasks,
     tune.tune,
     evaluate.evaluate,
+    bench.bench,
 ):
     cli.add_command(command)
 

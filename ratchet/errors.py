@@ -11,6 +11,7 @@ FaceError
 |-- NotRunning       the command needs a running project
 |-- RoomDied         a process ended that should run
 |-- RoomSlow         a process did not become ready in time
+|-- MeasurementFailed  `ratchet bench` could not measure
 `-- DemoFailed       the demo could not run
 """
 
@@ -59,6 +60,10 @@ class RoomDied(FaceError):
 
 class RoomSlow(FaceError):
     """A process did not become ready in time; the message holds the end of its log."""
+
+
+class MeasurementFailed(FaceError):
+    """`ratchet bench` could not measure."""
 
 
 class DemoFailed(FaceError):

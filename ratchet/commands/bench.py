@@ -1,0 +1,114 @@
+"""`ratchet bench`: what the proxy costs on the user's own machine, with their vLLM, beside asking it straight."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ratchet import options
+
+if TYPE_CHECKING:
+    from ratchet.measuring.calls import Shape, Way
+    from ratchet.settings import Settings
+
+
+@click.command()
+@click.option(
+    "--calls", type=click.IntRange(1), help="Calls of each way in all.  [default: two for each place and turn]"
+)
+@click.option("--concurrency", type=click.IntRange(1, 1024), default=8, show_default=True, help="Calls at a time.")
+@click.option("--turns", type=click.IntRange(1), default=10, show_default=True, help="Blocks that the calls come in.")
+@click.option("--stream/--whole", default=True, show_default=True, help="Are answers streamed?")
+@click.option("--words", type=click.IntRange(1, 1_000_000), default=100, show_default=True, help="Words of a prompt.")
+@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of every answer.")
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), default=120.0, show_default=True,
+              help="Seconds for one call.")  # fmt: skip
+@options.proxy_url
+@click.option("--upstream", metavar="URL", help="vLLM behind it, asked straight.  [default: the running project's]")
+@click.option("--upstream-model", metavar="NAME", help="What vLLM calls the same model.  [default: found out]")
+@options.alias
+@options.project
+@options.as_json
+@click.pass_context
+def bench(
+    context: click.Context, /, calls: int | None, concurrency: int, turns: int, timeout: float, as_json: bool,
+    stream: bool, words: int, max_tokens: int, proxy: str | None, upstream: str | None, upstream_model: str | None,
+    model: str | None, project: str | None,
+) -> int:  # fmt: skip
+    """Measure what the proxy costs here: calls straight to your vLLM and through the proxy, in turns.
+
+    Added latency with its interval, tokens per second, the proxy's CPU per call. The version that is live is asked by
+    name, so that nothing is judged or trained; the calls are recorded with the tag `bench`. They are load: measure
+    while nobody waits for answers. Ends with 1 where a call failed. Keys: RATCHET_API_KEYS, RATCHET_UPSTREAM_API_KEY.
+
+    \b
+    Example:
+      ratchet bench --concurrency 32 --calls 320
+      ratchet bench --proxy http://10.0.0.5:8000 --upstream http://10.0.0.6:8001 --model mail --json
+    """
+    from ratchet.measuring import report
+    from ratchet.measuring.calls import Shape
+    from ratchet.measuring.measurement import Plan, measure
+    from ratchet.measuring.targets import cpu_of
+    from ratchet.terminal import bars
+
+    if calls is not None and calls < concurrency * turns:
+        raise click.UsageError(
+            f"--calls {calls}: {turns} turns of {concurrency} calls at a time need {turns * concurrency} or more; "
+            "with fewer, give less --turns or --concurrency"
+        )
+    settings = options.running_settings_of(context, {"model": model, "project": project})
+    ways = _ways(settings, proxy, upstream, upstream_model)
+    shape, plan = Shape(stream, words, max_tokens), Plan(calls or 2 * concurrency * turns, concurrency, turns, timeout)
+    if not as_json:
+        click.echo(_told(ways, shape), err=True)
+    with bars() as told:
+        measured = measure(ways, shape, plan, cpu_of(ways[-1].url), told)
+    if as_json:
+        options.emit(report.plain(measured))
+    else:
+        report.show(measured)
+    return 1 if measured.failed else 0
+
+
+def _ways(settings: Settings, proxy: str | None, upstream: str | None, upstream_model: str | None) -> tuple[Way, ...]:
+    import os
+
+    from ratchet import tuning
+    from ratchet.measuring import targets
+    from ratchet.measuring.calls import Way
+    from ratchet.measuring.measurement import IDS, PROXIED, STRAIGHT, WITH_IDS
+    from ratchet.running.up import read_running
+
+    proxy_url = _base(proxy or tuning.proxy_of(settings))
+    vllm_url = upstream or read_running(settings.state).get("vllm_url")
+    if not vllm_url:
+        raise click.UsageError(
+            "which vLLM is behind the proxy? start the project with `ratchet up --detach`, or give --upstream URL"
+        )
+    vllm_url = _base(str(vllm_url))
+    key, vllm_key = tuning.first_key(), os.environ.get("RATCHET_UPSTREAM_API_KEY")
+    listed = targets.cards(proxy_url, key, "is it running (`ratchet up`), and does it accept RATCHET_API_KEYS?")
+    asked = targets.asked_of_proxy(settings.model, listed)
+    name = upstream_model or targets.asked_of_vllm(
+        asked, targets.cards(vllm_url, vllm_key, "is --upstream its URL, and RATCHET_UPSTREAM_API_KEY its key?")
+    )
+    return (
+        Way(STRAIGHT, vllm_url, name, vllm_key),
+        Way(WITH_IDS, vllm_url, name, vllm_key, IDS),
+        Way(PROXIED, proxy_url, asked, key),
+    )
+
+
+def _base(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _told(ways: tuple[Way, ...], shape: Shape) -> str:
+    straight, proxied = ways[0], ways[-1]
+    return (
+        f"{proxied.model} at {proxied.url} beside {straight.model} at {straight.url}: "
+        f"{'streamed' if shape.stream else 'whole'} answers of {shape.max_tokens} tokens, "
+        f"prompts of {shape.words} words"
+    )

@@ -1,0 +1,128 @@
+"""`ratchet bench`: a real proxy before a scripted vLLM, measured by the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ratchet.cli import run
+from ratchet.measuring.calls import Block, Call
+from ratchet.measuring.figures import added, figures, interval
+from store import Store, open_store
+from tests.proxy.conftest import running
+from tests.proxy.scripted_vllm import ScriptedVllm
+from tests.proxy.servers import eventually, served
+
+
+class Bench:
+    """A proxy before a scripted vLLM, and the command pointed at both."""
+
+    def __init__(self, proxy: str, upstream: str, vllm: ScriptedVllm, store: Store) -> None:
+        self.vllm, self.store = vllm, store
+        self._where = ["--proxy", proxy, "--upstream", upstream, "--model", "agent"]
+
+    def run(self, *arguments: str) -> int:
+        return run(["bench", *self._where, *arguments])
+
+
+@pytest.fixture(scope="module")
+def circle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder, vllm = tmp_path_factory.mktemp("bench"), ScriptedVllm()
+    store = open_store(str(folder / "s.db"))
+    with served(vllm) as upstream, running(upstream, store, folder) as proxy:
+        yield Bench(proxy.url, upstream, vllm, store)
+    store.close()
+
+
+@pytest.fixture
+def bench(circle: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """The circle, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    circle.vllm.failures_left = 0
+    circle.vllm.calls.clear()
+    return circle
+
+
+@pytest.mark.parametrize("how", ["--stream", "--whole"])
+def test_straight_and_proxied_calls_are_told_side_by_side_with_what_the_proxy_adds(
+    bench: Bench, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    assert bench.run("--concurrency", "2", "--turns", "6", "--json", how) == 0
+    told = json.loads(capsys.readouterr().out)
+    names = ["straight", "straight, ids and logprobs", "through the proxy"]
+    assert [(way["name"], way["calls"], way["failed"]) for way in told["ways"]] == [(name, 24, 0) for name in names]
+    assert all(way["tokens_per_second"] > 0 and way["whole"]["p50"] >= way["first_byte"]["p50"] for way in told["ways"])
+    assert [one["turns"] for one in told["added"]] == [6] * 6
+    assert all(one["low"] <= one["value"] <= one["high"] for one in told["added"])
+    proxied = told["ways"][2]
+    assert proxied["overhead"]["p50"] > 0
+    assert proxied["cpu_us"] > 0
+    streamed = [body for body in bench.vllm.calls if body.get("stream")]
+    assert len(streamed) == (len(bench.vllm.calls) if how == "--stream" else 0)
+
+
+def test_every_prompt_is_another_one_and_nothing_of_it_is_ever_trained(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.run("--concurrency", "2", "--turns", "1", "--words", "5") == 0
+    assert "the proxy and all it asks for add" in capsys.readouterr().out
+    prompts = [body["messages"][0]["content"] for body in bench.vllm.calls]
+    assert len({prompt.split()[0] for prompt in prompts}) == len(prompts) == 3 * (2 + 4)  # a warm-up each
+    eventually(lambda: len(bench.store.trajectories.page(limit=1000)) >= 6)
+    assert {run.purpose for run in bench.store.trajectories.page(limit=1000)} == {"eval"}
+
+
+def test_failed_calls_are_counted_with_their_reason_and_end_the_command_with_1(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.vllm.failures_left, bench.vllm.failure = 4, 400
+    assert bench.run("--concurrency", "4", "--turns", "1") == 1
+    assert "straight (http://127.0.0.1" in (told := capsys.readouterr().err)
+    assert "no call succeeds: 400" in told
+    bench.vllm.failures_left = 3
+    assert bench.run("--concurrency", "1", "--turns", "1", "--calls", "1") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--model", "mial"], 1, "--model mial: the proxy knows no such model; it knows agent"),
+        (["--proxy", "http://127.0.0.1:9"], 1, "is it running (`ratchet up`)"),
+        (["--proxy", "no url"], 1, "does not list its models"),
+        (["--upstream", "http://127.0.0.1:9"], 1, "is --upstream its URL"),
+        (["--upstream-model", "unheard"], 1, "no call succeeds: 404"),
+        (["--calls", "3"], 2, "need 80 or more"),
+    ],
+)
+def test_what_cannot_be_measured_is_told_with_the_remedy(
+    bench: Bench, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
+) -> None:
+    assert bench.run(*arguments) == code
+    assert told in capsys.readouterr().err
+
+
+def test_the_interval_of_the_median_holds_it_in_95_of_100_and_is_not_told_of_five_turns() -> None:
+    assert interval([3.0, 1.0, 2.0, 5.0, 4.0]) == (None, None)
+    assert interval([6.0, 5.0, 4.0, 3.0, 2.0, 1.0]) == (1.0, 6.0)  # 1 - 2/64 = 96.9%
+    assert interval([float(one) for one in range(1, 11)]) == (2.0, 9.0)  # 97.9%; (3, 8) would hold it in 89.1%
+
+
+def test_a_failed_call_is_no_time_and_a_turn_without_an_answer_no_difference() -> None:
+    good, bad = Call(0.1, 0.2, 5), Call(failure="400: no")
+    ours, theirs = [Block((good, bad), 1.0, 0.5, 0.1), Block((bad,), 1.0, None, 0.1)], [_block(0.15), _block(0.1)]
+    found = figures("x", ours)
+    assert (found.calls, found.failed, found.commonest_failure) == (3, 2, "400: no")
+    assert found.whole is not None
+    assert found.whole.p99 == 200
+    assert found.tokens_per_second == 2.5
+    gain = added("x", "y", "whole call", ours, theirs)
+    assert gain is not None
+    assert gain.value == pytest.approx(50)
+    assert (gain.low, gain.turns) == (None, 1)
+
+
+def _block(seconds: float) -> Block:
+    return Block((Call(seconds, seconds, 5),), 1.0, None, 0.0)
