@@ -35,18 +35,26 @@ def among(connection: sa.Connection, column: sa.Column[str], names: Sequence[str
     return column.in_(sa.select(listed.c.value))
 
 
-class _Statement:
-    """An INSERT in a dialect's own words, and what turns rows into its values."""
+def change(connection: sa.Connection, statement: sa.Update, rows: Sequence[Row]) -> None:
+    """Execute an UPDATE once per row. It names its values by `bindparam`; it is compiled once if it is always the same.
 
-    def __init__(self, dialect: sa.Dialect, table: sa.Table, columns: Sequence[str], new_only: bool) -> None:
-        kinds = postgresql if dialect.name == "postgresql" else sqlite
-        statement = kinds.insert(table).on_conflict_do_nothing() if new_only else sa.insert(table)
-        compiled = statement.compile(dialect=dialect, column_keys=list(columns))
+    A parameter must not have the name of a column.
+    """
+    if rows:
+        compiled = _compiled_change(connection.dialect, statement)
+        connection.exec_driver_sql(compiled.text, compiled.values(rows))
+
+
+class _Statement:
+    """A statement in a dialect's own words, and what turns rows into its values."""
+
+    def __init__(self, dialect: sa.Dialect, statement: sa.Insert | sa.Update, columns: Sequence[str] | None) -> None:
+        compiled: Any = statement.compile(dialect=dialect, column_keys=None if columns is None else list(columns))
         self.text = str(compiled)
         self._positional = bool(compiled.positional)
-        self._names = tuple(compiled.positiontup or columns)
+        self._names = tuple(compiled.positiontup or compiled.binds)
         self._of = itemgetter(*self._names) if len(self._names) > 1 else lambda row: (row[self._names[0]],)
-        types = [table.c[name].type.dialect_impl(dialect) for name in self._names]
+        types = [compiled.binds[name].type.dialect_impl(dialect) for name in self._names]
         self._packs: list[Callable[[Any], Any] | None] = [kind.bind_processor(dialect) for kind in types]
 
     def values(self, rows: Sequence[Row]) -> Any:
@@ -61,4 +69,11 @@ class _Statement:
 
 @lru_cache(maxsize=_STATEMENTS)
 def _compiled(dialect: sa.Dialect, table: sa.Table, columns: tuple[str, ...], new_only: bool) -> _Statement:
-    return _Statement(dialect, table, columns, new_only)
+    kinds = postgresql if dialect.name == "postgresql" else sqlite
+    statement = kinds.insert(table).on_conflict_do_nothing() if new_only else sa.insert(table)
+    return _Statement(dialect, statement, columns)
+
+
+@lru_cache(maxsize=_STATEMENTS)
+def _compiled_change(dialect: sa.Dialect, statement: sa.Update) -> _Statement:
+    return _Statement(dialect, statement, None)

@@ -21,7 +21,7 @@ import msgspec
 import sqlalchemy as sa
 
 from store import blocks, schema
-from store.inserting import among, insert
+from store.inserting import among, change, insert
 from store.owners import may_share
 from store.records import CallBegun, CallEnded, CallRecord, MessageNode
 from store.states import CallState, TrajectoryState
@@ -45,6 +45,12 @@ _NOT_ENDED: Mapping[str, Any] = {
     "prompt_ids": b"", "prompt_tokens": 0, "completion_tokens": 0, "untrainable": None, "error": None,
     "upstream": None, "answer_id": None,
 }  # fmt: skip
+
+_ACTIVE = (
+    sa.update(schema.trajectories)
+    .where(schema.trajectories.c.id == sa.bindparam("run"), schema.trajectories.c.last_active_at < sa.bindparam("at"))
+    .values(last_active_at=sa.bindparam("at"))
+)  # fmt: skip
 
 
 class _Run(NamedTuple):
@@ -312,14 +318,7 @@ def _add_trajectories(
 
 def _touch(connection: sa.Connection, times: Mapping[str, float]) -> None:
     """Note that trajectories were active at these times."""
-    runs = schema.trajectories
-    if times:
-        connection.execute(
-            sa.update(runs)
-            .where(runs.c.id == sa.bindparam("run"), runs.c.last_active_at < sa.bindparam("at"))
-            .values(last_active_at=sa.bindparam("at")),
-            [{"run": name, "at": times[name]} for name in sorted(times)],
-        )
+    change(connection, _ACTIVE, [{"run": name, "at": times[name]} for name in sorted(times)])
 
 
 def short_task(task: str | None) -> str | None:

@@ -15,13 +15,19 @@ import sqlalchemy as sa
 
 from store import schema
 from store.database import read, write
+from store.inserting import among, change, insert
 from store.states import ToolOutcome, ToolResult
 from store.tool_records import ToolAnswer, ToolCall, ToolTally
 
-_IN_MOST = 500  # values in one IN (...)
 _MOST_TALLIED = 1_000  # tools, the most called ones
 
 _rows = schema.tool_calls
+_SAID = (
+    sa.update(_rows)
+    .where(_rows.c.call_id == sa.bindparam("of"), _rows.c.choice == sa.bindparam("nth"))
+    .where(_rows.c.place == sa.bindparam("at"))
+    .values(result=sa.bindparam("said"))
+)
 
 
 class Tools:
@@ -45,8 +51,7 @@ class Tools:
             return [], []
         with write(self._engine) as connection:
             new = _without_known(connection, found)
-            if new:
-                connection.execute(sa.insert(_rows), [msgspec.structs.asdict(row) for row in new])
+            insert(connection, _rows, [msgspec.structs.asdict(row) for row in new])
             return new, _answer(connection, answers)
 
     def of_call(self, call_id: str) -> list[ToolCall]:
@@ -98,13 +103,12 @@ class Tools:
 def _without_known(connection: sa.Connection, found: Sequence[ToolCall]) -> list[ToolCall]:
     """Return those that are not there yet and whose call is."""
     names = sorted({row.call_id for row in found})
-    there: set[str] = set()
-    known: set[tuple[str, int, int]] = set()
-    for start in range(0, len(names), _IN_MOST):
-        chunk = names[start : start + _IN_MOST]
-        there |= set(connection.scalars(sa.select(schema.calls.c.id).where(schema.calls.c.id.in_(chunk))))
-        keys = sa.select(_rows.c.call_id, _rows.c.choice, _rows.c.place).where(_rows.c.call_id.in_(chunk))
-        known |= {(row.call_id, row.choice, row.place) for row in connection.execute(keys)}
+    if not names:
+        return []
+    calls = schema.calls
+    query = sa.select(calls.c.id, _rows.c.choice, _rows.c.place).outerjoin(_rows, _rows.c.call_id == calls.c.id)
+    known = set(map(tuple, connection.execute(query.where(among(connection, calls.c.id, names)))))
+    there = {key[0] for key in known}
     new = {(row.call_id, row.choice, row.place): row for row in found if row.call_id in there}
     return [row for key, row in new.items() if key not in known]
 
@@ -116,20 +120,20 @@ def _answer(connection: sa.Connection, answers: Sequence[ToolAnswer]) -> list[To
         result = wanted.pop((row.call_id, row.choice, row.tool_call_id), None)
         if result is not None:
             answered.append(msgspec.structs.replace(row, result=result))
-    for row in answered:
-        place = (_rows.c.call_id == row.call_id, _rows.c.choice == row.choice, _rows.c.place == row.place)
-        connection.execute(sa.update(_rows).where(*place).values(result=row.result))
+    told = [{"of": row.call_id, "nth": row.choice, "at": row.place, "said": row.result} for row in answered]
+    change(connection, _SAID, told)
     return answered
 
 
 def _unanswered(connection: sa.Connection, names: Sequence[str]) -> Iterable[ToolCall]:
-    for start in range(0, len(names), _IN_MOST):
-        chosen = _rows.c.call_id.in_(names[start : start + _IN_MOST])
-        query = sa.select(_rows).where(chosen, _rows.c.result.is_(None))
-        yield from [_tool_call(row) for row in connection.execute(query.order_by(_rows.c.choice, _rows.c.place))]
+    if names:
+        query = sa.select(_rows).where(among(connection, _rows.c.call_id, names), _rows.c.result.is_(None))
+        order = (_rows.c.call_id, _rows.c.choice, _rows.c.place)
+        yield from [_tool_call(row) for row in connection.execute(query.order_by(*order))]
 
 
 def _tool_call(row: Any) -> ToolCall:
-    values = {name: getattr(row, name) for name in ToolCall.__struct_fields__ if name not in ("outcome", "result")}
-    result = None if row.result is None else ToolResult(row.result)
-    return ToolCall(outcome=ToolOutcome(row.outcome), result=result, **values)
+    values = dict(row._mapping)
+    values["outcome"] = ToolOutcome(row.outcome)
+    values["result"] = None if row.result is None else ToolResult(row.result)
+    return ToolCall(**values)
