@@ -22,11 +22,12 @@ from starlette.types import Receive, Scope, Send
 
 from proxy.access.bounds import Bounds, read_json
 from proxy.access.limits import HOLD
-from proxy.asgi import PATH, TRAJECTORY, header, read_body
+from proxy.asgi import JSON, PATH, TRAJECTORY, header, read_body, send_bytes
 from proxy.disconnect import Watch
 from proxy.errors import BadRequest, NotFound
 from proxy.observing.metrics import Metrics
 from proxy.policy import PolicyBook
+from proxy.shapes import shape_of
 from proxy.upstreams.adapters import Adapters
 from proxy.upstreams.answer import Answer
 from proxy.upstreams.connection import HttpAnswer
@@ -47,6 +48,7 @@ _CONTROL = frozenset(
 )  # fmt: skip
 _OF_OTHERS = ("/embeddings", "/rerank", "/score", "/classify", "/pooling", "/moderations")
 _KEYS = ("key", "api_key", "api-key", "apikey", "x-api-key", "access_token", "token", "authorization")
+_NO_ROUTE = b'{"detail":"Not Found"}'  # of vLLM's web framework
 _OURS = ("connection", "keep-alive", "transfer-encoding", "content-length", "server", "date")
 
 
@@ -91,14 +93,10 @@ class PassThrough:
                 else:
                     answer = await self._ask(scope, *self._served(fields, name))
                 try:
-                    kept = [
-                        (n.lower().encode(), v.encode()) for n, v in answer.headers.items() if n.lower() not in _OURS
-                    ]
-                    await send({"type": "http.response.start", "status": answer.status, "headers": kept})
-                    async for piece in answer.pieces():
-                        await send({"type": "http.response.body", "body": piece, "more_body": True})
-                    watch.stop()
-                    await send({"type": "http.response.body", "body": b""})
+                    if answer.status in (404, 405):
+                        await _tell_refusal(scope, answer, send, watch)
+                    else:
+                        await _pass_on(answer, send, watch)
                 finally:
                     answer.close()
             except asyncio.CancelledError:
@@ -134,6 +132,26 @@ class PassThrough:
         version = self._book.live(alias) if version is None else version
         served = Raw(msgspec.json.encode(self._book.served(alias, version)))
         return msgspec.json.encode({**fields, "model": served}), (alias, version)
+
+
+async def _pass_on(answer: Answer, send: Send, watch: Watch) -> None:
+    """Send an answer as it comes."""
+    kept = [(n.lower().encode(), v.encode()) for n, v in answer.headers.items() if n.lower() not in _OURS]
+    await send({"type": "http.response.start", "status": answer.status, "headers": kept})
+    async for piece in answer.pieces():
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    watch.stop()
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _tell_refusal(scope: Scope, answer: Answer, send: Send, watch: Watch) -> None:
+    """Send that the server has no such route or model in the API's own shape, which its web framework does not know."""
+    body = await answer.read()
+    if body == _NO_ROUTE:
+        body = b"no route %s here, nor at the server for the model that it serves" % scope["path"][:200].encode()
+    told, _ = shape_of(scope).theirs(answer.status, body)
+    watch.stop()
+    await send_bytes(send, answer.status, told, [JSON])
 
 
 def _fields(body: bytes) -> tuple[dict[str, Raw], str | None]:

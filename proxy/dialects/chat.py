@@ -1,10 +1,11 @@
-"""POST /v1/chat/completions: vLLM's own dialect, passed on byte for byte but for what was not asked for."""
+"""POST /v1/chat/completions: vLLM's own dialect, passed on byte for byte but for what only OpenAI knows."""
 
 from __future__ import annotations
 
 from proxy import request
 from proxy.capture import Capture
 from proxy.dialects.dialect import Asked, asked, read_body_with, told_policy
+from proxy.dialects.vllm_words import in_vllms_words
 from proxy.errors import ProxyError, to_openai_error
 from proxy.request import ChatRequest
 from proxy.shapes import OPENAI
@@ -26,7 +27,7 @@ class Chat:
 
 
 def _read(body: bytes) -> Asked:
-    wanted = request.read(body)
+    wanted = in_vllms_words(request.read(body))
     return asked(wanted, lambda begun: PlainVoice(capture_for(wanted, begun)))
 
 

@@ -52,6 +52,14 @@ def require(body: Json, *names: str) -> None:
             raise BadRequest(f"{name}: field required", param=name)
 
 
+def unreadable(where: str, error: Exception) -> BadRequest:
+    """Return what is said of a part of the body that is not of the kind that it has to be."""
+    what = (
+        f"{error} is missing" if isinstance(error, KeyError) else "not an object, or a field of it has the wrong kind"
+    )
+    return BadRequest(f"{where}: {what}", param=where)
+
+
 def joined(parts: Sequence[Json]) -> str | list[Json]:
     """Return chat content: plain text where all parts are text, else the parts."""
     if all(part["type"] == "text" for part in parts):

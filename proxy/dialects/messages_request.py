@@ -1,8 +1,8 @@
 """A request to /v1/messages as a chat request.
 
 Thoughts go back as the reasoning of their message, tool results become tool messages before the rest of their turn,
-images stay in place. What vLLM cannot serve is refused by name, but for tools that only Anthropic's servers run:
-those are left out, as the model cannot call them.
+images stay in place, documents of text are text. What vLLM cannot serve is refused by name, but for tools that only
+Anthropic's servers run: those are left out, as the model cannot call them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects import inner
+from proxy.dialects import anthropic_tools, inner
 from proxy.dialects.inner import Json
 from proxy.errors import BadRequest
 from proxy.request import ChatRequest
@@ -62,14 +62,20 @@ def chat_messages(body: Json) -> list[Json]:
     if system := body.get("system"):
         messages.append({"role": "system", "content": _content(_blocks(system), "system")})
     for place, message in enumerate(body["messages"]):
-        role, blocks = message["role"], _blocks(message["content"])
-        if role == "assistant":
-            messages.append(_assistant(blocks))
-        elif role in ("user", "system"):
-            messages += _turn(role, blocks)
-        else:
-            raise BadRequest(f"messages.{place}.role: must be user, assistant or system, not {role!r}")
+        try:
+            messages += _said(message)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise inner.unreadable(f"messages.{place}", error) from error
     return inner.with_one_system_message_first(messages)
+
+
+def _said(message: Json) -> list[Json]:
+    role, blocks = message["role"], _blocks(message["content"])
+    if role == "assistant":
+        return [_assistant(blocks)]
+    if role in ("user", "system"):
+        return _turn(role, blocks)
+    raise BadRequest(f"messages: a role must be user, assistant or system, not {role!r}", param="messages")
 
 
 def template_fields(body: Json) -> Json | None:
@@ -88,6 +94,8 @@ def _content(blocks: Iterable[Json], role: str) -> str | list[Json]:
 
 
 def _part(block: Json, role: str) -> Json:
+    if block["type"] == "search_result":
+        return {"type": "text", "text": _titled(block, block["source"], _texts(block["content"]))}
     source = block.get("source") or {}
     match block["type"], source.get("type"):
         case "text", _:
@@ -97,9 +105,26 @@ def _part(block: Json, role: str) -> Json:
         case "image", "base64":
             return inner.image(f"data:{source['media_type']};base64,{source['data']}")
         case "document", "text":
-            return {"type": "text", "text": source["data"]}
-        case kind, _:
-            raise BadRequest(f"messages: a {kind} block in a {role} message is not served")
+            return {"type": "text", "text": _titled(block, source["data"])}
+        case "document", "content":
+            return {"type": "text", "text": _titled(block, _texts(source["content"]))}
+        case kind, None:
+            raise BadRequest(f"messages: a {kind} block in a {role} message is not served", param="messages")
+        case kind, made:
+            raise BadRequest(f"messages: a {kind} block of a {made} source is not served", param="messages")
+
+
+def _titled(block: Json, *said: str) -> str:
+    """Return the text of a document under its title and what it is said of it, where there are such."""
+    return "\n".join(part for part in (block.get("title"), block.get("context"), *said) if part)
+
+
+def _texts(content: Any) -> str:
+    """Return the text of blocks. Raises BadRequest where one is none."""
+    text = _content(_blocks(content), "user")
+    if not isinstance(text, str):
+        raise BadRequest("messages: a document holds text only here", param="messages")
+    return text
 
 
 def _assistant(blocks: Sequence[Json]) -> Json:
@@ -134,25 +159,23 @@ def _turn(role: str, blocks: Sequence[Json]) -> list[Json]:
     """Return the tool results of a turn, each as a message, then what else it holds."""
     messages: list[Json] = []
     rest: list[Json] = []
+    pictures: list[Json] = []  # of tool results, as tool messages are text
     for block in blocks:
         if block["type"] != "tool_result":
             rest.append(block)
             continue
-        parts = _blocks(block.get("content") or "")
+        parts = [_part(part, "user") for part in _blocks(block.get("content") or "")]
         text = "".join(part["text"] for part in parts if part["type"] == "text")
-        rest += [part for part in parts if part["type"] != "text"]
+        pictures += [part for part in parts if part["type"] != "text"]
         said = f"Error: {text}" if block.get("is_error") else text
         messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": said})
-    if rest:
-        messages.append({"role": role, "content": _content(rest, role)})
+    if parts := [*pictures, *(_part(block, role) for block in rest)]:
+        messages.append({"role": role, "content": inner.joined(parts)})
     return messages
 
 
 def _tools(body: Json) -> list[Json]:
-    own = [tool for tool in body.get("tools") or () if tool.get("type") in (None, "custom")]
-    return [
-        inner.function(tool["name"], tool.get("description"), tool["input_schema"], tool.get("strict")) for tool in own
-    ]
+    return anthropic_tools.functions(list(body.get("tools") or ()))
 
 
 def _tool_choice(choice: Json) -> Any:

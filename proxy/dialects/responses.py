@@ -49,7 +49,8 @@ class Responses:
 
         def voice(begun: CallBegun) -> TellingVoice:
             capture = chat.capture_for(wanted, begun)
-            teller = ResponseTeller(begun, body, responses_request.custom_names(body))
+            names = responses_request.custom_names(body), responses_request.namespaces(body)
+            teller = ResponseTeller(begun, body, *names)
             if body.get("store") is False:
                 return TellingVoice(capture, teller)
             return RememberedVoice(capture, teller, lambda answer: self._memory.keep(begun, [*added, answer], previous))

@@ -1,13 +1,14 @@
 """A request to /v1/responses as a chat request.
 
 Consecutive items of the assistant (reasoning, message, calls) are one chat message, as the model said them in one.
-A custom tool becomes a function with the one string `input`. What vLLM cannot serve is refused by name, but for
-tools that only OpenAI's servers run: those are left out, as the model cannot call them.
+A custom tool becomes a function with the one string `input`; the tools of a namespace are tools like others. What vLLM
+cannot serve is refused by name, but for tools that only OpenAI's servers run: those are left out, as the model cannot
+call them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +19,8 @@ from proxy.errors import BadRequest
 from proxy.request import ChatRequest
 
 _REFUSED = ("background", "conversation", "prompt")
+_CLIENT_RUN = ("computer", "computer_use_preview", "local_shell", "shell", "apply_patch")  # by what only OpenAI's know
+_NAMESPACE = "namespace"
 _LOGPROBS = "message.output_text.logprobs"  # in `include`: the client wants them
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
@@ -55,24 +58,35 @@ def added_messages(body: Json) -> list[Json]:
         if body.get(name):
             raise BadRequest(f"`{name}` is not served here", param=name)
     given = body["input"]
-    if not given:
+    if not given and not body.get("previous_response_id"):
         raise BadRequest("`input` is empty", param="input")
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise BadRequest("`input` must be a text or a list of items", param="input")
     messages: list[Json] = []
-    for item in given:
-        _add(messages, item)
+    for place, item in enumerate(given):
+        try:
+            _add(messages, item)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise inner.unreadable(f"input[{place}]", error) from error
     return messages
 
 
 def custom_names(body: Json) -> frozenset[str]:
     """Return the names of the custom tools."""
-    return frozenset(tool["name"] for tool in body.get("tools") or () if tool["type"] == "custom")
+    return frozenset(tool["name"] for tool in _own_tools(body) if tool["type"] == "custom")
+
+
+def namespaces(body: Json) -> dict[str, str]:
+    """Return the namespace of each tool that has one, by the tool's name."""
+    spaces = (tool for tool in body.get("tools") or () if tool["type"] == _NAMESPACE)
+    return {tool["name"]: space["name"] for space in spaces for tool in space["tools"]}
 
 
 def _add(messages: list[Json], item: Json) -> None:
     """Add an input item to the messages, or to the assistant's turn that it belongs to."""
-    match item.get("type", "message"):
+    match item.get("type") or "message":
         case "message" if item["role"] == "assistant":
             turn = _assistant(messages)
             text = _content(item["content"], "assistant")
@@ -140,10 +154,25 @@ def _part(part: Json) -> Json:
             raise BadRequest(f"input: a content part of the type {kind} is not served here", param="input")
 
 
+def _own_tools(body: Json) -> Iterator[Json]:
+    """Yield the tools, those of a namespace one by one. Raises BadRequest."""
+    for place, tool in enumerate(body.get("tools") or ()):
+        try:
+            yield from tool["tools"] if tool["type"] == _NAMESPACE else (tool,)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise inner.unreadable(f"tools[{place}]", error) from error
+
+
 def _tools(body: Json) -> list[Json]:
     tools = []
-    for tool in body.get("tools") or ():
+    for tool in _own_tools(body):
+        if tool["type"] in _CLIENT_RUN:
+            raise BadRequest(f"tools: a tool of the type {tool['type']} is not served here", param="tools")
         if tool["type"] == "function":
+            if "function" in tool and "name" not in tool:
+                raise BadRequest(
+                    "tools: a function's `name` stands beside its `type`, not in `function`", param="tools"
+                )
             given = (tool["name"], tool.get("description"), tool.get("parameters"), tool.get("strict"))
             tools.append(inner.function(*given))
         elif tool["type"] == "custom":

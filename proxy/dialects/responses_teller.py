@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -38,12 +39,14 @@ _PREFIX = {Kind.THOUGHT: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 
 
 class ResponseTeller(Teller):
-    """Tells one response. `body` is the request, whose settings the response repeats."""
+    """Tells one response. `body` is the request, whose settings the response repeats; `custom` and
+    `spaces` name its custom tools, and the namespaces of those that have one."""
 
-    def __init__(self, begun: CallBegun, body: Json, custom: frozenset[str]) -> None:
+    def __init__(self, begun: CallBegun, body: Json, custom: frozenset[str], spaces: Mapping[str, str]) -> None:
         super().__init__()
         self._id = response_id(begun.call_id)
         self._custom = custom
+        self._spaces = spaces
         self._number = 0
         self._status = "in_progress"
         self._error: Json | None = None
@@ -144,6 +147,8 @@ class ResponseTeller(Teller):
             part = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
             return {"id": name, "type": "message", "role": "assistant", "status": status, "content": [part]}
         call = {"id": name, "call_id": block.id, "name": block.name, "status": status}
+        if block.name in self._spaces:
+            call["namespace"] = self._spaces[block.name]
         if self._is_custom(block):
             return {**call, "type": "custom_tool_call", "input": _input(block.text)}
         return {**call, "type": "function_call", "arguments": block.text}

@@ -112,16 +112,16 @@ class ScriptedVllm:
         elif path == "/tokenize":
             self.calls.append(json.loads(body))
             await _json(send, 200, {"count": len(render(json.loads(body)["messages"])), "max_model_len": 4096})
+        elif path == "/v1/nowhere":
+            await _send(send, 404, b'{"detail":"Not Found"}', [(b"content-type", b"application/json")])
         else:
             await _json(send, 200, {"path": path, "body": body.decode()})
 
     def _models(self) -> Json:
         cards = [{"id": self.base, "object": "model", "created": 1, "owned_by": "vllm", "root": "x", "parent": None,
                   "max_model_len": self.max_model_len}]  # fmt: skip
-        return {
-            "object": "list",
-            "data": [*cards, *({**cards[0], "id": n, "parent": self.base} for n in self.adapters)],
-        }
+        adapters = ({**cards[0], "id": name, "parent": self.base} for name in self.adapters)
+        return {"object": "list", "data": [*cards, *adapters]}
 
     async def _load(self, body: Json, send: Send) -> None:
         if body["lora_name"] in self.adapters:

@@ -317,3 +317,38 @@ def test_top_logprobs_without_logprobs_is_refused_as_at_the_origin(
     answer = proxy.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == status, answer.text
     assert status == 200 or answer.json()["error"]["param"] == "top_logprobs"
+
+
+def test_a_developers_words_reach_the_model_as_the_systems_and_are_recorded_as_said(
+    proxy: Proxy, vllm: ScriptedVllm
+) -> None:
+    said = [{"role": "developer", "content": "be brief"}, *ask("#say=hi")]
+    for count in (1, 2):
+        answer = proxy.agent().chat.completions.create(model="agent", messages=said)
+        assert [m["role"] for m in vllm.calls[-1]["messages"]] == ["system", "user", "assistant", "user"][: 2 * count]
+        said += [{"role": "assistant", "content": answer.choices[0].message.content}, *ask("#say=bye")]
+    call = last_call(proxy)
+    found = proxy.store.trajectories.read(call.trajectory_id)
+    assert [m["role"] for m in found.messages] == ["developer", "user", "assistant", "user", "assistant"]
+    assert call.context == "exact"
+
+
+def test_allowed_tools_are_the_tools_that_the_model_gets(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    other = {"type": "function", "function": {"name": "send", "parameters": {"type": "object"}}}
+    named = {"type": "function", "function": {"name": "search"}}
+    choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    body = {"model": "agent", "messages": ask("#tool=search"), "tools": [*TOOLS, other], "tool_choice": choice}
+    assert proxy.http.post("/v1/chat/completions", json=body).status_code == 200
+    assert (vllm.calls[-1]["tools"], vllm.calls[-1]["tool_choice"]) == (TOOLS, "required")
+    assert last_call(proxy).sampling["tool_choice"] == choice
+    for wrong in ({"type": "allowed_tools"}, {"type": "allowed_tools", "allowed_tools": {"tools": []}}):
+        refused = proxy.http.post("/v1/chat/completions", json={**body, "tool_choice": wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
+
+
+def test_functions_of_the_old_form_are_refused_and_not_left_out(proxy: Proxy) -> None:
+    body = {"model": "agent", "messages": ask("#say=hi"), "functions": [TOOLS[0]["function"]]}
+    refused = proxy.http.post("/v1/chat/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "functions")
+    assert "`tools`" in refused.json()["error"]["message"]
+    assert proxy.http.post("/v1/chat/completions", json={**body, "functions": None}).status_code == 200

@@ -127,3 +127,13 @@ def test_a_refusal_has_an_id_by_which_it_can_be_named(proxy: Proxy, path: str, b
     assert refused.headers["x-request-id"] == refused.headers["request-id"]
     again = proxy.http.request(method, path, json=body, headers={"x-request-id": "mine-7"})
     assert again.headers["x-request-id"] == "mine-7"
+
+
+@pytest.mark.parametrize(("header", "shape"), [({}, {"message", "type", "param", "code"}),
+                                               ({"anthropic-version": "2023-06-01"}, {"message", "type"})])  # fmt: skip
+def test_a_route_that_the_models_server_does_not_have_is_told_in_the_clients_shape(
+    proxy: Proxy, header: dict[str, str], shape: set[str]
+) -> None:
+    answer = proxy.http.post("/v1/nowhere", json={"model": "agent"}, headers=header)
+    assert (answer.status_code, set(answer.json()["error"])) == (404, shape)
+    assert "no route /v1/nowhere" in answer.json()["error"]["message"]

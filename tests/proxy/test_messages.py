@@ -216,3 +216,59 @@ def test_models_are_told_in_anthropics_shape(client: anthropic.Anthropic) -> Non
     with pytest.raises(anthropic.NotFoundError) as unknown:
         client.models.retrieve("nobody")
     assert unknown.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+
+
+def test_documents_and_search_results_of_text_are_text(
+    proxy: Proxy, client: anthropic.Anthropic, vllm: ScriptedVllm
+) -> None:
+    text = {"type": "text", "text": "it rains"}
+    found = {"type": "search_result", "source": "http://x", "title": "Weather", "content": [text]}
+    paper = {"type": "document", "title": "Paper", "source": {"type": "content", "content": [text]}}
+    used = {"type": "tool_use", "id": "t1", "name": "search", "input": {}}
+    answered = {"type": "tool_result", "tool_use_id": "t1", "content": [found]}
+    messages = [
+        {"role": "user", "content": [paper]},
+        {"role": "assistant", "content": [used]},
+        {"role": "user", "content": [answered, {"type": "text", "text": "#say=ok"}]},
+    ]
+    client.messages.create(model="agent", max_tokens=9, messages=messages, tools=TOOLS)  # type: ignore[arg-type]
+    said = vllm.calls[-1]["messages"]
+    assert [m["role"] for m in said] == ["user", "assistant", "tool", "user"]
+    assert said[0]["content"] == "Paper\nit rains"
+    assert said[2]["content"] == "Weather\nhttp://x\nit rains"
+
+
+def test_tools_that_the_client_runs_for_anthropic_are_functions_here(
+    proxy: Proxy, client: anthropic.Anthropic, vllm: ScriptedVllm
+) -> None:
+    tools: Any = [
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+        {"type": "memory_20250818", "name": "memory"},
+        {"type": "web_search_20250305", "name": "web_search"},
+    ]
+    answer = client.messages.create(**ask('#tool=bash #args={"command":"ls"}', tools=tools))
+    assert [(block.name, block.input) for block in answer.content if block.type == "tool_use"] == [
+        ("bash", {"command": "ls"})
+    ]
+    given = {tool["function"]["name"]: tool["function"]["parameters"] for tool in vllm.calls[-1]["tools"]}
+    assert list(given) == ["bash", "str_replace_based_edit_tool", "memory"]
+    assert "rename" in given["memory"]["properties"]["command"]["enum"]
+    assert last_call(proxy).untrainable is None
+    with pytest.raises(anthropic.BadRequestError, match="computer_20250124 is not served"):
+        client.messages.create(**ask("x", tools=[{"type": "computer_20250124", "name": "computer"}]))
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0: not an object, or a field"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "user"}]}, "messages.1: 'content' is missing"),
+        ({"messages": ["x"]}, "messages.0: "),
+        ({"tools": [{"name": "x"}]}, "tools.0: 'input_schema' is missing"),
+    ],
+)
+def test_what_cannot_be_read_is_named_by_its_place(proxy: Proxy, body: Any, says: str) -> None:
+    refused = proxy.http.post("/v1/messages", json={**ask("x"), **body})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith(says)

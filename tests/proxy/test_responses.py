@@ -254,3 +254,28 @@ def test_logprobs_come_with_the_pieces_of_a_stream(proxy: Proxy) -> None:
     stream = proxy.agent().responses.create(model="agent", input="#say=abc", include=include, stream=True)
     pieces = [event for event in stream if event.type == "response.output_text.delta"]
     assert [(piece.delta, [one.token for one in piece.logprobs]) for piece in pieces] == [(c, [c]) for c in "abc"]
+
+
+def test_the_tools_of_a_namespace_are_tools_and_their_calls_name_it(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    tool = {"type": "function", "name": "search", "parameters": {"type": "object"}}
+    space: Any = {"type": "namespace", "name": "mail", "description": "of mails", "tools": [tool]}
+    answer = proxy.agent().responses.create(model="agent", input="#tool=search", tools=[space])
+    assert [item.to_dict().get("namespace") for item in answer.output] == ["mail"]
+    assert [given["function"]["name"] for given in vllm.calls[-1]["tools"]] == ["search"]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"input": 5}, "`input` must be a text or a list of items"),
+        ({"input": [{"role": "user", "content": "x"}, "y"]}, "input[1]: "),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0]: 'output' is missing"),
+        ({"tools": [{"name": "x"}]}, "tools[0]: 'type' is missing"),
+        ({"tools": [{"type": "function", "function": {"name": "x"}}]}, "tools: a function's `name` stands beside"),
+        ({"tools": [{"type": "local_shell"}]}, "tools: a tool of the type local_shell is not served"),
+    ],
+)
+def test_what_cannot_be_read_is_named_by_its_place(proxy: Proxy, more: Any, says: str) -> None:
+    refused = proxy.http.post("/v1/responses", json={"model": "agent", "input": "x", **more})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith(says)

@@ -1,0 +1,75 @@
+"""Anthropic's own tools that the client runs (bash, text editor, memory), as functions for any model.
+
+Their requests name a type alone: Anthropic's models were taught the rest. Here they get the schema that Anthropic
+documents, so that the client's own code runs what comes back. Tools that only Anthropic's servers run are none of the
+model's here and are left out; those that a client runs with pictures of a screen are refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from proxy.dialects import inner
+from proxy.dialects.inner import Json
+from proxy.errors import BadRequest
+
+_TEXT = {"type": "string"}
+_LINES = {"type": "array", "items": {"type": "integer"}, "description": "the first and the last line to show"}
+_EDITS: Json = {
+    "path": _TEXT,
+    "view_range": _LINES,
+    "file_text": {**_TEXT, "description": "for create"},
+    "old_str": {**_TEXT, "description": "for str_replace"},
+    "new_str": {**_TEXT, "description": "for str_replace"},
+    "insert_line": {"type": "integer", "description": "for insert: the line after which"},
+}
+_MOVES: Json = {"old_path": {**_TEXT, "description": "for rename"}, "new_path": {**_TEXT, "description": "for rename"}}
+_INSERTED: Json = {"insert_text": {**_TEXT, "description": "for insert"}}
+_REFUSED = ("computer", "browser")
+
+
+def functions(tools: list[Json]) -> list[Json]:
+    """Return the tools that the model may call, as chat knows them. Raises BadRequest."""
+    found = []
+    for place, tool in enumerate(tools):
+        try:
+            made = _function(tool)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise inner.unreadable(f"tools.{place}", error) from error
+        found += [made] if made else []
+    return found
+
+
+def _function(tool: Json) -> Json | None:
+    kind = tool.get("type") or "custom"
+    if kind == "custom":
+        return inner.function(tool["name"], tool.get("description"), tool["input_schema"], tool.get("strict"))
+    if kind.startswith(_REFUSED):
+        raise BadRequest(f"tools: a tool of the type {kind} is not served here", param="tools")
+    if kind.startswith("bash_"):
+        return _of(tool, "Run a command in a bash shell that stays open.", _bash())
+    if kind.startswith("memory_"):
+        commands = ("view", "create", "str_replace", "insert", "delete", "rename")
+        said = "Keep notes in files below /memories, which stay between conversations."
+        return _of(tool, said, _commands(commands, _EDITS | _INSERTED | _MOVES, ["command"]))
+    if kind.startswith("text_editor_"):
+        undone = () if kind >= "text_editor_20250429" else ("undo_edit",)
+        inserted = _INSERTED if kind >= "text_editor_20250728" else {}
+        commands = ("view", "create", "str_replace", "insert", *undone)
+        said = "View, create and edit text files."
+        return _of(tool, said, _commands(commands, _EDITS | inserted, ["command", "path"]))
+    return None
+
+
+def _of(tool: Json, description: str, parameters: Json) -> Json:
+    return inner.function(tool["name"], description, parameters, None)
+
+
+def _bash() -> Json:
+    restart = {"type": "boolean", "description": "begin with a new shell instead"}
+    return {"type": "object", "properties": {"command": _TEXT, "restart": restart}}
+
+
+def _commands(names: tuple[str, ...], fields: Json, required: list[str]) -> Json:
+    command: Any = {"type": "string", "enum": list(names)}
+    return {"type": "object", "properties": {"command": command, **fields}, "required": required}
