@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,15 +38,14 @@ def plain(report: LearningReport) -> dict[str, Any]:
         told["gain"]["verdict"] = family.gain.verdict
         if family.same_tasks is not None:
             told["same_tasks"]["verdict"] = family.same_tasks.verdict
-    for version in content["versions"]:  # one score alone has no interval
-        version |= {name: version[name] if math.isfinite(version[name]) else None for name in ("low", "high")}
     return content
 
 
 def lines(report: LearningReport) -> list[str]:
     """Return the report for people."""
     text = [
-        f"  @{v.version:<5} {v.count:>6} scored   mean {v.mean:.3f}{_interval(v.low, v.high)}" for v in report.versions
+        f"  @{v.version:<5} {v.count:>6} scored   mean {v.mean:.3f}   95% {v.low:.3f} to {v.high:.3f}"
+        for v in report.versions
     ]
     if report.missing:
         return ["is it learning?  not known yet: " + report.missing, *text]
@@ -66,7 +64,7 @@ def draw(report: LearningReport, path: Path) -> None:
     """Draw the mean score by version with its intervals. Raises FaceError where matplotlib is missing."""
     plots = pyplot()
     figure, axes = plots.subplots(figsize=(8, 4.5), dpi=120)
-    shown = [version for version in report.versions if math.isfinite(version.low)]
+    shown = [version for version in report.versions if version.count > 1]
     reach = [[v.mean - v.low for v in shown], [v.high - v.mean for v in shown]]
     axes.errorbar([v.version for v in shown], [v.mean for v in shown], yerr=reach, fmt="o-", capsize=3)
     axes.set(xlabel="policy version", ylabel="mean score, 95% interval", title="Scores of real traffic by version")
@@ -78,7 +76,3 @@ def draw(report: LearningReport, path: Path) -> None:
 
 def _gain(gain: Gain) -> str:
     return f"{gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}) {gain.verdict}"
-
-
-def _interval(low: float, high: float) -> str:
-    return f"   95% {low:.3f} to {high:.3f}" if math.isfinite(low) else ""

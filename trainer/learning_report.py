@@ -3,8 +3,9 @@
 `before` is the traffic of the first version that served, `after` that of the newest, with as many versions next to it
 as it takes to have `ENOUGH` scores. The gain is the difference of the means, its interval Welch's (unequal variances)
 in the normal approximation. Where the same tasks came under both, the gain is also taken task by task, which the mix of
-tasks cannot fake; its interval is that of `tuning/intervals.py`, which holds for few tasks. Says "unknown" where the
-interval holds zero; nothing is rounded in favour of anybody.
+tasks cannot fake. All intervals take in the two half observations of `tuning/intervals.py`, so that equal scores are no
+certainty, and none reaches over what scores can be: 0 to 1 where all lie there, else from the least to the largest that
+were seen. Says "unknown" where the interval holds zero; nothing is rounded in favour of anybody.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from store.records import PastScore
-from trainer.tuning.intervals import interval
+from trainer.tuning.intervals import interval, squared_error
 
 ENOUGH = 30  # scores on each side
 ALL = "all"
 _Z = statistics.NormalDist().inv_cdf(0.975)
+
+Range = tuple[float, float]  # what a score can be
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class FamilyReport:
 
 @dataclass(frozen=True, slots=True)
 class VersionScore:
-    """The mean score of one version's traffic with its 95% interval."""
+    """The mean score of one version's traffic with its 95% interval; of one score alone that is all it can be."""
 
     version: int
     count: int
@@ -81,8 +84,8 @@ class LearningReport:
 def learning_report(scores: Sequence[PastScore]) -> LearningReport:
     """Return the report on the latest score of each trajectory."""
     latest = list({scored.trajectory_id: scored for scored in sorted(scores, key=lambda one: one.judged_at)}.values())
-    versions = _by_version(latest)
-    curve = tuple(_version_score(version, versions[version]) for version in sorted(versions))
+    versions, reach = _by_version(latest), _range([one.score for one in latest])
+    curve = tuple(_version_score(version, versions[version], reach) for version in sorted(versions))
     if len(versions) < 2:
         served = f"version {next(iter(versions))}" if versions else "none"
         return LearningReport((), curve, f"scores of two versions are needed; there are those of {served}")
@@ -91,10 +94,10 @@ def learning_report(scores: Sequence[PastScore]) -> LearningReport:
         return LearningReport((), curve, f"each side needs {ENOUGH} scores; there are {len(latest)} in all")
     before, after = sides
     names = sorted({one.family for one in before} & {one.family for one in after})
-    reports = [_report(ALL, before, after)]
+    reports = [_report(ALL, before, after, reach)]
     if len(names) > 1:
         reports += [
-            _report(n, [x for x in before if x.family == n], [x for x in after if x.family == n]) for n in names
+            _report(n, [x for x in before if x.family == n], [x for x in after if x.family == n], reach) for n in names
         ]
     return LearningReport(tuple(reports), curve, None)
 
@@ -118,8 +121,17 @@ def _sides(versions: Mapping[int, list[PastScore]]) -> tuple[list[PastScore], li
     return (before, after) if len(before) >= ENOUGH and len(after) >= ENOUGH else None
 
 
-def _report(family: str, before: Sequence[PastScore], after: Sequence[PastScore]) -> FamilyReport:
-    return FamilyReport(family, _side(before), _side(after), _difference(before, after), _same_tasks(before, after))
+def _range(scores: Sequence[float]) -> Range:
+    """Return what scores can be, as far as those that were seen tell."""
+    least, largest = min(scores, default=0.0), max(scores, default=1.0)
+    if least >= 0 and largest <= 1:
+        return 0.0, 1.0
+    return (least, largest) if least < largest else (least - 0.5, least + 0.5)
+
+
+def _report(family: str, before: Sequence[PastScore], after: Sequence[PastScore], reach: Range) -> FamilyReport:
+    gain = _difference(before, after, reach)
+    return FamilyReport(family, _side(before), _side(after), gain, _same_tasks(before, after, reach))
 
 
 def _side(scores: Sequence[PastScore]) -> Side:
@@ -127,14 +139,15 @@ def _side(scores: Sequence[PastScore]) -> Side:
     return Side(min(versions), max(versions), len(scores), statistics.fmean(scored.score for scored in scores))
 
 
-def _difference(before: Sequence[PastScore], after: Sequence[PastScore]) -> Gain:
+def _difference(before: Sequence[PastScore], after: Sequence[PastScore], reach: Range) -> Gain:
     sides = [[scored.score for scored in side] for side in (before, after)]
     gain = statistics.fmean(sides[1]) - statistics.fmean(sides[0])
-    reach = _Z * math.sqrt(sum(_variance(side) / len(side) for side in sides))
-    return Gain(gain, gain - reach, gain + reach, len(before) + len(after))
+    width = reach[1] - reach[0]
+    error = _Z * math.sqrt(sum(squared_error(_centred(side, reach), width / 2) for side in sides))
+    return Gain(gain, max(-width, gain - error), min(width, gain + error), len(before) + len(after))
 
 
-def _same_tasks(before: Sequence[PastScore], after: Sequence[PastScore]) -> Gain | None:
+def _same_tasks(before: Sequence[PastScore], after: Sequence[PastScore], reach: Range) -> Gain | None:
     """Return the mean over tasks of the gain on each task that came under both sides."""
     means: list[dict[str, float]] = []
     for side in (before, after):
@@ -145,17 +158,17 @@ def _same_tasks(before: Sequence[PastScore], after: Sequence[PastScore]) -> Gain
     gains = [means[1][task] - means[0][task] for task in means[0] if task in means[1]]
     if len(gains) < 2:
         return None
-    seen = [mean for side in means for mean in side.values()]
-    low, high = interval(gains, max(seen) - min(seen) or 1.0)
+    low, high = interval(gains, reach[1] - reach[0])
     return Gain(statistics.fmean(gains), low, high, len(gains))
 
 
-def _version_score(version: int, scores: Sequence[PastScore]) -> VersionScore:
+def _version_score(version: int, scores: Sequence[PastScore], reach: Range) -> VersionScore:
     values = [scored.score for scored in scores]
-    mean = statistics.fmean(values)
-    reach = _Z * math.sqrt(_variance(values) / len(values)) if len(values) > 1 else math.inf
-    return VersionScore(version, len(values), mean, mean - reach, mean + reach)
+    low, high = interval(_centred(values, reach), (reach[1] - reach[0]) / 2)
+    middle = (reach[0] + reach[1]) / 2
+    return VersionScore(version, len(values), statistics.fmean(values), middle + low, middle + high)
 
 
-def _variance(values: Sequence[float]) -> float:
-    return statistics.variance(values) if len(values) > 1 else 0.0
+def _centred(values: Sequence[float], reach: Range) -> list[float]:
+    """Return values as they lie around the middle of what they can be."""
+    return [value - (reach[0] + reach[1]) / 2 for value in values]

@@ -81,3 +81,22 @@ def test_a_revised_verdict_counts_once_and_as_revised() -> None:
     ]
     whole = learning_report([*scores, *revised]).families[0]
     assert (whole.after.count, whole.after.mean) == (40, 1.0)
+
+
+def test_no_interval_reaches_over_what_scores_can_be_and_equal_scores_are_no_certainty() -> None:
+    report = learning_report([*traffic(0, 0.0, 30), *traffic(1, 1.0, 30), *traffic(2, 1.0, 1)])
+    gain = report.families[0].gain
+    assert (gain.value, gain.high) == (1.0, 1.0)
+    assert 0.85 < gain.low < 0.99
+    assert all(0 <= version.low <= version.mean <= version.high <= 1 for version in report.versions)
+    assert report.versions[0].high > 0.02
+    assert (report.versions[2].low, report.versions[2].high) == (0.0, 1.0)  # one score says nothing
+
+
+def test_scores_below_zero_widen_what_scores_can_be() -> None:
+    scores = [*traffic(0, 0.5, 40), *traffic(1, 0.5, 40)]
+    lowered = [PastScore(**{name: getattr(one, name) for name in one.__struct_fields__} | {"score": one.score * 4 - 3})
+               for one in scores]  # fmt: skip
+    plain, wide = learning_report(scores), learning_report(lowered)
+    assert wide.versions[0].low == pytest.approx(plain.versions[0].low * 4 - 3)
+    assert wide.families[0].gain.high == pytest.approx(plain.families[0].gain.high * 4)

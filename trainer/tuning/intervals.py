@@ -62,11 +62,17 @@ def interval(values: Sequence[float], spread: float, confidence: float = CONFIDE
     if count < 2:
         return -spread, spread
     mean = math.fsum(values) / count
-    shrunk = mean * count / (count + 1)
+    reach = student_t(confidence, count - 1) * math.sqrt(squared_error(values, spread))
+    return max(-spread, mean - reach), min(spread, mean + reach)
+
+
+def squared_error(values: Sequence[float], spread: float) -> float:
+    """Return the squared standard error of the mean of values, with the two half observations among them."""
+    count = len(values)
+    shrunk = math.fsum(values) / (count + 1)
     squares = math.fsum((value - shrunk) ** 2 for value in values)
     squares += ((spread - shrunk) ** 2 + (spread + shrunk) ** 2) / 2
-    reach = student_t(confidence, count - 1) * math.sqrt(squares / count / count)
-    return max(-spread, mean - reach), min(spread, mean + reach)
+    return squares / count / count
 
 
 def sign_flip_p(gains: Sequence[float], seed: int = 0) -> float:
