@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from proxy.errors import StartError
 from proxy.observing.metrics import Metrics
 from proxy.recording.bell import Bell
-from proxy.recording.carrier import DEAD_LETTERS, Porter
+from proxy.recording.carrier import DEAD_LETTERS, Carried, Piece, Porter
 from proxy.recording.journal import ALARM, Journal
 from proxy.recording.segments import (
     MAGIC,
@@ -231,6 +232,34 @@ async def test_segments_are_shipped_and_deleted(journal: Open, store: Store) -> 
     assert shipper.shipped_until(5.0) == 5.0
     opened.write(pair("late")[0])
     assert shipper.shipped_until(6.0) == 5.0
+
+
+async def test_records_that_come_while_others_are_shipped_wait_until_they_are_a_batch(
+    journal: Open, store: Store
+) -> None:
+    opened = journal()
+    await opened.start()
+    carrier = _Counting(store)
+    shipper = Shipper(opened, store, carrier, opened._metrics, opened._bell, forget_known=lambda: None)
+    await shipper.start()
+    began = time.monotonic()
+    for n in range(50):
+        await opened.commit(pair(str(n))[1])
+        await asyncio.sleep(0.005)
+    most = (time.monotonic() - began) / 0.1 + 2  # each turn waits 0.1 s at least
+    assert carrier.carried <= most
+    await shipper.stop()
+    assert len(store.calls.page(100)) == 50
+
+
+class _Counting(Porter):
+    """Counts the pieces that it carries."""
+
+    carried = 0
+
+    def carry(self, piece: Piece) -> Carried:
+        self.carried += 1
+        return super().carry(piece)
 
 
 async def test_a_restart_ships_what_was_left_and_interrupts_what_never_ended(journal: Open, store: Store) -> None:
