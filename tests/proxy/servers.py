@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -165,6 +166,15 @@ def scripted_process(module: str, *arguments: str) -> Iterator[str]:
     finally:
         process.kill()
         process.wait(10)
+
+
+def leave(url: str, body: Any, at_work: Callable[[], object], key: str = "k") -> None:
+    """POST a call, wait until somebody is at work on it, and close the connection without an answer."""
+    address, payload = urlsplit(url), json.dumps(body).encode()
+    head = f"POST {address.path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {key}\r\n"
+    with socket.create_connection((address.hostname, address.port), timeout=20) as client:
+        client.sendall(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
+        eventually(at_work)
 
 
 def _listens(port: int) -> bool:

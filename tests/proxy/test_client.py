@@ -174,10 +174,11 @@ async def test_silence_ends_with_a_time_out(client: Client) -> None:
 
 
 async def test_an_answer_that_is_left_closes_its_connection_at_once(client: Client) -> None:
-    left = asyncio.Event()
+    asked, left = asyncio.Event(), asyncio.Event()
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await heard(reader)
+        asked.set()
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n")
         with contextlib.suppress(ConnectionError):
             await reader.read()
@@ -189,12 +190,13 @@ async def test_an_answer_that_is_left_closes_its_connection_at_once(client: Clie
             assert piece == b"abc"
             break
         answer.close()
-        await asyncio.wait_for(left.wait(), 1)
-        waiting = asyncio.create_task(got(client, url))
-        await asyncio.sleep(0.05)
+        await asyncio.wait_for(left.wait(), 10)
         left.clear()
+        asked.clear()
+        waiting = asyncio.create_task(got(client, url))
+        await asyncio.wait_for(asked.wait(), 10)
         waiting.cancel()
-        await asyncio.wait_for(left.wait(), 1)
+        await asyncio.wait_for(left.wait(), 10)
 
 
 async def test_a_slow_reader_stops_the_reading(client: Client) -> None:

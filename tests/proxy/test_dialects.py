@@ -94,7 +94,7 @@ def test_a_client_that_leaves_stops_the_upstream_and_is_recorded(
     with proxy.http.stream("POST", path, json={"model": "agent", "stream": True, **body}) as answer:
         for _, _ in zip(answer.iter_lines(), range(20), strict=False):
             pass
-    eventually(lambda: vllm.aborted == 1, 2)
+    eventually(lambda: vllm.aborted == 1, 10)
     eventually(lambda: last_call(proxy).state == CallState.ABORTED)
     assert set(unpack_ids(last_call(proxy).choices[0].ids)) == {120}
     assert (last_call(proxy).trajectory_id == "run-7") == path.startswith("/t/")

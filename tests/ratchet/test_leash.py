@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.ratchet.project import ROOT, is_alive, wait_for
 
 LEASH = ROOT / "ratchet" / "running" / "leash.py"
+READY = "print('ready', flush=True)"
 
 
 def on_leash(script: str, grace: float = 2.0) -> subprocess.Popen[str]:
@@ -20,6 +21,7 @@ def on_leash(script: str, grace: float = 2.0) -> subprocess.Popen[str]:
         [sys.executable, "-I", "-S", str(LEASH), str(grace), sys.executable, "-c", script],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
@@ -28,6 +30,11 @@ def on_leash(script: str, grace: float = 2.0) -> subprocess.Popen[str]:
 def room_of(leash: subprocess.Popen[str]) -> int:
     assert leash.stdout is not None
     return int(leash.stdout.readline())
+
+
+def wait_until_ready(leash: subprocess.Popen[str]) -> None:
+    assert leash.stderr is not None
+    assert leash.stderr.readline() == "ready\n"
 
 
 def let_go(leash: subprocess.Popen[str]) -> int:
@@ -48,20 +55,20 @@ def test_the_exit_code_of_the_room_is_that_of_the_leash() -> None:
 
 
 def test_a_closed_pipe_ends_the_room_kindly() -> None:
-    leash = on_leash("import signal, sys, time; signal.signal(15, lambda *_: sys.exit(5)); time.sleep(60)")
+    leash = on_leash(f"import signal, sys, time; signal.signal(15, lambda *_: sys.exit(5)); {READY}; time.sleep(60)")
     room = room_of(leash)
-    time.sleep(0.3)
+    wait_until_ready(leash)
     assert is_alive(room)
     assert let_go(leash) == 5
 
 
 def test_a_room_that_ignores_sigterm_is_killed_after_its_grace() -> None:
-    leash = on_leash("import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)", grace=0.5)
+    leash = on_leash(f"import signal, time; signal.signal(15, signal.SIG_IGN); {READY}; time.sleep(60)", grace=0.5)
     room = room_of(leash)
-    time.sleep(0.3)
+    wait_until_ready(leash)
     began = time.monotonic()
     assert let_go(leash) == 128 + 9
-    assert 0.4 < time.monotonic() - began < 4
+    assert 0.4 < time.monotonic() - began < 15
     assert not is_alive(room)
 
 

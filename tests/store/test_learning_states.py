@@ -256,11 +256,11 @@ def test_trajectory_pages_go_backwards_without_gaps(store: Store) -> None:
 
 
 def test_a_lease_has_one_owner_until_it_expires(store: Store) -> None:
-    assert store.leases.acquire("trainer", "one", seconds=0.2)
-    assert not store.leases.acquire("trainer", "two", seconds=0.2)
-    assert store.leases.acquire("trainer", "one", seconds=0.2)
-    time.sleep(0.25)
-    assert store.leases.acquire("trainer", "two", seconds=5.0)
+    assert store.leases.acquire("trainer", "one", seconds=60.0)
+    assert not store.leases.acquire("trainer", "two", seconds=60.0)
+    assert store.leases.acquire("trainer", "one", seconds=0.01)
+    time.sleep(0.02)
+    assert store.leases.acquire("trainer", "two", seconds=60.0)
     store.leases.release("trainer", "one")
     assert not store.leases.acquire("trainer", "one", seconds=1.0)
 

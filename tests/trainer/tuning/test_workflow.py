@@ -56,15 +56,13 @@ def test_what_cannot_work_is_told_when_it_is_loaded(spec: str, said: str) -> Non
 
 
 def test_functions_that_are_not_async_run_beside_each_other() -> None:
-    workflow = load_workflow(f"{HERE}:thread_name")
+    workflow = load_workflow(f"{HERE}:waits_for_four_others")
 
     async def five() -> list[Outcome]:
         given: dict[str, Any] = {"base_url": "", "api_key": "", "model": ""}
         return await asyncio.gather(*(workflow.run(TASK, **given) for _ in range(5)))
 
-    began = time.monotonic()
     assert [outcome.response for outcome in asyncio.run(five())] == ["workflow"] * 5
-    assert time.monotonic() - began < 0.9
 
 
 def test_the_agents_own_exception_comes_through() -> None:

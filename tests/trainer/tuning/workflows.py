@@ -101,9 +101,12 @@ def hangs_in_a_thread(task: dict[str, Any]) -> None:
     time.sleep(3600)
 
 
-def thread_name(task: dict[str, Any]) -> str:
-    """Tells where it runs."""
-    time.sleep(0.2)
+_FIVE = threading.Barrier(5)
+
+
+def waits_for_four_others(task: dict[str, Any]) -> str:
+    """Tells where it runs, once five run."""
+    _FIVE.wait(30)
     return threading.current_thread().name
 
 
