@@ -250,7 +250,7 @@ class Daemon:
         scored = self._scorekeeper.collect(now, _JUDGE_PATIENCE)
         if self._patience is not None:
             self._rehearing.look(now)
-            scored += self._rehearing.collect(now)
+            scored += self._rehearing.collect(now, _JUDGE_PATIENCE)
         return bool(scored)
 
     def _train(self, now: float) -> bool:

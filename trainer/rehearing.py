@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import msgspec
@@ -68,8 +68,9 @@ class Rehearing:
             failures = hearing.failures if hearing else 0
             self._hearings[key] = _Hearing(members, self._ask(run.group_id, members), failures)
 
-    def collect(self, now: float) -> int:
-        """Write down what the judge has said by now; return how many scores changed."""
+    def collect(self, now: float, patience: float) -> int:
+        """Write down what the judge has said, after waiting at most `patience` seconds; count scores that changed."""
+        wait([one.answer for one in self._hearings.values() if one.answer is not None], timeout=patience)
         changed = 0
         for key, hearing in list(self._hearings.items()):
             if hearing.answer is not None and hearing.answer.done():
