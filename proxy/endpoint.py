@@ -291,7 +291,10 @@ class Endpoint:
             await send({"type": "http.response.body", "body": exchange.voice.failed(error)})
         else:
             payload = self._dialect.shape.ours(error)
-            await self._last(exchange, error.status, payload, exchange.headers(), send, watch)
+            headers = exchange.headers()
+            if error.retry_after is not None:
+                headers.append((b"retry-after", b"%d" % error.retry_after))
+            await self._last(exchange, error.status, payload, headers, send, watch)
 
     def _abandon(self, exchange: Exchange, left: bool) -> None:
         """The call ends early, by its client or by a stop of the proxy; what was generated so far is recorded."""

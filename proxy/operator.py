@@ -20,6 +20,7 @@ from proxy.errors import BadRequest, ProxyError, openai_error, to_openai_error
 from proxy.feedback import BODY_LIMIT, WAITS, FeedbackBody, FeedbackDesk, read_feedback
 from proxy.linking.links import Links
 from proxy.recording.shipper import Shipper
+from proxy.unrouted import answer_the_unrouted
 from store import Store
 from store.errors import ForbiddenChange, StoreError, StoreUnavailable, UnknownRecord
 from store.listing import Chosen
@@ -59,6 +60,7 @@ def create_operator(store: Store, shipper: Shipper, links: Links, desk: Feedback
         headers = {"retry-after": str(error.retry_after)} if error.retry_after is not None else None
         return Response(to_openai_error(error), error.status, headers, media_type="application/json")
 
+    answer_the_unrouted(api)
     _add_calls(api, store)
     _add_endings(api, store, shipper, links)
     _add_feedback(api, store, desk)

@@ -203,7 +203,7 @@ class PolicyBook:
             try:
                 await self._look()
             except Exception as error:  # noqa: BLE001 -- whatever ails the store, the last copy stays in use
-                self._metrics.store_up.set(0)
+                self._metrics.store.told("reading", well=False)
                 log.warning("event=policies_not_read reason=%r", str(error))
 
     async def _look(self) -> None:
@@ -213,7 +213,7 @@ class PolicyBook:
         if not all(map(self._is_as_known, found)) or time.monotonic() - self._all_at > _ALL_EVERY:
             await self._look_at_all()
         self.heard_at = time.monotonic()
-        self._metrics.store_up.set(1)
+        self._metrics.store.told("reading", well=True)
         self._take_canaries(policy for policy in found if policy.state == PolicyState.CANARY)
         if live != self._live:
             log.info("event=live_versions %s", " ".join(f"{alias}={version}" for alias, version in live.items()))
@@ -307,7 +307,9 @@ class PolicyBook:
             )
             try:
                 await self._ask(1, partial(self._store.doors.beat, door))
+                self._metrics.store.told("writing", well=True)
             except Exception as error:  # noqa: BLE001 -- as above; the next beat says it all again
+                self._metrics.store.told("writing", well=False)
                 log.warning("event=beat_failed reason=%r", str(error))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), self._beat_seconds)

@@ -40,7 +40,8 @@ class Routes:
         path: str = scope["path"]
         for prefix, mounted in self._mounts.items():
             if path == prefix or path.startswith(prefix + "/"):
-                await mounted({**scope, "root_path": prefix}, receive, send)
+                method = "GET" if scope["method"] == "HEAD" else scope["method"]
+                await mounted({**scope, "root_path": prefix, "method": method}, receive, send)
                 return
         scope[TRAJECTORY], path = split_trajectory(path)
         versioned = path.startswith("/v1/")

@@ -68,6 +68,7 @@ class ProxySettings(BaseModel):
     affinity_slack: int = Field(default=16, ge=1)  # more calls than the least busy replica: others take the rest
     log_calls: bool = True  # one line per call, without content
     log_format: Literal["text", "json"] = "text"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     otlp_endpoint: str | None = None  # base URL of the OpenTelemetry collector that gets a span per call
     keep_alive_seconds: float = Field(default=15.0, ge=0)  # of silence in a stream before a comment; 0: none
     drain_delay: float = Field(default=0.0, ge=0)  # at stop: not ready, but still serving

@@ -66,6 +66,7 @@ from trainer.warm_start.imitation import Imitation, learner_settings
 from trainer.warm_start.requests import REFUSALS, WarmStarts
 
 log = logging.getLogger(__name__)
+start = logging.getLogger("ratchet.start")  # told at any log_level: `ratchet up` waits for it
 
 MakePupil = Callable[[TrainerSettings, Path | None], Pupil]
 
@@ -178,7 +179,7 @@ class Daemon:
         self._stale = 0  # groups in a row that were too old
         self._drained_at = 0.0
         self._prune_due = True
-        log.info("event=trainer_ready alias=%s version=%d judge=%s", settings.model, self._version, judge.name)
+        start.info("event=trainer_ready alias=%s version=%d judge=%s", settings.model, self._version, judge.name)
 
     @property
     def _undecided(self) -> bool:

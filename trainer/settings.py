@@ -80,6 +80,9 @@ class TrainerSettings(BaseModel):
     log_format: Literal["text", "json"] = Field(
         "text", description="`text`: logfmt after time and level; `json`: one object per line"
     )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="lines below it are left out; that the trainer is ready is told in any case"
+    )
     monitors: tuple[MonitorName, ...] = Field(
         (), description="who else is told of rounds and decisions: tensorboard, wandb; off the trainer's path"
     )

@@ -1,4 +1,4 @@
-"""How the log lines of a room look: text with `event=... key=value`, or one JSON object per line."""
+"""Which log lines a room tells, and how they look: text with `event=... key=value`, or one JSON object per line."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ import msgspec
 
 from proxy.observing.call_log import FIELDS
 
+_TALKATIVE = ("alembic", "httpx", "httpcore", "asyncio")  # libraries whose lines of INFO and below tell a user nothing
 _TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
-def set_up(form: Literal["text", "json"]) -> None:
-    """Send every line of this process to stderr in that form."""
+Level = Literal["debug", "info", "warning", "error"]
+START = "ratchet.start"  # the logger of what `ratchet up` waits for: that a room is ready is told at any level
+
+
+def set_up(form: Literal["text", "json"], level: Level = "info") -> None:
+    """Send the lines of this process from `level` on to stderr in that form."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(_TEXT))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
-    logging.getLogger("alembic").setLevel(logging.WARNING)  # a dozen lines of its own where a store is made
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.getLogger(START).setLevel(logging.INFO)
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 class JsonLines(logging.Formatter):

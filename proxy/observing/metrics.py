@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from proxy.asgi import send_bytes
 from proxy.errors import ProxyError
+from proxy.observing.store_health import StoreHealth
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, of when it was made
 
@@ -94,7 +95,9 @@ class Metrics:
             ["outcome"],
             registry=registry,
         )
-        self.store_up = Gauge("ratchet_store_up", "1 when the store answered last time, else 0", registry=registry)
+        self.store = StoreHealth(
+            Gauge("ratchet_store_up", "1 when the store was read and written last time, else 0", registry=registry)
+        )
         self.journal_bytes = Gauge("ratchet_journal_bytes", "Bytes of records in the journal", registry=registry)
         self.unshipped = Gauge(
             "ratchet_journal_unshipped_records", "Records that are not in the store yet", registry=registry

@@ -233,10 +233,10 @@ class Shipper:
         try:
             carried = self._carrier.carry(piece)
         except (StoreUnavailable, SchemaMismatch):
-            self._metrics.store_up.set(0)
+            self._metrics.store.told("shipping", well=False)
             raise
         if carried.records:
-            self._metrics.store_up.set(1)
+            self._metrics.store.told("shipping", well=True)
             self._metrics.shipped.inc(carried.records)
         self._tools.count(carried.tools)
         for letter in carried.dead:

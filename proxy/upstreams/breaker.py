@@ -39,6 +39,10 @@ class Breaker:
             return State.CLOSED
         return State.OPEN if now - self._opened_at < self._cool_off else State.HALF_OPEN
 
+    def opens_in(self, now: float) -> float | None:
+        """Return the seconds until it may be probed; None while it is closed."""
+        return None if self._opened_at is None else max(0.0, self._opened_at + self._cool_off - now)
+
     def fail(self, now: float) -> bool:
         """Take note of a failure; return whether it opened the breaker."""
         self._failed += 1

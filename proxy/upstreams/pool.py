@@ -4,7 +4,8 @@ Promises: a trajectory always comes to the same replica, whose prefix cache know
 not much busier than the others; calls without a trajectory go to the least busy one. A call goes to another replica
 only before the first byte of its answer: when there is no connection, when it breaks off before then, on 502, 503 and
 504 (a dead vLLM, or what stands before it), and on 429, as another replica may have room. Any other answer is the
-model's own. When all fail, the first failure is told, as it came. A time-out of the whole call is not tried again.
+model's own. When all fail, the first failure is told, as it came, and, where
+all are known to be down, when they are asked again. A time-out of the whole call is not tried again.
 
 A replica with an open breaker gets no calls while another is healthy; where none is, all are tried.
 """
@@ -12,6 +13,7 @@ A replica with an open breaker gets no calls while another is healthy; where non
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
@@ -104,6 +106,7 @@ class Pool(Generic[_R]):
                 _close(outcome)
         assert told is not None, "a pool has at least one replica"
         if isinstance(told, UpstreamError):
+            told.retry_after = _asked_again_in(order)
             raise told
         return told
 
@@ -149,6 +152,14 @@ class Pool(Generic[_R]):
 def _weight(label: str, trajectory_id: str) -> bytes:
     """Rendezvous hashing: the replica of the greatest weight is the trajectory's own, whichever others there are."""
     return blake2b(f"{label}\0{trajectory_id}".encode(), digest_size=8).digest()
+
+
+def _asked_again_in(replicas: Sequence[Replica]) -> int | None:
+    """Return the whole seconds until one of these replicas is probed; None while calls go to one of them."""
+    now = time.monotonic()
+    waits = [replica.breaker.opens_in(now) for replica in replicas]
+    open_ones = [wait for wait in waits if wait is not None]
+    return max(1, math.ceil(min(open_ones))) if open_ones and len(open_ones) == len(waits) else None
 
 
 def _close(outcome: HttpAnswer | UpstreamError | None) -> None:

@@ -51,7 +51,7 @@ def proxy(
     from proxy.observing import logs
     from proxy.server import serve
 
-    logs.set_up(own.log_format)
+    logs.set_up(own.log_format, own.log_level)
     serve(own, lambda url: click.echo(f"base_url: {url}/v1   model: {own.model}", err=True))
 
 
@@ -78,8 +78,6 @@ def trainer(
     Example:
       ratchet trainer --store mail.db --model mail --base-model ./model --judge mail.judge:judge --vllm http://127.0.0.1:8001
     """
-    import logging
-
     values: dict[str, Any] = {"project": project, "model": model, "store": store, "base_model": base_model}
     values["trainer.judge"] = judge
     settings = options.settings_of(context, values)
@@ -92,8 +90,7 @@ def trainer(
     derived: dict[str, Any] = {"vllm": vllm} if vllm else {}
     own = settings.trainer_settings(base_model=check_model(settings.base_model), **derived)
     os.environ.update(pinned(own.devices))  # before anything imports torch
-    logs.set_up(own.log_format)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logs.set_up(own.log_format, own.log_level)
     from tqdm.contrib.logging import logging_redirect_tqdm
 
     from trainer.process import run

@@ -87,7 +87,8 @@ class ProxyProcess:
         program = (
             "import json, sys; from proxy.server import serve; from proxy.settings import ProxySettings; "
             "from proxy.observing import logs; "
-            "settings = ProxySettings.read({}, **json.loads(sys.argv[1])); logs.set_up(settings.log_format); "
+            "settings = ProxySettings.read({}, **json.loads(sys.argv[1])); "
+            "logs.set_up(settings.log_format, settings.log_level); "
             "serve(settings, lambda url: print(url, flush=True))"
         )
         values = {"model": "agent", "port": 0, "journal": str(folder / "journal"), "store": str(folder / "store.db")}

@@ -6,6 +6,8 @@ import json
 import logging
 import re
 import shlex
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ from proxy.observing.logs import JsonLines
 from proxy.observing.metrics import Metrics
 from proxy.observing.timing import Timing
 from tests.proxy.conftest import Proxy, Start
-from tests.proxy.servers import ProxyProcess, eventually
+from tests.proxy.servers import ROOT, ProxyProcess, eventually
 from tests.records import begun, ended
 
 CALL = "/v1/chat/completions"
@@ -143,6 +145,16 @@ def test_the_process_writes_its_log_in_the_form_that_was_asked_for(form: str, tm
         assert (call["event"], call["status"], call["streamed"], call["error"]) == ("call", 200, False, None)
         assert call["total_ms"] > 0
         assert any(one.get("message", "").startswith("event=listening") for one in told)
+
+
+@pytest.mark.parametrize(("level", "told"), [("info", ["a", "b", "ready"]), ("warning", ["b", "ready"])])
+def test_lines_below_the_level_are_left_out_but_for_the_one_that_is_waited_for(level: str, told: list[str]) -> None:
+    program = (
+        f"from proxy.observing import logs; logs.set_up('text', '{level}'); from logging import getLogger; "
+        "getLogger('x').info('a'); getLogger('x').warning('b'); getLogger(logs.START).info('ready')"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [line.split()[-1] for line in run.stderr.splitlines()] == told
 
 
 @pytest.mark.parametrize(

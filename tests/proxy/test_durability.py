@@ -75,7 +75,9 @@ def test_a_broken_disk_never_fails_a_call_and_gets_everything_later(vllm_url: st
             assert client.post("/v1/chat/completions", json=BODY).status_code == 200
         assert "ratchet_journal_errors_total 0.0" not in client.get("/metrics").text
         if kind == "full":
+            eventually(lambda: "ratchet_store_up 0.0" in client.get("/metrics").text)
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, sizes)
+            eventually(lambda: "ratchet_store_up 1.0" in client.get("/metrics").text)
         else:
             (tmp_path / "journal").unlink()
         store = open_store(str(tmp_path / "store.db"))

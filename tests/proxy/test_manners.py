@@ -65,6 +65,8 @@ def test_a_base_url_that_spoils_the_path_is_understood(proxy: Proxy, vllm: Scrip
         ("HEAD", "/v1/responses", "POST, OPTIONS"),
         ("DELETE", "/v1/models", "GET, HEAD, OPTIONS"),
         ("PUT", "/v1/messages", "POST, OPTIONS"),
+        ("PATCH", "/api/trajectories/x", "DELETE, GET, HEAD, OPTIONS"),
+        ("GET", "/api/trajectories/x/finish", "POST, OPTIONS"),
     ],
 )
 def test_another_method_is_refused_here_and_not_asked_of_vllm(
@@ -73,6 +75,7 @@ def test_another_method_is_refused_here_and_not_asked_of_vllm(
     before = len(vllm.paths)
     answer = proxy.http.request(method, path)
     assert (answer.status_code, answer.headers["allow"]) == (405, allow)
+    assert method == "HEAD" or allow in answer.json()["error"]["message"]
     options = proxy.http.request("OPTIONS", path)
     assert (options.status_code, options.headers["allow"], options.content) == (204, allow, b"")
     assert path not in vllm.paths[before:]

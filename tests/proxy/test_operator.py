@@ -56,7 +56,7 @@ def test_finishing_a_trajectory_seals_it_with_all_its_calls(proxy: Proxy) -> Non
 
 
 def test_what_does_not_exist_is_404_in_the_same_shape(proxy: Proxy) -> None:
-    for path in ("/api/calls/x", "/api/trajectories/x", "/api/groups/x"):
+    for path in ("/api/calls/x", "/api/trajectories/x", "/api/groups/x", "/api/nothing"):
         answer = proxy.http.get(path)
         assert answer.status_code == 404
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

@@ -13,6 +13,7 @@ import pytest
 from proxy.observing.metrics import Metrics
 from proxy.upstreams.breaker import Breaker, State
 from proxy.upstreams.pool import Pool, Replica
+from store import Store
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import VllmProcess, eventually, served
@@ -148,6 +149,17 @@ def test_readiness_needs_one_replica_and_names_those_that_are_down(start: Start,
     assert (dead["url"], dead["answers"], well["answers"]) == ("http://127.0.0.1:9", False, True)
     assert "http://127.0.0.1:9 cannot be reached" in dead["reason"]
     eventually(lambda: proxy.http.get("/health/ready").json()["upstreams"][0]["breaker"] != "closed")
+
+
+def test_a_call_to_replicas_that_are_known_to_be_down_is_told_when_they_are_asked_again(
+    start: Start, store: Store
+) -> None:
+    store.policies.register_base("agent", "base")
+    proxy = start(ready=False, upstreams=("http://127.0.0.1:9",), breaker_failures=2, breaker_seconds=600)
+    first, second = (proxy.http.post("/v1/chat/completions", json=body()) for _ in range(2))
+    assert (first.status_code, "retry-after" in first.headers) == (502, False)
+    assert (second.status_code, second.headers["retry-after"]) == (502, "600")
+    assert proxy.http.get("/v1/passed/on").headers["retry-after"] == "600"
 
 
 class Load:

@@ -1,0 +1,42 @@
+"""What the operator API answers where no route takes a request, in the shape of all its errors.
+
+A method that the path does not take is 405, with every method that it takes in `allow`; OPTIONS asks just for that.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+from proxy.errors import MethodNotAllowed, NotFound, ProxyError, to_openai_error
+
+
+def answer_the_unrouted(api: FastAPI) -> None:
+    """Let an application answer so."""
+
+    @api.exception_handler(HTTPException)
+    async def refuse(request: Request, refused: HTTPException) -> Response:
+        methods = _methods(request)
+        allow = {"allow": ", ".join([*methods, "OPTIONS"])} if methods else {}
+        if methods and request.method == "OPTIONS":
+            return Response(None, 204, allow)
+        error = _error(request, refused, allow.get("allow"))
+        return Response(to_openai_error(error), refused.status_code, allow, media_type="application/json")
+
+
+def _methods(request: Request) -> list[str]:
+    """Return the methods that routes of this path take."""
+    found = [route for route in request.app.router.routes if route.matches(request.scope)[0] is not Match.NONE]
+    methods = {method for route in found for method in getattr(route, "methods", None) or ()}
+    return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
+
+
+def _error(request: Request, refused: HTTPException, allow: str | None) -> ProxyError:
+    path = request.url.path[:200]
+    if allow:
+        return MethodNotAllowed(f"{path} takes {allow}, not {request.method}", allow)
+    if refused.status_code == 404:
+        return NotFound(f"no route {request.method} {path}; there is a list in /api/openapi.json", code="unknown_route")
+    return ProxyError(str(refused.detail))
