@@ -10,13 +10,14 @@
     ├── LearningError
     │   ├── NoLearningSignal    the round holds nothing that could move a weight
     │   ├── TrainingDiverged    the gradient is not finite; the step was not taken
+    │   ├── OutOfMemory         a round does not fit; the message names the settings that make it smaller
     │   └── WarmStartRefused    too little to imitate, or it would forget too much
     ├── JudgeError              the judge cannot be loaded
     │   └── JudgeUnanswered     the judge's language model gave no usable answer
     ├── EngineError
     │   ├── EngineUnreachable   vLLM does not answer; asking again may help
     │   └── AdapterRefused      vLLM answered no
-    ├── ProcessLost             a process that trains along has ended
+    ├── ProcessLost             a process that trains along has ended, or met what the others did not
     ├── LeaseLost               another process leads: a trainer this alias, a tuner this run
     ├── LeaseHeld               another process has this run; the message says which, and since when
     ├── TuningError
@@ -93,6 +94,10 @@ class TrainingDiverged(LearningError):
     """The gradient is not finite; the step was not taken."""
 
 
+class OutOfMemory(LearningError):
+    """A round does not fit into memory."""
+
+
 class WarmStartRefused(LearningError):
     """Too little to imitate, or general ability would suffer more than is allowed."""
 
@@ -138,7 +143,7 @@ class AdapterRefused(EngineError):
 
 
 class ProcessLost(TrainerError):
-    """A process that trains along has ended."""
+    """A process that trains along has ended, or met an error that the others did not."""
 
 
 class LeaseLost(TrainerError):

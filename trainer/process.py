@@ -34,8 +34,7 @@ def run(settings: TrainerSettings, make_pupil: MakePupil = make_learner) -> int:
         return _lead(settings, make_pupil)
     line = together.Line()
     if not together.is_leader():
-        together.follow(line)
-        return 0
+        return together.follow(line)
     try:
         return _lead(settings, partial(_make_leading, line))
     finally:

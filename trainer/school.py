@@ -20,7 +20,7 @@ from store.records import BASE_VERSION, Group, Policy, Round, Trajectory, Transc
 from trainer.casting import Casting
 from trainer.crediting.credit import Credit
 from trainer.crediting.roles import Roles
-from trainer.errors import CheckpointDamaged, NoLearningSignal, RowError, TrainingDiverged
+from trainer.errors import CheckpointDamaged, NoLearningSignal, RowError, TrainerError, TrainingDiverged
 from trainer.learning.learner import RoundReport
 from trainer.learning.rows import Rows, build_rows
 from trainer.learning.tokens import TokenRow
@@ -35,6 +35,7 @@ Earned = Mapping[str | None, float]  # a trajectory's advantage (of no role by n
 UNTRAINABLE = "untrainable"
 STALE = "stale"
 DIVERGED = "diverged"
+UNFINISHED = "unfinished"
 # A swap is proven on so many contexts of so many trained rows, each of at most so many tokens.
 _PROBED_ROWS = 4
 _PROBES_A_ROW = 2
@@ -104,29 +105,25 @@ class School:
     def hold_round(self, pupil: Pupil, groups: Sequence[Group], from_version: int) -> Policy | None:
         """Train on the groups and commit; None when they held nothing to train on, and were dropped for it.
 
-        Raises TrainingDiverged when the gradient was not finite; the groups are dropped, and the pupil is spoilt.
+        Raises TrainingDiverged when the gradient was not finite: the groups are dropped. Whatever else it raises breaks
+        the round off, with an alarm, and the groups wait for another one. The pupil is spoilt either way.
         """
         held = self._store.rounds.start(self._alias, from_version)
         rows, untrained = self._collect(pupil, groups)
         try:
             report = pupil.train_round(rows)
+            metrics = dataclasses.asdict(report) | {"groups": len(groups), "untrained_tokens": untrained}
+            candidate = self.commit(pupil, held, groups, metrics | self._reward(groups))
         except NoLearningSignal as nothing:
             self._put_aside(held, groups, UNTRAINABLE, f"{nothing}; {left_out(untrained)}")
             return None
         except TrainingDiverged as diverged:
             self._put_aside(held, groups, DIVERGED, str(diverged))
             raise
-        metrics = dataclasses.asdict(report) | {"groups": len(groups), "untrained_tokens": untrained}
-        metrics |= self._reward(groups)
-        candidate = self.commit(pupil, held, groups, metrics)
-        for gone in (UNTRAINABLE, DIVERGED):
-            self._store.alarms.clear(f"{gone}:{self._alias}")
-        log.info(
-            "event=round_committed round=%s policy=%s@%d groups=%d rows=%d tokens=%d reward=%.3f loss=%.4f "
-            "mismatch_nats=%.5f seconds=%.1f",
-            held.id, self._alias, candidate.version, len(groups), report.rows, report.tokens_trained,
-            metrics["reward"], report.loss, report.logprob_abs_diff_mean, report.seconds,
-        )  # fmt: skip
+        except TrainerError as stopped:
+            self._break_off(held, f"{type(stopped).__name__}: {stopped}")
+            raise
+        self._committed(held, candidate, report, groups)
         return candidate
 
     def commit(
@@ -183,6 +180,21 @@ class School:
         for group in groups:
             self._store.groups.drop(group.id, reason)
         self._store.alarms.raise_(f"{reason}:{self._alias}", f"round {held.id}: {words}")
+
+    def _break_off(self, held: Round, words: str) -> None:
+        """Give a round up for what another start may mend; its groups wait for another one."""
+        self._store.rounds.abandon(held.id, words)
+        self._store.alarms.raise_(f"{UNFINISHED}:{self._alias}", f"round {held.id} was broken off: {words}")
+
+    def _committed(self, held: Round, candidate: Policy, report: RoundReport, groups: Sequence[Group]) -> None:
+        for gone in (UNTRAINABLE, DIVERGED, UNFINISHED):
+            self._store.alarms.clear(f"{gone}:{self._alias}")
+        log.info(
+            "event=round_committed round=%s policy=%s@%d groups=%d rows=%d tokens=%d reward=%.3f loss=%.4f "
+            "mismatch_nats=%.5f seconds=%.1f",
+            held.id, self._alias, candidate.version, len(groups), report.rows, report.tokens_trained,
+            self._reward(groups)["reward"], report.loss, report.logprob_abs_diff_mean, report.seconds,
+        )  # fmt: skip
 
     def _collect(self, pupil: Pupil, groups: Sequence[Group]) -> tuple[list[TokenRow], dict[str, int]]:
         rows: list[TokenRow] = []

@@ -21,7 +21,7 @@ from tests.trainer.scripted_engine import ScriptedEngine
 from tests.trainer.tool_records import tool_called
 from trainer.crediting.credit import Credit
 from trainer.daemon import Daemon
-from trainer.errors import CheckpointDamaged, TrainingDiverged
+from trainer.errors import CheckpointDamaged, OutOfMemory, TrainingDiverged
 from trainer.learning.learner import RoundReport
 from trainer.learning.tokens import TokenRow
 from trainer.publishing.checkpoint import newest_complete
@@ -71,6 +71,13 @@ class Diverging(Power):
 
     def train_round(self, rows: Sequence[TokenRow]) -> RoundReport:
         raise TrainingDiverged("the gradient's norm is nan")
+
+
+class TooLarge(Power):
+    """A learner whose round does not fit into memory."""
+
+    def train_round(self, rows: Sequence[TokenRow]) -> RoundReport:
+        raise OutOfMemory("lower learner.token_budget")
 
 
 def test_shipped_calls_become_a_live_version_that_is_proven_to_be_served(
@@ -176,6 +183,24 @@ def test_a_round_that_diverges_is_put_aside_loudly(
         school.hold_round(Diverging(daemon.learner), store.groups.judged("agent"), 0)
     assert store.trajectories.get(names[0]).drop_reason == "diverged"
     assert store.alarms.standing()[0].name == "diverged:agent"
+
+
+def test_a_round_that_is_broken_off_says_why_and_its_groups_wait_for_the_next(
+    store: Store, make_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    agents_work(store, "a", [0.0, 1.0])
+    agents_work(store, "b", [0.0, 1.0])
+    daemon = make_daemon(groups_per_round=9)
+    daemon.turn(1000.0)
+    school = School(store, "agent", tmp_path / "checkpoints", Credit())
+    with pytest.raises(OutOfMemory):
+        school.hold_round(TooLarge(daemon.learner), store.groups.judged("agent"), 0)
+    (held,) = store.rounds.page("agent")
+    assert (held.state, held.reason) == (RoundState.ABANDONED, "OutOfMemory: lower learner.token_budget")
+    (alarm,) = store.alarms.standing()
+    assert (alarm.name, alarm.reason) == ("unfinished:agent", f"round {held.id} was broken off: {held.reason}")
+    assert school.hold_round(daemon.learner, store.groups.judged("agent"), 0) is not None
+    assert not store.alarms.standing()
 
 
 def test_a_sequence_that_is_too_long_for_the_model_is_left_out_and_the_rest_is_trained(

@@ -20,25 +20,35 @@ from safetensors.torch import load_file
 
 from store import Store, open_store
 from tests.trainer.agents import agents_work
-from tests.trainer.one_of_several import main
 from tests.trainer.scripted_engine import ScriptedEngine
+from tests.trainer.several_processes import learn
 from trainer.daemon import Daemon
 from trainer.learning.learner_settings import LearnerSettings
 
-# Three micro-batches and more: one process has fewer of them than the other.
-SETTINGS = {"threads": 1, "token_budget": 120, "learning_rate": 1e-3, "steps_per_round": 2, "loss": "grpo", "kl": 0.01}
+ROOT = Path(__file__).parents[2]
+# What the process that meets an error says of it, and the other one too.
+APART = {
+    "follower_refuses": "process 1 met RowError: a row that only I refuse",
+    "follower_breaks": "Strange: nobody knows it",
+    "follower_has_no_memory": "process 1 met OutOfMemory: no memory for a round of 400 rows",
+    "follower_has_no_model": "process 1 met ModelNotFound",
+    "follower_is_killed": "",
+    "leader_refuses": "process 0 met RowError: a row that only I refuse",
+    "leader_breaks": "Strange: nobody knows it",
+    "leader_cannot_save": "process 0 met CheckpointUnwritable",
+    "leader_is_killed": "",
+}
 
 
 def launched(*program: str, log: Path | None = None) -> subprocess.Popen[str]:
     """Two processes of a module of this project, as `accelerate launch` starts them; what they say goes to `log`."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with log.open("w") if log else contextlib.nullcontext(subprocess.PIPE) as said:
         return subprocess.Popen(
             [*launch, "-m", *program],
-            cwd=root,
+            cwd=ROOT,
             env=environment,
             stdout=said,
             stderr=subprocess.STDOUT,
@@ -80,21 +90,46 @@ def distance(ours: Path, theirs: Path) -> float:
     return float(gap.norm() / torch.cat([tensor.flatten() for tensor in one.values()]).norm())
 
 
-def test_two_processes_learn_what_one_does(tiny_model: Path, tmp_path: Path) -> None:
-    alone, together = tmp_path / "alone", tmp_path / "together"
-    alone.mkdir()
-    together.mkdir()
-    main(str(tiny_model), alone, LearnerSettings(**SETTINGS))  # type: ignore[arg-type]
-    run = launched("tests.trainer.one_of_several", str(tiny_model), str(together), json.dumps(SETTINGS))
-    said, _ = run.communicate(timeout=180)
-    assert run.returncode == 0, said[-2000:]
-    expected = json.loads((alone / "0.json").read_text())
+@pytest.fixture(scope="module")
+def together(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which two processes did every case, at once."""
+    folder = tmp_path_factory.mktemp("together")
+    program = [sys.executable, "-m", "tests.trainer.several_processes", str(tiny_model), str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*program, "learn", *APART, "all_refuses"], cwd=ROOT, env=environment, timeout=180, check=True)
+    return folder
+
+
+def test_two_processes_learn_what_one_does(together: Path, tiny_model: Path, tmp_path: Path) -> None:
+    learn(str(tiny_model), tmp_path)
+    expected = json.loads((tmp_path / "0.json").read_text())
     for rank in (0, 1):
         found = json.loads((together / f"{rank}.json").read_text())
         assert found.keys() == expected.keys()
         for name, values in expected.items():
             assert found[name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
-    assert distance(alone / "0001", together / "0001") < 1e-4
+    assert distance(tmp_path / "0001", together / "0001") < 1e-4
+
+
+@pytest.mark.parametrize("case", APART)
+def test_an_error_that_one_of_two_processes_meets_ends_both_with_its_reason(case: str, together: Path) -> None:
+    unlucky, other = ("0", "1") if case.startswith("leader") else ("1", "0")
+    said = (together / f"{case}-{unlucky}").read_text()
+    heard = (together / f"{case}-{other}").read_text()
+    assert said.endswith(("ended with 1\n", "ended with 3\n")) or "killed" in case, said[-2000:]
+    assert heard.endswith("ended with 1\n"), heard[-2000:]
+    assert "ProcessLost" in heard
+    assert APART[case] in said
+    if other == "0":  # it had the notes
+        assert APART[case] in heard, heard[-2000:]
+    assert not (together / case / "0001").exists()
+
+
+def test_an_error_that_all_processes_meet_is_the_leaders_to_handle(together: Path) -> None:
+    for rank in (0, 1):
+        said = (together / f"all_refuses-{rank}").read_text()
+        assert said.endswith("ended with 0\n"), said[-2000:]
+    assert (together / "all_refuses" / "0001").is_dir()
 
 
 def test_the_trainer_in_two_processes_makes_the_version_that_one_makes_and_ends_as_one(
@@ -157,6 +192,9 @@ def test_a_process_that_dies_in_a_round_ends_all_with_a_reason_and_the_next_star
     finally:
         run.kill()
     assert store.policies.live()["agent"].version == 1, log.read_text()[-3000:]
+    (broken_off,) = [held for held in store.rounds.page("agent") if held.to_version is None]
+    assert broken_off.reason is not None
+    assert broken_off.reason.startswith("ProcessLost: a process that trains along has ended")
     committed = [held for held in store.rounds.page("agent") if held.to_version is not None]
     assert [held.metrics["trajectories"] for held in committed] == [6]
     store.close()

@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from trainer.crediting.whitening import whiten
-from trainer.errors import NoLearningSignal, RowError
+from trainer.errors import NoLearningSignal, OutOfMemory, RowError
 from trainer.learning import preference
 from trainer.learning.learner_settings import LearnerSettings
 from trainer.learning.tokens import TokenRow
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     Steps = tuple[list[list[Micro]], list[StepNumbers], list[float]]  # micro-batches, steps, losses of taken steps
 __all__ = ["Learner", "LearnerSettings", "RoundReport"]
+
+_NO_ROOM = ("out of memory", "can't allocate memory")  # torch's words on a GPU and on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +132,20 @@ class Learner:
         """Learn from the rows once.
 
         Raises NoLearningSignal when no row could move a weight, RowError when a row does not fit the model (both before
-        anything changes), TrainingDiverged when a gradient is not finite.
+        anything changes), TrainingDiverged when a gradient is not finite, OutOfMemory.
         """
         work = self._progress.begin(TRAINING, len(rows))
         self._trainer.on_rows = work.add
         try:
             return self._trained(rows)
+        except RuntimeError as error:
+            if not any(sign in str(error) for sign in _NO_ROOM):
+                raise
+            raise OutOfMemory(
+                f"no memory for a round of {len(rows)} rows, the longest {max(len(row.ids) for row in rows)} tokens: "
+                f"lower learner.token_budget (now {self._settings.token_budget}), "
+                "set learner.gradient_checkpointing, or give the trainer more"
+            ) from error
         finally:
             work.end()
 
@@ -232,11 +242,13 @@ class Learner:
         """
         from trainer.learning import learner_state
 
-        if self._trainer.accelerator.is_main_process:
-            checkpoint.write_atomically(
-                folder, lambda aside: learner_state.write(self._trainer, self._settings, self._step, aside)
-            )
-        self._trainer.accelerator.wait_for_everyone()
+        try:
+            if self._trainer.accelerator.is_main_process:
+                checkpoint.write_atomically(
+                    folder, lambda aside: learner_state.write(self._trainer, self._settings, self._step, aside)
+                )
+        finally:
+            self._trainer.accelerator.wait_for_everyone()
 
     def _check_signal(self, rows: Sequence[TokenRow]) -> None:
         if not rows:
