@@ -5,7 +5,7 @@ Promises: forming takes each member exactly once, in one transaction; verdicts a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -68,22 +68,28 @@ class Groups:
         verdicts: Sequence[Verdict],
         exchanges: Sequence[Exchange] = (),
         drop_reason: str | None = None,
+        aside: Mapping[str, str] | None = None,
     ) -> None:
         """Add the verdicts of all members and move the group on, to judged or, with a reason, to dropped.
 
-        Raises ForbiddenChange where a verdict is missing or the group was moved meanwhile; then nothing is written.
+        It goes on without the members `aside`, which are dropped for the reasons given there. Raises ForbiddenChange
+        where a verdict is missing or the group was moved meanwhile; then nothing is written.
         """
-        group = self.get(group_id)
+        group, aside = self.get(group_id), aside or {}
         check(GROUP_STEPS, group.state, GroupState.JUDGED, f"group {group_id}")
         scored = {verdict.trajectory_id for verdict in verdicts if verdict.score is not None}
-        if not scored >= set(group.members):
+        if not scored | set(aside) >= set(group.members):
             raise ForbiddenChange(f"group {group_id} has {len(group.members)} members, {len(scored)} of them scored")
         with write(self._engine) as connection:
             if drop_reason is None:  # first: a member may have been deleted
                 _move(connection, group, GroupState.JUDGED)
             else:
                 _move(connection, group, GroupState.DROPPED, drop_reason=drop_reason)
-                drop_trajectories(connection, group.members, drop_reason)
+                drop_trajectories(
+                    connection, [name for name in group.members if name not in (aside or ())], drop_reason
+                )
+            for name, reason in (aside or {}).items():
+                drop_trajectories(connection, [name], reason)
             _add_verdicts(connection, verdicts, exchanges)
 
     def fail(

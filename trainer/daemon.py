@@ -134,6 +134,7 @@ class Daemon:
             progress=self.progress,
             second=second,
             flat=flat_groups(store, settings.model),
+            least=settings.group_least,
         )
         self._patience = patience_of(settings.judge)
         self._rehearing = Rehearing(

@@ -19,6 +19,7 @@ from trainer.judges.settings import (
     NextStateSpec,
     RulerSpec,
 )  # fmt: skip
+from trainer.learning.learner_settings import LearnerSettings
 
 if TYPE_CHECKING:
     from trainer.settings import TrainerSettings
@@ -156,6 +157,34 @@ def _clip(settings: TrainerSettings) -> str | None:
     )
 
 
+def _no_pairs(settings: TrainerSettings) -> str | None:
+    if settings.learner.loss != "dpo" or settings.singles == "drop":
+        return None
+    return (
+        f"learner.loss dpo compares the best and the worst of a group, and singles: {settings.singles} has no two "
+        "answers to one prompt: take loss apo_zero_unpaired, or singles: drop, with shadow.samples where single-call "
+        "prompts shall learn"
+    )
+
+
+def _without_effect(settings: TrainerSettings) -> str | None:
+    """Name a setting that the loss never looks at: whoever set it believes in it."""
+    learner, objective = settings.learner, settings.learner.objective
+    looked_at = {
+        "epsilon_low": objective.ratio != "none" and objective.shape == "clip",
+        "epsilon_high": objective.ratio != "none",
+        "entropy_top_share": objective.ratio != "none",
+        "dr_grpo_length": objective.mean == "length",
+        "preference_beta": objective.preference,
+    }
+    usual = LearnerSettings()
+    idle = [name for name, used in looked_at.items() if not used and getattr(learner, name) != getattr(usual, name)]
+    if not idle:
+        return None
+    return f"learner.{idle[0]} has no effect with loss {learner.loss}: leave it out, or take a loss that has it"
+
+
 _CHECKS: tuple[Callable[[TrainerSettings], str | None], ...] = (
     _judge, _least_group, _single_least, _rank_of_one, _few_shadows, _unheard_shadows, _proof, _rate, _norm, _clip,
+    _no_pairs, _without_effect,
 )  # fmt: skip

@@ -1,9 +1,10 @@
 """Scorekeeping: has ready groups judged, and says loudly when the scores teach nothing.
 
-Promises: a judge failure is never a score; a group whose scores do not differ is dropped with that reason and counted;
-several of them in a row are an alarm that names the judge, the score and the groups. A slow judge holds nobody up:
-groups are judged in threads, as many at once as the judge allows, and the caller's thread writes down what was said.
-What people say after the verdict is judged anew in the same way; that is `rehearing.py`'s.
+Promises: a judge failure is never a score: who has none after the last try is put aside, and the others are compared if
+they are enough; a group whose scores do not differ is dropped with that reason and counted; several of them in a row
+are an alarm that names the judge, the score and the groups. A slow judge holds nobody up: groups are judged in threads,
+as many at once as the judge allows, and the caller's thread writes down what was said. What people say after the
+verdict is judged anew in the same way; that is `rehearing.py`'s.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class Scorekeeper:
         progress: Progress | None = None,
         second: SecondJudge | None = None,
         flat: Sequence[tuple[Group, float]] = (),
+        least: int = 2,
     ) -> None:
+        self._least = least  # members that are worth comparing
         self._second = second
         self._progress = progress or Progress()
         self._store = store
@@ -126,18 +129,42 @@ class Scorekeeper:
     def _write_down(
         self, group: Group, members: Sequence[Trajectory], heard: Sequence[str], judgement: Judgement, now: float
     ) -> None:
-        verdicts = judgement.verdicts
-        failed = [verdict for verdict in verdicts if verdict.failure is not None]
+        failed = {verdict.trajectory_id: verdict for verdict in judgement.verdicts if verdict.failure is not None}
+        left = [
+            (member, verdict)
+            for member, verdict in zip(members, judgement.verdicts, strict=True)
+            if verdict.trajectory_id not in failed
+        ]
+        last = group.failures + 1 >= self._attempts
+        if failed and last and len(left) < self._least:
+            self._store.groups.fail(group.id, judgement.verdicts, now, judgement.exchanges)
+            self._store.groups.drop(group.id, JUDGE_FAILED)
+        elif failed and not last:
+            self._store.groups.fail(group.id, judgement.verdicts, now + self._pause(group), judgement.exchanges)
+        else:
+            self._settle(group, judgement, [run for run, _ in left], [said for _, said in left], list(failed))
+            if heard:
+                self._store.feedback.heard(heard, now)
         if failed:
-            self._failed(group, judgement, failed, now)
-            return
+            self._warn_of_failure(group, judgement, list(failed.values()), left=len(left) if last else None)
+
+    def _settle(
+        self,
+        group: Group,
+        judgement: Judgement,
+        members: Sequence[Trajectory],
+        verdicts: Sequence[Verdict],
+        failed: Sequence[str],
+    ) -> None:
+        """Move a group on whose `members` have `verdicts`; the `failed` ones are put aside."""
         teaches = self._credit.teaches(members, verdicts)
         useless = BASELINE if teaches is None else None if teaches else NO_VARIANCE
-        self._store.groups.record(group.id, verdicts, judgement.exchanges, drop_reason=useless)
-        if heard:
-            self._store.feedback.heard(heard, now)
+        self._store.groups.record(
+            group.id, judgement.verdicts, judgement.exchanges, useless, dict.fromkeys(failed, JUDGE_FAILED)
+        )
         self._credit.remember(members, verdicts)
-        self._store.alarms.clear(self._name(JUDGE_FAILED, group))
+        if not failed:
+            self._store.alarms.clear(self._name(JUDGE_FAILED, group))
         if teaches:
             self._flat.clear()
             self._store.alarms.clear(self._name("no_signal", group))
@@ -145,25 +172,30 @@ class Scorekeeper:
             self._flat = [*self._flat[1 - _FLAT_REMEMBERED :], (group, verdicts[0].score or 0.0)]
             self._warn_of_flatness(group)
 
-    def _failed(self, group: Group, judgement: Judgement, failed: Sequence[Verdict], now: float) -> None:
-        verdicts = judgement.verdicts
-        pause = self._retry_seconds * _PAUSE_GROWS**group.failures
-        self._store.groups.fail(group.id, verdicts, now + pause, judgement.exchanges)
+    def _pause(self, group: Group) -> float:
+        return self._retry_seconds * _PAUSE_GROWS**group.failures
+
+    def _warn_of_failure(self, group: Group, judgement: Judgement, failed: Sequence[Verdict], left: int | None) -> None:
+        """Say that a judge failed; `left` are the members that go on without the others, None before the last try."""
         reason = failed[0].failure
         log.warning(
             "event=judge_failed group=%s attempt=%d of=%d failures=%d judge=%s reason=%r",
             group.id, group.failures + 1, self._attempts, len(failed), self._judge.name, reason,
         )  # fmt: skip
-        last = group.failures + 1 >= self._attempts
-        if last:
-            self._store.groups.drop(group.id, JUDGE_FAILED)
-        if last or group.failures:
-            self._store.alarms.raise_(
-                self._name(JUDGE_FAILED, group),
-                f"judge {self._judge.name} failed {group.failures + 1} times on group {group.id} "
-                f"({len(failed)} of {len(verdicts)} members, e.g. {reason}); the group "
-                + ("was dropped, not scored 0" if last else f"is judged again in {pause:g} s"),
-            )
+        if left is None and not group.failures:
+            return
+        what = (
+            f"the group is judged again in {self._pause(group):g} s"
+            if left is None
+            else "the group was dropped, not scored 0"
+            if left < self._least
+            else f"they were dropped, not scored 0, and the other {left} are compared"
+        )
+        self._store.alarms.raise_(
+            self._name(JUDGE_FAILED, group),
+            f"judge {self._judge.name} failed {group.failures + 1} times on group {group.id} "
+            f"({len(failed)} of {len(judgement.verdicts)} members, e.g. {reason}); {what}",
+        )
 
     def _warn_of_flatness(self, group: Group) -> None:
         members = sum(len(flat.members) for flat, _ in self._flat)

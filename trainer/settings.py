@@ -36,7 +36,7 @@ class TrainerSettings(BaseModel):
     vllm: tuple[str, ...] = Field(min_length=1, description="base URL of every vLLM replica, without /v1")
     checkpoints: Path = Field(description="folder that gets one folder per version; vLLM must be able to read it")
     judge: JudgeSpec = Field(description="the judge: module:function, or a mapping with `kind` (docs/judges.md)")
-    judge_attempts: int = Field(5, ge=1, description="tries before a group is dropped as judge_failed")
+    judge_attempts: int = Field(5, ge=1, description="tries before what has no score is dropped as judge_failed")
     judge_retry_seconds: float = Field(
         5.0, ge=0, description="pause before a failed judge is asked again; it grows fourfold"
     )

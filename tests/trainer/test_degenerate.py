@@ -66,6 +66,11 @@ def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
             "silence every token after the first of 2 steps",
             "0.2 and 0.28",
         ),
+        ({"singles": "baseline", "learner": {"loss": "dpo"}}, "no two answers to one prompt", "apo_zero_unpaired"),
+        ({"learner": {"loss": "cispo", "epsilon_low": 0.1}}, "epsilon_low has no effect with loss cispo", "leave it"),
+        ({"learner": {"loss": "sft", "entropy_top_share": 0.2}}, "entropy_top_share has no effect", "leave it out"),
+        ({"learner": {"loss": "grpo", "dr_grpo_length": 9}}, "dr_grpo_length has no effect", "take a loss that has"),
+        ({"learner": {"preference_beta": 0.5}}, "preference_beta has no effect with loss dapo", "leave it out"),
         ({"judge": SHORT}, "same score: rule short with most 1", "longest good length"),
         ({"judge": ANYTHING}, "matches every answer", "only a good answer"),
         (
@@ -97,6 +102,9 @@ def test_a_learning_rate_of_zero_is_refused() -> None:
         {"max_staleness": 0},  # on-policy: what was sampled before a swap is dropped, what comes after it is trained
         {"learner": {"epsilon_low": 1e-6, "epsilon_high": 1e-6}},  # in the only step every ratio is 1
         {"learner": {"max_grad_norm": 0}},
+        {"singles": "baseline", "learner": {"loss": "apo_zero_unpaired", "preference_beta": 0.5}},
+        {"learner": {"loss": "cispo", "epsilon_high": 4.0, "entropy_top_share": 0.2}},
+        {"learner": {"loss": "dr_grpo", "dr_grpo_length": 64, "epsilon_low": 0.1}},
         {"judge": {"kind": "composite", "parts": [part(SHORT, weight=1.0), part({"kind": "conduct", "rule": "ended"},
                                                                                weight=1.0)]}},
         {"judge": {"kind": "conduct", "rule": "pattern", "pattern": r"\S.*"}},

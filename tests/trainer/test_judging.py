@@ -96,6 +96,18 @@ def test_a_group_that_cannot_be_judged_is_dropped_loudly_not_scored_zero(store: 
     assert "dropped, not scored 0" in alarm.reason
 
 
+def test_a_member_that_the_judge_cannot_score_is_put_aside_and_the_others_are_compared(store: Store) -> None:
+    group = ready_group(store, {"a": ValueError("no idea"), "b": 1.0, "c": 0.0})
+    keep = keeper(store)
+    assert score(store, keep, group).state is GroupState.READY
+    judged = score(store, keep, group, now=110.0)
+    assert (judged.state, judged.members) == (GroupState.JUDGED, group.members[1:])
+    assert store.trajectories.get(group.members[0]).drop_reason == "judge_failed"
+    assert [verdict.failure is None for verdict in store.groups.history(group.id)] == [False, True, True] * 2
+    (alarm,) = store.alarms.standing()
+    assert "1 of 3 members, e.g. ValueError: no idea); they were dropped, not scored 0, and the other 2" in alarm.reason
+
+
 def test_a_judge_that_is_away_for_minutes_loses_nothing_and_is_an_alarm_meanwhile(store: Store) -> None:
     group = ready_group(store, {"a": ConnectionError("away"), "b": 1.0})
     keep, now = keeper(store, attempts=5), 100.0
