@@ -27,7 +27,9 @@ test_share = click.option(
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
     help="Share of a task set with one split that is held out.",
 )
-workflow = click.option("--workflow", metavar="SPEC", help="Agent: module:function, or 'python my_agent.py'.")
+workflow = click.option(
+    "--workflow", metavar="SPEC", help="Agent: module:function, file.py:function, or 'python my_agent.py'."
+)
 attempts = click.option("--attempts", type=click.IntRange(min=1), help="Rollouts of each task and candidate.")
 concurrency = click.option("--concurrency", type=click.IntRange(1, 1024), help="Rollouts at the same time.")
 seed = click.option("--seed", type=click.IntRange(min=0), help="Seed of whatever is drawn.")

@@ -104,7 +104,7 @@ def task_set_of(settings: Settings, source: str) -> TaskSet:
 @contextmanager
 def opened(settings: Settings) -> Iterator[Bench]:
     """Open what the settings name. Raises SettingsError, WorkflowError, JudgeError, StoreError."""
-    from trainer.progress import Progress, on_this_terminal
+    from trainer.progress import Progress, for_a_person
     from trainer.tuning.prices import prices_of
     from trainer.tuning.rollouts import RolloutRunner
     from trainer.tuning.scoring import Scorer
@@ -114,7 +114,7 @@ def opened(settings: Settings) -> Iterator[Bench]:
     if tuner.workflow is None:
         raise click.UsageError("no workflow is named: give --workflow module:function, or set tuner.workflow")
     workflow = load_workflow(tuner.workflow)
-    progress = Progress(on_this_terminal())
+    progress = Progress(for_a_person())
     proxy_url, key = tuner.proxy_url or proxy_of(settings), first_key()
     with options.opened_store(settings.store_url) as store, judge_of(settings) as judge:
         hold = Hold(store)

@@ -60,6 +60,7 @@ def plain(result: TuningResult) -> dict[str, Any]:
 
 
 def _run(bench: Bench, run: Tuning, check: Any) -> TuningResult:
+    from trainer.progress import say
     from trainer.tuning.rollouts import RolloutRunner
     from trainer.tuning.task_mix import parse_families
     from trainer.tuning.weights import WeightsTuning
@@ -83,7 +84,7 @@ def _run(bench: Bench, run: Tuning, check: Any) -> TuningResult:
 
     made = WeightsTuning(
         bench.store, run, families, trainer, bench.runner, bench.scorer, evaluator=evaluator,
-        progress=bench.progress, failure_score=bench.tuner.failure_score, watch=watch,
+        progress=bench.progress, failure_score=bench.tuner.failure_score, watch=watch, tell=say,
     )  # fmt: skip
     asyncio.run(made.run())
     result = result_of(bench.store, run, made, trainer, bench.scorer.name, bench.prices)

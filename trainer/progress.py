@@ -6,6 +6,7 @@ Promises that watching costs next to nothing: bars and lines are bounded in time
 
 from __future__ import annotations
 
+import datetime
 import logging
 import sys
 import threading
@@ -74,15 +75,28 @@ class Standing:
             parts += [f"seconds_per_item={self.seconds_per_item:.3g}", f"eta_seconds={self.eta_seconds:.0f}"]
         return " ".join([*parts, *(f"{name}={value:.4g}" for name, value in self.means.items())])
 
+    def sentence(self) -> str:
+        """Return the standing for people."""
+        parts = [f"{self.work} {self.done:g} of {self.total:g}"]
+        if self.seconds_per_item is not None and self.eta_seconds is not None:
+            left = f"{datetime.timedelta(seconds=round(self.eta_seconds))} left"
+            parts += [f"{self.seconds_per_item:.3g} s each", *([] if self.ended else [left])]
+        return ", ".join([*parts, *(f"{name} {value:.4g}" for name, value in self.means.items())])
+
 
 Watcher = Callable[[Standing], None]
 
 
-class Lines:
-    """Tells of a work that takes longer than `every` seconds in log lines, and once more at its end."""
+def _logged(standing: Standing) -> None:
+    log.info("event=progress %s", standing.line())
 
-    def __init__(self, every: float = LINE_EVERY) -> None:
+
+class Lines:
+    """Tells of a work that takes longer than `every` seconds now and then, and once more at its end; in the log."""
+
+    def __init__(self, every: float = LINE_EVERY, tell: Watcher = _logged) -> None:
         self._every = every
+        self._tell = tell
         self._told: dict[str, float] = {}  # work -> seconds at its last line
 
     def __call__(self, standing: Standing) -> None:
@@ -92,7 +106,7 @@ class Lines:
             before = 0.0
         due = standing.seconds - before >= self._every
         if due or (standing.ended and before):
-            log.info("event=progress %s", standing.line())
+            self._tell(standing)
         if standing.ended:
             self._told.pop(standing.work, None)
         elif due:
@@ -202,5 +216,16 @@ class Progress:
 
 
 def on_this_terminal() -> Watcher:
-    """Return bars where the standard error is a terminal, lines elsewhere."""
+    """Return bars where the standard error is a terminal, lines of the log elsewhere."""
     return Bars() if sys.stderr.isatty() else Lines()
+
+
+def for_a_person() -> Watcher:
+    """Return bars where the standard error is a terminal, sentences on it elsewhere: a command has no log."""
+    return Bars() if sys.stderr.isatty() else Lines(tell=lambda standing: say(standing.sentence()))
+
+
+def say(text: str) -> None:
+    """Print a line on the standard error, above the bars that may stand there."""
+    tqdm.write(text, file=sys.stderr)
+    sys.stderr.flush()

@@ -84,11 +84,8 @@ async def _measure(
         client.close()
         await asyncio.sleep(0)  # the connections are told that they are closed
     pairs = [(one, other) for one, other in _COMPARED if one in blocks and other in blocks]
-    gains = (
-        added(one, other, what, blocks[one], blocks[other])
-        for one, other in pairs
-        for what in ("first byte", "whole call")
-    )
+    told_of = ("first byte", "whole call") if shape.stream else ("whole call",)
+    gains = (added(one, other, what, blocks[one], blocks[other]) for one, other in pairs for what in told_of)
     found = tuple(figures(way.name, blocks[way.name]) for way in ways)
     return Measured(plan, found, tuple(gain for gain in gains if gain is not None))
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from trainer.metrics import Metrics
-from trainer.progress import Bars, Lines, Progress, RunningMeans, Standing
+from trainer.progress import Bars, Lines, Progress, RunningMeans, Standing, for_a_person
 
 
 class Clock:
@@ -60,6 +60,23 @@ def test_off_the_terminal_long_work_is_a_line_now_and_then_and_short_work_none(
         "event=progress work=training done=10 total=100",
         "event=progress work=training done=20 total=100",
         "event=progress work=training done=25 total=100",
+    ]
+
+
+def test_a_command_off_the_terminal_tells_people_how_far_it_is_and_how_long_it_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    work = Progress(for_a_person(), clock=clock).begin("rollouts", 100)
+    clock.now += 20
+    work.add(40, score=0.25)
+    clock.now += 11
+    work.add(60)
+    work.end()
+    assert capsys.readouterr().err.splitlines() == [
+        "rollouts 40 of 100, 0.5 s each, 0:00:30 left, score 0.25",
+        "rollouts 100 of 100, 0.31 s each, 0:00:00 left, score 0.25",
+        "rollouts 100 of 100, 0.31 s each, score 0.25",
     ]
 
 

@@ -27,6 +27,7 @@ from trainer.tuning.settings import TunerSettings
 
 _LEAST_SPREAD = 1e-9
 _VALUES_TRIED = 8  # of the row, as answers that might be right
+_NOT_OF_THE_ROW = 3  # answers that are tried before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,11 @@ def of_judge(judge: Judge | None, transcript: Transcript | None) -> Iterator[Rea
         return
     if transcript is None:
         return
-    members = [_answered(transcript, answer, number) for number, answer in enumerate(_answers(transcript))]
+    answers = _answers(transcript)
+    members = [_answered(transcript, answer, number) for number, answer in enumerate(answers)]
+    if transcript.tools:
+        tried = answers[_NOT_OF_THE_ROW:]
+        members += [_by_tools(transcript, answer, len(answers) + number) for number, answer in enumerate(tried)]
     scores = {verdict.score for verdict in judge.judge(None, members).verdicts if verdict.score is not None}
     if len(scores) == 1:
         seen = f"{judge.name} gave {scores.pop():g} to what was answered, to nothing, and to every value of the row"
@@ -114,6 +119,35 @@ def _answered(transcript: Transcript, answer: Any, number: int) -> Transcript:
         messages=(*transcript.messages[:-1], {"role": "assistant", "content": answer}),
         returned=msgspec.structs.replace(returned, response=said),
     )
+
+
+def _by_tools(transcript: Transcript, answer: str, number: int) -> Transcript:
+    """Return the transcript of an agent that gave the answer at once, as every text that any of its tools takes."""
+    asked = [message for message in transcript.messages if message.get("role") in ("system", "developer", "user")]
+    calls = [
+        {"id": f"call_{place}", "type": "function", "function": {"name": name, "arguments": json.dumps(dict(given))}}
+        for place, tool in enumerate(transcript.tools)
+        if (name := _function(tool).get("name")) and (given := [(text, answer) for text in _texts(_function(tool))])
+    ]
+    said = (
+        {"role": "assistant", "content": None, "tool_calls": calls} if calls else {"role": "assistant", "content": ""}
+    )
+    changed = _answered(transcript, answer, number)
+    return msgspec.structs.replace(changed, messages=(*asked, said))
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a tool says of itself, in the dialect's own wrapping or without one."""
+    inner = tool.get("function", tool)
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _texts(function: Mapping[str, Any]) -> list[str]:
+    """Return the names of a function's parameters that are texts."""
+    schema = function.get("parameters") or function.get("input_schema") or {}
+    known = schema.get("properties") if isinstance(schema, Mapping) else None
+    properties = known if isinstance(known, Mapping) else {}
+    return [name for name, kind in properties.items() if isinstance(kind, Mapping) and kind.get("type") == "string"]
 
 
 def of_scores(rollouts: Sequence[Rollout]) -> Iterator[Reason]:

@@ -3,12 +3,14 @@
 Its id is chosen here and is part of its base URL, so that the agent needs no header; what the proxy must know of it is
 in the store before it begins. Promises: a failed rollout stays, with its exception, and is never skipped; what ended is
 written, also where the run is interrupted: only what was under way is lost (it stays `planned`); a retry is a rollout
-of its own, and the last one counts.
+of its own, and the last one counts. What a function prints goes to the standard error meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 import sysconfig
 import time
 import traceback
@@ -99,7 +101,8 @@ class RolloutRunner:
         await course.write(self._remember, jobs)
         workers = [asyncio.create_task(self._work(course)) for _ in range(min(self._settings.concurrency, len(jobs)))]
         try:
-            await asyncio.gather(*workers)
+            with contextlib.redirect_stdout(sys.stderr):  # what agents print; the command's data may go there
+                await asyncio.gather(*workers)
         finally:
             for worker in workers:
                 worker.cancel()

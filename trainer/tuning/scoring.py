@@ -7,6 +7,8 @@ that ranks sees all attempts at a task side by side.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -82,7 +84,8 @@ class Scorer:
             for one in ended:
                 self._write(one.id, one.reward, WORKFLOW, None if one.reward is not None else NO_JUDGE, work)
         else:
-            self._judged(self._judge, self._whole(ended, shipped, work), work, on_verdict)
+            with contextlib.redirect_stdout(sys.stderr):  # what a judge prints
+                self._judged(self._judge, self._whole(ended, shipped, work), work, on_verdict)
         work.end()
         return [self._store.rollouts.get(one.id) for one in rollouts]
 

@@ -59,7 +59,7 @@ _LOOK_EVERY = 0.2  # seconds
 
 
 class WeightsTuning:
-    """One run. `watch` is called all the while and raises where the rooms have ended."""
+    """One run. `watch` is called all the while and raises where the rooms have ended; `tell` hears how it goes."""
 
     def __init__(
         self,
@@ -74,6 +74,7 @@ class WeightsTuning:
         progress: Progress | None = None,
         failure_score: float = 0.0,
         watch: Callable[[], None] = lambda: None,
+        tell: Callable[[str], object] = lambda line: None,
     ) -> None:
         self._store = store
         self._tuning = tuning
@@ -86,6 +87,7 @@ class WeightsTuning:
         self._progress = progress or Progress()
         self._failure_score = failure_score
         self._watch = watch
+        self._tell = tell
         self._mix = TaskMix(families, self._plan.seed)
         self._tests = {family.name: family.of(TEST, self._plan.eval_tasks) for family in families}
         self._began = time.monotonic()
@@ -209,6 +211,7 @@ class WeightsTuning:
             against_baseline=None if version == baseline else self.compared(version, baseline),
         )
         self._note(evaluations=(*self._so_far.evaluations, found))
+        self._tell(f"after {found.round} rounds, {self._name(version)} on the test tasks: {found.told()}")
 
     def _family_mean(self, marks: Mapping[str, Any], family: str) -> float | None:
         own = {task: mark for task, mark in marks.items() if _family_of(task) == family}
@@ -269,6 +272,7 @@ class WeightsTuning:
 
     async def _settle(self) -> None:
         """Wait until the trainer has done what it can, at most as long as is allowed."""
+        self._tell(f"after {self._so_far.rounds} rounds: waiting for the trainer to learn from them")
         until = time.monotonic() + self._plan.settle_seconds
         size, groups = self._trainer.group_size, self._trainer.groups_per_round
         while time.monotonic() < until:

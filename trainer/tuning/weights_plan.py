@@ -53,6 +53,12 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     families: Mapping[str, float | None]  # mean by family
     against_baseline: Compared | None = None  # None of the baseline itself
 
+    def told(self) -> str:
+        """Return it in one clause."""
+        mean = "no score" if self.mean is None else f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
+        against = "" if self.against_baseline is None else f"; against the baseline {self.against_baseline.told()}"
+        return mean + against
+
 
 class WeightsProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How far a tuning is."""

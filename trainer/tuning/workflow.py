@@ -1,6 +1,7 @@
 """Workflows: the agent that is tuned, as a function `module:function` or as a program such as `python my_agent.py`.
 
-A function, async or not, gets those of these that it names (one with **kwargs gets all of them):
+`path/file.py:function` names a function as well, and `module:Class` a class whose objects can be called: one is made,
+for all rollouts. A function, async or not, gets those of these that it names (one with **kwargs gets all of them):
 
     task           the task's row (dict)
     base_url       OpenAI-compatible base URL of this rollout alone; whatever is called there is its trajectory
@@ -22,6 +23,7 @@ import re
 import shlex
 import threading
 from collections.abc import Callable, Mapping
+from shutil import which
 from typing import Any, Protocol
 
 from trainer.entry_points import NotImportable, load
@@ -32,7 +34,7 @@ from trainer.tuning.programs import ProgramWorkflow
 __all__ = ["PARAMETERS", "FunctionWorkflow", "Outcome", "Workflow", "load_workflow"]
 
 PARAMETERS = ("task", "base_url", "api_key", "model", "system_prompt", "seed")
-_ENTRY_POINT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_ENTRY_POINT = re.compile(r"([A-Za-z_][\w.]*|.*\.py):[A-Za-z_][\w.]*")
 
 
 class Workflow(Protocol):
@@ -63,6 +65,10 @@ def load_workflow(spec: str) -> Workflow:
         words = shlex.split(spec)
     except ValueError as error:
         raise WorkflowError(f"workflow {spec!r}: {error}") from error
+    if len(words) == 1 and "." in (name := words[0]) and name.replace(".", "").isidentifier() and not which(name):
+        module, _, function = name.rpartition(".")
+        meant = f"{name}:FUNCTION" if function == "py" else f"{module}:{function}"
+        raise WorkflowError(f"workflow {spec!r}: a function is named with a colon: did you mean {meant}?")
     return ProgramWorkflow(spec, words)
 
 
@@ -72,7 +78,7 @@ class FunctionWorkflow:
     def __init__(self, entry_point: str) -> None:
         self.name = entry_point
         try:
-            self._function, _ = load(entry_point)
+            self._function = _to_call(entry_point, load(entry_point)[0])
         except NotImportable as error:
             raise WorkflowError(f"workflow {entry_point}: {error}") from error
         self._by_place, self._by_name = _wanted(entry_point, self._function)
@@ -105,6 +111,26 @@ class FunctionWorkflow:
             return await self._function(*places, **names)
         answer = await _in_a_thread(lambda: self._function(*places, **names))
         return await answer if inspect.isawaitable(answer) else answer
+
+
+def _to_call(entry_point: str, found: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what is called for each rollout: of a class, an object. Raises WorkflowError."""
+    if isinstance(found, type):
+        if not any("__call__" in vars(base) for base in found.__mro__):
+            raise WorkflowError(
+                f"workflow {entry_point}: its objects cannot be called; define __call__, or name a function"
+            )
+        try:
+            found = found()
+        except Exception as error:  # the user's own code
+            raise WorkflowError(
+                f"workflow {entry_point}: one object serves all rollouts, and cannot be made without arguments "
+                f"({type(error).__name__}: {error}); name a function, or an object of the module"
+            ) from error
+    function = found if inspect.isroutine(found) else getattr(found, "__call__", found)  # noqa: B004  as below
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise WorkflowError(f"workflow {entry_point} yields: have it return its answer, once")
+    return found
 
 
 def _wanted(entry_point: str, function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -205,6 +205,14 @@ def test_an_interruption_keeps_what_ended_and_the_rest_can_go_on(
     assert left(jobs, store.rollouts.of(tuning.id)) == []
 
 
+def test_what_an_agent_prints_stays_out_of_the_commands_data(
+    runner: Make, tasks: list[Task], tuning: Tuning, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(runner("prints").run(jobs_of(tasks[:1]), tuning.id))
+    seen = capsys.readouterr()
+    assert (seen.out, "agent: thinking" in seen.err) == ("", True)
+
+
 def test_progress_tells_running_means_of_what_has_them(store: Store, tasks: list[Task], tuning: Tuning) -> None:
     seen: list[Standing] = []
     runner = RolloutRunner(

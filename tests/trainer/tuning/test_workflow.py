@@ -49,11 +49,37 @@ def test_a_function_gets_the_parameters_that_it_names() -> None:
         ("no-such-program --x", "no program 'no-such-program'"),
         ("", "no program"),
         ("python 'unended", "No closing quotation"),
+        (f"{HERE}:yields", "yields: have it return its answer"),
+        (f"{HERE}:Unmakeable", "cannot be made without arguments .TypeError"),
+        (f"{HERE}:Uncallable", "its objects cannot be called"),
+        ("my_agent.run", "did you mean my_agent:run?"),
+        ("my_agent.py", "did you mean my_agent.py:FUNCTION?"),
+        ("nowhere/agent.py:run", "there is no file nowhere/agent.py"),
     ],
 )
 def test_what_cannot_work_is_told_when_it_is_loaded(spec: str, said: str) -> None:
     with pytest.raises(WorkflowError, match=said):
         load_workflow(spec)
+
+
+def test_a_class_is_made_once_for_all_rollouts_and_a_dotted_name_leads_into_it() -> None:
+    workflow = load_workflow(f"{HERE}:Counting")
+    runs = [workflow.run(TASK, base_url="u", api_key="k", model="m") for _ in range(2)]
+    assert [asyncio.run(one).response for one in runs] == [1, 2]
+    assert run(f"{HERE}:Counting.fixed").response == "4"
+
+
+def test_a_function_in_a_file_is_found_with_its_neighbours_and_takes_no_modules_place(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("from beside_it import NUMBER\ndef run(task):\n    return NUMBER\n")
+    (tmp_path / "beside_it.py").write_text("print('loading')\nNUMBER = 7\n")
+    spec = f"{tmp_path}/json.py:run"
+    try:
+        assert run(spec).response == 7
+        assert load_workflow(spec)._function is load_workflow(spec)._function  # type: ignore[attr-defined]
+        assert json.loads("1") == 1 == sys.modules["json"].loads("1")
+    finally:
+        sys.path.remove(str(tmp_path))
+        del sys.modules["beside_it"], sys.modules[f"{tmp_path}/json.py"]
 
 
 def test_functions_that_are_not_async_run_beside_each_other() -> None:

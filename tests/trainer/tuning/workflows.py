@@ -45,6 +45,41 @@ def only_the_task(task: dict[str, Any]) -> Any:
     return task
 
 
+class Counting:
+    """An agent that is an object, which one is made of for all rollouts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def __call__(self, task: dict[str, Any]) -> int:
+        self.calls += 1
+        return self.calls
+
+    @staticmethod
+    def fixed(task: dict[str, Any]) -> str:
+        return str(task["answer"])
+
+
+class Unmakeable(Counting):
+    def __init__(self, browser: str) -> None:
+        super().__init__()
+
+
+class Uncallable:
+    """No agent."""
+
+
+def yields(task: dict[str, Any]) -> Any:
+    """Yields instead of returning."""
+    yield task["answer"]
+
+
+def prints(task: dict[str, Any]) -> str:
+    """Says what it does."""
+    print("agent: thinking about", task["question"])
+    return "done"
+
+
 def by_place(task: dict[str, Any], model: str, /, turns: int = 3) -> str:
     """Takes its parameters by place."""
     return f"{task['question']} {model} {turns}"
