@@ -19,6 +19,7 @@ from proxy.dialects.count_tokens import CountTokens
 from proxy.dialects.dialect import Dialect
 from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses
+from proxy.dialects.responses_kept import KeptResponses
 from proxy.endpoint import Endpoint
 from proxy.exact.contexts import Contexts
 from proxy.exact.forward import ExactForwarder
@@ -136,6 +137,7 @@ def create_app(
             ("GET", "/health/backlog"): health.backlog,
         },
         models=models,
+        responses=KeptResponses(store),
         mounts={"/api": create_operator(store, shipper, links, desk)},
         rest=PassThrough(book, upstream, pool, others, metrics, settings.bounds),
     )

@@ -27,10 +27,16 @@ class Routes:
     """Exact routes first, then mounted applications by prefix, then whatever else is under /v1."""
 
     def __init__(
-        self, routes: Mapping[tuple[str, str], ASGIApp], models: ASGIApp, mounts: Mapping[str, ASGIApp], rest: ASGIApp
+        self,
+        routes: Mapping[tuple[str, str], ASGIApp],
+        models: ASGIApp,
+        responses: ASGIApp,
+        mounts: Mapping[str, ASGIApp],
+        rest: ASGIApp,
     ) -> None:
         self._routes = routes
         self._models = models
+        self._responses = responses
         self._mounts = mounts
         self._rest = rest
 
@@ -65,6 +71,8 @@ class Routes:
             return _Others([*allowed, "HEAD"] if "GET" in allowed else allowed)
         if path.startswith("/models/") and method == "GET":
             return self._models
+        if path.startswith("/responses/resp_"):
+            return self._responses
         if versioned and path:
             return self._rest
         raise NotFound(f"no route {scope['method']} {scope['path'][:200]}; {_THERE_IS}", code="unknown_route")

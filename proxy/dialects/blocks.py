@@ -171,7 +171,7 @@ class TellingVoice:
         """Return the client's form of an answer that did not stream. Raises UpstreamBroke."""
         answer = _object.decode(self.capture.whole(body))
         try:
-            self._teller.feed({"usage": answer.get("usage"), "choices": [_as_delta(answer["choices"][0])]})
+            self._teller.feed({"usage": answer.get("usage"), "choices": [as_delta(answer["choices"][0])]})
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise UpstreamBroke(f"the upstream's answer is not a chat completion: {error}") from error
         self._teller.finish()
@@ -198,7 +198,7 @@ class TellingVoice:
         return _events(self._teller.fail(error))
 
 
-def _as_delta(choice: dict[str, Any]) -> dict[str, Any]:
+def as_delta(choice: dict[str, Any]) -> dict[str, Any]:
     """Return a whole choice as the only chunk of a stream."""
     message = choice["message"]
     calls = [{**call, "index": place} for place, call in enumerate(message.get("tool_calls") or ())]

@@ -61,7 +61,7 @@ class MessageTeller(Teller):
         """A block begins, empty."""
         empty = {
             Kind.THOUGHT: {"type": "thinking", "thinking": "", "signature": ""},
-            Kind.TEXT: {"type": "text", "text": "", "citations": None},
+            Kind.TEXT: {"type": "text", "text": "", "citations": []},
             Kind.CALL: _tool_use(block, {}),
         }
         return [{"type": "content_block_start", "index": block.place, "content_block": empty[block.kind]}]
@@ -106,7 +106,7 @@ class MessageTeller(Teller):
         if block.kind == Kind.THOUGHT:
             return {"type": "thinking", "thinking": block.text, "signature": self._id}
         if block.kind == Kind.TEXT:
-            return {"type": "text", "text": block.text, "citations": None}
+            return {"type": "text", "text": block.text, "citations": []}
         return _tool_use(block, _input(block.text))
 
     def _stopped(self) -> dict[str, Any]:

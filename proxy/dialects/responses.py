@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from proxy.access.bounds import Bounds
 from proxy.capture import Capture
@@ -35,9 +36,17 @@ class Responses:
     async def read(self, body: bytes, key_id: str | None) -> Asked:
         """Return what a request asks for. Raises BadRequest; NotFound for an unknown previous response."""
         fields = await read_body_with(inner.decode, body)
+        if isinstance(fields.get("input"), list) and b"item_reference" in body:
+            fields["input"] = await self._with_items(fields["input"], key_id)
         name = fields.get("previous_response_id")
         previous = await self._memory.find(str(name), key_id) if name else None
         return await read_body_with(lambda _: self._read(fields, previous), body)
+
+    async def _with_items(self, given: list[Any], key_id: str | None) -> list[Any]:
+        """Return an input with the items in place of what refers to them. Raises NotFound, NotReady."""
+        names = [str(item.get("id")) if responses_request.is_reference(item) else None for item in given]
+        known = await self._memory.items([name for name in names if name], key_id)
+        return [known[name] if name else item for name, item in zip(names, given, strict=True)]
 
     def _read(self, body: Json, previous: Turn | None) -> Asked:
         added = responses_request.added_messages(body)

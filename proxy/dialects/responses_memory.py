@@ -15,12 +15,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from proxy.dialects.blocks import as_delta
 from proxy.dialects.inner import Json
+from proxy.dialects.responses_teller import ResponseTeller, response_id
 from proxy.errors import NotFound, NotReady
 from proxy.recording.others import found_or_settled
 from store import Store
@@ -30,7 +32,7 @@ from store.records import REDACTED, CallBegun
 
 _MOST_RESPONSES = 10_000
 _MOST_BYTES = 256 * 2**20
-_OTHERS_SECONDS = 3.0  # for other proxies to ship a response that a client has already
+ANSWER_SECONDS = 3.0  # for other proxies to ship a response that a client has already
 _RECENT = 60.0  # seconds in which they usually have, however busy
 _ID_LENGTH = len("resp_") + 26
 _OVERHEAD = 600  # bytes of a turn beside its messages: the record, its names, its place in the table
@@ -106,6 +108,18 @@ class ResponseMemory:
         self._use(turn)
         return turn
 
+    async def items(self, names: Iterable[str], key_id: str | None) -> dict[str, Json]:
+        """Return items of answers by the ids that they were told with. Raises NotFound, NotReady."""
+        found: dict[str, Json] = {}
+        for name in names:
+            made, _, place = name.partition("_")[2].rpartition("_")
+            try:
+                turn = await self.find(f"resp_{made}", key_id)
+                found[name] = _output(turn)[place]
+            except (NotFound, KeyError) as error:
+                raise NotFound(f"the item {name[:80]!r} is not known: send it whole", param="input") from error
+        return found
+
     def doubt(self) -> None:
         """Something was deleted: what is remembered is looked for in the store before it is gone on from."""
         with self._lock:
@@ -113,7 +127,7 @@ class ResponseMemory:
 
     async def _stored(self, name: str) -> Turn | None:
         """Return a turn as the store has it; one that another proxy made just now may still be on its way there."""
-        patience = _OTHERS_SECONDS if _is_recent(name) else 0.0
+        patience = ANSWER_SECONDS if is_recent(name) else 0.0
         ours = name in self._doubted  # and perhaps still on its way
         try:
             turn, _ = await found_or_settled(self._store, lambda: self._read(name), time.time(), patience, alone=ours)
@@ -147,14 +161,19 @@ class ResponseMemory:
         return Turn(msgspec.json.encode(messages), None, call.trajectory_id, call.id, key_id, rebuilt=True)
 
 
-def _is_recent(name: str) -> bool:
+def _output(turn: Turn) -> dict[str, Json]:
+    """Return the items of a turn's answer by their places in it."""
+    call_id = turn.call_id
+    begun = CallBegun(call_id, turn.trajectory_id, 0.0, "", 0, "responses", False, "", "")
+    teller = ResponseTeller(begun, {}, frozenset(), {})
+    teller.feed({"choices": [as_delta({"message": _messages.decode(turn.added)[-1], "finish_reason": "stop"})]})
+    teller.finish()
+    return {item["id"].rpartition("_")[2]: item for item in teller.answer()["output"]}
+
+
+def is_recent(name: str) -> bool:
     """Return whether a name is a response's that was made within the last minute."""
     try:
         return len(name) == _ID_LENGTH and abs(time.time() - moment(name)) < _RECENT
     except ValueError:
         return False
-
-
-def response_id(call_id: str) -> str:
-    """Return the response id of a call."""
-    return "resp_" + call_id.removeprefix("call_")

@@ -22,7 +22,7 @@ _REFUSED = ("background", "conversation", "prompt")
 _CLIENT_RUN = ("computer", "computer_use_preview", "local_shell", "shell", "apply_patch")  # by what only OpenAI's know
 _NAMESPACE = "namespace"
 _LOGPROBS = "message.output_text.logprobs"  # in `include`: the client wants them
-_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 def read(body: Json, added: Sequence[Json], before: Sequence[Json]) -> ChatRequest:
@@ -71,6 +71,11 @@ def added_messages(body: Json) -> list[Json]:
         except (KeyError, TypeError, AttributeError) as error:
             raise inner.unreadable(f"input[{place}]", error) from error
     return messages
+
+
+def is_reference(item: Any) -> bool:
+    """Return whether an input item stands for one that was told before."""
+    return isinstance(item, dict) and item.get("type") == "item_reference"
 
 
 def custom_names(body: Json) -> frozenset[str]:
@@ -176,7 +181,7 @@ def _tools(body: Json) -> list[Json]:
             given = (tool["name"], tool.get("description"), tool.get("parameters"), tool.get("strict"))
             tools.append(inner.function(*given))
         elif tool["type"] == "custom":
-            tools.append(inner.function(tool["name"], tool.get("description"), _INPUT, None))
+            tools.append(inner.function(tool["name"], tool.get("description"), INPUT, None))
     return tools
 
 

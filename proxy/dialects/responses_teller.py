@@ -11,7 +11,6 @@ import msgspec
 from proxy.dialects.blocks import Block, Event, Kind, Teller
 from proxy.dialects.dialect import told_policy
 from proxy.dialects.inner import Json
-from proxy.dialects.responses_memory import response_id
 from proxy.errors import ProxyError
 from store.records import CallBegun
 
@@ -193,3 +192,8 @@ def _input(arguments: str) -> str:
         return str(msgspec.json.decode(arguments, type=dict[str, Any])["input"]) if arguments else ""
     except (msgspec.DecodeError, KeyError, RecursionError):
         return arguments
+
+
+def response_id(call_id: str) -> str:
+    """Return the response id of a call."""
+    return "resp_" + call_id.removeprefix("call_")

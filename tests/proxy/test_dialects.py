@@ -112,11 +112,6 @@ def test_a_key_is_asked_for_in_the_words_of_the_dialect(start: Start) -> None:
         assert client.messages.create(**asked).content
 
 
-def test_reading_responses_back_is_refused_here_and_not_asked_of_vllm(proxy: Proxy) -> None:
-    with pytest.raises(openai.NotFoundError, match="no route"):
-        proxy.agent().responses.retrieve("resp_x")
-
-
 async def test_an_agent_of_the_agents_sdk_completes_its_loop(proxy: Proxy) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what its import warns of is not ours

@@ -272,3 +272,11 @@ def test_what_cannot_be_read_is_named_by_its_place(proxy: Proxy, body: Any, says
     refused = proxy.http.post("/v1/messages", json={**ask("x"), **body})
     assert refused.status_code == 400
     assert refused.json()["error"]["message"].startswith(says)
+
+
+def test_a_texts_citations_are_a_list(proxy: Proxy) -> None:
+    """Anthropic's own schema wants the member, and the AI SDK refuses null for it."""
+    whole = proxy.http.post("/v1/messages", json=ask("#say=hi")).json()
+    assert whole["content"] == [{"type": "text", "text": "hi", "citations": []}]
+    streamed = proxy.http.post("/v1/messages", json=ask("#say=hi", stream=True)).text
+    assert '"content_block":{"type":"text","text":"","citations":[]}' in streamed

@@ -226,7 +226,7 @@ def test_a_failure_in_mid_stream_is_told_and_recorded(proxy: Proxy, how: str) ->
         ({"input": "hi"}, 400, "model"),
         ({"model": "gpt-9", "input": "hi"}, 404, "there are"),
         ({"model": "agent", "input": "hi", "background": True}, 400, "background"),
-        ({"model": "agent", "input": [{"type": "item_reference", "id": "x"}]}, 400, "item_reference"),
+        ({"model": "agent", "input": [{"type": "item_reference", "id": "x"}]}, 404, "the item 'x' is not known"),
         ({"model": "agent", "input": [{"type": "function_call"}]}, 400, "missing"),
         ({"model": "agent", "input": [5]}, 400, "wrong kind"),
         ({"model": "agent", "input": "#status=429"}, 429, "scripted failure"),
@@ -279,3 +279,48 @@ def test_what_cannot_be_read_is_named_by_its_place(proxy: Proxy, more: Any, says
     refused = proxy.http.post("/v1/responses", json={"model": "agent", "input": "x", **more})
     assert refused.status_code == 400
     assert refused.json()["error"]["message"].startswith(says)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_response_is_read_back_as_it_was_told(proxy: Proxy, streamed: bool) -> None:
+    agent = proxy.agent()
+    asked: Any = {"model": "agent", "tools": TOOLS, "instructions": "be brief", "temperature": 0.5}
+    question: Any = [{"role": "user", "content": "#think=hm #tool=search"}]
+    if streamed:
+        with agent.responses.stream(input=question, **asked) as stream:
+            told = stream.until_done().get_final_response()
+    else:
+        told = agent.responses.create(input=question, **asked)
+    kept = agent.responses.retrieve(told.id)
+    assert [item.to_dict() for item in kept.output] == [
+        {name: value for name, value in item.to_dict().items() if name != "parsed_arguments"} for item in told.output
+    ]
+    same = ("id", "model", "status", "created_at", "usage", "temperature", "tools", "object")
+    assert {name: getattr(kept, name) for name in same} == {name: getattr(told, name) for name in same}
+    next_one = agent.responses.create(model="agent", input="#say=ok", previous_response_id=told.id)
+    assert agent.responses.retrieve(next_one.id).previous_response_id == told.id
+    items = agent.responses.input_items.list(next_one.id, order="asc", limit=2)
+    kinds = [item.type for item in items]  # all pages
+    assert kinds == ["message", "reasoning", "function_call", "message"]
+    with pytest.raises(openai.NotFoundError):
+        proxy.agent(key="another").responses.retrieve(told.id)
+    with pytest.raises(openai.APIStatusError, match="DELETE /api/trajectories"):
+        agent.responses.delete(told.id)
+    with pytest.raises(openai.NotFoundError, match="is recorded"):
+        agent.responses.retrieve("resp_x")
+
+
+def test_items_are_found_by_their_ids(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    agent = proxy.agent()
+    first = agent.responses.create(model="agent", input="#think=hm #tool=search", tools=TOOLS)
+    references: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
+    output = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "#say=ok"}  # type: ignore[union-attr]
+    whole: Any = [{"role": "user", "content": "#think=hm #tool=search"}, *references, output]
+    agent.responses.create(model="agent", input=whole, tools=TOOLS)
+    said = vllm.calls[-1]["messages"]
+    assert [m["role"] for m in said] == ["user", "assistant", "tool"]
+    assert (said[1]["reasoning"], said[1]["tool_calls"][0]["function"]["name"]) == ("hm", "search")
+    begun = last_call(proxy)
+    assert begun.parent_call == "call_" + first.id.removeprefix("resp_")
+    with pytest.raises(openai.NotFoundError, match="is not known: send it whole"):
+        proxy.agent(key="another").responses.create(model="agent", input=whole)

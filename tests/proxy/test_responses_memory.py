@@ -7,7 +7,8 @@ import gc
 
 import pytest
 
-from proxy.dialects.responses_memory import ResponseMemory, Turn, response_id
+from proxy.dialects.responses_memory import ResponseMemory, Turn
+from proxy.dialects.responses_teller import response_id
 from proxy.errors import NotFound
 from store import Store
 from tests.records import answered_trajectory, begun
