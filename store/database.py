@@ -18,6 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DatabaseError, DataError, DBAPIError, OperationalError
 
 from store.errors import SchemaMismatch, StoreError, StoreUnavailable, UnknownRecord
+from store.sqlite_files import watch_files
 
 HEAD = "0014"  # the newest migration; a test holds it equal to the migrations folder
 _WAL_SECONDS = 15.0
@@ -55,7 +56,7 @@ def connect(store_url: str, create: bool = True) -> sa.Engine:
             json_deserializer=_load,
         )
         if url.database and url.database != ":memory:":
-            sa.event.listen(engine, "do_connect", _FileGuard(Path(url.database), create))
+            watch_files(engine, Path(url.database), create)
         sa.event.listen(engine, "connect", _prepare_sqlite)
         return engine
     try:
@@ -70,22 +71,6 @@ def missing_file(engine: sa.Engine) -> Path | None:
     if engine.dialect.name != "sqlite" or not name or name == ":memory:" or Path(name).exists():
         return None
     return Path(name).absolute()
-
-
-class _FileGuard:
-    """Lets SQLite make a database file once, where it may at all."""
-
-    def __init__(self, file: Path, create: bool) -> None:
-        self._file = file
-        self._may_create = create
-
-    def __call__(self, *_: Any) -> None:
-        """Before a connection: make the folder, or refuse to connect to nothing."""
-        if self._may_create:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._may_create = False
-        elif not self._file.exists():
-            raise sqlite3.OperationalError(f"there is no store at {self._file}")
 
 
 def _dump(value: Any) -> str:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import sqlite3
+import subprocess
+import sys
 import threading
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,8 @@ import store.database as database
 from store import open_store
 from store.errors import SchemaMismatch, StoreError, StoreMissing, StoreUnavailable
 from store.schema import metadata
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_migrations_lead_to_exactly_the_tables(empty_url: str) -> None:
@@ -108,6 +114,40 @@ def test_a_store_that_was_moved_away_is_not_replaced_by_an_empty_one(tmp_path: P
     assert database.schema_version(engine) == database.schema_version(late) == database.HEAD
     late.dispose()
     engine.dispose()
+
+
+def test_a_file_that_is_deleted_in_use_is_written_no_more_and_a_backup_in_its_place_is_used(
+    store_file: Path, tmp_path: Path
+) -> None:
+    backup = tmp_path / "backup.db"
+    with closing(open_store(str(store_file))) as store:
+        store.policies.register_base("agent", "before")
+        with sqlite3.connect(store_file) as here, closing(sqlite3.connect(backup)) as there:
+            here.backup(there)
+        here.close()
+        for name in tmp_path.glob("store.db*"):
+            name.unlink()
+        for ask in (store.policies.all, partial(store.policies.register_base, "other", "lost")):
+            with pytest.raises(StoreUnavailable, match="there is no store"):
+                ask()
+        backup.rename(store_file)
+        store.policies.register_base("other", "after")
+        assert {policy.alias for policy in store.policies.all()} == {"agent", "other"}
+
+
+def test_a_map_that_is_cut_short_in_use_ends_nobody_and_is_made_anew(store_file: Path) -> None:
+    program = (  # in a process of its own: where it is not mended, SIGBUS ends it
+        "import os, sys; from store import open_store; store = open_store(sys.argv[1])\n"
+        "for number in range(20):\n"
+        "    store.policies.register_base(f'agent{number}', 'base')\n"
+        "    os.truncate(sys.argv[1] + '-shm', 0 if number % 2 else 5000)\n"
+        "    assert len(store.policies.all()) == number + 1\n"
+        "store.close()"
+    )
+    run = subprocess.run([sys.executable, "-c", program, str(store_file)], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    with closing(open_store(str(store_file))) as store:
+        assert len(store.policies.all()) == 20
 
 
 def test_a_damaged_file_is_said_to_be(tmp_path: Path) -> None:
