@@ -1,7 +1,7 @@
 """Counts the end of each call: how it ended, how long it took, its tokens, and how it was linked.
 
 Prometheus' children are looked up once per combination of labels; after that a call costs a few microseconds. All
-labels come from small sets: aliases that are served, dialects, states, kinds of links and contexts.
+labels come from small sets: aliases that are served, dialects, states, purposes, kinds of links and contexts.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class CallCounts:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._overhead = metrics.overhead_seconds.observe
-        self._series: dict[tuple[str, str, str, str, str], _Series] = {}
+        self._series: dict[tuple[str, str, str, str, str, str], _Series] = {}
 
     def count(self, record: CallEnded, timing: Timing, failure: str | None) -> None:
         """Count one call; `failure` is its class of error."""
         begun = record.begun
         context = "untrainable" if record.untrainable else record.context
-        key = (begun.alias, begun.dialect, record.state, begun.linked_by, context)
+        key = (begun.alias, begun.dialect, record.state, begun.purpose, begun.linked_by, context)
         series = self._series.get(key) or self._look_up(key)
         series.calls(1)
         series.links(1)
@@ -73,14 +73,14 @@ class CallCounts:
         if record.untrainable:
             self._metrics.untrainable.labels(record.untrainable if record.untrainable in _REASONS else "other").inc()
 
-    def _look_up(self, key: tuple[str, str, str, str, str]) -> _Series:
-        alias, dialect, state, linked_by, context = key
+    def _look_up(self, key: tuple[str, str, str, str, str, str]) -> _Series:
+        alias, dialect, state, purpose, linked_by, context = key
         metrics = self._metrics
         found = self._series[key] = _Series(
-            calls=metrics.calls.labels(alias, dialect, state).inc,
+            calls=metrics.calls.labels(alias, dialect, state, purpose).inc,
             links=metrics.links.labels(linked_by).inc,
-            prompt=metrics.tokens.labels(alias, "prompt").inc,
-            completion=metrics.tokens.labels(alias, "completion").inc,
+            prompt=metrics.tokens.labels(alias, "prompt", purpose).inc,
+            completion=metrics.tokens.labels(alias, "completion", purpose).inc,
             context=metrics.context_tokens.labels(context).inc,
             seconds=metrics.call_seconds.labels(alias).observe,
             first_token=metrics.first_token_seconds.labels(alias).observe,

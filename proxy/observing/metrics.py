@@ -32,7 +32,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self.calls = Counter(
-            "ratchet_calls", "Captured calls by their end", ["alias", "dialect", "state"], registry=registry
+            "ratchet_calls", "Captured calls by their end", ["alias", "dialect", "state", "purpose"], registry=registry
         )
         self.errors = Counter("ratchet_errors", "Failed requests by class of error", ["class"], registry=registry)
         self.under_way = 0  # captured calls; a plain number, since every call changes it twice
@@ -55,7 +55,9 @@ class Metrics:
             "ratchet_overhead_seconds", "Time per call that is the proxy's, not the upstream's",
             buckets=_QUICK_BUCKETS, registry=registry,
         )  # fmt: skip
-        self.tokens = Counter("ratchet_tokens", "Tokens of captured calls", ["alias", "kind"], registry=registry)
+        self.tokens = Counter(
+            "ratchet_tokens", "Tokens of captured calls", ["alias", "kind", "purpose"], registry=registry
+        )
         self.context_tokens = Counter(
             "ratchet_context_tokens", "Completion tokens by how their context is known", ["context"], registry=registry
         )

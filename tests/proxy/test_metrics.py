@@ -48,6 +48,7 @@ def test_calls_are_counted_by_alias_dialect_and_end(proxy: Proxy) -> None:
     assert value(proxy, "ratchet_calls_total", alias="agent", dialect="chat", state="answered") == 2
     assert value(proxy, "ratchet_calls_total", dialect="chat", state="failed") == 1
     assert value(proxy, "ratchet_calls_total", dialect="messages", state="answered") == 1
+    assert value(proxy, "ratchet_calls_total", purpose="live") == 4
     assert value(proxy, "ratchet_untrainable_calls_total", reason="no prompt token ids") == 1
     assert value(proxy, "ratchet_links_total", linked_by="root") == 4
     assert value(proxy, "ratchet_call_duration_seconds_count", alias="agent") == 4

@@ -166,6 +166,8 @@ def circle(proxy: str, tiny_model: Path, tmp_path: Path) -> None:
                 **asked | {"messages": [*QUESTION, said, {"role": "user", "content": "and?"}]}
             )
             assert more.headers["x-ratchet-trajectory"].startswith(original.id)
+            counted = httpx.get(f"{proxy}/metrics", timeout=10).text
+            assert 'ratchet_calls_total{alias="agent",dialect="chat",purpose="shadow",state="answered"} 2.0' in counted
         finally:
             daemon.close()
             engine.close()
@@ -183,6 +185,11 @@ def test_nothing_is_asked_while_vllm_has_other_work(
             asked = len(vllm.calls)
             trainer.until(partial(dropped_as, store, name, "single"))
             assert len(vllm.calls) == asked
+        engine.load = (3, 0)
+        hungry = line(proxy, wait_seconds=1.5)
+        ask(proxy)
+        hungry.until(lambda: "is 0: set it to 3, or wait" in "".join(a.reason for a in store.alarms.standing()))
+        store.alarms.clear("shadow:agent")
         engine.load = None
         trainer = line(proxy)
         name = ask(proxy)

@@ -29,10 +29,14 @@ _LONGEST_REASON = 500  # characters
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a turn to ask came out. `busy`: nothing was asked; `failure`: why there is no answer."""
+    """How a turn to ask came out. `busy`: nothing was asked; `failure`: why there is no answer.
+
+    `others` is how many calls of others vLLM ran.
+    """
 
     busy: bool = False
     failure: str | None = None
+    others: int = 0
 
 
 class ShadowCaller:
@@ -57,8 +61,9 @@ class ShadowCaller:
         load = self._load()
         if load.unknown is not None:
             return Outcome(busy=True, failure=load.unknown)
-        if not load.spare(min(before, self._under_way), self._settings.busy_above):
-            return Outcome(busy=True)
+        own = min(before, self._under_way)
+        if not load.spare(own, self._settings.busy_above):
+            return Outcome(busy=True, others=load.running - own)
         failure, tokens = self._asked(shadow)
         if failure is None:
             self._store.shadows.answer(shadow.id, time.time(), tokens)

@@ -6,6 +6,7 @@ that is slow to answer is not idle.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
+_REMEMBERED = 100  # looks
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,36 @@ class Load:
     def spare(self, own: int, busy_above: int) -> bool:
         """Return whether a further call takes nobody's place; `own` of the running calls count for nothing."""
         return self.unknown is None and self.waiting == 0 and self.running - own <= busy_above
+
+
+class Hunger:
+    """How long every look has found vLLM busy, and what it ran of others' calls meanwhile."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._others: deque[int] = deque(maxlen=_REMEMBERED)
+
+    def saw(self, others: int, now: float) -> None:
+        """Add a look that found vLLM busy with so many calls of others."""
+        self._since = now if self._since is None else self._since
+        self._others.append(others)
+
+    def still(self) -> None:
+        """Forget it: a call could begin."""
+        self._since = None
+        self._others.clear()
+
+    def seconds(self, now: float) -> float:
+        """Return for how long there was no idle moment."""
+        return 0.0 if self._since is None else now - self._since
+
+    def told(self, busy_above: int) -> str:
+        """Return what was seen, with the remedy."""
+        few, many = min(self._others, default=0), max(self._others, default=0)
+        seen = f"vLLM ran {few} to {many} other calls at {len(self._others)} looks"
+        if many <= busy_above:
+            return f"{seen}, with others waiting: it has no time to spare; add a replica, or ask for fewer shadows"
+        return f"{seen}, and trainer.shadow.busy_above is {busy_above}: set it to {many}, or wait for less traffic"
 
 
 def load_of(urls: Sequence[str], key: str | None, timeout: float = 2.0) -> Load:

@@ -24,7 +24,7 @@ from store.states import ShadowState
 from trainer.grouping import PlannedGroup
 from trainer.shadowing import asking
 from trainer.shadowing.caller import Outcome, ShadowCaller
-from trainer.shadowing.idleness import Load
+from trainer.shadowing.idleness import Hunger, Load
 from trainer.shadowing.shadow_settings import ShadowSettings
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class Shadowing:
         self._unfit: dict[str, None] = {}  # trajectories that cannot be asked again
         self._not_before = 0.0
         self._failures = 0  # in a row
+        self._hunger = Hunger()
 
     def close(self) -> None:
         """Ask no more; what is under way is given up at the next start."""
@@ -147,13 +148,16 @@ class Shadowing:
                 outcome = Outcome(failure=str(error))
             if outcome.busy:
                 self._not_before = now + _BUSY_PAUSE
-            self._tell(name, outcome)
+            self._tell(name, outcome, now)
 
-    def _tell(self, name: str, outcome: Outcome) -> None:
+    def _tell(self, name: str, outcome: Outcome, now: float) -> None:
         alarm = f"shadow:{self._alias}"
         if outcome.failure is None:
-            if not outcome.busy:
+            if outcome.busy:
+                self._warn_of_hunger(alarm, outcome.others, now)
+            else:
                 self._failures = 0
+                self._hunger.still()
                 self._store.alarms.clear(alarm)
             return
         self._failures += 1
@@ -161,6 +165,13 @@ class Shadowing:
         if self._failures >= _FAILURES:
             reason = f"the last {self._failures} shadow calls came to nothing: {outcome.failure}"
             self._store.alarms.raise_(alarm, reason)
+
+    def _warn_of_hunger(self, alarm: str, others: int, now: float) -> None:
+        self._hunger.saw(others, now)
+        hungry = self._hunger.seconds(now)
+        if 2 * hungry >= self._settings.wait_seconds:  # later, what waits now is given up
+            reason = f"no shadow call found an idle moment for {hungry:.0f} s"
+            self._store.alarms.raise_(alarm, f"{reason}: {self._hunger.told(self._settings.busy_above)}")
 
     def _up_to_date(self, planned: Sequence[Shadow], now: float) -> list[Shadow]:
         """Give up what nobody asks for any more; return the others, and those that are over."""
