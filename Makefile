@@ -15,8 +15,9 @@ help: ## list the targets
 venv: ## set up .venv (once; again when pyproject.toml changes)
 	@sh deploy/venv.sh "$(PYTHON)" "$(VENV)"
 
-clients: venv ## set up the real clients that the tests run, in environments of their own (once)
+clients: venv ## set up the real clients that the tests run, in environments of their own, and a browser (once)
 	@sh deploy/clients.sh "$(VENV)"
+	@sh deploy/browser.sh "$(VENV)"
 
 demo: venv ## an unmodified agent gets better, on real vLLM; SEED=2 changes the seed
 	@$(BIN)/ratchet demo --seed $(SEED) $(DEMO_ARGS)

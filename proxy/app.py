@@ -13,6 +13,7 @@ from proxy.access.keyring import KeyRing
 from proxy.access.keys import Keys
 from proxy.access.patterns import Patterns
 from proxy.access.redaction import Redacting, Redactor
+from proxy.console.pages import MOUNT, Console, front
 from proxy.dialects.chat import Chat
 from proxy.dialects.completions import Completions
 from proxy.dialects.count_tokens import CountTokens
@@ -120,6 +121,8 @@ def create_app(
                         settings.bounds, settings.keep_alive_seconds)  # fmt: skip
 
     models = Models(book)
+    pages: dict[tuple[str, str], ASGIApp] = {("GET", "/"): front} if settings.console else {}
+    console: dict[str, ASGIApp] = {MOUNT: Console()} if settings.console else {}
     health = Health(book, probes, journal, shipper, settings.most_lag)
     metrics.lag_seconds.set_function(health.lag)
     desk = FeedbackDesk(store, journal, shipper, redactor, metrics)
@@ -135,10 +138,11 @@ def create_app(
             ("GET", "/health/live"): health.live,
             ("GET", "/health/ready"): health.ready,
             ("GET", "/health/backlog"): health.backlog,
+            **pages,
         },
         models=models,
         responses=KeptResponses(store),
-        mounts={"/api": create_operator(store, shipper, links, desk)},
+        mounts={"/api": create_operator(store, shipper, links, desk), **console},
         rest=PassThrough(book, upstream, pool, others, metrics, settings.bounds),
     )
     ring = KeyRing(settings, store)

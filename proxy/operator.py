@@ -16,6 +16,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.asgi import CALLER, read_body
+from proxy.console.overview import Overview
 from proxy.errors import BadRequest, ProxyError, openai_error, to_openai_error
 from proxy.feedback import BODY_LIMIT, WAITS, FeedbackBody, FeedbackDesk, read_feedback
 from proxy.linking.links import Links
@@ -207,6 +208,12 @@ def _add_policies(api: FastAPI, store: Store) -> None:
 
 def _add_reports(api: FastAPI, store: Store) -> None:
     """How training, tools and alarms stand."""
+    looking = Overview(store)
+
+    @api.get("/overview")
+    def overview() -> Response:
+        """Is it learning? By alias: scores by version, before and after, canary, works under way; rounds, alarms."""
+        return _json(looking.read())
 
     @api.get("/training")
     def training(alias: str | None = None) -> Response:

@@ -75,7 +75,12 @@ class Routes:
             return self._responses
         if versioned and path:
             return self._rest
-        raise NotFound(f"no route {scope['method']} {scope['path'][:200]}; {_THERE_IS}", code="unknown_route")
+        raise no_route(scope)
+
+
+def no_route(scope: Scope) -> NotFound:
+    """Return the error of a path that nothing answers; it lists what there is."""
+    return NotFound(f"no route {scope['method']} {scope['path'][:200]}; {_THERE_IS}", code="unknown_route")
 
 
 class _Others:

@@ -41,6 +41,7 @@ class ProxySettings(BaseModel):
     requests_per_minute: int | None = Field(default=None, ge=1)  # of a key without a limit of its own
     tokens_per_minute: int | None = Field(default=None, ge=1)  # of a key without a limit of its own
     web_origins: tuple[str, ...] = ()  # of web pages whose scripts may call, with a key; "*": any
+    console: bool = True  # the operator's pages under /ui
     redact: tuple[str, ...] = ()  # names of built-in patterns
     redact_patterns: dict[str, str] = Field(default_factory=dict)  # further ones: name -> pattern of RE2
     upstream_key: SecretStr | None = None  # sent to vLLM as bearer token

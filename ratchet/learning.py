@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ratchet.errors import FaceError
 from ratchet.pictures import pyplot
 from ratchet.settings import Settings
 
 if TYPE_CHECKING:
-    from trainer.learning_report import Gain, LearningReport
-
-_MOST = 100_000  # newest scores that are read
+    from store.reporting.learning import Gain, LearningReport
 
 
 def read(settings: Settings) -> LearningReport:
     """Return the report on what the store holds. Raises FaceError where there is no store yet."""
     from store import open_store
-    from trainer.learning_report import learning_report
+    from store.reporting.learning import learning_report
 
     if settings.store is None and not settings.state.store.exists():
         raise FaceError("nothing has run yet: there is no store to report on")
     store = open_store(settings.store_url, create=False)
     try:
         judge = store.groups.newest_judge(settings.model)
-        return learning_report(store.groups.scored(settings.model, judge, limit=_MOST) if judge else [])
+        return learning_report(store.groups.tallied(settings.model, judge) if judge else [])
     finally:
         store.close()
-
-
-def plain(report: LearningReport) -> dict[str, Any]:
-    """Return the report as JSON can hold it."""
-    content = dataclasses.asdict(report)
-    for told, family in zip(content["families"], report.families, strict=True):
-        told["gain"]["verdict"] = family.gain.verdict
-        if family.same_tasks is not None:
-            told["same_tasks"]["verdict"] = family.same_tasks.verdict
-    return content
 
 
 def lines(report: LearningReport) -> list[str]:

@@ -13,11 +13,10 @@ from ratchet.folders import ROOMS
 from ratchet.running import pidfile
 from ratchet.running.up import read_running
 from ratchet.settings import Settings
-from store.states import PolicyAction, PolicyState
-from trainer.reasons import DROPPED, LEFT_OUT
+from store.reporting.canary import canary_scores, held
+from store.reporting.reasons import DROPPED, LEFT_OUT
 
 if TYPE_CHECKING:
-    from store import Store
     from store.records import Round
 
 _DECISIONS = 3  # newest ones shown
@@ -32,6 +31,7 @@ def collect(settings: Settings) -> dict[str, Any]:
         "running": bool(running),
         "ready": bool(running.get("ready")),
         "base_url": running.get("base_url"),
+        "console": running.get("console"),
         "vllm_url": running.get("vllm_url"),
         "rooms": {name: _room(settings, name, (running.get("died") or {}).get(name)) for name in ROOMS},
         "versions": {"ratchet": __version__, **versions()},
@@ -103,42 +103,9 @@ def _store(settings: Settings) -> dict[str, Any] | None:
 def _left_out(rounds: Sequence[Round]) -> dict[str, int]:
     """Return how many sampled tokens the committed rounds left out, by reason."""
     counts: Counter[str] = Counter()
-    for held in rounds:
-        counts.update(held.metrics.get("untrained_tokens") or {})
+    for ended in rounds:
+        counts.update(ended.metrics.get("untrained_tokens") or {})
     return dict(counts)
-
-
-def canary_scores(store: Store, alias: str) -> dict[str, Any] | None:
-    """Return what the canary of an alias and the live version beside it have scored; None without a canary."""
-    serving = {policy.state: policy for policy in store.policies.serving() if policy.alias == alias}
-    canary, live = serving.get(PolicyState.CANARY), serving.get(PolicyState.LIVE)
-    if canary is None or live is None:
-        return None
-    told = store.decisions.of(alias, canary.version)
-    since = min((one.decided_at for one in told if one.action is PolicyAction.CANARY), default=canary.created_at)
-    judge = store.groups.newest_judge(alias) or ""
-    sides = {"canary": (canary.version, 0.0), "live": (live.version, since)}
-    content: dict[str, Any] = {"version": canary.version, "share": canary.share}
-    content["held"] = bool(told) and told[0].action is PolicyAction.HOLD
-    for side, (version, after) in sides.items():
-        scores = [one.score for one in store.groups.rewards(alias, judge, version, after)]
-        content[side] = {"count": len(scores), "mean": sum(scores) / len(scores) if scores else None}
-    return content
-
-
-def held(store: Store, alias: str) -> dict[str, Any] | None:
-    """Return the version of an alias that waits for a person, and why; None where none does."""
-    policy = store.policies.held(alias)
-    if policy is None:
-        return None
-    newest = store.decisions.of(alias, policy.version, limit=1)[0]
-    return {
-        "model": alias,
-        "version": policy.version,
-        "state": str(policy.state),
-        "by": newest.by,
-        "reason": newest.reason,
-    }
 
 
 def canary_line(scores: dict[str, Any]) -> str:
@@ -153,6 +120,8 @@ def lines(status: dict[str, Any]) -> list[str]:
     text = [f"project {status['project']}: {'up' if status['ready'] else 'starting' if status['running'] else 'down'}"]
     if status["base_url"]:
         text.append(f"  base_url  {status['base_url']}")
+    if status["console"]:
+        text.append(f"  console   {status['console']}")
     for name, room in status["rooms"].items():
         detail = f"pid {room['pid']}, {room['seconds']:.0f} s" if room["pid"] else "stopped"
         text.append(f"  {name:<9} {detail}   log {room['log']}")

@@ -31,6 +31,7 @@ from store.tasks import Tasks
 from store.tools import Tools
 from store.trajectories import Trajectories
 from store.tunings import Tunings
+from store.works import Works
 
 __all__ = ["Store", "open_store"]
 
@@ -59,6 +60,7 @@ class Store:
         self.alarms = Alarms(engine)
         self.tools = Tools(engine)
         self.observations = Observations(engine)
+        self.works = Works(engine)
         self.keys = Keys(engine)
         self.deletions = Deletions(engine)
 

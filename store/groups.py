@@ -16,6 +16,8 @@ from store.database import read, write
 from store.errors import ForbiddenChange, UnknownRecord
 from store.ids import new_id
 from store.records import SHADOW, Exchange, Group, PastScore, Verdict, cohort_of, family_of
+from store.reporting.intervals import Sums
+from store.reporting.learning import Tally
 from store.shipping import fitting
 from store.states import GROUP_STEPS, GroupState, PolicyState, TrajectoryState, check
 from store.trajectories import drop as drop_trajectories
@@ -218,6 +220,28 @@ class Groups:
             newest = {row.id: row for row in reversed(connection.execute(query).all())}
         return [_past_score(row) for row in sorted(newest.values(), key=lambda row: row.verdict)]
 
+    def tallied(self, alias: str, judge_version: str, limit: int = 100_000) -> list[Tally]:
+        """Return the scores that `scored` tells, added up by version and task; few rows where there are many scores."""
+        runs, table = schema.trajectories, schema.verdicts
+        by_judge = (runs.c.alias == alias, table.c.judge_version == judge_version, table.c.score.is_not(None))
+        newest = (
+            sa.select(table.c.id, table.c.trajectory_id)
+            .join(runs, runs.c.id == table.c.trajectory_id)
+            .where(*by_judge, runs.c.purpose != SHADOW)
+            .order_by(table.c.id.desc())
+            .limit(limit)
+            .subquery()
+        )
+        latest = sa.select(sa.func.max(newest.c.id)).group_by(newest.c.trajectory_id)
+        # A task alone makes a cohort; without one the prompt and the tools do.
+        root = sa.case((runs.c.task.is_(None), runs.c.root_node), else_=None)
+        tools = sa.case((runs.c.task.is_(None), runs.c.tools_hash), else_=None)
+        score, by = table.c.score, (runs.c.version, runs.c.task, root, tools)
+        sums = (sa.func.count(), sa.func.sum(score), sa.func.sum(score * score), sa.func.min(score), sa.func.max(score))
+        query = sa.select(*by, *sums).join(runs, runs.c.id == table.c.trajectory_id).where(table.c.id.in_(latest))
+        with read(self._engine) as connection:
+            return [_tally(row) for row in connection.execute(query.group_by(*by))]
+
     def rewards(self, alias: str, judge_version: str, version: int, since: float = 0.0) -> list[PastScore]:
         """Return the latest score of each live trajectory of a version that began at `since` or later, oldest first."""
         runs, table = schema.trajectories, schema.verdicts
@@ -310,6 +334,14 @@ def _past_score(row: Any) -> PastScore:
         score=row.score,
         judged_at=row.judged_at,
     )
+
+
+def _tally(row: Any) -> Tally:
+    version, task, root, tools, count, total, squares, least, largest = row
+    return Tally(
+        version=version, family=family_of(task, tools or ""), cohort=cohort_of(task, root or "", tools or ""),
+        sums=Sums(count, total, squares), least=least, largest=largest,
+    )  # fmt: skip
 
 
 def _move(connection: sa.Connection, group: Group, state: GroupState, **values: str) -> None:

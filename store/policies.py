@@ -115,6 +115,16 @@ class Policies:
         """Return the versions that new trajectories begin on: live ones and canaries, of every alias."""
         return self._select(schema.policies.c.state.in_((PolicyState.LIVE, PolicyState.CANARY)))
 
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return how many versions of each alias are in each state that any is in."""
+        table = schema.policies
+        query = sa.select(table.c.alias, table.c.state, sa.func.count()).group_by(table.c.alias, table.c.state)
+        found: dict[str, dict[str, int]] = {}
+        with read(self._engine) as connection:
+            for alias, state, count in connection.execute(query):
+                found.setdefault(alias, {})[state] = int(count)
+        return found
+
     def live(self) -> dict[str, Policy]:
         """Return the live version of every alias."""
         return {policy.alias: policy for policy in self._select(schema.policies.c.state == PolicyState.LIVE)}

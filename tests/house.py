@@ -51,6 +51,7 @@ NOTES = {
     "docs": "how each part works and is set; production.md to run it for others",
     "tests": "claims, by room; tests/e2e runs the real vLLM",
     "store/migrations": "the schema, step by step (Alembic)",
+    "proxy/console/static": "the pages: HTML, CSS and a few ES modules, as they are sent",
     "examples/email_search/policy": "the tiny policy that make_policy.py reproduces",
 }
 

@@ -47,6 +47,7 @@ from trainer.judges.patience import patience_of
 from trainer.learning.learner import Learner
 from trainer.lease import Lease
 from trainer.metrics import Metrics
+from trainer.monitors.standings import StoredStandings
 from trainer.progress import GATHERING, Progress, on_this_terminal
 from trainer.publishing import checkpoint
 from trainer.publishing.candidates import next_candidate
@@ -102,7 +103,8 @@ class Daemon:
         self.metrics = Metrics(settings.model, store)
         if settings.metrics_port is not None:
             self.metrics.serve(settings.metrics_host, settings.metrics_port)
-        self.progress = Progress(on_this_terminal(), self.metrics.progress)
+        standings = StoredStandings(store, settings.model)
+        self.progress = Progress(on_this_terminal(), self.metrics.progress, standings)
         self._gathering = self.progress.begin(GATHERING, settings.groups_per_round)
         judge = make_judge(settings.judge, os.environ)
         watched = settings.sentinel

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from store import Store
 from store.listing import Chosen
 from store.records import BASE_VERSION, Group, Policy, Round, Trajectory, Transcript, Verdict
+from store.reporting.reasons import left_out
 from trainer.casting import Casting
 from trainer.crediting.credit import Credit
 from trainer.crediting.roles import Roles
@@ -25,7 +26,6 @@ from trainer.learning.learner import RoundReport
 from trainer.learning.rows import Rows, build_rows
 from trainer.learning.tokens import TokenRow
 from trainer.publishing import checkpoint
-from trainer.reasons import left_out
 from trainer.transcripts import Transcripts
 
 log = logging.getLogger(__name__)

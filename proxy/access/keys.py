@@ -26,7 +26,8 @@ from store.owners import UNCHECKED
 
 PREFIX = "rk-"  # by which a leaked key is recognised
 
-_OPEN_PATHS = ("/health/", "/metrics")  # a probe or a scraper has no key
+_OPEN_PATHS = ("/health/", "/metrics", "/ui")  # a probe or a scraper has no key; the pages hold no data
+_FRONT = "/"  # leads to the pages
 _OPERATOR_PATH = "/api"
 _SPEAKING = ("POST", "/api/feedback")  # an agent's key opens this as well: it says something and reads nothing
 
@@ -46,12 +47,14 @@ class Keys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
         caller = NOBODY
-        if not path.startswith(_OPEN_PATHS):
+        if not path.startswith(_OPEN_PATHS) and path != _FRONT:
             needed = self._ring.needed
             if not needed:
                 _refuse_web_pages(scope)
             key = _key_of(scope)
             if self._is_operators(scope, path, key):
+                if path != _SPEAKING[1] and not self._ring.operator_needed:
+                    _refuse_neighbours(scope)
                 self._check_operator(key)
                 caller = OPERATOR
             else:
@@ -125,6 +128,16 @@ def _refuse_web_pages(scope: Scope) -> None:
         raise Forbidden(f"without API keys the proxy answers no other name than this machine's, not {host!r}: {remedy}")
     if origin is not None and not _is_ours(origin):
         raise Forbidden(f"without API keys the proxy answers no web page of another machine, not {origin!r}: {remedy}")
+
+
+def _refuse_neighbours(scope: Scope) -> None:
+    """Raises Forbidden where a page of another server on this machine would read or decide what operators do."""
+    origin = header(scope, b"origin")
+    if origin is not None and urlsplit(origin).netloc != header(scope, b"host"):
+        raise Forbidden(
+            f"{_OPERATOR_PATH} answers only the proxy's own pages, not those of {origin!r}: set "
+            f"{OPERATOR_KEYS_VARIABLE} and send a key"
+        )
 
 
 @lru_cache(maxsize=256)

@@ -84,7 +84,8 @@ def show(
     Example:
       ratchet policies show mail 7
     """
-    from ratchet.status import canary_line, canary_scores
+    from ratchet.status import canary_line
+    from store.reporting.canary import canary_scores
 
     alias, version = _named(alias, version)
     with options.running_store(context, store=store, project=project) as opened:

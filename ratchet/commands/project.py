@@ -136,10 +136,11 @@ def status(
 
 def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
     from ratchet import learning
+    from store.reporting.learning import plain
 
     found = learning.read(settings)
     if as_json:
-        options.emit(learning.plain(found))
+        options.emit(plain(found))
     else:
         click.echo("\n".join(learning.lines(found)))
     if png is not None:

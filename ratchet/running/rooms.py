@@ -52,6 +52,11 @@ class Plan:
     settings: Settings  # with the ports that were chosen
 
     @property
+    def console(self) -> str | None:
+        """Where the operator's pages are; None where they are turned off."""
+        return f"{self.proxy_url}/ui/" if self.settings.proxy_settings().console else None
+
+    @property
     def base_url(self) -> str:
         """What agents set as their base_url."""
         return f"{self.proxy_url}/v1"

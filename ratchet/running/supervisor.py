@@ -193,6 +193,7 @@ class Supervisor:
             "base_model": self.settings.base_model,
             "base_url": self.plan.base_url,
             "proxy_url": self.plan.proxy_url,
+            "console": self.plan.console,
             "vllm_url": self.plan.vllm_url,
             "vllm_command": str(self.plan.vllm),
             "store": shown_store(self.settings.store_url),

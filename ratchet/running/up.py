@@ -33,6 +33,8 @@ def run(settings: Settings) -> None:
             print(f"vLLM: {plan.vllm}", flush=True)
             supervisor.start()
             print(f"base_url: {plan.base_url}   model: {settings.model}   (Ctrl-C stops everything)", flush=True)
+            if plan.console:
+                print(f"console: {plan.console}", flush=True)
             supervisor.watch()
         finally:
             supervisor.stop()

@@ -21,8 +21,8 @@ from examples.email_search.tasks import Task, read_tasks
 from examples.reward_hacking import judge as fooled
 from examples.reward_hacking import second
 from examples.reward_hacking.teacher import EVERYTHING, answer, teaching
-from ratchet import status
 from store import open_store
+from store.reporting.canary import held
 from store.states import PolicyAction, PolicyState
 from tests.examples.player import Messages, Script, calls, says
 from tests.proxy.conftest import Proxy, running
@@ -118,7 +118,7 @@ async def test_a_policy_that_learnt_to_list_every_answer_is_held_before_it_is_pr
     assert told.evidence["second_judge"]["mean"] <= 0
     assert store.policies.get("agent", 1).state is PolicyState.CANARY
     assert store.policies.live()["agent"].version == 0
-    waiting = status.held(store, "agent")
+    waiting = held(store, "agent")
     assert waiting is not None
     assert SECOND in waiting["reason"]
     alarms = {alarm["name"]: alarm["reason"] for alarm in alarms_of(proxy)}

@@ -34,6 +34,7 @@ def test_up_says_the_vllm_command_and_the_base_url_and_ctrl_c_stops_all_with_130
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" in said
     assert "--enable-lora" in said
     assert f"base_url: {url}/v1" in said
+    assert f"console: {url}/ui/" in said
     assert "no judge is named" in said
     assert "Traceback" not in said
     assert not [pid for pid in pids if is_alive(pid)]

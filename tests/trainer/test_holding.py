@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from ratchet.cli import cli
 from store import Store
+from store.reporting.canary import held
 from store.states import PolicyAction, PolicyState
 from tests.trainer.agents import agents_work
 from tests.trainer.turns import until
@@ -147,12 +148,11 @@ def canary_does_better(store: Store) -> None:
 
 
 def test_status_and_the_commands_speak_of_what_is_held(store: Store, make_daemon: Callable[..., Daemon]) -> None:
-    from ratchet import status
 
     daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, daemon, time.time())
     until(daemon, now, lambda: store.policies.held("agent") is not None, most=200)
-    told = status.held(store, "agent")
+    told = held(store, "agent")
     assert told is not None
     assert (told["version"], told["state"], told["by"]) == (1, "candidate", "sentinel")
     assert "orders the members" in told["reason"]
@@ -161,4 +161,4 @@ def test_status_and_the_commands_speak_of_what_is_held(store: Store, make_daemon
     )
     assert shown.exit_code == 0, shown.output
     assert "agent@1 is live" in shown.output
-    assert status.held(store, "agent") is None
+    assert held(store, "agent") is None

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from pathlib import Path
 
 import pytest
 
+from store import Store, open_store
+from store.database import connect
 from trainer.metrics import Metrics
+from trainer.monitors.standings import StoredStandings
 from trainer.progress import Bars, Lines, Progress, RunningMeans, Standing, for_a_person
 
 
@@ -131,3 +135,30 @@ def test_threads_may_add_at_once() -> None:
     for thread in threads:
         thread.join()
     assert (work.standing().done, work.standing().means) == (4000, {"reward": 1.0})
+
+
+def test_the_same_numbers_stand_in_the_store_and_are_written_seldom(store: Store) -> None:
+    clock = Clock()
+    standings = StoredStandings(store, "agent", every=3.0, clock=clock)
+    progress = Progress(standings, clock=clock)
+    work = progress.begin("judging", 8)
+    for tokens in (35.0, 42.0, 51.0):
+        clock.now += 1.5
+        work.add(tokens=tokens)
+    (told,) = store.works.all("agent")
+    assert (told.done, told.total, told.means["tokens"]) == (2, 8, 38.5)  # the third came too soon after the second
+    assert (told.seconds_per_item, told.eta_seconds) == (1.5, 9.0)
+    work.end()
+    (told,) = store.works.all()
+    assert (told.done, told.ended, round(told.means["tokens"], 2)) == (3, True, 42.67)
+
+
+def test_a_store_that_is_away_does_not_end_the_work(tmp_path: Path) -> None:
+    away = open_store(str(tmp_path / "store.db"))
+    progress = Progress(StoredStandings(away, "agent"))
+    with connect(str(tmp_path / "store.db")).begin() as connection:
+        connection.exec_driver_sql("DROP TABLE works")
+    work = progress.begin("training", 2)
+    work.add()
+    work.end()
+    away.close()

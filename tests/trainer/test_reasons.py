@@ -7,9 +7,10 @@ from pathlib import Path
 
 from ratchet import workflow_doctor
 from store.deletion import MEMBER_GONE
+from store.reporting import reasons
 from store.states import CallState
 from tests import house
-from trainer import grouping, reasons, school, scorekeeper
+from trainer import grouping, school, scorekeeper
 from trainer.learning import rows
 
 

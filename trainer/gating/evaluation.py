@@ -21,11 +21,11 @@ import msgspec
 
 from store import Store
 from store.records import Call, Policy, Transcript
+from store.reporting.intervals import interval
 from store.swapping import with_prompt
 from trainer.grouping import HELD_OUT
 from trainer.judges import Judge
 from trainer.publishing.engine import Replica
-from trainer.tuning.intervals import interval
 
 ENOUGH = 5  # prompts
 _AT_ONCE = 8  # prompts answered at the same time
@@ -46,7 +46,7 @@ Sides = tuple[Sequence[Transcript], Sequence[Transcript]]  # the candidate's and
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The mean over prompts of (candidate - live) in units of the score, with a 95% interval (tuning/intervals.py)."""
+    """The mean over prompts of (candidate - live) in units of the score, with its 95% interval."""
 
     prompts: int
     unjudged: int  # prompts, or of a workflow attempts, that the judge failed on

@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from store.records import Round
+from store.reporting.learning import Gain
+from store.reporting.reasons import LEFT_OUT
 from store.tuning_records import Prompt
-from trainer.learning_report import Gain
 from trainer.publishing.evidence import Evidence
-from trainer.reasons import LEFT_OUT
 
 _MOST_ROWS = 30  # of one table
 _WARM_START = "warm_start"  # key of a round's metrics

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from store.records import Round
+from store.reporting.reasons import left_out
 from store.states import RoundState
 from trainer.crediting.roles import ANOTHER_ROLE
-from trainer.reasons import left_out
 from trainer.sentinel import Finding
 from trainer.sentinel.settings import SentinelSettings
 

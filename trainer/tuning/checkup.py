@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from store.records import Returned, Transcript
+from store.reporting.reasons import left_out
 from store.states import CallState, RolloutState
 from store.tuning_records import Rollout
 from trainer.crediting.roles import Roles
 from trainer.judges import Judge
 from trainer.learning.rows import build_rows
-from trainer.reasons import left_out
 from trainer.settings import TrainerSettings
 from trainer.tuning.scoring import NO_CALL
 from trainer.tuning.settings import TunerSettings

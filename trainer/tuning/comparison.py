@@ -17,7 +17,7 @@ from itertools import combinations
 
 import msgspec
 
-from trainer.tuning.intervals import CONFIDENCE, holm, interval, sign_flip_p
+from store.reporting.intervals import CONFIDENCE, holm, interval, sign_flip_p
 
 
 class Missing(StrEnum):

@@ -6,8 +6,15 @@ import random
 
 import pytest
 
-from store.records import PastScore
-from trainer.learning_report import learning_report
+from store import Store
+from store.records import PastScore, Verdict
+from store.reporting.learning import LearningReport, tallies
+from store.reporting.learning import learning_report as report_on
+from tests.records import judged_group
+
+
+def learning_report(scores: list[PastScore]) -> LearningReport:
+    return report_on(tallies(scores))
 
 
 def traffic(
@@ -100,3 +107,15 @@ def test_scores_below_zero_widen_what_scores_can_be() -> None:
     plain, wide = learning_report(scores), learning_report(lowered)
     assert wide.versions[0].low == pytest.approx(plain.versions[0].low * 4 - 3)
     assert wide.families[0].gain.high == pytest.approx(plain.families[0].gain.high * 4)
+
+
+def test_sums_of_the_database_are_those_of_the_scores(store: Store) -> None:
+    for version, scores in ((0, [0.0, 1.0, 0.5, 0.25]), (1, [1.0, 1.0, 0.5, 0.0])):
+        names = [f"{version}-{place}" for place in range(4)]
+        judged_group(store, names, scores, versions=[version] * 4, task=f"mail/{version}")
+    again = Verdict(trajectory_id="1-3", group_id=None, judge="rule", judge_version="1", score=0.75, judged_at=9.0)
+    store.groups.rescore([again])
+    of_scores = {one.cohort: one for one in tallies(store.groups.scored("agent", "1"))}
+    of_sums = {one.cohort: one for one in store.groups.tallied("agent", "1")}
+    assert of_sums == of_scores
+    assert (of_sums["task:mail/1"].sums.count, of_sums["task:mail/1"].sums.total) == (4, 3.25)

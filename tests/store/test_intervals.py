@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from trainer.tuning.intervals import holm, interval, sign_flip_p, student_t
+from store.reporting.intervals import holm, interval, sign_flip_p, student_t
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import math
 import random
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 CONFIDENCE = 0.95
 _EXACT = 13  # differences that are not zero, up to which all sign patterns are tried
@@ -53,26 +54,53 @@ def _within(t: float, degrees: int) -> float:
     return 2 / math.pi * (angle + (math.sin(angle) * total if degrees > 1 else 0.0))
 
 
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """All that an interval needs of values: how many, their sum, and that of their squares."""
+
+    count: int
+    total: float
+    squares: float
+
+    def around(self, middle: float) -> Sums:
+        """Return the sums of the values as they lie around a middle."""
+        squares = self.squares - 2 * middle * self.total + self.count * middle * middle
+        return Sums(self.count, self.total - self.count * middle, max(0.0, squares))
+
+    @property
+    def mean(self) -> float:
+        """The mean of at least one value."""
+        return self.total / self.count
+
+
+def sums_of(values: Iterable[float]) -> Sums:
+    """Return the sums of values."""
+    told = list(values)
+    return Sums(len(told), math.fsum(told), math.fsum(value * value for value in told))
+
+
 def interval(values: Sequence[float], spread: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Return the interval of the mean of at least one value; `spread`: how far a value can lie from zero.
 
     Of one value alone it is everything from -spread to spread, which no interval is wider than.
     """
-    count = len(values)
-    if count < 2:
+    return interval_of(sums_of(values), spread, confidence)
+
+
+def interval_of(sums: Sums, spread: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Return the same of values of which only the sums are known."""
+    if sums.count < 2:
         return -spread, spread
-    mean = math.fsum(values) / count
-    reach = student_t(confidence, count - 1) * math.sqrt(squared_error(values, spread))
-    return max(-spread, mean - reach), min(spread, mean + reach)
+    reach = student_t(confidence, sums.count - 1) * math.sqrt(squared_error(sums, spread))
+    return max(-spread, sums.mean - reach), min(spread, sums.mean + reach)
 
 
-def squared_error(values: Sequence[float], spread: float) -> float:
+def squared_error(sums: Sums, spread: float) -> float:
     """Return the squared standard error of the mean of values, with the two half observations among them."""
-    count = len(values)
-    shrunk = math.fsum(values) / (count + 1)
-    squares = math.fsum((value - shrunk) ** 2 for value in values)
+    shrunk = sums.total / (sums.count + 1)
+    squares = sums.around(shrunk).squares
     squares += ((spread - shrunk) ** 2 + (spread + shrunk) ** 2) / 2
-    return squares / count / count
+    return squares / sums.count / sums.count
 
 
 def sign_flip_p(gains: Sequence[float], seed: int = 0) -> float:

@@ -1,0 +1,121 @@
+// The console: which page is shown, the key, and whether what is shown is new. Pages know nothing of each other.
+import { key, reached } from "./api.js";
+import { h, toast } from "./dom.js";
+import { seconds, tick } from "./format.js";
+import { overview } from "./overview.js";
+
+// In the order of the bar: name, title, page. A page gets its place and what the address says, and returns its refresh.
+const PAGES = [
+  ["", "Overview", overview],
+];
+const EVERY = 5000; // milliseconds between two looks of a page that refreshes itself
+const OLD = 20000; // after which what is shown is called old
+
+const main = document.getElementById("main");
+const pulse = document.getElementById("pulse");
+let shown = null; // {refresh, every}
+let looking = false;
+let seenAt = 0;
+let lostAt = 0;
+let turn = 0;
+
+function nav(current) {
+  document.getElementById("nav").replaceChildren(...PAGES.filter(([, title]) => title).map(([name, title]) =>
+    h("a", { href: `#/${name}`, "aria-current": name === current ? "page" : null }, title)));
+}
+
+async function route() {
+  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
+  const [name, ...rest] = path.split("/").map(decodeURIComponent);
+  const page = PAGES.find(([known]) => known === name) ?? PAGES[0];
+  const mine = ++turn;
+  shown?.stop?.();
+  shown = null;
+  nav(page[0]);
+  document.title = `${page[1]} · Ratchet`;
+  const place = h("div", { class: "page" });
+  main.replaceChildren(place);
+  const made = page[2](place, { path: rest, query: new URLSearchParams(query) });
+  if (mine === turn) shown = made;
+  await look();
+}
+
+/** Let the page read what it shows; says so where that fails. */
+async function look() {
+  const page = shown;
+  if (!page || looking === page) return;
+  looking = page;
+  try {
+    await page.refresh();
+    if (page !== shown) return;
+    seenAt = Date.now();
+    main.querySelector(".trouble")?.remove();
+    document.getElementById("leave").hidden = !key.get();
+  } catch (error) {
+    if (page === shown) trouble(error);
+  } finally {
+    if (looking === page) looking = false;
+    tell();
+  }
+}
+
+function trouble(error) {
+  if (error.needsKey) { askForKey(error); return; }
+  if (error.status === undefined) console.error(error);
+  main.querySelector(".trouble")?.remove();
+  main.prepend(h("div", { class: "trouble", role: "alert" },
+    h("b", {}, error.status ? "The proxy refused. " : "The proxy cannot be reached. "), error.message,
+    h("button", { type: "button", on: { click: look } }, "Try again")));
+}
+
+function askForKey(error) {
+  shown = null;
+  const wrong = key.get() !== "";
+  key.forget();
+  document.getElementById("leave").hidden = true;
+  const field = h("input", { id: "key", type: "password", autocomplete: "off", spellcheck: "false", required: true,
+    "aria-describedby": "key-hint", placeholder: "rk-…" });
+  const enter = (event) => { event.preventDefault(); key.set(field.value.trim()); route(); };
+  main.replaceChildren(h("form", { class: "gate card", on: { submit: enter } },
+    h("h1", {}, "An operator's key, please"),
+    h("p", { id: "key-hint", class: wrong ? "bad" : "", role: wrong ? "alert" : null },
+      wrong ? `That key does not open the console: ${error.message}` : "This proxy has keys. What was recorded is shown to operators alone."),
+    h("label", { for: "key" }, "Key"), field,
+    h("button", { class: "primary", type: "submit" }, "Open"),
+    h("p", { class: "dim" }, "It stays in this tab and is sent to this proxy alone. Make one: ",
+      h("code", {}, "ratchet keys create --scope operator --name me"))));
+  field.focus();
+}
+
+function tell() {
+  const age = Date.now() - seenAt;
+  const [kind, text] = lostAt ? ["lost", `unreachable for ${seconds(Math.max(1, Math.round((Date.now() - lostAt) / 1000)))}`]
+    : !seenAt ? ["", "connecting"] : age > OLD && shown?.every ? ["old", `${seconds(Math.round(age / 1000))} old`] : ["live", shown?.every ? "live" : "connected"];
+  pulse.className = `pulse ${kind}`;
+  if (pulse.lastChild.textContent !== text) pulse.lastChild.textContent = text;
+  document.body.classList.toggle("is-old", kind === "lost" || kind === "old");
+}
+
+reached.addEventListener("lost", () => { lostAt ||= Date.now(); tell(); });
+reached.addEventListener("there", () => { lostAt = 0; });
+
+function theme(choice) {
+  const dark = choice ? choice === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  if (choice) document.documentElement.dataset.theme = choice;
+  document.getElementById("theme").textContent = dark ? "☀" : "☾";
+  return dark;
+}
+
+document.getElementById("theme").addEventListener("click", () => {
+  const choice = theme(localStorage.getItem("ratchet-theme")) ? "light" : "dark";
+  localStorage.setItem("ratchet-theme", choice);
+  theme(choice);
+});
+document.getElementById("leave").addEventListener("click", () => { key.forget(); toast("The key is forgotten."); route(); });
+document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); main.focus(); });
+addEventListener("hashchange", () => { route(); scrollTo(0, 0); });
+document.addEventListener("visibilitychange", () => { if (!document.hidden && shown?.every) look(); });
+setInterval(() => { tick(); tell(); }, 1000);
+setInterval(() => { if (!document.hidden && shown?.every) look(); }, EVERY);
+theme(localStorage.getItem("ratchet-theme"));
+route();

@@ -1,0 +1,171 @@
+// The first page: is it learning, what serves, what is under way, what is wrong.
+import { get } from "./api.js";
+import { curve, interval, shares, spark } from "./charts.js";
+import { h, Slot } from "./dom.js";
+import { ago, count, figure, NONE, percent, score, seconds, signed } from "./format.js";
+import { Traffic } from "./traffic.js";
+
+const STATES = { open: "more calls may come", sealed: "complete, waits for a group", grouped: "waits for its verdict and its round", trained: "part of a committed round", dropped: "will not be trained" };
+const STALE = 30; // seconds after which a work that has not ended is called silent
+
+const card = (title, ...parts) => h("section", { class: "card" }, h("h2", {}, title), parts);
+const empty = (text) => h("p", { class: "empty" }, text);
+
+export function overview(place) {
+  const traffic = new Traffic();
+  const slots = Object.fromEntries(["alarms", "aliases", "states", "rounds", "proxy", "tools", "tokens"].map((name) => [name, new Slot(h("div", { class: `slot ${name}` }))]));
+  const column = (...names) => h("div", { class: "stack" }, names.map((name) => slots[name].element));
+  place.append(slots.alarms.element, slots.aliases.element,
+    h("div", { class: "columns" }, column("states", "rounds"), column("proxy", "tokens", "tools")));
+  return {
+    every: true,
+    refresh: async () => {
+      const [told, proxy] = await Promise.all([get("overview"), traffic.read()]);
+      slots.alarms.show(told.alarms, alarms);
+      slots.aliases.show(told.aliases.map((one) => ({ ...one, works: one.works.map((work) => ({ ...work, silent: !work.ended && told.at - work.noted_at > STALE })) })), (found) => found.map(alias));
+      slots.states.show([told.trajectories, told.dropped], ([states, dropped]) => trajectories(states, dropped));
+      slots.rounds.show(told.rounds, rounds);
+      slots.proxy.show(proxy, ofProxy);
+      slots.tools.show(proxy.tools, tools);
+      slots.tokens.show([proxy.contexts, proxy.untrainable], ([contexts, reasons]) => tokens(contexts, reasons));
+    },
+  };
+}
+
+function alarms(standing) {
+  return standing.map((one) => h("section", { class: "alarm", role: "alert" },
+    h("b", {}, one.name.replaceAll("_", " ")), h("span", {}, one.reason),
+    h("small", {}, one.count === 1 ? "once, " : `${count(one.count)} times, since `, ago(one.raised_at))));
+}
+
+const TITLES = { better: "Yes, it is learning", worse: "No, it got worse", unknown: "Not proven yet" };
+
+function alias(one) {
+  const whole = one.learning.families[0];
+  const verdict = whole ? whole.gain.verdict : one.learning.missing ? "missing" : "unknown";
+  const marks = {};
+  if (one.live) marks[one.live.version] = "live";
+  if (one.canary) marks[one.canary.version] = "canary";
+  return h("section", { class: "card alias" },
+    h("header", {},
+      h("div", {}, h("h1", {}, one.alias), chips(one)),
+      h("p", { class: `answer ${verdict}` }, h("b", {}, TITLES[verdict] ?? "Not known yet"),
+        whole ? h("span", {}, `${signed(whole.gain.value)}  (95% ${signed(whole.gain.low)} to ${signed(whole.gain.high)})`) : h("span", {}, one.learning.missing ?? ""))),
+    one.learning.versions.length ? curve(one.learning.versions, marks) : empty("No score of real traffic yet: the curve begins with the first verdicts."),
+    whole ? comparison(one.learning.families) : null,
+    one.learning.versions.length > 1 ? h("details", {}, h("summary", { "data-focus": `table ${one.alias}` }, "The curve as a table"), table(one.learning.versions)) : null,
+    one.works.length ? h("div", { class: "works" }, one.works.map(work)) : empty("No trainer has told of work yet."),
+    one.decisions.length ? h("ol", { class: "decisions" }, one.decisions.map(decision)) : null);
+}
+
+function chips(one) {
+  const canary = one.canary;
+  return h("div", { class: "chips" },
+    one.live ? h("span", { class: "chip live", title: `made ${new Date(one.live.created_at * 1000).toLocaleString()}` }, `live @${one.live.version}`) : h("span", { class: "chip" }, "nothing is live"),
+    canary ? h("span", { class: "chip canary", title: "canary: scores and mean, beside those of the live version" },
+      `canary @${canary.version} · ${percent(canary.share, 0)} · ${score(canary.canary.mean)} of ${count(canary.canary.count)} / live ${score(canary.live.mean)} of ${count(canary.live.count)}`) : null,
+    one.held ? h("span", { class: "chip held", title: one.held.reason }, `@${one.held.version} waits for a person`) : null,
+    Object.entries(one.versions).filter(([state]) => !["live", "canary"].includes(state)).map(([state, n]) => h("span", { class: "chip" }, `${count(n)} ${state}`)));
+}
+
+const range = (side) => (side.first_version === side.last_version ? `@${side.first_version}` : `@${side.first_version}–@${side.last_version}`);
+
+function comparison(families) {
+  const gains = families.flatMap((one) => [one.gain, one.same_tasks]).filter(Boolean);
+  const most = Math.max(...gains.flatMap((gain) => [Math.abs(gain.low), Math.abs(gain.high)]), 0.05);
+  const row = (name, before, after, gain, kind = "") => h("tr", { class: kind },
+    h("th", { scope: "row" }, name), h("td", { class: "num" }, before), h("td", { class: "num" }, after),
+    h("td", { class: "num" }, signed(gain.value)), h("td", {}, interval(gain, most)),
+    h("td", {}, h("span", { class: `verdict ${gain.verdict}` }, gain.verdict)));
+  const side = (one) => [h("b", {}, score(one.mean)), h("small", {}, `${range(one)}, n ${count(one.count)}`)];
+  return h("div", { class: "scroll" }, h("table", { class: "compare" },
+    h("thead", {}, h("tr", {}, ["Real traffic", "Before", "After", "Gain", "95% interval", ""].map((name) => h("th", { scope: "col" }, name)))),
+    h("tbody", {}, families.map((one) => [
+      row(one.family === "all" ? "All" : one.family, side(one.before), side(one.after), one.gain),
+      one.same_tasks ? row(`on the ${count(one.same_tasks.count)} tasks that came under both`, "", "", one.same_tasks, "sub") : null,
+    ]))));
+}
+
+function table(versions) {
+  return h("div", { class: "scroll" }, h("table", {},
+    h("thead", {}, h("tr", {}, ["Version", "Mean", "95% interval", "Scored"].map((name) => h("th", { scope: "col" }, name)))),
+    h("tbody", {}, versions.toReversed().map((v) => h("tr", {}, h("td", {}, `@${v.version}`), h("td", { class: "num" }, score(v.mean)),
+      h("td", { class: "num" }, v.low === null ? NONE : `${score(v.low)} to ${score(v.high)}`), h("td", { class: "num" }, count(v.count)))))));
+}
+
+function work(one) {
+  const share = one.total ? Math.min(1, one.done / one.total) : 0;
+  const state = one.ended ? "done" : one.silent ? "silent" : "";
+  return h("div", { class: `work ${state}` },
+    h("div", { class: "work-head" }, h("b", {}, one.work), h("span", {}, `${figure(one.done)} / ${figure(one.total)}`),
+      h("span", { class: "dim" }, one.ended ? ["ended ", ago(one.noted_at)] : one.silent ? ["silent, told ", ago(one.noted_at)]
+        : `${one.seconds_per_item === null ? NONE : seconds(one.seconds_per_item)} each · ${one.eta_seconds === null ? "no estimate yet" : `${seconds(one.eta_seconds)} left`}`)),
+    h("div", { class: "track", role: "progressbar", "aria-label": one.work, "aria-valuemin": 0, "aria-valuemax": one.total, "aria-valuenow": one.done },
+      h("i", { style: { width: `${100 * share}%` } })),
+    Object.keys(one.means).length ? h("dl", { class: "means" }, Object.entries(one.means).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, figure(value))))) : null);
+}
+
+function decision(one) {
+  return h("li", {}, h("span", { class: `tag ${one.action}` }, one.action), h("b", {}, `@${one.version}`), h("span", {}, one.reason),
+    h("small", { class: "dim" }, `${one.by}, `, ago(one.at)));
+}
+
+function trajectories(states, dropped) {
+  const total = Object.values(states).reduce((sum, n) => sum + n, 0);
+  if (!total) return card("Trajectories", empty("Nothing was recorded yet. Point an agent's base_url at this proxy."));
+  const parts = Object.entries(STATES).map(([name, title]) => ({ name, value: states[name] ?? 0, kind: `state-${name}`, title }));
+  return card(`Trajectories · ${count(total)}`, shares(parts, "Trajectories"),
+    dropped.length ? h("details", {}, h("summary", { "data-focus": "dropped" }, "Why some were dropped"),
+      h("dl", { class: "reasons" }, dropped.map((one) => [h("dt", {}, one.reason, h("b", {}, count(one.count))), h("dd", {}, one.meaning ?? "")]))) : null);
+}
+
+function rounds(found) {
+  if (!found.length) return card("Rounds", empty("No round was trained yet."));
+  const rewards = found.filter((one) => one.state === "committed" && one.metrics.reward !== undefined).map((one) => one.metrics.reward).reverse();
+  return card("Rounds", rewards.length > 1 ? [spark(rewards, `Mean reward of the last ${rewards.length} rounds`), h("p", { class: "dim spark-label" }, `mean reward of the last ${rewards.length} rounds`)] : null,
+    h("div", { class: "scroll" }, h("table", {},
+      h("thead", {}, h("tr", {}, ["Version", "Reward", "Trajectories", "Tokens", "Time", "Ended"].map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", {}, found.slice(0, 8).map((one) => h("tr", { title: one.reason },
+        h("td", {}, one.state === "committed" ? `${one.alias}@${one.to_version}` : h("span", { class: `tag ${one.state}` }, one.state)),
+        h("td", { class: "num" }, score(one.metrics.reward)), h("td", { class: "num" }, count(one.metrics.trajectories)),
+        h("td", { class: "num" }, count(one.metrics.tokens_trained)), h("td", { class: "num" }, seconds(one.metrics.seconds)),
+        h("td", {}, ago(one.ended_at))))))));
+}
+
+function ofProxy(proxy) {
+  const over = proxy.moved ? `over the last ${seconds(Math.round(proxy.watched))}` : "since the proxy began";
+  const tile = (name, value, title, bad = false) => h("div", { class: `tile${bad ? " bad" : ""}`, title }, h("span", {}, name), h("b", {}, value));
+  return card("This proxy", proxy.rates.length > 1 ? spark(proxy.rates, "Calls per second") : h("div", { class: "spark" }),
+    h("div", { class: "tiles" },
+      tile("calls/s", proxy.rate === null ? NONE : figure(Number(proxy.rate.toFixed(1))), "while this page watched"),
+      tile("p50", seconds(proxy.p50), `whole calls, ${over}`), tile("p99", seconds(proxy.p99), `whole calls, ${over}`),
+      tile("first token", seconds(proxy.first50), `median of streamed calls, ${over}`),
+      tile("proxy's own, p99", seconds(proxy.overhead99), `the part that is the proxy's, ${over}`),
+      tile("under way", count(proxy.underWay), "calls that have not ended"),
+      tile("failed", `${count(proxy.failed)} of ${count(proxy.calls)}`, "since the proxy began", proxy.failed > 0.02 * proxy.calls),
+      tile("journal lag", seconds(proxy.lag), "age of the oldest record that is not in the store", proxy.lag > 60),
+      tile("store", proxy.storeUp ? "up" : "down", "whether the store answered last time", !proxy.storeUp)),
+    proxy.lost ? h("p", { class: "bad" }, `${count(proxy.lost)} records were lost: see the alarm proxy_journal_lost.`) : null,
+    proxy.replicas.some((one) => !one.up) ? h("p", { class: "bad" }, "Down: ", proxy.replicas.filter((one) => !one.up).map((one) => one.url).join(", ")) : null);
+}
+
+function tokens(contexts, reasons) {
+  const told = (name) => contexts[name] ?? 0;
+  const total = Object.values(contexts).reduce((sum, n) => sum + n, 0);
+  if (!total) return card("Token truth", empty("No token was sampled since this proxy began."));
+  return card("Token truth", shares([
+    { name: "exact", value: told("root") + told("exact"), kind: "good", title: "first calls, and calls that continue the sampled ids, id for id" },
+    { name: "forked", value: told("fork"), kind: "warn", title: "a context of its own" },
+    { name: "untrainable", value: told("untrainable"), kind: "bad", title: "may carry no loss" },
+  ], "Sampled tokens"),
+  Object.keys(reasons).length ? h("p", { class: "dim" }, "Untrainable calls: ", Object.entries(reasons).map(([why, n]) => `${why} ${count(n)}`).join(" · ")) : null);
+}
+
+function tools(found) {
+  if (!found.length) return null;
+  return card("Tools", h("div", { class: "scroll" }, h("table", {},
+    h("thead", {}, h("tr", {}, ["Tool", "Calls", "Wrongly called", "Failed"].map((name) => h("th", { scope: "col" }, name)))),
+    h("tbody", {}, found.slice(0, 8).map((one) => h("tr", {}, h("td", {}, h("code", {}, one.name)), h("td", { class: "num" }, count(one.calls)),
+      h("td", { class: `num${one.wrong > 0.1 * one.calls ? " bad" : ""}` }, percent(one.wrong / one.calls)),
+      h("td", { class: `num${one.failed > 0.1 * one.results ? " bad" : ""}` }, one.results ? percent(one.failed / one.results) : NONE)))))));
+}

@@ -1,0 +1,100 @@
+// What the proxy's counters say, over the time that this page has watched them, or since the proxy began.
+import { metrics } from "./api.js";
+
+const WINDOW = 300; // seconds
+
+export class Traffic {
+  constructor() { this.looks = []; }
+
+  /** Read the counters once more; returns what they tell. */
+  async read() {
+    const at = performance.now() / 1000;
+    const found = await metrics();
+    const calls = sum(found, "ratchet_calls_total");
+    if (this.looks.length && sum(this.looks.at(-1).found, "ratchet_calls_total") > calls) this.looks = []; // it began anew
+    this.looks.push({ at, found });
+    while (this.looks.length > 2 && at - this.looks[0].at > WINDOW) this.looks.shift();
+    return this.tell();
+  }
+
+  tell() {
+    const now = this.looks.at(-1), first = this.looks[0];
+    const moved = sum(now.found, "ratchet_calls_total") > sum(first.found, "ratchet_calls_total");
+    const since = moved ? first.found : null; // where nothing came meanwhile, all since the proxy's start
+    const rates = this.looks.slice(1).map((look, place) => {
+      const before = this.looks[place];
+      return (sum(look.found, "ratchet_calls_total") - sum(before.found, "ratchet_calls_total")) / (look.at - before.at || 1);
+    });
+    const quantile = (name, share) => quantileOf(now.found, since, name, share);
+    return {
+      watched: now.at - first.at,
+      moved,
+      rates,
+      rate: this.looks.length > 1 ? (sum(now.found, "ratchet_calls_total") - sum(first.found, "ratchet_calls_total")) / (now.at - first.at) : null,
+      calls: sum(now.found, "ratchet_calls_total"),
+      failed: sum(now.found, "ratchet_calls_total", { state: "failed" }),
+      aborted: sum(now.found, "ratchet_calls_total", { state: "aborted" }),
+      underWay: sum(now.found, "ratchet_calls_under_way"),
+      p50: quantile("ratchet_call_duration_seconds", 0.5),
+      p99: quantile("ratchet_call_duration_seconds", 0.99),
+      first50: quantile("ratchet_first_token_seconds", 0.5),
+      overhead99: quantile("ratchet_overhead_seconds", 0.99),
+      lag: sum(now.found, "ratchet_journal_lag_seconds"),
+      storeUp: sum(now.found, "ratchet_store_up") > 0,
+      lost: sum(now.found, "ratchet_journal_lost_records_total"),
+      replicas: (now.found.get("ratchet_upstream_up") ?? []).map((one) => ({ url: one.labels.upstream, up: one.value > 0 })),
+      contexts: by(now.found, "ratchet_context_tokens_total", "context"),
+      untrainable: by(now.found, "ratchet_untrainable_calls_total", "reason"),
+      tools: tools(now.found),
+    };
+  }
+}
+
+function sum(found, name, labels = {}) {
+  return (found.get(name) ?? [])
+    .filter((one) => Object.entries(labels).every(([key, value]) => one.labels[key] === value))
+    .reduce((total, one) => total + one.value, 0);
+}
+
+function by(found, name, label) {
+  const told = {};
+  for (const one of found.get(name) ?? []) told[one.labels[label]] = (told[one.labels[label]] ?? 0) + one.value;
+  return told;
+}
+
+function tools(found) {
+  const told = new Map();
+  const of = (name) => told.get(name) ?? told.set(name, { name, calls: 0, wrong: 0, results: 0, failed: 0 }).get(name);
+  for (const { labels, value } of found.get("ratchet_tool_calls_total") ?? []) {
+    of(labels.tool).calls += value;
+    if (labels.outcome !== "valid" && labels.outcome !== "unchecked") of(labels.tool).wrong += value;
+  }
+  for (const { labels, value } of found.get("ratchet_tool_results_total") ?? []) {
+    of(labels.tool).results += value;
+    if (labels.result !== "ok") of(labels.tool).failed += value;
+  }
+  return [...told.values()].sort((a, b) => b.calls - a.calls);
+}
+
+function quantileOf(found, since, name, share) {
+  const told = new Map();
+  const take = (samples, sign) => {
+    for (const { labels, value } of samples ?? []) {
+      const edge = labels.le === "+Inf" ? Infinity : Number(labels.le);
+      told.set(edge, (told.get(edge) ?? 0) + sign * value);
+    }
+  };
+  take(found.get(`${name}_bucket`), 1);
+  if (since) take(since.get(`${name}_bucket`), -1);
+  const edges = [...told.keys()].sort((a, b) => a - b);
+  const wanted = share * (told.get(Infinity) ?? 0);
+  if (!wanted) return null;
+  let low = 0, below = 0;
+  for (const edge of edges) {
+    if (told.get(edge) >= wanted) {
+      return edge === Infinity ? low : low + ((edge - low) * (wanted - below)) / (told.get(edge) - below || 1);
+    }
+    [low, below] = [edge, told.get(edge)];
+  }
+  return low;
+}

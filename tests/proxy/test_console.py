@@ -1,0 +1,196 @@
+"""The console in a real browser: it shows what the store holds, runs nothing that was written there, and asks first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from proxy.access.keys import new_key
+from proxy.console.pages import _FOLDER
+from proxy.settings import hash_key
+from store import Store, open_store
+from tests.proxy import console_world
+from tests.proxy.browser import Browser, Page, program, running_browser
+from tests.proxy.conftest import Proxy, Start, running
+from tests.proxy.scripted_vllm import ScriptedVllm
+
+
+@pytest.fixture(scope="module")
+def console(
+    scripted: tuple[ScriptedVllm, str], migrated: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Proxy]:
+    """A proxy whose store holds something for every page."""
+    folder = tmp_path_factory.mktemp("console")
+    (folder / "store.db").write_bytes(migrated.read_bytes())
+    store = open_store(str(folder / "store.db"))
+    console_world.fill(store)
+    with running(scripted[1], store, folder) as proxy:
+        yield proxy
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One Chromium for all tests here."""
+    chromium, missing = program()
+    if chromium is None:
+        pytest.skip(missing)
+    with running_browser(chromium, tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A fresh tab, which must not have done anything that it should not."""
+    made = browser.page()
+    yield made
+    assert made.heard == []
+
+
+# --- without a browser ------------------------------------------------------------------------------------------------
+
+
+def test_every_page_forbids_what_is_not_its_own(start: Start) -> None:
+    proxy = start()
+    for name in ("", *(path.name for path in _FOLDER.iterdir())):
+        answer = proxy.http.get(f"/ui/{name}")
+        assert answer.status_code == 200
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "script-src 'self';" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy
+        told = {name: answer.headers[name] for name in ("x-frame-options", "x-content-type-options", "referrer-policy")}
+        assert told == {
+            "x-frame-options": "DENY",
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+        }
+        tag = answer.headers["etag"]
+        assert proxy.http.get(f"/ui/{name}", headers={"if-none-match": tag}).status_code == 304
+    assert proxy.http.get("/ui/../store.db").status_code == 404
+    assert proxy.http.post("/ui/").status_code == 405
+
+
+def test_no_page_can_turn_a_text_into_markup_or_ask_anybody_else() -> None:
+    for path in _FOLDER.iterdir():
+        text = path.read_text()
+        for forbidden in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "srcdoc"):
+            assert forbidden not in text, f"{path.name}: {forbidden}"
+        if path.suffix in (".html", ".css", ".js"):
+            assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+            assert "https://" not in text
+
+
+def test_the_front_door_leads_browsers_to_the_console_and_nobody_else(start: Start) -> None:
+    proxy = start()
+    led = proxy.http.get("/", headers={"accept": "text/html,*/*"})
+    assert (led.status_code, led.headers["location"]) == (307, "ui/")
+    assert proxy.http.get("/").status_code == 404
+    assert proxy.http.get("/ui").headers["location"] == "ui/"
+
+
+def test_the_console_can_be_turned_off(start: Start) -> None:
+    proxy = start(console=False)
+    assert [proxy.http.get(path, headers={"accept": "text/html"}).status_code for path in ("/", "/ui/")] == [404, 404]
+
+
+def test_pages_are_open_with_keys_too_but_nothing_that_they_show(start: Start, store: Store) -> None:
+    key = new_key()
+    proxy = start(key_hashes=frozenset({hash_key(b"rk-agent")}), operator_hashes=frozenset({hash_key(key.encode())}))
+    assert proxy.http.get("/ui/app.js").status_code == 200
+    assert proxy.http.get("/api/overview").status_code == 401
+    assert proxy.http.get("/api/overview", headers={"authorization": f"Bearer {key}"}).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "http://127.0.0.1:1", "http://localhost:3000", "null"])
+def test_no_other_page_can_promote_delete_or_read(proxy: Proxy, origin: str) -> None:
+    """Nor one of another server on this machine; a browser names the page that asks."""
+    store = proxy.store
+    store.policies.register_base("mail", "mail")
+    told = store.rounds.start("mail", 0)
+    store.rounds.commit(told.id, version=1, checkpoint="c", groups=[], metrics={})
+    order, headers = {"reason": "because"}, {"origin": origin}
+    path = "/api/policies/1/promote?alias=mail"
+    assert proxy.http.post(path, json=order, headers=headers).status_code == 403
+    assert proxy.http.delete("/api/trajectories/x", headers=headers).status_code == 403
+    assert proxy.http.get("/api/overview", headers=headers).status_code == 403
+    form = {"content-type": "text/plain"}
+    assert proxy.http.post(path, content='{"reason": "x"}', headers=form).status_code == 422
+    assert store.policies.live()["mail"].version == 0
+    own = {"origin": str(proxy.http.base_url).rstrip("/")}
+    assert proxy.http.post(path, json=order, headers=own).status_code == 200
+    assert store.policies.live()["mail"].version == 1
+
+
+def test_a_name_of_somebody_elses_that_leads_here_reads_nothing(proxy: Proxy) -> None:
+    answer = proxy.http.get("/api/overview", headers={"host": "rebound.evil.example"})
+    assert (answer.status_code, "127.0.0.1 or localhost" in answer.text) == (403, True)
+
+
+def test_the_overview_tells_what_status_tells(console: Proxy) -> None:
+    told = console.http.get("/api/overview").json()
+    (alias,) = told["aliases"]
+    whole = alias["learning"]["families"][0]
+    assert (alias["live"]["version"], alias["canary"]["version"], whole["gain"]["verdict"]) == (4, 5, "better")
+    (work,) = alias["works"]
+    assert (work["done"], work["total"], work["seconds_per_item"], work["eta_seconds"]) == (3, 8, 4.0, 20.0)
+    assert work["means"] == {"tokens": 42.67, "reward": 0.5}
+    assert sum(told["trajectories"].values()) == 202
+    assert [one["to_version"] for one in told["rounds"]] == [5, 4, 3, 2, 1]
+    assert told["alarms"][0]["name"] == "no_signal"
+
+
+# --- in a browser -----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_page_shows_whether_it_learns(console: Proxy, page: Page) -> None:
+    page.open(f"{console.url}/ui/")
+    for said in (
+        "Yes, it is learning",
+        "live @4",
+        "canary @5",
+        "3 / 8",
+        "4.0 s each · 20 s left",
+        "42.67",
+        "take harder",
+    ):
+        page.sees(said)
+    page.sees("agent@5")
+    assert page.js("document.querySelectorAll('svg.curve .dot').length") == 5
+    assert page.js("document.documentElement.scrollWidth <= innerWidth")
+    assert {httpx.URL(url).netloc for url in page.requests} == {httpx.URL(console.url).netloc}
+
+
+def test_nothing_is_shown_without_a_key_and_a_wrong_one_is_told(start: Start, store: Store, page: Page) -> None:
+    key = new_key()
+    proxy = start(key_hashes=frozenset({hash_key(b"rk-agent")}), operator_hashes=frozenset({hash_key(key.encode())}))
+    page.open(f"{proxy.url}/ui/")
+    page.sees("An operator's key, please")
+    for wrong, said in (("rk-nobody", "not known here"), ("rk-agent", "an agent's key does not open")):
+        page.fill("#key", wrong)
+        page.click("Open")
+        page.sees(said)
+    page.fill("#key", key)
+    page.click("Open")
+    page.sees("This proxy")
+    assert (
+        page.js("JSON.stringify([sessionStorage.length, document.cookie, location.href.includes('rk-')])")
+        == '[1,"",false]'
+    )
+    page.click("Forget key")
+    page.sees("An operator's key, please")
+
+
+def test_it_says_so_when_the_proxy_is_gone(
+    scripted: tuple[ScriptedVllm, str], store: Store, tmp_path: Path, page: Page
+) -> None:
+    with running(scripted[1], store, tmp_path) as proxy:
+        page.open(f"{proxy.url}/ui/")
+        page.sees("This proxy")
+    page.js("dispatchEvent(new Event('hashchange'))")
+    page.sees("The proxy cannot be reached.")
+    page.sees("unreachable for")
