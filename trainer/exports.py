@@ -1,8 +1,9 @@
 """Exports: recorded trajectories as rows that other tools read, with the engine's own ids, masks and logprobs.
 
 Two shapes: `trajectory_record`, one per trajectory, with its chat, its calls and its training rows; `training_records`,
-one per training row, in the columns of TRL. Every record of a shape has every column, so that `datasets` finds one type
-for each. What a chat column cannot hold (images, other parts) is in `messages_json`, which is exact. Pure.
+one per training row, in the columns of TRL, of what may be trained: measurements stay out. Every record of a shape has
+every column, so that `datasets` finds one type for each. What a chat column cannot hold (images, other parts) is in
+`messages_json`, which is exact. Pure.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import Any
 
 import msgspec
 
-from store.records import Call, Choice, Transcript, Verdict, unpack_ids, unpack_logprobs
+from store.records import SHADOW, Call, Choice, Transcript, Verdict, unpack_ids, unpack_logprobs
 from trainer.errors import RowError
 from trainer.learning.rows import Rows, build_rows
+
+TRAINABLE = frozenset({"live", SHADOW})  # purposes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +77,19 @@ def trajectory_record(one: Exported) -> dict[str, Any]:
 
 
 def training_records(one: Exported) -> Iterator[dict[str, Any]]:
-    """Yield a trajectory's training rows in TRL's columns; both masks mark what was sampled."""
+    """Yield a trajectory's training rows in TRL's columns; both masks mark what was sampled.
+
+    None of a measurement (held-out tasks are asked so), nor of a model that is not trained here.
+    """
     run = one.transcript.trajectory
+    if run.purpose not in TRAINABLE:
+        return
     for row in one.rows().rows:
         yield {
             "trajectory_id": run.id,
             "alias": run.alias,
             "version": run.version,
+            "purpose": run.purpose,
             "task": run.task or "",
             "input_ids": list(row.ids),
             "completion_mask": list(row.mask),
