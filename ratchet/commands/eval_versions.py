@@ -38,4 +38,4 @@ def versions(
     if png is not None:
         selection_report.draw(found, png)
         click.echo(f"drawn: {png}", err=True)
-    return CODES[str(pair.verdict)]
+    return CODES[str(pair.verdict)] if found.measured else 1

@@ -32,7 +32,8 @@ def evaluate(
     """Measure a model or a version on a task set, beside another: the same tasks for both, compared task by task.
 
     Nothing is trained. Ends with 0 where it is shown to be better, 3 where no difference is shown, 4 where it is shown
-    to be worse, 1 on errors. The commands below measure on public benchmarks.
+    to be worse, 1 on errors and where no rollout at all could be scored. The commands below measure on public
+    benchmarks.
 
     \b
     Example:

@@ -40,8 +40,9 @@ def select_model(context: click.Context, /, png: Path | None, as_json: bool, **g
     """Compare models or versions on the same tasks, and choose one: the best, or the cheapest within reach of it.
 
     Every candidate gets every task, and they take turns. A rollout that fails counts as a failure. The gain is told
-    against the candidate that is named first. Ends with 0 when it came to its end, with 1 on errors; with
-    --fail-unless-better, with 3 where nothing is chosen (a tie, too few tasks, attempts that could not be judged).
+    against the candidate that is named first. Ends with 0 when it came to its end, with 1 on errors and where no
+    rollout at all could be scored; with --fail-unless-better, with 3 where nothing is chosen (a tie, too few tasks,
+    attempts that could not be judged).
 
     \b
     Example:
@@ -64,6 +65,8 @@ def select_model(context: click.Context, /, png: Path | None, as_json: bool, **g
     if png is not None:
         selection_report.draw(found, png)
         click.echo(f"drawn: {png}", err=True)
+    if not found.measured:
+        return 1
     return NOT_SHOWN if fails and not found.chosen else 0
 
 

@@ -104,7 +104,10 @@ def test_an_evaluation_of_two_ends_with_what_it_shows(circle: Circle) -> None:
     assert (told["verdict"], told["pair"]["candidate"], told["pair"]["tasks"]) == ("better", "right-95", 12)
     worse = circle.project.run("eval", "--model", "policy@0", "--against", "right-95", *arguments)
     assert worse.returncode == 4, worse.stdout
-    assert [run.kind for run in circle.store.tunings.page()] == ["eval", "eval"]
+    nothing = circle.project.run("eval", "--model", "policy@0", "--against", "right-95", *circle.arguments(
+        limit=2, workflow="tests.trainer.tuning.workflows:crashes"))  # fmt: skip
+    assert nothing.returncode == 1, nothing.stdout
+    assert [run.kind for run in circle.store.tunings.page()] == ["eval", "eval", "eval"]
     assert "no tuning run" in circle.project.run("tune", "report").stdout
 
 

@@ -58,6 +58,12 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     chosen: str | None
     reason: str
 
+    @property
+    def measured(self) -> bool:
+        """Whether any rollout came to an end and was judged; without one the ranking says nothing of the candidates."""
+        pairs = zip(self.figures, self.ranking.standings, strict=True)
+        return any(own.ended > standing.unjudged for own, standing in pairs)
+
 
 def marks_of(rollouts: Iterable[Rollout]) -> dict[str, tuple[Mark, ...]]:
     """Return what the rollouts of one candidate got, by task; one that has not ended is unjudged."""

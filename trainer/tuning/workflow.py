@@ -175,7 +175,11 @@ async def _in_a_thread(work: Callable[[], Any]) -> Any:
         error: BaseException | None = None
         try:
             value = work()
-        except (StopIteration, SystemExit) as stopped:  # which no future may hold, or would end the event loop
+        except (
+            StopIteration,
+            SystemExit,
+            KeyboardInterrupt,
+        ) as stopped:  # no future may hold them; Ctrl-C comes elsewhere
             error = WorkflowFailed(f"{type(stopped).__name__}: {stopped}")
         except BaseException as raised:  # noqa: BLE001  the agent's own error, which the caller gets
             error = raised

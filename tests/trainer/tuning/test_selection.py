@@ -70,6 +70,12 @@ def test_where_no_rollout_ended_no_tie_is_told() -> None:
     assert (found.chosen, found.reason) == (None, "no rollout of any candidate came to an end")
 
 
+def test_a_run_has_measured_something_where_one_rollout_ended_and_was_judged() -> None:
+    failed, unjudged = rollouts("large", ["boom"] * 6), rollouts("small", [None] * 6)
+    assert not chosen(failed, unjudged).measured
+    assert chosen(failed, rollouts("small", [None] * 5 + [0.0])).measured
+
+
 def test_a_judge_that_fails_where_it_matters_chooses_nobody_and_says_so() -> None:
     judged: list[float | str | None] = [1.0] * 8 + [None] * 12
     found = chosen(rollouts("large", judged), rollouts("small", [0.2] * 20))

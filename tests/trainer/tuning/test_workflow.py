@@ -97,6 +97,11 @@ def test_the_agents_own_exception_comes_through() -> None:
         run(f"{HERE}:crashes")
 
 
+def test_an_agent_that_raises_what_ctrl_c_raises_has_failed_and_stops_nobody() -> None:
+    with pytest.raises(WorkflowFailed, match="KeyboardInterrupt"):
+        run(f"{HERE}:is_interrupted")
+
+
 def test_a_thread_that_hangs_holds_nobody_up() -> None:
     async def impatient() -> None:
         async with asyncio.timeout(0.1):
