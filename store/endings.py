@@ -2,7 +2,8 @@
 
 A trajectory may have segments (sub-agents, summaries, the context after a compaction) and branches (several answers,
 edited turns). The agent's own segments have the tools and the system prompt of the first one; of these the one that
-was answered last counts, and in it the longest path, the later one of two as long. Pure.
+was answered last counts, and in it the longest path, the later one of two as long. A first call without tools that
+stands alone, as coding agents ask for a title before they begin, is not the agent's where another has tools. Pure.
 """
 
 from __future__ import annotations
@@ -25,12 +26,19 @@ def last_word(calls: Sequence[Call], system_prompt: Callable[[str], str]) -> str
     begins = list(dict.fromkeys(first[call.id] for call in answered))
     if len(begins) > 1:
         kinds = {name: (by_id[name].tools_hash, system_prompt(by_id[name].prompt_node)) for name in begins}
-        own = kinds[begins[0]]
-        answered = [call for call in answered if kinds[first[call.id]] == own]
+        answered = _own([(call, kinds[first[call.id]]) for call in answered])
     segment = first[answered[-1].id]
     inside = [call for call in answered if first[call.id] == segment]
     last = max(enumerate(inside), key=lambda item: (depth[item[1].id], item[0]))[1]
     return next(choice.reply_node for choice in last.choices if choice.reply_node)
+
+
+def _own(calls: Sequence[tuple[Call, tuple[str, str]]]) -> list[Call]:
+    """Return the calls of the agent itself, of calls with their tools and system prompt."""
+    own = calls[0][1]
+    if not own[0] and sum(kind == own for _, kind in calls) == 1:
+        own = next((kind for _, kind in calls if kind[0]), own)
+    return [call for call, kind in calls if kind == own]
 
 
 def _segments(calls: Sequence[Call]) -> tuple[dict[str, str], dict[str, int]]:

@@ -55,6 +55,21 @@ def test_a_title_that_is_asked_for_at_the_end_is_not_the_answer(store: Store) ->
     assert shown(store) == ["Plan.", "go", "end"]
 
 
+def test_a_title_that_is_asked_for_at_the_beginning_is_not_the_answer(store: Store) -> None:
+    call(store, "1", [{"role": "system", "content": "Titles."}, user("go")], "title", 1.0, tools_hash="", tools=b"")
+    call(store, "2", [SYSTEM, user("go")], "one", 2.0)
+    call(store, "3", [SYSTEM, user("go"), said("one"), user("on")], "end", 3.0, parent_call="2")
+    assert shown(store) == ["Plan.", "go", "one", "on", "end"]
+
+
+def test_a_planner_without_tools_that_goes_on_ends_its_transcript(store: Store) -> None:
+    first = [{"role": "system", "content": "Lead."}, user("go")]
+    call(store, "1", first, "ask", 1.0, tools_hash="", tools=b"")
+    call(store, "2", [SYSTEM, user("work")], "worked", 2.0)
+    call(store, "3", [*first, said("ask"), user("worked")], "end", 3.0, tools_hash="", tools=b"", parent_call="1")
+    assert shown(store) == ["Lead.", "go", "ask", "worked", "end"]
+
+
 def test_of_branches_the_longest_is_shown_and_of_equal_ones_the_later(store: Store) -> None:
     first = [SYSTEM, user("go")]
     call(store, "1", first, "one", 1.0)
