@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ratchet import __version__
-from ratchet.folders import ROOMS
+from ratchet.folders import ROOMS, StateFolder
 from ratchet.running import pidfile
 from ratchet.running.up import read_running
 from ratchet.settings import Settings
@@ -37,6 +37,7 @@ def collect(settings: Settings) -> dict[str, Any]:
         "versions": {"ratchet": __version__, **versions()},
         "store": _store(settings),
         "other_projects": others(settings),
+        "others_up": [name for name in others(settings) if _is_up(settings, name)],
     }
 
 
@@ -44,6 +45,11 @@ def others(settings: Settings) -> list[str]:
     """Return the other projects that have state in the same folder."""
     runs = sorted(settings.folder.glob("*/run"))
     return [run.parent.name for run in runs if run.parent.name != settings.project]
+
+
+def _is_up(settings: Settings, project: str) -> bool:
+    """Return whether `ratchet up` runs another project of the same folder."""
+    return pidfile.running(StateFolder(settings.folder / project).pid("up")) is not None
 
 
 def _room(settings: Settings, name: str, died: dict[str, Any] | None) -> dict[str, Any]:
@@ -118,6 +124,10 @@ def canary_line(scores: dict[str, Any]) -> str:
 def lines(status: dict[str, Any]) -> list[str]:
     """Return the status for people."""
     text = [f"project {status['project']}: {'up' if status['ready'] else 'starting' if status['running'] else 'down'}"]
+    if status["others_up"] and not status["running"]:
+        text.append(
+            f"  up is     {', '.join(status['others_up'])}: look there with --project NAME, or its --config FILE"
+        )
     if status["base_url"]:
         text.append(f"  base_url  {status['base_url']}")
     if status["console"]:

@@ -25,7 +25,7 @@ DROPPED: Mapping[str, str] = {
     "other_role": "none of its calls has a role that trains (trainer.roles): have agents send x-ratchet-role",
     "rolled_back": "a version that was rejected sampled it: see `ratchet policies show`",
     "abandoned": "the tuner that made it was stopped or killed: a run that goes on makes its rollout anew",
-    "doctor": "an attempt that `ratchet doctor --workflow` made: never training data",
+    "doctor": "a call or attempt that `ratchet doctor` made: never training data",
     "member_deleted": "a member of its group was deleted before the group was trained",
     "cut_off": "a machine ended its last call, which is not the policy's failure: see the proxy's errors",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from ratchet.cli import cli
 from ratchet.doctor import keys_wanted
+from ratchet.running import pidfile
 from store import open_store
 from store.columns import pack_hash
 from store.database import HEAD
@@ -75,6 +77,8 @@ def test_status_without_a_run_names_the_projects_that_there_are(project: Project
     assert "--project NAME" not in project.run("status").stdout
     (project.folder / ".ratchet" / "demo" / "run").mkdir(parents=True)
     assert "projects  demo: look at one with --project NAME" in project.run("status").stdout
+    pidfile.write(project.folder / ".ratchet/demo/run/up.pid", os.getpid())
+    assert "up is     demo: look there with --project NAME" in project.run("status").stdout
 
 
 def test_an_error_is_one_line_and_debug_shows_the_traceback(project: Project) -> None:
