@@ -116,6 +116,17 @@ async def test_more_lines_than_the_log_takes_are_dropped_and_counted(lines: Line
     assert len(lines.records) == 2
 
 
+async def test_what_waits_for_its_line_is_not_the_calls_record(lines: Lines) -> None:
+    call_log = CallLog(Metrics())
+    end = ended(begun("call", "job"), {"role": "assistant", "content": "yes"})
+    timing, holders = Timing.of(end, 1.0, None), sys.getrefcount(end)
+    call_log.note(end, timing, None)
+    assert sys.getrefcount(end) == holders
+    await call_log.start()
+    await call_log.stop()
+    assert read(lines.records[0].getMessage())["call"] == "call"
+
+
 def test_the_log_can_be_switched_off(start: Start, lines: Lines) -> None:
     def writers() -> set[int | None]:
         return {thread.ident for thread in threading.enumerate() if thread.name == "call-log"}
