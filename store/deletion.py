@@ -296,7 +296,7 @@ def _delete_orphans(connection: sa.Connection, page: Sequence[str]) -> Mapping[s
     orphans = sa.select(table.c.hash, table.c.parent).where(
         table.c.hash.in_(page),
         ~sa.exists().where(child.c.parent == table.c.hash),
-        ~sa.exists().where(schema.calls.c.prompt_node == table.c.hash),
+        ~sa.exists().where(schema.calls.c.held_node == table.c.hash),
         ~sa.exists().where(schema.choices.c.reply_node == table.c.hash),
     )
     found = {row.hash: row.parent for row in connection.execute(orphans)}

@@ -14,11 +14,11 @@ import sqlalchemy as sa
 from store import schema
 from store.database import read, write
 from store.errors import ForbiddenChange, UnknownRecord
+from store.fitting import fitting
 from store.ids import new_id
 from store.records import SHADOW, Exchange, Group, PastScore, Verdict, cohort_of, family_of
 from store.reporting.intervals import Sums
 from store.reporting.learning import Tally
-from store.shipping import fitting
 from store.states import GROUP_STEPS, GroupState, PolicyState, TrajectoryState, check
 from store.trajectories import drop as drop_trajectories
 

@@ -6,9 +6,8 @@ database, and all rows say the same ones. Errors are SQLAlchemy's, except where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any
 
 import sqlalchemy as sa
@@ -21,10 +20,17 @@ _STATEMENTS = 256  # that are remembered: dialects (one per engine) x tables
 
 def insert(connection: sa.Connection, table: sa.Table, rows: Sequence[Row], *, new_only: bool = False) -> int:
     """Insert rows, return how many; with `new_only` those whose primary key exists are left as they are."""
-    if not rows:
+    return insert_columns(connection, table, _columns(rows), new_only=new_only)
+
+
+def insert_columns(
+    connection: sa.Connection, table: sa.Table, columns: Mapping[str, Sequence[Any]], *, new_only: bool = False
+) -> int:
+    """Insert rows that are given column by column, as `insert` does."""
+    if not columns or not next(iter(columns.values())):
         return 0
-    statement = _compiled(connection.dialect, table, tuple(rows[0]), new_only)
-    return connection.exec_driver_sql(statement.text, statement.values(rows)).rowcount
+    statement = _compiled(connection.dialect, table, tuple(columns), new_only)
+    return connection.exec_driver_sql(statement.text, statement.values(columns)).rowcount
 
 
 def among(connection: sa.Connection, column: sa.Column[str], names: Sequence[str]) -> sa.ColumnElement[bool]:
@@ -42,7 +48,11 @@ def change(connection: sa.Connection, statement: sa.Update, rows: Sequence[Row])
     """
     if rows:
         compiled = _compiled_change(connection.dialect, statement)
-        connection.exec_driver_sql(compiled.text, compiled.values(rows))
+        connection.exec_driver_sql(compiled.text, compiled.values(_columns(rows)))
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, Sequence[Any]]:
+    return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
 
 
 class _Statement:
@@ -53,17 +63,15 @@ class _Statement:
         self.text = str(compiled)
         self._positional = bool(compiled.positional)
         self._names = tuple(compiled.positiontup or compiled.binds)
-        self._of = itemgetter(*self._names) if len(self._names) > 1 else lambda row: (row[self._names[0]],)
         types = [compiled.binds[name].type.dialect_impl(dialect) for name in self._names]
         self._packs: list[Callable[[Any], Any] | None] = [kind.bind_processor(dialect) for kind in types]
 
-    def values(self, rows: Sequence[Row]) -> Any:
+    def values(self, columns: Mapping[str, Sequence[Any]]) -> Any:
         """Return the rows as the driver takes them."""
-        columns: list[Iterable[Any]] = list(zip(*map(self._of, rows), strict=True))
-        for place, pack in enumerate(self._packs):
-            if pack is not None:
-                columns[place] = map(pack, columns[place])
-        packed = zip(*columns, strict=True)
+        said: list[Iterable[Any]] = [columns[name] for name in self._names]
+        packed = zip(
+            *(map(pack, one) if pack else one for pack, one in zip(self._packs, said, strict=True)), strict=True
+        )
         return list(packed) if self._positional else [dict(zip(self._names, row, strict=True)) for row in packed]
 
 

@@ -17,8 +17,9 @@ import sqlalchemy as sa
 from store import schema
 from store.database import read, write
 from store.errors import ForbiddenChange, UnknownRecord
+from store.fitting import fitting
 from store.records import Returned
-from store.shipping import IN_MOST, fitting, insert_new
+from store.shipping import IN_MOST, insert_new
 from store.states import ROLLOUT_STEPS, RolloutState, check
 from store.tables import ID, JSON, TIME, TRAJECTORY_ID, metadata, one_of
 from store.tasks import TASK_ID

@@ -73,19 +73,21 @@ trajectories = sa.Table(
     sa.CheckConstraint("(state = 'dropped') = (drop_reason IS NOT NULL)", name="drop_has_reason"),
     sa.Index(None, "state", "last_active_at"),
     sa.Index(None, "opened_at", "id"),
-    sa.Index(None, "group_id"),
     # One index per filter of the lists, each in the lists' own order.
     sa.Index(None, "state", "opened_at"),
     sa.Index(None, "alias", "opened_at"),
     sa.Index(None, "alias", "state", "opened_at"),
     sa.Index(None, "alias", "version", "opened_at"),
-    sa.Index(None, "task", "opened_at"),
     sa.Index(None, "key_id", "opened_at"),
-    sa.Index(None, "round_id"),
 )
-sa.Index("ix_trajectories_drop_reason", trajectories.c.drop_reason,
-         sqlite_where=trajectories.c.drop_reason.is_not(None),
-         postgresql_where=trajectories.c.drop_reason.is_not(None))  # fmt: skip
+# What most trajectories do not have, or not when they begin, is in no index until it is there.
+for _column, *_order in (("group_id",), ("round_id",), ("drop_reason",), ("task", "opened_at")):
+    _said = trajectories.c[_column].is_not(None)
+    sa.Index(
+        "_".join(("ix_trajectories", _column, *_order)),
+        *(trajectories.c[name] for name in (_column, *_order)),
+        sqlite_where=_said, postgresql_where=_said,
+    )  # fmt: skip
 
 # The tags of a trajectory's calls, each once; `opened_at` repeats the trajectory's, for the order of the lists.
 tags = sa.Table(
@@ -129,12 +131,16 @@ calls = sa.Table(
     sa.Column("untrainable", sa.Text),
     sa.Column("error", sa.Text),
     sa.Column("answer_id", sa.String(128)),
+    # The prompt's last message, where no stored answer of the call stands under it and so keeps it.
+    sa.Column("held_node", _HASH),
     _state("state", CallState),
     sa.CheckConstraint("context IN ('root', 'exact', 'fork')", name="context_known"),
     sa.Index(None, "trajectory_id", "started_at"),
-    # Which calls end their prompt with a message: a message that nobody names may be deleted.
-    sa.Index(None, "prompt_node"),
 )
+# Which calls keep a message by themselves: one that nothing keeps may be deleted.
+sa.Index("ix_calls_held_node", calls.c.held_node,
+         sqlite_where=calls.c.held_node.is_not(None), postgresql_where=calls.c.held_node.is_not(None))  # fmt: skip
+
 # The calls that were not answered are few and often asked for.
 sa.Index("ix_calls_unanswered", calls.c.state, calls.c.id,
          sqlite_where=calls.c.state != "answered", postgresql_where=calls.c.state != "answered")  # fmt: skip

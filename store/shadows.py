@@ -15,10 +15,11 @@ import sqlalchemy as sa
 from store import schema
 from store.database import read, write
 from store.errors import ForbiddenChange, UnknownRecord
+from store.fitting import fitting
 from store.ids import new_id
 from store.records import SHADOW, Record, Trajectory
 from store.remembered import Remembered
-from store.shipping import FINISH, fitting, insert_new
+from store.shipping import FINISH, insert_new
 from store.states import SHADOW_STEPS, ShadowState, TrajectoryState, origins
 from store.tables import TIME, TRAJECTORY_ID, metadata, one_of
 

@@ -10,18 +10,16 @@ Locks are taken in the order of ids, so that proxies that ship the same messages
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cache
 from hashlib import blake2b
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-import msgspec
 import sqlalchemy as sa
 
 from store import blocks, schema
-from store.inserting import among, change, insert
+from store.fitting import all_fitting
+from store.inserting import among, change, insert, insert_columns
 from store.owners import may_share
 from store.records import CallBegun, CallEnded, CallRecord, MessageNode
 from store.states import CallState, TrajectoryState
@@ -31,20 +29,28 @@ FINISH = "finish"  # somebody said that it is complete
 IN_MOST = 500  # values in one IN (...)
 MESSAGES_LOCK = 0x52414D53  # advisory lock: shared by those who ship messages, held alone by who deletes some
 _TASK_MOST = 512  # characters; more does not fit an index
+_NODE_COLUMNS = ("hash", "parent", "role", "body")
 _BEGUN_COLUMNS = (
-    "started_at", "alias", "version", "dialect", "streamed", "linked_by", "prompt_node", "tools_hash",
-    "parent_call", "parent_choice", "key_id", "role",
+    "id", "started_at", "alias", "version", "dialect", "streamed", "linked_by", "prompt_node", "tools_hash",
+    "parent_call", "parent_choice", "key_id", "role", "tags", "sampling",
 )  # fmt: skip
 _ENDED_COLUMNS = (
     "state", "ended_at", "first_byte_at", "status", "context", "prompt_ids", "prompt_tokens", "completion_tokens",
     "untrainable", "error", "upstream", "answer_id",
 )  # fmt: skip
-_begun_values, _ended_values = attrgetter(*_BEGUN_COLUMNS), attrgetter(*_ENDED_COLUMNS)
-_NOT_ENDED: Mapping[str, Any] = {
-    "state": CallState.BEGUN, "ended_at": None, "first_byte_at": None, "status": None, "context": "root",
-    "prompt_ids": b"", "prompt_tokens": 0, "completion_tokens": 0, "untrainable": None, "error": None,
-    "upstream": None, "answer_id": None,
-}  # fmt: skip
+_NOT_ENDED = (CallState.BEGUN, None, None, None, "root", b"", 0, 0, None, None, None, None)
+_CHOICE_COLUMNS = (
+    "call_id", "choice", "finish_reason", "reply_node", "link_key", "tool_call_ids", "ids", "logprobs",
+)  # fmt: skip
+_RUN_COLUMNS = (
+    "id", "alias", "version", "purpose", "root_node", "tools_hash", "key_id", "opened_at",
+    "state", "task", "last_active_at",
+)  # fmt: skip
+_node_values = attrgetter(*_NODE_COLUMNS)
+_begun_values = attrgetter("call_id", *_BEGUN_COLUMNS[1:])
+_ended_values = attrgetter(*_ENDED_COLUMNS)
+_choice_values = attrgetter("index", *_CHOICE_COLUMNS[2:])
+_run_values = attrgetter("alias", "version", "purpose", "prompt_node", "tools_hash", "key_id", "started_at")
 
 _ACTIVE = (
     sa.update(schema.trajectories)
@@ -106,9 +112,16 @@ def _add_messages(connection: sa.Connection, records: Sequence[CallRecord]) -> N
             nodes[node.hash] = node
         if begun.tools:
             toolsets[begun.tools_hash] = begun.tools
-    rows = [msgspec.structs.asdict(nodes[name]) for name in sorted(nodes)]
-    insert_new(connection, schema.messages, all_fitting(schema.messages, rows))
+    _insert(connection, schema.messages, _NODE_COLUMNS, [_node_values(nodes[n]) for n in sorted(nodes)], new_only=True)
     insert_new(connection, schema.toolsets, [{"hash": name, "body": toolsets[name]} for name in sorted(toolsets)])
+
+
+def _insert(
+    connection: sa.Connection, table: sa.Table, names: Sequence[str], rows: Iterable[Any], *, new_only: bool = False
+) -> int:
+    """Insert rows that are tuples of these columns, each text cut to its column; return how many."""
+    columns = all_fitting(table, dict(zip(names, zip(*rows, strict=True), strict=False)))
+    return insert_columns(connection, table, columns, new_only=new_only)
 
 
 def _known(connection: sa.Connection, names: Sequence[str]) -> dict[str, Any]:
@@ -117,28 +130,6 @@ def _known(connection: sa.Connection, names: Sequence[str]) -> dict[str, Any]:
     columns = sa.select(table.c.id, table.c.state, table.c.trajectory_id)
     rows = connection.execute(columns.where(among(connection, table.c.id, names))) if names else ()
     return {row.id: row for row in rows}
-
-
-def fitting(table: sa.Table, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row with every text cut to its column, and without what PostgreSQL's texts cannot hold."""
-    return all_fitting(table, [row])[0]
-
-
-def all_fitting(table: sa.Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows so that each fits; all say the same columns. A column whose texts all fit is not gone through."""
-    for name, length in _texts(table):
-        if rows and name in rows[0]:
-            said = [value for row in rows if (value := row[name]) is not None]
-            if said and (max(map(len, said)) > length or "\0" in "".join(said)):
-                for row in rows:
-                    row[name] = None if row[name] is None else row[name].replace("\0", "\ufffd")[:length]
-    return rows
-
-
-@cache
-def _texts(table: sa.Table) -> tuple[tuple[str, int], ...]:
-    """Return the columns that hold text, each with the most characters that it takes."""
-    return tuple((c.name, c.type.length or sys.maxsize) for c in table.c if isinstance(c.type, sa.String))
 
 
 def _write_calls(
@@ -152,30 +143,41 @@ def _write_calls(
     table = schema.calls
     if replaced:
         connection.execute(sa.delete(table).where(among(connection, table.c.id, replaced)))
-    rows = []
-    for begun in (*new, *(ending[name].begun for name in replaced)):
-        end = ending.get(begun.call_id)
-        row = dict(zip(_BEGUN_COLUMNS, _begun_values(begun), strict=True))
-        row |= zip(_ENDED_COLUMNS, _ended_values(end), strict=True) if end else _NOT_ENDED
-        row |= {"id": begun.call_id, "trajectory_id": hosts[begun.call_id], "prompt_blocks": None}
-        row |= {"tags": list(begun.tags), "sampling": dict(begun.sampling)}
-        rows.append(row)
-    _cut_prompts(connection, all_fitting(table, rows))
-    insert(connection, table, rows)
+    rows = [*new, *(ending[name].begun for name in replaced)]
+    if rows:
+        ends = [ending.get(begun.call_id) for begun in rows]
+        said = zip(_BEGUN_COLUMNS, zip(*map(_begun_values, rows), strict=True), strict=True)
+        came = zip(*(_ended_values(end) if end else _NOT_ENDED for end in ends), strict=True)
+        columns: dict[str, Sequence[Any]] = dict(said) | dict(zip(_ENDED_COLUMNS, came, strict=True))
+        columns |= {
+            "trajectory_id": [hosts[begun.call_id] for begun in rows],
+            "held_node": list(map(_held, rows, ends)),
+        }
+        insert_columns(connection, table, all_fitting(table, _cut_prompts(connection, columns)))
     _add_tags(connection, new, hosts)
 
 
-def _cut_prompts(connection: sa.Connection, rows: Sequence[dict[str, Any]]) -> None:
+def _held(begun: CallBegun, end: CallEnded | None) -> str | None:
+    """Return the prompt's last message, unless an answer that is stored with the call stands under it."""
+    below = {node.hash for node in end.nodes if node.parent == begun.prompt_node} if end else set()
+    answered = end is not None and any(choice.reply_node in below for choice in end.choices)
+    return None if answered else begun.prompt_node or None
+
+
+def _cut_prompts(connection: sa.Connection, columns: dict[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     """Put the blocks of forked prompts where they are stored once."""
+    named: list[bytes | None] = []
+    left: list[bytes] = []
     stored: dict[tuple[str, bytes], bytes] = {}
-    for row in rows:
-        pieces, rest = blocks.cut(row["context"], row["prompt_ids"])
-        if pieces:
-            names = [blocks.digest(piece) for piece in pieces]
-            row |= {"prompt_ids": rest, "prompt_blocks": b"".join(names)}
-            stored |= {(row["trajectory_id"], name): piece for name, piece in zip(names, pieces, strict=True)}
+    for run, context, prompt in zip(columns["trajectory_id"], columns["context"], columns["prompt_ids"], strict=True):
+        pieces, rest = blocks.cut(context, prompt)
+        names = [blocks.digest(piece) for piece in pieces]
+        stored |= {(run, name): piece for name, piece in zip(names, pieces, strict=True)}
+        named.append(b"".join(names) or None)
+        left.append(rest)
     ordered = [{"trajectory_id": run, "digest": name, "ids": stored[run, name]} for run, name in sorted(stored)]
     insert_new(connection, schema.blocks, ordered)
+    return {**columns, "prompt_ids": left, "prompt_blocks": named}
 
 
 def _add_tags(connection: sa.Connection, calls: Sequence[CallBegun], hosts: Mapping[str, str]) -> None:
@@ -187,27 +189,13 @@ def _add_tags(connection: sa.Connection, calls: Sequence[CallBegun], hosts: Mapp
     found = connection.execute(sa.select(runs.c.id, runs.c.opened_at).where(runs.c.id.in_(tagged)))
     opened = {row.id: row.opened_at for row in found}
     pairs = sorted({(hosts[begun.call_id], tag) for begun in calls for tag in begun.tags})
-    rows = [{"tag": tag, "opened_at": opened[name], "trajectory_id": name} for name, tag in pairs]
-    insert_new(connection, schema.tags, all_fitting(schema.tags, rows))
+    rows = [(tag, opened[name], name) for name, tag in pairs]
+    _insert(connection, schema.tags, ("tag", "opened_at", "trajectory_id"), rows, new_only=True)
 
 
 def _write_choices(connection: sa.Connection, ends: Collection[CallEnded]) -> None:
-    table = schema.choices
-    rows = [
-        {
-            "call_id": end.begun.call_id,
-            "choice": choice.index,
-            "finish_reason": choice.finish_reason,
-            "reply_node": choice.reply_node,
-            "link_key": choice.link_key,
-            "tool_call_ids": list(choice.tool_call_ids),
-            "ids": choice.ids,
-            "logprobs": choice.logprobs,
-        }
-        for end in ends
-        for choice in end.choices
-    ]
-    insert(connection, table, all_fitting(table, rows))
+    rows = [(end.begun.call_id, *_choice_values(choice)) for end in ends for choice in end.choices]
+    _insert(connection, schema.choices, _CHOICE_COLUMNS, rows)
 
 
 def _active(new: Iterable[CallBegun], ends: Iterable[CallEnded], hosts: Mapping[str, str]) -> dict[str, float]:
@@ -295,25 +283,15 @@ def _add_trajectories(
     connection: sa.Connection, new: Mapping[str, CallBegun], ended: Mapping[str, CallEnded]
 ) -> dict[str, _Run]:
     """Make trajectories that are not there, each with the values of its first call; return their rows."""
-    rows: list[dict[str, Any]] = [
-        {
-            "id": name,
-            "alias": begun.alias,
-            "version": begun.version,
-            "state": TrajectoryState.OPEN,
-            "task": short_task(begun.task),
-            "purpose": begun.purpose,
-            "root_node": begun.prompt_node,
-            "tools_hash": begun.tools_hash,
-            "key_id": begun.key_id,
-            "opened_at": begun.started_at,
-            "last_active_at": ended[begun.call_id].ended_at if begun.call_id in ended else begun.started_at,
-        }
-        for name, begun in sorted(new.items())
-    ]
-    if insert_new(connection, schema.trajectories, all_fitting(schema.trajectories, rows)) < len(rows):
+    rows = [(name, *_run_values(begun), TrajectoryState.OPEN, short_task(begun.task), _last_active(begun, ended))
+            for name, begun in sorted(new.items())]  # fmt: skip
+    if _insert(connection, schema.trajectories, _RUN_COLUMNS, rows, new_only=True) < len(rows):
         return _runs(connection, sorted(new))  # another proxy was quicker, with other values
-    return {row["id"]: _Run(row["state"], None, row["version"], row["purpose"], row["key_id"], 0) for row in rows}
+    return {name: _Run(TrajectoryState.OPEN, None, b.version, b.purpose, b.key_id, 0) for name, b in new.items()}
+
+
+def _last_active(begun: CallBegun, ended: Mapping[str, CallEnded]) -> float:
+    return ended[begun.call_id].ended_at if begun.call_id in ended else begun.started_at
 
 
 def _touch(connection: sa.Connection, times: Mapping[str, float]) -> None:

@@ -82,7 +82,8 @@ class Porter:
         """Carry about a batch of records. Raises StoreError, OSError."""
         path = Path(piece.path)
         reading = read_segment(path, piece.offset, _BATCH_BYTES, piece.until)
-        dead = self._ship(reading.records, path.parent / DEAD_LETTERS) if reading.records else []
+        records = _without_ended_beginnings(reading.records)
+        dead = self._ship(records, path.parent / DEAD_LETTERS) if records else []
         return Carried(
             records=len(reading.records),
             offset=reading.offset,
@@ -90,12 +91,12 @@ class Porter:
             begun=tuple(record.call_id for record in reading.records if isinstance(record, CallBegun)),
             ended=tuple(record.begun.call_id for record in reading.records if isinstance(record, CallEnded)),
             dead=tuple(dead),
-            tools=tuple(self._checks.check([one for one in reading.records if not isinstance(one, Feedback)])),
+            tools=tuple(self._checks.check([one for one in records if not isinstance(one, Feedback)])),
         )
 
     def _ship(self, records: Sequence[Shipment], dead_letters: Path) -> list[DeadLetter]:
         try:
-            self._store.calls.ship(_without_ended_beginnings(records))
+            self._store.calls.ship(records)
         except (StoreUnavailable, SchemaMismatch):
             raise
         except Exception:  # noqa: BLE001 -- one bad record must not stop the others, whatever is wrong with it

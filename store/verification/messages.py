@@ -67,7 +67,7 @@ def _unnamed(connection: sa.Connection, names: list[str]) -> set[str]:
     query = sa.select(table.c.hash).where(
         table.c.hash.in_(names),
         ~sa.exists().where(child.c.parent == table.c.hash),
-        ~sa.exists().where(schema.calls.c.prompt_node == table.c.hash),
+        ~sa.exists().where(schema.calls.c.held_node == table.c.hash),
         ~sa.exists().where(schema.choices.c.reply_node == table.c.hash),
         ~sa.exists().where(schema.unclaimed.c.hash == table.c.hash),
     )

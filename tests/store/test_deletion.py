@@ -53,6 +53,20 @@ def test_a_deleted_trajectory_leaves_no_row_and_others_keep_what_they_share(stor
     assert _rows(store_url) == {}
 
 
+def test_a_prompt_stays_for_a_call_without_an_answer_and_goes_with_it(store: Store, store_url: str) -> None:
+    answered_trajectory(store, "goes")
+    waiting = begun("call_waits", "waits")
+    store.calls.ship([waiting])
+    store.deletions.delete(Chosen(id="goes"), "asked")
+    assert store.trajectories.read("waits").messages == tuple(QUESTION)
+    store.calls.ship([ended(waiting, {"role": "assistant", "content": "Oslo"})])
+    store.deletions.sweep(0.0)
+    assert len(store.trajectories.read("waits").messages) == 3
+    assert verify(store_url).sound
+    store.deletions.delete(Chosen(id="waits"), "asked")
+    assert _rows(store_url) == {}
+
+
 def test_on_sqlite_the_file_holds_nothing_of_it_either(store: Store, store_url: str) -> None:
     if not store_url.startswith("sqlite"):
         pytest.skip("PostgreSQL frees rows by VACUUM")

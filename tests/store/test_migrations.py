@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from store import database, open_store
+from store import database, open_store, schema
 from store.messages import path
-from store.records import pack_ids
+from store.records import CallBegun, pack_ids
 from store.verification import verify
 from tests.records import QUESTION, TOOLS, begun, ended
 
@@ -130,3 +130,35 @@ def test_runs_and_rollouts_outlive_the_change_of_their_tables_rules(empty_url: s
     assert (str(second.state), second.score, second.completion_tokens) == ("ended", 1.0, 4)
     store.close()
     assert verify(empty_url).sound
+
+
+def test_a_prompt_that_no_stored_answer_keeps_is_kept_by_its_call_after_the_migration(empty_url: str) -> None:
+    engine = database.connect(empty_url)
+    database.migrate(engine, "0015")
+    waiting = begun("call_2", "t1", [{"role": "user", "content": "Does nobody answer?"}])
+    end = ended(begun("call_1", "t1"), REPLY)
+    run: dict[str, Any] = {"id": "t1", "alias": "agent", "version": 0, "state": "open", "purpose": "live"}
+    run |= {"root_node": end.begun.prompt_node, "tools_hash": "", "opened_at": 1.0, "last_active_at": 1.5}
+    rows = [_call_row(end.begun) | {"state": "answered", "ended_at": 2.0}, _call_row(waiting) | {"state": "begun"}]
+    choice = msgspec.structs.asdict(end.choices[0]) | {"call_id": "call_1", "choice": 0, "tool_call_ids": []}
+    del choice["index"]
+    with database.write(engine) as connection:
+        nodes = [msgspec.structs.asdict(node) for node in (*end.begun.nodes, *end.nodes, *waiting.nodes)]
+        connection.execute(sa.insert(schema.messages), nodes)
+        connection.execute(sa.insert(schema.trajectories).values(**run))
+        for row in rows:
+            connection.execute(sa.insert(schema.calls).values(**row))
+        connection.execute(sa.insert(schema.choices).values(**choice))
+    database.migrate(engine)
+    with database.read(engine) as connection:
+        held = {row.id: row.held_node for row in connection.execute(sa.select(schema.calls))}
+    engine.dispose()
+    assert held == {"call_1": None, "call_2": waiting.prompt_node}
+    assert verify(empty_url).sound
+
+
+def _call_row(start: CallBegun) -> dict[str, Any]:
+    said = msgspec.structs.asdict(start)
+    row = {column.name: said[column.name] for column in schema.calls.c if column.name in said}
+    row |= {"id": start.call_id, "tools_hash": "", "context": "root", "prompt_ids": b"", "prompt_tokens": 0}
+    return row | {"completion_tokens": 0, "tags": [], "sampling": {}}
