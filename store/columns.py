@@ -150,9 +150,9 @@ def squeeze_ids(ids: bytes) -> bytes:
     if not ids:
         return b""
     width = 4
-    while width > 1 and not any(ids[width - 1 :: 4]):
+    while width > 1 and not ids[width - 1 :: 4].strip(b"\0"):
         width -= 1
-    return b"\4" + ids if width == 4 else bytes([width]) + b"".join(ids[place::4] for place in range(width))
+    return b"\4" + ids if width == 4 else bytes([width]) + b"".join([ids[place::4] for place in range(width)])
 
 
 def unsqueeze_ids(squeezed: bytes) -> bytes:

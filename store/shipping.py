@@ -67,7 +67,7 @@ class _Run(NamedTuple):
     version: int
     purpose: str
     key_id: str | None
-    successors: int
+    last_active_at: float
 
 
 def ship(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
@@ -82,10 +82,12 @@ def ship(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
     awaited = (CallState.BEGUN, CallState.INTERRUPTED)
     ending = {n: end for n, end in ended.items() if n not in known or known[n].state in awaited}
     hosts = {name: row.trajectory_id for name, row in known.items()}
-    hosts |= _host_trajectories(connection, new, ended, also=(hosts[name] for name in ending if name in hosts))
+    also = [hosts[name] for name in ending if name in hosts]
+    runs = _open_trajectories(connection, new, ended, also)
+    hosts |= _hosts(connection, new, ended, runs)
     _write_calls(connection, new, ending, hosts, replaced=[name for name in ending if name in known])
     _write_choices(connection, ending.values())
-    _touch(connection, _active(new, ending.values(), hosts))
+    _touch(connection, _active(new, ending.values(), hosts), runs)
 
 
 def insert_new(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]]) -> int:
@@ -166,6 +168,8 @@ def _held(begun: CallBegun, end: CallEnded | None) -> str | None:
 
 def _cut_prompts(connection: sa.Connection, columns: dict[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     """Put the blocks of forked prompts where they are stored once."""
+    if "fork" not in columns["context"]:
+        return {**columns, "prompt_blocks": [None] * len(columns["context"])}
     named: list[bytes | None] = []
     left: list[bytes] = []
     stored: dict[tuple[str, bytes], bytes] = {}
@@ -207,14 +211,21 @@ def _active(new: Iterable[CallBegun], ends: Iterable[CallEnded], hosts: Mapping[
     return times
 
 
-def _host_trajectories(
+def _open_trajectories(
     connection: sa.Connection, calls: Sequence[CallBegun], ended: Mapping[str, CallEnded], also: Iterable[str]
-) -> dict[str, str]:
-    """Return, by call id, the open trajectory that takes the call; make those that are new; lock those of `also`."""
+) -> dict[str, _Run]:
+    """Return the trajectories that calls name, with those of `also`, by id; make those that are new."""
     firsts = {begun.trajectory_id: begun for begun in reversed(calls)}
     runs = _runs(connection, sorted({*firsts, *also}))
     if new := {name: begun for name, begun in firsts.items() if name not in runs}:
         runs |= _add_trajectories(connection, new, ended)
+    return runs
+
+
+def _hosts(
+    connection: sa.Connection, calls: Sequence[CallBegun], ended: Mapping[str, CallEnded], runs: Mapping[str, _Run]
+) -> dict[str, str]:
+    """Return, by call id, the open trajectory that takes the call: the one that it names, or a successor."""
     hosts: dict[str, str] = {}
     taken: set[str] = set()
     for begun in calls:
@@ -287,16 +298,20 @@ def _add_trajectories(
             for name, begun in sorted(new.items())]  # fmt: skip
     if _insert(connection, schema.trajectories, _RUN_COLUMNS, rows, new_only=True) < len(rows):
         return _runs(connection, sorted(new))  # another proxy was quicker, with other values
-    return {name: _Run(TrajectoryState.OPEN, None, b.version, b.purpose, b.key_id, 0) for name, b in new.items()}
+    return {
+        name: _Run(TrajectoryState.OPEN, None, b.version, b.purpose, b.key_id, _last_active(b, ended))
+        for name, b in new.items()
+    }
 
 
 def _last_active(begun: CallBegun, ended: Mapping[str, CallEnded]) -> float:
     return ended[begun.call_id].ended_at if begun.call_id in ended else begun.started_at
 
 
-def _touch(connection: sa.Connection, times: Mapping[str, float]) -> None:
-    """Note that trajectories were active at these times."""
-    change(connection, _ACTIVE, [{"run": name, "at": times[name]} for name in sorted(times)])
+def _touch(connection: sa.Connection, times: Mapping[str, float], runs: Mapping[str, _Run]) -> None:
+    """Note that trajectories were active at these times, where their rows say less."""
+    later = sorted(name for name in times if name not in runs or runs[name].last_active_at < times[name])
+    change(connection, _ACTIVE, [{"run": name, "at": times[name]} for name in later])
 
 
 def short_task(task: str | None) -> str | None:

@@ -162,7 +162,7 @@ def main() -> None:
     url = _hear(questions)
     if url is None:
         return
-    porter = Porter(Store(connect(url.decode(), create=False)))
+    porter = Porter(Store(connect(url.decode(), create=False, writes_much=True)))
     gc.collect()
     gc.freeze()  # what was imported stays
     gc.set_threshold(*_COLLECT)
