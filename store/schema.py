@@ -24,6 +24,7 @@ from store.tables import ID as _ID
 from store.tables import JSON as _JSON
 from store.tables import TIME as _TIME
 from store.tables import TRAJECTORY_ID as _TRAJECTORY_ID
+from store.tables import index_said as _index_said
 from store.tables import metadata as metadata
 from store.tables import one_of as _state
 
@@ -81,13 +82,8 @@ trajectories = sa.Table(
     sa.Index(None, "key_id", "opened_at"),
 )
 # What most trajectories do not have, or not when they begin, is in no index until it is there.
-for _column, *_order in (("group_id",), ("round_id",), ("drop_reason",), ("task", "opened_at")):
-    _said = trajectories.c[_column].is_not(None)
-    sa.Index(
-        "_".join(("ix_trajectories", _column, *_order)),
-        *(trajectories.c[name] for name in (_column, *_order)),
-        sqlite_where=_said, postgresql_where=_said,
-    )  # fmt: skip
+for _columns in (("group_id",), ("round_id",), ("drop_reason",), ("task", "opened_at")):
+    _index_said(trajectories, *_columns)
 
 # The tags of a trajectory's calls, each once; `opened_at` repeats the trajectory's, for the order of the lists.
 tags = sa.Table(
@@ -138,15 +134,11 @@ calls = sa.Table(
     sa.Index(None, "trajectory_id", "started_at"),
 )
 # Which calls keep a message by themselves: one that nothing keeps may be deleted.
-sa.Index("ix_calls_held_node", calls.c.held_node,
-         sqlite_where=calls.c.held_node.is_not(None), postgresql_where=calls.c.held_node.is_not(None))  # fmt: skip
-
+_index_said(calls, "held_node")
 # The calls that were not answered are few and often asked for.
 sa.Index("ix_calls_unanswered", calls.c.state, calls.c.id,
          sqlite_where=calls.c.state != "answered", postgresql_where=calls.c.state != "answered")  # fmt: skip
-
-sa.Index("ix_calls_answer_id", calls.c.answer_id,
-         sqlite_where=calls.c.answer_id.is_not(None), postgresql_where=calls.c.answer_id.is_not(None))  # fmt: skip
+_index_said(calls, "answer_id")
 
 # 256 tokens of the prompts of a trajectory's forks, once.
 blocks = sa.Table(
