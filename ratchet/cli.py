@@ -34,6 +34,8 @@ from ratchet.suggestions import SuggestingGroup
 
 # The roots of the rooms' error trees: what they raise on purpose is told in one line, like our own.
 _OWN_ERRORS = {"StoreError", "ProxyError", "TrainerError"}
+# What a path that was given may be: not there, not allowed, a folder or none, on a file system that is only read.
+_THE_USERS = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENAMETOOLONG)
 
 
 @click.group(cls=SuggestingGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -100,6 +102,8 @@ def run(arguments: list[str]) -> int:
 def _sentence(error: Exception) -> str:
     if isinstance(error, FaceError) or any(kind.__name__ in _OWN_ERRORS for kind in type(error).__mro__):
         return str(error)
+    if isinstance(error, OSError) and error.errno in _THE_USERS and error.filename:
+        return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" at {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free it, or set `folder` to another one"

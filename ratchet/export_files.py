@@ -53,7 +53,10 @@ class _whole:
         self._aside = out.with_name(f".{out.name}.{os.getpid()}") if out else None
 
     def __enter__(self) -> Any:
-        self._file = self._aside.open("wb") if self._aside else sys.stdout.buffer
+        try:
+            self._file = self._aside.open("wb") if self._aside else sys.stdout.buffer
+        except OSError as error:
+            raise ExportError(f"--out {self._out}: {error.strerror}: name a file in a folder that is there") from error
         return self._file
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

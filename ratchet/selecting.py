@@ -44,7 +44,7 @@ def compare(settings: Settings, asked: Asked) -> tuple[Request, Selection]:
 
     Raises TuningError, UsageError, and what `tuning.opened` raises.
     """
-    with tuning.opened(settings) as bench:
+    with tuning.opened(tuning.as_begun(settings, asked.resume)) as bench:
         from trainer.tuning.select_model import ModelSelector
 
         request, run = _resumed(bench, asked.resume, asked.kind) if asked.resume else _begun(bench, asked)
@@ -72,7 +72,8 @@ def _begun(bench: Bench, asked: Asked) -> tuple[Request, Tuning]:
     bench.tasks(source, asked.split, 1)  # a task set that cannot be read is told before a run begins
     request = Request(
         kind=asked.kind, alias=bench.settings.model, candidates=candidates, tasks=source, split=asked.split,
-        limit=asked.limit, workflow=str(bench.tuner.workflow), judge=bench.scorer.name, attempts=bench.tuner.attempts,
+        limit=asked.limit, workflow=str(bench.tuner.workflow), judge=bench.scorer.name,
+        judge_given=bench.settings.trainer.get("judge"), attempts=bench.tuner.attempts,
         seed=bench.tuner.seed, policy=asked.policy, within=asked.within, failure_score=bench.tuner.failure_score,
         score_range=ScoreRange(*asked.score_range) if asked.score_range else None,
     )  # fmt: skip

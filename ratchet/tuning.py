@@ -62,6 +62,20 @@ def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
     return options.running_settings_of(context, {names.get(key, key): value for key, value in given.items()})
 
 
+def as_begun(settings: Settings, run: str | None) -> Settings:
+    """Return the settings with workflow and judge of the run that goes on, where none are named. Raises StoreError."""
+    if run is None:
+        return settings
+    with options.opened_store(settings.store_url, create=False) as store:
+        config = store.tunings.get(run).config
+    tuner, trainer = dict(settings.tuner), dict(settings.trainer)
+    if tuner.get("workflow") is None and (workflow := config.get("workflow")):
+        tuner["workflow"] = workflow
+    if not settings.has_judge and (judge := config.get("judge_given")):
+        trainer["judge"] = judge
+    return settings.model_copy(update={"tuner": tuner, "trainer": trainer})
+
+
 @dataclass(frozen=True)
 class Bench:
     """Everything that makes and judges rollouts, for as long as a command runs."""

@@ -42,6 +42,7 @@ def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
 
 def weigh(settings: Settings, own: dict[str, Any], *, quiet: bool = False) -> TuningResult:
     """Run to the end; `own` are the command's own options. Raises TuningError, UsageError, and what the rooms raise."""
+    settings = tuning.as_begun(settings, own["resume"])
     _check(settings, own)
     _check_group_size(settings)
     say = partial(click.echo, file=sys.stderr) if quiet else click.echo

@@ -93,6 +93,9 @@ def show(
         prompts = {one.version: opened.prompts.get(one.prompt_id) for one in versions if one.prompt_id}
         decisions = opened.decisions.of(alias, version)
         scores = canary_scores(opened, alias)
+        known = sorted(opened.policies.live())
+    if not versions and not decisions:
+        raise click.UsageError(f"{alias}: no version of it is known; known are {', '.join(known) or 'none'}")
     if as_json:
         told = {str(number): _plain(prompt) for number, prompt in prompts.items()}
         options.emit({"decisions": [_plain(decision) for decision in decisions], "canary": scores, "prompts": told})
@@ -107,8 +110,7 @@ def show(
             click.echo(f"    {name}: {value:g}" if isinstance(value, float) else f"    {name}: {value}")
     if not decisions:
         name = alias if version is None else f"{alias}@{version}"
-        known = "" if versions else "; no version of it is known: `ratchet policies list` shows the names"
-        click.echo(f"nothing was decided about {name} yet{known}")
+        click.echo(f"nothing was decided about {name} yet")
 
 
 @policies.command()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
 import msgspec
@@ -43,6 +43,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     split: str
     workflow: str
     judge: str  # name and version
+    judge_given: Any = None  # as it was named, so that a run that goes on finds it again
     limit: int | None = None
     attempts: int = 1
     seed: int = 0
