@@ -25,7 +25,7 @@ from proxy.unrouted import answer_the_unrouted
 from store import Store
 from store.errors import ForbiddenChange, StoreError, StoreUnavailable, UnknownRecord
 from store.listing import Chosen
-from store.records import Call, Record, unpack_ids, unpack_logprobs
+from store.records import Call, Choice, Record, unpack_ids, unpack_logprobs
 
 _Limit = Annotated[int, Query(ge=1, le=1000)]
 _SETTLE_SECONDS = 5.0
@@ -89,17 +89,23 @@ def _add_calls(api: FastAPI, store: Store) -> None:
     def trajectories(
         chosen: Annotated[Chosen, Depends(_chosen)], limit: _Limit = 100, before: str | None = None
     ) -> Response:
-        """Trajectories without content, newest first; those of a search in the order of their ids, the last first."""
-        return _page([_plain(found) for found in store.trajectories.page(limit, before, chosen=chosen)], limit)
+        """Trajectories without content, newest first; those of a search in the order of their ids, the last first.
+
+        Each with the `score` that counts, null where no judge gave one.
+        """
+        found = store.trajectories.page(limit, before, chosen=chosen)
+        scores = store.groups.scores([one.id for one in found])
+        return _page([_plain(one) | {"score": scores.get(one.id)} for one in found], limit)
 
     @api.get("/trajectories/{trajectory_id}")
-    def trajectory(trajectory_id: str) -> Response:
-        """One trajectory with its calls and messages."""
+    def trajectory(trajectory_id: str, tokens: bool = True) -> Response:
+        """One trajectory with its calls, messages and every verdict; without the calls' tokens where they are many."""
         found = store.trajectories.read(trajectory_id)
         return _json(
             _plain(found.trajectory)
-            | {"calls": [_call(call) for call in found.calls], "messages": found.messages, "tools": found.tools}
+            | {"calls": [_call(call, tokens) for call in found.calls], "messages": found.messages, "tools": found.tools}
             | {"feedback": [_plain(said) for said in found.feedback]}
+            | {"verdicts": [_plain(verdict) for verdict in store.groups.verdicts_of(trajectory_id)]}
             | {"trained": store.lineage.of([trajectory_id]).get(trajectory_id, ())}
         )
 
@@ -280,9 +286,12 @@ def _plain(record: Record) -> dict[str, Any]:
     return msgspec.structs.asdict(record)
 
 
-def _call(call: Call) -> dict[str, Any]:
-    choices = [
-        _plain(choice) | {"ids": unpack_ids(choice.ids), "logprobs": unpack_logprobs(choice.logprobs)}
-        for choice in call.choices
-    ]
-    return _plain(call) | {"prompt_ids": unpack_ids(call.prompt_ids), "choices": choices}
+def _call(call: Call, tokens: bool = True) -> dict[str, Any]:
+    """Return a call as JSON can hold it; its ids and logprobs where `tokens` says so."""
+    shown = [_tokens(choice) if tokens else {"ids": None, "logprobs": None} for choice in call.choices]
+    choices = [_plain(choice) | told for choice, told in zip(call.choices, shown, strict=True)]
+    return _plain(call) | {"prompt_ids": unpack_ids(call.prompt_ids) if tokens else None, "choices": choices}
+
+
+def _tokens(choice: Choice) -> dict[str, Any]:
+    return {"ids": unpack_ids(choice.ids), "logprobs": unpack_logprobs(choice.logprobs)}

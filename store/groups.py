@@ -171,6 +171,21 @@ class Groups:
         with read(self._engine) as connection:
             return {row.trajectory_id: _verdict(row) for row in connection.execute(query)}
 
+    def scores(self, trajectory_ids: Sequence[str]) -> dict[str, float]:
+        """Return the score that counts per trajectory that has one, without all else that its verdict says."""
+        table = schema.verdicts
+        scored = sa.and_(table.c.trajectory_id.in_(list(trajectory_ids)), table.c.score.is_not(None))
+        query = sa.select(table.c.trajectory_id, table.c.score).where(scored).order_by(table.c.id)
+        with read(self._engine) as connection:
+            return {row.trajectory_id: row.score for row in connection.execute(query)}
+
+    def verdicts_of(self, trajectory_id: str) -> list[Verdict]:
+        """Return every verdict that was given for a trajectory, failures too, oldest first."""
+        table = schema.verdicts
+        query = sa.select(table).where(table.c.trajectory_id == trajectory_id).order_by(table.c.id)
+        with read(self._engine) as connection:
+            return [_verdict(row) for row in connection.execute(query)]
+
     def exchanges(self, group_id: str) -> list[Exchange]:
         """Return what judges asked about a group and what came back, oldest first."""
         table = schema.exchanges

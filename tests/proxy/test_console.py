@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -194,3 +196,99 @@ def test_it_says_so_when_the_proxy_is_gone(
     page.js("dispatchEvent(new Event('hashchange'))")
     page.sees("The proxy cannot be reached.")
     page.sees("unreachable for")
+
+
+def test_a_hostile_trajectory_is_text_and_nothing_else(console: Proxy, page: Page) -> None:
+    page.open(f"{console.url}/ui/#/trajectories/hostile")
+    for said in (
+        "<script>",
+        "<img src=x onerror",
+        "Oslo",
+        "Where is",
+        "graph+tool_ids",
+        "0.250",
+        "image_url, not loaded",
+    ):
+        page.sees(said)
+    for code in ("U+202E", "U+200B", "U+2066", "U+E0041", "U+001B"):  # what hides is shown
+        page.sees(code)
+    page.js("document.querySelectorAll('details').forEach(one => { one.open = true })")
+    page.until("document.querySelectorAll('.tokens span').length === 4")
+    assert page.js("document.querySelectorAll('main :is(script, iframe, img, svg, object, embed)').length") == 0
+    assert page.js("[...document.querySelectorAll('a[href]')].every(one => one.getAttribute('href').startsWith('#'))")
+    assert page.js("document.querySelectorAll('main [onload], main [onerror], main [onclick]').length") == 0
+    assert page.js("window.ranHostile") is None
+    assert {httpx.URL(url).netloc for url in page.requests} == {httpx.URL(console.url).netloc}
+
+
+def test_the_browser_itself_runs_nothing_that_slips_onto_a_page(console: Proxy, browser: Browser) -> None:
+    """The policy holds where the pages' own care would fail."""
+    page = browser.page()
+    page.open(f"{console.url}/ui/")
+    page.sees("Yes, it is learning")
+    page.js("document.body.append(Object.assign(document.createElement('img'), {src: 'https://evil.example/x'}))")
+    attempts = (
+        "document.body.innerHTML = '<b>x</b>'",
+        "document.body.setAttribute('onclick', 'window.ranHostile = 1')",
+        "document.body.append(Object.assign(document.createElement('script'), {text: 'window.ranHostile = 1'}))",
+    )
+    for one in attempts:
+        assert (
+            page.js(f"(() => {{ try {{ {one}; return 'taken' }} catch (error) {{ return 'refused' }} }})()")
+            == "refused"
+        )
+    assert page.js("window.ranHostile") is None
+    page.until("performance.getEntriesByType('resource').length > 0")
+    assert any("evil.example" in heard and "violates" in heard for heard in page.heard)
+
+
+def test_filters_and_pages_are_in_the_address(console: Proxy, page: Page) -> None:
+    page.open(f"{console.url}/ui/#/trajectories")
+    page.sees("50 shown")
+    page.click("Older")
+    page.until("location.hash.includes('before=') && document.body.innerText.includes('Newest')")
+    page.fill("#f-task", "mail/3")
+    page.fill("#f-policy", "agent@2")
+    page.click("Show")
+    page.sees("5 shown")
+    assert page.js("[...document.querySelectorAll('td.task')].every(one => one.innerText === 'mail/3')")
+    page.fill("#f-state", "open")
+    page.sees("No trajectory fits.")
+
+
+def test_feedback_is_given_from_the_page(console: Proxy, page: Page) -> None:
+    page.open(f"{console.url}/ui/#/trajectories/run-1-03")
+    page.click("↑ Good")
+    page.fill("#comment", "just what I wanted")
+    page.click("Say so")
+    page.sees("Taken.")
+    page.sees("just what I wanted")
+    (said,) = console.http.get("/api/feedback", params={"trajectory": "run-1-03"}).json()["data"]
+    assert (said["value"], said["comment"]) == (1.0, "just what I wanted")
+
+
+def test_a_hundred_thousand_trajectories_page_as_fast_as_a_hundred(
+    scripted: tuple[ScriptedVllm, str], store_file: Path, tmp_path: Path, page: Page
+) -> None:
+    with contextlib.closing(sqlite3.connect(store_file)) as database:
+        kept = ("ix_trajectories_opened_at_id", "ix_trajectories_state_opened_at")  # which these lists walk
+        indexes = "SELECT name FROM sqlite_master WHERE type = 'index' AND tbl_name = 'trajectories' AND sql <> ''"
+        for name in {row[0] for row in database.execute(indexes)} - set(kept):
+            database.execute(f"DROP INDEX {name}")
+        database.execute(
+            "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < 99999) INSERT INTO trajectories "
+            "(id, alias, version, state, purpose, root_node, tools_hash, opened_at, last_active_at, successors) "
+            "SELECT printf('t%06d', i), 'agent', 0, 'open', 'live', x'', x'', i, i, 0 FROM n"
+        )
+        database.commit()
+    store = open_store(str(store_file))
+    with running(scripted[1], store, tmp_path) as proxy:
+        page.open(f"{proxy.url}/ui/#/trajectories?state=open&before=t050000")
+        page.sees("t049999")
+        page.click("Older")
+        page.sees("t049949")
+        took = page.js(
+            "performance.getEntriesByType('resource').filter(one => one.name.includes('/api/')).at(-1).duration"
+        )
+        assert took < 5000  # milliseconds, on a machine that does much else
+    store.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from store.records import Verdict
 from tests.proxy.conftest import Proxy
+from tests.records import answered_trajectory, judged_group
 
 USER: Any = {"role": "user", "content": "hi"}
 
@@ -108,3 +110,17 @@ def test_versions_are_promoted_and_rolled_back_by_hand_with_a_reason(proxy: Prox
     )
     told = proxy.http.get("/api/policies/1/decisions", params=where).json()["data"]
     assert [(one["action"], one["by"]) for one in told] == [("rollback", "operator"), ("promote", "anna")]
+
+
+def test_a_trajectory_is_read_with_its_verdicts_and_without_its_tokens_where_asked(proxy: Proxy) -> None:
+    group = judged_group(proxy.store, ["a", "b"], [0.25, 1.0])
+    again = Verdict(trajectory_id="a", group_id=group.id, judge="rule", judge_version="2", failure="it was away")
+    proxy.store.groups.rescore([again])
+    answered_trajectory(proxy.store, "c")
+    listed = {row["id"]: row["score"] for row in proxy.http.get("/api/trajectories").json()["data"]}
+    assert listed == {"a": 0.25, "b": 1.0, "c": None}
+    whole = proxy.http.get("/api/trajectories/a").json()
+    bare = proxy.http.get("/api/trajectories/a?tokens=false").json()
+    assert [(one["score"], one["failure"]) for one in bare["verdicts"]] == [(0.25, None), (None, "it was away")]
+    assert (whole["calls"][0]["prompt_ids"], whole["calls"][0]["choices"][0]["ids"]) == ([1, 2, 3], [4, 5])
+    assert (bare["calls"][0]["prompt_ids"], bare["calls"][0]["choices"][0]["ids"]) == (None, None)

@@ -113,7 +113,7 @@ function decision(one) {
 function trajectories(states, dropped) {
   const total = Object.values(states).reduce((sum, n) => sum + n, 0);
   if (!total) return card("Trajectories", empty("Nothing was recorded yet. Point an agent's base_url at this proxy."));
-  const parts = Object.entries(STATES).map(([name, title]) => ({ name, value: states[name] ?? 0, kind: `state-${name}`, title }));
+  const parts = Object.entries(STATES).map(([name, title]) => ({ name, value: states[name] ?? 0, kind: `state-${name}`, title, href: `#/trajectories?state=${name}` }));
   return card(`Trajectories · ${count(total)}`, shares(parts, "Trajectories"),
     dropped.length ? h("details", {}, h("summary", { "data-focus": "dropped" }, "Why some were dropped"),
       h("dl", { class: "reasons" }, dropped.map((one) => [h("dt", {}, one.reason, h("b", {}, count(one.count))), h("dd", {}, one.meaning ?? "")]))) : null);

@@ -1,0 +1,35 @@
+// What agents, tools and judges said, made readable: long texts folded, JSON set out, pictures named and not loaded.
+import { h, visible } from "./dom.js";
+import { count } from "./format.js";
+
+const FOLD = 3000; // characters that are shown at first
+
+/** A text in a box of its own: direction by its own words, long ones folded. */
+export function prose(text, kind = "") {
+  const whole = String(text);
+  const box = h("div", { class: `prose ${kind}`, dir: "auto" }, whole.slice(0, FOLD));
+  if (whole.length <= FOLD) return box;
+  const more = h("button", { type: "button", class: "quiet", on: { click: () => { box.replaceChildren(...visible(whole)); more.remove(); } } },
+    `Show all ${count(whole.length)} characters`);
+  return [box, more];
+}
+
+/** JSON text set out over lines; as it is where it is no JSON. */
+export function json(value) {
+  let text = value;
+  if (typeof value !== "string") text = JSON.stringify(value, null, 2);
+  else try { text = JSON.stringify(JSON.parse(value), null, 2); } catch { /* as it is */ }
+  return prose(text ?? "", "code");
+}
+
+/** The content of a message: a text, or parts of which some are no text. */
+export function content(value) {
+  if (value === null || value === undefined || value === "") return null;
+  if (typeof value === "string") return prose(value);
+  if (!Array.isArray(value)) return json(value);
+  return value.map((part) => {
+    if (typeof part === "string") return prose(part);
+    if (typeof part?.text === "string") return prose(part.text);
+    return h("div", { class: "part" }, `${part?.type ?? "part"}, not loaded`, h("details", {}, h("summary", {}, "what it names"), json(part)));
+  });
+}

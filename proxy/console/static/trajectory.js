@@ -1,0 +1,134 @@
+// One trajectory: what was said, what judges and people said of it, and how exact each call's tokens are.
+import { get, post } from "./api.js";
+import { ask, h, Slot, toast } from "./dom.js";
+import { ago, count, figure, score, seconds } from "./format.js";
+import { content, json, prose } from "./said.js";
+
+const PAGE = 60; // messages that are shown at first
+const MOST_TOKENS = 3000;
+
+export function trajectory(place, { path }) {
+  const slot = new Slot(h("div", { class: "stack" }));
+  place.append(slot.element);
+  const refresh = async () => {
+    const found = await get(`trajectories/${encodeURIComponent(path.join("/"))}`, { tokens: false });
+    slot.show(found, (one) => [head(one, refresh), h("div", { class: "columns wide-left" },
+      h("div", { class: "stack" }, transcript(one)), h("div", { class: "stack" }, verdicts(one), people(one), calls(one), tools(one)))]);
+  };
+  return { refresh };
+}
+
+function head(one, refresh) {
+  const fact = (name, ...value) => h("div", {}, h("dt", {}, name), h("dd", {}, ...value));
+  return h("section", { class: "card" },
+    h("header", { class: "between" },
+      h("div", {}, h("p", { class: "dim" }, h("a", { href: "#/trajectories" }, "Trajectories"), " /"), h("h1", { class: "mono wrap" }, one.id)),
+      h("div", { class: "actions" },
+        h("button", { type: "button", on: { click: () => say(one, "up", refresh) } }, "↑ Good"),
+        h("button", { type: "button", on: { click: () => say(one, "down", refresh) } }, "↓ Bad"))),
+    h("dl", { class: "facts" },
+      fact("state", h("span", { class: `tag is-${one.state}` }, one.state), one.drop_reason ? ` ${one.drop_reason}` : null, one.sealed_by ? h("small", { class: "dim" }, ` sealed by ${one.sealed_by}`) : null),
+      fact("policy", one.purpose === "other" ? one.alias : `${one.alias}@${one.version}`), one.purpose === "live" ? null : fact("purpose", one.purpose),
+      fact("task", one.task ?? "–"), one.group_id ? fact("group", h("a", { href: `#/groups/${encodeURIComponent(one.group_id)}`, class: "mono" }, one.group_id)) : null,
+      one.key_id ? fact("key", h("span", { class: "mono" }, one.key_id)) : null,
+      one.trained.length ? fact("learnt by", one.trained.map(policy).join(", ")) : null,
+      fact("opened", ago(one.opened_at)), fact("last call", ago(one.last_active_at))));
+}
+
+const policy = (one) => (Array.isArray(one) ? one.join("@") : typeof one === "object" ? `${one.alias}@${one.version}` : String(one));
+
+async function say(one, value, refresh) {
+  const told = await ask(value === "up" ? "This was good" : "This was bad", "A judge that listens to people hears it; it stays beside the trajectory.",
+    [h("label", { for: "comment" }, "In words, if you like"), h("textarea", { id: "comment", name: "comment", rows: 4, maxlength: 10000 })], "Say so");
+  if (!told) return;
+  try {
+    const done = await post("feedback", { trajectory_id: one.id, value, comment: told.comment });
+    toast(done.state === "placed" ? "Taken." : done.detail ?? "Taken.");
+    setTimeout(refresh, 400);
+  } catch (error) { toast(error.message); }
+}
+
+function transcript(one) {
+  const list = h("ol", { class: "talk" }, one.messages.slice(0, PAGE).map(message));
+  const more = one.messages.length > PAGE ? h("button", { type: "button", on: { click: () => {
+    list.append(...one.messages.slice(list.children.length, list.children.length + 5 * PAGE).map(message));
+    if (list.children.length >= one.messages.length) more.remove();
+  } } }, `Show more of ${count(one.messages.length)} messages`) : null;
+  return h("section", { class: "card" }, h("h2", {}, `Transcript · ${count(one.messages.length)} messages`),
+    one.messages.length ? list : h("p", { class: "empty" }, "No message is stored."), more);
+}
+
+/** One message of a chat. */
+export function message(said) {
+  const reasoning = said.reasoning ?? said.reasoning_content;
+  const name = said.role === "tool" ? `tool result ${said.name ?? ""}` : said.role;
+  return h("li", { class: `said ${["system", "user", "assistant", "tool"].includes(said.role) ? said.role : "other"}` },
+    h("div", { class: "who" }, h("b", {}, name ?? "?"), said.tool_call_id ? h("code", { class: "dim" }, said.tool_call_id) : null),
+    reasoning ? h("details", { class: "reasoning" }, h("summary", {}, "Reasoning"), content(reasoning)) : null,
+    content(said.content), said.refusal ? prose(said.refusal, "bad") : null,
+    (Array.isArray(said.tool_calls) ? said.tool_calls : []).map((call) => h("div", { class: "call" },
+      h("div", { class: "who" }, h("span", { class: "tag canary" }, "calls"), h("b", { class: "mono" }, call.function?.name ?? "?"), h("code", { class: "dim" }, call.id ?? "")),
+      json(call.function?.arguments ?? ""))));
+}
+
+function verdicts(one) {
+  const newest = one.verdicts.findLast((verdict) => verdict.score !== null);
+  return h("section", { class: "card" }, h("h2", {}, "Verdicts"),
+    one.verdicts.length ? one.verdicts.toReversed().map((verdict) => verdictOf(verdict, verdict === newest)) : h("p", { class: "empty" }, "No judge has spoken yet."));
+}
+
+/** What a judge said of one trajectory; `counts` marks the one that is used. */
+export function verdictOf(verdict, counts) {
+  return h("article", { class: "verdict-card" },
+    h("div", { class: "who" }, verdict.score === null ? h("span", { class: "tag reject" }, "failed") : h("b", { class: "big" }, score(verdict.score)),
+      h("span", {}, verdict.judge), h("code", { class: "dim wrap" }, verdict.judge_version.slice(0, 12)), counts ? h("span", { class: "tag live" }, "counts") : null,
+      h("small", { class: "dim" }, ago(verdict.judged_at), verdict.latency ? ` · took ${seconds(verdict.latency)}` : "")),
+    verdict.failure ? prose(verdict.failure, "bad") : null, verdict.explanation ? prose(verdict.explanation) : null,
+    Object.keys(verdict.components).length ? h("dl", { class: "means" }, Object.entries(verdict.components).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, figure(value))))) : null);
+}
+
+function people(one) {
+  return h("section", { class: "card" }, h("h2", {}, "Feedback"),
+    one.feedback.length ? one.feedback.toReversed().map((said) => h("article", { class: "verdict-card" },
+      h("div", { class: "who" }, said.value === null ? null : h("b", { class: "big" }, said.value === 1 ? "↑ up" : said.value === 0 || said.value === -1 ? "↓ down" : figure(said.value)),
+        h("span", {}, said.source), h("small", { class: "dim" }, ago(said.given_at), said.heard_at ? " · heard by a judge" : "")),
+      said.comment ? prose(said.comment) : null, said.demonstration ? [h("small", { class: "dim" }, "It should have been"), prose(said.demonstration)] : null))
+      : h("p", { class: "empty" }, "Nobody has said anything of it."));
+}
+
+const CONTEXTS = { root: "first of its context", exact: "continues the sampled ids, id for id", fork: "a context of its own" };
+
+function calls(one) {
+  return h("section", { class: "card" }, h("h2", {}, `Calls · ${count(one.calls.length)}`), one.calls.slice(-200).map((call) => {
+    const shown = h("div", {});
+    const tag = call.untrainable ? "reject" : call.context === "fork" ? "hold" : "live";
+    return h("article", { class: "verdict-card" },
+      h("div", { class: "who" }, h("span", { class: `tag ${tag}`, title: CONTEXTS[call.context] }, call.untrainable ? "untrainable" : call.context),
+        h("span", {}, `@${call.version}`), call.role ? h("span", {}, call.role) : null, h("span", { class: "dim" }, `${call.dialect}${call.streamed ? ", streamed" : ""}`),
+        call.state === "answered" ? null : h("span", { class: "tag hold" }, call.state), h("small", { class: "dim" }, ago(call.started_at))),
+      h("p", { class: "dim small" }, `linked by ${call.linked_by} · ${count(call.prompt_tokens)} + ${count(call.completion_tokens)} tokens`,
+        call.ended_at ? ` · ${seconds(call.ended_at - call.started_at)}` : "", call.choices.length ? ` · ${call.choices.map((choice) => choice.finish_reason ?? "?").join(", ")}` : ""),
+      call.untrainable ? prose(call.untrainable, "bad") : null, call.error ? prose(call.error, "bad") : null,
+      call.completion_tokens ? h("details", { on: { toggle: (event) => { if (event.target.open && !shown.hasChildNodes()) tokens(call.id, shown); } } }, h("summary", {}, "Tokens"), shown) : null);
+  }));
+}
+
+async function tokens(id, shown) {
+  shown.replaceChildren("reading …");
+  try {
+    const call = await get(`calls/${encodeURIComponent(id)}`);
+    shown.replaceChildren(
+      h("p", { class: "dim small" }, call.context === "exact" ? `${count(call.prompt_ids.length)} ids of the prompt are new after its parent.` : `${count(call.prompt_ids.length)} ids of the prompt.`,
+        " Sampled ids, darker the less likely they were:"),
+      ...call.choices.map((choice) => h("div", { class: "tokens" }, choice.ids.slice(0, MOST_TOKENS).map((one, at) => {
+        const logprob = choice.logprobs[at];
+        return h("span", { style: { "--doubt": String(Math.round(Math.min(1, -(logprob ?? 0) / 4) * 80)) }, title: logprob === undefined ? "no logprob" : `logprob ${logprob.toFixed(4)}, p ${Math.exp(logprob).toFixed(3)}` }, String(one));
+      }), choice.ids.length > MOST_TOKENS ? `and ${count(choice.ids.length - MOST_TOKENS)} more` : null)));
+  } catch (error) { shown.replaceChildren(error.message); }
+}
+
+function tools(one) {
+  if (!one.tools.length) return null;
+  return h("section", { class: "card" }, h("h2", {}, `Tools offered · ${count(one.tools.length)}`), one.tools.slice(0, 100).map((tool) =>
+    h("details", {}, h("summary", {}, h("code", {}, tool.function?.name ?? tool.name ?? "?")), json(tool))));
+}
