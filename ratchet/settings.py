@@ -175,7 +175,17 @@ class Settings(BaseModel):
             "checkpoints": self.state.checkpoints(self.model),
         }
         with explain(self._sources, "trainer", also=SettingError):
-            return TrainerSettings(**(self.trainer | derived | values))
+            return TrainerSettings(**(self.trainer | self._gate() | derived | values))
+
+    def _gate(self) -> dict[str, Any]:
+        """Return the gate's section with an imported task set's folder in place of its name."""
+        gate = self.trainer.get("gate")
+        if not isinstance(gate, dict) or not isinstance(gate.get("tasks"), str):
+            return {}
+        from trainer.tuning.imported_tasks import ImportedTasks
+
+        folder = ImportedTasks(self.state.tasks).folder_of(gate["tasks"])
+        return {"gate": {**gate, "tasks": str(folder)}} if folder else {}
 
     def tuner_settings(self) -> TunerSettings:
         """Return the tuner's settings. Raises SettingsError."""

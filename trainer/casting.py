@@ -7,10 +7,13 @@ meanwhile, and an alarm where one after the other holds no role that trains. Wha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from store import Store
+from store.listing import Chosen
 from store.records import Call, Trajectory
-from trainer.crediting.roles import Roles
+from store.states import TrajectoryState
+from trainer.crediting.roles import OTHER_ROLE, Roles
 
 _REMEMBERED = 10_000  # trajectories
 _ALARM_AFTER = 32  # trajectories in a row without a role that trains
@@ -24,7 +27,14 @@ class Casting:
         self._alarm = f"no_role:{alias}"
         self.roles = roles
         self._seen: dict[tuple[str, float], bool] = {}  # whether a role that trains was in it
-        self._in_vain = 0  # trajectories in a row
+        self._in_vain = self._left_off(alias) if roles.train else 0  # trajectories in a row
+
+    def _left_off(self, alias: str) -> int:
+        """Return how many of the newest trajectories in a row an earlier trainer put aside for their roles."""
+        newest = self._store.trajectories.page(_ALARM_AFTER, chosen=Chosen(alias=alias))
+        waits = (TrajectoryState.OPEN, TrajectoryState.SEALED)
+        seen = [run.drop_reason for run in newest if run.purpose == "live" and run.state not in waits]
+        return len(list(takewhile(OTHER_ROLE.__eq__, seen)))
 
     def named(self, calls: Sequence[Call]) -> tuple[Call, ...]:
         """Return the calls, each with its role."""

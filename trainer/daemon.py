@@ -179,7 +179,9 @@ class Daemon:
         self._left_over = any(candidates)  # an earlier trainer did not come to publish it
         self._spoilt = False  # the learner holds steps that no commit stands for
         self._first_judged: float | None = None
-        self._stale = 0  # groups in a row that were too old
+        self._stale = len(  # groups in a row that were too old
+            store.groups.dropped_since_judged(settings.model, STALE, _STALE_ALARM * settings.groups_per_round)
+        )
         self._drained_at = 0.0
         self._prune_due = True
         start.info("event=trainer_ready alias=%s version=%d judge=%s", settings.model, self._version, judge.name)

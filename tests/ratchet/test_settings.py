@@ -10,6 +10,8 @@ from ratchet import addresses
 from ratchet.errors import SettingsError
 from ratchet.settings import Settings, load
 from trainer.judges.settings import FunctionSpec
+from trainer.tuning.imported_tasks import ImportedTasks
+from trainer.tuning.tasks import TaskSet
 
 
 def read(tmp_path: Path, text: str, **environ: str) -> Settings:
@@ -110,3 +112,14 @@ def test_shadows_are_refused_beside_a_vllm_that_does_not_tell_whether_it_is_idle
         read(tmp_path, f"{shadows}\n{silent}")
     read(tmp_path, shadows)
     read(tmp_path, silent)
+
+
+def test_the_gates_task_set_may_be_an_imported_one(tmp_path: Path) -> None:
+    file, rows = tmp_path / "ratchet.yaml", tmp_path / "test.jsonl"
+    file.write_text("base_model: tiny\ntrainer: {judge: 'a:b', gate: {workflow: 'a:b', tasks: mail}}")
+    settings = load(file, {("folder",): ("", str(tmp_path))}, {})
+    assert settings.trainer_settings().gate.tasks == "mail"  # of the hub, as long as none of that name is imported
+    rows.write_text('{"question": "who?"}\n')
+    ImportedTasks(settings.state.tasks).add(TaskSet.of_files("mail", {"test": rows}), "mail")
+    named = settings.trainer_settings().gate.tasks
+    assert [task.row for task in TaskSet.open(named or "").rows("test")] == [{"question": "who?"}]

@@ -302,12 +302,17 @@ def test_a_damaged_checkpoint_stops_the_trainer_with_its_path(
 
 
 def test_groups_that_are_too_old_are_dropped_as_stale(store: Store, make_daemon: Callable[..., Daemon]) -> None:
-    for task in "abcd":
-        agents_work(store, task, [0.0, 1.0])
-    daemon = make_daemon(max_staleness=0)
+    daemon = make_daemon(max_staleness=0, groups_per_round=1)
+    agents_work(store, "a", [0.0, 1.0])
     daemon.turn(1000.0)
+    for task in "bcd":
+        agents_work(store, task, [0.0, 1.0])
     daemon.turn(1001.0)
-    assert store.trajectories.drop_counts() == {"stale": 4}
+    assert store.trajectories.drop_counts() == {"stale": 6}
+    agents_work(store, "e", [0.0, 1.0])
+    make_daemon(max_staleness=0, groups_per_round=1).turn(1002.0)  # goes on counting
+    (reason,) = (alarm.reason for alarm in store.alarms.standing() if alarm.name == "stale:agent")
+    assert reason.startswith("the last 4 groups were all sampled more than 0 versions ago; raise max_staleness")
 
 
 def test_a_candidate_that_a_dead_trainer_left_is_published_by_the_next(

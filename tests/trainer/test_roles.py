@@ -151,8 +151,12 @@ def test_trajectories_without_a_role_that_trains_are_put_aside_and_grouped_with_
 def test_traffic_without_the_role_is_an_alarm_that_names_the_remedy_until_it_speaks(
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
-    daemon = make_daemon(roles=["planner"], role_prompts={"planner": "You plan"})
-    agents_work(store, "a", [0.0] * 32)
+    roles: dict[str, Any] = {"roles": ["planner"], "role_prompts": {"planner": "You plan"}}
+    agents_work(store, "a", [0.0] * 20)
+    make_daemon(**roles).turn(999.0)
+    assert store.alarms.standing() == []
+    agents_work(store, "c", [0.0] * 12)
+    daemon = make_daemon(**roles)  # goes on counting
     daemon.turn(1000.0)
     (alarm,) = store.alarms.standing()
     assert alarm.name == "no_role:agent"

@@ -29,7 +29,9 @@ class GateSettings(BaseModel):
     workflow: str | None = Field(
         None, description="agent that plays held-out tasks under both versions, as tuner.workflow; null: none"
     )
-    tasks: str | None = Field(None, description="task set that it plays: a folder, a file, or a name of the hub")
+    tasks: str | None = Field(
+        None, description="task set that it plays: an imported one by name, a folder, a file, or a name of the hub"
+    )
     split: str = Field("test", description="split of the task set that it plays")
     proxy_url: str | None = Field(
         None, description="proxy that its calls go through, without /v1; null: one that serves the alias"

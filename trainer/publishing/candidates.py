@@ -50,6 +50,9 @@ def _put_aside(store: Store, policy: Policy, live: Policy) -> bool:
     late = policy.version < live.version and (is_learnt(policy) or policy.served_name == live.served_name)
     if late:
         reason = f"{name_of(live)}, which is newer, became live first"
+        if is_learnt(policy) and not is_learnt(live):
+            reason += f"; it serves {live.served_name}, and what {name_of(policy)} learnt is lost"
+            log.warning("event=learning_lost policy=%s reason=%r", name_of(policy), reason)
         store.policies.reject(policy.alias, policy.version, {}, reason=reason)
     return late
 

@@ -87,15 +87,20 @@ class ImportedTasks:
 
     def open(self, source: str) -> TaskSet:
         """Open an imported set by its name, else a folder, a file or a hub name. Raises TaskSetNotFound."""
-        if _NAME.fullmatch(source):
-            self._settle(source)
-        if _NAME.fullmatch(source) and (self._folder / source / _ABOUT).is_file():
-            about = _read(self._folder / source / _ABOUT)
-            return TaskSet.of_files(source, {split: self._folder / source / f"{split}.jsonl" for split in about.splits})
+        if (place := self.folder_of(source)) is not None:
+            about = _read(place / _ABOUT)
+            return TaskSet.of_files(source, {split: place / f"{split}.jsonl" for split in about.splits})
         try:
             return TaskSet.open(source)
         except TaskSetNotFound as error:
             raise _with_names(error, [one.name for one in self.all()]) from error
+
+    def folder_of(self, name: str) -> Path | None:
+        """Return the folder of an imported set, which `TaskSet.open` reads as well; None where there is none."""
+        if not _NAME.fullmatch(name):
+            return None
+        self._settle(name)
+        return self._folder / name if (self._folder / name / _ABOUT).is_file() else None
 
     def _place(self, name: str) -> Path:
         if not _NAME.fullmatch(name) or Path(name).suffix in READERS:  # a file of that name would hide it
