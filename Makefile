@@ -4,7 +4,7 @@ SEED ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
-TESTS_AT_ONCE ?= 3
+TESTS_AT_ONCE ?= 4
 
 .DEFAULT_GOAL := help
 .PHONY: help venv clients demo test check e2e bench docs clean

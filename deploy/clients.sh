@@ -43,27 +43,39 @@ environment() { # NAME FILE [OPTIONS...]
     touch "$stamp"
 }
 
-for file in "$tests"/requirements/*.txt; do
-    environment "$(basename "$file" .txt)" "$file"
-done
-environment mipro pyproject.toml --extra tune-mipro
-
-# bfcl-eval is set up by the command that users set it up with: pip's own settings apply.
-stamp=$home/bfcl/.ratchet-$(key trainer/bfcl/requirements.txt)
-if [ ! -f "$stamp" ]; then
+bfcl() { # by the command that users set it up with: pip's own settings apply
+    stamp=$home/bfcl/.ratchet-$(key trainer/bfcl/requirements.txt)
+    if [ -f "$stamp" ]; then return 0; fi
     echo "Setting up $home/bfcl for the test of \`ratchet eval bfcl\` ..."
     "$python" -m ratchet eval bfcl --setup --environment "$home/bfcl" || failed bfcl
     touch "$stamp"
-fi
+}
 
-if command -v npm >/dev/null 2>&1; then
+node() {
     stamp=$home/node/.ratchet-$(key "$tests/node/package.json" "$tests/node/package-lock.json")
-    if [ ! -f "$stamp" ]; then
-        echo "Setting up $home/node for the tests of real clients ..."
-        rm -rf "$home/node"
-        mkdir -p "$home/node"
-        cp "$tests/node/package.json" "$tests/node/package-lock.json" "$home/node/"
-        (cd "$home/node" && npm ci --silent --no-audit --no-fund) || failed node
-        touch "$stamp"
-    fi
-fi
+    if [ -f "$stamp" ]; then return 0; fi
+    echo "Setting up $home/node for the tests of real clients ..."
+    rm -rf "$home/node"
+    mkdir -p "$home/node"
+    cp "$tests/node/package.json" "$tests/node/package-lock.json" "$home/node/"
+    (cd "$home/node" && npm ci --silent --no-audit --no-fund) || failed node
+    touch "$stamp"
+}
+
+# Side by side: each mostly waits for downloads.
+running=
+begin() {
+    "$@" &
+    running="$running $!"
+}
+begin bfcl
+if command -v npm >/dev/null 2>&1; then begin node; fi
+for file in "$tests"/requirements/*.txt; do
+    begin environment "$(basename "$file" .txt)" "$file"
+done
+begin environment mipro pyproject.toml --extra tune-mipro
+status=0
+for process in $running; do
+    wait "$process" || status=1
+done
+exit $status

@@ -26,7 +26,7 @@ class Failed(Exception):
 
 
 def main() -> None:
-    at_once = os.environ.get("TESTS_AT_ONCE", "3")
+    at_once = os.environ.get("TESTS_AT_ONCE", "4")
     parts = (
         ["-m", "not (e2e or alone)", "-n", at_once, "--dist", "loadfile", "--no-loadscope-reorder"],
         ["-m", "e2e or alone"],
@@ -75,10 +75,12 @@ def _told(unsteady: dict[str, str]) -> str:
 
 def _pytest(arguments: Sequence[str], folder: Path) -> tuple[int, dict[str, str]]:
     """Run pytest; return its exit code and what failed in it, nothing where it ended before it could tell."""
+    # The programs that tests start are started often: once compiled is enough.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "failures.json"
         command = [sys.executable, "-m", "pytest", "-p", "tests.first_failures", "--first-failures", str(file)]
-        code = subprocess.run([*command, *arguments], cwd=folder).returncode
+        code = subprocess.run([*command, *arguments], cwd=folder, env=environment).returncode
         return code, json.loads(file.read_text()) if file.exists() else {}
 
 

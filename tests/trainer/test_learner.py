@@ -271,16 +271,12 @@ def test_adapters_are_trained_in_fp32(make_learner: LearnerMaker, tmp_path: Path
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
-def test_quantization_without_its_library_is_refused_with_the_remedy(tiny_model: Path, tmp_path: Path) -> None:
-    script = (
-        "import sys; sys.modules['bitsandbytes'] = None\n"
-        "from pathlib import Path; from trainer.learning.learner import Learner, LearnerSettings\n"
-        "Learner(sys.argv[1], LearnerSettings(quantization='nf4', threads=1), workdir=Path(sys.argv[2]))\n"
-    )
-    command = [sys.executable, "-c", script, str(tiny_model), str(tmp_path)]
-    run = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
-    assert run.returncode != 0
-    assert "SettingError: learner setting quantization is 'nf4', which needs bitsandbytes: install" in run.stderr
+def test_quantization_without_its_library_is_refused_with_the_remedy(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
+    with pytest.raises(SettingError, match="learner setting quantization is 'nf4', which needs bitsandbytes: install"):
+        Learner(str(tiny_model), replace(SETTINGS, quantization="nf4"), workdir=tmp_path)
 
 
 def test_a_quantised_base_learns_with_adapters_in_fp32(make_learner: LearnerMaker, tmp_path: Path) -> None:

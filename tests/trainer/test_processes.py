@@ -9,7 +9,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ APART = {
     "leader_cannot_save": "process 0 met CheckpointUnwritable",
     "leader_is_killed": "",
 }
+LEARNER = {"threads": 1, "learning_rate": 1e-3, "token_budget": 16}
+WORK = {"a": [0.0, 1.0, 0.5], "b": [1.0, 0.0, 0.2]}
 
 
 def launched(*program: str, log: Path | None = None) -> subprocess.Popen[str]:
@@ -132,69 +135,85 @@ def test_an_error_that_all_processes_meet_is_the_leaders_to_handle(together: Pat
     assert (together / "all_refuses" / "0001").is_dir()
 
 
-def test_the_trainer_in_two_processes_makes_the_version_that_one_makes_and_ends_as_one(
-    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine, tiny_model: Path, tmp_path: Path
-) -> None:
-    learner = {"threads": 1, "learning_rate": 1e-3, "token_budget": 16}
-    work = {"a": [0.0, 1.0, 0.5], "b": [1.0, 0.0, 0.2]}
-    other = open_store(str(tmp_path / "together.db"))
-    other.policies.register_base("agent", "base")
-    for opened in (store, other):
-        for task, scores in work.items():
-            agents_work(opened, task, scores)
-    make_daemon(group_size=3, learner=LearnerSettings(**learner)).turn(1000.0)  # type: ignore[arg-type]
-    engine.scorer = lambda name, ids: -float(len(name)) - len(engine.loaded)
-    run = launched("tests.trainer.one_of_several_trainers", trainer_settings(tiny_model, engine, tmp_path, learner))
-    try:
-        wait_for(lambda: other.policies.live()["agent"].version == 1, run)
-        run.terminate()
-        said, _ = run.communicate(timeout=60)
-    finally:
-        run.kill()
-    assert other.policies.live()["agent"].version == 1, said[-3000:]
-    assert "event=trainer_stopped" in said
-    other.close()
-    assert distance(tmp_path / "checkpoints" / "0001", tmp_path / "together" / "checkpoints" / "0001") < 1e-4
+@dataclass(frozen=True, slots=True)
+class Story:
+    """What two trainers did of which one died in a round, and the next two; each ended with a code and a log."""
+
+    store: Store
+    folder: Path
+    rounds: list[int | None]  # after the death, by the version that they led to
+    live_after_the_death: int
+    first: tuple[int, str]
+    second: tuple[int, str]
 
 
-def test_a_process_that_dies_in_a_round_ends_all_with_a_reason_and_the_next_start_trains_the_round_once(
-    store_file: Path, engine: ScriptedEngine, tiny_model: Path, tmp_path: Path
-) -> None:
-    settings = trainer_settings(tiny_model, engine, tmp_path, {"threads": 1, "learning_rate": 1e-3, "token_budget": 16})
-    shutil.copy(store_file, tmp_path / "together.db")
-    store = open_store(str(tmp_path / "together.db"))
-    store.policies.register_base("agent", "base")
-    engine.scorer = lambda name, ids: -float(len(name)) - len(engine.loaded)
-    log = tmp_path / "log"
+@pytest.fixture(scope="module")
+def story(tiny_model: Path, migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """One process of two dies in a round; two others go on, and are told to end once there is a version."""
+    folder = tmp_path_factory.mktemp("story")
+    shutil.copy(migrated, folder / "together.db")
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(contextlib.closing(open_store(str(folder / "together.db"))))
+        engine = ScriptedEngine(lambda name, ids: -float(len(name)) - len(engine.loaded))
+        stack.enter_context(contextlib.closing(engine))
+        store.policies.register_base("agent", "base")
+        settings = trainer_settings(tiny_model, engine, folder, LEARNER)
+        first = _dies_in_a_round(store, settings, folder / "first.log")
+        rounds = [held.to_version for held in store.rounds.page("agent")]
+        live = store.policies.live()["agent"].version
+        second = _goes_on(store, settings, folder / "second.log")
+        yield Story(store, folder, rounds, live, first, second)
+
+
+def _dies_in_a_round(store: Store, settings: str, log: Path) -> tuple[int, str]:
     run = launched("tests.trainer.one_of_several_trainers", settings, log=log)
     try:
         wait_for(lambda: "event=trainer_ready" in log.read_text(), run)
         follower = follower_of(run)
         assert follower is not None, log.read_text()[-3000:]
         follower.suspend()  # it takes no part in the round, in which the leader waits for it
-        for task, scores in {"a": [0.0, 1.0, 0.5], "b": [1.0, 0.0, 0.2]}.items():
+        for task, scores in WORK.items():
             agents_work(store, task, scores)
         wait_for(lambda: bool(store.rounds.page("agent")), run)
-        time.sleep(1)
-        assert [held.to_version for held in store.rounds.page("agent")] == [None], log.read_text()[-3000:]
         follower.kill()
-        run.wait(timeout=90)
+        return run.wait(timeout=90), log.read_text()
     finally:
         run.kill()
-    assert run.returncode != 0
-    assert "error=ProcessLost" in log.read_text(), log.read_text()[-3000:]
-    assert store.policies.live()["agent"].version == 0
+
+
+def _goes_on(store: Store, settings: str, log: Path) -> tuple[int, str]:
     run = launched("tests.trainer.one_of_several_trainers", settings, log=log)
     try:
         wait_for(lambda: store.policies.live()["agent"].version == 1, run)
         run.terminate()
-        run.wait(timeout=90)
+        return run.wait(timeout=90), log.read_text()
     finally:
         run.kill()
-    assert store.policies.live()["agent"].version == 1, log.read_text()[-3000:]
-    (broken_off,) = [held for held in store.rounds.page("agent") if held.to_version is None]
+
+
+def test_a_process_that_dies_in_a_round_ends_all_with_a_reason(story: Story) -> None:
+    code, said = story.first
+    assert code != 0
+    assert "error=ProcessLost" in said, said[-3000:]
+    assert (story.rounds, story.live_after_the_death) == ([None], 0), said[-3000:]
+
+
+def test_the_next_start_trains_the_round_once_and_ends_as_one(story: Story) -> None:
+    _, said = story.second
+    assert story.store.policies.live()["agent"].version == 1, said[-3000:]
+    (broken_off,) = [held for held in story.store.rounds.page("agent") if held.to_version is None]
     assert broken_off.reason is not None
     assert broken_off.reason.startswith("ProcessLost: a process that trains along has ended")
-    committed = [held for held in store.rounds.page("agent") if held.to_version is not None]
+    committed = [held for held in story.store.rounds.page("agent") if held.to_version is not None]
     assert [held.metrics["trajectories"] for held in committed] == [6]
-    store.close()
+    assert "event=trainer_stopped" in said
+
+
+def test_the_trainer_in_two_processes_makes_the_version_that_one_makes(
+    story: Story, store: Store, make_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    for task, scores in WORK.items():
+        agents_work(store, task, scores)
+    make_daemon(group_size=3, learner=LearnerSettings(**LEARNER)).turn(1000.0)  # type: ignore[arg-type]
+    ours, theirs = (folder / "checkpoints" / "0001" for folder in (tmp_path, story.folder / "together"))
+    assert distance(ours, theirs) < 1e-4
