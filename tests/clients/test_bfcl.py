@@ -99,8 +99,8 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = open_store(str(tmp_path / "store.db"))
+def store(store_file: Path) -> Iterator[Store]:
+    opened = open_store(str(store_file))
     yield opened
     opened.close()
 

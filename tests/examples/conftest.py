@@ -40,12 +40,12 @@ def task(home: Path) -> Task:
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Iterator[Callable[[Callable[[Messages], Script]], Proxy]]:
+def play(store_file: Path, tmp_path: Path) -> Iterator[Callable[[Callable[[Messages], Script]], Proxy]]:
     """A running proxy in front of a model that plays as it is told; its store is `proxy.store`."""
     with contextlib.ExitStack() as stack:
 
         def start(model: Callable[[Messages], Script]) -> Proxy:
-            store = stack.enter_context(contextlib.closing(open_store(str(tmp_path / "store.db"))))
+            store = stack.enter_context(contextlib.closing(open_store(str(store_file))))
             url = stack.enter_context(served(Player(model)))
             return stack.enter_context(running(url, store, tmp_path))
 

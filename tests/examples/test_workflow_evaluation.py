@@ -50,11 +50,11 @@ class TwoVersions(ScriptedVllm):
 
 
 @pytest.fixture
-def store(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+def store(home: Path, store_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """The store of a proxy that serves both versions, and is THE_PROXY."""
     monkeypatch.setenv("EMAIL_SEARCH_HOME", str(home))
     with contextlib.ExitStack() as stack:
-        made = stack.enter_context(contextlib.closing(open_store(str(tmp_path / "store.db"))))
+        made = stack.enter_context(contextlib.closing(open_store(str(store_file))))
         url = stack.enter_context(served(TwoVersions(read_tasks(home, "test"))))
         proxy = stack.enter_context(running(url, made, tmp_path))
         monkeypatch.setenv("THE_PROXY", proxy.url)

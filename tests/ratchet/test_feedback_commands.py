@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +19,8 @@ STORE = ("--store", "said.db")
 
 
 @pytest.fixture
-def store(project: Project) -> Iterator[Store]:
-    opened = open_store(str(project.folder / "said.db"))
+def store(project: Project, migrated: Path) -> Iterator[Store]:
+    opened = open_store(str(shutil.copy(migrated, project.folder / "said.db")))
     yield opened
     opened.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,10 @@ FOOLED = "def judge(response):\n    return float('Oslo' in response)\n"
 
 
 @pytest.fixture
-def store(project: Project) -> Iterator[Store]:
+def store(project: Project, migrated: Path) -> Iterator[Store]:
     (project.folder / "careful.py").write_text(CAREFUL)
     (project.folder / "fooled.py").write_text(FOOLED)
-    opened = open_store(str(project.folder / "judged.db"))
+    opened = open_store(str(shutil.copy(migrated, project.folder / "judged.db")))
     yield opened
     opened.close()
 

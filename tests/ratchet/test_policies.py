@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from trainer.publishing import checkpoint
 
 
 @pytest.fixture
-def url(project: Project) -> str:
+def url(project: Project, migrated: Path) -> str:
+    shutil.copy(migrated, project.folder / "made.db")
     return f"sqlite:///{project.folder / 'made.db'}"
 
 

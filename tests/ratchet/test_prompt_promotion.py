@@ -14,8 +14,8 @@ from store.states import PolicyState
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = open_store(str(tmp_path / "store.db"))
+def store(store_file: Path) -> Iterator[Store]:
+    opened = open_store(str(store_file))
     opened.policies.register_base("agent", "base")
     yield opened
     opened.close()

@@ -34,8 +34,8 @@ def vllm_url() -> Iterator[str]:
 
 
 @pytest.fixture
-def proxy(vllm_url: str, tmp_path: Path) -> Iterator[Proxy]:
-    store = open_store(str(tmp_path / "store.db"))
+def proxy(vllm_url: str, store_file: Path, tmp_path: Path) -> Iterator[Proxy]:
+    store = open_store(str(store_file))
     other = {"model_name": "teacher", "litellm_params": {"model": "hosted_vllm/tiny-base", "api_base": vllm_url}}
     with running(vllm_url, store, tmp_path, model_list=(other,)) as started:
         yield started

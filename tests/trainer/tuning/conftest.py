@@ -41,9 +41,9 @@ def vllm(scripted: tuple[ScriptedVllm, str]) -> ScriptedVllm:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(store_file: Path) -> Iterator[Store]:
     """A fresh SQLite store."""
-    opened = open_store(str(tmp_path / "store.db"))
+    opened = open_store(str(store_file))
     yield opened
     opened.close()
 

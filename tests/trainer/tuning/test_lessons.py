@@ -30,8 +30,8 @@ GOOD = says({"diagnosis": "It guesses.", "lessons": ["Search before you answer."
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = open_store(str(tmp_path / "store.db"))
+def store(store_file: Path) -> Iterator[Store]:
+    opened = open_store(str(store_file))
     opened.policies.register_base("agent", "base")
     yield opened
     opened.close()
