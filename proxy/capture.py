@@ -7,7 +7,7 @@ the client byte for byte. Pure; no I/O.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Raw
@@ -26,14 +26,17 @@ class _Logprobs(msgspec.Struct):
     content: list[_Logprob] | None = None
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: _Count = 0
+    completion_tokens: _Count = 0
 
 
 _top = msgspec.json.Decoder(dict[str, Raw])
 _choices = msgspec.json.Decoder(list[dict[str, Raw]])
-_ids = msgspec.json.Decoder(list[int] | None)
+_ids = msgspec.json.Decoder(list[_Count] | None)
 _logprobs = msgspec.json.Decoder(_Logprobs | None)
 _usage = msgspec.json.Decoder(_Usage | None)
 _object = msgspec.json.Decoder(dict[str, Any])
@@ -43,6 +46,22 @@ _encode = msgspec.json.Encoder().encode
 
 _NULL = Raw(b"null")
 _IDLE_DELTAS = (b"{}", b'{"content":null}')
+
+
+def _words(value: Any) -> str:
+    """Return a text as it is. Raises TypeError for anything else."""
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:40]!r} stands where a text should")
+    return value
+
+
+def _read_usage(raw: Raw) -> _Usage | None:
+    """Return what an answer says that it took; None where that is no count: it is told to the client as it is."""
+    try:
+        usage: _Usage | None = _usage.decode(raw)
+        return usage
+    except (msgspec.DecodeError, ValueError):
+        return None
 
 
 class Answered:
@@ -67,16 +86,20 @@ class Answered:
     def grow(self, delta: dict[str, Any]) -> None:
         """Add a streamed delta."""
         if content := delta.get("content"):
-            self._content.append(content)
+            self._content.append(_words(content))
         for name in _REASONING:
             if thought := delta.get(name):
+                _words(thought)
                 self._reasoning.setdefault(name, []).append(thought)
         for part in delta.get("tool_calls") or ():
+            place = part.get("index", 0)
+            if not isinstance(place, int):
+                raise TypeError(f"a tool call has the place {str(place)[:40]!r}")
             call = self._tools.setdefault(
-                part.get("index", 0), {"id": None, "type": "function", "function": {"name": "", "arguments": ""}}
+                place, {"id": None, "type": "function", "function": {"name": "", "arguments": ""}}
             )
             function = part.get("function") or {}
-            call["id"] = part.get("id") or call["id"]
+            call["id"] = _words(part.get("id") or "") or call["id"]
             call["function"]["name"] += function.get("name") or ""
             call["function"]["arguments"] += function.get("arguments") or ""
 
@@ -124,7 +147,7 @@ class Capture:
         self.completion_tokens = 0
         self.answer_id: str | None = None  # what the engine calls this answer
         self.error: str | None = None  # an error event inside the stream
-        self._unread: str | None = None
+        self.unread: str | None = None  # what of the stream could not be read
 
     @property
     def choices(self) -> list[Answered]:
@@ -141,8 +164,8 @@ class Capture:
 
     def untrainable(self) -> str | None:
         """Return why no token of this call may carry loss, or None."""
-        if self._unread:
-            return self._unread
+        if self.unread:
+            return self.unread
         if not self.prompt_ids:
             return "no prompt token ids"
         if not self._choices:
@@ -158,7 +181,7 @@ class Capture:
             for fields in choices:
                 self._choice(fields).whole(self._message(fields))
             top["choices"] = Raw(_encode(choices))
-        except (msgspec.DecodeError, KeyError, TypeError, RecursionError) as error:
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise UpstreamBroke(f"the upstream's answer is not a chat completion: {error}") from error
         return _encode(top)
 
@@ -176,8 +199,8 @@ class Capture:
             for fields in choices:
                 if self._grow(self._choice(fields), fields):
                     idle = False
-        except (msgspec.DecodeError, KeyError, TypeError, AttributeError, RecursionError):
-            self._unread = "a chunk could not be read"
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
+            self.unread = "a chunk could not be read"
             return data
         if not self._asks_usage and "usage" in top:
             usage = top.pop("usage")
@@ -189,8 +212,13 @@ class Capture:
         return _encode(top)
 
     def _message(self, fields: dict[str, Raw]) -> dict[str, Any]:
-        """Return the message of a whole choice."""
-        return {k: v for k, v in _object.decode(fields["message"]).items() if v is not None}
+        """Return the message of a whole choice. Raises TypeError, AttributeError where it is none."""
+        message = {k: v for k, v in _object.decode(fields["message"]).items() if v is not None}
+        if not isinstance(message.get("content", ""), (str, list)):
+            raise TypeError("the content of its message is neither text nor parts")
+        for call in message.get("tool_calls", ()):
+            _words(call.get("id") or "")
+        return message
 
     def _grow(self, choice: Answered, fields: dict[str, Raw]) -> bool:
         """Add what a streamed choice says; return whether there is anything in it for the client."""
@@ -212,7 +240,7 @@ class Capture:
             self.answer_id = _text.decode(top["id"])
         if "prompt_token_ids" in top:
             self._prompt(top)
-        if "usage" in top and (usage := _usage.decode(top["usage"])):
+        if "usage" in top and (usage := _read_usage(top["usage"])):
             self.prompt_tokens = usage.prompt_tokens
             self.completion_tokens = usage.completion_tokens
 

@@ -263,6 +263,8 @@ class Endpoint:
         self, exchange: Exchange, answer: Answer, send: Send, watch: Watch, quiet: KeepAlive | None
     ) -> None:
         """Pass on an upstream's error: its status, its body, and when to come back; or as an event."""
+        if answer.status < 400:
+            raise UpstreamBroke(f"upstream {answer.url} answered {answer.status}, which is no answer to a call")
         body, message = self._dialect.shape.theirs(answer.status, await answer.read())
         self._metrics.upstream_errors.labels(f"status_{answer.status // 100}xx").inc()
         exchange.failure = f"status_{answer.status // 100}xx"

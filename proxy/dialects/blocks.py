@@ -100,7 +100,7 @@ class Teller(ABC):
         if self._open is None or self._open.kind != kind:
             events = self._start(Block(len(self.blocks), kind))
         assert self._open is not None
-        self._open.pieces.append(piece)
+        self._open.pieces.append(_text(piece))
         return [*events, *self.grew(self._open, piece)]
 
     def _call(self, part: dict[str, Any]) -> list[Event]:
@@ -115,7 +115,7 @@ class Teller(ABC):
         if piece := function.get("arguments"):
             if block is not self._open:
                 raise UpstreamBroke(f"the upstream went on with tool call {place} after it had begun something else")
-            block.pieces.append(piece)
+            block.pieces.append(_text(piece))
             events = [*events, *self.grew(block, piece)]
         return events
 
@@ -182,9 +182,11 @@ class TellingVoice:
         kept = self.capture.chunk(data)
         if kept is None or self.capture.error:
             return None
+        if self.capture.unread:
+            raise UpstreamBroke(f"the upstream's stream cannot be told: {self.capture.unread}")
         try:
             return _events(self._teller.feed(_object.decode(kept)))
-        except (msgspec.DecodeError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise UpstreamBroke(f"the upstream sent a chunk that cannot be read: {error}") from error
 
     def end(self) -> bytes:
@@ -198,11 +200,21 @@ class TellingVoice:
         return _events(self._teller.fail(error))
 
 
+def _text(piece: Any) -> str:
+    """Return a piece of text as it is. Raises TypeError for anything else."""
+    if not isinstance(piece, str):
+        raise TypeError(f"{str(piece)[:40]!r} stands where a text should")
+    return piece
+
+
 def as_delta(choice: dict[str, Any]) -> dict[str, Any]:
     """Return a whole choice as the only chunk of a stream."""
     message = choice["message"]
     calls = [{**call, "index": place} for place, call in enumerate(message.get("tool_calls") or ())]
-    return {**choice, "delta": {**message, "tool_calls": calls}}
+    content = message.get("content")
+    if isinstance(content, list):  # some servers answer in parts
+        content = "".join(part["text"] for part in content if part.get("type") == "text")
+    return {**choice, "delta": {**message, "content": content, "tool_calls": calls}}
 
 
 def _events(events: list[Event]) -> bytes:

@@ -96,7 +96,7 @@ class Recorder:
     def end(self, opened: Opened, capture: Capture, end: End) -> tuple[list[Leaf], asyncio.Future[bool] | None]:
         """Hand the end of a call to the journal; return its answers, and what the client's last byte waits for."""
         try:
-            record, leaves = assemble(opened, capture, end)
+            record, leaves = _assembled(opened, capture, end)
             if self._redactor is not None:
                 record = self._redactor.ended(record, leaves, redacted=opened.redacted)
             opened.ended = record
@@ -116,6 +116,15 @@ class Recorder:
         if done.cancelled() or not done.result() or epoch != self._epoch:
             return
         self._known.add(hashes)
+
+
+def _assembled(opened: Opened, capture: Capture, end: End) -> tuple[CallEnded, list[Leaf]]:
+    """Return what `assemble` does; of an answer that it cannot read, that the call has ended and how."""
+    try:
+        return assemble(opened, capture, end)
+    except Exception as error:
+        log.exception("event=answer_not_recorded call=%s reason=%r", opened.begun.call_id, str(error))
+        return assemble(opened, Capture("", asks_ids=False, asks_logprobs=False, asks_usage=False), end)
 
 
 def assemble(opened: Opened, capture: Capture, end: End) -> tuple[CallEnded, list[Leaf]]:

@@ -15,6 +15,7 @@ import httptools
 from proxy.errors import UpstreamBroke, UpstreamError, UpstreamTimeout
 
 _MOST_WAITING = 2**20  # bytes of a stream's body that nobody has taken yet
+_MOST_STATUS = 599
 _MOST_HEAD = 2**18  # bytes of an answer's headers
 
 
@@ -238,6 +239,8 @@ class Connection(asyncio.Protocol):
         if status < 200:  # 100 to 103: the answer itself follows
             self._headers = {}
             return
+        if status > _MOST_STATUS:
+            raise ValueError(f"{status} is no status")
         answer.began(status, self._headers)
         if self._bodiless:
             self._over(answer)

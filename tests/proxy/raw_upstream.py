@@ -1,0 +1,70 @@
+"""An upstream that answers calls with any bytes, be they HTTP or not; what only asks is answered as vLLM does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+
+MODELS = {"object": "list", "data": [{"id": "base", "object": "model", "parent": None, "max_model_len": 4096}]}
+
+
+def http(body: bytes, status: int = 200, headers: bytes = b"", length: int | None = None) -> bytes:
+    """Return an HTTP answer; `length` is what it says of its body, where that is not true."""
+    told = len(body) if length is None else length
+    head = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (status, told)
+    return head + headers + b"\r\n" + body
+
+
+def stream(*events: bytes) -> bytes:
+    """Return a whole stream of these events."""
+    body = b"".join(b"data: " + event + b"\n\n" for event in (*events, b"[DONE]"))
+    return b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n" + body
+
+
+class RawUpstream:
+    """The server; `answer` is what the next POST gets, after which the connection is closed."""
+
+    def __init__(self) -> None:
+        self.answer = b""
+        self.url = ""
+
+    async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection."""
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                length = head.partition(b"content-length:")[2].split(b"\r\n")[0]
+                await reader.readexactly(int(length or b"0"))
+                if head.startswith(b"post"):
+                    writer.write(self.answer)
+                    await writer.drain()
+                    break
+                writer.write(http(json.dumps(MODELS).encode()))
+        writer.close()
+
+
+@contextlib.contextmanager
+def raw_upstream() -> Iterator[RawUpstream]:
+    """Serve in a thread."""
+    upstream, loop, listening = RawUpstream(), asyncio.new_event_loop(), threading.Event()
+
+    async def serve(stop: asyncio.Event) -> None:
+        server = await asyncio.start_server(upstream.talk, "127.0.0.1", 0)
+        upstream.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        listening.set()
+        await stop.wait()
+        server.close()
+
+    stop = asyncio.Event()
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(stop),), daemon=True)
+    thread.start()
+    assert listening.wait(10)
+    try:
+        yield upstream
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()

@@ -1,0 +1,132 @@
+"""What an upstream may say wrongly: the client gets an answer or a told failure, and the call is recorded as ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from store import open_store
+from store.states import CallState
+from tests.proxy.conftest import Proxy, running
+from tests.proxy.raw_upstream import RawUpstream, http, raw_upstream, stream
+
+MESSAGE = {"role": "assistant", "content": "ok"}
+CALLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]},
+}
+
+
+def answer(message: Any = MESSAGE, choice: dict[str, Any] | None = None, **fields: Any) -> bytes:
+    """Return the body of an answer that is right but for what is given."""
+    told = {"content": [{"logprob": -0.1}, {"logprob": -0.2}]}
+    first = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": [1, 2], "logprobs": told}
+    body = {"id": "x", "object": "chat.completion", "created": 1, "model": "base", "prompt_token_ids": [1]}
+    return json.dumps(body | {"choices": [first | (choice or {})]} | fields).encode()
+
+
+def delta(**fields: Any) -> bytes:
+    """Return a streamed chunk."""
+    return json.dumps({"id": "x", "choices": [{"index": 0, "delta": fields, "token_ids": [5]}]}).encode()
+
+
+def called(**fields: Any) -> dict[str, Any]:
+    """Return a message with one tool call."""
+    function = {"name": "look", "arguments": "{}"} | fields.pop("function", {})
+    return {**MESSAGE, "tool_calls": [{"id": "a", "type": "function", "function": function} | fields]}
+
+
+@pytest.fixture(scope="module")
+def upstream() -> Iterator[RawUpstream]:
+    with raw_upstream() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def proxy(upstream: RawUpstream, migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    folder = tmp_path_factory.mktemp("proxy")
+    store = open_store(str(folder / "store.db"))
+    with running(upstream.url, store, folder, breaker_failures=10**6, request_timeout=5.0) as one:
+        yield one
+    store.close()
+
+
+WHOLE = {
+    "no JSON": http(b"{nope"),
+    "nothing": http(b""),
+    "another value": http(b"null"),
+    "not UTF-8": http(answer().replace(b'"ok"', b'"\xff\xfe"')),
+    "a number that is none": http(answer().replace(b"-0.1", b"NaN")),
+    "no message": http(answer(None)),
+    "a number for a text": http(answer({"role": "assistant", "content": 5})),
+    "a number for an id": http(answer(called(id=5))),
+    "too deep": http(answer().replace(b'"ok"', b"[" * 9000 + b"]" * 9000)),
+    "an id that no token has": http(answer(choice={"token_ids": [2**40, 1]})),
+    "an answer without a body": b"HTTP/1.1 204 X\r\n\r\n",
+    "a redirect": http(b"", 302, b"location: http://127.0.0.1:9/\r\n"),
+    "a status that is none": http(b"x", 999),
+    "less than it said": http(answer(), length=10**6),
+    "another protocol": b"\x15\x03\x01\x00\x02\x02\x46",
+    "a header without end": http(answer(), headers=b"x: " + b"a" * 300_000 + b"\r\n"),
+}
+ODD = {
+    "a content in parts": http(answer({"role": "assistant", "content": [{"type": "text", "text": "ok"}]})),
+    "a usage that is none": http(answer(usage={"prompt_tokens": -5, "completion_tokens": 10**30})),
+    "ids without logprobs": http(answer(choice={"logprobs": None})),
+}
+STREAMED = {
+    "no JSON": stream(b"{nope"),
+    "not UTF-8": stream(delta(content="ok").replace(b'"ok"', b'"\xff"')),
+    "a number for a text": stream(delta(content=5)),
+    "a list for a thought": stream(delta(reasoning=[])[:-3] + b'"reasoning": [1]}}]}'),
+    "a text for a place": stream(delta(tool_calls=[{"index": "a", "function": {"name": "x"}}, {"index": 0}])),
+    "an object for arguments": stream(
+        delta(tool_calls=[{"index": 0, "function": {"name": "x", "arguments": {"a": 1}}}])
+    ),
+    "a number for an id": stream(delta(tool_calls=[{"index": 0, "id": 5, "function": {"name": "x"}}])),
+    "a page": http(b"<html></html>"),
+    "an answer without a body": b"HTTP/1.1 204 X\r\n\r\n",
+}
+
+
+def newest(proxy: Proxy) -> CallState:
+    proxy.settled()
+    return proxy.store.calls.page(1)[0].state
+
+
+@pytest.mark.parametrize("said", WHOLE)
+def test_an_answer_that_is_none_is_told_as_the_upstreams_failure_in_every_dialect(
+    proxy: Proxy, upstream: RawUpstream, said: str
+) -> None:
+    upstream.answer = WHOLE[said]
+    for path, body in CALLS.items():
+        got = proxy.http.post(path, json={"model": "agent", **body})
+        assert (got.status_code, "error" in got.json()) == (502, True), path
+    assert newest(proxy) is CallState.FAILED
+
+
+@pytest.mark.parametrize("said", ODD)
+def test_an_answer_that_is_only_odd_is_given_on_and_recorded(proxy: Proxy, upstream: RawUpstream, said: str) -> None:
+    upstream.answer = ODD[said]
+    for path, body in CALLS.items():
+        got = proxy.http.post(path, json={"model": "agent", **body})
+        assert (got.status_code, "ok" in got.text) == (200, True), path
+    assert newest(proxy) is CallState.ANSWERED
+
+
+@pytest.mark.parametrize("said", STREAMED)
+def test_a_stream_that_says_nonsense_comes_to_an_end_and_is_recorded(
+    proxy: Proxy, upstream: RawUpstream, said: str
+) -> None:
+    upstream.answer = STREAMED[said]
+    for path, body in CALLS.items():
+        got = proxy.http.post(path, json={"model": "agent", "stream": True, **body})
+        assert got.status_code in (200, 502), path
+        if path != "/v1/chat/completions":  # whose chunks are given on as they are
+            assert '"error"' in got.text, path
+    assert newest(proxy) is not CallState.BEGUN
