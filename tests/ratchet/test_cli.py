@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from ratchet.running import pidfile
 from store import open_store
 from store.columns import pack_hash
 from store.database import HEAD
+from store.records import Door
 from store.states import KeyScope
 from tests.ratchet.project import ROOT, Project
 
@@ -79,6 +82,19 @@ def test_status_without_a_run_names_the_projects_that_there_are(project: Project
     assert "projects  demo: look at one with --project NAME" in project.run("status").stdout
     pidfile.write(project.folder / ".ratchet/demo/run/up.pid", os.getpid())
     assert "up is     demo: look there with --project NAME" in project.run("status").stdout
+
+
+def test_status_names_the_proxies_that_run_elsewhere_on_the_same_store(project: Project) -> None:
+    url = str(project.folder / "store.db")
+    with contextlib.closing(open_store(url)) as store:
+        store.doors.beat(Door("d", "http://proxy:8000", {"mail": 0}, {}, 0.0, time.time()))
+    said = project.run("status", "--store", url, "--model", "mail").stdout
+    assert "proxies   of this store, started elsewhere: http://proxy:8000" in said
+
+
+def test_a_judge_without_its_function_is_told_the_form(project: Project) -> None:
+    said = project.run("judge", "lint", "--judge", "my_agent.judge", "--question", "q", "--answer", "a").stdout
+    assert "'my_agent.judge' is not of the form module:name, such as my_agent.judge:judge" in said
 
 
 def test_an_error_is_one_line_and_debug_shows_the_traceback(project: Project) -> None:

@@ -60,6 +60,7 @@ def test_a_title_that_is_asked_for_at_the_beginning_is_not_the_answer(store: Sto
     call(store, "2", [SYSTEM, user("go")], "one", 2.0)
     call(store, "3", [SYSTEM, user("go"), said("one"), user("on")], "end", 3.0, parent_call="2")
     assert shown(store) == ["Plan.", "go", "one", "on", "end"]
+    assert store.trajectories.read("t").tools
 
 
 def test_a_planner_without_tools_that_goes_on_ends_its_transcript(store: Store) -> None:

@@ -6,13 +6,23 @@ the variable that `key_variable` names.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
 
-ENTRY_POINT = r"^[\w.]+:\w+$"
+_ENTRY_POINT = re.compile(r"[\w.]+:\w+")
 DROP: Final = "drop"
 
 RUBRIC = """\
@@ -23,6 +33,13 @@ RUBRIC = """\
 - "I do not know" beats a wrong answer."""
 
 
+def _entry_point(given: str) -> str:
+    """Return the name of something in a module. Raises ValueError."""
+    if not _ENTRY_POINT.fullmatch(given):
+        raise ValueError(f"{given!r} is not of the form module:name, such as my_agent.judge:judge")
+    return given
+
+
 class _Spec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -31,7 +48,7 @@ class FunctionSpec(_Spec):
     """A Python function."""
 
     kind: Literal["function"] = "function"
-    function: str = Field(pattern=ENTRY_POINT, description="the function, as module:function")
+    function: Annotated[str, AfterValidator(_entry_point)] = Field(description="the function, as module:function")
 
 
 class AnswerSpec(_Spec):
@@ -135,7 +152,7 @@ class OpenJudgeSpec(_Spec):
     """A grader of OpenJudge, in a process of its own."""
 
     kind: Literal["openjudge"]
-    grader: str = Field(pattern=ENTRY_POINT, description="the grader's class, as module:Class")
+    grader: Annotated[str, AfterValidator(_entry_point)] = Field(description="the grader's class, as module:Class")
     settings: Mapping[str, Any] = Field(default_factory=dict, description="what the grader is made with")
     arguments: Mapping[str, Any] = Field(default_factory=dict, description="constants that it is given each time")
     columns: Mapping[str, str] = Field(
