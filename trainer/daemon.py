@@ -23,7 +23,6 @@ waiting cannot mend, the daemon stops loudly with a non-zero exit, and a restart
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,13 +35,9 @@ from store.records import BASE_VERSION, Group
 from store.states import PolicyState
 from trainer.assembly import Assembly
 from trainer.casting import Casting
-from trainer.crediting.baseline import ScoreBook
-from trainer.crediting.credit import Credit
 from trainer.crediting.roles import Roles
+from trainer.daemon_parts import make_judging, make_releasing
 from trainer.errors import EngineUnreachable, TrainingDiverged
-from trainer.gating.gatekeeper import Gatekeeper
-from trainer.gating.make import make_evaluations, make_second_judge
-from trainer.judges.make import make_judge
 from trainer.judges.patience import patience_of
 from trainer.learning.learner import Learner
 from trainer.lease import Lease
@@ -53,13 +48,9 @@ from trainer.publishing import checkpoint
 from trainer.publishing.candidates import next_candidate
 from trainer.publishing.engine import Replica
 from trainer.publishing.in_use import versions_in_use
-from trainer.publishing.publisher import DOOR_SILENCE, Publisher
+from trainer.publishing.publisher import DOOR_SILENCE
 from trainer.publishing.retention import best_first, retained
-from trainer.rehearing import Rehearing
 from trainer.school import STALE, Pupil, School
-from trainer.scorekeeper import Scorekeeper, flat_groups
-from trainer.sentinel.second_judge import SecondJudge
-from trainer.sentinel.watch import Sentinel
 from trainer.settings import TrainerSettings
 from trainer.staleness import oldest_fresh
 from trainer.transcripts import Transcripts
@@ -106,71 +97,19 @@ class Daemon:
         standings = StoredStandings(store, settings.model)
         self.progress = Progress(on_this_terminal(), self.metrics.progress, standings)
         self._gathering = self.progress.begin(GATHERING, settings.groups_per_round)
-        judge = make_judge(settings.judge, os.environ)
-        watched = settings.sentinel
-        second = (
-            SecondJudge(
-                make_judge(watched.second_judge, os.environ),
-                watched.second_judge_share,
-                store,
-                settings.model,
-                judge.version,
-            )
-            if watched.second_judge
-            else None
-        )
-        credit = Credit(
-            settings.credit,
-            settings.family_scale,
-            settings.single_least,
-            settings.roles,
-            ScoreBook(store.groups.scored(settings.model, judge.version)),
-        )
-        self._scorekeeper = Scorekeeper(
-            store,
-            judge,
-            attempts=settings.judge_attempts,
-            retry_seconds=settings.judge_retry_seconds,
-            alarm_after=settings.no_signal_alarm,
-            credit=credit,
-            progress=self.progress,
-            second=second,
-            flat=flat_groups(store, settings.model),
-            least=settings.group_least,
-        )
+        judging = make_judging(settings, store, self.progress)
+        self._scorekeeper, self._rehearing = judging.scorekeeper, judging.rehearing
         self._patience = patience_of(settings.judge)
-        self._rehearing = Rehearing(
-            store,
-            settings.model,
-            self._scorekeeper.ask_judge,
-            credit,
-            attempts=settings.judge_attempts,
-            retry_seconds=settings.judge_retry_seconds,
-        )
-        self._judge_version = judge.version
+        self._judge_version = judging.judge.version
         self._transcripts = Transcripts(store, most=4 * settings.groups_per_round * settings.group_size)
         self._casting = Casting(store, settings.model, Roles(settings.roles, settings.role_prompts))
         self._school = School(
-            store, settings.model, settings.checkpoints, credit, self._transcripts, casting=self._casting
+            store, settings.model, settings.checkpoints, judging.credit, self._transcripts, casting=self._casting
         )
-        self._assembly = Assembly(store, settings, self._casting, credit.book, upstream_key)
-        gate = settings.gate
-        self._evaluations = make_evaluations(settings, store, self._replicas[0])
-        self._sentinel = Sentinel(watched, store, settings.model, self.metrics, second)
-        self._publisher = Publisher(
-            store,
-            self._replicas,
-            alias=settings.model,
-            tolerance=settings.proof_tolerance,
-            keep_loaded=settings.keep_loaded,
-            share=gate.share if gate.enabled else None,
-            evaluations=self._evaluations,
-            jump=gate.jump,
-            doubts=self._sentinel.doubts,
-        )
-        self._gate = Gatekeeper(
-            store, settings.model, gate, judge.version, make_second_judge(settings), self._sentinel.doubts, self.metrics
-        )
+        self._assembly = Assembly(store, settings, self._casting, judging.credit.book, upstream_key)
+        releasing = make_releasing(settings, store, self._replicas, judging, self.metrics)
+        self._sentinel, self._evaluations = releasing.sentinel, releasing.evaluations
+        self._publisher, self._gate = releasing.publisher, releasing.gate
         self._warm_starts = WarmStarts(store, settings)
         checkpoint.sweep(settings.checkpoints)
         self._version, self.learner = self._make_learner()
@@ -184,7 +123,9 @@ class Daemon:
         )
         self._drained_at = 0.0
         self._prune_due = True
-        start.info("event=trainer_ready alias=%s version=%d judge=%s", settings.model, self._version, judge.name)
+        start.info(
+            "event=trainer_ready alias=%s version=%d judge=%s", settings.model, self._version, judging.judge.name
+        )
 
     @property
     def _undecided(self) -> bool:

@@ -90,6 +90,10 @@ class Publisher:
                 hold(self._store, candidate, told, evidence | evidence_of(self._doubts()), by="evaluation")
                 return False
             reason = f"{reason}; {found.first.told()}" if found.first is not None else reason
+        return self._release(candidate, live, evidence, reason)
+
+    def _release(self, candidate: Policy, live: Policy, evidence: dict[str, object], reason: str) -> bool:
+        """Let a proven version serve all or, where there is a gate, a share; return whether it does."""
         if self._share is None:
             doubts = self._doubts()
             if told := objection(doubts):
@@ -98,13 +102,12 @@ class Publisher:
             self._store.policies.promote(
                 self._alias, candidate.version, evidence, only_from=PolicyState.CANDIDATE, reason=reason
             )
-            event = "policy_live"
         else:
             self._store.policies.canary(
                 self._alias, candidate.version, self._share, evidence, by="proof", reason=reason
             )
-            event = "policy_canary"
         self._store.alarms.clear(f"swap_refused:{self._alias}")
+        event = "policy_live" if self._share is None else "policy_canary"
         log.info(
             "event=%s policy=%s@%d beside=%d reason=%r", event, self._alias, candidate.version, live.version, reason
         )

@@ -1,0 +1,110 @@
+"""What the daemon is made of, made from its settings: who judges, and who releases.
+
+Only puts together; every part's own file says what it promises. Raises JudgeError, WorkflowError and TaskSetError where
+what the settings name cannot be used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from store import Store
+from trainer.crediting.baseline import ScoreBook
+from trainer.crediting.credit import Credit
+from trainer.gating.evaluations import Evaluations
+from trainer.gating.gatekeeper import Gatekeeper
+from trainer.gating.make import make_evaluations, make_second_judge
+from trainer.judges import Judge
+from trainer.judges.make import make_judge
+from trainer.metrics import Metrics
+from trainer.progress import Progress
+from trainer.publishing.engine import Replica
+from trainer.publishing.publisher import Publisher
+from trainer.rehearing import Rehearing
+from trainer.scorekeeper import Scorekeeper, flat_groups
+from trainer.sentinel.second_judge import SecondJudge
+from trainer.sentinel.watch import Sentinel
+from trainer.settings import TrainerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """Who gives scores, and what they are worth; `second` hears a sample of the groups."""
+
+    judge: Judge
+    second: SecondJudge | None
+    credit: Credit
+    scorekeeper: Scorekeeper
+    rehearing: Rehearing
+
+
+@dataclass(frozen=True, slots=True)
+class Releasing:
+    """Who makes a version live, and who may doubt it."""
+
+    sentinel: Sentinel
+    evaluations: Evaluations | None
+    publisher: Publisher
+    gate: Gatekeeper
+
+
+def make_judging(settings: TrainerSettings, store: Store, progress: Progress) -> Judging:
+    """Return who judges the groups of an alias."""
+    judge = make_judge(settings.judge, os.environ)
+    second = _second_judge(settings, store, judge)
+    book = ScoreBook(store.groups.scored(settings.model, judge.version))
+    credit = Credit(settings.credit, settings.family_scale, settings.single_least, settings.roles, book)
+    scorekeeper = Scorekeeper(
+        store,
+        judge,
+        attempts=settings.judge_attempts,
+        retry_seconds=settings.judge_retry_seconds,
+        alarm_after=settings.no_signal_alarm,
+        credit=credit,
+        progress=progress,
+        second=second,
+        flat=flat_groups(store, settings.model),
+        least=settings.group_least,
+    )
+    rehearing = Rehearing(
+        store,
+        settings.model,
+        scorekeeper.ask_judge,
+        credit,
+        attempts=settings.judge_attempts,
+        retry_seconds=settings.judge_retry_seconds,
+    )
+    return Judging(judge, second, credit, scorekeeper, rehearing)
+
+
+def make_releasing(
+    settings: TrainerSettings, store: Store, replicas: Sequence[Replica], judging: Judging, metrics: Metrics
+) -> Releasing:
+    """Return who releases the versions of an alias."""
+    gate, alias = settings.gate, settings.model
+    evaluations = make_evaluations(settings, store, replicas[0])
+    sentinel = Sentinel(settings.sentinel, store, alias, metrics, judging.second)
+    publisher = Publisher(
+        store,
+        replicas,
+        alias=alias,
+        tolerance=settings.proof_tolerance,
+        keep_loaded=settings.keep_loaded,
+        share=gate.share if gate.enabled else None,
+        evaluations=evaluations,
+        jump=gate.jump,
+        doubts=sentinel.doubts,
+    )
+    second = make_second_judge(settings)
+    gatekeeper = Gatekeeper(store, alias, gate, judging.judge.version, second, sentinel.doubts, metrics)
+    return Releasing(sentinel, evaluations, publisher, gatekeeper)
+
+
+def _second_judge(settings: TrainerSettings, store: Store, first: Judge) -> SecondJudge | None:
+    watched = settings.sentinel
+    if not watched.second_judge:
+        return None
+    judge = make_judge(watched.second_judge, os.environ)
+    return SecondJudge(judge, watched.second_judge_share, store, settings.model, first.version)
