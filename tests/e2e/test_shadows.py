@@ -1,0 +1,52 @@
+"""Shadows on the real vLLM: its own load says when, and a further answer is one to the very same prompt ids."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from examples.email_search.prompt import opening
+from examples.email_search.tools import TOOLS
+from store import open_store
+from store.states import ShadowState, TrajectoryState
+from tests.proxy.servers import ProxyProcess, eventually
+from tests.ratchet.project import Project
+from tests.trainer.test_shadows import Line, runs
+from trainer.settings import TrainerSettings
+
+
+@pytest.mark.e2e
+def test_a_single_call_with_tools_is_asked_again_token_for_token(project: Project, tmp_path: Path) -> None:
+    vllm = f"http://127.0.0.1:{project.content['vllm']['port']}"
+    proxy = ProxyProcess(tmp_path, upstreams=[vllm])
+    with closing(open_store(str(tmp_path / "store.db"))) as store:
+        # Nothing is said of a proxy: it is found by its door. What other tests ask vLLM counts as its other work.
+        settings = TrainerSettings(
+            store=str(tmp_path / "store.db"), model="agent", base_model="base", vllm=(vllm,), judge="a:b",
+            checkpoints=tmp_path, seal_after_idle_seconds=0.1, group_wait_seconds=0.1,
+            shadow={"samples": 2, "at_once": 2},
+        )  # fmt: skip
+        trainer = Line(store, settings)
+        try:
+            eventually(lambda: httpx.get(proxy.url + "/health/ready", timeout=5).status_code == 200)
+            asked: Any = {"model": "agent", "messages": opening("Where is the picnic?", 6), "tools": list(TOOLS)}
+            with openai.OpenAI(base_url=proxy.url + "/v1", api_key="x") as agent:
+                agent.chat.completions.create(**asked, temperature=1.0, max_tokens=24)
+            trainer.until(lambda: store.groups.page())
+            counted = httpx.get(f"{proxy.url}/metrics", timeout=10).text
+        finally:
+            trainer.assembly.close()
+            proxy.stop()
+        (group,) = store.groups.page()
+        told = [store.trajectories.read(name) for name in group.members]
+        assert {one.trajectory.state for one in told} == {TrajectoryState.GROUPED}
+        assert sorted(one.trajectory.purpose for one in told) == ["live", "shadow", "shadow"]
+        assert len({one.calls[0].prompt_ids for one in told}) == 1
+        assert all(choice.ids and choice.logprobs for one in told for choice in one.calls[0].choices)
+        assert store.shadows.counts("agent")[ShadowState.ANSWERED].shadows == len(runs(store)) == 2
+    assert 'ratchet_calls_total{alias="agent",dialect="chat",purpose="shadow",state="answered"} 2.0' in counted
