@@ -25,7 +25,7 @@ from proxy.unrouted import answer_the_unrouted
 from store import Store
 from store.errors import ForbiddenChange, StoreError, StoreUnavailable, UnknownRecord
 from store.listing import Chosen
-from store.records import Call, Choice, Record, unpack_ids, unpack_logprobs
+from store.records import Call, Choice, Exchange, Record, unpack_ids, unpack_logprobs
 
 _Limit = Annotated[int, Query(ge=1, le=1000)]
 _SETTLE_SECONDS = 5.0
@@ -120,6 +120,11 @@ def _add_calls(api: FastAPI, store: Store) -> None:
         found = store.groups.get(group_id)
         verdicts = store.groups.verdicts(found.members)
         return _json(_plain(found) | {"verdicts": {name: _plain(verdict) for name, verdict in verdicts.items()}})
+
+    @api.get("/groups/{group_id}/exchanges")
+    def exchanges(group_id: str) -> Response:
+        """What judges asked about a group and what came back, word for word, oldest first."""
+        return _page([_exchange(one) for one in store.groups.exchanges(store.groups.get(group_id).id)])
 
 
 def _add_endings(api: FastAPI, store: Store, shipper: Shipper, links: Links) -> None:
@@ -222,11 +227,13 @@ def _add_reports(api: FastAPI, store: Store) -> None:
         return _json(looking.read())
 
     @api.get("/training")
-    def training(alias: str | None = None) -> Response:
-        """Training rounds, and how many trajectories are in each state."""
+    def training(alias: str | None = None, limit: _Limit = 100, before: str | None = None) -> Response:
+        """Training rounds, newest first, and how many trajectories are in each state."""
+        found = store.rounds.page(alias, limit, before)
         return _json(
             {
-                "rounds": [_plain(found) for found in store.rounds.page(alias)],
+                "rounds": [_plain(one) for one in found],
+                "next": found[-1].id if len(found) == limit else None,
                 "trajectories": store.trajectories.counts(),
                 "dropped": store.trajectories.drop_counts(),
                 "dropped_groups": store.groups.drop_counts(alias),
@@ -284,6 +291,13 @@ def _chosen(
 
 def _plain(record: Record) -> dict[str, Any]:
     return msgspec.structs.asdict(record)
+
+
+def _exchange(one: Exchange) -> dict[str, Any]:
+    return _plain(one) | {
+        "request": one.request.decode("utf-8", "replace"),
+        "answer": one.answer.decode("utf-8", "replace"),
+    }
 
 
 def _call(call: Call, tokens: bool = True) -> dict[str, Any]:

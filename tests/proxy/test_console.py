@@ -292,3 +292,53 @@ def test_a_hundred_thousand_trajectories_page_as_fast_as_a_hundred(
         )
         assert took < 5000  # milliseconds, on a machine that does much else
     store.close()
+
+
+def test_a_group_shows_its_members_side_by_side_with_the_judges_exchange(console: Proxy, page: Page) -> None:
+    name = console.http.get("/api/trajectories/hostile").json()["group_id"]
+    page.open(f"{console.url}/ui/#/groups")
+    page.click(name)
+    page.sees("advantage +0.707")
+    page.sees("advantage \N{MINUS SIGN}0.707")
+    page.click("exg_")
+    page.sees("http://judge.example/v1")
+    assert page.js("document.querySelectorAll('.members section').length") == 2
+    assert page.js("window.ranHostile") is None
+
+
+def test_promotion_asks_first_and_then_does_it(
+    scripted: tuple[ScriptedVllm, str], store: Store, tmp_path: Path, page: Page
+) -> None:
+    store.policies.register_base("agent", "agent")
+    told = store.rounds.start("agent", 0)
+    store.rounds.commit(told.id, version=1, checkpoint="c", groups=[], metrics={"reward": 0.5})
+    with running(scripted[1], store, tmp_path) as proxy:
+        page.open(f"{proxy.url}/ui/#/versions")
+        page.click("@1")
+        page.click("Promote")
+        page.sees("Promote agent@1?")
+        page.click("Cancel")
+        page.until("document.querySelector('dialog') === null")
+        assert store.policies.live()["agent"].version == 0
+        page.click("Promote")
+        page.click("Promote", within="dialog")  # without a reason nothing is done
+        assert page.js("document.querySelector('dialog') !== null")
+        page.fill("#reason", "I looked at it")
+        page.click("Promote", within="dialog")
+        page.sees("agent@1 is live.")
+        page.sees("I looked at it")
+        (decision,) = store.decisions.of("agent", 1)
+        assert (store.policies.live()["agent"].version, decision.by) == (1, "console")
+        page.open(f"{proxy.url}/ui/#/versions/agent/0")
+        page.click("Go back to it")
+        page.fill("#reason", "it was worse")
+        page.click("Go back to", within="dialog")
+        page.sees("agent@0 is live.")
+    assert store.policies.live()["agent"].version == 0
+
+
+def test_rounds_and_alarms_have_pages(console: Proxy, page: Page) -> None:
+    page.open(f"{console.url}/ui/#/rounds")
+    page.sees("agent@4 → @5")
+    page.open(f"{console.url}/ui/#/alarms")
+    page.sees("take harder tasks")

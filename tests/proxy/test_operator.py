@@ -124,3 +124,18 @@ def test_a_trajectory_is_read_with_its_verdicts_and_without_its_tokens_where_ask
     assert [(one["score"], one["failure"]) for one in bare["verdicts"]] == [(0.25, None), (None, "it was away")]
     assert (whole["calls"][0]["prompt_ids"], whole["calls"][0]["choices"][0]["ids"]) == ([1, 2, 3], [4, 5])
     assert (bare["calls"][0]["prompt_ids"], bare["calls"][0]["choices"][0]["ids"]) == (None, None)
+
+
+def test_rounds_page_by_key_and_a_judges_exchanges_are_read_word_for_word(proxy: Proxy) -> None:
+    store = proxy.store
+    store.policies.register_base("agent", "agent")
+    for version in range(3):
+        told = store.rounds.start("agent", version)
+        store.rounds.commit(told.id, version=version + 1, checkpoint="c", groups=[], metrics={})
+    first = proxy.http.get("/api/training", params={"limit": 2}).json()
+    second = proxy.http.get("/api/training", params={"limit": 2, "before": first["next"]}).json()
+    assert [one["to_version"] for page in (first, second) for one in page["rounds"]] == [3, 2, 1]
+    assert second["next"] is None
+    group = judged_group(store, ["a", "b"], [0.0, 1.0])
+    assert proxy.http.get(f"/api/groups/{group.id}/exchanges").json()["data"] == []
+    assert proxy.http.get("/api/groups/none/exchanges").status_code == 404

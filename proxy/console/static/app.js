@@ -2,14 +2,21 @@
 import { key, reached } from "./api.js";
 import { h, toast } from "./dom.js";
 import { seconds, tick } from "./format.js";
+import { group, groups } from "./groups.js";
 import { overview } from "./overview.js";
+import { alarms, rounds } from "./training.js";
 import { trajectories } from "./trajectories.js";
 import { trajectory } from "./trajectory.js";
+import { version, versions } from "./versions.js";
 
 // In the order of the bar: name, title, page. A page gets its place and what the address says, and returns its refresh.
 const PAGES = [
   ["", "Overview", overview],
   ["trajectories", "Trajectories", (place, asked) => (asked.path.length ? trajectory : trajectories)(place, asked)],
+  ["groups", "Groups", (place, asked) => (asked.path.length ? group : groups)(place, asked)],
+  ["versions", "Versions", (place, asked) => (asked.path.length > 1 ? version : versions)(place, asked)],
+  ["rounds", "Rounds", rounds],
+  ["alarms", "Alarms", alarms],
 ];
 const EVERY = 5000; // milliseconds between two looks of a page that refreshes itself
 const OLD = 20000; // after which what is shown is called old

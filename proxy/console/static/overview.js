@@ -58,13 +58,15 @@ function alias(one) {
     one.decisions.length ? h("ol", { class: "decisions" }, one.decisions.map(decision)) : null);
 }
 
+const at = (alias, version) => `#/versions/${encodeURIComponent(alias)}/${version}`;
+
 function chips(one) {
   const canary = one.canary;
   return h("div", { class: "chips" },
-    one.live ? h("span", { class: "chip live", title: `made ${new Date(one.live.created_at * 1000).toLocaleString()}` }, `live @${one.live.version}`) : h("span", { class: "chip" }, "nothing is live"),
-    canary ? h("span", { class: "chip canary", title: "canary: scores and mean, beside those of the live version" },
+    one.live ? h("a", { class: "chip live", href: at(one.alias, one.live.version), title: `made ${new Date(one.live.created_at * 1000).toLocaleString()}` }, `live @${one.live.version}`) : h("span", { class: "chip" }, "nothing is live"),
+    canary ? h("a", { class: "chip canary", href: at(one.alias, canary.version), title: "canary: scores and mean, beside those of the live version" },
       `canary @${canary.version} · ${percent(canary.share, 0)} · ${score(canary.canary.mean)} of ${count(canary.canary.count)} / live ${score(canary.live.mean)} of ${count(canary.live.count)}`) : null,
-    one.held ? h("span", { class: "chip held", title: one.held.reason }, `@${one.held.version} waits for a person`) : null,
+    one.held ? h("a", { class: "chip held", href: at(one.alias, one.held.version), title: one.held.reason }, `@${one.held.version} waits for a person`) : null,
     Object.entries(one.versions).filter(([state]) => !["live", "canary"].includes(state)).map(([state, n]) => h("span", { class: "chip" }, `${count(n)} ${state}`)));
 }
 
@@ -122,7 +124,7 @@ function trajectories(states, dropped) {
 function rounds(found) {
   if (!found.length) return card("Rounds", empty("No round was trained yet."));
   const rewards = found.filter((one) => one.state === "committed" && one.metrics.reward !== undefined).map((one) => one.metrics.reward).reverse();
-  return card("Rounds", rewards.length > 1 ? [spark(rewards, `Mean reward of the last ${rewards.length} rounds`), h("p", { class: "dim spark-label" }, `mean reward of the last ${rewards.length} rounds`)] : null,
+  return card(h("a", { href: "#/rounds", "data-focus": "rounds" }, "Rounds"), rewards.length > 1 ? [spark(rewards, `Mean reward of the last ${rewards.length} rounds`), h("p", { class: "dim spark-label" }, `mean reward of the last ${rewards.length} rounds`)] : null,
     h("div", { class: "scroll" }, h("table", {},
       h("thead", {}, h("tr", {}, ["Version", "Reward", "Trajectories", "Tokens", "Time", "Ended"].map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", {}, found.slice(0, 8).map((one) => h("tr", { title: one.reason },
