@@ -1,8 +1,9 @@
 """A request to /v1/messages as a chat request.
 
 Thoughts go back as the reasoning of their message, tool results become tool messages before the rest of their turn,
-images stay in place, documents of text are text. What vLLM cannot serve is refused by name, but for tools that only
-Anthropic's servers run: those are left out, as the model cannot call them.
+images stay in place, documents of text are text, and what the system says later is a reminder in a user's turn. What
+vLLM cannot serve is refused by name, but for tools that only Anthropic's servers run: those are left out, as the model
+cannot call them.
 """
 
 from __future__ import annotations
@@ -66,7 +67,28 @@ def chat_messages(body: Json) -> list[Json]:
             messages += _said(message)
         except (KeyError, TypeError, AttributeError) as error:
             raise inner.unreadable(f"messages.{place}", error) from error
-    return inner.with_one_system_message_first(messages)
+    return inner.with_one_system_message_first(_with_reminders(messages))
+
+
+def _with_reminders(messages: Sequence[Json]) -> list[Json]:
+    """Return the messages with system messages among the others, as Claude Code sends them, as text of a user's turn.
+
+    Many chat templates refuse a system message that is not the first, or leave it out.
+    """
+    told: list[Json] = []
+    for message in messages:
+        first = all(said["role"] == "system" for said in told)
+        if message["role"] != "system" or first or not isinstance(message["content"], str):
+            told.append(message)
+            continue
+        reminder = f"<system-reminder>\n{message['content']}\n</system-reminder>"
+        if told[-1]["role"] != "user":
+            told.append({"role": "user", "content": reminder})
+        elif isinstance(before := told[-1]["content"], str):
+            told[-1] = {"role": "user", "content": f"{before}\n\n{reminder}"}
+        else:
+            told[-1] = {"role": "user", "content": [*before, {"type": "text", "text": reminder}]}
+    return told
 
 
 def _said(message: Json) -> list[Json]:

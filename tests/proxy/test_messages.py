@@ -280,3 +280,18 @@ def test_a_texts_citations_are_a_list(proxy: Proxy) -> None:
     assert whole["content"] == [{"type": "text", "text": "hi", "citations": []}]
     streamed = proxy.http.post("/v1/messages", json=ask("#say=hi", stream=True)).text
     assert '"content_block":{"type":"text","text":"","citations":[]}' in streamed
+
+
+def test_what_the_system_says_later_is_a_reminder_in_a_users_turn(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    later = {"role": "system", "content": [{"type": "text", "text": "the date is set"}]}
+    reminder = "<system-reminder>\nthe date is set\n</system-reminder>"
+    said: list[Any] = [{"role": "user", "content": "#say=hello"}, later]
+    for _ in range(2):
+        body = {"model": "agent", "max_tokens": 99, "system": "be brief", "messages": said}
+        answer = proxy.http.post("/v1/messages", json=body).json()
+        said += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "on"}, later]
+    given = vllm.calls[-1]["messages"]
+    assert [m["role"] for m in given] == ["system", "user", "assistant", "user"]
+    assert given[1]["content"] == f"#say=hello\n\n{reminder}"
+    call = last_call(proxy)
+    assert (call.linked_by, call.context) == ("graph", "exact")
