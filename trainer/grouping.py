@@ -86,16 +86,20 @@ def plan_groups(
     since = {run.id: max(sealed_at(run), (ripe_at or {}).get(run.id, 0.0)) for run in waiting}
     for (alias, key), runs in buckets.items():
         runs.sort(key=lambda run: (since[run.id], run.id))
-        whole = len(runs) - len(runs) % size
-        parts = [runs[start : start + size] for start in range(0, whole, size)]
-        rest = runs[whole:]
-        tired = bool(rest) and now - since[rest[0].id] >= wait_seconds
-        if tired and len(rest) >= least:
-            parts.append(rest)
-        if tired and len(rest) < least:
-            alone.extend(rest)
+        parts, rest = _divided(runs, size)
+        if rest and now - since[rest[0].id] >= wait_seconds:
+            if len(rest) >= least:
+                parts.append(rest)
+            else:
+                alone.extend(rest)
         groups.extend(PlannedGroup(key, alias, tuple(run.id for run in part)) for part in parts)
     return GroupingPlan(tuple(groups), tuple(drops), tuple(alone))
+
+
+def _divided(runs: Sequence[Trajectory], size: int) -> tuple[list[Sequence[Trajectory]], Sequence[Trajectory]]:
+    """Return groups of `size`, and the rest."""
+    whole = len(runs) - len(runs) % size
+    return [runs[start : start + size] for start in range(0, whole, size)], runs[whole:]
 
 
 def sealed_at(run: Trajectory) -> float:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,23 +13,22 @@ import httpx
 import openai
 import pytest
 
-from store import Store, open_store
+from store import Store
 from store.errors import ForbiddenChange
 from store.listing import Chosen
 from store.records import Trajectory
 from store.states import TrajectoryState
 from tests.proxy.conftest import Proxy, running
 from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import ProxyProcess, eventually, served
+from tests.proxy.servers import eventually, served
 from tests.proxy.test_keys import bearer, made
 from tests.records import TOOLS, answered_trajectory, begun, ended
 from tests.trainer.scripted_engine import ScriptedEngine
+from tests.trainer.whole_circle import all_shipped, proxy_before, trainer_of
 from trainer.assembly import Assembly
 from trainer.casting import Casting
 from trainer.crediting.baseline import ScoreBook
 from trainer.crediting.roles import Roles
-from trainer.daemon import Daemon
-from trainer.learning.learner_settings import LearnerSettings
 from trainer.settings import TrainerSettings
 from trainer.shadowing import asking
 from trainer.shadowing.caller import KEY_VARIABLE
@@ -40,7 +38,9 @@ QUESTION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "why? #say=so"},
 ]
-JUDGE = "tests.trainer.judge_samples:originals_first"
+QUICKLY: dict[str, Any] = {
+    "judge": "tests.trainer.judge_samples:originals_first", "seal_after_idle_seconds": 0.05, "group_wait_seconds": 0.05,
+}  # fmt: skip
 
 
 class FickleVllm(ScriptedVllm):
@@ -60,13 +60,9 @@ def door(store: Store, folder: Path, **settings: Any) -> Iterator[tuple[Proxy, S
 def settings_of(folder: Path, engine: ScriptedEngine, proxy: str | None, **shadow: Any) -> TrainerSettings:
     values: dict[str, Any] = {
         "store": str(folder / "store.db"), "model": "agent", "base_model": "base", "vllm": (engine.url,),
-        "checkpoints": folder / "checkpoints", "judge": JUDGE, "seal_after_idle_seconds": 0.05,
-        "group_wait_seconds": 0.05, "groups_per_round": 1,
-        # The scripted vLLM's logprobs are not this model's: its rows would rightly be rejected.
-        "learner": LearnerSettings(learning_rate=1e-2, reject_ratio_beyond=None),
-        "shadow": {"samples": 2, "proxy_url": proxy, **shadow},
+        "checkpoints": folder / "checkpoints", "shadow": {"samples": 2, "proxy_url": proxy, **shadow},
     }  # fmt: skip
-    return TrainerSettings(**values)
+    return TrainerSettings(**QUICKLY, **values)
 
 
 class Line:
@@ -122,56 +118,41 @@ def runs(store: Store, purpose: str = "shadow") -> list[Trajectory]:
 
 
 def test_a_single_learns_from_its_shadows_and_nobody_else_sees_them(tiny_model: Path, tmp_path: Path) -> None:
-    with served(FickleVllm()) as vllm:
-        process = ProxyProcess(tmp_path, upstreams=[vllm])
-        try:
-            eventually(lambda: httpx.get(process.url + "/health/ready", timeout=5).status_code == 200)
-            circle(process.url, tiny_model, tmp_path)
-        finally:
-            process.stop()
-
-
-def circle(proxy: str, tiny_model: Path, tmp_path: Path) -> None:
-    with openai.OpenAI(base_url=proxy + "/v1", api_key="an-agents-key", max_retries=0) as agent:
-        labels = {"x-ratchet-task": "mail/7", "x-ratchet-role": "clerk"}
-        asked: Any = {"model": "agent", "messages": QUESTION, "tools": TOOLS, "temperature": 0.7}
-        agent.chat.completions.create(**asked, extra_headers=labels)
-        eventually(lambda: httpx.get(f"{proxy}/health/backlog", timeout=10).json()["unshipped_records"] == 0, 30)
-        store, engine = open_store(str(tmp_path / "store.db")), ScriptedEngine(lambda name, ids: 0.0)
-        # No URL is given: the proxy is found by its door.
-        settings = settings_of(tmp_path, engine, None).model_copy(update={"base_model": str(tiny_model)})
-        daemon = Daemon(settings, store, threading.Event())
-
-        def served_logprob(name: str, ids: Sequence[int]) -> float:
-            return daemon.learner.score([ids], adapter=name == "agent@1")[0][-1]
-
-        engine.scorer = served_logprob
-        try:
-            eventually(lambda: daemon.turn(time.time()) and store.rounds.newest_committed("agent"), 60)
-            (original,) = runs(store, "live")
-            shadows = runs(store)
-            assert len(shadows) == 2
-            assert {run.state for run in (original, *shadows)} == {TrajectoryState.TRAINED}
-            assert {(run.group_id, run.task, run.version) for run in shadows} == {(original.group_id, "mail/7", 0)}
-            assert original.key_id is not None
-            assert original.key_id not in {run.key_id for run in shadows}
-            (first,) = store.trajectories.read(original.id).calls
-            for run in shadows:
-                (call,) = store.trajectories.read(run.id).calls
-                assert (call.prompt_ids, call.role, call.sampling) == (first.prompt_ids, "clerk", {"temperature": 0.7})
-            judge = store.groups.newest_judge("agent")
-            assert [one.trajectory_id for one in store.groups.scored("agent", judge or "")] == [original.id]
+    with proxy_before(FickleVllm(), tmp_path) as proxy:
+        with openai.OpenAI(base_url=proxy + "/v1", api_key="an-agents-key", max_retries=0) as agent:
+            labels = {"x-ratchet-task": "mail/7", "x-ratchet-role": "clerk"}
+            asked: Any = {"model": "agent", "messages": QUESTION, "tools": TOOLS, "temperature": 0.7}
+            agent.chat.completions.create(**asked, extra_headers=labels)
+            all_shipped(proxy)
+            # No URL is given: the proxy is found by its door.
+            with trainer_of(tmp_path, tiny_model, shadow={"samples": 2}, **QUICKLY) as (daemon, store, _):
+                eventually(lambda: daemon.turn(time.time()) and store.rounds.newest_committed("agent"), 60)
+                original = compared(store)
             said = {"role": "assistant", "content": "so "}
             more = agent.chat.completions.with_raw_response.create(
                 **asked | {"messages": [*QUESTION, said, {"role": "user", "content": "and?"}]}
             )
-            assert more.headers["x-ratchet-trajectory"].startswith(original.id)
-            counted = httpx.get(f"{proxy}/metrics", timeout=10).text
-            assert 'ratchet_calls_total{alias="agent",dialect="chat",purpose="shadow",state="answered"} 2.0' in counted
-        finally:
-            daemon.close()
-            engine.close()
-            store.close()
+        counted = httpx.get(f"{proxy}/metrics", timeout=10).text
+    assert more.headers["x-ratchet-trajectory"].startswith(original)
+    assert 'ratchet_calls_total{alias="agent",dialect="chat",purpose="shadow",state="answered"} 2.0' in counted
+
+
+def compared(store: Store) -> str:
+    """A live call and its two shadows are one group, and only the live one counts as traffic; returns its id."""
+    (original,) = runs(store, "live")
+    shadows = runs(store)
+    assert len(shadows) == 2
+    assert {run.state for run in (original, *shadows)} == {TrajectoryState.TRAINED}
+    assert {(run.group_id, run.task, run.version) for run in shadows} == {(original.group_id, "mail/7", 0)}
+    assert original.key_id is not None
+    assert original.key_id not in {run.key_id for run in shadows}
+    (first,) = store.trajectories.read(original.id).calls
+    for run in shadows:
+        (call,) = store.trajectories.read(run.id).calls
+        assert (call.prompt_ids, call.role, call.sampling) == (first.prompt_ids, "clerk", {"temperature": 0.7})
+    judge = store.groups.newest_judge("agent")
+    assert [one.trajectory_id for one in store.groups.scored("agent", judge or "")] == [original.id]
+    return original.id
 
 
 def test_nothing_is_asked_while_vllm_has_other_work(
