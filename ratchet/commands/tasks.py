@@ -40,11 +40,11 @@ def preview(context: click.Context, source: str, split: str, count: int, project
     """
     import json
 
-    from trainer.tuning.task_files import READERS
+    from trainer.tuning.task_files import ending
     from trainer.tuning.tasks import TaskSet
 
     # A file needs no settings, which take longer to read than its rows.
-    is_file = Path(source).suffix in READERS and Path(source).is_file()
+    is_file = bool(ending(Path(source))) and Path(source).is_file()
     found = TaskSet.open(source) if is_file else _imported(context, project).open(source)
     rows = found.preview(split, count)
     click.echo(_visible(json.dumps(rows, indent=2, ensure_ascii=False)))

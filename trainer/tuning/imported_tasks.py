@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from trainer.errors import TaskSetError, TaskSetNotFound
-from trainer.tuning.task_files import READERS
+from trainer.tuning.task_files import ending
 from trainer.tuning.tasks import TaskSet
 
 _ABOUT = "set.json"
@@ -103,7 +103,7 @@ class ImportedTasks:
         return self._folder / name if (self._folder / name / _ABOUT).is_file() else None
 
     def _place(self, name: str) -> Path:
-        if not _NAME.fullmatch(name) or Path(name).suffix in READERS:  # a file of that name would hide it
+        if not _NAME.fullmatch(name) or ending(Path(name)):  # a file of that name would hide it
             raise TaskSetError(
                 f"--name {name!r}: letters, digits, dots, dashes and underscores, at most 100, no suffix"
             )

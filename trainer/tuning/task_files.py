@@ -1,4 +1,4 @@
-"""Rows of one local file: .jsonl, .json, .csv, .parquet, .txt; streamed, each with the line that it stands in.
+"""Rows of one local file: .jsonl, .json, .csv, .txt (each also as .gz), .parquet; streamed, each with its line.
 
 Promises: no file is read further than the rows that are asked for; a row comes out exactly as it went in (no column is
 added, no type guessed); whatever cannot be read names file and line. Rows are JSON objects, CSV rows by their header
@@ -10,9 +10,11 @@ from __future__ import annotations
 import csv
 import datetime
 import decimal
+import gzip
 import io
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,11 +28,22 @@ _LONGEST = 16 * 2**20  # characters of one row
 _CHUNK = 2**16  # characters read at once of a JSON list
 _BATCH = 256  # Parquet rows
 _DEEPEST = 100  # levels of one row
+_ZIPPED = ".gz"
+_UNREADABLE = (UnicodeDecodeError, OSError, EOFError, zlib.error)  # what text, zipped or not, may turn out to be
 
 
 def read_rows(file: Path) -> Iterator[Numbered]:
     """Yield (line, row) of a file; in Parquet files the line is the row's number. Raises RowBroken."""
-    return READERS[file.suffix.lower()](file)
+    return READERS[ending(file).removesuffix(_ZIPPED)](file)
+
+
+def ending(file: Path) -> str:
+    """Return the end of a name that says how the file is read, in lower case; empty where nothing reads it."""
+    last = file.suffix.lower()
+    if last == _ZIPPED:
+        inner = Path(file.stem).suffix.lower()
+        return inner + last if inner in READERS and inner != ".parquet" else ""
+    return last if last in READERS else ""
 
 
 def checked(row: Any, where: str) -> Row:
@@ -89,8 +102,8 @@ def _elements(file: Path, text: TextIO) -> Iterator[Numbered]:
     while True:
         try:
             piece = text.read(max(_CHUNK, len(rest)))  # twice as much each time that an element did not end
-        except UnicodeDecodeError as error:
-            raise RowBroken(f"{file}, after line {line}: not UTF-8: {error.reason}") from error
+        except _UNREADABLE as error:
+            raise RowBroken(f"{file}, after line {line}: {_why(error)}") from error
         rest += piece
         while True:
             bare = rest.lstrip(" \t\r\n," if begun else " \t\r\n")
@@ -138,8 +151,8 @@ def _record(file: Path, rows: Any) -> list[str] | None:
     line = rows.line_num + 1
     try:
         record: list[str] | None = next(rows, None)
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise RowBroken(f"{file}, line {line}: {error}") from error
+    except (csv.Error, *_UNREADABLE) as error:
+        raise RowBroken(f"{file}, line {line}: {_why(error)}") from error
     return record
 
 
@@ -169,7 +182,8 @@ def _parquet(file: Path) -> Iterator[Numbered]:
 
 def _opened(file: Path) -> TextIO:
     try:
-        return io.TextIOWrapper(file.open("rb"), encoding="utf-8-sig", newline="")
+        opened: Any = gzip.GzipFile(file) if file.suffix.lower() == _ZIPPED else file.open("rb")
+        return io.TextIOWrapper(opened, encoding="utf-8-sig", newline="")
     except OSError as error:
         raise TaskSetNotFound(f"{file} cannot be read: {error.strerror}") from error
 
@@ -180,13 +194,19 @@ def _lines(file: Path, text: TextIO) -> Iterator[tuple[int, str]]:
         number += 1
         try:
             line = text.readline(_LONGEST + 1)
-        except UnicodeDecodeError as error:
-            raise RowBroken(f"{file}, line {number} or just after it: not UTF-8: {error.reason}") from error
+        except _UNREADABLE as error:
+            raise RowBroken(f"{file}, line {number} or just after it: {_why(error)}") from error
         if len(line) > _LONGEST:
             raise RowBroken(f"{file}, line {number}: longer than {_LONGEST:,} characters")
         if not line:
             return
         yield number, line
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8: {error.reason}; save the file as UTF-8"
+    return str(error)
 
 
 def _parsed(line: str, where: str) -> Any:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import SplitNotFound, TaskSetEmpty, TaskSetError, TaskSetNotFound
-from trainer.tuning.task_files import READERS, Numbered, read_rows
+from trainer.tuning.task_files import READERS, Numbered, ending, read_rows
 from trainer.tuning.task_hub import HubSet
 
 log = logging.getLogger(__name__)
@@ -58,12 +58,12 @@ class TaskSet:
         Raises TaskSetNotFound.
         """
         path = Path(source).expanduser()
-        own = name or path.name.removesuffix(path.suffix if path.suffix.lower() in READERS else "")
+        own = name or _bare(path)
         if path.is_file():
             return cls(own, str(source), _of_file(path))
         if path.is_dir():
             return cls(own, str(source), _of_folder(path))
-        if not _HUB_NAME.fullmatch(str(source)) or str(source)[0] in ".~" or path.suffix.lower() in READERS:
+        if not _HUB_NAME.fullmatch(str(source)) or str(source)[0] in ".~" or ending(path):
             raise TaskSetNotFound(f"task set {source}: there is no such file or folder here ({Path.cwd()})")
         return cls(own, str(source), _of_hub(HubSet(str(source))))
 
@@ -171,18 +171,24 @@ def _canonical(value: Any) -> Any:
 
 def split_of(file: Path) -> str:
     """Return the split that a file's name says."""
-    return _SHARD.sub("", file.name.removesuffix(file.suffix))
+    return _SHARD.sub("", _bare(file))
+
+
+def _bare(file: Path) -> str:
+    """Return a file's name without the end that says how it is read."""
+    return file.name[: len(file.name) - len(ending(file))]
 
 
 def _of_file(file: Path) -> dict[str, Callable[[], Iterator[Numbered]]]:
-    if file.suffix.lower() not in READERS:
-        raise TaskSetNotFound(f"task set {file}: give one of {' '.join(READERS)}, not {file.suffix or 'no suffix'}")
+    if not ending(file):
+        suffix = "".join(file.suffixes[-2:]) or "no suffix"
+        raise TaskSetNotFound(f"task set {file}: give one of {' '.join(READERS)} (text also as .gz), not {suffix}")
     split = split_of(file)
     return {split if split in _USUAL else TRAIN: lambda: read_rows(file)}
 
 
 def _of_folder(folder: Path) -> dict[str, Callable[[], Iterator[Numbered]]]:
-    files = [file for file in sorted(folder.iterdir()) if file.is_file() and file.suffix.lower() in READERS]
+    files = [file for file in sorted(folder.iterdir()) if file.is_file() and ending(file)]
     shards: dict[str, list[Path]] = {}
     for file in files:
         shards.setdefault(split_of(file), []).append(file)
@@ -194,7 +200,7 @@ def _of_folder(folder: Path) -> dict[str, Callable[[], Iterator[Numbered]]]:
             f"task set {folder}: the folder holds no train.jsonl or other split ({' '.join(READERS)})"
         )
     for split, files in shards.items():
-        if len(files) > 1 and not all(_SHARD.search(file.stem) for file in files):
+        if len(files) > 1 and not all(_SHARD.search(_bare(file)) for file in files):
             raise TaskSetError(f"task set {folder}: {' and '.join(f.name for f in files)} are both split {split}")
     if len(shards) == 1 and not _USUAL & shards.keys():
         shards = {TRAIN: next(iter(shards.values()))}
@@ -203,7 +209,7 @@ def _of_folder(folder: Path) -> dict[str, Callable[[], Iterator[Numbered]]]:
 
 def _is_note(files: list[Path]) -> bool:
     """Whether files beside the splits are something else: notes and descriptions, not tasks."""
-    return all(file.suffix.lower() in (".txt", ".json") for file in files)
+    return all(ending(file) in (".txt", ".json") for file in files)
 
 
 def _chain(files: list[Path]) -> Callable[[], Iterator[Numbered]]:

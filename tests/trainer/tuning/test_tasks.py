@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
+import random
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -108,6 +110,26 @@ def test_text_that_is_not_utf8_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"q": "\xff"}\n')
     with pytest.raises(RowBroken, match="not UTF-8"):
         list(TaskSet.open(tmp_path / "a.jsonl").rows("train"))
+
+
+def test_zipped_text_is_read_as_it_is_and_what_is_cut_off_or_no_zip_is_told(tmp_path: Path) -> None:
+    rows = [{"question": f"{number} + 1?"} for number in range(300)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "set").mkdir()
+    for name in ("train-00000-of-00002.jsonl.gz", "train-00001-of-00002.jsonl.gz", "test.jsonl.gz"):
+        half = text[: len(text) // 2] if "0-of" in name else text
+        (tmp_path / "set" / name).write_bytes(gzip.compress(half[: half.rindex("\n") + 1].encode()))
+    found = TaskSet.open(tmp_path / "set")
+    assert (found.splits(), found.preview("test", 300)) == (("train", "test"), rows)
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes(gzip.compress(random.Random(0).randbytes(90_000).hex().encode())[:40_000])
+    (tmp_path / "no.csv.gz").write_bytes(b"a,b\n1,2\n")
+    for name, said in (("cut.jsonl.gz", "ended before"), ("no.csv.gz", "line 1: Not a gzipped file")):
+        with pytest.raises(RowBroken, match=said):
+            TaskSet.open(tmp_path / name).preview("train")
+    (tmp_path / "x.parquet.gz").touch()
+    with pytest.raises(TaskSetNotFound, match=r"text also as .gz.*not .parquet.gz"):
+        TaskSet.open(tmp_path / "x.parquet.gz")
 
 
 def test_a_row_is_read_lazily(tmp_path: Path) -> None:
