@@ -23,6 +23,8 @@ from rich.progress import (
 
 from ratchet.running.events import Event
 
+_LINE_EVERY = 10.0  # seconds
+
 
 class Display:
     """Call it with each event; use it as a context so that the cursor comes back."""
@@ -83,13 +85,37 @@ def _now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S")
 
 
+class Lines:
+    """Tells now and then how far a work is, where no bar can move."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._done: dict[str, int] = {}
+        self._told = self._began = clock()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Take in that so many more are done."""
+        so_far = self._done[what] = self._done.get(what, 0) + done
+        now = self._clock()
+        if now - self._told >= _LINE_EVERY and 0 < so_far < total:
+            self._told = now
+            left = (now - self._began) / so_far * (total - so_far)
+            print(f"{what} {so_far:,} of {total:,}, {left:.0f} s left", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Show bars on stderr while the block works, on a terminal only; the value is told of (what, done now, in all)."""
+    """Show bars on stderr while the block works; the value is told of (what, done now, in all).
+
+    Off the terminal, what takes longer is told every `_LINE_EVERY` seconds.
+    """
     console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield Lines()
+        return
     columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
 
         def told(what: str, done: int, total: int) -> None:
             if what not in tasks:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from store import Store, open_store
+from store import Store
 from store.records import Group
 from store.states import GroupState
 from tests.records import answered_trajectory
@@ -18,13 +16,6 @@ from trainer.judges.function import FunctionJudge
 from trainer.scorekeeper import Scorekeeper, flat_groups
 
 HERE = "tests.trainer.judge_samples"
-
-
-@pytest.fixture
-def store(store_file: Path) -> Iterator[Store]:
-    opened = open_store(str(store_file))
-    yield opened
-    opened.close()
 
 
 def ready_group(store: Store, answers: dict[str, Any]) -> Group:

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from store import Store, open_store
+from store import Store
 from store.errors import StoreUnavailable
 from store.leases import Leases
 from trainer.errors import LeaseHeld, LeaseLost
 from trainer.lease import Lease
-
-
-@pytest.fixture
-def store(store_file: Path) -> Iterator[Store]:
-    opened = open_store(str(store_file))
-    yield opened
-    opened.close()
 
 
 class AwayAtFirst(Leases):

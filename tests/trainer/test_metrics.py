@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from store import Store, open_store
+from store import Store
 from store.states import ToolResult
 from tests import house
 from tests.records import answered_trajectory, judged_group
@@ -20,14 +19,6 @@ from trainer.gating.sequential import Difference
 from trainer.metrics import Metrics
 from trainer.sentinel.settings import SentinelSettings
 from trainer.sentinel.watch import Sentinel
-
-
-@pytest.fixture
-def store(store_file: Path) -> Iterator[Store]:
-    opened = open_store(str(store_file))
-    opened.policies.register_base("agent", "base")
-    yield opened
-    opened.close()
 
 
 def told(metrics: Metrics) -> dict[tuple[str, ...], float]:

@@ -7,17 +7,10 @@ from typing import Any
 
 import pytest
 
-from store import Store, open_store
+from store import Store
 from store.records import Feedback, Transcript
 from tests.records import QUESTION, answered_trajectory, begun, ended, judged_group, tool_call
 from trainer.preferences import Preferences, Row, pairs, shown, unpaired
-
-
-@pytest.fixture
-def store(store_file: Path) -> Any:
-    opened = open_store(str(store_file))
-    yield opened
-    opened.close()
 
 
 def said(store: Store, target: str, number: int, **changes: Any) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
-from store import Store, open_store
+from store import Store
 from store.records import Door, Policy
 from store.states import PolicyState
 from tests.records import judged_group
@@ -24,14 +23,6 @@ PROBES = [(1, 2, 3), (4, 5)]
 def honest(name: str, ids: Sequence[int]) -> float:
     """Every version has logprobs of its own; the base has -1.0 everywhere."""
     return -1.0 - 0.1 * int(name.partition("@")[2] or 0)
-
-
-@pytest.fixture
-def store(store_file: Path) -> Iterator[Store]:
-    opened = open_store(str(store_file))
-    opened.policies.register_base("agent", "base")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

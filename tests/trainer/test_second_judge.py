@@ -5,13 +5,10 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
-import pytest
-
-from store import Store, open_store
+from store import Store
 from store.records import Transcript
 from tests.records import answered_trajectory
 from tests.trainer import judge_samples
@@ -25,13 +22,6 @@ from trainer.sentinel.settings import SentinelSettings
 from trainer.sentinel.watch import Sentinel
 
 SETTINGS = SentinelSettings(every_seconds=1.0)
-
-
-@pytest.fixture
-def store(store_file: Path) -> Iterator[Store]:
-    opened = open_store(str(store_file))
-    yield opened
-    opened.close()
 
 
 class Contrary:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-
-from store import Store, open_store
+from store import Store
 from store.records import Transcript
 from store.trajectories import Trajectories
 from tests.records import answered_trajectory, begun, ended
@@ -24,13 +19,6 @@ class CountingReads(Trajectories):
     def read(self, trajectory_id: str) -> Transcript:
         self.names.append(trajectory_id)
         return super().read(trajectory_id)
-
-
-@pytest.fixture
-def store(store_file: Path) -> Iterator[Store]:
-    opened = open_store(str(store_file))
-    yield opened
-    opened.close()
 
 
 def test_what_the_judge_was_given_is_not_read_again_for_the_round(store: Store) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from store import Store, open_store
+from store import Store
 from store.states import ToolResult
 from tests.records import answered_trajectory, begun, ended
 from tests.trainer import tool_records
@@ -17,13 +15,6 @@ from trainer.sentinel.settings import SentinelSettings
 from trainer.sentinel.watch import Sentinel
 
 EAGER = SentinelSettings(every_seconds=1.0)
-
-
-@pytest.fixture
-def store(store_file: Path) -> Iterator[Store]:
-    opened = open_store(str(store_file))
-    yield opened
-    opened.close()
 
 
 def tool_called(store: Store, name: str, result: ToolResult, times: int = 50, alias: str = "agent") -> None:

@@ -12,9 +12,8 @@ import pytest
 
 from store import Store, open_store
 from store.tuning_records import Tuning
-from tests.proxy.conftest import Proxy, running
+from tests.proxy.conftest import Proxy, running, scripted, vllm
 from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import served
 from tests.trainer.tuning.scripted_reflection_model import ScriptedReflectionModel
 from trainer.tuning.rollouts import Job, RolloutRunner
 from trainer.tuning.settings import TunerSettings
@@ -25,19 +24,7 @@ WORKFLOWS = "tests.trainer.tuning.workflows"
 ALIAS = "agent"
 
 
-@pytest.fixture(scope="session")
-def scripted() -> Iterator[tuple[ScriptedVllm, str]]:
-    """One scripted vLLM for all tests, and where it answers."""
-    app = ScriptedVllm()
-    with served(app) as url:
-        yield app, url
-
-
-@pytest.fixture
-def vllm(scripted: tuple[ScriptedVllm, str]) -> ScriptedVllm:
-    """The scripted vLLM, as if just started. It says what the last message's `#say=` tells it."""
-    scripted[0].restart()
-    return scripted[0]
+__all__ = ["scripted", "vllm"]  # fixtures
 
 
 @pytest.fixture
