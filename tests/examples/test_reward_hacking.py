@@ -27,7 +27,7 @@ from store.states import PolicyAction, PolicyState
 from tests.examples.player import Messages, Script, calls, says
 from tests.proxy.conftest import Proxy, running
 from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import served
+from tests.proxy.servers import eventually, served
 from trainer.daemon import Daemon
 from trainer.judges.function import FunctionJudge
 from trainer.judges.lint import lint
@@ -72,7 +72,7 @@ def proxy(home: Path, tmp_path: Path) -> Iterator[Proxy]:
         held = store.rounds.start("agent", 0)
         store.rounds.commit(held.id, version=1, checkpoint=str(folder), groups=[], metrics={})
         store.policies.canary("agent", 1, 0.5)
-        time.sleep(1.5)  # the proxy looks once a second
+        eventually(lambda: 'ratchet_canary_share{alias="agent"} 0.5' in made.http.get("/metrics").text)
         yield made
 
 
