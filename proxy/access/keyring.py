@@ -3,7 +3,8 @@
 Promises: a store that does not answer leaves the last copy in use, so that an outage locks nobody out; a key that was
 revoked is refused within `refresh_seconds` of the store's answering again. Until the store's keys have been read once,
 only the environment's open the door, and where there are none, nothing does: a door that may need keys is not open.
-The copy lives in this process; a proxy cannot start while the store is down.
+A key that was made a moment ago is looked for when it first comes. The copy lives in this process; a proxy cannot start
+while the store is down.
 
 Keys are required as soon as there is one, also a revoked one: revoking the last key does not open the door. On a host
 that other machines reach they are required always. Keys themselves are never kept, only SHA-256.
@@ -31,6 +32,8 @@ from store.states import KeyScope
 log = logging.getLogger("ratchet.proxy")
 
 _NOTE_EVERY = 60.0  # seconds between notes of when keys were used last
+_LOOK_EVERY = 0.25  # seconds between looks for a key that is not known
+_LOOK_PATIENCE = 1.0  # seconds that a request waits for such a look
 
 
 class KeyRing:
@@ -55,6 +58,8 @@ class KeyRing:
         self._used: set[str] = set()
         self._noted_at = time.monotonic()
         self._task: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None  # for a key that is not known
+        self._looked_at = 0.0
 
     # --- asked with every request --------------------------------------------------------------------------
 
@@ -86,6 +91,19 @@ class KeyRing:
         self._used.add(hashed)
         return True
 
+    def knows(self, hashed: str) -> bool:
+        """Return whether a key opens anything."""
+        return hashed in self._agents or hashed in self._operators
+
+    async def look_for_new(self) -> None:
+        """Look into the store for a key that was made just now; few looks, however many wrong keys there are."""
+        if self._looking is None and time.monotonic() - self._looked_at > _LOOK_EVERY:
+            self._looking = asyncio.create_task(self._look())
+        if self._looking is not None:
+            await asyncio.wait([self._looking], timeout=_LOOK_PATIENCE)
+            if self._looking is not None and self._looking.done():
+                self._looking, self._looked_at = None, time.monotonic()
+
     @property
     def has_operators(self) -> bool:
         """Whether there is any operator's key."""
@@ -110,6 +128,8 @@ class KeyRing:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        if self._looking is not None:
+            await asyncio.wait([self._looking])
         self._noted_at = 0.0
         await self._note()
 
@@ -154,9 +174,10 @@ class KeyRing:
         return known
 
     async def _note(self) -> None:
-        """Tell the store about once a minute which of its keys were used."""
+        """Tell the store about once a minute which of its keys were used; of a first use at once."""
         now = time.monotonic()
-        if not self._used or now - self._noted_at < _NOTE_EVERY:
+        first = any(row.last_used_at is None and row.hash in self._used for row in self._rows or ())
+        if not self._used or (now - self._noted_at < _NOTE_EVERY and not first):
             return
         used, self._used, self._noted_at = self._used, set(), now
         ids = [row.id for row in self._rows or () if row.hash in used]

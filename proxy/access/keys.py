@@ -52,6 +52,8 @@ class Keys:
             if not needed:
                 _refuse_web_pages(scope)
             key = _key_of(scope)
+            if key.startswith(PREFIX) and (needed or self._ring.has_operators):
+                await self._learn(key)
             if self._is_operators(scope, path, key):
                 if path != _SPEAKING[1] and not self._ring.operator_needed:
                     _refuse_neighbours(scope)
@@ -65,6 +67,11 @@ class Keys:
             await self._app(scope, receive, send)
         else:
             await metered(self._app, caller.meter, scope, receive, send)
+
+    async def _learn(self, key: str) -> None:
+        """Have a key that nobody knows looked for: it may have been made a moment ago."""
+        if not self._ring.knows(_hash(key)) and not self._ring.knows(_hash(key.partition(":")[0])):
+            await self._ring.look_for_new()
 
     def _is_operators(self, scope: Scope, path: str, key: str) -> bool:
         """Return whether a request is to be let in as an operator's, or not at all."""

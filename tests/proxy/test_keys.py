@@ -72,8 +72,11 @@ def test_a_key_made_or_revoked_while_the_proxy_runs_counts_within_seconds(start:
     agent, row = made(store)
     eventually(lambda: status(proxy, "anything") == 401)
     assert status(proxy, agent) == 200
+    second, _ = made(store)
+    assert status(proxy, second) == 200, "a key that was just made is looked for"
     store.keys.revoke(row.id)
     eventually(lambda: status(proxy, agent) == 401)
+    eventually(lambda: store.keys.all()[1].last_used_at is not None)  # the first use is noted at once
     assert status(proxy, "anything") == 401, "revoking the last key must not open the door"
 
 
