@@ -58,15 +58,14 @@ def test_a_prompt_takes_the_place_of_the_agents_own_and_nobody_is_told(
     assert answer.status_code == 200
     assert PROMPT not in answer.text
     assert answer.headers["x-ratchet-policy"] == "agent@1"
-    role = "developer" if name == "developer" else "system"
     sent = vllm.calls[-1]
-    assert sent["messages"] == [{"role": role, "content": PROMPT}, USER]
+    assert sent["messages"] == [{"role": "system", "content": PROMPT}, USER]
     assert sent["model"] == vllm.base
     proxy.settled()
     (call,) = proxy.store.calls.page()
     read = proxy.store.trajectories.read(call.trajectory_id)
     said = [(message["role"], message["content"]) for message in read.messages]
-    own = [] if name == "none" else [(role, OWN["content"])]
+    own = [] if name == "none" else [("developer" if name == "developer" else "system", OWN["content"])]
     assert said == [*own, ("user", USER["content"]), ("assistant", "hello")]
     assert list(unpack_ids(call.prompt_ids)) == render(sent["messages"])
     assert call.untrainable is None
