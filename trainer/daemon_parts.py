@@ -55,7 +55,9 @@ def make_judging(settings: TrainerSettings, store: Store, progress: Progress) ->
     judge = make_judge(settings.judge, os.environ)
     second = _second_judge(settings, store, judge)
     book = ScoreBook(store.groups.scored(settings.model, judge.version))
-    credit = Credit(settings.credit, settings.family_scale, settings.single_least, settings.roles, book)
+    credit = Credit(
+        settings.credit, settings.family_scale, settings.single_least, settings.roles, book, settings.turn_weight
+    )
     scorekeeper = Scorekeeper(
         store,
         judge,

@@ -167,6 +167,12 @@ def _no_pairs(settings: TrainerSettings) -> str | None:
     )
 
 
+def _turns_of_whole_answers(settings: TrainerSettings) -> str | None:
+    if not settings.turn_weight or not settings.learner.objective.preference:
+        return None
+    return f"turn_weight has no effect with loss {settings.learner.loss}, which compares whole answers: set it to 0"
+
+
 def _without_effect(settings: TrainerSettings) -> str | None:
     """Name a setting that the loss never looks at: whoever set it believes in it."""
     learner, objective = settings.learner, settings.learner.objective
@@ -186,5 +192,5 @@ def _without_effect(settings: TrainerSettings) -> str | None:
 
 _CHECKS: tuple[Callable[[TrainerSettings], str | None], ...] = (
     _judge, _least_group, _single_least, _rank_of_one, _few_shadows, _unheard_shadows, _proof, _rate, _norm, _clip,
-    _no_pairs, _without_effect,
+    _no_pairs, _turns_of_whole_answers, _without_effect,
 )  # fmt: skip

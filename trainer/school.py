@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from store import Store
@@ -21,6 +22,7 @@ from store.reporting.reasons import left_out
 from trainer.casting import Casting
 from trainer.crediting.credit import Credit
 from trainer.crediting.roles import Roles
+from trainer.crediting.turns import Turns
 from trainer.errors import CheckpointDamaged, NoLearningSignal, RowError, TrainerError, TrainingDiverged
 from trainer.learning.learner import RoundReport
 from trainer.learning.rows import Rows, build_rows
@@ -90,13 +92,13 @@ class School:
             raise CheckpointDamaged(f"{folder}, the newest checkpoint of {self._alias}, is missing or not whole")
         return done.to_version, folder
 
-    def rows(self, member: Transcript, verdict: Verdict, earned: Earned) -> Rows:
+    def rows(self, member: Transcript, verdict: Verdict, earned: Earned, turns: Turns = MappingProxyType({})) -> Rows:
         """Return the rows of a judged trajectory, without what the judge has not seen."""
         calls = self._casting.named(self._store.trajectories.context_calls(member))
         seen = [call for call in calls if call.ended_at is not None and call.ended_at <= verdict.judged_at]
         late = sum(call.completion_tokens for call in calls if call not in seen)
         try:
-            rows = build_rows(member.trajectory.id, seen, earned[None], self._casting.roles, earned)
+            rows = build_rows(member.trajectory.id, seen, earned[None], self._casting.roles, earned, by_turn=turns)
         except RowError as error:
             log.warning("event=row_refused trajectory=%s reason=%r", member.trajectory.id, str(error))
             rows = Rows((), {"unsound row": sum(call.completion_tokens for call in seen)})
@@ -200,8 +202,8 @@ class School:
         rows: list[TokenRow] = []
         untrained: Counter[str] = Counter()
         keys = {group.id: group.key for group in groups}
-        for member, verdict, earned in self._credited(groups):
-            built = self.rows(member, verdict, earned)
+        for member, verdict, earned, turns in self._credited(groups):
+            built = self.rows(member, verdict, earned, turns)
             untrained.update(built.untrained)
             for row in built.rows:
                 unfit = pupil.unfit(row)
@@ -212,23 +214,26 @@ class School:
                     log.warning("event=row_refused reason=%r", unfit)
         return rows, dict(untrained)
 
-    def _credited(self, groups: Sequence[Group]) -> list[tuple[Transcript, Verdict, Earned]]:
-        """Return the members of the groups with their verdicts and advantages."""
+    def _credited(self, groups: Sequence[Group]) -> list[tuple[Transcript, Verdict, Earned, Turns]]:
+        """Return the members of the groups with their verdicts, their advantages and those of their single calls."""
         members: list[Transcript] = []
         said: list[Verdict] = []
+        turns: list[Turns] = []
         roles = (None, *self._credit.roles)
         advantages: dict[str | None, list[float]] = {role: [] for role in roles}
         for group in groups:
             verdicts = self._store.groups.verdicts(group.members)
             members += (read := self._transcripts.take(group.members))
             said += (given := [verdicts[name] for name in group.members])
+            runs = [member.trajectory for member in read]
+            turns += self._credit.turns(runs, given)
             for role in roles:
-                found = self._credit.advantages([member.trajectory for member in read], given, role)
+                found = self._credit.advantages(runs, given, role)
                 advantages[role] += found or (0.0,) * len(read)
         families = [member.trajectory.family for member in members]
         scaled = [self._credit.over_the_round(families, advantages[role]) for role in roles]
         earned = [dict(zip(roles, of_one, strict=True)) for of_one in zip(*scaled, strict=True)]
-        return list(zip(members, said, earned, strict=True))
+        return list(zip(members, said, earned, turns, strict=True))
 
     def _reward(self, groups: Sequence[Group]) -> dict[str, float]:
         names = [name for group in groups for name in group.members]

@@ -47,6 +47,9 @@ class TrainerSettings(BaseModel):
     credit: Literal["grpo", "dr_grpo", "rloo", "reinforce++"] = Field(
         "grpo", description="how scores become advantages: grpo, dr_grpo (no division), rloo or reinforce++"
     )
+    turn_weight: float = Field(
+        0.0, ge=0, description="weight of what a judge says of single calls (components turn:1, turn:2, ...); 0: none"
+    )
     roles: tuple[str, ...] = Field((), description="roles of a multi-agent system that train; empty: all")
     role_prompts: dict[str, str] = Field(
         default_factory=dict,

@@ -15,7 +15,7 @@ from tests.trainer import judge_samples
 def agents_work(
     store: Store,
     task: str,
-    scores: Sequence[float],
+    scores: Sequence[Any],
     prompt: Sequence[int] = (5, 6, 7),
     temperature: float = 1.0,
     **changes: Any,

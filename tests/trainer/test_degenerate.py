@@ -71,6 +71,7 @@ def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
         ({"learner": {"loss": "sft", "entropy_top_share": 0.2}}, "entropy_top_share has no effect", "leave it out"),
         ({"learner": {"loss": "grpo", "dr_grpo_length": 9}}, "dr_grpo_length has no effect", "take a loss that has"),
         ({"learner": {"preference_beta": 0.5}}, "preference_beta has no effect with loss dapo", "leave it out"),
+        ({"turn_weight": 1.0, "learner": {"loss": "dpo"}}, "turn_weight has no effect with loss dpo", "set it to 0"),
         ({"judge": SHORT}, "same score: rule short with most 1", "longest good length"),
         ({"judge": ANYTHING}, "matches every answer", "only a good answer"),
         (

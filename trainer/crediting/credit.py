@@ -21,6 +21,7 @@ from trainer.crediting.advantage import (
     single_advantage,
 )
 from trainer.crediting.baseline import ScoreBook
+from trainer.crediting.turns import Turns, turn_advantages
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Credit:
     single_least: int = 16
     roles: tuple[str, ...] = ()  # that train, where they were chosen
     book: ScoreBook = field(default_factory=ScoreBook)
+    turn_weight: float = 0.0
 
     def advantages(
         self, members: Sequence[Trajectory], verdicts: Sequence[Verdict], role: str | None = None
@@ -50,10 +52,15 @@ class Credit:
             return None
         return (single_advantage(sample.score, found.mean, found.std, self.name),)
 
+    def turns(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> list[Turns]:
+        """Return what each member's single calls earned on top of that, by their number."""
+        return turn_advantages(verdicts, self.name, 0.0 if is_cohort(members) else self.turn_weight)
+
     def teaches(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> bool | None:
         """Whether the group holds a learning signal; None for a single without a baseline."""
         if len(members) > 1:
-            return any(has_signal(_scores(verdicts, role)) for role in self.roles or (None,))
+            whole = any(has_signal(_scores(verdicts, role)) for role in self.roles or (None,))
+            return whole or any(any(turns.values()) for turns in self.turns(members, verdicts))
         advantages = self.advantages(members, verdicts)
         return None if advantages is None else abs(advantages[0]) > NO_VARIANCE
 

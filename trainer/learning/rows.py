@@ -60,8 +60,11 @@ def build_rows(
     by_role: Mapping[str | None, float] = MappingProxyType({}),
     *,
     imitated: bool = False,
+    by_turn: Mapping[int, float] = MappingProxyType({}),
 ) -> Rows:
     """Return the rows of a trajectory, all with the same advantage but those of the roles that `by_role` names.
+
+    `by_turn` comes on top of it, for the tokens of the trajectory's own calls by their number, from 1.
 
     `calls` are the trajectory's own and those of earlier trajectories that it continues, in the order in which they
     began; only its own carry loss. Rows that are `imitated` may have been sampled greedily or under constraints: what
@@ -71,14 +74,17 @@ def build_rows(
     spans: dict[_Key, _Span] = {}
     own: dict[_Key, _Span] = {}
     taken = TakenAnswers(calls)
+    number = 0  # of the trajectory's own calls
     for call in calls:
+        number += call.trajectory_id == trajectory_id
         for choice in call.choices:
             key = (call.id, choice.index)
             parent = spans.get((call.parent_call or "", call.parent_choice)) if call.context == "exact" else None
             if call.context == "exact" and parent is None:
                 untrained["context unknown"] += _size(choice)
                 continue
-            spans[key] = span = _Span(call, choice, parent, by_role.get(call.role, advantage))
+            earned = by_role.get(call.role, advantage)
+            spans[key] = span = _Span(call, choice, parent, earned, by_turn.get(number, 0.0))
             if call.trajectory_id != trajectory_id:
                 continue
             reason = why_untrainable(call, choice, imitated=imitated) or taken.why_not(call, choice)
@@ -162,9 +168,10 @@ def _size(choice: Choice) -> int:
 class _Span:
     """One answer in its context: a link of a chain of token-exact continuations."""
 
-    def __init__(self, call: Call, choice: Choice, parent: _Span | None, advantage: float) -> None:
+    def __init__(self, call: Call, choice: Choice, parent: _Span | None, advantage: float, more: float) -> None:
         self.key: _Key = (call.id, choice.index)
         self.parent = parent
+        self.more = more  # that its own turn earned
         self.prompt = unpack_ids(call.prompt_ids)
         self.ids = unpack_ids(choice.ids)
         self.logprobs = unpack_logprobs(choice.logprobs)
@@ -205,11 +212,13 @@ def _row(trajectory_id: str, chain: Sequence[_Span], trained: set[_Key], kind: t
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
+    more: list[float] = []
     for span in chain:
         ids += span.prompt + span.ids
         carries = span.key in trained
         mask += [0] * len(span.prompt) + [int(carries)] * len(span.ids)
         logprobs += [0.0] * len(span.prompt) + (list(span.logprobs) if carries else [0.0] * len(span.ids))
+        more += [0.0] * len(span.prompt) + [span.more if carries else 0.0] * len(span.ids)
     temperature, neutral, advantage = kind
     return TokenRow(
         trajectory_id=trajectory_id,
@@ -218,5 +227,6 @@ def _row(trajectory_id: str, chain: Sequence[_Span], trained: set[_Key], kind: t
         logprobs=tuple(logprobs),
         advantage=advantage,
         temperature=temperature,
+        advantages=tuple(advantage + one for one in more) if any(more) else None,
         importance=neutral,
     )

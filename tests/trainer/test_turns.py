@@ -1,0 +1,60 @@
+"""Rewards of single turns: compared over the turns of a group, and earned by the tokens of their own call alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from store import Store
+from store.records import Verdict
+from tests.trainer.agents import agents_work
+from tests.trainer.test_roles import verdicts
+from tests.trainer.test_rows import call, choice
+from trainer.crediting.turns import turn_advantages
+from trainer.learning.rows import build_rows
+
+if TYPE_CHECKING:
+    from trainer.daemon import Daemon
+
+
+def said(*turns: list[float]) -> list[Verdict]:
+    """Verdicts of equal scores, with what was said of each one's turns."""
+    return [verdicts([0.5], **{f"turn:{number}": [score] for number, score in enumerate(each, 1)})[0] for each in turns]
+
+
+def test_turns_are_compared_with_all_turns_of_the_group() -> None:
+    found = turn_advantages(said([1.0, 0.0], [0.5]), "dr_grpo", 2.0)
+    assert found == [{1: pytest.approx(1.0), 2: pytest.approx(-1.0)}, {1: pytest.approx(0.0)}]
+
+
+@pytest.mark.parametrize(
+    ("turns", "weight"),
+    [([[1.0], [0.0]], 0.0), ([[1.0], []], 1.0), ([[1.0, 0.0]], 1.0), ([[1.0], [1.0]], 1.0)],
+    ids=["no weight", "a member without", "a single", "all the same"],
+)
+def test_where_nothing_can_be_compared_turns_earn_nothing(turns: list[list[float]], weight: float) -> None:
+    assert not any(any(each.values()) for each in turn_advantages(said(*turns), "grpo", weight))
+
+
+def test_a_turns_advantage_reaches_the_tokens_of_its_own_call_in_the_same_row() -> None:
+    calls = [
+        call("1", (1, 2), choice((3, 4))),
+        call("2", (5,), choice((6,)), parent_call="1", context="exact"),
+        call("3", (7,), choice((8,)), parent_call="2", context="exact"),
+    ]
+    (row,) = build_rows("t", calls, 0.5, by_turn={1: 1.0, 3: -2.0}).rows
+    assert row.advantages is not None
+    assert [a for a, trained in zip(row.advantages, row.mask, strict=True) if trained] == [1.5, 1.5, 0.5, -1.5]
+    (plain,) = build_rows("t", calls, 0.5).rows
+    assert plain.advantages is None
+
+
+def test_a_group_of_equal_scores_is_trained_by_its_turns(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+    by_turn = [{"score": 0.5, "components": {"turn:1": score}} for score in (0.0, 1.0)]
+    agents_work(store, "a", by_turn)
+    make_daemon(turn_weight=0.5, groups_per_round=1).turn(1000.0)
+    (held,) = store.rounds.page("agent")
+    assert held.metrics["tokens_trained"] == 6
+    assert held.metrics["weight_change"] > 0
