@@ -16,6 +16,7 @@ from ratchet.running import engine
 from ratchet.settings import load
 
 ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 UNIT = (ROOT / "deploy" / "ratchet.service").read_text()
 
@@ -56,7 +57,7 @@ def test_the_production_page_tells_the_arguments_that_proxy_and_trainer_rest_on(
 
 
 def test_releases_are_pinned_and_vllm_is_the_one_that_is_tested(services: dict[str, Any]) -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = PYPROJECT["project"]["optional-dependencies"]
     assert services["vllm"]["image"] == "vllm/vllm-openai:v" + extras["vllm"][0].partition("==")[2]
     for service in services.values():
         assert "build" in service or re.search(r":v?\d+\.\d+", service["image"])
@@ -101,3 +102,12 @@ def test_the_unit_gives_up_longer_to_stop_than_up_takes() -> None:
     assert float(stop[1]) > 2 * _STOP_WITHIN
     assert "Restart=on-failure" in UNIT
     assert not re.search(r"^User=root$", UNIT, re.MULTILINE)
+
+
+def test_the_console_is_in_the_wheel() -> None:
+    """As setuptools gathers it: the pages are no modules, and a wheel without them serves 404."""
+    told = PYPROJECT["tool"]["setuptools"]["package-data"]["proxy.console"]
+    pages = ROOT / "proxy" / "console"
+    packed = {path.relative_to(pages) for pattern in told for path in pages.glob(pattern)}
+    assert packed == {path.relative_to(pages) for path in pages.rglob("*") if path.is_file() and path.suffix != ".py"
+                      and "__pycache__" not in path.parts}  # fmt: skip

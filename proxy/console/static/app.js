@@ -32,6 +32,7 @@ let turn = 0;
 function nav(current) {
   document.getElementById("nav").replaceChildren(...PAGES.filter(([, title]) => title).map(([name, title]) =>
     h("a", { href: `#/${name}`, "aria-current": name === current ? "page" : null }, title)));
+  document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
 }
 
 async function route() {

@@ -13,7 +13,7 @@ function ticks(low, high, most) {
 }
 
 function bounds(points) {
-  const lows = points.map((p) => p.low ?? p.mean), highs = points.map((p) => p.high ?? p.mean);
+  const lows = points.map((p) => p.low), highs = points.map((p) => p.high);
   let low = Math.min(...lows), high = Math.max(...highs);
   if (points.every((p) => p.mean >= 0 && p.mean <= 1)) { low = 0; high = 1; }
   const room = (high - low) * 0.05 || 0.5;
@@ -21,26 +21,23 @@ function bounds(points) {
 }
 
 /** Mean score by version with its 95% interval. `marks`: version -> live or canary. */
-export function curve(versions, marks) {
+export function curve(points, marks) {
   const [W, H] = innerWidth < 620 ? [360, 190] : [1000, 260];
-  const points = versions.map((v) => ({ ...v, low: v.low === null ? null : Math.max(v.low, -1e9) }));
   const [low, high] = bounds(points);
   const first = points[0].version, last = points.at(-1).version;
   const x = (version) => (first === last ? (LEFT + W - RIGHT) / 2 : LEFT + ((version - first) / (last - first)) * (W - LEFT - RIGHT));
   const y = (value) => TOP + (1 - (Math.min(high, Math.max(low, value)) - low) / (high - low)) * (H - TOP - BOTTOM);
   const caption = h("figcaption", { class: "dim" });
   const tell = (p) => {
-    const reach = p.low === null ? "one score alone has no interval" : `95% ${score(p.low)} to ${score(p.high)}`;
     caption.replaceChildren(h("b", {}, `@${p.version}`), marks[p.version] ? ` ${marks[p.version]}` : "",
-      `  mean ${score(p.mean)} · ${reach} · ${count(p.count)} scored`);
+      `  mean ${score(p.mean)} · 95% ${score(p.low)} to ${score(p.high)} · ${count(p.count)} scored`);
   };
-  const banded = points.filter((p) => p.low !== null);
-  const edge = [...banded.map((p) => `${x(p.version)},${y(p.high)}`), ...banded.toReversed().map((p) => `${x(p.version)},${y(p.low)}`)];
+  const edge = [...points.map((p) => `${x(p.version)},${y(p.high)}`), ...points.toReversed().map((p) => `${x(p.version)},${y(p.low)}`)];
   const versionTicks = ticks(first, last, W / 70).filter(Number.isInteger);
   const few = points.length <= 80;
   const dots = points.filter((p) => few || marks[p.version]).map((p) => {
     const dot = s("circle", { class: `dot ${marks[p.version] ?? ""}`, cx: x(p.version), cy: y(p.mean), r: marks[p.version] ? 5 : 3.5 });
-    const whisker = p.low === null || !few ? null : s("line", { class: "whisker", x1: x(p.version), x2: x(p.version), y1: y(p.low), y2: y(p.high) });
+    const whisker = !few ? null : s("line", { class: "whisker", x1: x(p.version), x2: x(p.version), y1: y(p.low), y2: y(p.high) });
     return s("g", {}, whisker, dot);
   });
   const guide = s("line", { class: "guide", y1: TOP, y2: H - BOTTOM, visibility: "hidden" });
@@ -67,7 +64,7 @@ export function curve(versions, marks) {
     s("line", { class: "grid", x1: LEFT, x2: W - RIGHT, y1: y(value), y2: y(value) }),
     s("text", { class: "axis", x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, String(Number(value.toPrecision(3)))))),
   versionTicks.map((value) => s("text", { class: "axis", x: x(value), y: H - 9, "text-anchor": "middle" }, `@${value}`)),
-  banded.length > 1 ? s("polygon", { class: "band", points: edge.join(" ") }) : null,
+  points.length > 1 ? s("polygon", { class: "band", points: edge.join(" ") }) : null,
   s("polyline", { class: "line", points: points.map((p) => `${x(p.version)},${y(p.mean)}`).join(" ") }),
   guide, dots);
   tell(points.at(-1));

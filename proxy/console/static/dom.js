@@ -67,8 +67,15 @@ export class Slot {
     this.seen = text;
     const held = this.element.contains(document.activeElement) ? document.activeElement.dataset.focus : null;
     this.element.replaceChildren(...[build(data)].flat(9).filter(Boolean));
+    this.element.querySelectorAll("table.list").forEach(name);
     if (held) [...this.element.querySelectorAll("[data-focus]")].find((one) => one.dataset.focus === held)?.focus();
   }
+}
+
+/** Let the cells of a list say whose they are: on a narrow screen there is no head above them. */
+function name(table) {
+  const heads = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
+  for (const row of table.tBodies[0].rows) [...row.cells].forEach((cell, at) => { cell.dataset.name = heads[at]; });
 }
 
 let toastTimer = 0;

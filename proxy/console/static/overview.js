@@ -13,7 +13,7 @@ const empty = (text) => h("p", { class: "empty" }, text);
 
 export function overview(place) {
   const traffic = new Traffic();
-  const slots = Object.fromEntries(["alarms", "aliases", "states", "rounds", "proxy", "tools", "tokens"].map((name) => [name, new Slot(h("div", { class: `slot ${name}` }))]));
+  const slots = Object.fromEntries(["alarms", "aliases", "states", "rounds", "proxy", "tools", "tokens"].map((name) => [name, new Slot(h("div", { class: `slot slot-${name}` }))]));
   const column = (...names) => h("div", { class: "stack" }, names.map((name) => slots[name].element));
   place.append(slots.alarms.element, slots.aliases.element,
     h("div", { class: "columns" }, column("states", "rounds"), column("proxy", "tokens", "tools")));
@@ -51,10 +51,10 @@ function alias(one) {
       h("div", {}, h("h1", {}, one.alias), chips(one)),
       h("p", { class: `answer ${verdict}` }, h("b", {}, TITLES[verdict] ?? "Not known yet"),
         whole ? h("span", {}, `${signed(whole.gain.value)}  (95% ${signed(whole.gain.low)} to ${signed(whole.gain.high)})`) : h("span", {}, one.learning.missing ?? ""))),
-    one.learning.versions.length ? curve(one.learning.versions, marks) : empty("No score of real traffic yet: the curve begins with the first verdicts."),
+    one.learning.versions.length ? curve(one.learning.versions, marks) : empty("No score of real traffic yet: the curve begins with the first verdicts, where a judge is named (trainer.judge)."),
     whole ? comparison(one.learning.families) : null,
     one.learning.versions.length > 1 ? h("details", {}, h("summary", { "data-focus": `table ${one.alias}` }, "The curve as a table"), table(one.learning.versions)) : null,
-    one.works.length ? h("div", { class: "works" }, one.works.map(work)) : empty("No trainer has told of work yet."),
+    one.works.length ? h("div", { class: "works" }, one.works.map(work)) : null,
     one.decisions.length ? h("ol", { class: "decisions" }, one.decisions.map(decision)) : null);
 }
 
@@ -92,7 +92,7 @@ function table(versions) {
   return h("div", { class: "scroll" }, h("table", {},
     h("thead", {}, h("tr", {}, ["Version", "Mean", "95% interval", "Scored"].map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, versions.toReversed().map((v) => h("tr", {}, h("td", {}, `@${v.version}`), h("td", { class: "num" }, score(v.mean)),
-      h("td", { class: "num" }, v.low === null ? NONE : `${score(v.low)} to ${score(v.high)}`), h("td", { class: "num" }, count(v.count)))))));
+      h("td", { class: "num" }, `${score(v.low)} to ${score(v.high)}`), h("td", { class: "num" }, count(v.count)))))));
 }
 
 function work(one) {
