@@ -73,11 +73,11 @@ class _Run(NamedTuple):
 def ship(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
     """Write a batch of beginnings and ends inside the caller's transaction."""
     share_messages(connection)
-    _add_messages(connection, records)
     # The first record of a kind counts; those that follow it in the batch repeat it.
     begun = {one.call_id: one for one in map(_begun_of, reversed(records))}
     ended = {one.begun.call_id: one for one in reversed(records) if isinstance(one, CallEnded)}
     known = _known(connection, sorted(begun))
+    _add_messages(connection, begun.values(), ended.values(), known)
     new = [one for one in reversed(begun.values()) if one.call_id not in known]
     awaited = (CallState.BEGUN, CallState.INTERRUPTED)
     ending = {n: end for n, end in ended.items() if n not in known or known[n].state in awaited}
@@ -105,15 +105,18 @@ def _begun_of(record: CallRecord) -> CallBegun:
     return record if isinstance(record, CallBegun) else record.begun
 
 
-def _add_messages(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
+def _add_messages(
+    connection: sa.Connection, begun: Iterable[CallBegun], ended: Iterable[CallEnded], known: Collection[str]
+) -> None:
+    """Write messages and tool lists. Those of a beginning that is stored came with it, and its call keeps them."""
     nodes: dict[str, MessageNode] = {}
     toolsets: dict[str, bytes] = {}
-    for record in records:
-        begun = _begun_of(record)
-        for node in (*begun.nodes, *(record.nodes if isinstance(record, CallEnded) else ())):
-            nodes[node.hash] = node
-        if begun.tools:
-            toolsets[begun.tools_hash] = begun.tools
+    for one in begun:
+        if one.call_id not in known:
+            nodes |= {node.hash: node for node in one.nodes}
+            toolsets |= {one.tools_hash: one.tools} if one.tools else {}
+    for end in ended:
+        nodes |= {node.hash: node for node in end.nodes}
     _insert(connection, schema.messages, _NODE_COLUMNS, [_node_values(nodes[n]) for n in sorted(nodes)], new_only=True)
     insert_new(connection, schema.toolsets, [{"hash": name, "body": toolsets[name]} for name in sorted(toolsets)])
 

@@ -33,7 +33,7 @@ log = logging.getLogger("ratchet.proxy")
 _ROOT = Path(__file__).parents[2]
 _HEAD = struct.Struct("<I")
 _NICENESS = 5  # calls are served first; what waits meanwhile is safe in the journal
-_COLLECT = (50_000, 20, 100)  # what a batch makes refers to nothing in circles: collections by default are 8% of it
+COLLECT = (50_000, 20, 100)  # what a batch makes refers to nothing in circles: collections by default are 8% of it
 _PATIENCE = 2.0  # seconds for a child to end by itself
 
 
@@ -165,7 +165,7 @@ def main() -> None:
     porter = Porter(Store(connect(url.decode(), create=False, writes_much=True)))
     gc.collect()
     gc.freeze()  # what was imported stays
-    gc.set_threshold(*_COLLECT)
+    gc.set_threshold(*COLLECT)
     while (question := _hear(questions)) is not None:
         try:
             _say(answers, _ask(_answer(porter, _asked(question))))

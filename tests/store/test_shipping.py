@@ -10,8 +10,10 @@ import pytest
 
 from store import Store, open_store
 from store.errors import StoreError
+from store.listing import Chosen
 from store.records import CallEnded, Shipment, Verdict, pack_ids
 from store.states import CallState, TrajectoryState
+from store.verification import verify
 from tests.records import QUESTION, answered_trajectory, begun, ended, tool_call
 
 
@@ -39,6 +41,15 @@ def test_an_end_that_comes_later_replaces_the_beginning_where_it_is(store: Store
     store.calls.ship([end])
     assert store.calls.read("call_1").trajectory_id == "t1"
     assert store.trajectories.get("t1").state is TrajectoryState.SEALED
+
+
+def test_an_end_brings_its_prompt_back_where_the_beginning_was_deleted_meanwhile(store: Store, store_url: str) -> None:
+    start, end = _pair("call_1", "t1")
+    store.calls.ship([start])
+    store.deletions.delete(Chosen(id="t1"), "asked", patience=0.0)
+    store.calls.ship([end])
+    assert len(store.trajectories.read("t1").messages) == len(QUESTION) + 1
+    assert verify(store_url).sound
 
 
 def test_proxies_that_ship_the_same_messages_and_trajectories_do_not_harm_each_other(store_url: str) -> None:

@@ -1,0 +1,137 @@
+"""What the process that ships the journal spends on a call, by kind of call, beside a store of any size.
+
+    opening     the first call of a trajectory: 2.4 KB of prompt, 380 + 32 tokens
+    continuing  calls of agents of 20 turns with tools, 32 agents in turns: a tool's result in, a tool call out
+    apart       the same, each end shipped in a later batch than its beginning, as with a model that takes seconds
+
+A journal is made, then carried in pieces as the carrier carries them, in this process. CPU time, without the reading
+of the journal's bounds and the first two pieces. To compare two versions of the code, run them in turns.
+
+    python -m benchmarks.shipping [--calls 6000] [--batch 450] [--stored 0] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import resource
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.storage import Writer, trajectory
+from proxy.recording.carrier import Piece, Porter
+from proxy.recording.carrier_process import COLLECT
+from proxy.recording.segments import MAGIC, frame
+from store import Store, open_store
+from store.database import connect
+from store.ids import new_id
+from store.messages import node
+from store.records import CallBegun, CallEnded, Choice, Shipment, pack_ids, pack_logprobs
+from store.states import CallState
+
+_AGENTS, _TURNS = 32, 20
+_LATER = 2  # batches between a beginning and its end, of calls apart
+_USER = "Find the message about the budget of the spring meeting. " * 40
+
+
+def opening(calls: int, seed: int = 1) -> Iterator[list[Shipment]]:
+    """Yield the beginning and the end of calls that each begin a trajectory."""
+    chance = random.Random(seed)
+    system = node("", {"role": "system", "content": "You find messages in a mailbox. " * 45})
+    prompt, sampled, logprobs = pack_ids(range(1000, 1380)), pack_ids(range(32)), pack_logprobs([-0.5] * 32)
+    for number in range(calls):
+        asked = node(system.hash, {"role": "user", "content": f"{chance.getrandbits(64)} {_USER}"})
+        reply = node(asked.hash, {"role": "assistant", "content": f"{chance.getrandbits(64)} " + "word " * 32})
+        begun = CallBegun(
+            call_id=new_id("call"), trajectory_id=new_id("traj"), started_at=1.79e9 + number / 1000, alias="mail",
+            version=0, dialect="chat", streamed=False, linked_by="root", prompt_node=asked.hash, key_id="key_1",
+            sampling={"temperature": 1.0, "max_tokens": 256}, nodes=(system, asked) if number == 0 else (asked,),
+        )  # fmt: skip
+        choice = Choice(index=0, finish_reason="stop", ids=sampled, logprobs=logprobs, reply_node=reply.hash)
+        yield [begun, CallEnded(
+            begun=begun, state=CallState.ANSWERED, ended_at=begun.started_at + 0.02, status=200, prompt_ids=prompt,
+            prompt_tokens=380, completion_tokens=32, choices=(choice,), nodes=(reply,),
+            answer_id=f"chatcmpl-{chance.getrandbits(128):032x}",
+        )]  # fmt: skip
+
+
+def continuing(calls: int, seed: int = 1) -> Iterator[list[Shipment]]:
+    """Yield the beginning and the end of calls of agents that go on, in turns."""
+    chance, writer = random.Random(seed), Writer(seed)
+    agents: list[Iterator[list[Shipment]]] = []
+    for number in range(calls):
+        if len(agents) < _AGENTS:
+            agents.append(trajectory(writer, _TURNS, forks=False, at=1.79e9 + number))
+        agent = chance.choice(agents)
+        records = next(agent, None)
+        if records is None:
+            agents.remove(agent)
+        else:
+            yield records
+
+
+def journal(file: Path, pairs: Iterator[list[Shipment]], batch: int, later: int) -> list[int]:
+    """Write calls as a segment, ends `later` batches later; return where each piece of about `batch` calls ends."""
+    ends: list[Shipment] = []
+    bounds: list[int] = []
+    with file.open("wb") as segment:
+        segment.write(MAGIC)
+        for number, (begun, end) in enumerate(pairs, 1):
+            segment.write(frame(begun))
+            ends.append(end)
+            if len(ends) > later * batch:
+                segment.write(frame(ends.pop(0)))
+            if number % batch == 0:
+                bounds.append(segment.tell())
+        segment.writelines(frame(end) for end in ends)
+        return [*bounds, segment.tell()]
+
+
+def carry(url: str, file: Path, bounds: list[int]) -> dict[str, float]:
+    """Carry a segment into a store; return microseconds of CPU per call: in all, and of them in the kernel."""
+    porter = Porter(Store(connect(url, create=False, writes_much=True)))
+    at, calls, before = len(MAGIC), 0, resource.getrusage(resource.RUSAGE_SELF)
+    for number, bound in enumerate(bounds):
+        if number == 2:
+            calls, before = 0, resource.getrusage(resource.RUSAGE_SELF)
+        while at < bound:
+            carried = porter.carry(Piece(str(file), at, bound))
+            at, calls = carried.offset, calls + len(carried.ended)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    kernel = after.ru_stime - before.ru_stime
+    return {"us": 1e6 * (after.ru_utime - before.ru_utime + kernel) / calls, "kernel": 1e6 * kernel / calls}
+
+
+def main() -> None:
+    """Print one line per kind of call."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=6_000)
+    parser.add_argument("--batch", type=int, default=450, help="calls in one piece")
+    parser.add_argument("--stored", type=int, default=0, help="trajectories that are in the store before")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    kinds = {"opening": (opening, 0), "continuing": (continuing, 0), "apart": (continuing, _LATER)}
+    found = {}
+    for kind, (make, later) in kinds.items():
+        with tempfile.TemporaryDirectory() as folder:
+            url, file = f"sqlite:///{folder}/store.db", Path(folder) / "journal"
+            open_store(url).close()
+            if options.stored:
+                carry(url, file, journal(file, opening(options.stored, seed=2), 1000, 0))
+            bounds = journal(file, make(options.calls), options.batch, later)
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(*COLLECT)
+            found[kind] = carry(url, file, bounds)
+    if options.json:
+        print(msgspec.json.encode(found).decode())
+    for kind, one in found.items() if not options.json else ():
+        print(f"{kind:12} {one['us']:7.1f} us a call, {one['kernel']:5.1f} of them in the kernel")
+
+
+if __name__ == "__main__":
+    main()
