@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from starlette.types import Receive, Send
 
 from ratchet.cli import run
 from ratchet.measuring.calls import Block, Call
@@ -18,10 +20,21 @@ from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually, served
 
 
+class FailingOnce(ScriptedVllm):
+    """Refuses the call of one number."""
+
+    refused: int | None = None
+
+    async def _chat(self, body: dict[str, Any], receive: Receive, send: Send) -> None:
+        if len(self.calls) == self.refused:
+            self.failures_left, self.failure = 1, 400
+        await super()._chat(body, receive, send)
+
+
 class Bench:
     """A proxy before a scripted vLLM, and the command pointed at both."""
 
-    def __init__(self, proxy: str, upstream: str, vllm: ScriptedVllm, store: Store) -> None:
+    def __init__(self, proxy: str, upstream: str, vllm: FailingOnce, store: Store) -> None:
         self.vllm, self.store = vllm, store
         self._where = ["--proxy", proxy, "--upstream", upstream, "--model", "agent"]
 
@@ -31,7 +44,7 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def circle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    folder, vllm = tmp_path_factory.mktemp("bench"), ScriptedVllm()
+    folder, vllm = tmp_path_factory.mktemp("bench"), FailingOnce()
     store = open_store(str(folder / "s.db"))
     with served(vllm) as upstream, running(upstream, store, folder) as proxy:
         yield Bench(proxy.url, upstream, vllm, store)
@@ -42,7 +55,7 @@ def circle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 def bench(circle: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """The circle, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    circle.vllm.failures_left = 0
+    circle.vllm.failures_left, circle.vllm.refused = 0, None
     circle.vllm.calls.clear()
     return circle
 
@@ -60,7 +73,7 @@ def test_straight_and_proxied_calls_are_told_side_by_side_with_what_the_proxy_ad
     assert all(one["low"] <= one["value"] <= one["high"] for one in told["added"])
     proxied = told["ways"][2]
     assert proxied["overhead"]["p50"] > 0
-    assert proxied["cpu_us"] > 0
+    assert proxied["cpu_us"] is not None
     streamed = [body for body in bench.vllm.calls if body.get("stream")]
     assert len(streamed) == (len(bench.vllm.calls) if how == "--stream" else 0)
 
@@ -83,8 +96,10 @@ def test_failed_calls_are_counted_with_their_reason_and_end_the_command_with_1(
     assert bench.run("--concurrency", "4", "--turns", "1") == 1
     assert "straight (http://127.0.0.1" in (told := capsys.readouterr().err)
     assert "no call succeeds: 400" in told
-    bench.vllm.failures_left = 3
+    bench.vllm.calls.clear()
+    bench.vllm.refused = 3  # after a warm-up of each way
     assert bench.run("--concurrency", "1", "--turns", "1", "--calls", "1") == 1
+    assert "1 of 1 calls failed straight: 400: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
