@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -71,10 +72,9 @@ async def serve(
                 one = await _serve(agent, visit, number, random.Random(f"{seed} {number}"), habits)
                 served.append(one)
                 if one.rollout.response_id is not None:
-                    for thumb in one.thumbs:
-                        task = asyncio.create_task(say(web, api_key, one.rollout.response_id, thumb, given))
-                        told.add(task)
-                        task.add_done_callback(told.discard)
+                    task = asyncio.create_task(_tell(web, api_key, one.rollout.response_id, one.thumbs, given))
+                    told.add(task)
+                    task.add_done_callback(told.discard)
                 if on_served is not None:
                     on_served(one)
 
@@ -90,9 +90,15 @@ async def _serve(agent: Agent, visit: Visit, number: int, rng: random.Random, ha
     return Served(visit, rollout, tuple(thumbs(visit, rollout.success, habits, rng)))
 
 
+async def _tell(web: httpx.AsyncClient, key: str, response_id: str, said: tuple[Thumb, ...], given: Counter) -> None:
+    began = time.monotonic()
+    for thumb in said:  # one after the other: the last word of a user is the one that counts
+        await asyncio.sleep(max(0.0, began + thumb.after - time.monotonic()))
+        await say(web, key, response_id, thumb, given)
+
+
 async def say(web: httpx.AsyncClient, key: str, response_id: str, thumb: Thumb, given: Counter) -> None:
-    """Gives one thumb when its time has come; tries again where the server asks for it."""
-    await asyncio.sleep(thumb.after)
+    """Gives one thumb; tries again where the server asks for it."""
     said = {"response_id": response_id, "value": thumb.value, "end_user": thumb.end_user}
     for attempt in range(_RETRIES):
         try:

@@ -156,7 +156,7 @@ def test_a_client_that_does_not_read_is_let_go_and_its_call_is_aborted(proxy: Pr
     with dialled(proxy) as line:
         line.sendall(PATH + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         store = open_store(str(folder / "store.db"))
-        call = eventually(lambda: next((c for c in store.calls.page() if c.state == "aborted"), None), 15)
+        call = eventually(lambda: next((c for c in store.calls.page() if c.state == "aborted"), None), 60)
     assert 0 < call.completion_tokens < 40_000
     store.close()
 
