@@ -15,7 +15,6 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -225,13 +224,3 @@ def _environment(chromium: Path) -> dict[str, str]:
     told = subprocess.run(["ldd", str(chromium)], capture_output=True, text=True, check=False).stdout
     more = {"LD_LIBRARY_PATH": str(own)} if "not found" in told and own.exists() else {}
     return {**os.environ, **more}
-
-
-@contextlib.contextmanager
-def running_browser(chromium: Path, folder: Path) -> Iterator[Browser]:
-    """A Chromium as long as it is needed."""
-    browser = Browser(chromium, folder)
-    try:
-        yield browser
-    finally:
-        browser.end()

@@ -15,7 +15,7 @@ from proxy.console.pages import _FOLDER
 from proxy.settings import hash_key
 from store import Store, open_store
 from tests.proxy import console_world
-from tests.proxy.browser import Browser, Page, program, running_browser
+from tests.proxy.browser import Browser, BrowserFailed, Page, program
 from tests.proxy.conftest import Proxy, Start, running
 from tests.proxy.scripted_vllm import ScriptedVllm
 
@@ -40,8 +40,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     chromium, missing = program()
     if chromium is None:
         pytest.skip(missing)
-    with running_browser(chromium, tmp_path_factory.mktemp("browser")) as found:
-        yield found
+    try:
+        found = Browser(chromium, tmp_path_factory.mktemp("browser"))
+    except BrowserFailed as failed:
+        pytest.skip(f"Chromium does not start here: {failed}")
+    yield found
+    found.end()
 
 
 @pytest.fixture
