@@ -1,8 +1,8 @@
 """Runs one proxy until it is told to stop: what `ratchet proxy` calls.
 
-SIGTERM and SIGINT make it unready, stop the listening (after `drain_delay`), let running calls end (`drain_timeout`),
-then write, ship and close; a second signal does not wait for the delay, and a third, SIGINT, for nothing. The port is
-taken before anything else, so that a busy one is an error with a remedy.
+SIGTERM, SIGINT and SIGHUP make it unready, stop the listening (after `drain_delay`), let running calls end
+(`drain_timeout`), then write, ship and close; a second signal does not wait for the delay, and a third, SIGINT, for
+nothing. The port is taken before anything else, so that a busy one is an error with a remedy.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
     _open_files(2 * settings.most_connections + _OTHER_FILES)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every malformed request: a flood
     handlers = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        handlers[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda _, at: server.handle_exit(signal.SIGTERM, at))
     try:
         server.run(sockets=[listener])
     finally:

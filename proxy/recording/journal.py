@@ -99,6 +99,7 @@ class Journal:
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             adopt(self.folder, segment_path(self.folder, self._latest() + 1))
+            ends = {number: records_end(segment_path(self.folder, number)) for number in segment_numbers(self.folder)}
         except BlockingIOError:
             raise StartError(
                 f"journal {self.folder} is in use by another proxy: give this one another --journal folder"
@@ -107,8 +108,7 @@ class Journal:
             raise StartError(
                 f"journal {self.folder} cannot be used: {error}; give a writable --journal folder"
             ) from error
-        numbers = segment_numbers(self.folder)
-        self._written = {number: Written(0, records_end(segment_path(self.folder, number))) for number in numbers}
+        self._written = {number: Written(0, end) for number, end in ends.items()}
         self.bytes = sum(written.bytes for written in self._written.values())
         self._number = self._latest()
         self.first = self._number + 1

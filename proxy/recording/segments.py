@@ -9,6 +9,7 @@ before it is whole.
 from __future__ import annotations
 
 import os
+import re
 import struct
 import zlib
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ _HEAD = struct.Struct("<II")
 _MOST_FRAME = 2**30
 _CHUNK = 2**20
 
+_PAYLOAD = re.compile(rb"(?s)(?:[\x80-\x8f]|\xde..)\xa4type(?:\xa5begun|\xa5ended|\xa8feedback)")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Shipment).decode
 
@@ -139,6 +141,24 @@ def read_segment(path: Path, offset: int, most_bytes: int, until: int | None = N
     if not at_end and end in ("end", "torn"):
         end = "more"
     return Reading(records, offset + used, end)
+
+
+def next_frame(path: Path, offset: int) -> int | None:
+    """Return where the first whole record at or behind `offset` begins, whatever stands before it. Raises OSError.
+
+    The beginnings of payloads are looked for, where a record names its kind: bytes that no text within a record can
+    hold, since they are no UTF-8.
+    """
+    data = path.read_bytes()
+    offset = max(offset, len(MAGIC))
+    found = (match.start() - _HEAD.size for match in _PAYLOAD.finditer(data, offset + _HEAD.size))
+    return next((at for at in found if at >= offset and _is_frame(data, at)), None)
+
+
+def _is_frame(data: bytes, at: int) -> bool:
+    length, checksum = _HEAD.unpack_from(data, at)
+    start = at + _HEAD.size
+    return bool(0 < length <= len(data) - start) and zlib.crc32(memoryview(data)[start : start + length]) == checksum
 
 
 def _behind(data: bytes, file: BinaryIO) -> str:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -23,7 +24,14 @@ from proxy.observing.tool_counts import ToolCounts
 from proxy.recording.bell import Bell
 from proxy.recording.carrier import DEAD_LETTERS, Carried, Carrier, Piece
 from proxy.recording.journal import Journal, Written
-from proxy.recording.segments import Position, read_position, segment_numbers, segment_path, write_position
+from proxy.recording.segments import (
+    Position,
+    next_frame,
+    read_position,
+    segment_numbers,
+    segment_path,
+    write_position,
+)
 from store import Store
 from store.errors import SchemaMismatch, StoreUnavailable
 
@@ -162,19 +170,17 @@ class Shipper:
         if ours:
             self._finish_replay()
             at = self._position
-        offset = at.offset if number == at.segment else 0
+        known = number == at.segment and at.offset <= written[number].bytes  # else the position is another journal's
+        offset = at.offset if known else 0
         path = segment_path(self._journal.folder, number)
         carried = self._carry(Piece(str(path), offset, written[number].bytes if ours else None))
         self._advance(number, carried)
-        if ours:
-            self._done[number] += carried.records
-        else:
-            self.replays += carried.records
-        self.moved += carried.records
+        self._count(number, carried, ours)
         # Our own segments hold whole records up to where they were written: less than that is damage, too.
         short = ours and (carried.end == "torn" or (carried.end == "more" and not carried.records))
-        if carried.end == "damaged" or short:
-            self._keep_damaged(number, carried.offset)
+        torn = carried.end == "torn" and next_frame(path, carried.offset + 1) is not None
+        if carried.end == "damaged" or short or torn:
+            self._pass_damage(number, carried.offset, ours)
             return True
         if carried.end == "more":
             return True
@@ -194,11 +200,39 @@ class Shipper:
             self._on_deletion()
         self._deleted_at, self._look_at = deleted_at, time.monotonic() + _LOOK_EVERY
 
-    def _keep_damaged(self, number: int, offset: int) -> None:
-        """Put a segment that cannot be read on aside, for a person to see."""
+    def _count(self, number: int, carried: Carried, ours: bool) -> None:
+        if ours:
+            self._done[number] += carried.records
+        else:
+            self.replays += carried.records
+        self.moved += carried.records
+
+    def _pass_damage(self, number: int, offset: int, ours: bool) -> None:
+        """Put a segment that cannot be read on aside, for a person to see; what can be read behind it is shipped."""
         path = segment_path(self._journal.folder, number)
-        kept = path.rename(path.with_suffix(".damaged"))
-        self._bell.ring(DAMAGE_ALARM, f"{kept} cannot be read from byte {offset} on")
+        kept = path.with_suffix(".damaged")
+        if ours:  # first: from then on the journal writes to another one
+            path.rename(kept)
+        rest = self._behind(kept if ours else path, offset)
+        if not ours:
+            path.rename(kept)
+        for carried in rest:
+            self._advance(number, carried)
+            self._count(number, carried, ours)
+        read = sum(carried.records for carried in rest)
+        self._bell.ring(DAMAGE_ALARM, f"{kept} cannot be read at byte {offset}; {read} records behind it were shipped")
+
+    def _behind(self, path: Path, offset: int) -> list[Carried]:
+        """Have carried what can be read behind damage at `offset`. Raises StoreError, OSError."""
+        rest: list[Carried] = []
+        while (at := next_frame(path, offset + 1)) is not None:
+            rest.append(self._carry(Piece(str(path), at, None)))
+            while rest[-1].end == "more" and rest[-1].records:
+                rest.append(self._carry(Piece(str(path), rest[-1].offset, None)))
+            if rest[-1].end == "end":
+                break
+            offset = rest[-1].offset
+        return rest
 
     def _count_gaps(self, segments: Mapping[int, Written]) -> None:
         """Give up the records whose segment has gone before they were shipped."""

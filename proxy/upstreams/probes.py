@@ -2,13 +2,14 @@
 
 A replica whose breaker has cooled off is asked, too, and its answer closes the breaker: no agent's call is the
 probe. A server that is not ours is asked only for that (`idle`). A slow answer opens nothing, as a replica may be busy;
-no connection does.
+no connection does, and so does one that hangs: that leaves `_MOST_SILENT` looks in a row without an answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +18,7 @@ from proxy.upstreams.breaker import State
 from proxy.upstreams.pool import Pool, Replica
 
 _PATIENCE = 2.0  # seconds for an answer
+_MOST_SILENT = 3
 
 
 _R = TypeVar("_R", bound=Replica)
@@ -32,6 +34,7 @@ class Probes(Generic[_R]):
         self._ask = ask
         self._every = every
         self._idle = idle
+        self._silent: Counter[str] = Counter()  # looks in a row without an answer, by replica
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -72,6 +75,11 @@ class Probes(Generic[_R]):
         except UpstreamError as error:
             return str(error)
         except TimeoutError:
-            return f"upstream {replica.url} does not answer within {_PATIENCE:g} s"
+            reason = f"upstream {replica.url} does not answer within {_PATIENCE:g} s"
+            self._silent[replica.label] += 1
+            if self._silent[replica.label] >= _MOST_SILENT:
+                self._pool.failed(replica, reason)
+            return reason
+        self._silent.pop(replica.label, None)
         self._pool.answered(replica)
         return None

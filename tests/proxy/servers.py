@@ -114,9 +114,9 @@ class ProxyProcess:
         """kill -9."""
         self._end(signal.SIGKILL)
 
-    def stop(self) -> int:
-        """SIGTERM; return the exit status."""
-        return self._end(signal.SIGTERM)
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send SIGTERM, or another signal that ends it; return the exit status."""
+        return self._end(number)
 
     def _end(self, number: int) -> int:
         os.kill(self.pid, number)

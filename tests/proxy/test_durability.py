@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import shutil
+import signal
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -88,14 +89,17 @@ def test_a_broken_disk_never_fails_a_call_and_gets_everything_later(vllm_url: st
     assert process.stop() == 0
 
 
-def test_a_stop_lets_running_calls_end_and_ships_them(vllm_url: str, tmp_path: Path, store: Store) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_lets_running_calls_end_and_ships_them(
+    vllm_url: str, tmp_path: Path, store: Store, number: signal.Signals
+) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url])
     eventually(lambda: ready(process.url))
     slow = BODY | {"messages": [{"role": "user", "content": "#tokens=60 #delay=0.05"}], "stream": True}
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(httpx.post, process.url + "/v1/chat/completions", json=slow, timeout=20)
         eventually(lambda: len(store.calls.page(9)) == 1)
-        assert process.stop() == 0
+        assert process.stop(number) == 0
         assert call.result().text.endswith("data: [DONE]\n\n")
     assert [c.state for c in store.calls.page(9)] == [CallState.ANSWERED]
     assert store.doors.open("agent", time.time() - 60) == []

@@ -13,6 +13,7 @@ import pytest
 from proxy.observing.metrics import Metrics
 from proxy.upstreams.breaker import Breaker, State
 from proxy.upstreams.pool import Pool, Replica
+from proxy.upstreams.probes import Probes
 from store import Store
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.scripted_vllm import ScriptedVllm
@@ -160,6 +161,22 @@ def test_a_call_to_replicas_that_are_known_to_be_down_is_told_when_they_are_aske
     assert (first.status_code, "retry-after" in first.headers) == (502, False)
     assert (second.status_code, second.headers["retry-after"]) == (502, "600")
     assert proxy.http.get("/v1/passed/on").headers["retry-after"] == "600"
+
+
+async def test_a_replica_that_hangs_is_left_after_some_looks_in_a_row_and_one_that_is_slow_is_not() -> None:
+    replicas, hanging = pool(URLS[:1]), [True]
+
+    async def ask(_: Replica) -> None:
+        if hanging[0]:
+            raise TimeoutError
+
+    probes = Probes(replicas, ask, every=1.0)
+    for slow in (True, True, False, True, True):
+        hanging[0] = slow
+        assert (await probes.look())[0]["breaker"] == "closed"
+    assert (await probes.look())[0]["breaker"] == "open"
+    hanging[0] = False
+    assert (await probes.look())[0]["breaker"] == "closed"
 
 
 class Load:

@@ -1,0 +1,67 @@
+"""A journal that is spoilt in the middle, by its process's own disk or between two processes: the rest is shipped."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from proxy.observing.metrics import Metrics
+from proxy.recording.bell import Bell
+from proxy.recording.journal import Journal
+from proxy.recording.segments import MAGIC, Position, segment_path, write_position
+from store import Store
+from tests.proxy.servers import eventually
+from tests.proxy.test_journal import pair, shipping
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the journal is."""
+    return tmp_path / "journal"
+
+
+async def begun(folder: Path) -> Journal:
+    """Return a journal that has started."""
+    journal = Journal(folder, 2**20, 2**16, Metrics(), Bell())
+    await journal.start()
+    return journal
+
+
+@pytest.mark.parametrize("harm", ["flipped", "zeros", "a length"])
+@pytest.mark.parametrize("whose", ["ours", "an earlier process's"])
+async def test_what_stands_behind_damage_is_shipped(folder: Path, store: Store, harm: str, whose: str) -> None:
+    opened = await begun(folder)
+    for n in range(9):
+        await opened.commit(pair(str(n))[1])
+    size = opened.bytes
+    if whose != "ours":
+        await opened.stop()
+        opened = await begun(folder)
+    with segment_path(opened.folder, 1).open("r+b") as file:
+        begins = len(MAGIC) + (size - len(MAGIC)) // 9 * 4  # of the fifth record: all are as long
+        file.seek(begins + (200 if harm == "flipped" else 0))
+        file.write({"flipped": b"\xc1\xc1", "zeros": bytes(300), "a length": b"\xff\xff\xff\x00"}[harm])
+    shipper = shipping(opened, store)
+    await shipper.start()
+    await asyncio.to_thread(eventually, lambda: len(store.calls.page(100)) == 8)
+    await asyncio.to_thread(eventually, lambda: "proxy_journal_damaged" in {a.name for a in store.alarms.standing()})
+    assert shipper.backlog == 0
+    assert opened._metrics.lost._value.get() == (whose == "ours")
+    assert segment_path(opened.folder, 1).with_suffix(".damaged").exists()
+    await shipper.stop()
+    await opened.stop()
+
+
+async def test_a_position_of_another_journal_loses_nothing(folder: Path, store: Store) -> None:
+    first = await begun(folder)
+    await first.commit(pair("a")[1])
+    await first.stop()
+    write_position(first.folder, Position(1, 10**6))
+    second = await begun(folder)
+    shipper = shipping(second, store)
+    await shipper.start()
+    assert [call.id for call in store.calls.page(9)] == ["call_a"]
+    await shipper.stop()
+    await second.stop()
