@@ -21,7 +21,7 @@ from proxy.dialects.inner import Json
 from proxy.dialects.responses_memory import ANSWER_SECONDS, is_recent
 from proxy.dialects.responses_request import INPUT
 from proxy.dialects.responses_teller import ResponseTeller, response_id
-from proxy.errors import BadRequest, MethodNotAllowed, NotFound, NotReady, UpstreamBroke
+from proxy.errors import BadRequest, Forbidden, NotFound, NotReady, UpstreamBroke
 from proxy.recording.others import found_or_settled
 from store import Store
 from store.errors import StoreError, UnknownRecord
@@ -30,7 +30,6 @@ from store.states import CallState
 
 PREFIX = "/responses/"
 _ITEMS = "/input_items"
-_ALLOW = "GET, HEAD, OPTIONS"
 _DELETED_BY = "responses are deleted by an operator, with their trajectory: DELETE /api/trajectories/{id}"
 _MOST = 100
 _USUAL = 20
@@ -55,8 +54,11 @@ class KeptResponses:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name: str = unquote(scope[PATH].removeprefix(PREFIX))
+        if scope["method"] == "DELETE":
+            await self._find(name, scope[KEY_ID])
+            raise Forbidden(_DELETED_BY)
         if scope["method"] not in ("GET", "HEAD"):
-            raise MethodNotAllowed(f"a recorded response takes {_ALLOW}; {_DELETED_BY}", _ALLOW)
+            raise NotFound(f"no route {scope['method']} {scope['path'][:200]}", code="unknown_route")
         query = {key: values[-1] for key, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
         if query.get("stream", "false") == "true":
             raise BadRequest("a response is read back whole, without `stream`", param="stream")

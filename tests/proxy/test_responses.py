@@ -304,7 +304,7 @@ def test_a_response_is_read_back_as_it_was_told(proxy: Proxy, streamed: bool) ->
     assert kinds == ["message", "reasoning", "function_call", "message"]
     with pytest.raises(openai.NotFoundError):
         proxy.agent(key="another").responses.retrieve(told.id)
-    with pytest.raises(openai.APIStatusError, match="DELETE /api/trajectories"):
+    with pytest.raises(openai.PermissionDeniedError, match="DELETE /api/trajectories"):
         agent.responses.delete(told.id)
     with pytest.raises(openai.NotFoundError, match="is recorded"):
         agent.responses.retrieve("resp_x")
