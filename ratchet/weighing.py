@@ -42,6 +42,8 @@ def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
 
 def weigh(settings: Settings, own: dict[str, Any], *, quiet: bool = False) -> TuningResult:
     """Run to the end; `own` are the command's own options. Raises TuningError, UsageError, and what the rooms raise."""
+    if own["resume"] is not None and (own["families"] or own["warm_start"]):
+        raise click.UsageError("--resume goes on with the tasks and the warm start of that run: leave them out")
     settings = tuning.as_begun(settings, own["resume"])
     _check(settings, own)
     _check_group_size(settings)
@@ -140,8 +142,6 @@ def _warm_start(own: dict[str, Any]) -> dict[str, Any] | None:
 def _check(settings: Settings, own: dict[str, Any]) -> None:
     """Refuse what cannot be meant or read, before anything is started. Raises UsageError, TuningError."""
     if own["resume"] is not None:
-        if own["families"] or own["warm_start"]:
-            raise click.UsageError("--resume goes on with the tasks and the warm start of that run: leave them out")
         return
     if own["sft"] and not own["warm_start"]:
         raise click.UsageError("--sft is about a warm start: give --warm-start own, shown or a model's name as well")

@@ -133,9 +133,7 @@ def test_versions_are_measured_before_and_after_and_nothing_of_it_is_trained(
     project.write(model="agent", store=f"sqlite:///{tmp_path / 'store.db'}")
     asked = ["--environment", str(ENVIRONMENT), "--proxy", proxy.url, "--limit", "12", "--seed", "6"]
     asked += ["--category", "simple_python", "--category", "irrelevance"]
-    done = project.run("eval", "bfcl", *asked, "--json", seconds=400)
-    assert done.returncode == 0, done.stdout
-    found = json.loads(done.stdout)
+    found = project.json("eval", "bfcl", *asked, seconds=400)
     assert (found["baseline"], found["best"]) == ("agent@0", "agent@1")
     assert found["gain"]["difference"] == 0.5
     assert found["gain"]["low"] > 0
@@ -163,10 +161,8 @@ def test_conversations_over_several_turns_are_played_with_the_packages_own_tools
     project.write(model="agent", store=f"sqlite:///{tmp_path / 'store.db'}")
     with _served(Conversing, store, tmp_path) as (engine, proxy):
         asked = ["--environment", str(ENVIRONMENT), "--proxy", proxy.url, "--limit", "4", "--seed", "2"]
-        done = project.run("eval", "bfcl", *asked, "--category", "multi_turn_base", "--json", seconds=400)
-        assert done.returncode == 0, done.stdout
+        found = project.json("eval", "bfcl", *asked, "--category", "multi_turn_base", seconds=400)
         proxy.settled()
-    found = json.loads(done.stdout)
     rows = {row["version"]: (row["right"], row["entries"], row["broken"]) for row in found["details"]["by_category"]}
     assert rows == {"agent@0": (0, 4, 0), "agent@1": (4, 4, 0)}
     assert isinstance(engine, Conversing)

@@ -78,7 +78,6 @@ def test_an_agents_key_does_not_open_the_operator_api(start: Start, tmp_path: Pa
         ({"host": "127.0.0.1.evil.example:8000"}, 403),
         ({"host": "[::1"}, 403),
         ({"host": "x@evil.example"}, 403),
-        ({"origin": "http://localhost:3000"}, 200),
         ({"origin": "http://evil.example"}, 403),
         ({"origin": "http://127.0.0.1@evil.example"}, 403),
         ({"origin": "null"}, 403),
@@ -93,6 +92,12 @@ def test_without_keys_no_web_page_may_come_in(proxy: Proxy, headers: dict[str, s
     written = proxy.http.post("/v1/chat/completions", content=body, headers={**headers, "content-type": "text/plain"})
     assert written.status_code == status
     assert proxy.http.get("/health/live", headers=headers).status_code == 200
+
+
+def test_without_keys_a_page_of_this_machine_may_call_models_and_nothing_else(proxy: Proxy) -> None:
+    page = {"origin": "http://localhost:3000"}
+    assert proxy.http.get("/v1/models", headers=page).status_code == 200
+    assert proxy.http.get("/api/calls", headers=page).status_code == 403
 
 
 def test_with_keys_any_name_will_do(start: Start) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +68,16 @@ class Project:
         return self.folder / ".ratchet" / "default"
 
     def start(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:
-        """Start `ratchet ARGUMENTS` and return it running."""
+        """Start `ratchet ARGUMENTS` and return it running; its stdout and stderr come together."""
+        return self._start(arguments, environ, subprocess.STDOUT)
+
+    def _start(self, arguments: Sequence[str], environ: dict[str, str], stderr: int) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-m", "ratchet", *arguments],
             cwd=self.folder,
             env=self._environ(environ),
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=stderr,
             text=True,
         )
         self._started.append(process)
@@ -85,6 +88,13 @@ class Project:
         process = self.start(*arguments, **environ)
         said, _ = process.communicate(timeout=seconds)
         return subprocess.CompletedProcess(arguments, process.returncode, said)
+
+    def json(self, *arguments: str, seconds: float = 60) -> Any:
+        """Run `ratchet ARGUMENTS --json` to its end and return what it printed to stdout alone."""
+        process = self._start([*arguments, "--json"], {}, subprocess.PIPE)
+        printed, said = process.communicate(timeout=seconds)
+        assert process.returncode == 0, said
+        return json.loads(printed)
 
     def up(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:
         """Start `ratchet up` and return it once every room is ready."""

@@ -161,7 +161,10 @@ def test_an_image_too_large_to_be_shown_is_described() -> None:
 def test_the_status_names_images_among_what_was_left_out() -> None:
     store: dict[str, Any] = {
         "trajectories": {}, "dropped": {}, "dropped_groups": {}, "left_out_tokens": {"image": 12}, "shadows": {},
-        "rounds": {}, "live": None, "canary": None, "held": [], "decisions": [], "alarms": [],
+        "rounds": {}, "live": None, "canary": None, "held": [], "decisions": [], "alarms": [], "proxies": [],
     }  # fmt: skip
-    status = {"project": "p", "ready": True, "base_url": None, "rooms": {}, "versions": {}, "store": store}
+    status = {
+        "project": "p", "running": True, "ready": True, "base_url": None, "console": None, "rooms": {}, "versions": {},
+        "others_up": [], "other_projects": [], "store": store,
+    }  # fmt: skip
     assert "12 tokens image: images are recorded and judged, never trained" in "\n".join(lines(status))
