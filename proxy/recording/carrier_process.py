@@ -33,7 +33,7 @@ log = logging.getLogger("ratchet.proxy")
 _ROOT = Path(__file__).parents[2]
 _HEAD = struct.Struct("<I")
 _NICENESS = 5  # calls are served first; what waits meanwhile is safe in the journal
-COLLECT = (50_000, 20, 100)  # what a batch makes refers to nothing in circles: collections by default are 8% of it
+COLLECT = (10_000, 10, 10)  # collections by default are 8% of a batch; at five times less than this memory grows
 _PATIENCE = 2.0  # seconds for a child to end by itself
 
 
