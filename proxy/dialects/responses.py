@@ -53,12 +53,12 @@ class Responses:
         before = previous.conversation(instructed=bool(body.get("instructions"))) if previous else []
         self._bounds.check_messages(len(before) + len(added))
         wanted = responses_request.read(body, added, before)
+        names = responses_request.custom_names(body), responses_request.namespaces(body)
         if previous:
             wanted.follows = (previous.trajectory_id, previous.call_id)
 
         def voice(begun: CallBegun) -> TellingVoice:
             capture = chat.capture_for(wanted, begun)
-            names = responses_request.custom_names(body), responses_request.namespaces(body)
             teller = ResponseTeller(begun, body, *names)
             if body.get("store") is False:
                 return TellingVoice(capture, teller)

@@ -86,7 +86,7 @@ def custom_names(body: Json) -> frozenset[str]:
 def namespaces(body: Json) -> dict[str, str]:
     """Return the namespace of each tool that has one, by the tool's name."""
     spaces = (tool for tool in body.get("tools") or () if tool["type"] == _NAMESPACE)
-    return {tool["name"]: space["name"] for space in spaces for tool in space["tools"]}
+    return {tool["name"]: space["name"] for space in spaces for tool in space["tools"] if "name" in tool}
 
 
 def _add(messages: list[Json], item: Json) -> None:

@@ -273,6 +273,11 @@ def test_the_tools_of_a_namespace_are_tools_and_their_calls_name_it(proxy: Proxy
         ({"tools": [{"name": "x"}]}, "tools[0]: 'type' is missing"),
         ({"tools": [{"type": "function", "function": {"name": "x"}}]}, "tools: a function's `name` stands beside"),
         ({"tools": [{"type": "local_shell"}]}, "tools: a tool of the type local_shell is not served"),
+        ({"tools": [{"type": "custom", "name": ["x"]}]}, "the request has a field of the wrong kind"),
+        (
+            {"tools": [{"type": "namespace", "tools": [{"type": "function", "name": "x"}]}]},
+            "the request has a field of the wrong kind",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_named_by_its_place(proxy: Proxy, more: Any, says: str) -> None:
