@@ -30,17 +30,13 @@ works = sa.Table(
 )
 
 
-class WorkNoted(Record, frozen=True):
-    """How far a work was at `noted_at`: `seconds` since it began; `means` by metric, each over its own rows."""
+class Paced:
+    """What can be told of work from how far it is: `done` of `total`, `seconds` since it began."""
 
-    alias: str
-    work: str
+    __slots__ = ()
     done: float
     total: float
     seconds: float
-    means: Mapping[str, float]
-    ended: bool
-    noted_at: float
 
     @property
     def seconds_per_item(self) -> float | None:
@@ -52,6 +48,19 @@ class WorkNoted(Record, frozen=True):
         """Seconds until the total at this pace; None before the first item."""
         each = self.seconds_per_item
         return None if each is None else each * max(0.0, self.total - self.done)
+
+
+class WorkNoted(Record, Paced, frozen=True):
+    """How far a work was at `noted_at`: `seconds` since it began; `means` by metric, each over its own rows."""
+
+    alias: str
+    work: str
+    done: float
+    total: float
+    seconds: float
+    means: Mapping[str, float]
+    ended: bool
+    noted_at: float
 
 
 class Works:

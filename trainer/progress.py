@@ -18,6 +18,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from store.works import Paced
+
 log = logging.getLogger(__name__)
 
 GATHERING = "gathering"  # groups with a learning signal, towards the next round
@@ -47,7 +49,7 @@ class RunningMeans:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(Paced):
     """How far a work is. `seconds` since it began; `means` by metric."""
 
     work: str
@@ -56,17 +58,6 @@ class Standing:
     seconds: float
     means: Mapping[str, float]
     ended: bool = False
-
-    @property
-    def seconds_per_item(self) -> float | None:
-        """Seconds that an item took so far; None before the first one."""
-        return self.seconds / self.done if self.done else None
-
-    @property
-    def eta_seconds(self) -> float | None:
-        """Seconds until the total at this pace; None before the first item."""
-        each = self.seconds_per_item
-        return None if each is None else each * max(0.0, self.total - self.done)
 
     def line(self) -> str:
         """Return the standing as keys and values of one log line."""
