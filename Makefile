@@ -38,7 +38,7 @@ bench: venv ## measure the proxy beside a floor and LiteLLM's proxy, and how wel
 	@$(BIN)/python -m benchmarks.proxy_overhead
 	@$(BIN)/python -m benchmarks.linking
 
-docs: venv ## rewrite what is made from code: the README tree, docs/commands.md
+docs: venv ## rewrite what is made from code: docs/commands.md
 	@$(BIN)/python -m tests.house
 
 clean: ## remove the environment, caches and the demo's state
