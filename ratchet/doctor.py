@@ -1,9 +1,10 @@
-"""`ratchet doctor`: four proofs that learning can happen, each on the real thing.
+"""`ratchet doctor`: proofs that learning can happen, each on the real thing.
 
     vllm       it is installed, answers, and loads adapters while it runs
     capture    a call through the proxy comes back from the store with the engine's ids and logprobs
     gradient   one learner round on tiny rows changes the adapter's weights
     swap       that adapter, loaded into vLLM under a fresh name, gives the learner's logprobs and not the base's
+    batches    on a CPU: beside adapters, vLLM answers requests for the base model by the base model
 
 and, where shadows are asked for, that they can be made (`shadow_proof.py`).
 
@@ -67,7 +68,10 @@ def examine(settings: Settings) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="ratchet-doctor-") as folder:
         learner, finding = _gradient(settings, running, captured, Path(folder))
         yield finding
-        yield _swap(settings, running, learner, captured, Path(folder))
+        swapped = _swap(settings, running, learner, captured, Path(folder))
+        yield swapped
+        if swapped.passed and not engine.sees_a_gpu(settings):
+            yield _batches(settings, running, captured, Path(folder))
     from ratchet.shadow_proof import prove_shadows, wants_shadows
 
     if wants_shadows(settings):
@@ -237,8 +241,7 @@ def _swap(
     from trainer.publishing.engine import Replica
     from trainer.publishing.publisher import prove_served
 
-    ids = captured or _ANY_IDS
-    probes = [ids[:end] for end in range(len(ids), 1, -max(1, len(ids) // _PROBES))]
+    probes = _probes(captured)
     tolerance = float(settings.trainer.get("proof_tolerance", _TOLERANCE))
     name = f"{settings.model}@doctor-{time.time_ns()}"
     replica = Replica(running["vllm_url"])
@@ -263,3 +266,21 @@ def _swap(
         f"learner's ({proof.tokens} tokens)"
     )
     return Finding("swap", True, seen)
+
+
+def _batches(settings: Settings, running: dict[str, Any], captured: tuple[int, ...], folder: Path) -> Finding:
+    """Return the finding about batches of both kinds; the adapter is the one that the swap has proven."""
+    from ratchet.batch_proof import prove_batches
+    from trainer.publishing.engine import Replica
+
+    replica = Replica(running["vllm_url"])
+    base = engine.served_name(settings.model)
+    try:
+        return prove_batches(replica, base, folder / "adapter", settings.vllm.max_loras, _probes(captured))
+    finally:
+        replica.close()
+
+
+def _probes(captured: tuple[int, ...]) -> list[tuple[int, ...]]:
+    ids = captured or _ANY_IDS
+    return [ids[:end] for end in range(len(ids), 1, -max(1, len(ids) // _PROBES))]

@@ -27,7 +27,8 @@ from trainer.devices import VARIABLE, pinned
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 # What vLLM on CPU loads as a plugin of its own kind: base and adapted requests in one batch, set right.
-CPU_PLUGIN = Path(__file__).parents[2] / "deploy" / "vllm_cpu"
+CPU_PLUGIN = Path(__file__).with_name("vllm_cpu")
+_PLUGIN = "ratchet_vllm_cpu"
 
 # The ranks that vLLM's LoRA kernels know.
 _CPUS_TO_SHARE = 4
@@ -100,7 +101,9 @@ def has_gpu() -> bool:
 
 
 def check_installed(settings: Settings) -> None:
-    """Raise EngineMissing where vLLM's server cannot be started."""
+    """Raise EngineMissing where vLLM's server cannot be started, or on a CPU would answer wrongly."""
+    if not sees_a_gpu(settings):
+        _check_plugin()
     command = settings.vllm.command
     if command:
         if not shutil.which(command[0]):
@@ -112,6 +115,17 @@ def check_installed(settings: Settings) -> None:
         raise EngineMissing(
             f"vLLM is not installed for {sys.executable}: run `make venv`, or pip install 'ratchet-rl[{extra}]', "
             "or set vllm.command to one that is installed elsewhere"
+        )
+
+
+def _check_plugin() -> None:
+    """Raise EngineMissing where vLLM on a CPU would not find the plug-in that keeps base and adapted requests apart."""
+    if not (CPU_PLUGIN / f"{_PLUGIN}.py").is_file() or not any(
+        CPU_PLUGIN.glob(f"{_PLUGIN}-*.dist-info/entry_points.txt")
+    ):
+        raise EngineMissing(
+            f"Ratchet's plug-in for vLLM on CPUs is not whole at {CPU_PLUGIN}; without it vLLM answers requests for "
+            "the base model by an adapter: install ratchet-rl again (`pip install --force-reinstall --no-deps ...`)"
         )
 
 

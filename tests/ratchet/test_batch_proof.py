@@ -1,0 +1,33 @@
+"""The doctor's proof about batches: an engine that answers the base model by an adapter is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ratchet.batch_proof import prove_batches
+from tests.proxy.servers import served
+from tests.ratchet.mixing_engine import MixingEngine
+from trainer.publishing.engine import Replica
+
+PROBES = [(1, 2, 3), (4, 5)]
+
+
+def prove(engine: MixingEngine) -> tuple[bool, str]:
+    with served(engine) as url:
+        replica = Replica(url)
+        found = prove_batches(replica, "policy@0", Path("/adapter"), 2, PROBES)
+        replica.close()
+    assert engine.loaded == []
+    return found.passed, found.seen + found.remedy
+
+
+def test_an_engine_that_keeps_base_and_adapters_apart_passes() -> None:
+    passed, said = prove(MixingEngine(mixes=False))
+    assert passed, said
+
+
+def test_an_engine_that_answers_the_base_model_by_an_adapter_fails_with_the_remedy() -> None:
+    passed, said = prove(MixingEngine(mixes=True))
+    assert not passed
+    assert "answered by an adapter" in said
+    assert "without Ratchet's plug-in" in said
