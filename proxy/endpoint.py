@@ -93,7 +93,7 @@ class Endpoint:
         hold: Hold | None = scope.get(HOLD)
         if hold is not None:
             hold.reserve(asked.request.sampling, body)
-        model = plan.model if plan and plan.model else asked.request.model
+        model = plan.model_for(asked.request.model, self._book.others) if plan else asked.request.model
         if "@" in model:
             await self._book.hear_of(model)
         exchange = self._open(scope, headers, asked, named, plan, model, arrived)
@@ -180,7 +180,8 @@ class Endpoint:
 
     def _with_prompt(self, request: ChatRequest, begun: CallBegun, plan: Plan | None) -> ChatRequest:
         """Return the request as it goes to vLLM: with the rollout's prompt, else the version's, if there is one."""
-        prompt = plan.prompt if plan and plan.prompt else self._book.prompt(begun.alias, begun.version)
+        prompt = plan.prompt_for(begun.alias, self._book.others) if plan else None
+        prompt = prompt or self._book.prompt(begun.alias, begun.version)
         if prompt is None or self._dialect.path != PATH:
             return request
         return swapped(request, prompt, self._links.family(begun))

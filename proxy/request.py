@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from proxy import lax
 from proxy.errors import BadRequest
 from proxy.history import History
 from store import messages as canon
@@ -94,7 +95,7 @@ def read(body: bytes) -> ChatRequest:
     if not history:
         raise BadRequest("`messages` is empty", param="messages")
     messages = [said.message for said in history]
-    asks_logprobs = value(fields, "logprobs") is True
+    asks_logprobs = is_true(fields, "logprobs")
     if "top_logprobs" in fields and not asks_logprobs:
         _check_top_logprobs(fields)
     streamed, options = stream_in(fields)
@@ -104,9 +105,9 @@ def read(body: bytes) -> ChatRequest:
         model=model,
         messages=messages,
         streamed=streamed,
-        asks_ids=value(fields, "return_token_ids") is True,
+        asks_ids=is_true(fields, "return_token_ids"),
         asks_logprobs=asks_logprobs,
-        asks_usage=options.get("include_usage") is True,
+        asks_usage=lax.truth(options.get("include_usage")) is True,
         stream_options=options,
         sampling=sampling_in(fields),
         tools_hash=tools_hash,
@@ -142,7 +143,7 @@ def model_in(fields: Mapping[str, Raw]) -> str:
 
 def stream_in(fields: Mapping[str, Raw]) -> tuple[bool, dict[str, Any]]:
     """Return whether a stream is asked for, and its options."""
-    streamed = value(fields, "stream") is True
+    streamed = is_true(fields, "stream")
     options = value(fields, "stream_options") if streamed else None
     return streamed, options if isinstance(options, dict) else {}
 
@@ -165,6 +166,11 @@ def _sampled_by(raw: bytes) -> Any:
 def value(fields: Mapping[str, Raw], name: str) -> Any:
     """Return a field decoded; None where it is absent."""
     return msgspec.json.decode(fields[name]) if name in fields else None
+
+
+def is_true(fields: Mapping[str, Raw], name: str) -> bool:
+    """Return whether a field is what vLLM reads as true."""
+    return name in fields and lax.truth(msgspec.json.decode(fields[name])) is True
 
 
 def _tools_in(fields: Mapping[str, Raw]) -> tuple[str, bytes]:
@@ -190,9 +196,9 @@ def trajectory_in(fields: Mapping[str, Raw]) -> str | None:
 
 def untrainable_by(fields: Mapping[str, Raw], messages: Sequence[Mapping[str, Any]]) -> str | None:
     """Return why the answer's tokens may not be trained, as far as the request tells."""
-    if value(fields, "echo") is True:
+    if is_true(fields, "echo"):
         return "echo"
-    if value(fields, "use_beam_search") is True:
+    if is_true(fields, "use_beam_search"):
         return "beam search"
     for message in messages:
         content = message.get("content")

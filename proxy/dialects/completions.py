@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from proxy import request
+from proxy import lax, request
 from proxy.capture import Answered, Capture
 from proxy.dialects.chat import PlainVoice
 from proxy.dialects.dialect import Asked, read_body_with, told_policy
@@ -97,14 +97,14 @@ def _read(body: bytes) -> Asked:
         model=model,
         messages=[said],
         streamed=streamed,
-        asks_ids=request.value(fields, "return_token_ids") is True,
+        asks_ids=request.is_true(fields, "return_token_ids"),
         asks_logprobs=request.value(fields, "logprobs") is not None,
-        asks_usage=options.get("include_usage") is True,
+        asks_usage=lax.truth(options.get("include_usage")) is True,
         stream_options=options,
         sampling=request.sampling_in(fields),
         trajectory=request.trajectory_in(fields),
         untrainable="several prompts" if several else request.untrainable_by(fields, ()),
-        echoes=request.value(fields, "echo") is True,
+        echoes=request.is_true(fields, "echo"),
     )
     return Asked(
         request=wanted,

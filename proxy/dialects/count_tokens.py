@@ -73,7 +73,8 @@ class CountTokens:
     def _body(self, body: bytes, plan: Plan | None, family: str | None) -> bytes:
         fields = inner.decode(body)
         inner.require(fields, "model")
-        alias, version = self._book.choose(plan.model if plan and plan.model else fields["model"])
+        asked = fields["model"]
+        alias, version = self._book.choose(plan.model_for(asked, self._book.others) if plan else asked)
         if alias in self._book.others:
             raise BadRequest(f"the tokens of {alias}, a model of another server, cannot be counted here", param="model")
         version = self._book.live(alias) if version is None else version

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from proxy import request
+from proxy import lax, request
 from proxy.errors import BadRequest
 from proxy.request import ChatRequest
 
@@ -36,7 +36,7 @@ def chat_request(body: Json, messages: Sequence[Json], fields: Mapping[str, Any]
     """Return the chat request for a translated body; fields that are None are left out. Raises BadRequest."""
     chosen: Json = {name: value for name, value in fields.items() if value is not None}
     chosen = {name: body[name] for name in _PASSED if body.get(name) is not None} | chosen
-    if body.get("stream") is True:
+    if lax.truth(body.get("stream")):
         chosen |= {"stream": True, "stream_options": {"include_usage": True}}
     inner = request.read(msgspec.json.encode({"model": body.get("model"), "messages": messages, **chosen}))
     metadata = body.get("metadata")

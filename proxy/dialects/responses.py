@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from proxy import lax
 from proxy.access.bounds import Bounds
 from proxy.capture import Capture
 from proxy.dialects import chat, inner, responses_request
@@ -60,7 +61,7 @@ class Responses:
         def voice(begun: CallBegun) -> TellingVoice:
             capture = chat.capture_for(wanted, begun)
             teller = ResponseTeller(begun, body, *names)
-            if body.get("store") is False:
+            if lax.truth(body.get("store")) is False:
                 return TellingVoice(capture, teller)
             return RememberedVoice(capture, teller, lambda answer: self._memory.keep(begun, [*added, answer], previous))
 

@@ -37,7 +37,7 @@ def evidence(
     """Return what the request says about where it belongs, and what the plan of its rollout says, if it is of one."""
     explicit, by = named
     # A rollout on another model is the trajectory itself; else such a model only speaks beside one of an alias.
-    if other and explicit is not None and not (plan and plan.model):
+    if other and explicit is not None and not (plan and plan.model == asked[0]):
         explicit = beside(explicit, asked[0])
     return Evidence(
         alias=asked[0],

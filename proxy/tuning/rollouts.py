@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -49,6 +50,14 @@ class Plan:
     def plain(self) -> bool:
         """Whether it is served as live traffic is, a canary's share included: not measured, nothing swapped in."""
         return self.purpose == "live" and self.prompt is None
+
+    def model_for(self, asked: str, others: Container[str]) -> str:
+        """Return the model that serves a call: the planned one, but where it asks for another model by its name."""
+        return asked if self.model is None or asked in others else self.model
+
+    def prompt_for(self, alias: str, others: Container[str]) -> Prompt | None:
+        """Return what is swapped in for calls to an alias: nothing for models that only help with the rollout."""
+        return None if alias in others and alias != self.model else self.prompt
 
 
 @dataclass(slots=True)

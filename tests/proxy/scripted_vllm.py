@@ -22,9 +22,10 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
 
-from tests.proxy import obliging
+from tests.proxy import data_models, obliging
 
 TURN, END = 256, 257
 _DIRECTIVE = re.compile(r"#(\w+)(?:=([^\s#]+))?")
@@ -134,6 +135,11 @@ class ScriptedVllm:
 
     async def _chat(self, body: Json, receive: Receive, send: Send) -> None:
         self.calls.append(body)
+        try:
+            body = data_models.as_read(body)
+        except ValidationError as error:
+            await _error(send, 400, str(error))
+            return
         script = dict(_DIRECTIVE.findall(_last_text(body["messages"])))
         script |= obliging.script(body) if self.obliging else {}
         await asyncio.sleep(float(script.get("wait", 0)))

@@ -100,6 +100,27 @@ def test_a_rollout_on_another_model_is_the_trajectory_itself(start: Start, vllm:
     assert vllm.calls == []
 
 
+@pytest.mark.parametrize("pinned", [None, "agent@0", "agent", "candidate"])
+def test_a_rollout_reaches_its_helper_model_whatever_model_is_planned(
+    start: Start, vllm: ScriptedVllm, pinned: str | None
+) -> None:
+    helper, other = PlainServer(), PlainServer()
+    with served(helper) as url, served(other) as elsewhere:
+        models = [entry(url), entry(elsewhere, name="candidate")]
+        proxy = start(model_list=models, model_keys={"K": "sk-judge-0123456789"})
+        prompt = proxy.store.prompts.remember("Candidate 7.")
+        name = plan(proxy.store, model=pinned, prompt_id=prompt.id, purpose="eval")
+        main, asked = say(proxy, name), say(proxy, name, BODY | {"model": "judge"})
+        assert (main.status_code, asked.status_code) == (200, 200)
+        own = other.bodies if pinned == "candidate" else vllm.calls
+        assert [body["messages"][0]["content"] for body in own] == ["Candidate 7."]
+        assert [body["messages"] for body in helper.bodies] == [BODY["messages"]]
+        proxy.settled()
+        read = proxy.store.trajectories
+        assert [call.alias for call in read.read(name).calls] == ["candidate" if pinned == "candidate" else "agent"]
+        assert (read.get(f"{name}~judge").alias, read.get(f"{name}~judge").purpose) == ("judge", "other")
+
+
 def test_what_is_measured_begins_on_the_live_version_and_what_is_trained_on_may_be_a_canarys(proxy: Proxy) -> None:
     candidate(proxy, 1)
     proxy.store.policies.canary("agent", 1, 0.999)
