@@ -52,12 +52,6 @@ def tool_text(name: str, arguments: Any, drift: bool = False) -> str:
     return f"<tool_call>{text.replace(': ', ':') if drift else text}</tool_call>"
 
 
-def too_long(length: int, limit: int) -> str:
-    """Return how vLLM refuses a prompt."""
-    told = f"This model's maximum context length is {limit} tokens. However, your prompt contains {length} input tokens"
-    return f"{told}, which exceeds this limit even without any output tokens. (parameter=input_tokens, value={length})"
-
-
 def logprob(place: int) -> float:
     """Return the logprob of the token at a place of an answer."""
     return -0.5 - (place % 7) / 8
@@ -153,7 +147,7 @@ class ScriptedVllm:
         elif "status" in script:
             await _error(send, int(script["status"]), "scripted failure", headers=[(b"retry-after", b"7")])
         elif (length := len(body.get("prompt_ids") or render(body["messages"]))) > self.max_model_len:
-            await _error(send, 400, too_long(length, self.max_model_len))
+            await _error(send, 400, data_models.too_long(length, self.max_model_len))
         else:
             await self._answer(body, script, receive, send)
 
