@@ -29,7 +29,6 @@ from proxy.linking.attempts import RETRIED_WITHIN
 from proxy.linking.links import Links
 from proxy.middleware import Errors
 from proxy.models import Models
-from proxy.observing.call_log import CallLog
 from proxy.observing.health import Health
 from proxy.observing.metrics import Metrics
 from proxy.observing.observer import Observer
@@ -102,9 +101,8 @@ def create_app(
     metrics.journal_bytes.set_function(lambda: journal.bytes)
     metrics.unshipped.set_function(lambda: shipper.backlog)
     metrics.registry.register(PolicyInfo(book.known))
-    call_log = CallLog(metrics) if settings.log_calls else None
     spans = spans_for(settings.otlp_endpoint, os.environ)
-    observer = Observer(metrics, call_log, spans)
+    observer = Observer(metrics, spans, logs_calls=settings.log_calls)
     direct = ReplicaForwarder(book, upstream, pool, metrics)
     probes = Probes(pool, direct.look, min(settings.probe_seconds, cool_off))
     own: Forwarder = direct
@@ -154,7 +152,7 @@ def create_app(
             app, settings.web_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"], max_age=600
         )
     memory = Memory(links, store, settings.idle_seconds)
-    watching = [service for service in (call_log, spans) if service is not None]
+    watching = [] if spans is None else [spans]
     return Lifespan(
         app, [*watching, ring, upstream, others, journal, shipper, memory, book, rollouts, probes], on_stop=health.stop
     )

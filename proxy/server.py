@@ -47,7 +47,8 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
     store = open_store(settings.store)
     key = settings.upstream_key.get_secret_value() if settings.upstream_key else None
     upstream = Upstream(settings.upstreams, settings.request_timeout, settings.connect_timeout, key)
-    app = create_app(settings, store, upstream, url, CarrierProcess(settings.store))
+    carrier = CarrierProcess(settings.store, settings.log_format, settings.log_level)
+    app = create_app(settings, store, upstream, url, carrier)
     connections = Connections(settings.most_connections, settings.read_timeout, settings.write_timeout)
     server = _Server(
         uvicorn.Config(

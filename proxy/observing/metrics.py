@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
 from proxy.asgi import send_bytes
 from proxy.errors import ProxyError
+from proxy.observing import logs
 from proxy.observing.store_health import StoreHealth
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, of when it was made
@@ -127,9 +130,7 @@ class Metrics:
             "ratchet_tool_results", "What the next request says came of tool calls", ["tool", "result"],
             registry=registry,
         )  # fmt: skip
-        self.log_lines_dropped = Counter(
-            "ratchet_call_log_dropped", "Lines of the call log that were not written", registry=registry
-        )
+        registry.register(_LogLines())
         self.exact_splices = Counter(
             "ratchet_exact_splices", "Continuations by what exact_context made of them", ["outcome"], registry=registry
         )
@@ -161,6 +162,14 @@ class Metrics:
         await send_bytes(
             send, 200, generate_latest(self.registry), [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
         )
+
+
+class _LogLines(Collector):
+    """What the log of this process has dropped; it is one for all proxies in it."""
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yield the one counter."""
+        yield CounterMetricFamily("ratchet_log_lines_dropped", "Lines of the log not written", value=logs.dropped())
 
 
 def error_class(error: ProxyError) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from proxy.exchange import Exchange
 from proxy.linking import identity
+from proxy.observing import call_log
 from proxy.observing.call_counts import CallCounts
-from proxy.observing.call_log import CallLog
 from proxy.observing.metrics import Metrics
 from proxy.observing.timing import Timing
 from proxy.observing.tracing import Spans
@@ -21,11 +21,11 @@ log = logging.getLogger("ratchet.proxy")
 
 
 class Observer:
-    """The one who is told. Without a call log no line is written, without spans none is made."""
+    """The one who is told. A line is written where `logs_calls` says so, a span made where there are spans."""
 
-    def __init__(self, metrics: Metrics, call_log: CallLog | None = None, spans: Spans | None = None) -> None:
+    def __init__(self, metrics: Metrics, spans: Spans | None = None, *, logs_calls: bool = False) -> None:
         self._counts = CallCounts(metrics)
-        self._log = call_log
+        self._logs_calls = logs_calls
         self._spans = spans
 
     def begun(self, exchange: Exchange, headers: Mapping[bytes, bytes]) -> dict[str, str]:
@@ -52,7 +52,7 @@ class Observer:
         if record is not None:  # what could not be recorded is counted as lost
             timing = Timing.of(record, time.perf_counter() - exchange.arrived, exchange.spent)
             self._counts.count(record, timing, exchange.failure)
-            if self._log is not None:
-                self._log.note(record, timing, exchange.failure)
+            if self._logs_calls:
+                call_log.note(record, timing, exchange.failure)
         if self._spans is not None:
             self._spans.end(exchange, record, timing)

@@ -5,7 +5,7 @@ store's address. Promises: the child ends when the pipe closes, so also when the
 that died is started again with the next piece; what it was carrying then is carried again. It yields to the serving
 process where both want the same core.
 
-    python -m proxy.recording.carrier_process      (started by the proxy; speaks no language of people)
+    python -m proxy.recording.carrier_process FORMAT LEVEL      (of its log; started by the proxy)
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
 from proxy.large_blocks import give_back
+from proxy.observing import logs
 from proxy.recording.carrier import Carried, Piece, Porter
 from store import Store
 from store.database import connect
@@ -61,8 +62,9 @@ _told = msgspec.msgpack.Decoder(_Refused | _Done).decode
 class CarrierProcess:
     """The serving process's end. One thread at a time may ask."""
 
-    def __init__(self, store_url: str) -> None:
+    def __init__(self, store_url: str, log_format: str = "text", log_level: str = "info") -> None:
         self._store_url = store_url
+        self._log = (log_format, log_level)
         self._child: subprocess.Popen[bytes] | None = None
         self._closed = False
 
@@ -77,7 +79,7 @@ class CarrierProcess:
             raise OSError("the carrier is closed")
         path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
         self._child = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-m", __name__, *self._log],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},
@@ -152,8 +154,9 @@ def _hear(pipe: IO[bytes]) -> bytes | None:
     return data if len(data) == _HEAD.unpack(head)[0] else None
 
 
-def main() -> None:
+def main(log_format: Any, log_level: Any) -> None:
     """Carry what is asked for until the pipe closes."""
+    logs.set_up(log_format, log_level)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they are meant for the proxy, which closes the pipe when it has done
     os.nice(_NICENESS)
@@ -182,4 +185,4 @@ def _answer(porter: Porter, piece: Piece) -> _Done | _Refused:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,14 @@ def trainer(
     derived: dict[str, Any] = {"vllm": vllm} if vllm else {}
     own = settings.trainer_settings(base_model=check_model(settings.base_model), **derived)
     os.environ.update(pinned(own.devices))  # before anything imports torch
-    logs.set_up(own.log_format, own.log_level)
-    from tqdm.contrib.logging import logging_redirect_tqdm
-
+    logs.set_up(own.log_format, own.log_level, _above_bars if sys.stderr.isatty() else None)
     from trainer.process import run
 
-    with logging_redirect_tqdm():
-        return run(own)
+    return run(own)
+
+
+def _above_bars(line: str) -> None:
+    """Write a line of the log on a terminal, where bars of progress may stand."""
+    from tqdm import tqdm
+
+    tqdm.write(line, file=sys.stderr, end="")

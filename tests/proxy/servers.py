@@ -83,7 +83,8 @@ def served(app: ASGIApp, port: int = 0) -> Iterator[str]:
 class ProxyProcess:
     """A proxy in its own process, as `ratchet proxy` runs it."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, errors: Any = None, **settings: Any) -> None:
+        """`errors` is the file that it logs to, in place of `proxy.log` in its folder."""
         program = (
             "import json, sys; from proxy.server import serve; from proxy.settings import ProxySettings; "
             "from proxy.observing import logs; "
@@ -93,12 +94,12 @@ class ProxyProcess:
         )
         values = {"model": "agent", "port": 0, "journal": str(folder / "journal"), "store": str(folder / "store.db")}
         log = folder / "proxy.log"
-        with log.open("a") as errors:
+        with log.open("a") as usual:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program, json.dumps(values | settings)],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
-                stderr=errors,
+                stderr=usual if errors is None else errors,
                 text=True,
             )
         assert self._process.stdout is not None

@@ -1,4 +1,4 @@
-"""One line per call: what it says, what it never says, and that it holds nobody up."""
+"""One line per call: what it says, and what it never says."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import json
 import logging
 import re
 import shlex
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.observing.call_log import CallLog, logfmt
+from proxy.observing.call_log import logfmt, note
 from proxy.observing.logs import JsonLines
-from proxy.observing.metrics import Metrics
 from proxy.observing.timing import Timing
 from tests.proxy.conftest import Proxy, Start
-from tests.proxy.servers import ROOT, ProxyProcess, eventually
+from tests.proxy.servers import ProxyProcess, eventually
 from tests.records import begun, ended
 
 CALL = "/v1/chat/completions"
@@ -29,16 +26,13 @@ SECRET = "tell-nobody"
 
 
 class Lines(logging.Handler):
-    """Keeps the call log's records; while `gate` is closed it takes none."""
+    """Keeps the call log's records."""
 
     def __init__(self) -> None:
         super().__init__()
         self.records: list[logging.LogRecord] = []
-        self.gate = threading.Event()
-        self.gate.set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.gate.wait(20)
         self.records.append(record)
 
 
@@ -50,7 +44,6 @@ def lines() -> Iterator[Lines]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     yield handler
-    handler.gate.set()
     logger.removeHandler(handler)
     logger.setLevel(level)
 
@@ -95,48 +88,19 @@ def test_neither_content_nor_keys_are_logged(proxy: Proxy, lines: Lines) -> None
     assert SECRET not in "".join(record.getMessage() + JsonLines().format(record) for record in records)
 
 
-def test_a_log_that_blocks_delays_no_call(proxy: Proxy, lines: Lines) -> None:
-    lines.gate.clear()
-    for _ in range(5):
-        assert proxy.http.post(CALL, json=asking("hi"), timeout=5).status_code == 200
-    assert not lines.records
-    lines.gate.set()
-    eventually(lambda: len(lines.records) == 5)
-
-
-async def test_more_lines_than_the_log_takes_are_dropped_and_counted(lines: Lines) -> None:
-    metrics = Metrics()
-    call_log = CallLog(metrics, most_waiting=2)
-    end = ended(begun("call", "job"), {"role": "assistant", "content": "yes"})
-    for _ in range(6):
-        call_log.note(end, Timing.of(end, 1.0, None), None)
-    assert metrics.registry.get_sample_value("ratchet_call_log_dropped_total") == 4
-    await call_log.start()
-    await call_log.stop()
-    assert len(lines.records) == 2
-
-
-async def test_what_waits_for_its_line_is_not_the_calls_record(lines: Lines) -> None:
-    call_log = CallLog(Metrics())
+def test_what_waits_for_its_line_is_not_the_calls_record(lines: Lines) -> None:
     end = ended(begun("call", "job"), {"role": "assistant", "content": "yes"})
     timing, holders = Timing.of(end, 1.0, None), sys.getrefcount(end)
-    call_log.note(end, timing, None)
+    note(end, timing, None)
     assert sys.getrefcount(end) == holders
-    await call_log.start()
-    await call_log.stop()
     assert read(lines.records[0].getMessage())["call"] == "call"
 
 
 def test_the_log_can_be_switched_off(start: Start, lines: Lines) -> None:
-    def writers() -> set[int | None]:
-        return {thread.ident for thread in threading.enumerate() if thread.name == "call-log"}
-
-    before = writers()  # those of proxies that are still going down
     proxy = start(log_calls=False)
     proxy.http.post(CALL, json=asking("hi"))
     proxy.settled()
     assert not lines.records
-    assert writers() <= before
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
@@ -156,16 +120,6 @@ def test_the_process_writes_its_log_in_the_form_that_was_asked_for(form: str, tm
         assert (call["event"], call["status"], call["streamed"], call["error"]) == ("call", 200, False, None)
         assert call["total_ms"] > 0
         assert any(one.get("message", "").startswith("event=listening") for one in told)
-
-
-@pytest.mark.parametrize(("level", "told"), [("info", ["a", "b", "ready"]), ("warning", ["b", "ready"])])
-def test_lines_below_the_level_are_left_out_but_for_the_one_that_is_waited_for(level: str, told: list[str]) -> None:
-    program = (
-        f"from proxy.observing import logs; logs.set_up('text', '{level}'); from logging import getLogger; "
-        "getLogger('x').info('a'); getLogger('x').warning('b'); getLogger(logs.START).info('ready')"
-    )
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert [line.split()[-1] for line in run.stderr.splitlines()] == told
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""The log of a process: it holds nobody up, whatever becomes of its lines, and says what it left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+import pytest
+
+from tests.proxy.servers import ROOT, ProxyProcess, eventually
+
+CALL = "/v1/chat/completions"
+_PIPES: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+_SET_UP = "from proxy.observing import logs; from logging import getLogger; log = getLogger('x'); "
+
+
+def running(program: str) -> subprocess.Popen[str]:
+    """A process that logs; its stdout and stderr are pipes."""
+    command = [sys.executable, "-c", _SET_UP + program]
+    return subprocess.Popen(command, cwd=ROOT, text=True, **_PIPES)
+
+
+def line(pipe: IO[str] | None) -> str:
+    """The next line of a pipe."""
+    assert pipe is not None
+    return pipe.readline().strip()
+
+
+def test_a_stderr_that_nobody_reads_stops_no_call_no_probe_and_no_end(tmp_path: Path, vllm_url: str) -> None:
+    reader, writer = os.pipe()
+    process = ProxyProcess(tmp_path, errors=writer, upstreams=[vllm_url])
+    os.close(writer)
+    good, failed = ([{"role": "user", "content": said}] for said in ("#say=yes", "#tokens=9 #cut=2"))
+    with httpx.Client(base_url=process.url, timeout=10) as client:
+        eventually(lambda: client.get("/health/ready").status_code == 200)
+        for number in range(1050):
+            messages = failed if number % 21 == 0 else good
+            answer = client.post(CALL, json={"model": "agent", "messages": messages, "stream": messages is failed})
+            assert answer.status_code == 200 if messages is good else b"error" in answer.content
+        assert client.get("/health/live").status_code == 200
+    assert process.stop() == 0
+    os.close(reader)
+
+
+def test_dropped_lines_are_counted_and_reported_once_the_log_is_read_again() -> None:
+    process = running(
+        "logs.set_up('text'); [log.info('event=busy number=%d', n) for n in range(30_000)]; print(logs.dropped(), "
+        "flush=True); input()"
+    )
+    dropped = int(line(process.stdout))
+    assert 10_000 < dropped < 30_000
+    read: list[str] = []
+    while "log_lines_dropped" not in "".join(read[-1:]):
+        read.append(line(process.stderr))
+    assert f"count={dropped} " in read[-1]
+    assert len(read) + dropped == 30_001
+    assert process.communicate("\n")[1] == ""
+
+
+def test_the_lines_that_are_left_are_written_at_the_end() -> None:
+    process = running("logs.set_up('text'); [log.info('number=%d', n) for n in range(500)]")
+    assert process.communicate()[1].splitlines()[-1].endswith("number=499")
+
+
+def test_a_line_keeps_what_was_true_when_it_was_said_and_a_traceback() -> None:
+    process = running(
+        "logs.set_up('json'); seen = [1]; log.info('seen=%s', seen); seen.append(2)\ntry: 1 / 0\n"
+        "except ZeroDivisionError: log.exception('event=defect')"
+    )
+    first, second = map(json.loads, process.communicate()[1].splitlines())
+    assert first["message"] == "seen=[1]"
+    assert (second["message"], second["traceback"].splitlines()[-1]) == (
+        "event=defect",
+        "ZeroDivisionError: division by zero",
+    )
+
+
+def test_lines_that_cannot_be_worded_or_written_are_counted_and_end_nothing() -> None:
+    process = running(
+        "logs.set_up('text'); input(); log.info('a'); log.info('b %d', 'no number')\n"
+        "while logs.dropped() < 2: pass\nprint('on')"
+    )
+    assert process.stderr is not None
+    process.stderr.close()
+    process.stderr = None
+    assert process.communicate("\n")[0] == "on\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(("level", "told"), [("info", ["a", "b", "ready"]), ("warning", ["b", "ready"])])
+def test_lines_below_the_level_are_left_out_but_for_the_one_that_is_waited_for(level: str, told: list[str]) -> None:
+    program = (
+        f"from proxy.observing import logs; logs.set_up('text', '{level}'); from logging import getLogger; "
+        "getLogger('x').info('a'); getLogger('x').warning('b'); getLogger(logs.START).info('ready')"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [line.split()[-1] for line in run.stderr.splitlines()] == told
