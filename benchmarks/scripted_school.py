@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from tests.proxy.scripted_vllm import ScriptedVllm
 from trainer.learning.learner import RoundReport
+from trainer.learning.learner_settings import LearnerSettings
 from trainer.learning.tokens import TokenRow
 from trainer.process import run
 from trainer.publishing import checkpoint
@@ -88,6 +89,9 @@ class ScriptedPupil:
 
     def save(self, folder: Path) -> None:
         checkpoint.write_atomically(folder, self._write)
+
+    def load(self, folder: Path | None, _: LearnerSettings) -> None:
+        self._weights = read_weights(folder)
 
     def _write(self, folder: Path) -> None:
         (folder / checkpoint.STATE).mkdir()

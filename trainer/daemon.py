@@ -112,7 +112,8 @@ class Daemon:
         self._publisher, self._gate = releasing.publisher, releasing.gate
         self._warm_starts = WarmStarts(store, settings)
         checkpoint.sweep(settings.checkpoints)
-        self._version, self.learner = self._make_learner()
+        self._version, resume_from = self._school.newest()
+        self.learner = self._made(resume_from)
         self._most_waiting = max(_BATCH, 2 * settings.groups_per_round * settings.group_size)
         candidates = (p.state is PolicyState.CANDIDATE for p in store.policies.all(settings.model))
         self._left_over = any(candidates)  # an earlier trainer did not come to publish it
@@ -132,13 +133,8 @@ class Daemon:
         """Whether there is a version that the next one cannot be built on or beside yet."""
         return self._gate.pending or self._publisher.waits or self._left_over
 
-    def _make_learner(self) -> tuple[int, Pupil]:
-        """Return the newest committed version and a learner that stands exactly there."""
-        version, resume_from = self._school.newest()
-        return version, self._made(self.settings, resume_from)
-
-    def _made(self, settings: TrainerSettings, resume_from: Path | None) -> Pupil:
-        pupil = self._make_pupil(settings, resume_from)
+    def _made(self, resume_from: Path | None) -> Pupil:
+        pupil = self._make_pupil(self.settings, resume_from)
         if isinstance(pupil, Learner):
             pupil.watched_by(self.progress)
         return pupil
@@ -240,20 +236,20 @@ class Daemon:
         try:
             wanted, material = self._warm_starts.gather(asked)
             self._spoilt = True
-            del self.learner  # there may not be room for two
             version, resume_from = self._school.newest()
-            learner = learner_settings(wanted, self.settings.learner, len(material.rows))
-            pupil = self._made(self.settings.model_copy(update={"learner": learner}), resume_from)
-            Imitation(self._store, self._school, self.settings.model).hold(pupil, material, wanted, version, asked.id)
+            self.learner.load(resume_from, learner_settings(wanted, self.settings.learner, len(material.rows)))
+            imitation = Imitation(self._store, self._school, self.settings.model)
+            imitation.hold(self.learner, material, wanted, version, asked.id)
         except REFUSALS as refusal:
             self._warm_starts.refuse(asked, str(refusal))
         return True
 
     def _renew(self) -> None:
-        """Make the learner anew where it holds steps that no commit stands for, or misses what one stands for."""
-        if self._spoilt or self._school.newest()[0] != self._version:  # a version may have been rejected since
-            self._version, self.learner = self._make_learner()
-            self._spoilt = False
+        """Put the learner where the newest commit is, if it holds steps of no commit, or misses those of one."""
+        version, resume_from = self._school.newest()
+        if self._spoilt or version != self._version:  # a version may have been rejected since
+            self.learner.load(resume_from, self.settings.learner)
+            self._version, self._spoilt = version, False
 
     def _weight(self, groups: Sequence[Group]) -> float:
         """Return how many groups these count for: a single is one member of one."""

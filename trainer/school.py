@@ -1,7 +1,7 @@
 """One round of school: judged groups in, a committed checkpoint and a candidate version out.
 
 Promises: the trajectories are consumed in the transaction that records the checkpoint; whatever stops a round before
-that leaves them waiting, and the learner is then made anew from the last committed checkpoint, so nothing is trained
+that leaves them waiting, and the learner then goes on from the last committed checkpoint, so nothing is trained
 twice. Does not choose when a round begins and does not publish.
 """
 
@@ -25,6 +25,7 @@ from trainer.crediting.roles import Roles
 from trainer.crediting.turns import Turns
 from trainer.errors import CheckpointDamaged, NoLearningSignal, RowError, TrainerError, TrainingDiverged
 from trainer.learning.learner import RoundReport
+from trainer.learning.learner_settings import LearnerSettings
 from trainer.learning.rows import Rows, build_rows
 from trainer.learning.tokens import TokenRow
 from trainer.publishing import checkpoint
@@ -58,6 +59,8 @@ class Pupil(Protocol):
     def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool = True) -> list[tuple[float, ...]]: ...
 
     def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path | None, settings: LearnerSettings) -> None: ...
 
 
 class School:

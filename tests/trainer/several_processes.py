@@ -88,6 +88,9 @@ def lead(line: together.Line, case: str, model: str, folder: Path) -> int:
         with contextlib.suppress(RowError):
             learner.train_round([wide] * (400 if case.endswith("memory") else 2))
         learner.save(Path("/proc/nowhere") if case == "leader_cannot_save" else folder / case / "0001")
+        learner.load(None, settings)
+        learner.train_round(build_rows(2))
+        learner.save(folder / case / "0002")
     except TrainerError as lost:
         logging.info("%s: %s", type(lost).__name__, lost)
         return 1

@@ -23,6 +23,7 @@ from trainer.crediting.credit import Credit
 from trainer.daemon import Daemon
 from trainer.errors import CheckpointDamaged, OutOfMemory, TrainingDiverged
 from trainer.learning.learner import RoundReport
+from trainer.learning.learner_settings import LearnerSettings
 from trainer.learning.tokens import TokenRow
 from trainer.publishing.checkpoint import newest_complete
 from trainer.school import Pupil, School
@@ -64,6 +65,9 @@ class Power:
     def save(self, folder: Path) -> None:
         self._learner.save(folder)
         raise KeyboardInterrupt
+
+    def load(self, folder: Path | None, settings: LearnerSettings) -> None:
+        self._learner.load(folder, settings)
 
 
 class Diverging(Power):
@@ -153,7 +157,7 @@ def test_a_store_outage_at_the_commit_trains_nothing_twice(store: Store, make_da
     with pytest.raises(StoreUnavailable):
         daemon.turn(1000.0)
     daemon.turn(1001.0)
-    assert daemon.learner.step == 1  # the learner was made anew: it took this step once
+    assert daemon.learner.step == 1  # the learner began again: it took this step once
     assert [held.state for held in store.rounds.page("agent")] == [RoundState.COMMITTED, RoundState.ABANDONED]
 
 

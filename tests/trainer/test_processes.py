@@ -135,6 +135,10 @@ def test_an_error_that_all_processes_meet_is_the_leaders_to_handle(together: Pat
     assert (together / "all_refuses" / "0001").is_dir()
 
 
+def test_two_processes_begin_again_together_where_the_leader_says(together: Path) -> None:
+    assert distance(together / "all_refuses" / "0001", together / "all_refuses" / "0002") == 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Story:
     """What two trainers did of which one died in a round, and the next two; each ended with a code and a log."""

@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from trainer.crediting.whitening import whiten
-from trainer.errors import NoLearningSignal, OutOfMemory, RowError
+from trainer.errors import NoLearningSignal, OutOfMemory, RowError, SettingError
 from trainer.learning import preference
 from trainer.learning.learner_settings import LearnerSettings
 from trainer.learning.tokens import TokenRow
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     Steps = tuple[list[list[Micro]], list[StepNumbers], list[float]]  # micro-batches, steps, losses of taken steps
 __all__ = ["Learner", "LearnerSettings", "RoundReport"]
 
+# Settings that shape the model and its adapter when they are made.
+_BUILT_IN = (
+    "rank", "alpha", "target_modules", "quantization", "gradient_checkpointing", "share_prefixes", "seed", "threads"
+)  # fmt: skip
 _NO_ROOM = ("out of memory", "can't allocate memory")  # torch's words on a GPU and on a CPU
 
 
@@ -109,6 +113,7 @@ class Learner:
         self._settings = settings
         self._clock = clock
         self._trainer = lora.build(base_model, settings, workdir / "trl")
+        self._first = learner_state.held(self._trainer)  # the adapter as it is before any round
         self._step = learner_state.read(self._trainer, settings, resume_from) if resume_from else 0
 
     @property
@@ -249,6 +254,24 @@ class Learner:
                 )
         finally:
             self._trainer.accelerator.wait_for_everyone()
+
+    def load(self, folder: Path | None, settings: LearnerSettings) -> None:
+        """Stand where a learner stands that is made with `settings` and resumed from `folder`, or, with None, is new.
+
+        Adapter and optimiser are put in place; the base model is neither read again nor held twice. Raises SettingError
+        for settings that another adapter or base model would need, CheckpointDamaged or CheckpointMismatch.
+        """
+        from trainer.learning import learner_state
+
+        for field in _BUILT_IN:
+            if getattr(settings, field) != getattr(self._settings, field):
+                raise SettingError(f"learner setting {field} cannot change while the trainer runs: restart it")
+        self._settings = settings
+        self._trainer.adopt(settings)
+        learner_state.put(self._trainer, settings, self._first)
+        self._step = 0
+        if folder is not None:
+            self._step = learner_state.read(self._trainer, settings, folder)
 
     def _check_signal(self, rows: Sequence[TokenRow]) -> None:
         if not rows:

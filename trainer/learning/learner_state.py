@@ -5,13 +5,14 @@
     learner/optimizer.pt, scheduler.pt, rng.pt       the rest of what makes the next step what it would have been
     learner/state.json                               step and the settings that shape the weights
 
-Promises that a resumed learner is bitwise the one that was saved; only between a warm start and what follows it the
-optimiser begins anew. Everything is serialised in memory and written as plain bytes, because a full disk then is an
-OSError with its number. Does not decide where or when to save.
+Promises that a resumed learner is bitwise the one that was saved, also where it is put into a learner that has trained
+since; only between a warm start and what follows it the optimiser begins anew. Everything is serialised in memory and
+written as plain bytes, because a full disk then is an OSError with its number. Does not decide where or when to save.
 """
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import random
@@ -48,6 +49,29 @@ def write(trainer: RecordedGRPOTrainer, settings: LearnerSettings, step: int, fo
     _write_torch(inner / "rng.pt", _rng_state())
     state = {"step": step, "settings": asdict(settings)}
     (inner / "state.json").write_text(json.dumps(state, indent=2, default=list) + "\n")
+
+
+def held(trainer: RecordedGRPOTrainer) -> dict[str, Any]:
+    """Return a copy, on the CPU, of what a trainer holds beside its base model: what `put` puts back."""
+    state = {
+        "lora": {name: p.detach().cpu() for name, p in trainer.lora_parameters().items()},
+        "optimizer": trainer.optimizer.state_dict(),
+        "scheduler": trainer.lr_scheduler.state_dict(),
+        "rng": _rng_state(),
+    }
+    return copy.deepcopy(state)
+
+
+def put(trainer: RecordedGRPOTrainer, settings: LearnerSettings, state: dict[str, Any]) -> None:
+    """Put back what `held` returned, in place: the parameters and the base model stay the objects that they are."""
+    trainer.optimizer.zero_grad()  # a round that broke off may have left a gradient
+    with torch.no_grad():
+        for name, parameter in trainer.lora_parameters().items():
+            parameter.copy_(state["lora"][name])
+    trainer.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+    trainer.lr_scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
+    _set_learning_rate(trainer, settings.learning_rate)
+    _set_rng_state(state["rng"])
 
 
 def read(trainer: RecordedGRPOTrainer, settings: LearnerSettings, folder: Path) -> int:

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from trainer.errors import SettingError
 from trainer.learning import policy_model
 from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.loss import RecordedGRPOTrainer
+from trainer.learning.loss import RecordedGRPOTrainer, loss_of
 from trainer.learning.trl_without_vllm import GRPOConfig
 
 # Processes of one run wait for each other as long as it takes: between rounds there may be hours without traffic.
@@ -48,10 +48,11 @@ def build(base_model: str, settings: LearnerSettings, output_dir: Path) -> Recor
 
 def _arguments(settings: LearnerSettings, output_dir: Path, on_cpu: bool) -> GRPOConfig:
     low, high = settings.clip
+    loss_type, level = loss_of(settings.objective)
     return GRPOConfig(
         str(output_dir),
-        loss_type="dapo" if settings.objective.shape == "clip" else "cispo",
-        importance_sampling_level="sequence" if settings.objective.ratio == "sequence" else "token",
+        loss_type=loss_type,
+        importance_sampling_level=level,
         learning_rate=settings.learning_rate,
         lr_scheduler_type="constant",
         epsilon=low,

@@ -39,6 +39,7 @@ from trainer.learning import correction
 from trainer.learning.learner_settings import LearnerSettings
 from trainer.learning.micro_batches import Micro, batched, blank, collate, split, weigh
 from trainer.learning.model_pass import ModelPass, Scored, worth_of_a_token
+from trainer.learning.objectives import Objective
 from trainer.learning.tokens import TokenRow
 from trainer.learning.trl_without_vllm import GRPOConfig, GRPOTrainer
 
@@ -59,6 +60,11 @@ class StepNumbers:
     tokens: int
     rows_rejected: int
     tokens_forwarded: int
+
+
+def loss_of(objective: Objective) -> tuple[str, str]:
+    """Return TRL's names for an objective: its `loss_type` and its `importance_sampling_level`."""
+    return "dapo" if objective.shape == "clip" else "cispo", "sequence" if objective.ratio == "sequence" else "token"
 
 
 class _Alone:
@@ -113,6 +119,14 @@ class RecordedGRPOTrainer(GRPOTrainer):
         # The micro-batches' losses already sum to the step's loss.
         self.current_gradient_accumulation_steps = self.args.steps_per_generation = 1
         self.model.train()
+
+    def adopt(self, settings: LearnerSettings) -> None:
+        """Learn with other settings from now on; those that shape the model and its adapter are the same."""
+        self._settings = settings
+        self._objective = settings.objective
+        self.loss_type, self.importance_sampling_level = loss_of(settings.objective)
+        self.epsilon_low, self.epsilon_high = settings.clip
+        self.beta = settings.kl
 
     def _prepared(self) -> tuple[Any, Any, Any]:
         """Model, optimiser and schedule, each in accelerate's wrapper."""

@@ -1,11 +1,11 @@
 """Several processes that train as one, as `accelerate launch` starts them: the first one leads, the others follow.
 
-The leader is the trainer daemon; whatever its learner does that takes all of them (being made, a round, a checkpoint)
-it tells the followers first, who then do the same with the same rows. Promises: followers look at nothing but what
-they are told, so that one daemon alone meets store, judge and vLLM; an error that all of them meet is the leader's to
-handle; one that only some meet, or the end of one, ends all of them within seconds, before anything is committed, and
-each says which process met what: the next start goes on from the last commit. Torch is imported when the first learner
-is made or followed.
+The leader is the trainer daemon; whatever its learner does that takes all of them (being made, a round, a checkpoint
+written or loaded) it tells the followers first, who then do the same with the same rows. Promises: followers look at
+nothing but what they are told, so that one daemon alone meets store, judge and vLLM; an error that all of them meet is
+the leader's to handle; one that only some meet, or the end of one, ends all of them within seconds, before anything is
+committed, and each says which process met what: the next start goes on from the last commit. Torch is imported when the
+first learner is made or followed.
 """
 
 from __future__ import annotations
@@ -185,6 +185,12 @@ class LeadingLearner(Learner):
         with self._line.in_step():
             super().save(folder)
 
+    def load(self, folder: Path | None, settings: LearnerSettings) -> None:
+        """Go on from a checkpoint, all together. Raises as `Learner.load` does, and ProcessLost."""
+        self._line.tell("load", folder, settings)
+        with self._line.in_step():
+            super().load(folder, settings)
+
 
 def follow(line: Line, make: Callable[..., Learner] = Learner) -> int:
     """Do what the leader says until it says stop; return the exit code. A signal does not end this process."""
@@ -209,7 +215,6 @@ def _do_as_told(line: Line, make: Callable[..., Learner]) -> None:
             with line.in_step():
                 if what == "made":
                     base_model, settings, workdir, resume_from = values
-                    learner = None  # there may not be room for two
                     learner = make(base_model, settings, workdir=workdir / _own(), resume_from=resume_from)
                 elif learner is not None:
                     getattr(learner, what)(*values)

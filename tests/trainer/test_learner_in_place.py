@@ -1,0 +1,95 @@
+"""Claims about a learner that is put back to a checkpoint: in place, and as if it had been built there."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from store import Store
+from tests.trainer.agents import agents_work
+from tests.trainer.tiny import build_rows, build_tiny_model
+from trainer.daemon import Daemon
+from trainer.errors import SettingError
+from trainer.learning.learner import Learner, RoundReport
+from trainer.learning.learner_settings import LearnerSettings
+
+SETTINGS = LearnerSettings(learning_rate=1e-3, steps_per_round=2, threads=1)
+HIDDEN = 48  # a width that no other model of these tests has: its weights are told from theirs
+
+
+@pytest.fixture(scope="module")
+def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return build_tiny_model(tmp_path_factory.mktemp("odd_model"), hidden=HIDDEN)
+
+
+def train(learner: Learner, rounds: range) -> list[RoundReport]:
+    return [replace(learner.train_round(build_rows(6, seed=number)), seconds=0.0) for number in rounds]
+
+
+def state_of(learner: Learner, folder: Path) -> dict[str, bytes]:
+    """All of a checkpoint that makes the next step what it is."""
+    learner.save(folder)
+    names = ("lora.safetensors", "optimizer.pt", "scheduler.pt", "rng.pt")
+    return {name: (folder / "learner" / name).read_bytes() for name in names}
+
+
+def base_weights() -> Iterator[torch.Tensor]:
+    """The embeddings of every odd model that is in memory, garbage that nothing collected yet included."""
+    for found in gc.get_objects():
+        if type(found) is torch.nn.Embedding and found.weight.shape[1] == HIDDEN:
+            yield found.weight
+
+
+@pytest.mark.parametrize("rounds_before", [0, 2])
+def test_what_is_loaded_in_place_is_bitwise_what_would_be_built_there(
+    tiny_model: Path, tmp_path: Path, rounds_before: int
+) -> None:
+    def built(settings: LearnerSettings, resume_from: Path | None = None) -> Learner:
+        return Learner(str(tiny_model), settings, workdir=tmp_path / "work", resume_from=resume_from)
+
+    learner = built(SETTINGS)
+    checkpoint = None
+    if rounds_before:
+        train(learner, range(rounds_before))
+        learner.save(checkpoint := tmp_path / "0001")
+    train(learner, range(5, 8))  # what no commit stands for
+    other = replace(SETTINGS, loss="sft", learning_rate=1e-2, kl=0.0, steps_per_round=3)
+    penalised = replace(SETTINGS, loss="cispo", kl=0.1, learning_rate=3e-4)
+    for number, settings in enumerate((SETTINGS, other, penalised, SETTINGS)):
+        fresh = built(settings, checkpoint)
+        assert fresh.step == 2 * rounds_before
+        expected = train(fresh, range(8, 10)), state_of(fresh, tmp_path / f"fresh{number}")
+        learner.load(checkpoint, settings)
+        assert learner.step == 2 * rounds_before
+        assert (train(learner, range(8, 10)), state_of(learner, tmp_path / f"ours{number}")) == expected
+
+
+def test_a_setting_that_shapes_the_adapter_is_not_changed_in_place(tiny_model: Path, tmp_path: Path) -> None:
+    learner = Learner(str(tiny_model), SETTINGS, workdir=tmp_path / "work")
+    with pytest.raises(SettingError, match="rank cannot change while the trainer runs"):
+        learner.load(None, replace(SETTINGS, rank=4))
+
+
+def test_a_rejected_version_leaves_the_base_model_where_it_is_and_there_is_one(
+    store: Store, make_daemon: Callable[..., Daemon], odd_model: Path
+) -> None:
+    daemon = make_daemon(base_model=str(odd_model), gate={"share": 0.3})
+    (weights,) = base_weights()
+    place = weights.data_ptr()
+    agents_work(store, "a", [0.0, 1.0])
+    agents_work(store, "b", [1.0, 0.0])
+    daemon.turn(1000.0)
+    store.policies.roll_back_by_hand("agent", None, by="anna", reason="it is rude")
+    agents_work(store, "c", [0.0, 1.0])
+    agents_work(store, "d", [1.0, 0.0])
+    daemon.turn(2000.0)
+    assert [held.from_version for held in store.rounds.page("agent")] == [0, 0]
+    (after,) = base_weights()
+    assert after is weights
+    assert after.data_ptr() == place
