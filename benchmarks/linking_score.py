@@ -94,7 +94,7 @@ def _score(
         precision=_share(right, together - foreign),
         recall=_share(right, true_pairs),
         parents=_share(good, len(calls)),
-        linked_by=Counter(stored[call.label].linked_by for call in found),
+        linked_by=dict(Counter(stored[call.label].linked_by for call in found)),  # asdict() copies no Counter
         missing=len(calls) - len(found),
     )
 

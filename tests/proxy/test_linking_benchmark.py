@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 from benchmarks.linking import measure
 from benchmarks.linking_score import Stored, Truth, scores
 
@@ -20,3 +24,11 @@ def test_the_score_sees_two_runs_in_one_trajectory_and_one_run_in_two() -> None:
         assert (score.precision, score.recall) == (precision, recall)
     (strict,) = scores(truths, {t.label: Stored(p, None, 0, "") for t, p in zip(truths, "tuut", strict=True)})
     assert (strict.precision, strict.recall) == (0, 0)
+
+
+def test_the_table_as_json_can_be_parsed() -> None:
+    command = [sys.executable, "-m", "benchmarks.linking", "--quick", "--only", "reminders", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    (one,) = json.loads(ended.stdout)
+    assert (one["kind"], one["good"], one["linked_by"]) == ("reminders", True, {"root": 3, "graph+gap": 9})
