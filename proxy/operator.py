@@ -107,6 +107,7 @@ def _add_calls(api: FastAPI, store: Store) -> None:
             | {"feedback": [_plain(said) for said in found.feedback]}
             | {"verdicts": [_plain(verdict) for verdict in store.groups.verdicts_of(trajectory_id)]}
             | {"trained": store.lineage.of([trajectory_id]).get(trajectory_id, ())}
+            | {"complete": not store.trajectories.incomplete([trajectory_id])}
         )
 
     @api.get("/groups")

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 
 from store import schema
 from store.calls import load_calls
+from store.completeness import incomplete
 from store.database import read, write
 from store.endings import last_word
 from store.errors import ForbiddenChange, UnknownRecord
@@ -140,6 +141,11 @@ class Trajectories:
         )
         with read(self._engine) as connection:
             return set(connection.scalars(query))
+
+    def incomplete(self, trajectory_ids: Sequence[str]) -> set[str]:
+        """Return those that lack messages or tools which their calls name: a proxy's journal was damaged."""
+        with read(self._engine) as connection:
+            return incomplete(connection, trajectory_ids)
 
     def page(
         self, limit: int = 100, before: str | None = None, state: str | None = None, chosen: Chosen | None = None

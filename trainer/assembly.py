@@ -19,7 +19,7 @@ from trainer.casting import Casting
 from trainer.cohorts import likeness, plan_cohorts
 from trainer.crediting.baseline import ScoreBook
 from trainer.gating.evaluation import is_held_out
-from trainer.grouping import GroupingPlan, PlannedGroup, plan_groups
+from trainer.grouping import INCOMPLETE, GroupingPlan, PlannedGroup, plan_groups
 from trainer.judges.patience import patience_of
 from trainer.settings import TrainerSettings
 from trainer.shadowing.caller import KEY_VARIABLE
@@ -68,7 +68,7 @@ class Assembly:
         cohorts, waits = self._cohorts([run for run in plan.alone if run.id not in kept], now)
         kept |= waits | {name for cohort in cohorts for name in cohort.members}
         plan = plan.settled(singles=self._settings.singles != "drop", waiting=kept)
-        whole = GroupingPlan((*company.groups, *cohorts, *plan.groups), (*company.drops, *plan.drops))
+        whole = self._whole(GroupingPlan((*company.groups, *cohorts, *plan.groups), (*company.drops, *plan.drops)))
         try:
             self._carry_out(whole, now)
         except ForbiddenChange as changed:  # a call came for one of them, which is open again: the next turn plans anew
@@ -92,6 +92,12 @@ class Assembly:
             held_out={run.id for run in waiting if is_held_out(run.group_key, settings.gate.held_out)},
             other_role=self._casting.without([run for run in waiting if run.purpose == "live"]),
         )
+
+    def _whole(self, plan: GroupingPlan) -> GroupingPlan:
+        """Return the plan; where a group has incomplete members only their drops: the next turn plans without them."""
+        members = [name for group in plan.groups for name in group.members]
+        torn = self._store.trajectories.incomplete(members)
+        return GroupingPlan((), tuple((name, INCOMPLETE) for name in sorted(torn))) if torn else plan
 
     def _cohorts(self, alone: list[Trajectory], now: float) -> tuple[list[PlannedGroup], set[str]]:
         """Return the cohorts that singles make, and who waits for one."""

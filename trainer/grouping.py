@@ -15,6 +15,7 @@ from trainer.crediting.roles import OTHER_ROLE
 ABANDONED = "abandoned"  # its tuner was killed or stopped: nobody knows whether it was over
 EVALUATION = "eval"  # asked for by explicit version: a measurement, never training data
 CUT_OFF = "cut_off"  # a machine ended its last call: that is not the policy's failure
+INCOMPLETE = "incomplete"  # messages that its calls name were lost: a judge would be shown another conversation
 NO_FEEDBACK = "no_feedback"  # the judge needs the word of people, and nobody gave it in time
 HELD_OUT = "held_out"  # its task is set aside for evaluation
 SINGLE = "single"  # nobody else tried the same task in time, and singles are not trained

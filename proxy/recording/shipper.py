@@ -3,7 +3,8 @@
 Promises: a record leaves the journal only after the store has it; while the store is down nothing is lost and nothing
 waits for it; a record that the store refuses for good (`carrier.py` puts it aside) is told by a counter and an alarm.
 Where something is deleted from the store, the recorder hears of it within about a second, before the next batch.
-What cannot be shipped any more, since its segment was deleted or is damaged, is counted as lost and told by an alarm.
+What cannot be shipped any more, since its segment was deleted or is damaged, is counted as lost and told by an alarm;
+the recorder then writes every message again, and `store.completeness` finds what was recorded without some meanwhile.
 Calls that an earlier proxy process began and never ended become `interrupted` once its segments are shipped.
 """
 
@@ -213,6 +214,7 @@ class Shipper:
         kept = path.with_suffix(".damaged")
         if ours:  # first: from then on the journal writes to another one
             path.rename(kept)
+        self._forget_known()
         rest = self._behind(kept if ours else path, offset)
         if not ours:
             path.rename(kept)
@@ -244,6 +246,7 @@ class Shipper:
                 self._done[number] = written.records
                 self._given_up += missing
                 self._metrics.lost.inc(missing)
+                self._forget_known()
                 self._bell.ring(
                     LOSS_ALARM,
                     f"{missing} records of segment {number} in {self._journal.folder} are lost: it was deleted or "

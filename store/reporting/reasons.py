@@ -27,6 +27,7 @@ DROPPED: Mapping[str, str] = {
     "abandoned": "the tuner that made it was stopped or killed: a run that goes on makes its rollout anew",
     "doctor": "a call or attempt that `ratchet doctor` made: never training data",
     "member_deleted": "a member of its group was deleted before the group was trained",
+    "incomplete": "messages of it were lost with a proxy's journal (alarm proxy_journal_lost or proxy_journal_damaged)",
     "cut_off": "a machine ended its last call, which is not the policy's failure: see the proxy's errors",
 }
 

@@ -1,0 +1,33 @@
+"""Which sealed trajectories become groups: claims on a store without a trainer."""
+
+from __future__ import annotations
+
+import msgspec
+
+from store import Store
+from tests import records
+from trainer.assembly import Assembly
+from trainer.casting import Casting
+from trainer.crediting.baseline import ScoreBook
+from trainer.crediting.roles import Roles
+from trainer.settings import TrainerSettings
+
+
+def test_a_trajectory_whose_messages_were_lost_is_put_aside_and_the_others_are_grouped(store: Store) -> None:
+    torn = [{"role": "system", "content": "Lost."}, {"role": "user", "content": "Where?"}]
+    for name in ("torn", "one", "two"):
+        begun = records.begun(f"call_{name}", name, torn if name == "torn" else records.QUESTION, task="t")
+        if name == "torn":
+            begun = msgspec.structs.replace(begun, nodes=begun.nodes[1:])
+        store.calls.ship([records.ended(begun, {"role": "assistant", "content": name})])
+        store.trajectories.seal(name, 2.0)
+    settings = TrainerSettings(
+        store="s", model="agent", base_model="b", vllm=("http://127.0.0.1:1",), checkpoints="c", group_size=2,
+        judge="tests.trainer.judge_samples:scripted", group_wait_seconds=1.0,
+    )  # fmt: skip
+    assembly = Assembly(store, settings, Casting(store, "agent", Roles()), ScoreBook(), None)
+    for now in (10.0, 11.0):
+        assembly.turn(now, now)
+    assembly.close()
+    assert store.trajectories.get("torn").drop_reason == "incomplete"
+    assert [set(group.members) for group in store.groups.page()] == [{"one", "two"}]
