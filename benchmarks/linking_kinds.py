@@ -209,6 +209,17 @@ async def best_of_n_alike(run: Run) -> None:
     await run.ask(CHAT, body, said.label, picked)
 
 
+async def several_answers_alike(run: Run) -> None:
+    """Equal prompts and four equal answers to each, without ids; every agent goes on with the first."""
+    messages = [system("Four."), user("Hello " + say("hello"))]
+    before = None
+    for _ in range(4):
+        said = await run.chat(messages, before, n=4)
+        messages += [echoed(said.message, run.traffic.rng), user(say("and hello again"))]
+        before = said.label
+        await asyncio.sleep(run.traffic.rng.random() / 100)
+
+
 async def reminders(run: Run) -> None:
     """The last message of each prompt tells the time and is gone in the next."""
     messages = [system("Remind."), user(f"Remember {run.name}")]
@@ -342,6 +353,7 @@ KINDS = (
     Kind("edits of earlier turns", edits),
     Kind("best of n", best_of_n),
     Kind("best of n, alike", best_of_n_alike, 64),
+    Kind("n=4, alike, no ids", several_answers_alike, alike=True),
     Kind("reminders", reminders),
     Kind("tool calls as text", calls_as_text),
     Kind("history as text", history_as_text),
@@ -349,6 +361,7 @@ KINDS = (
     Kind("fields added, dropped", added_fields),
     Kind("restart: tool-call ids", alike_with_ids, 64, restart=True),
     Kind("restart: alike, no ids", alike_without_ids, 64, alike=True, restart=True),
+    Kind("restart: n=4, alike", several_answers_alike, alike=True, restart=True),
     Kind("restart: compaction", compaction, restart=True),
     Kind("restart: clock", clock_in_the_system_prompt, restart=True),
     Kind("tasks reworded", reworded_tasks, evidence=False),

@@ -10,7 +10,9 @@ from store.messages import link_keys, node, path, tool_call_ids, tools_hash
 from store.records import CallBegun, CallEnded, Choice, Group, Verdict, pack_ids, pack_logprobs
 from store.states import CallState
 
-TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
+]
 QUESTION: list[dict[str, Any]] = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "Where?"}]
 
 

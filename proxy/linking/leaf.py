@@ -34,7 +34,9 @@ class Sequence32(msgspec.Struct, frozen=True):
 
 
 class Leaf(msgspec.Struct, eq=False):
-    """An answer that a coming request may continue. `extended`: one did; `quoted`: a segment was found by its words."""
+    """An answer that a coming request may continue. `extended`: one did; `taken`: one did, or continued another answer
+    of the same call; `quoted`: a segment was found by its words.
+    """
 
     trajectory_id: str
     call_id: str
@@ -48,6 +50,7 @@ class Leaf(msgspec.Struct, eq=False):
     purpose: str = "live"
     extended: bool = False
     quoted: bool = False
+    taken: bool = False
     traces: Traces = NO_TRACES
 
 

@@ -41,10 +41,16 @@ def choose(alike: Iterable[Leaf]) -> Leaf | None:
     """Return the one that is meant: the latest of a single run, or any that is free where all pasts are the same."""
     found = list(alike)
     if _only_run(found) is not None:
-        return max(found, key=lambda leaf: leaf.born_at)
+        return max(found, key=lambda leaf: (leaf.born_at, -leaf.choice))
     if len({leaf.link_key for leaf in found}) != 1:
         return None
-    return next((leaf for leaf in reversed(found) if not (leaf.extended or leaf.quoted)), None)
+    free = [leaf for leaf in found if not (leaf.extended or leaf.quoted)]
+    return max(free, key=preference, default=None)
+
+
+def preference(leaf: Leaf) -> tuple[bool, bool, float, int]:
+    """Return what is greatest of the answer that is meant among equal ones: agents go on with the first of several."""
+    return not leaf.taken, not leaf.extended, leaf.born_at, -leaf.choice
 
 
 def shared_runs(groups: Iterable[Iterable[Leaf]]) -> set[str]:

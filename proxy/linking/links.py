@@ -5,10 +5,10 @@ again; the message graph: the deepest assistant message of the request that is a
 and tool-call ids of ours under a path that has changed; quoted words of ours, which begin a segment. Without evidence
 a new trajectory begins, so parallel runs of one prompt never merge. `docs/linking.md` has the rules and how they do.
 
-Where equal answers were given twice, the tool-call ids decide, then the answer that nobody has continued yet, then the
-latest. A run has one key, one version and one purpose, live or eval (a version asked for by name); unless it is named,
-nothing of another kind joins it. Nothing joins a run of another checked key either way: a trajectory's name is its
-key's own, and the same name under another key is another trajectory.
+Where equal answers were given twice, the tool-call ids decide, then the call none of whose answers was continued yet,
+then the answer that nobody has continued yet, then the latest. A run has one key, one version and one purpose, live or
+eval (a version asked for by name); unless it is named, nothing of another kind joins it. Nothing joins a run of another
+checked key either way: a trajectory's name is its key's own, and the same name under another key is another trajectory.
 
 Memory is bounded: runs are forgotten after `idle_seconds`, the stillest first where there are
 too many. A sequence is remembered as its length and hash, not as its ids.
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 
 import msgspec
 
@@ -29,6 +28,7 @@ from proxy.linking import likeness, quotes
 from proxy.linking.attempts import RESENT_WITHIN, RETRIED_WITHIN, Attempts
 from proxy.linking.leaf import Attempt, Evidence, Leaf, Link, Sequence32
 from proxy.linking.leaves import Leaves
+from proxy.linking.names import names
 from proxy.linking.pins import Pins
 from proxy.linking.restored import restored_attempt, restored_leaf
 from store import messages as canon
@@ -89,10 +89,10 @@ class Links:
 
     def _named(self, asked: Evidence, name: str) -> Link:
         """Return the run that the client names, whatever it is; only an explicit version can contradict it."""
-        run = self._runs.get(name)
-        if run is not None and not may_share(run.key_id, asked.key_id):
-            name = f"{name}~{blake2b(str(asked.key_id).encode(), digest_size=4).hexdigest()}"
-            run = self._runs.get(name)
+        for own in names(name, asked.key_id):
+            name, run = own, self._runs.get(own)
+            if run is None or may_share(run.key_id, asked.key_id):
+                break
         leaf = self._followed(asked.follows, name, run) if asked.follows else self._parent(asked, name)[0]
         if run is None:
             return Link(name, None, asked.explicit_by, leaf, asked.purpose, asked.key_id)
@@ -163,9 +163,19 @@ class Links:
         run.calls_under_way += 1
         self._touch(link.trajectory_id, run, now)
         if link.parent is not None:
-            link.parent.extended = True
+            self._extend(link.parent)
         if link.quoted is not None:
             link.quoted.quoted = True
+
+    def _extend(self, leaf: Leaf) -> None:
+        """An answer is continued: of its call, whose answers stand together in the run, all are taken."""
+        leaf.extended = leaf.taken = True
+        run = self._runs.get(leaf.trajectory_id)
+        for other in reversed(run.leaves if run else ()):
+            if other.call_id == leaf.call_id:
+                other.taken = True
+            elif other.born_at < leaf.born_at:
+                return
 
     def family(self, begun: CallBegun) -> str:
         """Return the task family of a call's trajectory: that of its first call, whatever later ones say."""
@@ -198,6 +208,9 @@ class Links:
         for one in leaves:
             leaf = known[one.call_id, one.choice] = restored_leaf(one)
             self._add(self._restored(one, leaf.key_id), leaf)
+        for leaf in known.values():
+            if leaf.extended:
+                self._extend(leaf)
         for lost in attempts:
             self._restored(lost, lost.key_id)
             parent = known.get((lost.parent_call, lost.parent_choice))
@@ -256,6 +269,6 @@ def _best(asked: Evidence, place: int, found: Sequence[Leaf]) -> tuple[Leaf, str
     exact = [leaf for leaf in found if leaf.link_key == asked.keys[place]]
     ids = canon.tool_call_ids(asked.messages[place])
     same_ids = [leaf for leaf in found if leaf.tool_call_ids == ids] if ids else []
-    best = max(same_ids or exact or found, key=lambda leaf: (not leaf.extended, leaf.born_at))
+    best = max(same_ids or exact or found, key=likeness.preference)
     by = "graph" if best.link_key == asked.keys[place] else "graph+gap"
     return best, "graph+tool_ids" if same_ids and by == "graph" else by
