@@ -144,7 +144,7 @@ def create_app(
         rest=PassThrough(book, upstream, pool, others, metrics, settings.bounds),
     )
     ring = KeyRing(settings, store)
-    app: ASGIApp = Errors(Keys(Inflate(routes, settings.body_limit), ring), count=metrics.refused)
+    app: ASGIApp = Errors(Keys(Inflate(routes, settings.body_limit), ring, settings.web_origins), count=metrics.refused)
     if settings.web_origins:
         from starlette.middleware.cors import CORSMiddleware
 

@@ -1,7 +1,8 @@
 """Who is asking: reads the key of a request, refuses what is not known, and says in the scope who it is.
 
 Without keys everyone on this machine may come in, but no web page: a browser that was led here by a name of
-somebody else's, or by a page of another origin, is refused. With keys the operator API needs a key of its own.
+somebody else's, or by a page of another origin, is refused, whatever it sends. The proxy's own pages may come in, and
+to the agents' routes those of this machine that `web_origins` names. With keys the operator API needs its own.
 
 A key may carry the id of a trajectory: `KEY:ID` is KEY, and says that the call belongs to ID, for agents that can
 be given an API key each and nothing else. Where no keys are needed, only a key that begins with `rk-` is read so:
@@ -11,6 +12,7 @@ any other may be another service's secret with a colon in it.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 from functools import lru_cache
 from urllib.parse import urlsplit
 
@@ -19,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from proxy.access.caller import NOBODY, OPERATOR, Caller
 from proxy.access.keyring import KeyRing
 from proxy.access.limits import metered
-from proxy.asgi import CALLER, KEY_ID, header
+from proxy.asgi import CALLER, KEY_ID, header, headers_of
 from proxy.errors import Forbidden, WrongKey
 from proxy.settings import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, hash_key, is_loopback
 from store.owners import UNCHECKED
@@ -28,6 +30,7 @@ PREFIX = "rk-"  # by which a leaked key is recognised
 
 _OPEN_PATHS = ("/health/", "/metrics", "/ui")  # a probe or a scraper has no key; the pages hold no data
 _FRONT = "/"  # leads to the pages
+_ELSEWHERE = (b"cross-site", b"same-site")  # `sec-fetch-site` of a page of another origin; a port makes another one
 _OPERATOR_PATH = "/api"
 _SPEAKING = ("POST", "/api/feedback")  # an agent's key opens this as well: it says something and reads nothing
 
@@ -40,9 +43,10 @@ def new_key() -> str:
 class Keys:
     """Refuses unknown API keys and puts the caller into the scope. Keys are never kept, only hashes."""
 
-    def __init__(self, app: ASGIApp, ring: KeyRing) -> None:
+    def __init__(self, app: ASGIApp, ring: KeyRing, web_origins: Collection[str]) -> None:
         self._app = app
         self._ring = ring
+        self._pages = frozenset(origin for origin in web_origins if _is_ours(origin))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
@@ -50,13 +54,13 @@ class Keys:
         if not path.startswith(_OPEN_PATHS) and path != _FRONT:
             needed = self._ring.needed
             if not needed:
-                _refuse_web_pages(scope)
+                _refuse_web_pages(scope, self._pages)
             key = _key_of(scope)
             if key.startswith(PREFIX) and (needed or self._ring.has_operators):
                 await self._learn(key)
             if self._is_operators(scope, path, key):
-                if path != _SPEAKING[1] and not self._ring.operator_needed:
-                    _refuse_neighbours(scope)
+                if not self._ring.operator_needed and not _is_own(scope):
+                    raise _other_page(scope)
                 self._check_operator(key)
                 caller = OPERATOR
             else:
@@ -75,8 +79,8 @@ class Keys:
 
     def _is_operators(self, scope: Scope, path: str, key: str) -> bool:
         """Return whether a request is to be let in as an operator's, or not at all."""
-        if (scope["method"], path) == _SPEAKING:
-            return self._ring.opens_operator(_hash(key)) or not self._ring.operator_needed
+        if (scope["method"], path) == _SPEAKING:  # what another page says of an answer is not the operator's word
+            return self._ring.opens_operator(_hash(key)) or (not self._ring.operator_needed and _is_own(scope))
         return path == _OPERATOR_PATH or path.startswith(_OPERATOR_PATH + "/")
 
     def _agent(self, key: str) -> Caller:
@@ -127,24 +131,43 @@ def _unknown_key() -> WrongKey:
     return WrongKey("the API key is missing or not known here: send it as `Authorization: Bearer KEY`")
 
 
-def _refuse_web_pages(scope: Scope) -> None:
-    """Raises Forbidden where a browser was led here: by a foreign name (DNS rebinding), or by a foreign page."""
-    host, origin = header(scope, b"host"), header(scope, b"origin")
-    remedy = f"set {KEYS_VARIABLE} and send a key, or call the proxy as 127.0.0.1 or localhost"
+def _refuse_web_pages(scope: Scope, named: Collection[str]) -> None:
+    """Raises Forbidden where a browser was led here: by a foreign name (DNS rebinding), or by a page of another origin.
+
+    A page of this machine is let in where it is `named`.
+    """
+    host = header(scope, b"host")
     if not _is_ours(f"//{host or ''}"):
-        raise Forbidden(f"without API keys the proxy answers no other name than this machine's, not {host!r}: {remedy}")
-    if origin is not None and not _is_ours(origin):
-        raise Forbidden(f"without API keys the proxy answers no web page of another machine, not {origin!r}: {remedy}")
-
-
-def _refuse_neighbours(scope: Scope) -> None:
-    """Raises Forbidden where a page of another server on this machine would read or decide what operators do."""
-    origin = header(scope, b"origin")
-    if origin is not None and urlsplit(origin).netloc != header(scope, b"host"):
         raise Forbidden(
-            f"{_OPERATOR_PATH} answers only the proxy's own pages, not those of {origin!r}: set "
-            f"{OPERATOR_KEYS_VARIABLE} and send a key"
+            f"without API keys the proxy answers no other name than this machine's, not {host!r}: set {KEYS_VARIABLE} "
+            "and send a key, or call the proxy as 127.0.0.1 or localhost"
         )
+    if not _is_own(scope) and header(scope, b"origin") not in named:
+        raise Forbidden(
+            f"without API keys the proxy answers no web page of another origin, not {_page(scope)}: set "
+            f"{KEYS_VARIABLE} and send a key, or name a page of this machine in the proxy's setting web_origins"
+        )
+
+
+def _is_own(scope: Scope) -> bool:
+    """Return whether a request is no page's, or one of the proxy's own; browsers tell by one of two headers."""
+    headers = headers_of(scope)
+    origin = headers.get(b"origin")
+    if not origin:
+        return headers.get(b"sec-fetch-site") not in _ELSEWHERE
+    return origin.partition(b"://")[2] == headers.get(b"host")
+
+
+def _other_page(scope: Scope) -> Forbidden:
+    return Forbidden(
+        f"{_OPERATOR_PATH} answers only the proxy's own pages, not those of {_page(scope)}: set "
+        f"{OPERATOR_KEYS_VARIABLE} and send a key"
+    )
+
+
+def _page(scope: Scope) -> str:
+    origin = header(scope, b"origin")
+    return "another site" if origin is None else repr(origin)
 
 
 @lru_cache(maxsize=256)

@@ -15,6 +15,7 @@ from proxy.errors import StartError
 from proxy.server import serve
 from proxy.settings import ProxySettings, hash_key
 from tests.proxy.conftest import Proxy, Start
+from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import ROOT
 
 VALUES: Any = {"upstreams": ("http://127.0.0.1:1",), "model": "agent", "store": "s.db", "journal": Path("j")}
@@ -94,10 +95,75 @@ def test_without_keys_no_web_page_may_come_in(proxy: Proxy, headers: dict[str, s
     assert proxy.http.get("/health/live", headers=headers).status_code == 200
 
 
-def test_without_keys_a_page_of_this_machine_may_call_models_and_nothing_else(proxy: Proxy) -> None:
-    page = {"origin": "http://localhost:3000"}
-    assert proxy.http.get("/v1/models", headers=page).status_code == 200
-    assert proxy.http.get("/api/calls", headers=page).status_code == 403
+PAGES = [
+    {"origin": "http://localhost:3000"},
+    {"origin": "http://127.0.0.1:1"},
+    {"origin": "http://[::1]:3000"},
+    {"origin": "null"},
+    {"sec-fetch-site": "same-site"},
+    {"sec-fetch-site": "cross-site"},
+    {"origin": "http://localhost:3000", "sec-fetch-site": "same-origin"},
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_without_keys_a_page_of_another_local_server_neither_acts_nor_reads(
+    proxy: Proxy, vllm: ScriptedVllm, page: dict[str, str]
+) -> None:
+    call: Any = b'{"model": "agent", "messages": [{"role": "user", "content": "hi"}]}'
+    run = proxy.http.post("/v1/chat/completions", content=call).headers["x-ratchet-trajectory"]
+    proxy.settled()
+    asked = len(vllm.calls)
+    said = b'{"trajectory_id": "%s", "value": 1}' % run.encode()
+    for kind in ("application/json", "text/plain"):  # a page may send the latter without asking first
+        headers = {**page, "content-type": kind}
+        for path, body in (("/v1/chat/completions", call), ("/v1/embeddings", call), ("/api/feedback", said)):
+            assert proxy.http.post(path, content=body, headers=headers).status_code == 403
+    for method, path in OPERATED:
+        assert proxy.http.request(method, path.format(run=run), headers=page).status_code == 403, (method, path)
+    assert proxy.http.get("/v1/models", headers=page).status_code == 403
+    assert (len(vllm.calls), proxy.store.feedback.page(9)) == (asked, [])
+    assert proxy.store.trajectories.get(run).state == "open"
+
+
+OPERATED = [
+    ("GET", "/api/feedback"), ("HEAD", "/api/feedback"), ("PUT", "/api/feedback"), ("GET", "/api/calls"),
+    ("GET", "/api/trajectories/{run}"), ("GET", "/api/openapi.json"), ("DELETE", "/api/trajectories/{run}"),
+    ("POST", "/api/trajectories/{run}/finish"), ("POST", "/api/policies/0/rollback?alias=agent"), ("GET", "/api"),
+]  # fmt: skip
+
+
+def test_the_proxys_own_pages_and_programs_come_in_without_keys(proxy: Proxy) -> None:
+    own = str(proxy.http.base_url).rstrip("/")
+    for headers in (
+        {},
+        {"origin": own, "sec-fetch-site": "same-origin"},
+        {"sec-fetch-site": "none"},
+        {"sec-fetch-site": "same-origin"},
+    ):
+        run = proxy.http.post(
+            "/v1/chat/completions", json={"model": "agent", "messages": [{"role": "user", "content": "hi"}]},
+            headers=headers,
+        ).headers["x-ratchet-trajectory"]  # fmt: skip
+        said = proxy.http.post("/api/feedback", json={"trajectory_id": run, "value": 1}, headers=headers)
+        assert (said.status_code, proxy.http.get("/api/calls", headers=headers).status_code) == (201, 200)
+    proxy.settled()
+    assert [(one.source, one.trusted) for one in proxy.store.feedback.page(9)] == [("operator", True)] * 4
+
+
+def test_without_keys_a_local_page_that_is_named_may_call_models_and_never_speaks_as_operator(start: Start) -> None:
+    page = {"origin": "http://localhost:3000", "sec-fetch-site": "same-site"}
+    proxy = start(web_origins=(page["origin"], "https://app.example.com"))
+    body = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
+    answer = proxy.http.post("/v1/chat/completions", json=body, headers=page)
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, page["origin"])
+    run = answer.headers["x-ratchet-trajectory"]
+    assert proxy.http.post("/api/feedback", json={"trajectory_id": run, "value": 1}, headers=page).status_code == 201
+    assert proxy.http.get("/api/feedback", headers=page).status_code == 403
+    assert proxy.http.get("/v1/models", headers={"origin": "http://localhost:3001"}).status_code == 403
+    assert proxy.http.get("/v1/models", headers={"origin": "https://app.example.com"}).status_code == 403
+    proxy.settled()
+    assert [(one.source, one.trusted) for one in proxy.store.feedback.page(9)] == [("anyone", False)]
 
 
 def test_with_keys_any_name_will_do(start: Start) -> None:
