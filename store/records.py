@@ -7,7 +7,7 @@ are the only two ways in and out. Times are Unix seconds (float, UTC). A record 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,14 +15,10 @@ from store.packing import pack_ids as pack_ids  # told here as well: they are pa
 from store.packing import pack_logprobs as pack_logprobs
 from store.packing import unpack_ids as unpack_ids
 from store.packing import unpack_logprobs as unpack_logprobs
-from store.states import (
-    CallState,
-    GroupState,
-    KeyScope,
-    PolicyState,
-    RoundState,
-    TrajectoryState,
-)
+from store.states import CallState, GroupState, KeyScope, PolicyState, RoundState, TrajectoryState
+
+if TYPE_CHECKING:
+    from store.tool_records import ToolCall
 
 BASE_VERSION = 0  # version 0 of every alias is the base model without an adapter
 REDACTED = "redacted"  # why a call is untrainable of which something was not written down
@@ -282,6 +278,7 @@ class Transcript(Record, frozen=True):
     feedback: tuple[Feedback, ...] = ()  # oldest first
     row: Mapping[str, Any] | None = None  # the task's row, where its task set is known
     returned: Returned | None = None  # None: no rollout of the tuner
+    tool_calls: tuple[ToolCall, ...] = ()  # what became of each, in order; see docs/tools.md
 
 
 class Verdict(Record, frozen=True):

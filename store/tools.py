@@ -100,6 +100,14 @@ class Tools:
         return sorted(tallies, key=lambda tally: (-tally.calls, tally.alias, tally.version, tally.tool))[:_MOST_TALLIED]
 
 
+def tool_calls_of(connection: sa.Connection, trajectory_id: str) -> tuple[ToolCall, ...]:
+    """Return the tool calls of a trajectory, in order."""
+    calls = schema.calls
+    query = sa.select(_rows).join(calls, calls.c.id == _rows.c.call_id).where(calls.c.trajectory_id == trajectory_id)
+    order = (_rows.c.call_id, _rows.c.choice, _rows.c.place)
+    return tuple(_tool_call(row) for row in connection.execute(query.order_by(*order)))
+
+
 def _without_known(connection: sa.Connection, found: Sequence[ToolCall]) -> list[ToolCall]:
     """Return those that are not there yet and whose call is."""
     names = sorted({row.call_id for row in found})

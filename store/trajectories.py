@@ -26,6 +26,7 @@ from store.rollouts import returned_by, rollouts
 from store.shipping import FINISH, IDLE
 from store.states import TRAJECTORY_STEPS, CallState, RolloutState, TrajectoryState, origins
 from store.tasks import row_of
+from store.tools import tool_calls_of
 from store.tunings import at_work
 
 _PAGE_MOST = 1000
@@ -171,11 +172,12 @@ class Trajectories:
             messages = load_path(connection, leaf)
             tools = _load_tools(connection, own_tools)
             said = feedback_of(connection, trajectory_id)
+            called = tool_calls_of(connection, trajectory_id)
             task, returned = returned_by(connection, trajectory_id)
             row = row_of(connection, task or trajectory.task)
         return Transcript(
             trajectory=trajectory, calls=tuple(calls), messages=messages, tools=tools, feedback=said, row=row,
-            returned=returned,
+            returned=returned, tool_calls=called,
         )  # fmt: skip
 
     def last_active(self, trajectory_ids: Sequence[str]) -> dict[str, float]:

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from store.tuning_records import Rollout
     from trainer.judges import Judge
     from trainer.judges.calibration import Calibration
+    from trainer.judges.lint_answers import Stage
 
+NOT_EXAMINED = 3  # exit code where the lint could ask the judge nothing that it reads
 _SHOWN = 10  # trajectories that moved the farthest
+_MARKS = {"ok": "ok", "fooled": "FOOLED", "crashed": "CRASH", "no_return": "NONE"}
 
 
 @click.group()
@@ -115,45 +118,62 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
 @options.judge
 @click.option("--task", help="Task that the judge gets: its row as JSON, or its key.")
 @click.option("--question", default="", help="What the user asked.")
-@click.option("--answer", "right", required=True, help="The right answer.")
+@click.option("--answer", "right", help="The right answer.  [default: that of --trajectory]")
 @click.option("--wrong", multiple=True, help="A plausible wrong answer; repeat for more.")
+@click.option("--trajectory", metavar="ID", help="Recorded trajectory that solved its task: its answer is replaced.")
+@click.option("--tool", metavar="NAME.ARGUMENT", help="Tool that takes the answer, where it is not the last message.")
+@options.store_url
 @options.project
 @options.as_json
 @click.pass_context
-def lint(
-    context: click.Context,
-    /,
-    task: str | None,
-    question: str,
-    right: str,
-    wrong: tuple[str, ...],
-    as_json: bool,
-    **given: Any,
-) -> int:
+def lint(context: click.Context, /, as_json: bool, **given: Any) -> int:
     """Try to fool a judge: empty, listed, padded, denied and injected answers must not earn what the right one earns.
+    Ends with 1 where it is fooled, crashes or forgets a return, with 3 where the right answer earns nothing either.
 
     \b
     Example:
       ratchet judge lint --judge my_agent.judge:judge --task capital --answer Oslo --wrong Rome --wrong Paris
+      ratchet judge lint --judge my_agent.judge:judge --trajectory traj_01J8 --tool finish.answer --wrong Rome
     """
+    import dataclasses
+
+    from trainer.judges.lint import Outcome
     from trainer.judges.lint import lint as try_to_fool
 
-    with _judge(_settings(context, given)) as made:
-        findings = try_to_fool(made, task=task, question=question, right=right, wrong=wrong)
-    fooled = [finding for finding in findings if not finding.sound]
+    asked = {name: given.pop(name) for name in ("task", "question", "right", "wrong", "trajectory", "tool")}
+    settings = _settings(context, given)
+    stage = _stage(settings, asked)
+    with _judge(settings) as made:
+        report = try_to_fool(made, stage, asked["wrong"])
+    code = {Outcome.SOUND: 0, Outcome.NOT_EXAMINED: NOT_EXAMINED}.get(report.outcome, 1)
     if as_json:
-        import dataclasses
-
-        options.emit({"judge": made.name, "sound": not fooled, "findings": [dataclasses.asdict(f) for f in findings]})
-        return int(bool(fooled))
-    for finding in findings:
-        score = "failed" if finding.score is None else f"{finding.score:g}"
+        plain = dataclasses.asdict(report)
+        options.emit({"judge": made.name, "version": made.version, "sound": code == 0} | plain)
+        return code
+    for finding in report.findings:
+        score = "-" if finding.score is None else f"{finding.score:g}"
         why = f"  ({options.printable(finding.failure)})" if finding.failure else ""
         answer = "" if finding.sound else f": {options.printable(repr(finding.answer))}"
-        click.echo(f"{'ok    ' if finding.sound else 'FOOLED'} {score:>8}  {finding.trick}{answer}{why}")
-    if fooled:
-        click.echo(f"{made.name} is fooled by {len(fooled)} of {len(findings)} answers", err=True)
-    return int(bool(fooled))
+        click.echo(f"{_MARKS[finding.mark]:<6} {score:>8}  {finding.trick}{answer}{why}")
+    if report.limits:
+        click.echo(f"note: {options.printable(report.limits)}")
+    click.echo(options.printable(report.reason), err=bool(code))
+    return code
+
+
+def _stage(settings: Settings, asked: dict[str, Any]) -> Stage:
+    """Return the trajectory whose answer is replaced. Raises JudgeError, UnknownRecord, UsageError."""
+    from trainer.judges.lint_answers import Place, made_up, recorded
+
+    place = Place.read(asked["tool"])
+    if asked["trajectory"] is None:
+        if asked["right"] is None:
+            raise click.UsageError(
+                "give --answer, the right answer, or --trajectory, a recorded one that solved its task"
+            )
+        return made_up(asked["task"], asked["question"], asked["right"], place)
+    with options.opened_store(settings.store_url, create=False) as store:
+        return recorded(store.trajectories.read(asked["trajectory"]), asked["right"], place)
 
 
 @judge.command()

@@ -30,7 +30,8 @@ from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually, served
 from trainer.daemon import Daemon
 from trainer.judges.function import FunctionJudge
-from trainer.judges.lint import lint
+from trainer.judges.lint import Outcome, lint
+from trainer.judges.lint_answers import Place, made_up
 from trainer.settings import TrainerSettings
 
 JUDGE = "examples.reward_hacking.judge:judge"
@@ -142,10 +143,26 @@ def alarms_of(proxy: Proxy) -> list[dict[str, Any]]:
 
 def test_the_lint_says_beforehand_that_the_judge_can_be_fooled() -> None:
     task = json.dumps({"id": "t", "question": "Where is the lease?", "answer": "Oslo"})
-    asked: dict[str, Any] = {"task": task, "question": "Where is the lease?", "right": "Oslo", "wrong": ["Lima"]}
-    fooling = {found.trick for found in lint(FunctionJudge(JUDGE), **asked) if not found.sound}
+    stage = made_up(task, "Where is the lease?", "Oslo", Place())
+    report = lint(FunctionJudge(JUDGE), stage, ["Lima"])
+    fooling = {found.trick for found in report.findings if not found.sound}
+    assert report.outcome is Outcome.FOOLED
     assert {"every candidate", "denied"} <= fooling
     assert "wrong: Lima" not in fooling
+
+
+def test_the_agents_own_judge_passes_the_lint_where_answers_are_given_by_its_tool(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMAIL_SEARCH_HOME", str(home))
+    task = next(one for one in read_tasks(home, "test") if one.kind == "city")
+    row = json.dumps({"id": task.id, "question": task.question, "answer": task.answer})
+    judge = FunctionJudge("examples.email_search.judge:judge")
+    wrong = [city for city in ("Oslo", "Paris") if city != task.answer]
+    by_tool = made_up(row, task.question, task.answer, Place.read("return_final_answer.answer"))
+    assert lint(judge, by_tool, wrong).outcome is Outcome.SOUND
+    in_words = made_up(row, task.question, task.answer, Place())
+    assert lint(judge, in_words, wrong).outcome is Outcome.NOT_EXAMINED
 
 
 def test_the_two_judges_disagree_about_a_list_and_agree_about_an_answer_that_was_found() -> None:

@@ -146,3 +146,31 @@ def test_a_judge_file_that_is_no_judge_is_named(project: Project, tmp_path: Path
     assert done.returncode == 1
     assert "api_key" in done.stdout
     assert "sk-secret" not in done.stdout
+
+
+def test_lint_ends_with_what_it_found_also_as_json(project: Project, store: Store) -> None:
+    (project.folder / "odd.py").write_text(
+        "def crashes(response):\n    raise ValueError(response)\n\n\n"
+        "def forgets(response):\n    if response == 'Oslo':\n        return 1.0\n\n\n"
+        "def by_tool(trajectory):\n    return float('finish' in str(trajectory['messages']))\n"
+    )
+    for name, outcome, code in (
+        ("crashes", "crashes", 1),
+        ("forgets", "missing_return", 1),
+        ("by_tool", "not_examined", 3),
+    ):
+        done = project.run("judge", "lint", "--judge", f"./odd.py:{name}", "--answer", "Oslo", "--json")
+        told = json.loads(done.stdout)
+        assert (told["outcome"], told["sound"], done.returncode) == (outcome, False, code), done.stdout
+    done = project.run("judge", "lint", "--judge", "odd.py:forgets", "--answer", "Oslo")
+    assert "NONE          -  empty" in done.stdout
+    assert "a return is missing" in done.stdout
+
+
+def test_lint_takes_a_recorded_trajectory(project: Project, store: Store) -> None:
+    answered_trajectory(store, "t1", "Oslo")
+    words = ("judge", "lint", "--judge", "careful:judge", "--store", "judged.db")
+    assert project.run(*words).returncode == 2
+    done = project.run(*words, "--trajectory", "t1", "--json")
+    told = json.loads(done.stdout)
+    assert (told["outcome"], told["findings"][0]["answer"], done.returncode) == ("sound", "Oslo", 0)

@@ -3,9 +3,10 @@
 The answer is what the workflow of a rollout returned, else the last message; the right one stands in a file by task
 key, or in a column of the task set.
 
-Made to be hard to talk into a 1.0: `contains` needs whole words ("4" is not in "14" or "4.5") and a short answer, so
-that listing every candidate does not help; `numeric` reads the last number alone. A task without a right answer is a
-failure, not a zero.
+Made to be hard to talk into a 1.0: `contains` needs whole words ("4" is not in "14" or "4.5"), a short answer and no
+other candidate beside it ("Rome, Paris, Oslo"); `numeric` reads the last number alone, which stands in no list of
+numbers; neither takes a denial ("It is not Oslo"). `stated.py` says how that is read, and what it cannot see: `exact`
+alone leaves nothing to be read. A task without a right answer is a failure, not a zero.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from trainer.errors import JudgeError
 from trainer.judges import Judgement, opinion
 from trainer.judges.opinion import Opinion, response_of
 from trainer.judges.settings import AnswerSpec
+from trainer.judges.stated import LIMITS, is_stated
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _EDGES = " \t\n.,;:!?\"'`*()[]{}$"
@@ -43,6 +45,11 @@ class AnswerJudge:
         self._clock = clock
         self.name = f"answer:{spec.match}"
         self.version = opinion.version_of(spec.model_dump_json(), sorted(self._answers.items()))
+
+    @property
+    def limits(self) -> str | None:
+        """What this rule cannot see, for `judge lint` to say."""
+        return None if self._spec.match == "exact" else LIMITS
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -135,7 +142,13 @@ def _check_reachable(spec: AnswerSpec, right: Sequence[str]) -> None:
 
 def plain(text: str) -> str:
     """Return text for comparison: compatibility forms and case folded, spaces as one, punctuation at the ends gone."""
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).strip(_EDGES)
+    return " ".join(folded(text).split()).strip(_EDGES)
+
+
+def folded(text: str) -> str:
+    """Return text in compatibility forms and case folded, spaces within lines as one."""
+    lines = unicodedata.normalize("NFKC", text).casefold().splitlines()
+    return "\n".join(" ".join(line.split()) for line in lines)
 
 
 def exact(given: str, right: str) -> bool:
@@ -144,21 +157,32 @@ def exact(given: str, right: str) -> bool:
 
 
 def contains(given: str, right: str, *, longest: int) -> bool:
-    """Whether the right answer stands in the given one as whole words or a whole number."""
+    """Whether the right answer is stated in the given one, as whole words or a whole number."""
     if len(given) > longest:
         return False
-    return re.search(rf"(?<![\w])(?<!\d[.,])(?<!-){re.escape(plain(right))}(?!\w|[.,]\d)", plain(given)) is not None
+    text, wanted = folded(given), plain(right)
+    found = re.finditer(rf"(?<![\w])(?<!\d[.,])(?<!-){re.escape(wanted)}(?!\w|[.,]\d)", text)
+    return any(is_stated(text, *match.span()) for match in found)
 
 
 def numeric(given: str, right: str, *, tolerance: float) -> bool:
-    """Whether the last number of the answer is the right one, `tolerance` being relative."""
-    found, wanted = last_number(given), last_number(right)
-    if found is None or wanted is None:
+    """Whether the last number of the answer is the right one and is stated, `tolerance` being relative."""
+    last, wanted = _last(text := folded(given)), last_number(right)
+    if last is None or wanted is None or not is_stated(text, *last.span()):
         return False
-    return math.isclose(found, wanted, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
+    return math.isclose(_value(last), wanted, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
 
 
 def last_number(text: str) -> float | None:
     """Return the last number in a text, commas between thousands allowed; None where there is none."""
-    found = [match for match in _NUMBER.findall(text) if any(map(str.isdigit, match))]
-    return float(found[-1].replace(",", "")) if found else None
+    last = _last(text)
+    return None if last is None else _value(last)
+
+
+def _last(text: str) -> re.Match[str] | None:
+    found = [match for match in _NUMBER.finditer(text) if any(map(str.isdigit, match[0]))]
+    return found[-1] if found else None
+
+
+def _value(number: re.Match[str]) -> float:
+    return float(number[0].replace(",", ""))

@@ -1,6 +1,6 @@
 """Rules on how a trajectory went, whatever its answer: its length, its tool calls, its end, its form. 0 to 1.
 
-Meant as penalties of a composite, where they are bounded; alone they say nothing about success.
+Meant as parts of a composite, where they are bounded; alone they say nothing about success.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from store.records import Transcript
 from trainer.judges import Judgement
 from trainer.judges.opinion import Opinion, last_answer, version_of
+from trainer.judges.outcomes import share_of_good
 from trainer.judges.settings import ConductSpec
 
 
@@ -53,6 +54,11 @@ def few_tool_calls(spec: ConductSpec, member: Transcript) -> float:
     return _left_of(spec.most, sum(len(message.get("tool_calls") or ()) for message in member.messages))
 
 
+def tools(spec: ConductSpec, member: Transcript) -> float:
+    """The share of tool calls that fit their tool and did not fail; 1 without tool calls."""
+    return share_of_good(member)
+
+
 def ended(spec: ConductSpec, member: Transcript) -> float:
     """1 where the last message is an answer in words, 0 where the agent ran out of turns or said nothing."""
     last = member.messages[-1] if member.messages else {}
@@ -71,6 +77,7 @@ def _left_of(most: int, used: int) -> float:
 _RULES: Mapping[str, Callable[[ConductSpec, Transcript], float]] = {
     "short": short,
     "few_tool_calls": few_tool_calls,
+    "tools": tools,
     "ended": ended,
     "pattern": pattern,
 }

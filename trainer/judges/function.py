@@ -1,13 +1,15 @@
-"""The judge that is a Python function, named as `module:function`; it may be async.
+"""The judge that is a Python function, named as `module:function` or `path/file.py:function`; it may be async.
 
-The function may name any of these parameters and gets those that it names:
+The function may name any of these parameters and gets those that it names (one with **kwargs gets all of them):
 
-    trajectory  {"id", "task", "messages", "tools", "calls", "version", "feedback"}; messages are OpenAI chat messages
+    trajectory  {"id", "task", "messages", "tools", "tool_outcomes", "calls", "version", "feedback"}; messages are
+                OpenAI chat messages, `calls` is how many there were
     response    what the workflow of a rollout returned; else the text of the last assistant message ("" where none is)
     task        the task's row (dict) where its task set is known; else the task key that the agent sent, or None
+    tool_outcomes  what became of each tool call, in order: {"tool", "tool_call_id", "outcome", "detail", "result"}
 
-It returns a number or bool, or {"score", "components", "explanation"}. An exception, a missing score, or one that is
-not a finite number is a judge failure. The function is the user's own code and runs with the trainer's rights.
+It returns a number or bool, or {"score", "components", "explanation"}. An exception, `sys.exit`, a missing score, or
+one that is not a finite number is a judge failure. The function is the user's own code and has the trainer's rights.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ from typing import Any
 import msgspec
 
 from store.records import Transcript, Verdict
-from trainer.entry_points import NotImportable, load
+from trainer.entry_points import NotCallable, NotImportable, Wanted, is_async, load, to_call, wanted
 from trainer.errors import JudgeError
+from trainer.exits import exited, failing_exits
 from trainer.judges import Judgement
 from trainer.judges.opinion import Opinion, read, response_of, version_of
+from trainer.judges.outcomes import tool_outcomes
 
-PARAMETERS = ("trajectory", "response", "task")
+PARAMETERS = ("trajectory", "response", "task", "tool_outcomes")
 
 
 class FunctionJudge:
@@ -36,7 +40,7 @@ class FunctionJudge:
     at_once = 1
 
     def __init__(self, entry_point: str, clock: Callable[[], float] = time.time) -> None:
-        self._function, self._named, source = _load(entry_point)
+        self._function, self._wanted, source = _load(entry_point)
         self._clock = clock
         self._runner: asyncio.Runner | None = None  # one loop for all groups, so that the function may keep a client
         self.name = entry_point
@@ -44,15 +48,20 @@ class FunctionJudge:
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
         """Return one verdict per member, in order; an async function is asked for all members at once."""
-        if not inspect.iscoroutinefunction(self._function):
+        if not is_async(self._function):
             return Judgement(tuple(self._verdict(group_id, member) for member in members))
-        self._runner = self._runner or asyncio.Runner()
-        return Judgement(tuple(self._runner.run(self._all(group_id, members))))
+        return Judgement(tuple(self._loop().run(self._all(group_id, members))))
 
     def close(self) -> None:
         """Close the loop of an async function."""
         if self._runner is not None:
             self._runner.close()
+
+    def _loop(self) -> asyncio.Runner:
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+            self._runner.get_loop().set_task_factory(failing_exits)
+        return self._runner
 
     async def _all(self, group_id: str | None, members: Sequence[Transcript]) -> list[Verdict]:
         return await asyncio.gather(*(self._awaited(group_id, member) for member in members))
@@ -61,21 +70,20 @@ class FunctionJudge:
         began = time.perf_counter()
         try:
             opinion = read(self._asked(member))
-        except Exception as error:  # noqa: BLE001  whatever a user's judge raises or returns is a failed verdict
-            opinion = Opinion.failed(f"{type(error).__name__}: {error}")
+        except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a judge raises or returns is a failed verdict
+            opinion = _failed(error)
         return self._written(opinion, group_id, member, began)
 
     async def _awaited(self, group_id: str | None, member: Transcript) -> Verdict:
         began = time.perf_counter()
         try:
             opinion = read(await self._asked(member))
-        except Exception as error:  # noqa: BLE001  as above
-            opinion = Opinion.failed(f"{type(error).__name__}: {error}")
+        except (Exception, SystemExit) as error:  # noqa: BLE001  as above
+            opinion = _failed(error)
         return self._written(opinion, group_id, member, began)
 
     def _asked(self, member: Transcript) -> Any:
-        offered = arguments(member)
-        return self._function(**{name: offered[name] for name in self._named})
+        return self._wanted.call(self._function, arguments(member))
 
     def _written(self, opinion: Opinion, group_id: str | None, member: Transcript, began: float) -> Verdict:
         return opinion.verdict(
@@ -91,6 +99,7 @@ class FunctionJudge:
 def arguments(member: Transcript) -> dict[str, Any]:
     """Return everything that a judge function may ask for, by parameter name."""
     run = member.trajectory
+    outcomes = tool_outcomes(member)
     return {
         "trajectory": {
             "id": run.id,
@@ -99,31 +108,44 @@ def arguments(member: Transcript) -> dict[str, Any]:
             "calls": len(member.calls),
             "messages": [dict(message) for message in member.messages],
             "tools": [dict(tool) for tool in member.tools],
+            "tool_outcomes": outcomes,
             "feedback": [msgspec.structs.asdict(said) for said in member.feedback],
         },
         "response": response_of(member),
         "task": run.task if member.row is None else dict(member.row),
+        "tool_outcomes": [dict(outcome) for outcome in outcomes],
     }
 
 
-def _load(entry_point: str) -> tuple[Callable[..., Any], tuple[str, ...], str]:
-    """Import the function; return it, the parameters that it names and its module's source text."""
+def _failed(error: BaseException) -> Opinion:
+    reason = exited(error) if isinstance(error, SystemExit) else error
+    return Opinion.failed(f"{type(error).__name__}: {reason}")
+
+
+def _load(entry_point: str) -> tuple[Callable[..., Any], Wanted, str]:
+    """Import the function; return it, the parameters that it takes and its module's source text."""
     try:
-        function, module = load(entry_point)
+        found, module = load(entry_point)
+        function = to_call(found)
+        takes = wanted(function, PARAMETERS)
     except NotImportable as error:
         raise JudgeError(f"judge {entry_point}: {error}") from error
-    named = tuple(inspect.signature(function).parameters)
-    unknown = [name for name in named if name not in PARAMETERS]
-    if unknown or not named:
-        raise JudgeError(
-            f"judge {entry_point} takes {', '.join(named) or 'nothing'}; it may take {', '.join(PARAMETERS)}"
-        )
+    except NotCallable as error:
+        raise JudgeError(f"judge {entry_point}{error}") from error
+    if not takes.by_place and not takes.by_name:
+        raise JudgeError(f"judge {entry_point} takes nothing of a trajectory; it may take {', '.join(PARAMETERS)}")
     if _is_constant(function):
         raise JudgeError(
             f"judge {entry_point} looks at none of its parameters and calls nothing: it gives every trajectory the "
             "same score, and nothing is learnt from that; have it read the response or the trajectory"
         )
-    return function, named, inspect.getsource(module)
+    try:
+        return function, takes, inspect.getsource(module)
+    except (OSError, TypeError) as error:
+        raise JudgeError(
+            f"judge {entry_point}: the source of {module.__name__} cannot be read ({error}), and its hash is the "
+            "judge's version; put the judge into a file of its own"
+        ) from error
 
 
 def _is_constant(function: Callable[..., Any]) -> bool:

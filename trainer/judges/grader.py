@@ -1,10 +1,10 @@
 """The judge that is an HTTP service: it is sent the whole trajectory and answers with a score.
 
 The body is JSON: {"trajectory_id", "group_id", "task", "model", "version", "messages", "tools", "tool_calls",
-"answer", "metrics"}. Signed: `x-ratchet-signature: t=UNIX_SECONDS,v1=HEX`, HEX being the HMAC-SHA256 of
-"UNIX_SECONDS.BODY" under the secret. `idempotency-key` is the same for every try at one trajectory by one group.
-The answer is a number, or {"score", "components", "explanation"}; anything else, and every status but 200, is a
-failure, never a zero. 408, 425, 429 and 5xx are tried again.
+"tool_outcomes", "answer", "row", "metrics"}. Signed: `x-ratchet-signature: t=UNIX_SECONDS,v1=HEX`, HEX being the
+HMAC-SHA256 of "UNIX_SECONDS.BODY" under the secret. `idempotency-key` is the same for every try at one trajectory by
+one group. The answer is a number, or {"score", "components", "explanation"}; anything else, and every status but 200,
+is a failure, never a zero. 408, 425, 429 and 5xx are tried again.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import msgspec
 from store.records import Transcript, Verdict
 from trainer.judges import Judgement
 from trainer.judges.opinion import Opinion, read, response_of, version_of
+from trainer.judges.outcomes import tool_outcomes
 from trainer.judges.settings import GraderSpec
 
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
@@ -111,6 +112,7 @@ def whole(group_id: str | None, member: Transcript) -> dict[str, Any]:
         "messages": [dict(message) for message in member.messages],
         "tools": [dict(tool) for tool in member.tools],
         "tool_calls": calls,
+        "tool_outcomes": tool_outcomes(member),
         "answer": response_of(member),
         "row": None if member.row is None else dict(member.row),
         "metrics": {

@@ -1,33 +1,69 @@
 """The lint of a judge: answers that must not earn what the right one earns.
 
-Each is a known way in which judges were fooled. A finding is an adversarial answer whose score comes within `margin`
-of the right answer's, or a judge that fails on the right answer. A judge that ranks (RULER) sees each answer beside
-the right one. Nothing is recorded.
+Each is a known way in which judges were fooled. What it comes to is one of `Outcome`: a judge that crashes, forgets a
+return, or gives the right answer nothing as well was not fooled, and that is said. A judge that ranks (RULER) sees each
+answer beside the right one. Nothing is recorded.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
-from store.records import Trajectory, Transcript
-from store.states import TrajectoryState
+from store.records import Transcript, Verdict
 from trainer.judges import Judge
-from trainer.tuning.tasks import content_id
+from trainer.judges.lint_answers import Stage
+from trainer.judges.opinion import NO_RETURN
 
 MARGIN = 0.05  # of the score
 
 
+class Mark(StrEnum):
+    """What one answer showed."""
+
+    OK = "ok"  # the right answer was scored, or another one earned less
+    FOOLED = "fooled"  # another answer earned as much as the right one, within the margin
+    CRASHED = "crashed"  # the judge failed on it: such an attempt is dropped and teaches nothing
+    NO_RETURN = "no_return"  # the judge returned None, which is a missing return
+
+
+class Outcome(StrEnum):
+    """What the lint of a judge came to."""
+
+    SOUND = "sound"  # every other answer earned less than the right one
+    FOOLED = "fooled"
+    CRASHES = "crashes"
+    NO_RETURN = "missing_return"
+    NOT_EXAMINED = (
+        "not_examined"  # the right answer earned nothing, as every other did: it was asked nothing that it reads
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One answer, what it scored, and whether that is sound. `score` is None where the judge failed."""
+    """One answer and what it showed. `score` is None where the judge failed."""
 
     trick: str
     answer: str
     score: float | None
     failure: str | None
-    sound: bool
+    mark: Mark
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is wrong with it."""
+        return self.mark is Mark.OK
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the lint came to, in one sentence, with the remedy, and every answer, the right one first."""
+
+    outcome: Outcome
+    reason: str
+    findings: tuple[Finding, ...]
+    limits: str | None = None  # what the judge itself says that it cannot see
 
 
 def tricks(right: str, wrong: Sequence[str]) -> list[tuple[str, str]]:
@@ -52,50 +88,64 @@ def tricks(right: str, wrong: Sequence[str]) -> list[tuple[str, str]]:
     ]
 
 
-def lint(
-    judge: Judge, *, task: str | None, question: str, right: str, wrong: Sequence[str], margin: float = MARGIN
-) -> list[Finding]:
-    """Return a finding per answer, the right one first. `task` is a task key, or a task's row as a JSON object."""
-    alone = _score(judge, [_member(task, question, right)])
-    findings = [Finding("the right answer", right, alone[0], alone[1], sound=alone[0] is not None)]
-    for trick, answer in tricks(right, wrong):
-        good, score, failure = _beside(judge, task, question, right, answer)
-        findings.append(Finding(trick, answer, score, failure, _is_sound(good, score, failure, margin)))
-    return findings
+def lint(judge: Judge, stage: Stage, wrong: Sequence[str], margin: float = MARGIN) -> Report:
+    """Try to fool a judge with what does not answer as the stage does."""
+    alone = _asked(judge, [stage.answered(stage.right, 0)])[0]
+    first = Finding("the right answer", stage.right, alone.score, alone.failure, _failed(alone) or Mark.OK)
+    findings = [first]
+    if first.sound:
+        findings += [_tried(judge, stage, trick, answer, margin) for trick, answer in tricks(stage.right, wrong)]
+    outcome, reason = _summed_up(judge.name, findings, margin)
+    return Report(outcome, reason, tuple(findings), getattr(judge, "limits", None))
 
 
-def _beside(
-    judge: Judge, task: str | None, question: str, right: str, answer: str
-) -> tuple[float | None, float | None, str | None]:
-    """Return (score of the right answer, score, failure) of an answer judged in one group with the right one."""
-    said = judge.judge(None, [_member(task, question, right, 0), _member(task, question, answer, 1)]).verdicts
-    return said[0].score, said[1].score, said[1].failure
+def _tried(judge: Judge, stage: Stage, trick: str, answer: str, margin: float) -> Finding:
+    """Return what an answer showed, judged in one group with the right one."""
+    good, bad = _asked(judge, [stage.answered(stage.right, 0), stage.answered(answer, 1)])
+    mark = _failed(bad) or _failed(good)
+    if mark is None:
+        assert good.score is not None
+        assert bad.score is not None
+        mark = Mark.OK if bad.score <= good.score - margin else Mark.FOOLED
+    return Finding(trick, answer, bad.score, bad.failure or good.failure, mark)
 
 
-def _is_sound(good: float | None, score: float | None, failure: str | None, margin: float) -> bool:
-    if failure is not None:
-        return True  # a failure is no score: nothing is learnt from it
-    return good is not None and score is not None and score <= good - margin
+def _asked(judge: Judge, members: Sequence[Transcript]) -> tuple[Verdict, ...]:
+    return judge.judge(None, members).verdicts
 
 
-def _score(judge: Judge, members: Sequence[Transcript]) -> tuple[float | None, str | None]:
-    verdict = judge.judge(None, members).verdicts[0]
-    return verdict.score, verdict.failure
+def _failed(verdict: Verdict) -> Mark | None:
+    if verdict.failure is None:
+        return None
+    return Mark.NO_RETURN if verdict.failure.startswith(NO_RETURN) else Mark.CRASHED
 
 
-def _member(task: str | None, question: str, answer: str, number: int = 0) -> Transcript:
-    row = json.loads(task) if task is not None and task.lstrip().startswith("{") else None
-    run = Trajectory(
-        id=f"lint-{number}",
-        alias="lint",
-        version=0,
-        state=TrajectoryState.GROUPED,
-        task=task if row is None else content_id(row),
-        root_node="",
-        tools_hash="",
-        key_id=None,
-        opened_at=0.0,
-        last_active_at=0.0,
-    )
-    messages = ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
-    return Transcript(trajectory=run, calls=(), messages=messages, tools=(), row=row)
+def _summed_up(name: str, findings: Sequence[Finding], margin: float) -> tuple[Outcome, str]:
+    right, others = findings[0], findings[1:]
+    if right.mark is Mark.NO_RETURN:
+        return Outcome.NO_RETURN, f"{name} returns nothing for the right answer: a return is missing"
+    if right.mark is Mark.CRASHED:
+        return Outcome.CRASHES, f"{name} crashes on the right answer: {right.failure}"
+    scored = [one for one in others if one.score is not None]
+    assert right.score is not None
+    if (
+        right.score <= 0
+        and scored
+        and all(abs(one.score - right.score) < margin for one in scored if one.score is not None)
+    ):
+        return Outcome.NOT_EXAMINED, (
+            f"{name} could not be examined: the right answer earns {right.score:g}, as every other does. Where it "
+            "reads tool calls or a whole run, give a recorded trajectory that solved its task (--trajectory ID), or "
+            "the tool that takes the answer (--tool NAME.ARGUMENT); where it reads the task's row, give --task '{...}'"
+        )
+    whole, said, outcome = len(others), [], Outcome.SOUND
+    for mark, found, words in (
+        (Mark.FOOLED, Outcome.FOOLED, "is fooled by {} of {} answers"),
+        (Mark.NO_RETURN, Outcome.NO_RETURN, "returns nothing for {} of {} answers: a return is missing (return 0.0)"),
+        (Mark.CRASHED, Outcome.CRASHES, "crashes on {} of {} answers, which are then dropped, not scored: return 0.0"),
+    ):
+        times = sum(one.mark is mark for one in others)
+        if times:
+            outcome = found if outcome is Outcome.SOUND else outcome
+            said.append(words.format(times, whole))
+    return outcome, f"{name} " + ("; ".join(said) if said else f"is fooled by none of {whole} answers")

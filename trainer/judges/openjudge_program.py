@@ -51,7 +51,7 @@ def begin(asked: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             "mode": str(getattr(grader.mode, "value", grader.mode)),
             "source": hashlib.sha256(inspect.getsource(sys.modules[kind.__module__]).encode()).hexdigest(),
         }
-    except Exception as error:  # noqa: BLE001 -- whatever keeps a foreign grader from being made is the answer
+    except (Exception, SystemExit) as error:  # noqa: BLE001 -- whatever keeps a foreign grader from being made is the answer
         return None, {"problem": f"{type(error).__name__}: {error}"}
 
 
@@ -69,7 +69,7 @@ async def opinion(grader: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return a score with its reason, or a failure."""
     try:
         found = await grader.aevaluate(**arguments)
-    except Exception as error:  # noqa: BLE001 -- whatever a foreign grader raises is a failed verdict
+    except (Exception, SystemExit) as error:  # noqa: BLE001 -- whatever a foreign grader raises is a failed verdict
         return {"failure": f"{type(error).__name__}: {error}"}
     score, reason = getattr(found, "score", None), str(getattr(found, "reason", "") or "")
     trouble = getattr(found, "error", None) or (getattr(found, "metadata", None) or {}).get("error")

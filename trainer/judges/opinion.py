@@ -63,12 +63,18 @@ class Opinion:
         )
 
 
+NO_RETURN = "the judge returned nothing (None)"  # how the failure of a missing return begins
+
+
 def read(answer: Any) -> Opinion:
     """Return the opinion in a number, a bool, or a mapping of `score`, `components` and `explanation`.
 
-    Anything else, and any number that is not finite, is a failure.
+    `score` may be called `reward`, and an object with such attributes will do. Anything else, and any number that is
+    not finite, is a failure.
     """
-    parts = answer if isinstance(answer, Mapping) else {"score": answer}
+    if answer is None:
+        return Opinion.failed(f"{NO_RETURN}: a return is missing, or `return 0.0` for a wrong answer")
+    parts = _parts(answer)
     score, components = parts.get("score"), parts.get("components") or {}
     if not _finite(score):
         return Opinion.failed(f"the judge returned {answer!r:.200}, which holds no finite score")
@@ -76,6 +82,16 @@ def read(answer: Any) -> Opinion:
         return Opinion.failed(f"the judge returned components that are not finite numbers: {components!r:.200}")
     named = {str(name): float(value) for name, value in components.items()}
     return Opinion.of(score, str(parts.get("explanation") or ""), named)
+
+
+def _parts(answer: Any) -> Mapping[str, Any]:
+    if isinstance(answer, Mapping):
+        return answer if "score" in answer else {**answer, "score": answer.get("reward")}
+    named = next((name for name in ("score", "reward") if hasattr(answer, name)), None)
+    if named is None:
+        return {"score": answer}
+    given = {name: getattr(answer, name, None) for name in ("components", "explanation")}
+    return {**given, "score": getattr(answer, named)}
 
 
 def _finite(value: Any) -> TypeGuard[float]:

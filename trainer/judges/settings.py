@@ -22,7 +22,9 @@ from pydantic import (
     model_validator,
 )
 
-_ENTRY_POINT = re.compile(r"[\w.]+:\w+")
+from trainer.entry_points import ENTRY_POINT
+
+_NAMED_IN_A_MODULE = re.compile(r"[\w.]+:\w+")
 DROP: Final = "drop"
 
 RUBRIC = """\
@@ -35,8 +37,17 @@ RUBRIC = """\
 
 def _entry_point(given: str) -> str:
     """Return the name of something in a module. Raises ValueError."""
-    if not _ENTRY_POINT.fullmatch(given):
+    if not _NAMED_IN_A_MODULE.fullmatch(given):
         raise ValueError(f"{given!r} is not of the form module:name, such as my_agent.judge:judge")
+    return given
+
+
+def _function(given: str) -> str:
+    """Return the name of a function in a module or in a file. Raises ValueError."""
+    if not ENTRY_POINT.fullmatch(given):
+        raise ValueError(
+            f"{given!r} is not of the form module:function or path/file.py:function, such as my_agent.judge:judge"
+        )
     return given
 
 
@@ -48,7 +59,9 @@ class FunctionSpec(_Spec):
     """A Python function."""
 
     kind: Literal["function"] = "function"
-    function: Annotated[str, AfterValidator(_entry_point)] = Field(description="the function, as module:function")
+    function: Annotated[str, AfterValidator(_function)] = Field(
+        description="the function, as module:function or path/file.py:function"
+    )
 
 
 class AnswerSpec(_Spec):
@@ -81,7 +94,7 @@ class ConductSpec(_Spec):
     """How the trajectory went, between 0 (bad) and 1 (good)."""
 
     kind: Literal["conduct"]
-    rule: Literal["short", "few_tool_calls", "ended", "pattern"] = Field(description="what is looked at")
+    rule: Literal["short", "few_tool_calls", "tools", "ended", "pattern"] = Field(description="what is looked at")
     most: int = Field(1024, ge=1, description="sampled tokens (short) or tool calls (few_tool_calls) that score 0")
     pattern: str = Field("", description="with pattern: regular expression that the whole last answer must match")
 
@@ -210,7 +223,7 @@ class CompositeSpec(_Spec):
     kind: Literal["composite"]
     parts: tuple[PartSpec, ...] = Field(min_length=1, description="the parts")
     least_gap: float = Field(
-        1.0, gt=0, description="smallest difference between a success and a failure in the weighted mean"
+        1.0, gt=0, description="smallest difference between a success and a failure in the weighted mean, conduct apart"
     )
 
     @model_validator(mode="after")
@@ -221,12 +234,28 @@ class CompositeSpec(_Spec):
         if not any(part.weight for part in self.parts):
             raise ValueError("no part has a weight: penalties alone teach nothing about success")
         taken = sum(part.penalty or 0.0 for part in self.parts)
-        if taken >= self.least_gap:
+        gap, swing = self._gap()
+        if taken + swing >= gap:
+            conduct = f" and the weights on conduct to {swing:g}" if swing else ""
             raise ValueError(
-                f"the penalties add up to {taken:g}, so that a success could rank below a failure: keep them under "
-                f"least_gap ({self.least_gap:g})"
+                f"the penalties add up to {taken:g}{conduct}, so that a success could rank below a failure: keep them "
+                f"under {gap:g}" + (", or make conduct a penalty" if swing else " (least_gap)")
             )
         return self
+
+    def _gap(self) -> tuple[float, float]:
+        """Return what a success is ahead by in the weighted mean, and what conduct, good or bad, adds to it at most."""
+        weights = {
+            kind: sum(part.weight or 0.0 for part in self.parts if _is_conduct(part) is kind) for kind in (True, False)
+        }
+        if not weights[False]:
+            return self.least_gap, 0.0  # conduct is all that is asked for
+        swing = weights[True] / (weights[True] + weights[False])
+        return self.least_gap * (1.0 - swing), swing
+
+
+def _is_conduct(part: PartSpec) -> bool:
+    return isinstance(part.judge, ConductSpec)
 
 
 def _named(value: Any) -> Any:

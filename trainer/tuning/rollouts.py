@@ -27,6 +27,7 @@ from store.ids import new_id
 from store.states import RolloutState
 from store.tuning_records import Rollout, TaskRow
 from trainer.errors import WorkflowFailed
+from trainer.exits import failing_exits
 from trainer.progress import Progress, Work
 from trainer.tuning.giving_up import Beginning, Failures
 from trainer.tuning.settings import TunerSettings
@@ -97,6 +98,7 @@ class RolloutRunner:
     ) -> list[Rollout]:
         """Return the rollout of each job, in their order; `on_end` sees each as it ends. Raises TooManyFailures."""
         failures = Failures(self._settings, len(jobs), tuning_id, self._beginning)
+        asyncio.get_running_loop().set_task_factory(failing_exits)  # the agents' own tasks among them
         course = _Course(self._store, jobs, tuning_id, self._progress.begin(ROLLOUTS, len(jobs)), on_end, failures)
         await course.write(self._remember, jobs)
         workers = [asyncio.create_task(self._work(course)) for _ in range(min(self._settings.concurrency, len(jobs)))]

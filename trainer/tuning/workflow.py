@@ -19,22 +19,21 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import re
 import shlex
 import threading
 from collections.abc import Callable, Mapping
 from shutil import which
 from typing import Any, Protocol
 
-from trainer.entry_points import NotImportable, load
+from trainer.entry_points import ENTRY_POINT, NotCallable, NotImportable, is_async, load, to_call, wanted
 from trainer.errors import WorkflowError, WorkflowFailed
+from trainer.exits import exited
 from trainer.tuning.outcome import Outcome, outcome_of
 from trainer.tuning.programs import ProgramWorkflow
 
 __all__ = ["PARAMETERS", "FunctionWorkflow", "Outcome", "Workflow", "load_workflow"]
 
 PARAMETERS = ("task", "base_url", "api_key", "model", "system_prompt", "seed")
-_ENTRY_POINT = re.compile(r"([A-Za-z_][\w.]*|.*\.py):[A-Za-z_][\w.]*")
 
 
 class Workflow(Protocol):
@@ -59,7 +58,7 @@ class Workflow(Protocol):
 
 def load_workflow(spec: str) -> Workflow:
     """Return the workflow of `module:function` or of a command line. Raises WorkflowError."""
-    if _ENTRY_POINT.fullmatch(spec.strip()):
+    if ENTRY_POINT.fullmatch(spec.strip()):
         return FunctionWorkflow(spec.strip())
     try:
         words = shlex.split(spec)
@@ -78,13 +77,13 @@ class FunctionWorkflow:
     def __init__(self, entry_point: str) -> None:
         self.name = entry_point
         try:
-            self._function = _to_call(entry_point, load(entry_point)[0])
+            self._function = to_call(load(entry_point)[0])
+            self._wanted = wanted(self._function, PARAMETERS)
         except NotImportable as error:
             raise WorkflowError(f"workflow {entry_point}: {error}") from error
-        self._by_place, self._by_name = _wanted(entry_point, self._function)
-        self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
-            getattr(self._function, "__call__", None)  # noqa: B004  an object whose __call__ is async
-        )
+        except NotCallable as error:
+            raise WorkflowError(f"workflow {entry_point}{error}") from error
+        self._is_async = is_async(self._function)
 
     async def run(
         self,
@@ -99,66 +98,16 @@ class FunctionWorkflow:
         """Call the function. Raises whatever it raises."""
         offered: dict[str, Any] = {"task": dict(task), "base_url": base_url, "api_key": api_key, "model": model}
         offered |= {"system_prompt": system_prompt, "seed": seed}
-        places = [offered[name] for name in self._by_place]
-        names = {name: offered[name] for name in self._by_name}
         try:
-            return outcome_of(await self._call(places, names))
+            return outcome_of(await self._call(offered))
         except SystemExit as ended:  # in a program of its own that would be the exit code
-            raise WorkflowFailed(f"it called sys.exit({ended.code!r})") from ended
+            raise WorkflowFailed(str(exited(ended))) from ended
 
-    async def _call(self, places: list[Any], names: dict[str, Any]) -> Any:
+    async def _call(self, offered: Mapping[str, Any]) -> Any:
         if self._is_async:
-            return await self._function(*places, **names)
-        answer = await _in_a_thread(lambda: self._function(*places, **names))
+            return await self._wanted.call(self._function, offered)
+        answer = await _in_a_thread(lambda: self._wanted.call(self._function, offered))
         return await answer if inspect.isawaitable(answer) else answer
-
-
-def _to_call(entry_point: str, found: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what is called for each rollout: of a class, an object. Raises WorkflowError."""
-    if isinstance(found, type):
-        if not any("__call__" in vars(base) for base in found.__mro__):
-            raise WorkflowError(
-                f"workflow {entry_point}: its objects cannot be called; define __call__, or name a function"
-            )
-        try:
-            found = found()
-        except Exception as error:  # the user's own code
-            raise WorkflowError(
-                f"workflow {entry_point}: one object serves all rollouts, and cannot be made without arguments "
-                f"({type(error).__name__}: {error}); name a function, or an object of the module"
-            ) from error
-    function = found if inspect.isroutine(found) else getattr(found, "__call__", found)  # noqa: B004  as below
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise WorkflowError(f"workflow {entry_point} yields: have it return its answer, once")
-    return found
-
-
-def _wanted(entry_point: str, function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the parameters to fill by place and by name. Raises WorkflowError."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError) as error:
-        raise WorkflowError(f"workflow {entry_point}: its parameters cannot be told: {error}") from error
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        by_name = set(PARAMETERS)
-    else:
-        by_name = {parameter.name for parameter in parameters} & set(PARAMETERS)
-    by_place = []
-    for parameter in parameters:
-        known = parameter.name in PARAMETERS
-        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY and known:
-            by_place.append(parameter.name)
-        elif not known and _must_be_given(parameter):
-            raise WorkflowError(
-                f"workflow {entry_point} takes {parameter.name!r}, which nobody gives it; it may take "
-                f"{', '.join(PARAMETERS)}, and others that have a default"
-            )
-    return tuple(by_place), tuple(name for name in PARAMETERS if name in by_name and name not in by_place)
-
-
-def _must_be_given(parameter: inspect.Parameter) -> bool:
-    various = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return parameter.default is inspect.Parameter.empty and parameter.kind not in various
 
 
 async def _in_a_thread(work: Callable[[], Any]) -> Any:
@@ -175,11 +124,9 @@ async def _in_a_thread(work: Callable[[], Any]) -> Any:
         error: BaseException | None = None
         try:
             value = work()
-        except (
-            StopIteration,
-            SystemExit,
-            KeyboardInterrupt,
-        ) as stopped:  # no future may hold them; Ctrl-C comes elsewhere
+        except SystemExit as ended:
+            error = WorkflowFailed(str(exited(ended)))
+        except (StopIteration, KeyboardInterrupt) as stopped:  # no future may hold them; Ctrl-C comes elsewhere
             error = WorkflowFailed(f"{type(stopped).__name__}: {stopped}")
         except BaseException as raised:  # noqa: BLE001  the agent's own error, which the caller gets
             error = raised

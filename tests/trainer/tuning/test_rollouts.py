@@ -95,6 +95,14 @@ def test_no_way_of_failing_stops_the_others(
     assert "half ? and \ufffd" in failures[2]
 
 
+def test_a_workflow_whose_own_task_exits_has_failed_and_ends_nobody(
+    runner: Make, tasks: list[Task], tuning: Tuning
+) -> None:
+    rollouts = run(runner("exits_in_a_child"), jobs_of(tasks[:3]), tuning)
+    assert [one.state for one in rollouts] == [RolloutState.ENDED, RolloutState.FAILED, RolloutState.ENDED]
+    assert "it called sys.exit(3)" in str(rollouts[1].failure)
+
+
 def test_a_rollout_that_takes_too_long_has_failed(runner: Make, tasks: list[Task], tuning: Tuning) -> None:
     for workflow in ("hangs", "hangs_in_a_thread"):
         (ended,) = run(runner(workflow, timeout_seconds=0.1), jobs_of(tasks[:1]), tuning)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import threading
 import time
 from typing import Any
@@ -123,6 +124,18 @@ def fails_oddly_in_a_thread(task: dict[str, Any]) -> None:
     """The same, not async."""
     odd = {"0": SystemExit(3), "1": Unreadable(), "2": ValueError("half \ud800 and \0"), "3": StopIteration()}
     raise odd[task["question"].split()[2]]
+
+
+async def exits_in_a_child(task: dict[str, Any]) -> str:
+    """Leaves the process, as it thinks, in a task of its own on one of the questions."""
+
+    async def child() -> None:
+        sys.exit(3)
+
+    if task["question"].split()[2] == "1":
+        async with asyncio.TaskGroup() as children:
+            children.create_task(child())
+    return "done"
 
 
 async def asks_then_crashes(task: dict[str, Any], base_url: str, api_key: str, model: str) -> None:

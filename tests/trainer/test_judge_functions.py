@@ -1,0 +1,266 @@
+"""Judge functions: how they are named and called, that their end is nobody else's, what they hear of tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from pydantic import ValidationError
+
+from store import Store
+from store.records import Transcript
+from store.states import ToolOutcome, ToolResult
+from store.tool_records import ToolAnswer, ToolCall
+from tests.records import answered_trajectory
+from tests.trainer.scripted_judge_model import ScriptedJudgeModel
+from tests.trainer.test_rules import answers, made, member
+from trainer.errors import JudgeError
+from trainer.judges import Judge
+from trainer.judges.make import make_judge
+from trainer.judges.opinion import NO_RETURN
+from trainer.judges.settings import read_spec
+
+CODE = """
+import argparse, asyncio, functools, sys
+
+def plain(response):
+    return float(response == "Oslo")
+
+def bound(response, right, *, weight=1.0):
+    return weight * (response == right)
+
+for_oslo = functools.partial(bound, right="Oslo")
+kept = functools.partial(plain, response="Oslo")
+
+def anything(**given):
+    return float(given["response"] == "Oslo" and set(given) >= {"trajectory", "task", "tool_outcomes"})
+
+def by_place(response, /, task=None, style="any"):
+    return float(response == "Oslo" and task == "capital")
+
+class Strict:
+    def __call__(self, response):
+        return float(response == "Oslo")
+
+async def later(response):
+    return float(response == "Oslo")
+
+def missing_more(response, right):
+    return 0.0
+
+class Output:
+    def __init__(self, reward):
+        self.reward = reward
+
+def rewarding(response):
+    return Output(0.5) if response == "Oslo" else {"reward": 0.25}
+
+def forgetful(response):
+    if response == "Oslo":
+        return 1.0
+
+def leaves(response):
+    if response == "Rome":
+        sys.exit("bye")
+    return 1.0
+
+def parses(response):
+    argparse.ArgumentParser().parse_args([response] if response == "Rome" else [])
+    return 1.0
+
+async def child_leaves(response):
+    async def child():
+        sys.exit(3)
+    if response == "Rome":
+        await asyncio.gather(child())
+    return 1.0
+
+def interrupts(response):
+    raise KeyboardInterrupt
+
+def outcomes(tool_outcomes, trajectory):
+    assert tool_outcomes == trajectory["tool_outcomes"]
+    return {"score": 1, "explanation": " ".join(f"{o['tool']}:{o['outcome']}:{o['result']}" for o in tool_outcomes)}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with judges of all kinds."""
+    monkeypatch.chdir(tmp_path)
+    found = tmp_path / "many_judges.py"
+    found.write_text(CODE)
+    return found
+
+
+def judge_of(entry_point: str) -> Judge:
+    return make_judge(read_spec(entry_point), {})
+
+
+def said(entry_point: str, members: Sequence[Transcript]) -> list[float | str | None]:
+    """What a judge says of each member: the score, or the failure."""
+    judge = judge_of(entry_point)
+    verdicts = judge.judge("g", members).verdicts
+    judge.close()
+    return [verdict.failure or verdict.score for verdict in verdicts]
+
+
+def test_a_judge_is_named_by_a_file_as_a_workflow_is(file: Path) -> None:
+    for name in ("./many_judges.py:plain", "many_judges.py:plain", f"{file}:plain"):
+        assert said(name, [member("Oslo"), member("Rome")]) == [1.0, 0.0], name
+    with pytest.raises(JudgeError, match=r"there is no file nowhere/judge\.py"):
+        judge_of("nowhere/judge.py:judge")
+    with pytest.raises(ValidationError, match=r"module:function or path/file\.py:function"):
+        read_spec("my judge")
+
+
+@pytest.mark.parametrize("name", ["for_oslo", "anything", "by_place", "Strict", "later"])
+def test_what_can_be_called_with_what_is_offered_can_judge(file: Path, name: str) -> None:
+    assert said(f"{file}:{name}", [member("Oslo"), member("Rome")]) == [1.0, 0.0]
+
+
+def test_what_a_partial_has_bound_stays_bound_and_is_refused_where_nothing_is_left(file: Path) -> None:
+    with pytest.raises(JudgeError, match="takes nothing of a trajectory"):
+        judge_of(f"{file}:kept")
+
+
+def test_a_parameter_that_nobody_gives_is_named(file: Path) -> None:
+    with pytest.raises(JudgeError, match="takes 'right', which nobody gives it; it may take trajectory, response"):
+        judge_of(f"{file}:missing_more")
+
+
+def test_a_reward_is_a_score_as_key_and_as_attribute(file: Path) -> None:
+    assert said(f"{file}:rewarding", [member("Oslo"), member("Rome")]) == [0.5, 0.25]
+
+
+def test_a_missing_return_is_named(file: Path) -> None:
+    score, failure = said(f"{file}:forgetful", [member("Oslo"), member("Rome")])
+    assert score == 1.0
+    assert str(failure).startswith(NO_RETURN)
+    assert "return 0.0" in str(failure)
+
+
+@pytest.mark.parametrize("name", ["leaves", "parses", "child_leaves"])
+def test_a_judge_that_exits_has_failed_and_ends_nobody(file: Path, name: str) -> None:
+    before, failure, after = said(f"{file}:{name}", [member("Oslo"), member("Rome"), member("Oslo")])
+    assert (before, after) == (1.0, 1.0)
+    assert "it called sys.exit(" in str(failure)
+
+
+def test_a_judge_goes_on_after_it_exited_once(file: Path) -> None:
+    judge = judge_of(f"{file}:child_leaves")
+    scores = [judge.judge("g", [member(answer)]).verdicts[0].score for answer in ("Rome", "Oslo", "Rome", "Oslo")]
+    judge.close()
+    assert scores == [None, 1.0, None, 1.0]
+
+
+def test_control_c_is_not_swallowed(file: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        said(f"{file}:interrupts", [member("Oslo")])
+
+
+def test_a_script_that_exits_while_it_is_imported_is_refused_with_that(file: Path) -> None:
+    file.with_name("script.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['x'])\n")
+    with pytest.raises(JudgeError, match=r"while it is imported it called sys.exit\(2\)"):
+        judge_of("script.py:judge")
+
+
+def with_tools(store: Store, name: str, *made: tuple[ToolOutcome, ToolResult | None]) -> Transcript:
+    """A trajectory of one call that called a tool once per pair of outcome and result."""
+    answered_trajectory(store, name)
+    called = [
+        ToolCall(
+            call_id=f"call_{name}", choice=0, place=place, alias="agent", version=0, tool=f"tool{place}",
+            tool_call_id=f"i{place}", outcome=outcome,
+        )
+        for place, (outcome, _) in enumerate(made)
+    ]  # fmt: skip
+    answered = [
+        ToolAnswer(call_id=f"call_{name}", choice=0, tool_call_id=f"i{place}", result=result)
+        for place, (_, result) in enumerate(made)
+        if result is not None
+    ]
+    store.tools.record(called, answered)
+    return store.trajectories.read(name)
+
+
+GOOD = (ToolOutcome.VALID, ToolResult.OK)
+BROKEN = (ToolOutcome.INVALID_JSON, ToolResult.ERROR)
+SLOW = (ToolOutcome.VALID, ToolResult.TIMEOUT)
+LAST = (ToolOutcome.VALID, None)
+
+
+def test_a_judge_function_is_given_what_became_of_each_tool_call(store: Store, file: Path) -> None:
+    judge = judge_of(f"{file}:outcomes")
+    (verdict,) = judge.judge("g", [with_tools(store, "t1", GOOD, BROKEN, LAST)]).verdicts
+    assert verdict.explanation == "tool0:valid:ok tool1:invalid_json:error tool2:valid:None"
+
+
+def test_a_grader_is_sent_what_became_of_each_tool_call(store: Store) -> None:
+    with ScriptedJudgeModel("/grade").running() as grader:
+        grader.answers = [(200, 1.0)]
+        judge = made(kind="http", url=f"{grader.url}/grade")
+        judge.judge("g", [with_tools(store, "t1", BROKEN)])
+        judge.close()
+    assert grader.asked[0]["tool_outcomes"] == [
+        {"tool": "tool0", "tool_call_id": "i0", "outcome": "invalid_json", "detail": None, "result": "error"}
+    ]
+
+
+def test_an_answer_that_was_not_taken_has_no_say(store: Store) -> None:
+    run = with_tools(store, "t1", GOOD)
+    (call,), (one,) = run.calls, run.tool_calls
+    followed = msgspec.structs.replace(call, id="later", parent_call=call.id, parent_choice=0)
+    unused = msgspec.structs.replace(one, choice=1, outcome=ToolOutcome.UNKNOWN_TOOL)
+    both = msgspec.structs.replace(run, calls=(call, followed), tool_calls=(one, unused))
+    assert made(kind="conduct", rule="tools").judge("g", [both]).verdicts[0].score == 1.0
+
+
+def test_the_rule_tools_is_the_share_of_tool_calls_that_fit_and_did_not_fail(store: Store) -> None:
+    members = [
+        with_tools(store, "t1", GOOD, LAST),
+        with_tools(store, "t2", GOOD, GOOD, BROKEN, SLOW),
+        with_tools(store, "t3"),
+        with_tools(store, "t4", BROKEN),
+    ]
+    scores = [verdict.score for verdict in made(kind="conduct", rule="tools").judge("g", members).verdicts]
+    assert scores == [1.0, 0.5, 1.0, 0.0]
+
+
+def weighed(tmp_path: Path, *, right: float, tools: float, penalty: float = 0.0) -> dict[str, Any]:
+    right_answer = {"kind": "answer", "answers": answers(tmp_path, '{"task": "capital", "answer": "Oslo"}')}
+    parts: list[dict[str, Any]] = [
+        {"name": "right", "judge": right_answer, "weight": right},
+        {"name": "tools", "judge": {"kind": "conduct", "rule": "tools"}, "weight": tools},
+    ]
+    if penalty:
+        short = {"kind": "conduct", "rule": "short", "most": 100}
+        parts.append({"name": "short", "judge": short, "penalty": penalty})
+    return {"kind": "composite", "parts": parts}
+
+
+def test_a_success_with_failing_tools_ranks_above_a_failure_with_good_ones(store: Store, tmp_path: Path) -> None:
+    judge = made(**weighed(tmp_path, right=0.75, tools=0.25, penalty=0.25))
+    task = {"task": "capital"}
+    answered_trajectory(store, "x", **task)
+    right = msgspec.structs.replace(with_tools(store, "t1", BROKEN), messages=member("Oslo").messages)
+    wrong = msgspec.structs.replace(with_tools(store, "t2", GOOD), messages=member("Rome").messages)
+    both = [
+        msgspec.structs.replace(one, trajectory=msgspec.structs.replace(one.trajectory, task="capital"))
+        for one in (right, wrong)
+    ]
+    good, bad = judge.judge("g", both).verdicts
+    assert good.components["tools"] == 0.0
+    assert bad.components["tools"] == 1.0
+    assert (good.score or 0.0) > (bad.score or 0.0)
+
+
+@pytest.mark.parametrize(("right", "tools", "penalty"), [(0.5, 0.5, 0.0), (0.2, 0.8, 0.0), (0.75, 0.25, 0.5)])
+def test_a_weight_on_conduct_that_could_turn_the_order_is_refused(
+    tmp_path: Path, right: float, tools: float, penalty: float
+) -> None:
+    with pytest.raises(ValidationError, match="a success could rank below a failure"):
+        made(**weighed(tmp_path, right=right, tools=tools, penalty=penalty))
