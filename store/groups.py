@@ -5,6 +5,7 @@ Promises: forming takes each member exactly once, in one transaction; verdicts a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,19 +16,17 @@ from store import schema
 from store.database import read, write
 from store.errors import ForbiddenChange, UnknownRecord
 from store.fitting import fitting
+from store.group_drops import GroupDrops
 from store.ids import new_id
 from store.records import SHADOW, Exchange, Group, PastScore, Verdict, cohort_of, family_of
 from store.reporting.intervals import Sums
 from store.reporting.learning import Tally
-from store.states import GROUP_STEPS, GroupState, PolicyState, TrajectoryState, check
+from store.states import GROUP_STEPS, GroupState, TrajectoryState, check
 from store.trajectories import drop as drop_trajectories
 
 
-class Groups:
+class Groups(GroupDrops):
     """The verbs over groups and verdicts."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def form(self, key: str, alias: str, members: Sequence[str], now: float) -> Group:
         """Make a group of sealed trajectories. Raises ForbiddenChange when one of them is no longer sealed."""
@@ -38,6 +37,7 @@ class Groups:
             state=GroupState.READY,
             formed_at=now,
             members=tuple(members),
+            formed_of=len(members),
         )
         runs = schema.trajectories
         with write(self._engine) as connection:
@@ -53,16 +53,17 @@ class Groups:
                 raise ForbiddenChange(f"{len(members) - taken.rowcount} of {len(members)} members are not sealed")
         return group
 
-    def ready(self, alias: str, now: float, limit: int = 100) -> list[Group]:
-        """Return an alias's groups that wait for a judge and whose retry time has come, oldest first."""
+    def ready(self, alias: str, now: float, limit: int = 100, *, newest_first: bool = False) -> list[Group]:
+        """Return an alias's groups that wait for a judge and whose retry time has come, oldest or newest first."""
         groups = schema.groups
         due = sa.or_(groups.c.retry_at.is_(None), groups.c.retry_at <= now)
-        return self._select(sa.and_(groups.c.alias == alias, groups.c.state == GroupState.READY, due), limit)
+        waiting = sa.and_(groups.c.alias == alias, groups.c.state == GroupState.READY, due)
+        return self._select(waiting, limit, newest_first)
 
-    def judged(self, alias: str, limit: int = 100) -> list[Group]:
-        """Return judged groups of an alias that wait for a round, oldest first."""
+    def judged(self, alias: str, limit: int = 100, *, newest_first: bool = False) -> list[Group]:
+        """Return judged groups of an alias that wait for a round, oldest or newest first."""
         groups = schema.groups
-        return self._select(sa.and_(groups.c.state == GroupState.JUDGED, groups.c.alias == alias), limit)
+        return self._select(sa.and_(groups.c.state == GroupState.JUDGED, groups.c.alias == alias), limit, newest_first)
 
     def record(
         self,
@@ -151,14 +152,6 @@ class Groups:
         since = sa.select(sa.func.coalesce(sa.func.max(groups.c.id), "")).where(fine).scalar_subquery()
         mine = sa.and_(groups.c.alias == alias, groups.c.drop_reason == reason, groups.c.id > since)
         return self._select(mine, limit, newest_first=True)[::-1]
-
-    def drop_counts(self, alias: str | None = None) -> dict[str, int]:
-        """Return how many groups (of one alias) were dropped for each reason."""
-        groups = schema.groups
-        chosen = [groups.c.alias == alias] if alias else []
-        query = sa.select(groups.c.drop_reason, sa.func.count()).where(groups.c.drop_reason.is_not(None), *chosen)
-        with read(self._engine) as connection:
-            return {str(reason): int(n) for reason, n in connection.execute(query.group_by(groups.c.drop_reason))}
 
     def verdicts(self, trajectory_ids: Sequence[str]) -> dict[str, Verdict]:
         """Return the verdict that counts, the latest one with a score, per trajectory that has one."""
@@ -271,54 +264,23 @@ class Groups:
         with read(self._engine) as connection:
             return [_past_score(row) for row in connection.execute(query)]
 
-    def drop_rejected(self, alias: str, reason: str) -> int:
-        """Drop what rejected versions sampled and no round has trained; return how many trajectories.
-
-        Groups go on without those members; groups that lose all of them are dropped too.
-        """
-        groups, runs, policies = schema.groups, schema.trajectories, schema.policies
-        rejected = sa.select(policies.c.version).where(
-            policies.c.alias == alias, policies.c.state == PolicyState.REJECTED
-        )
-        waiting = runs.c.state.in_((TrajectoryState.SEALED, TrajectoryState.GROUPED))
-        theirs = sa.and_(runs.c.alias == alias, waiting, runs.c.version.in_(rejected))
-        left = sa.exists().where(runs.c.group_id == groups.c.id, runs.c.state != TrajectoryState.DROPPED)
-        open_ones = sa.and_(groups.c.alias == alias, groups.c.state.in_((GroupState.READY, GroupState.JUDGED)))
-        with write(self._engine) as connection:
-            dropped = connection.execute(
-                sa.update(runs).where(theirs).values(state=TrajectoryState.DROPPED, drop_reason=reason)
-            ).rowcount
-            if dropped:
-                emptied = sa.update(groups).where(open_ones, ~left)
-                connection.execute(emptied.values(state=GroupState.DROPPED, drop_reason=reason))
-        return dropped
-
-    def oldest_versions(self, alias: str) -> dict[str, int]:
-        """Return the oldest version that the members of each judged group of an alias were sampled from."""
-        groups, runs = schema.groups, schema.trajectories
-        query = (
-            sa.select(groups.c.id, sa.func.min(runs.c.version))
-            .join(runs, runs.c.group_id == groups.c.id)
-            .where(groups.c.alias == alias, groups.c.state == GroupState.JUDGED)
-            .group_by(groups.c.id)
-        )
-        with read(self._engine) as connection:
-            return {row[0]: row[1] for row in connection.execute(query)}
-
     def _select(self, where: sa.ColumnElement[bool], limit: int, newest_first: bool = False) -> list[Group]:
         groups, runs = schema.groups, schema.trajectories
         order = groups.c.id.desc() if newest_first else groups.c.id
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(groups).where(where).order_by(order).limit(limit)).all()
             members: dict[str, list[str]] = {}
+            formed_of: Counter[str] = Counter()
+            left = sa.or_(groups.c.state == GroupState.DROPPED, runs.c.state != TrajectoryState.DROPPED)
             named = (
-                sa.select(runs.c.group_id, runs.c.id)
+                sa.select(runs.c.group_id, runs.c.id, left.label("left"))
                 .join(groups, groups.c.id == runs.c.group_id)
                 .where(runs.c.group_id.in_([row.id for row in rows]))
-                .where(sa.or_(groups.c.state == GroupState.DROPPED, runs.c.state != TrajectoryState.DROPPED))
             )
-            for group_id, name in connection.execute(named.order_by(runs.c.id)):
-                members.setdefault(group_id, []).append(name)
+            for group_id, name, is_left in connection.execute(named.order_by(runs.c.id)):
+                formed_of[group_id] += 1
+                if is_left:
+                    members.setdefault(group_id, []).append(name)
         return [
             Group(
                 id=row.id,
@@ -327,6 +289,7 @@ class Groups:
                 state=GroupState(row.state),
                 formed_at=row.formed_at,
                 members=tuple(members.get(row.id, ())),
+                formed_of=formed_of[row.id],
                 failures=row.failures,
                 drop_reason=row.drop_reason,
             )

@@ -338,6 +338,7 @@ class Group(Record, frozen=True):
     members: tuple[str, ...]
     failures: int = 0  # judge failures so far
     drop_reason: str | None = None
+    formed_of: int = 0  # members when it was formed: some may have been dropped since
 
 
 class Policy(Record, frozen=True):

@@ -4,12 +4,12 @@
     ---------    --------------------  -----------------------------  ------------------------------
     seal         open trajectories     sealed trajectories            idle time, or the end of a rollout
     assemble     sealed trajectories   ready groups, drops, shadows   company or group_wait_seconds; feedback; vLLM
-    score        ready groups          judged groups, drops, alarms   the judge
+    score        ready groups          judged groups, drops, alarms   the judge; the newest first, none too old
     rehear       late feedback         further verdicts               the judge
     warm start   good trajectories     a committed round, candidate   a tuning that asks for it
     watch        the newest of all     alarms, doubts                 sentinel.every_seconds
-    train        judged groups         a committed round, candidate   groups_per_round or round_wait_seconds, and
-                                                                      that nothing holds training
+    train        judged groups         a committed round, candidate   groups_per_round, or round_least_groups for
+                                                                      round_wait_seconds; that nothing holds training
     publish      the newest candidate  live, canary, rejected, held   vLLM
     evaluate     a proven candidate    figures; in its own thread     vLLM or a workflow, the judges
     gate         the canary's scores   live, rolled back, or held     scores; nothing is trained meanwhile
@@ -25,15 +25,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable
 from pathlib import Path
 
 from store import Store
 from store.errors import ForbiddenChange, StoreUnavailable, UnknownRecord
-from store.records import BASE_VERSION, Group
 from store.states import PolicyState
 from trainer.assembly import Assembly
+from trainer.backlog import Backlog
 from trainer.casting import Casting
 from trainer.crediting.roles import Roles
 from trainer.daemon_parts import make_judging, make_releasing
@@ -50,9 +49,8 @@ from trainer.publishing.engine import Replica
 from trainer.publishing.in_use import versions_in_use
 from trainer.publishing.publisher import DOOR_SILENCE
 from trainer.publishing.retention import best_first, retained
-from trainer.school import STALE, Pupil, School
+from trainer.school import Pupil, School
 from trainer.settings import TrainerSettings
-from trainer.staleness import oldest_fresh
 from trainer.transcripts import Transcripts
 from trainer.warm_start.imitation import Imitation, learner_settings
 from trainer.warm_start.requests import REFUSALS, WarmStarts
@@ -62,9 +60,7 @@ start = logging.getLogger("ratchet.start")  # told at any log_level: `ratchet up
 
 MakePupil = Callable[[TrainerSettings, Path | None], Pupil]
 
-_BATCH = 200  # trajectories or groups looked at in one turn
 _DRAIN_EVERY = 2.0  # seconds
-_STALE_ALARM = 4  # rounds' worth of groups
 PAUSE_AFTER_OUTAGE = 2.0  # seconds
 _MOST_OVERTAKEN = 10  # turns in a row; more than that is no coincidence
 _JUDGE_PATIENCE = 0.5  # seconds that a turn waits for a judge; a slower one is heard in a later turn
@@ -114,14 +110,11 @@ class Daemon:
         checkpoint.sweep(settings.checkpoints)
         self._version, resume_from = self._school.newest()
         self.learner = self._made(resume_from)
-        self._most_waiting = max(_BATCH, 2 * settings.groups_per_round * settings.group_size)
+        self._backlog = Backlog(store, settings)
         candidates = (p.state is PolicyState.CANDIDATE for p in store.policies.all(settings.model))
         self._left_over = any(candidates)  # an earlier trainer did not come to publish it
         self._spoilt = False  # the learner holds steps that no commit stands for
         self._first_judged: float | None = None
-        self._stale = len(  # groups in a row that were too old
-            store.groups.dropped_since_judged(settings.model, STALE, _STALE_ALARM * settings.groups_per_round)
-        )
         self._drained_at = 0.0
         self._prune_due = True
         start.info(
@@ -188,8 +181,7 @@ class Daemon:
         return decided or grouped or scored or trained or published
 
     def _score(self, now: float) -> bool:
-        ready = self._store.groups.ready(self.settings.model, now, limit=_BATCH)
-        self._scorekeeper.ask(ready, self._transcripts.read)
+        self._scorekeeper.ask(self._backlog.to_judge(now), self._transcripts.read)
         scored = self._scorekeeper.collect(now, _JUDGE_PATIENCE)
         if self._patience is not None:
             self._rehearing.look(now)
@@ -199,20 +191,18 @@ class Daemon:
     def _train(self, now: float) -> bool:
         if self._undecided:  # the next version is built on a decided one
             return False
-        waiting = self._fresh(self._store.groups.judged(self.settings.model, limit=self._most_waiting))
+        waiting = self._backlog.judged()
         if not waiting:
             self._first_judged = None
             return False
         self._first_judged = self._first_judged or now
-        weight, wanted = self._weight(waiting), self.settings.groups_per_round
+        weight, wanted = self._backlog.weight(waiting), self.settings.groups_per_round
         self._gathering.at(min(weight, wanted), wanted)
-        enough = weight >= wanted
-        if not enough and now - self._first_judged < self.settings.round_wait_seconds:
+        if not self._backlog.makes_a_round(weight, now - self._first_judged):
             return False
         if self._sentinel.holding:
             return False
-        # The newest first: where more comes in than can be trained, the rest grows stale, not what is used.
-        newest = self._newest(waiting)
+        newest = self._backlog.newest(waiting)
         self._renew()
         # Whatever ends the round before its commit leaves a learner that nothing stands for.
         self._spoilt = True
@@ -250,38 +240,6 @@ class Daemon:
         if self._spoilt or version != self._version:  # a version may have been rejected since
             self.learner.load(resume_from, self.settings.learner)
             self._version, self._spoilt = version, False
-
-    def _weight(self, groups: Sequence[Group]) -> float:
-        """Return how many groups these count for: a single is one member of one."""
-        return sum(1.0 if len(group.members) > 1 else 1.0 / self.settings.group_size for group in groups)
-
-    def _newest(self, groups: Sequence[Group]) -> list[Group]:
-        """Return the newest groups that make a round."""
-        weights = list(accumulate(self._weight([group]) for group in reversed(groups)))
-        fitting = sum(weight <= self.settings.groups_per_round for weight in weights)
-        return list(groups[-max(1, fitting) :])
-
-    def _fresh(self, groups: Sequence[Group]) -> list[Group]:
-        """Drop groups that were sampled too many versions before the live one; return the others."""
-        alias = self.settings.model
-        oldest = oldest_fresh(self._store.policies.all(alias), self.settings.max_staleness)
-        fresh: list[Group] = []
-        sampled = self._store.groups.oldest_versions(alias) if groups else {}
-        for group in groups:
-            if sampled.get(group.id, BASE_VERSION) < oldest:
-                self._store.groups.drop(group.id, STALE)
-                self._stale += 1
-            else:
-                fresh.append(group)
-        if fresh:
-            self._stale = 0
-            self._store.alarms.clear(f"{STALE}:{alias}")
-        elif self._stale >= _STALE_ALARM * self.settings.groups_per_round:
-            reason = (
-                f"the last {self._stale} groups were all sampled more than {self.settings.max_staleness} versions ago"
-            )
-            self._store.alarms.raise_(f"{STALE}:{alias}", f"{reason}; raise max_staleness, or train less often")
-        return fresh
 
     def _publish(self) -> bool:
         """Publish the candidate whose turn it is; one that is being tried is published when that is over."""

@@ -65,6 +65,15 @@ def _least_group(settings: TrainerSettings) -> str | None:
     )
 
 
+def _least_round(settings: TrainerSettings) -> str | None:
+    if settings.round_least_groups <= settings.groups_per_round:
+        return None
+    return (
+        f"round_least_groups {settings.round_least_groups} is more than groups_per_round {settings.groups_per_round}: "
+        "lower it, or raise groups_per_round"
+    )
+
+
 def _single_least(settings: TrainerSettings) -> str | None:
     if settings.singles == "drop" or settings.single_least <= MOST_REMEMBERED:
         return None
@@ -191,6 +200,6 @@ def _without_effect(settings: TrainerSettings) -> str | None:
 
 
 _CHECKS: tuple[Callable[[TrainerSettings], str | None], ...] = (
-    _judge, _least_group, _single_least, _rank_of_one, _few_shadows, _unheard_shadows, _proof, _rate, _norm, _clip,
-    _no_pairs, _turns_of_whole_answers, _without_effect,
+    _judge, _least_group, _least_round, _single_least, _rank_of_one, _few_shadows, _unheard_shadows, _proof, _rate,
+    _norm, _clip, _no_pairs, _turns_of_whole_answers, _without_effect,
 )  # fmt: skip

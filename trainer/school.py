@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 Earned = Mapping[str | None, float]  # a trajectory's advantage (of no role by name), and those of roles by name
 
 UNTRAINABLE = "untrainable"
-STALE = "stale"
 DIVERGED = "diverged"
 UNFINISHED = "unfinished"
 # A swap is proven on so many contexts of so many trained rows, each of at most so many tokens.

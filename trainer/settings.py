@@ -64,6 +64,9 @@ class TrainerSettings(BaseModel):
     single_least: int = Field(16, ge=2, description="earlier scores of a task family that make a baseline")
     groups_per_round: int = Field(16, ge=1, description="groups with a learning signal that start a round")
     round_wait_seconds: float = Field(600.0, gt=0, description="a round starts with fewer groups after this long")
+    round_least_groups: int = Field(
+        1, ge=1, description="but never with fewer than this; a single counts 1 / group_size of a group"
+    )
     max_staleness: int = Field(8, ge=0, description="groups sampled more versions ago than this are dropped")
     no_signal_alarm: int = Field(5, ge=1, description="groups in a row without variance that raise an alarm")
     proof_tolerance: float = Field(0.1, gt=0, description="mean |served - trainer| logprob that proves a swap, nats")

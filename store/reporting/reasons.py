@@ -17,6 +17,7 @@ DROPPED: Mapping[str, str] = {
     "judge_failed": "the judge failed on every attempt: see `ratchet judge show GROUP`",
     "no_feedback": "nobody gave a value in time: raise the judge's within_seconds, or set its missing to a score",
     "stale": "sampled too many versions ago: raise trainer.max_staleness, or train less often",
+    "too_few_left": "its group's other members were dropped: fewer than trainer.group_least are left to compare",
     "untrainable": "no token of the round could be trained: see the tokens that were left out",
     "diverged": "the gradient was not finite: lower trainer.learner.learning_rate",
     "eval": "asked for by explicit version: a measurement, never training data",

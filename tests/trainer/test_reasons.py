@@ -10,14 +10,14 @@ from store.deletion import MEMBER_GONE
 from store.reporting import reasons
 from store.states import CallState
 from tests import house
-from trainer import grouping, school, scorekeeper
+from trainer import backlog, grouping, school, scorekeeper
 from trainer.learning import rows
 
 
 def test_every_reason_of_a_drop_is_explained() -> None:
     given = {
         grouping.EVALUATION, grouping.CUT_OFF, grouping.SINGLE, scorekeeper.JUDGE_FAILED, scorekeeper.NO_VARIANCE,
-        scorekeeper.BASELINE, school.UNTRAINABLE, school.STALE, school.DIVERGED,
+        scorekeeper.BASELINE, school.UNTRAINABLE, school.DIVERGED, backlog.STALE, backlog.TOO_FEW_LEFT,
     }  # fmt: skip
     assert given | {workflow_doctor._DROPPED, MEMBER_GONE} <= set(reasons.DROPPED)
 

@@ -1,0 +1,113 @@
+"""Which groups a round takes where more arrive than can be trained, and what is dropped before it costs anything."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from store import Store, schema
+from store.database import write
+from store.records import Group, Verdict
+from store.states import GroupState, PolicyState, TrajectoryState
+from tests.trainer.agents import agents_work
+from trainer.backlog import STALE, Backlog
+from trainer.settings import TrainerSettings
+
+A_ROUND = 16  # groups
+
+
+def backlog(store: Store, **changes: Any) -> Backlog:
+    values: dict[str, Any] = {
+        "store": "s", "model": "agent", "base_model": "b", "vllm": ("http://127.0.0.1:1",), "checkpoints": Path("c"),
+        "judge": "a:b", "group_size": 2, "groups_per_round": A_ROUND,
+    }  # fmt: skip
+    return Backlog(store, TrainerSettings(**(values | changes)))
+
+
+def arrive(store: Store, version: int, count: int, first: int, *, judged: bool = True) -> None:
+    """Groups of two trajectories that a version sampled, as agents and a judge leave them."""
+    with write(store.groups._engine) as connection:
+        for number in range(first, first + count):
+            name, state = f"grp_{number:08d}", GroupState.JUDGED if judged else GroupState.READY
+            connection.execute(
+                sa.insert(schema.groups).values(id=name, key="k", alias="agent", state=state, formed_at=float(number))
+            )
+            runs = [
+                {
+                    "id": f"{name}-{member}", "alias": "agent", "version": version, "state": TrajectoryState.GROUPED,
+                    "root_node": "r", "tools_hash": "", "opened_at": 0.0, "last_active_at": 0.0, "group_id": name,
+                    "purpose": "live",
+                }
+                for member in "ab"
+            ]  # fmt: skip
+            connection.execute(sa.insert(schema.trajectories), runs)
+
+
+def train(store: Store, groups: Sequence[Group], version: int) -> None:
+    """What a committed round leaves: its groups consumed, the next version live."""
+    held = store.rounds.start("agent", version)
+    store.rounds.commit(
+        held.id, version=version + 1, checkpoint=f"c/{version + 1}", groups=[one.id for one in groups], metrics={}
+    )
+    store.policies.promote("agent", version + 1, {})
+
+
+def sampled(store: Store, group: Group) -> int:
+    return min(store.trajectories.get(name).version for name in group.members)
+
+
+@pytest.mark.parametrize("arriving", [16, 32, 64, 128, 300])
+def test_what_is_trained_is_new_however_much_arrives(store: Store, arriving: int) -> None:
+    waiting, ages = backlog(store, max_staleness=8), []
+    for version in range(24):
+        arrive(store, version, arriving, first=version * arriving)
+        chosen = waiting.newest(waiting.judged())
+        assert len(chosen) == A_ROUND
+        ages += [version - sampled(store, group) for group in chosen if version >= 12]
+        train(store, chosen, version)
+    assert statistics.fmean(ages) == 0.0
+    dropped = store.groups.drop_counts("agent").get(STALE, 0)
+    left = len(store.groups.judged("agent", limit=10_000))
+    assert dropped + left == 24 * (arriving - A_ROUND)
+    assert left <= 10 * (arriving - A_ROUND)  # nothing waits for ever
+
+
+def test_no_judge_is_asked_about_what_is_too_old_to_be_trained(store: Store) -> None:
+    waiting = backlog(store, max_staleness=2)
+    arrive(store, 0, 3, first=0, judged=False)
+    for version in range(4):
+        arrive(store, version, 1, first=100 + version)
+        train(store, store.groups.judged("agent")[-1:], version)
+    arrive(store, 4, 2, first=200, judged=False)
+    assert [group.id for group in waiting.to_judge(now=1.0)] == ["grp_00000201", "grp_00000200"]
+    assert store.groups.drop_counts("agent") == {STALE: 3}
+    assert store.trajectories.get("grp_00000000-a").drop_reason == STALE
+
+
+def test_a_group_that_lost_its_company_is_neither_judged_nor_trained(store: Store) -> None:
+    waiting = backlog(store, groups_per_round=1)
+    alone = agents_work(store, "single", [1.0])
+    mixed = agents_work(store, "t", [0.0]) + agents_work(store, "u", [1.0], version=1)
+    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    held = store.rounds.start("agent", 0)
+    store.rounds.commit(held.id, version=1, checkpoint="c/1", groups=[], metrics={})
+    single = store.groups.form("k", "agent", alone, now=101.0)
+    group = store.groups.form("k", "agent", mixed, now=101.0)
+    for one in (single, group):
+        store.groups.record(
+            one.id,
+            [
+                Verdict(trajectory_id=name, group_id=one.id, judge="j", judge_version="1", score=float(place))
+                for place, name in enumerate(one.members)
+            ],
+        )
+    store.policies.reject("agent", 1, {})
+    store.groups.drop_rejected("agent", "rolled_back")
+    assert store.policies.get("agent", 1).state is PolicyState.REJECTED
+    assert [one.id for one in waiting.judged()] == [single.id]  # what was formed as a single stays one
+    assert store.groups.get(group.id).drop_reason == "too_few_left"
