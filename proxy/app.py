@@ -39,6 +39,7 @@ from proxy.policy import PolicyBook
 from proxy.recording.bell import Bell
 from proxy.recording.carrier import Carrier, Porter
 from proxy.recording.journal import Journal
+from proxy.recording.others import Lookups
 from proxy.recording.recorder import Recorder
 from proxy.recording.shipper import Shipper
 from proxy.routing import Lifespan, Routes
@@ -73,8 +74,11 @@ def create_app(
     journal = Journal(settings.journal, settings.journal_limit, settings.segment_bytes, metrics, bell)
     redactor = Redactor(Patterns(settings.redact, settings.redact_patterns)) if settings.redacts else None
     recorder = Recorder(journal, metrics, strict=settings.capture == "strict", redactor=redactor)
-    responses = Responses(store, settings.bounds)
-    shipper = Shipper(journal, store, carrier or Porter(store), metrics, bell, recorder.forget_known, responses.doubt)
+    shipper = Shipper(
+        journal, store, carrier or Porter(store), metrics, bell, recorder.forget_known, lambda: responses.doubt()
+    )
+    lookups = Lookups(store, shipper)
+    responses = Responses(store, lookups, settings.bounds)
     failures, cool_off = settings.breaker_failures, settings.breaker_seconds
     replicas = [Replica(replica, Breaker(failures, cool_off)) for replica in settings.upstreams]
     pool = Pool(replicas, metrics, settings.affinity_slack)
@@ -123,7 +127,7 @@ def create_app(
     console: dict[str, ASGIApp] = {MOUNT: Console()} if settings.console else {}
     health = Health(book, probes, journal, shipper, settings.most_lag)
     metrics.lag_seconds.set_function(health.lag)
-    desk = FeedbackDesk(store, journal, shipper, redactor, metrics)
+    desk = FeedbackDesk(store, journal, lookups, redactor, metrics)
     routes = Routes(
         {
             ("POST", "/chat/completions"): captured(Chat()),
@@ -139,7 +143,7 @@ def create_app(
             **pages,
         },
         models=models,
-        responses=KeptResponses(store),
+        responses=KeptResponses(store, lookups),
         mounts={"/api": create_operator(store, shipper, links, desk), **console},
         rest=PassThrough(book, upstream, pool, others, metrics, settings.bounds),
     )

@@ -38,6 +38,7 @@ from proxy.policy import PolicyBook
 from proxy.recording.recorder import End, Recorder
 from proxy.request import ChatRequest
 from proxy.sse import DONE, Events
+from proxy.threads import parsed
 from proxy.tuning.rollouts import PREFIX, Plan, Rollouts
 from proxy.tuning.swap import swapped
 from proxy.upstreams.answer import Answer
@@ -218,7 +219,7 @@ class Endpoint:
         exchange.upstream_seconds += time.perf_counter() - waited
         exchange.first_byte_at = time.time()
         read = exchange.voice.whole
-        payload = await asyncio.to_thread(read, body) if len(body) > LARGE else read(body)
+        payload = await parsed(read, body) if len(body) > LARGE else read(body)
         await _wait(self._end(exchange, CallState.ANSWERED, 200))
         await self._last(exchange, 200, payload, exchange.headers(), send, watch)
 

@@ -9,6 +9,7 @@
     |-- BodyTooLarge          413
     |-- UnknownEncoding       415  the body is compressed in a way that cannot be read here
     |-- RateLimited           429  the key's requests or tokens of this minute are used up; the headers say until when
+    |-- TooManyWaiting        429  too many requests of the key wait for records that are not in the store yet
     |-- NotReady              503  the proxy cannot answer yet; the client may try again (retry-after)
     |-- UpstreamError
     |   |-- UpstreamUnreachable  502  no connection; the message names the upstream
@@ -111,6 +112,15 @@ class RateLimited(ProxyError):
         super().__init__(message)
         self.kind = kind
         self.headers = headers
+
+
+class TooManyWaiting(ProxyError):
+    """Too many requests of one key wait for records that are not in the store, and may never come."""
+
+    status = 429
+    kind = "requests"
+    code = "too_many_waiting"
+    retry_after = 1
 
 
 class NotReady(ProxyError):

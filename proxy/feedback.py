@@ -8,7 +8,6 @@ own trajectories alone; another's do not exist for it.
 
 from __future__ import annotations
 
-import asyncio
 from hashlib import blake2b
 from typing import Literal
 
@@ -19,8 +18,7 @@ from proxy.access.redaction import Redactor
 from proxy.errors import BadRequest, NotFound, NotReady
 from proxy.observing.metrics import Metrics
 from proxy.recording.journal import Journal
-from proxy.recording.others import found_or_settled
-from proxy.recording.shipper import Shipper
+from proxy.recording.others import Lookups
 from store import Store
 from store.errors import StoreUnavailable
 from store.feedback import CALL, RESPONSE, TRAJECTORY, Place
@@ -33,8 +31,7 @@ WAITS = (
     "it is placed when its call is stored, and stays in `ratchet feedback list` as waiting if none comes"
 )
 _MOST = 1e9  # of a value, either way
-_SETTLE_SECONDS = 2.0  # that a call gets to reach the store before its id is called unknown
-_OTHERS_SECONDS = 3.0  # that other proxies get for the same; each says once a second what it has shipped
+_PATIENCE = 3.0  # seconds that a call gets to reach the store, here or by another proxy, before its id is unknown
 
 
 class FeedbackBody(BaseModel):
@@ -102,16 +99,19 @@ class FeedbackDesk:
     """Takes feedback. Belongs to the event loop's thread; the store is asked in another."""
 
     def __init__(
-        self, store: Store, journal: Journal, shipper: Shipper, redactor: Redactor | None, metrics: Metrics
+        self, store: Store, journal: Journal, lookups: Lookups, redactor: Redactor | None, metrics: Metrics
     ) -> None:
         self._store = store
         self._journal = journal
-        self._shipper = shipper
+        self._lookups = lookups
         self._redactor = redactor
         self._metrics = metrics
 
     async def take(self, said: Feedback) -> Place | None:
-        """Make it durable; return where it belongs, None where that is waited for. Raises NotFound, NotReady."""
+        """Make it durable; return where it belongs, None where that is waited for.
+
+        Raises NotFound, NotReady, TooManyWaiting.
+        """
         place = await self._find(said)
         if not await self._journal.commit(self._redactor.feedback(said) if self._redactor else said):
             raise NotReady(
@@ -128,11 +128,7 @@ class FeedbackDesk:
             return self._store.feedback.place_of(said)
 
         try:
-            if place := await asyncio.to_thread(look):
-                return place
-            if not await asyncio.to_thread(self._shipper.settle, _SETTLE_SECONDS):
-                return None
-            place, certain = await found_or_settled(self._store, look, said.given_at, _OTHERS_SECONDS)
+            place, certain = await self._lookups.find(look, said.key_id, _PATIENCE)
         except StoreUnavailable:
             return None
         if place is None and certain:

@@ -6,13 +6,13 @@ a large one; an encoding that cannot be read is told by its name.
 
 from __future__ import annotations
 
-import asyncio
 import zlib
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proxy.asgi import BY_NAME, header, read_body, replaying
 from proxy.errors import BadRequest, BodyTooLarge, UnknownEncoding
+from proxy.threads import parsed
 
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 _KNOWN = ("gzip", "x-gzip", "deflate")
@@ -35,7 +35,7 @@ class Inflate:
                 f"the body's content-encoding {encoding[:40]!r} cannot be read here: send it as gzip, or uncompressed"
             )
         packed = await read_body(receive, self._body_limit)
-        body = await asyncio.to_thread(inflated, packed, self._body_limit)
+        body = await parsed(inflated, packed, self._body_limit)
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-encoding"]
         await self._app({**scope, "headers": headers, BY_NAME: None}, replaying(body, receive), send)
 

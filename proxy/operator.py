@@ -6,12 +6,12 @@ Reads the store in threads; never on the path of a call.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import Depends, FastAPI, Query, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -134,9 +134,9 @@ def _add_endings(api: FastAPI, store: Store, shipper: Shipper, links: Links) -> 
     @api.post("/trajectories/{trajectory_id}/finish")
     async def finish(trajectory_id: str) -> Response:
         """Seal a trajectory: it is complete. Waits until every call of it that has ended is in the store."""
-        if not await asyncio.to_thread(shipper.settle, _SETTLE_SECONDS):
+        if not await shipper.settle(_SETTLE_SECONDS):
             raise StoreUnavailable("the store has not taken all calls yet; finish the trajectory again in a moment")
-        sealed = await asyncio.to_thread(store.trajectories.seal, trajectory_id, time.time())
+        sealed = await run_in_threadpool(store.trajectories.seal, trajectory_id, time.time())
         links.forget(trajectory_id)
         return _json(_plain(sealed))
 
@@ -144,12 +144,12 @@ def _add_endings(api: FastAPI, store: Store, shipper: Shipper, links: Links) -> 
     async def delete(trajectory_id: str) -> Response:
         """Delete a trajectory and its successors for good. Takes seconds: the proxies must know of it first."""
         chosen = Chosen(id=trajectory_id)
-        if not await asyncio.to_thread(shipper.settle, _SETTLE_SECONDS):
+        if not await shipper.settle(_SETTLE_SECONDS):
             raise StoreUnavailable("the store has not taken all calls yet; delete the trajectory again in a moment")
-        if await asyncio.to_thread(store.deletions.under_way, chosen, time.time() - _LOST_AFTER):
+        if await run_in_threadpool(store.deletions.under_way, chosen, time.time() - _LOST_AFTER):
             raise ForbiddenChange(f"a call of trajectory {trajectory_id} is under way: delete it when it has ended")
         links.forget(trajectory_id)
-        done = await asyncio.to_thread(store.deletions.delete, chosen, "operator")
+        done = await run_in_threadpool(store.deletions.delete, chosen, "operator")
         if not done.trajectories:
             raise UnknownRecord(f"no trajectory {trajectory_id}")
         return _json(_plain(done))

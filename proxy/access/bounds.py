@@ -8,7 +8,6 @@ Promises: a refusal names the setting and the number that was found. What is no 
 
 from __future__ import annotations
 
-import asyncio
 from codecs import BOM_UTF8
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from starlette.types import Receive
 
 from proxy.asgi import read_body
 from proxy.errors import BadRequest, BodyTooLarge
+from proxy.threads import parsed
 from store import nesting
 
 _LARGE = 256 * 1024  # bytes; larger bodies are looked at in a thread
@@ -81,7 +81,7 @@ async def read_json(receive: Receive, bounds: Bounds) -> bytes:
     """Return a request's body whose JSON stays within the bounds. Raises BodyTooLarge, BadRequest, ClientLeft."""
     body = (await read_body(receive, bounds.body)).removeprefix(BOM_UTF8)  # as Windows' own tools begin a file
     if len(body) > _LARGE:
-        await asyncio.to_thread(bounds.check, body)
+        await parsed(bounds.check, body)
     else:
         bounds.check(body)
     return body

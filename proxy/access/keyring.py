@@ -9,7 +9,7 @@ while the store is down.
 Keys are required as soon as there is one, also a revoked one: revoking the last key does not open the door. On a host
 that other machines reach they are required always. Keys themselves are never kept, only SHA-256.
 
-Belongs to the event loop's thread; the store is asked in another.
+Belongs to the event loop's thread; the store is asked in one of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 from proxy.access.caller import Caller
 from proxy.access.limits import Meter
@@ -30,6 +33,8 @@ from store.records import Key
 from store.states import KeyScope
 
 log = logging.getLogger("ratchet.proxy")
+
+_T = TypeVar("_T")
 
 _NOTE_EVERY = 60.0  # seconds between notes of when keys were used last
 _LOOK_EVERY = 0.25  # seconds between looks for a key that is not known
@@ -60,6 +65,7 @@ class KeyRing:
         self._task: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None  # for a key that is not known
         self._looked_at = 0.0
+        self._thread = ThreadPoolExecutor(1, "keys")
 
     # --- asked with every request --------------------------------------------------------------------------
 
@@ -132,6 +138,7 @@ class KeyRing:
             await asyncio.wait([self._looking])
         self._noted_at = 0.0
         await self._note()
+        self._thread.shutdown(wait=False)
 
     async def _run(self) -> None:
         while True:
@@ -141,7 +148,7 @@ class KeyRing:
 
     async def _look(self) -> None:
         try:
-            rows = tuple(await asyncio.to_thread(self._store.keys.all))
+            rows = tuple(await self._ask(self._store.keys.all))
         except StoreError as error:
             log.warning("event=keys_not_read reason=%r", str(error))
             return
@@ -183,9 +190,12 @@ class KeyRing:
         ids = [row.id for row in self._rows or () if row.hash in used]
         try:
             if ids:
-                await asyncio.to_thread(self._store.keys.used, ids, time.time())
+                await self._ask(partial(self._store.keys.used, ids, time.time()))
         except StoreError as error:
             log.warning("event=keys_not_noted reason=%r", str(error))
+
+    async def _ask(self, verb: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, verb)
 
 
 def _standing(rows: Iterable[Key], scope: KeyScope) -> Iterable[Key]:

@@ -11,7 +11,6 @@ split over two messages.
 
 from __future__ import annotations
 
-import asyncio
 from hashlib import blake2b
 from typing import Any
 
@@ -21,6 +20,7 @@ from proxy.access.patterns import Patterns
 from proxy.dialects.dialect import LARGE, Asked, Dialect, Kept
 from proxy.linking.leaf import Leaf, Sequence32
 from proxy.shapes import Shape
+from proxy.threads import parsed
 from store import messages as canon
 from store.records import REDACTED, CallBegun, CallEnded, Feedback
 
@@ -138,5 +138,5 @@ class Redacting:
         """Return what a request asks for. Raises ProxyError."""
         asked = await self._dialect.read(body, key_id)
         clean = self._redactor.request
-        kept = await asyncio.to_thread(clean, asked) if len(body) > LARGE else clean(asked)
+        kept = await parsed(clean, asked) if len(body) > LARGE else clean(asked)
         return msgspec.structs.replace(asked, kept=kept)

@@ -6,7 +6,6 @@ that comes with it turns vLLM's answer into what the client expects, piece by pi
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +15,7 @@ from proxy.capture import Capture
 from proxy.errors import BadRequest, ProxyError
 from proxy.request import ChatRequest
 from proxy.shapes import Shape
+from proxy.threads import parsed
 from store.records import CallBegun, MessageNode
 
 LARGE = 256 * 1024  # bytes; larger bodies are read in a thread
@@ -98,7 +98,7 @@ def told_policy(begun: CallBegun) -> str:
 async def read_body_with(read: Callable[[bytes], _Read], body: bytes) -> _Read:
     """Return `read(body)`, in a thread where the body is large. Raises ProxyError, whatever is wrong in the body."""
     try:
-        return await asyncio.to_thread(read, body) if len(body) > LARGE else read(body)
+        return await parsed(read, body) if len(body) > LARGE else read(body)
     except (TypeError, AttributeError, KeyError, ValueError, RecursionError) as error:
         said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise BadRequest(f"the request has a field of the wrong kind: {said}") from error

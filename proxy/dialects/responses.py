@@ -14,6 +14,7 @@ from proxy.dialects.dialect import Asked, asked, read_body_with
 from proxy.dialects.inner import Json
 from proxy.dialects.responses_memory import ResponseMemory, Turn
 from proxy.dialects.responses_teller import ResponseTeller
+from proxy.recording.others import Lookups
 from proxy.shapes import OPENAI
 from store import Store
 from store.records import CallBegun
@@ -26,8 +27,8 @@ class Responses:
     path = chat.PATH
     shape = OPENAI
 
-    def __init__(self, store: Store, bounds: Bounds) -> None:
-        self._memory = ResponseMemory(store)
+    def __init__(self, store: Store, lookups: Lookups, bounds: Bounds) -> None:
+        self._memory = ResponseMemory(store, lookups)
         self._bounds = bounds
 
     def doubt(self) -> None:

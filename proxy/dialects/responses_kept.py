@@ -7,7 +7,6 @@ input items. An answer is deleted by an operator, with its whole trajectory, as 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs, unquote
@@ -22,7 +21,7 @@ from proxy.dialects.responses_memory import ANSWER_SECONDS, is_recent
 from proxy.dialects.responses_request import INPUT
 from proxy.dialects.responses_teller import ResponseTeller, response_id
 from proxy.errors import BadRequest, Forbidden, NotFound, NotReady, UpstreamBroke
-from proxy.recording.others import found_or_settled
+from proxy.recording.others import Lookups
 from store import Store
 from store.errors import StoreError, UnknownRecord
 from store.records import REDACTED, Call, CallBegun
@@ -49,8 +48,9 @@ class Kept(msgspec.Struct, frozen=True):
 class KeptResponses:
     """The endpoint for one response."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, lookups: Lookups) -> None:
         self._store = store
+        self._lookups = lookups
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name: str = unquote(scope[PATH].removeprefix(PREFIX))
@@ -71,9 +71,7 @@ class KeptResponses:
     async def _find(self, name: str, key_id: str | None) -> Kept:
         patience = ANSWER_SECONDS if is_recent(name) else 0.0
         try:
-            kept, _ = await found_or_settled(
-                self._store, lambda: self._read(name, key_id), time.time(), patience, alone=True
-            )
+            kept, _ = await self._lookups.find(lambda: self._read(name, key_id), key_id, patience)
         except StoreError as error:
             raise NotReady(f"response {name!r} cannot be looked up: {error}") from error
         if kept is None:

@@ -24,7 +24,7 @@ from proxy.dialects.blocks import as_delta
 from proxy.dialects.inner import Json
 from proxy.dialects.responses_teller import ResponseTeller, response_id
 from proxy.errors import NotFound, NotReady
-from proxy.recording.others import found_or_settled
+from proxy.recording.others import Lookups
 from store import Store
 from store.errors import StoreError, StoreUnavailable, UnknownRecord
 from store.ids import moment
@@ -75,8 +75,9 @@ class Turn:
 class ResponseMemory:
     """Turns by response id, the first to be forgotten first: no turn comes before one that stands on it."""
 
-    def __init__(self, store: Store, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, store: Store, lookups: Lookups, most_bytes: int = _MOST_BYTES) -> None:
         self._store = store
+        self._lookups = lookups
         self._most_bytes = most_bytes
         self._turns: OrderedDict[str, Turn] = OrderedDict()
         self._bytes = 0
@@ -96,7 +97,7 @@ class ResponseMemory:
         """Return the turn of a response. Raises NotFound, NotReady."""
         turn = self._turns.get(name)
         if turn is None or name in self._doubted:
-            stored = await self._stored(name)
+            stored = await self._stored(name, key_id)
             turn = turn if turn and stored else stored
         if turn is None or turn.key_id != key_id:
             raise NotFound(
@@ -125,12 +126,12 @@ class ResponseMemory:
         with self._lock:
             self._doubted = set(self._turns)
 
-    async def _stored(self, name: str) -> Turn | None:
+    async def _stored(self, name: str, key_id: str | None) -> Turn | None:
         """Return a turn as the store has it; one that another proxy made just now may still be on its way there."""
         patience = ANSWER_SECONDS if is_recent(name) else 0.0
         ours = name in self._doubted  # and perhaps still on its way
         try:
-            turn, _ = await found_or_settled(self._store, lambda: self._read(name), time.time(), patience, alone=ours)
+            turn, _ = await self._lookups.find(lambda: self._read(name), key_id, patience, ours=ours, for_call=True)
         except StoreUnavailable as error:
             raise NotReady(f"previous response {name!r} cannot be looked up: {error}") from error
         return turn

@@ -7,12 +7,12 @@ read from the store, off the event loop. A context that linking does not know is
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import OrderedDict
 
 from proxy.exact.splice import NOTHING, Context
 from proxy.linking.leaf import Leaf, Sequence32
+from proxy.threads import looked_up_for_call
 from store import Store
 from store.errors import StoreError
 from store.records import OTHER, CallEnded
@@ -62,7 +62,7 @@ class Contexts:
         key = (leaf.call_id, leaf.choice)
         context = self._held.get(key)
         if context is None:
-            context = await asyncio.to_thread(self._read, leaf.trajectory_id, key)
+            context = await looked_up_for_call(self._read, leaf.trajectory_id, key)
             if context is not None:
                 self._put(key, context)
         if context is None or leaf.sequence != Sequence32.of(context.ids):

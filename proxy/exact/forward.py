@@ -12,7 +12,6 @@ before the first words, the plain way is gone from the start.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -41,6 +40,7 @@ from proxy.linking.leaf import Leaf
 from proxy.observing.metrics import Metrics
 from proxy.policy import PolicyBook
 from proxy.request import ChatRequest
+from proxy.threads import parsed
 from proxy.upstreams.answer import Answer
 from proxy.upstreams.connection import HttpAnswer
 from proxy.upstreams.forward import Forwarder
@@ -151,7 +151,7 @@ class ExactForwarder:
             raise Fork("turn_end_spelled")
         rendered = await self._scale_out.render(url, body)
         cut = partial(splice, held, rendered.ids, template.turn_end)
-        spliced = await asyncio.to_thread(cut) if len(rendered.ids) > _LONG else cut()
+        spliced = await parsed(cut) if len(rendered.ids) > _LONG else cut()
         if spliced is not None:
             template.check_room(len(rendered.ids), len(spliced.ids), _limit(wanted))
             await self._templates.prove(template, url, body, wanted.messages, place, rendered, spliced.tail)

@@ -45,6 +45,7 @@ _LINGER = 0.1  # seconds to let a batch grow: most calls then end in the batch t
 _BUSY_LINGER = 0.3  # the same while `_MANY` records and more come meanwhile: a batch costs as much as 25 calls
 _MANY = 100
 _LONGEST_WAIT = 5.0  # seconds between tries while the store is down
+_HURRY_EVERY = 1.0  # seconds between batches that do not grow because somebody waits for one
 _LOOK_EVERY = 1.0  # seconds between looks for deletions; `store.deletion` counts on it
 
 
@@ -80,7 +81,11 @@ class Shipper:
         self._marks: deque[tuple[int, float]] = deque(maxlen=100_000)  # (records taken, when)
         self._until = 0.0
         self._stop = threading.Event()
-        self._hurry = threading.Event()  # set while someone waits for the store to have everything
+        self._hurry = threading.Event()  # set where the next batch need not grow
+        self._hurried_at = 0.0
+        self._waiting = 0  # those who wait for the store to have something
+        self._moved = asyncio.Event()  # for them: set after each batch, and a new one put in its place
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="shipper", daemon=True)
 
     @property
@@ -106,35 +111,47 @@ class Shipper:
         """Begin, where an earlier process stopped. Waits a little for its segments to be shipped."""
         self._position = read_position(self._journal.folder)
         self._carrier.start()
+        self._loop = asyncio.get_running_loop()
         self._thread.start()
         await asyncio.to_thread(self.replayed.wait, 10.0)
 
     async def stop(self, most_seconds: float = 5.0) -> None:
         """Ship what is there, within `most_seconds`; the rest stays in the journal for the next start."""
-        await asyncio.to_thread(self.settle, most_seconds)
+        await self.settle(most_seconds)
         self._stop.set()
         self._hurry.set()
         self._journal.fresh.set()
         await asyncio.to_thread(self._thread.join, most_seconds)
         await asyncio.to_thread(self._carrier.close)
 
-    def settle(self, most_seconds: float) -> bool:
-        """Wait until the store has everything recorded so far; return whether it has."""
-        mark = self._journal.taken
-        until = time.monotonic() + most_seconds
-        self._hurry.set()
-        self._journal.fresh.set()
-        try:
-            return self._settled(mark, until)
-        finally:
-            self._hurry.clear()
+    def mark(self) -> int:
+        """Return what everything recorded so far can be asked for by."""
+        return self._journal.taken
 
-    def _settled(self, mark: int, until: float) -> bool:
-        while not self.replayed.is_set() or self._journal.taken - self.backlog < mark:
-            if time.monotonic() > until or not self._thread.is_alive():
-                return False
-            time.sleep(0.01)
-        return True
+    def has(self, mark: int) -> bool:
+        """Return whether the store has everything up to a mark."""
+        return self.replayed.is_set() and self._journal.taken - self.backlog >= mark
+
+    async def settle(self, most_seconds: float, mark: int | None = None) -> bool:
+        """Wait until the store has everything up to a mark, or recorded so far; return whether it has."""
+        mark = self.mark() if mark is None else mark
+        if time.monotonic() - self._hurried_at > _HURRY_EVERY:
+            self._hurried_at = time.monotonic()
+            self._hurry.set()
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(most_seconds):
+                while not self.has(mark) and self._thread.is_alive():
+                    await self._moved.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._waiting -= 1
+        return self.has(mark)
+
+    def _wake(self) -> None:
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
 
     def _run(self) -> None:
         wait, moved = 0.1, 0
@@ -147,6 +164,8 @@ class Shipper:
                 self._metrics.ship_failures.inc()
                 log.warning("event=ship_failed retry_seconds=%.1f reason=%r", wait, str(error))
             self._bell.deliver(self._store)
+            if self._waiting and self._loop is not None and not self._stop.is_set():
+                self._loop.call_soon_threadsafe(self._wake)
             if failed:
                 self._stop.wait(wait)
                 wait = min(wait * 2, _LONGEST_WAIT)
@@ -154,6 +173,7 @@ class Shipper:
                 self._journal.fresh.wait(1.0)
                 self._journal.fresh.clear()
                 self._hurry.wait(_LINGER if self.moved - moved < _MANY else _BUSY_LINGER)
+                self._hurry.clear()
                 moved = self.moved
 
     def _turn(self) -> bool:

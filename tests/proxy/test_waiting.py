@@ -1,0 +1,136 @@
+"""Who waits for records that are not in the store holds nobody else up, and asks the store once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import sqlalchemy as sa
+
+from proxy.observing.metrics import Metrics
+from proxy.recording.bell import Bell
+from proxy.recording.carrier import Carried, Piece, Porter
+from proxy.recording.journal import Journal
+from proxy.recording.others import MOST_WAITING
+from proxy.recording.shipper import Shipper
+from store import Store
+from store.ids import new_id
+from tests import records
+from tests.proxy.conftest import Proxy
+from tests.proxy.servers import ProxyProcess, eventually
+
+CHAT = "/v1/chat/completions"
+
+
+def asking(words: str) -> dict[str, Any]:
+    return {"model": "agent", "messages": [{"role": "user", "content": words}]}
+
+
+@contextlib.contextmanager
+def not_shipping(folder: Path, vllm_url: str) -> Iterator[httpx.Client]:
+    """A proxy whose shipping process stands still, with a call that is not in the store."""
+    proxy = ProxyProcess(folder, upstreams=[vllm_url])
+    with httpx.Client(base_url=proxy.url, timeout=30, limits=httpx.Limits(max_connections=200)) as client:
+        eventually(lambda: client.get("/health/ready").status_code == 200)
+        client.post(CHAT, json=asking("#say=first")).raise_for_status()
+        eventually(lambda: client.get("/health/backlog").json()["unshipped_records"] == 0)
+        (shipping,) = psutil.Process(proxy.pid).children()
+        os.kill(shipping.pid, signal.SIGSTOP)
+        client.post(CHAT, json=asking("#say=second")).raise_for_status()
+        yield client
+        os.kill(shipping.pid, signal.SIGCONT)
+    assert proxy.stop() == 0
+
+
+def test_feedback_that_waits_for_the_store_delays_no_large_call(tmp_path: Path, vllm_url: str) -> None:
+    with not_shipping(tmp_path, vllm_url) as client, ThreadPoolExecutor(24) as agents:
+        client.post(CHAT, json=asking("x" * 300_000)).raise_for_status()
+        said = [
+            agents.submit(client.post, "/api/feedback", json={"call_id": new_id("call"), "value": 1}) for _ in range(24)
+        ]
+        time.sleep(0.5)  # all of them have come
+        client.post(CHAT, json=asking("x" * 300_000)).raise_for_status()
+        assert not any(one.done() for one in said)
+        assert {one.result().status_code for one in said} == {202}
+
+
+def test_a_key_may_have_so_many_requests_waiting_and_others_are_not_concerned(tmp_path: Path, vllm_url: str) -> None:
+    more = MOST_WAITING + 20
+    with not_shipping(tmp_path, vllm_url) as client, ThreadPoolExecutor(more) as agents:
+        said = [agents.submit(client.get, f"/v1/responses/{new_id('resp')}") for _ in range(more)]
+        refused = eventually(lambda: [one.result() for one in said if one.done()])
+        assert {(one.status_code, one.json()["error"]["code"]) for one in refused} == {(429, "too_many_waiting")}
+        assert "retry-after" in refused[0].headers
+        other = client.get(f"/v1/responses/{new_id('resp')}", headers={"authorization": "Bearer other"})
+        assert other.status_code == 404
+        assert [one.result().status_code for one in said].count(404) == MOST_WAITING
+
+
+@pytest.mark.parametrize("way", ["feedback", "response", "items", "previous_response_id"])
+def test_an_id_that_nobody_recorded_costs_one_look(proxy: Proxy, store: Store, way: str) -> None:
+    name = new_id("resp" if way != "feedback" else "call")
+    looks = []
+
+    def count(_: Any, __: Any, statement: str, parameters: Any, *___: Any) -> None:
+        if name.partition("_")[2] in str(parameters):
+            looks.append(statement)
+
+    proxy.http.post(CHAT, json=asking("hi"))
+    proxy.settled()
+    sa.event.listen(store._engine, "before_cursor_execute", count)
+    if way == "feedback":
+        answer = proxy.http.post("/api/feedback", json={"call_id": name, "value": 1})
+    elif way == "previous_response_id":
+        asked = {"model": "agent", "input": "go on", way: name}
+        answer = proxy.http.post("/v1/responses", json=asked)
+    else:
+        answer = proxy.http.get(f"/v1/responses/{name}" + ("/input_items" if way == "items" else ""))
+    sa.event.remove(store._engine, "before_cursor_execute", count)
+    assert answer.status_code == 404
+    assert len(looks) == 1
+
+
+class _Counting(Porter):
+    """Counts the pieces that it carries."""
+
+    carried = 0
+
+    def carry(self, piece: Piece) -> Carried:
+        self.carried += 1
+        return super().carry(piece)
+
+
+@pytest.fixture
+async def counted(tmp_path: Path, store: Store) -> AsyncIterator[tuple[Journal, Shipper, _Counting]]:
+    """A journal that is shipped, and who carries it."""
+    journal = Journal(tmp_path / "journal", 2**20, 2**16, Metrics(), Bell())
+    await journal.start()
+    carrier = _Counting(store)
+    shipper = Shipper(journal, store, carrier, Metrics(), Bell(), forget_known=lambda: None)
+    await shipper.start()
+    yield journal, shipper, carrier
+    await shipper.stop()
+    await journal.stop()
+
+
+async def test_many_who_wait_do_not_end_the_batching(counted: tuple[Journal, Shipper, _Counting]) -> None:
+    journal, shipper, carrier = counted
+    waiting, began, number = set(), time.monotonic(), 0
+    while time.monotonic() - began < 2.0:
+        number += 1
+        await journal.commit(records.begun(f"call_{number}", "t"))
+        waiting.add(asyncio.create_task(shipper.settle(5.0)))
+        await asyncio.sleep(0.002)
+    turns = (time.monotonic() - began) / 0.1 + 2  # each waits 0.1 s at least
+    assert carrier.carried <= turns + 3  # and those that a waiting one may hurry: one a second
+    assert all(await asyncio.gather(*waiting))
