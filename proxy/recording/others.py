@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -38,7 +38,7 @@ class Lookups:
         self._store = store
         self._shipper = shipper
         self._waiting: Counter[str | None] = Counter()  # by key
-        self._doors: asyncio.Future[Sequence[Door]] | None = None
+        self._doors: asyncio.Task[list[Door]] | None = None
         self._doors_at = 0.0
 
     async def find(
@@ -83,11 +83,11 @@ class Lookups:
         doors = await self._look_at_doors()
         return len(doors) <= 1 or min(door.shipped_until for door in doors) >= before
 
-    async def _look_at_doors(self) -> Sequence[Door]:
+    async def _look_at_doors(self) -> list[Door]:
         """Return the proxies that run; those who ask within `_DOORS_FRESH` share a look."""
         if self._doors is None or time.monotonic() - self._doors_at > _DOORS_FRESH:
             self._doors_at = time.monotonic()
-            self._doors = asyncio.ensure_future(
+            self._doors = asyncio.create_task(
                 threads.looked_up(self._store.doors.open, None, time.time() - _DOOR_SILENCE)
             )
         return await asyncio.shield(self._doors)

@@ -328,7 +328,7 @@ async def test_what_can_never_be_shipped_is_counted_lost_and_told(journal: Open,
     assert shipper.shipped_until(7.0) == 7.0
     for n in range(5, 10):
         await opened.commit(pair(str(n))[1])
-    assert await asyncio.to_thread(shipper.settle, 5.0)
+    assert await shipper.settle(5.0)
     assert len(store.calls.page(100)) == 10 - lost
     assert shipper.shipped_until(8.0) == 8.0
     await shipper.stop()
