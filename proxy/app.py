@@ -80,7 +80,7 @@ def create_app(
     lookups = Lookups(store, shipper)
     responses = Responses(store, lookups, settings.bounds)
     failures, cool_off = settings.breaker_failures, settings.breaker_seconds
-    replicas = [Replica(replica, Breaker(failures, cool_off)) for replica in settings.upstreams]
+    replicas = [Replica(replica, Breaker(failures, cool_off)) for replica in upstream.urls]
     pool = Pool(replicas, metrics, settings.affinity_slack)
     others = OtherModels(
         settings.model_list,

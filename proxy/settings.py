@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 
 from proxy.access.bounds import Bounds
 from proxy.upstreams.model_list import ModelEntry, keys_in
+from store.credentials import plain_url
 
 KEYS_VARIABLE = "RATCHET_API_KEYS"
 OPERATOR_KEYS_VARIABLE = "RATCHET_OPERATOR_KEYS"
@@ -27,7 +28,7 @@ class ProxySettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    upstreams: tuple[str, ...] = Field(min_length=1)  # base URLs of the vLLM replicas, without /v1
+    upstreams: tuple[str, ...] = Field(min_length=1, repr=False)  # base URLs of the vLLM replicas, without /v1
     model: str = Field(min_length=1, max_length=100)  # the alias that agents ask for
     store: str  # database URL or SQLite path
     journal: Path  # folder of the journal; one proxy per folder
@@ -78,10 +79,7 @@ class ProxySettings(BaseModel):
     @field_validator("upstreams")
     @classmethod
     def _plain_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        for url in urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"upstream {url!r} is not a URL; write it like http://127.0.0.1:8001")
-        return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
+        return tuple(plain_url(url) for url in urls)
 
     @field_validator("web_origins")
     @classmethod

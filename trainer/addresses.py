@@ -6,12 +6,6 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-
-def plain_url(url: str) -> str:
-    """Return a server's address without `/v1`. Raises ValueError."""
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url!r} is not an http(s) URL, such as http://127.0.0.1:8000")
-    return url.rstrip("/").removesuffix("/v1")
-
+from store.credentials import plain_url
 
 PlainUrl = Annotated[str, AfterValidator(plain_url)]

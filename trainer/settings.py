@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from trainer.addresses import plain_url
+from store.credentials import plain_url
 from trainer.degenerate import why_nothing_is_learnt
 from trainer.devices import Devices
 from trainer.gating.gate_settings import GateSettings
@@ -33,7 +33,7 @@ class TrainerSettings(BaseModel):
     store: str = Field(description="URL or SQLite path of the store")
     model: str = Field(description="alias that agents ask for; versions are alias@1, alias@2, ...")
     base_model: str = Field(description="folder or hub name of the base model, the one that vLLM serves")
-    vllm: tuple[str, ...] = Field(min_length=1, description="base URL of every vLLM replica, without /v1")
+    vllm: tuple[str, ...] = Field(min_length=1, repr=False, description="base URL of every vLLM replica, without /v1")
     checkpoints: Path = Field(description="folder that gets one folder per version; vLLM must be able to read it")
     judge: JudgeSpec = Field(description="the judge: module:function, or a mapping with `kind` (docs/judges.md)")
     judge_attempts: int = Field(5, ge=1, description="tries before what has no score is dropped as judge_failed")

@@ -14,34 +14,46 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from proxy.errors import UpstreamBroke, UpstreamUnreachable
 from proxy.upstreams.connection import Connection, Dropped, HttpAnswer
+from store.credentials import credentials, without_credentials
 
 _KEEP_ALIVE = 4.0  # seconds; vLLM closes idle connections after 5: ours must be the shorter time
 
 
 class Client:
-    """Connections to any number of upstreams. Times are seconds."""
+    """Connections to any number of upstreams. Times are seconds.
 
-    def __init__(self, request_timeout: float, connect_timeout: float) -> None:
+    `secret`: by the URL that is shown, the same one with a user's name and password, for those that have one.
+    """
+
+    def __init__(
+        self, request_timeout: float, connect_timeout: float, secret: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._request_timeout = request_timeout
         self._connect_timeout = connect_timeout
+        self._secret = secret
         self._origins: dict[str, _Origin] = {}
 
     async def send(
         self, url: str, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
     ) -> HttpAnswer:
         """Send one request to the upstream at `url` and return the answer at its headers. Raises UpstreamError."""
-        origin = self._origins.get(url) or self._origins.setdefault(url, _Origin(url, self._connect_timeout))
+        origin = self._origins.get(url) or self._origin(url)
         head = origin.head(method, path, body, headers)
         connection = origin.kept() or await origin.connect()
         try:
-            return await self._ask(connection, url, method, head, body)
+            return await self._ask(connection, origin.url, method, head, body)
         except Dropped:
-            return await self._ask(await origin.connect(), url, method, head, body)
+            return await self._ask(await origin.connect(), origin.url, method, head, body)
+
+    def _origin(self, url: str) -> _Origin:
+        origin = self._origins[url] = _Origin(self._secret.get(url, url), self._connect_timeout)
+        return origin
 
     async def _ask(self, connection: Connection, url: str, method: str, head: bytes, body: bytes | None) -> HttpAnswer:
         answer = connection.ask(url, head, body or b"", self._request_timeout, bodiless=method == "HEAD")
@@ -69,18 +81,21 @@ class _Target(NamedTuple):
         secure = parts.scheme == "https"
         host = parts.hostname or ""
         headers = f"host: {parts.netloc.rpartition('@')[2]}\r\naccept-encoding: identity\r\n"
-        if parts.username is not None:
-            pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        if found := credentials(url):
+            pair = ":".join(found)
             headers += f"authorization: Basic {base64.b64encode(pair.encode()).decode()}\r\n"
         port = parts.port or (443 if secure else 80)
         return cls(host, port, ssl.create_default_context() if secure else None, parts.path.rstrip("/"), headers)
 
 
 class _Origin:
-    """One upstream and its connections. The kept ones are used last in, first out, so that those in excess go."""
+    """One upstream and its connections. The kept ones are used last in, first out, so that those in excess go.
+
+    `url` may be shown; the one that it is made of may hold a password.
+    """
 
     def __init__(self, url: str, connect_timeout: float) -> None:
-        self._url = url
+        self.url = without_credentials(url)
         self._target = _Target.of(url)
         self._connect_timeout = connect_timeout
         self._kept: deque[Connection] = deque()
@@ -97,7 +112,7 @@ class _Origin:
         head = "".join(lines)
         expected = len(lines) + target.headers.count("\n")
         if head.count("\n") != expected or head.count("\r") != expected or " " in path:
-            raise UpstreamBroke(f"a request to upstream {self._url} has a line break or a space where none may be")
+            raise UpstreamBroke(f"a request to upstream {self.url} has a line break or a space where none may be")
         return head.encode("latin-1", "replace")
 
     def kept(self) -> Connection | None:
@@ -140,4 +155,4 @@ class _Origin:
         self._open.discard(connection)
 
     def _unreachable(self, reason: str) -> UpstreamUnreachable:
-        return UpstreamUnreachable(f"upstream {self._url} cannot be reached: {reason}; is vLLM running there?")
+        return UpstreamUnreachable(f"upstream {self.url} cannot be reached: {reason}; is vLLM running there?")

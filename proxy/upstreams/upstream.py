@@ -15,12 +15,13 @@ import msgspec
 from proxy.errors import UpstreamBroke, UpstreamError
 from proxy.upstreams.client import Client
 from proxy.upstreams.connection import HttpAnswer
+from store.credentials import without_credentials
 
 _JSON = {"content-type": "application/json"}
 
 
 class Upstream:
-    """The replicas of one vLLM service."""
+    """The replicas of one vLLM service; `urls` are theirs without what is secret in them."""
 
     def __init__(
         self,
@@ -29,9 +30,10 @@ class Upstream:
         connect_timeout: float = 5.0,
         key: str | None = None,
     ) -> None:
-        self.urls = tuple(urls)
+        # A password in a URL goes to its server alone: everything else here knows the URL without it.
+        self.urls = tuple(map(without_credentials, urls))
         self._key = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = Client(request_timeout, connect_timeout)
+        self._client = Client(request_timeout, connect_timeout, dict(zip(self.urls, urls, strict=True)))
         self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def start(self) -> None:

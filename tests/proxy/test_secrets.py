@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import sqlite3
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,12 +15,12 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.settings import hash_key
+from proxy.settings import ProxySettings, hash_key
 from store import open_store
 from store.states import KeyScope
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import ProxyProcess, eventually
+from tests.proxy.servers import ProxyProcess, eventually, served
 
 KEYS = {who: f"rk-{who}-{hashlib.sha256(who.encode()).hexdigest()}" for who in ("agent", "stored", "operator", "wrong")}
 UPSTREAM_KEY = "sk-upstream-" + hashlib.sha256(b"upstream").hexdigest()
@@ -197,3 +198,62 @@ def test_no_key_sees_what_belongs_to_another(start: Start, vllm: ScriptedVllm) -
     proxy.settled()
     for owned in (run, named.headers["x-ratchet-trajectory"]):
         assert len(proxy.store.trajectories.read(owned).calls) == 1
+
+
+class Guarded:
+    """A scripted vLLM behind a name and a password."""
+
+    def __init__(self, model: ScriptedVllm) -> None:
+        self._model = model
+        self.refused = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        pair = b"Basic " + base64.b64encode(b"alice:" + PASSWORD.encode())
+        if scope["type"] == "http" and dict(scope["headers"]).get(b"authorization") != pair:
+            self.refused += 1
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        await self._model(scope, receive, send)
+
+
+PASSWORD = "s3cret/@:word"  # with what has to be written with percent signs
+IN_A_URL = "alice:s3cret%2F%40%3Aword@"
+
+
+def test_a_password_in_an_upstreams_url_reaches_the_upstream_and_is_shown_nowhere(
+    start: Start, vllm: ScriptedVllm, store_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    guarded, shown = Guarded(vllm), []
+    with served(guarded) as url:
+        proxy = start(upstreams=(url.replace("//", f"//{IN_A_URL}"),), request_timeout=2.0, log_level="debug")
+        for path, body in DIALECTS.items():
+            for words in ("hi", "#status=500", "#html", "#fault=2", "#cut=1", "#wait=3"):
+                with contextlib.suppress(httpx.RemoteProtocolError):
+                    shown.append(proxy.http.post(path, json=msgs(body, words), headers={"x-ratchet-task": "t"}).text)
+                if words != "#wait=3":
+                    with contextlib.suppress(httpx.RemoteProtocolError):
+                        shown.append(proxy.http.post(path, json={**msgs(body, words), "stream": True}).text)
+        assert (guarded.refused, len(vllm.calls) > 30) == (0, True)
+    shown += [proxy.http.post(path, json=body).text for path, body in DIALECTS.items()]
+    assert any(f"upstream {url}" in text for text in shown), "errors name the upstream"
+    proxy.settled()
+    for path in ("/metrics", "/health/ready", "/api/calls?limit=1000", "/api/alarms", "/api/overview"):
+        shown.append(proxy.http.get(path).text)
+    assert f'upstream="{url}"' in shown[-5]
+    with contextlib.closing(sqlite3.connect(store_file)) as rows:
+        assert rows.execute("SELECT DISTINCT upstream FROM calls WHERE upstream IS NOT NULL").fetchall() == [(url,)]
+    files = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
+    pair = base64.b64encode(f"alice:{PASSWORD}".encode())
+    for said in (*map(str.encode, shown), caplog.text.encode(), *files):
+        for secret in (b"s3cret", b"alice", pair):
+            assert secret not in said
+
+
+@pytest.mark.parametrize("wrong", ["alice:s3cret@host:8000", "http://alice:s3/cret@host", "http://alice:s3cret@"])
+def test_the_refusal_of_a_wrong_upstream_shows_no_password(wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="write it like http://") as told:
+        ProxySettings(upstreams=(wrong,), model="m", store="-", journal=tmp_path)
+    assert "cret" not in str(told.value)
+    right = ProxySettings(upstreams=(f"http://{IN_A_URL}host/v1",), model="m", store="-", journal=tmp_path)
+    assert (right.upstreams, "s3cret" in repr(right)) == ((f"http://{IN_A_URL}host",), False)

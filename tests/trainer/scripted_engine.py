@@ -25,6 +25,7 @@ class ScriptedEngine:
         self.reply: Callable[[str, Sequence[Any]], str] = lambda name, messages: "noted"
         self.asked: list[dict[str, Any]] = []  # bodies of chat calls
         self.key: str | None = None
+        self.authorization: str | None = None
         self.load: tuple[int, int] | None = (0, 0)  # calls running and waiting; None: it does not tell
         engine = self
 
@@ -33,7 +34,8 @@ class ScriptedEngine:
                 pass
 
             def do_GET(self) -> None:
-                if engine.key and self.headers["authorization"] != f"Bearer {engine.key}":
+                wanted = f"Bearer {engine.key}" if engine.key else engine.authorization
+                if wanted and self.headers["authorization"] != wanted:
                     self._send(401, {"error": "Unauthorized"})
                     return
                 if self.path == "/metrics":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Iterator, Sequence
 
@@ -16,6 +17,7 @@ from trainer.errors import AdapterRefused, EngineUnreachable
 from trainer.publishing.engine import Replica
 from trainer.publishing.proof import prove
 from trainer.publishing.publisher import Publisher
+from trainer.shadowing.idleness import Load, load_of
 
 PROBES = [(1, 2, 3), (4, 5)]
 
@@ -131,6 +133,25 @@ def test_an_engine_that_wants_a_key_gets_it_and_its_refusal_is_told(
     replica = Replica(engines[0].url, key="secret")
     assert replica.models() == ("base",)
     replica.close()
+
+
+def test_a_password_in_a_replicas_url_goes_to_it_and_is_shown_nowhere(engines: list[ScriptedEngine]) -> None:
+    engine, whole = engines[0], engines[0].url.replace("//", "//alice:s3%2Fcret@")
+    pair = base64.b64encode(b"alice:s3/cret").decode()
+    engine.authorization = f"Basic {pair}"
+    replica = Replica(whole)
+    assert (replica.models(), load_of([whole], None)) == (("base",), Load(0, 0))
+    engine.authorization, engine.load = "another", None
+    with pytest.raises(AdapterRefused) as refused:
+        replica.models()
+    replica.close()
+    gone = Replica("http://alice:s3%2Fcret@127.0.0.1:1")
+    with pytest.raises(EngineUnreachable) as unreachable:
+        gone.models()
+    gone.close()
+    for told in (str(refused.value), str(unreachable.value), load_of([whole], None).unknown or "", replica.url):
+        assert "alice" not in told
+        assert "127.0.0.1" in told
 
 
 def test_a_restarted_replica_gets_the_live_version_back_for_the_comparison(

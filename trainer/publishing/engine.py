@@ -12,16 +12,22 @@ from typing import Any
 
 import httpx
 
+from store.credentials import credentials, without_credentials
 from trainer.errors import AdapterRefused, EngineUnreachable
 
 
 class Replica:
-    """One vLLM server. `url` is without /v1; `key` is its API key, where it has one. Times out in `timeout` seconds."""
+    """One vLLM server. `key` is its API key, where it has one. Times out in `timeout` seconds.
+
+    `url` is without /v1; a user's name and password in it go to the server and stand nowhere else.
+    """
 
     def __init__(self, url: str, timeout: float = 60.0, key: str | None = None) -> None:
-        self.url = url
+        self.url = without_credentials(url)
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.Client(base_url=url, timeout=timeout, headers=headers, trust_env=False)
+        self._http = httpx.Client(
+            base_url=self.url, auth=credentials(url), timeout=timeout, headers=headers, trust_env=False
+        )
 
     def close(self) -> None:
         """Close the connections."""

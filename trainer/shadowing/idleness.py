@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from store.credentials import credentials, without_credentials
+
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 _REMEMBERED = 100  # looks
 
@@ -65,9 +67,10 @@ def load_of(urls: Sequence[str], key: str | None, timeout: float = 2.0) -> Load:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     running = waiting = 0
     with httpx.Client(timeout=timeout, headers=headers, trust_env=False) as http:
-        for url in urls:
+        for whole in urls:
+            url = without_credentials(whole)
             try:
-                answer = http.get(f"{url}/metrics")
+                answer = http.get(f"{url}/metrics", auth=credentials(whole))
                 told = _told(answer.text) if answer.status_code == httpx.codes.OK else {}
             except (httpx.HTTPError, ValueError) as error:
                 return Load(unknown=f"vLLM at {url} does not tell its load ({error or type(error).__name__})")
