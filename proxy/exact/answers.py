@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from proxy import lax
 from proxy.exact import repairs
 from proxy.exact.scale_out import (
     Ended,
@@ -57,7 +58,7 @@ class Wanted:
             request=request_for_derender(body),
             rendered=Raw(_encode(rendered.ids)),
             prompt=prompt,
-            count=value(body, "n") or 1,
+            count=lax.whole(value(body, "n")) or 1,
             tool_choice=value(body, "tool_choice"),
             stops=(stop,) if isinstance(stop, str) else tuple(stop),
             bare_logprobs=asked.asks_logprobs and not value(body, "top_logprobs"),

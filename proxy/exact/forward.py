@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from proxy import request
+from proxy import lax, request
 from proxy.dialects.chat import PATH
 from proxy.errors import UpstreamError
 from proxy.exact import templates
@@ -101,6 +101,9 @@ class ExactForwarder:
                 self._metrics.exact_splices.labels(fork.reason).inc()
             except UpstreamError as error:
                 self._fell_back(exchange, error)
+            except Exception as error:  # a defect here, or an answer of an odd form: plain chat knows nothing of it
+                self._metrics.exact_fallbacks.labels("defect").inc()
+                log.exception("event=exact_context_defect call=%s reason=%r", exchange.opened.begun.call_id, str(error))
             else:
                 self._metrics.exact_splices.labels("undrifted" if answer is None else "spliced").inc()
                 if answer is not None:
@@ -138,9 +141,13 @@ class ExactForwarder:
             return None
         in_text = wanted.asks_logprobs
         sent = generate_body(rendered, spliced.ids, wanted.fields, streamed=wanted.streamed, in_text=in_text)
-        ids = await self._generate(exchange, sent, headers)
         made = Wanted.of(wanted, f"chatcmpl-{begun.call_id}", body, rendered, spliced.ids)
-        return await self._in_words(ids, wanted, made)
+        ids = await self._generate(exchange, sent, headers)
+        try:
+            return await self._in_words(ids, wanted, made)
+        except BaseException:
+            ids.close()  # vLLM stops, and the replica is free again
+            raise
 
     async def _spliced(
         self, url: str, alias: str, body: Fields, wanted: ChatRequest, place: int, held: Context
@@ -189,9 +196,11 @@ class ExactForwarder:
 
 
 def _check_suited(wanted: ChatRequest) -> None:
-    """Raise Fork where a request asks for what only plain chat can do."""
+    """Raise Fork where a request asks for what only plain chat can do, which a message of an odd form is, too."""
     if wanted.untrainable:
         raise Fork("untrainable")
+    if not all(templates.is_plain(said) for said in wanted.messages if said.get("role") == "assistant"):
+        raise Fork("unsuited_field")
     for name, usual in _UNSUITED.items():
         if name in wanted.fields and request.value(wanted.fields, name) not in (None, usual):
             raise Fork("unsuited_field")
@@ -209,6 +218,6 @@ def _place(keys: Sequence[str], leaf: Leaf) -> int:
 def _limit(wanted: ChatRequest) -> int | None:
     """Return how many tokens the client lets be generated."""
     for name in ("max_completion_tokens", "max_tokens"):
-        if isinstance(limit := request.value(wanted.fields, name), int):
+        if (limit := lax.whole(request.value(wanted.fields, name))) is not None:
             return limit
     return None

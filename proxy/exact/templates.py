@@ -119,9 +119,19 @@ class Templates:
         return Template(turn_end, spelled, max((n for n in lengths if isinstance(n, int)), default=None))
 
 
+def is_plain(message: Json) -> bool:
+    """Return whether an assistant message's tool calls have the form that they are read in here."""
+    calls = message.get("tool_calls")
+    if calls is None:
+        return True
+    return isinstance(calls, list) and all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    )
+
+
 def spells(message: Json, text: str) -> bool:
     """Return whether an assistant message's own words hold `text`."""
-    functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
     words = [message.get("content"), message.get("reasoning"), message.get("reasoning_content")]
     words += [function.get(name) for function in functions for name in ("name", "arguments")]
     return any(text in (word if isinstance(word, str) else str(word)) for word in words if word)

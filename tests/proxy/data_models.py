@@ -1,19 +1,28 @@
-"""How vLLM's data models read a request: booleans by pydantic itself; and how a prompt that is too long is refused."""
+"""How vLLM's data models read a request, by pydantic itself, and how a prompt that is too long is refused."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
+
+
+class _Call(BaseModel):
+    function: dict[str, Any]
+
 
 _BOOLEAN: TypeAdapter[bool | None] = TypeAdapter(bool | None)
+_NUMBER: TypeAdapter[int | None] = TypeAdapter(int | None)
+_CALLS: TypeAdapter[Any] = TypeAdapter(list[list[_Call] | None])
 _NAMES = ("stream", "echo", "use_beam_search", "return_token_ids")
 
 
 def as_read(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body with its booleans; `logprobs` of a text completion is a number. Raises ValidationError."""
+    """Return a body with its booleans and `n`; `logprobs` of a text completion is a number. Raises ValidationError."""
     names = _NAMES if "prompt_ids" in body else (*_NAMES, "logprobs")
-    return body | {name: _BOOLEAN.validate_python(body[name]) for name in names if name in body}
+    read = {name: _BOOLEAN.validate_python(body[name]) for name in names if name in body}
+    _CALLS.validate_python([message.get("tool_calls") for message in body["messages"]])
+    return body | read | ({"n": _NUMBER.validate_python(body["n"])} if "n" in body else {})
 
 
 def too_long(length: int, limit: int) -> str:

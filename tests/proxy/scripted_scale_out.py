@@ -34,6 +34,7 @@ class ScriptedScaleOut(ScriptedVllm):
         self.odd_template = False  # ends a turn before a tool call, and after it
         self.refuse: dict[str, int] = {}
         self.derenders_left = 1_000_000
+        self.odd_words = False  # derender answers texts where objects belong
         self.generated: list[Json] = []
         self.rendered: list[Json] = []
         self.worded = 0
@@ -62,7 +63,7 @@ class ScriptedScaleOut(ScriptedVllm):
     def _render(self, body: Json) -> Json:
         assert "stream_options" not in body, "vLLM refuses them without a stream"
         self.rendered.append(body)
-        sampling = {"max_tokens": body.get("max_tokens") or 4096, "n": body.get("n") or 1}
+        sampling = {"max_tokens": body.get("max_tokens") or 4096, "n": int(body.get("n") or 1)}
         ids = render(body["messages"])
         if self.odd_template:
             ids = [part for place, token in enumerate(ids) for part in self._twice(ids, place, token)]
@@ -113,6 +114,9 @@ class ScriptedScaleOut(ScriptedVllm):
         await _event(send, {"choices": [], "usage": _usage(body, words)})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
+    def _message(self, ids: Sequence[int]) -> Any:
+        return "odd" if self.odd_words else message_of(spelled(ids))
+
     async def _derender(self, body: Json, send: Send) -> None:
         self.worded += 1
         if self.worded > self.derenders_left:
@@ -120,7 +124,7 @@ class ScriptedScaleOut(ScriptedVllm):
             return
         if not body.get("stream"):
             choices = [
-                {"index": c["index"], "message": message_of(spelled(c["token_ids"])), "finish_reason": "stop"}
+                {"index": c["index"], "message": self._message(c["token_ids"]), "finish_reason": "stop"}
                 for c in body["generate_response"]["choices"]
             ]
             await _json(send, 200, {"id": "x", "choices": choices})
@@ -129,7 +133,8 @@ class ScriptedScaleOut(ScriptedVllm):
         before = (body.get("stream_state") or {"output_token_ids": []})["output_token_ids"]
         ids = before + piece["token_ids"]
         finish = piece["finish_reason"]
-        choice = {"index": piece["index"], "delta": _delta(before, ids, finish), "finish_reason": finish}
+        delta = "odd" if self.odd_words else _delta(before, ids, finish)
+        choice = {"index": piece["index"], "delta": delta, "finish_reason": finish}
         await _json(send, 200, {"chunk": {"choices": [choice]}, "stream_state": {"output_token_ids": ids}})
 
 
