@@ -20,6 +20,7 @@ from trainer.judges.settings import (
     RulerSpec,
 )  # fmt: skip
 from trainer.learning.learner_settings import LearnerSettings
+from trainer.learning.learning_rate import AUTO
 
 if TYPE_CHECKING:
     from trainer.settings import TrainerSettings
@@ -137,11 +138,22 @@ def _proof(settings: TrainerSettings) -> str | None:
 
 
 def _rate(settings: TrainerSettings) -> str | None:
-    if settings.learner.learning_rate >= _LEAST_RATE:
+    rate = settings.learner.learning_rate
+    if isinstance(rate, str) or rate >= _LEAST_RATE:
         return None
     return (
-        f"learner.learning_rate {settings.learner.learning_rate:g} is below what an fp32 weight can change by; "
-        "1e-6 to 1e-4 is usual"
+        f"learner.learning_rate {rate:g} is below what an fp32 weight can change by; auto finds one, and 1e-6 to 1e-4 "
+        "is usual"
+    )
+
+
+def _target(settings: TrainerSettings) -> str | None:
+    learner = settings.learner
+    if learner.target_kl is None or (learner.learning_rate == AUTO and learner.loss != "sft"):
+        return None
+    return (
+        f"learner.target_kl has no effect with learning_rate {learner.learning_rate} and loss {learner.loss}: it "
+        "steers learning_rate auto, and sft imitates at a fixed rate; leave it out, or set learning_rate: auto"
     )
 
 
@@ -201,5 +213,5 @@ def _without_effect(settings: TrainerSettings) -> str | None:
 
 _CHECKS: tuple[Callable[[TrainerSettings], str | None], ...] = (
     _judge, _least_group, _least_round, _single_least, _rank_of_one, _few_shadows, _unheard_shadows, _proof, _rate,
-    _norm, _clip, _no_pairs, _turns_of_whole_answers, _without_effect,
+    _target, _norm, _clip, _no_pairs, _turns_of_whole_answers, _without_effect,
 )  # fmt: skip

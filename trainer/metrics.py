@@ -52,6 +52,9 @@ _ROUND = {
     "ratchet_round_clip_share": ("clip_share", "Share of trained tokens that the clip silenced"),
     "ratchet_round_tokens": ("tokens_trained", "Tokens that the newest round trained"),
     "ratchet_round_seconds": ("seconds", "Time that the newest round's steps took"),
+    "ratchet_round_learning_rate": ("learning_rate", "Learning rate of the newest round's steps"),
+    "ratchet_round_approx_kl_nats": ("approx_kl", "Mean k3 by which the newest round moved the policy"),
+    "ratchet_round_good_gap_nats": ("gap_good_mean", "Mean change of log p of tokens with a positive advantage"),
 }
 
 

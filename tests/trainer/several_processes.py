@@ -31,7 +31,7 @@ from trainer.learning.learner_settings import LearnerSettings
 from trainer.learning.tokens import TokenRow
 
 # Three micro-batches and more: one process has fewer of them than the other.
-SETTINGS = LearnerSettings(threads=1, token_budget=120, learning_rate=1e-3, steps_per_round=2, loss="grpo", kl=0.01)
+SETTINGS = LearnerSettings(threads=1, token_budget=120, steps_per_round=2, loss="grpo", kl=0.01)
 MOST_SECONDS = 120
 
 
@@ -72,8 +72,9 @@ def learn(model: str, folder: Path) -> int:
     learner = Learner(model, SETTINGS, workdir=folder / f"work{rank}")
     reports = [learner.train_round(build_rows(count, seed=count)) for count in (7, 3)]
     learner.save(folder / "0001")
-    names = ("loss", "grad_norm", "tokens_trained", "entropy", "tokens_compared", "logprob_abs_diff_mean")
-    found = {name: [getattr(report, name) for report in reports] for name in (*names, "rows_rejected", "weight_change")}
+    names = ["loss", "grad_norm", "tokens_trained", "entropy", "tokens_compared", "logprob_abs_diff_mean"]
+    names += ["rows_rejected", "weight_change", "learning_rate", "approx_kl", "gap_abs_mean", "gap_good_mean"]
+    found = {name: [getattr(report, name) for report in reports] for name in names}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     return 0
 

@@ -60,6 +60,11 @@ def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
         ({"singles": "baseline", "judge": RANKS}, "only ranks the members of one group", "shadow.samples"),
         ({"proof_tolerance": 1e-7}, "every version would be rejected", "0.01 to 0.2"),
         ({"learner": {"learning_rate": 1e-12}}, "below what an fp32 weight can change by", "1e-6 to 1e-4"),
+        (
+            {"learner": {"learning_rate": 1e-3, "target_kl": 0.01}},
+            "target_kl has no effect with learning_rate 0.001",
+            "learning_rate: auto",
+        ),
         ({"learner": {"max_grad_norm": 1e-9}}, "below AdamW's epsilon", "1.0 is usual"),
         (
             {"learner": {"steps_per_round": 2, "epsilon_low": 1e-6, "epsilon_high": 1e-6}},
@@ -92,7 +97,7 @@ def test_settings_that_teach_nothing_are_refused_with_reason_and_remedy(
 
 
 def test_a_learning_rate_of_zero_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"learning_rate is 0\.0; it must be above 0"):
+    with pytest.raises(SettingError, match=r"learning_rate is 0\.0; it must be auto, or a number above 0"):
         settings(learner={"learning_rate": 0})
 
 

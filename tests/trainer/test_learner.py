@@ -311,6 +311,8 @@ def test_a_missing_model_and_a_folder_that_is_none_are_told_apart(tmp_path: Path
     [
         ("rank", 0),
         ("learning_rate", 0.0),
+        ("learning_rate", "fast"),
+        ("target_kl", 0.0),
         ("loss", "ppo"),
         ("epsilon_low", 1.5),
         ("kl", -0.1),

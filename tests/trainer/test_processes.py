@@ -114,6 +114,14 @@ def test_two_processes_learn_what_one_does(together: Path, tiny_model: Path, tmp
     assert distance(tmp_path / "0001", together / "0001") < 1e-4
 
 
+def test_two_processes_measure_one_movement_and_step_by_one_rate(together: Path) -> None:
+    one, other = (json.loads((together / f"{rank}.json").read_text()) for rank in (0, 1))
+    for name in ("learning_rate", "approx_kl", "gap_abs_mean", "gap_good_mean"):
+        assert one[name] == other[name], name
+    first, second = one["learning_rate"]
+    assert first != second  # it was steered
+
+
 @pytest.mark.parametrize("case", APART)
 def test_an_error_that_one_of_two_processes_meets_ends_both_with_its_reason(case: str, together: Path) -> None:
     unlucky, other = ("0", "1") if case.startswith("leader") else ("1", "0")

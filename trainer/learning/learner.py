@@ -18,12 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.crediting.whitening import whiten
 from trainer.errors import NoLearningSignal, OutOfMemory, RowError, SettingError
 from trainer.learning import preference
 from trainer.learning.learner_settings import LearnerSettings
+from trainer.learning.learning_rate import RoundMoved, every
 from trainer.learning.tokens import TokenRow
 from trainer.progress import TRAINING, Progress
 from trainer.publishing import checkpoint
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from trainer.learning.loss import StepNumbers
     from trainer.learning.micro_batches import Micro
+    from trainer.learning.movement import Moved
 
     Steps = tuple[list[list[Micro]], list[StepNumbers], list[float]]  # micro-batches, steps, losses of taken steps
 __all__ = ["Learner", "LearnerSettings", "RoundReport"]
@@ -61,6 +63,13 @@ class RoundReport:
     kl                         to the base model at the trained tokens, mean in nats; 0 where `kl` is not set
     rows_rejected              rows that the engine sampled with another policy than the one that learns
     tokens_forwarded           that the training pass went through, padding included, shared prefixes once
+    learning_rate              that the steps were taken with
+    approx_kl                  how far the steps moved the policy: mean k3 at trained tokens, nats a token
+    approx_kl_target           what `approx_kl` is steered to, or would be where the rate is fixed
+    approx_kl_tokens           trained tokens that were looked at for it
+    gap_abs_mean               |log p after - log p before the steps|, mean over the same tokens
+    gap_good_mean              the same with its sign, mean over those with a positive advantage
+    numbers                    that the model computes in: bf16, fp16, fp32
     """
 
     loss: float
@@ -80,6 +89,13 @@ class RoundReport:
     kl: float = 0.0
     rows_rejected: int = 0
     tokens_forwarded: int = 0
+    learning_rate: float = 0.0
+    approx_kl: float = 0.0
+    approx_kl_target: float = 0.0
+    approx_kl_tokens: int = 0
+    gap_abs_mean: float = 0.0
+    gap_good_mean: float = 0.0
+    numbers: str = "fp32"
 
 
 class Learner:
@@ -161,16 +177,22 @@ class Learner:
         for row in rows:
             self._check_fits(row.ids, f"row of trajectory {row.trajectory_id}", row.temperature)
         before = {name: p.detach().clone() for name, p in self._trainer.lora_parameters().items()}
+        # Without a ratio no step needs the policy at the round's start, which the movement is measured from.
+        watched = self._trainer.watched(rows) if self._settings.objective.ratio == "none" else None
+        self._trainer.set_learning_rate(self._trainer.steering.rate)
         prepared, steps, losses = self._preferred(rows) if self._settings.objective.preference else self._stepped(rows)
         taken = [step for step in steps if step.taken]
         if not taken:
             raise NoLearningSignal(self._why_nothing_was_left(len(rows), sum(step.rows_rejected for step in steps)))
-        gap = self._trainer.mismatch([micro for micros in prepared for micro in micros])
+        micros = [micro for part in prepared for micro in part]
+        gap = self._trainer.mismatch(micros)
         tokens = sum(step.tokens for step in taken)
+        entropy = sum(step.entropy_sum for step in taken) / tokens
+        moved = self._trainer.moved(micros[:: every(tokens)] if watched is None else watched)
         return RoundReport(
             loss=fmean(losses),
             grad_norm=sum(step.grad_norm for step in taken) / len(taken),
-            entropy=sum(step.entropy_sum for step in taken) / tokens,
+            entropy=entropy,
             clip_share=sum(step.clipped_sum for step in taken) / tokens,
             tokens_trained=tokens,
             rows=len(given),
@@ -185,7 +207,26 @@ class Learner:
             kl=sum(step.kl_sum for step in taken) / tokens,
             rows_rejected=sum(step.rows_rejected for step in steps),
             tokens_forwarded=sum(step.tokens_forwarded for step in steps),
+            **self._steered(moved, entropy, rows),
         )
+
+    def _steered(self, moved: Moved, entropy: float, rows: Sequence[TokenRow]) -> dict[str, Any]:
+        """Let the learning rate follow from what a round moved; return what the report says of both."""
+        steering = self._trainer.steering
+        used = steering.rate
+        target = steering.target(sum(row.tokens_trained for row in rows), len({row.trajectory_id for row in rows}))
+        seen = RoundMoved(moved.k3, entropy, target)
+        aimed = steering.aim(seen)
+        steering.after(seen)
+        return {
+            "learning_rate": used,
+            "approx_kl": moved.k3,
+            "approx_kl_target": aimed,
+            "approx_kl_tokens": moved.tokens,
+            "gap_abs_mean": moved.absolute,
+            "gap_good_mean": moved.good,
+            "numbers": steering.numbers,
+        }
 
     def _stepped(self, rows: Sequence[TokenRow]) -> Steps:
         parts = self._parts([[row] for row in rows])

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from trainer.errors import SettingError
+from trainer.learning.learning_rate import AUTO
 from trainer.learning.objectives import OBJECTIVES, Objective
 
 # What the base model's weights can be held in while it is not trained.
@@ -25,7 +27,9 @@ class LearnerSettings:
     """How the LoRA adapter learns.
 
     rank, alpha, target_modules  of the LoRA adapter; alpha / rank scales its output
-    learning_rate                of AdamW, constant over all rounds
+    learning_rate                of AdamW; auto: steered round by round towards `target_kl`; a number is kept
+    target_kl                    mean k3 that a round moves the policy by at its trained tokens, nats a token, with
+                                 learning_rate auto; None = 0.3 nats a trajectory, 0.001 to 0.01 a token
     loss                         its standard name; trainer/learning/objectives.py has the formulas and their sources
     epsilon_low, epsilon_high    the ratio to the round's first policy is clipped to [1 - low, 1 + high]; for cispo
                                  `epsilon_high` is the largest weight itself; None = the loss's usual value
@@ -52,7 +56,8 @@ class LearnerSettings:
     rank: int = 8
     alpha: int = 16
     target_modules: str | Sequence[str] = "all-linear"
-    learning_rate: float = 1e-5
+    learning_rate: float | Literal["auto"] = AUTO
+    target_kl: float | None = None
     loss: str = "dapo"
     epsilon_low: float | None = None
     epsilon_high: float | None = None
@@ -76,7 +81,10 @@ class LearnerSettings:
         self._require("rank", 1 <= self.rank <= LARGEST_SERVABLE_RANK, f"an integer from 1 to {LARGEST_SERVABLE_RANK}")
         self._require("alpha", self.alpha >= 1, "at least 1")
         self._require("target_modules", bool(self.target_modules), '"all-linear" or the names of linear layers')
-        self._require("learning_rate", 0 < self.learning_rate < math.inf, "above 0, such as 1e-5")
+        rate, aim = self.learning_rate, self.target_kl
+        sound = rate == AUTO if isinstance(rate, str) else 0 < rate < math.inf
+        self._require("learning_rate", sound, "auto, or a number above 0, such as 1e-5")
+        self._require("target_kl", aim is None or 0 < aim < 1, "null, or above 0 and below 1, such as 0.005")
         self._require("loss", self.loss in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}")
         low, high = self.clip
         self._require("epsilon_low", 0 < low < 1, "between 0 and 1, such as 0.2, or null")

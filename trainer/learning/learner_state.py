@@ -3,7 +3,7 @@
     adapter_config.json, adapter_model.safetensors   the adapter, as vLLM and peft load it
     learner/lora.safetensors                         the same weights in fp32, as they are trained
     learner/optimizer.pt, scheduler.pt, rng.pt       the rest of what makes the next step what it would have been
-    learner/state.json                               step and the settings that shape the weights
+    learner/state.json                               step, what steers the learning rate, and the settings
 
 Promises that a resumed learner is bitwise the one that was saved, also where it is put into a learner that has trained
 since; only between a warm start and what follows it the optimiser begins anew. Everything is serialised in memory and
@@ -47,7 +47,7 @@ def write(trainer: RecordedGRPOTrainer, settings: LearnerSettings, step: int, fo
     _write_torch(inner / "optimizer.pt", trainer.optimizer.state_dict())
     _write_torch(inner / "scheduler.pt", trainer.lr_scheduler.state_dict())
     _write_torch(inner / "rng.pt", _rng_state())
-    state = {"step": step, "settings": asdict(settings)}
+    state = {"step": step, "rate": trainer.steering.state(), "settings": asdict(settings)}
     (inner / "state.json").write_text(json.dumps(state, indent=2, default=list) + "\n")
 
 
@@ -99,7 +99,8 @@ def read(trainer: RecordedGRPOTrainer, settings: LearnerSettings, folder: Path) 
     if _is_imitation(settings.loss) == _is_imitation(str(state["settings"]["loss"])):
         trainer.optimizer.load_state_dict(_read_torch(inner / "optimizer.pt"))
     trainer.lr_scheduler.load_state_dict(_read_torch(inner / "scheduler.pt"))
-    _set_learning_rate(trainer, settings.learning_rate)
+    trainer.steering.restore(state.get("rate"))
+    trainer.set_learning_rate(trainer.steering.rate)
     _set_rng_state(_read_torch(inner / "rng.pt"))
     return int(state["step"])
 
@@ -140,14 +141,6 @@ def _check_settings(settings: LearnerSettings, saved: dict[str, Any], folder: Pa
                 f"{folder} was trained with {field} {saved[field]!r}, the setting is {now[field]!r}: "
                 f"set {field} back, or start anew without resuming"
             )
-
-
-def _set_learning_rate(trainer: RecordedGRPOTrainer, learning_rate: float) -> None:
-    """The saved optimiser brings its own learning rate; the one that the user now asks for wins."""
-    for group in trainer.optimizer.param_groups:
-        group["lr"] = group["initial_lr"] = learning_rate
-    scheduler = trainer.lr_scheduler.scheduler  # accelerate's wrapper around torch's
-    scheduler.base_lrs = [learning_rate] * len(scheduler.base_lrs)
 
 
 def _rng_state() -> dict[str, Any]:

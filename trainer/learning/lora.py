@@ -13,6 +13,7 @@ from peft import LoraConfig
 from trainer.errors import SettingError
 from trainer.learning import policy_model
 from trainer.learning.learner_settings import LearnerSettings
+from trainer.learning.learning_rate import Steering
 from trainer.learning.loss import RecordedGRPOTrainer, loss_of
 from trainer.learning.trl_without_vllm import GRPOConfig
 
@@ -30,6 +31,14 @@ def build(base_model: str, settings: LearnerSettings, output_dir: Path) -> Recor
     on_cpu = not torch.cuda.is_available()
     dtype = torch.float32 if on_cpu else torch.bfloat16
     model, tokenizer = policy_model.load(base_model, dtype=dtype, quantization=settings.quantization)
+    steering = Steering(
+        settings.learning_rate,
+        settings.target_kl,
+        model.num_parameters(),
+        numbers="fp32" if on_cpu else "bf16",
+        imitates=settings.loss == "sft",
+    )
+    arguments = _arguments(settings, output_dir, on_cpu, steering.rate)
     targets = settings.target_modules
     lora = LoraConfig(
         r=settings.rank,
@@ -38,7 +47,7 @@ def build(base_model: str, settings: LearnerSettings, output_dir: Path) -> Recor
         task_type="CAUSAL_LM",
     )
     try:
-        return RecordedGRPOTrainer(model, _arguments(settings, output_dir, on_cpu), tokenizer, lora, settings)
+        return RecordedGRPOTrainer(model, arguments, tokenizer, lora, settings, steering)
     except ValueError as error:  # peft knows no such layer, or TRL cannot train it
         raise SettingError(
             f"learner setting target_modules is {targets!r}, which does not fit {base_model}: {error}; "
@@ -46,14 +55,14 @@ def build(base_model: str, settings: LearnerSettings, output_dir: Path) -> Recor
         ) from error
 
 
-def _arguments(settings: LearnerSettings, output_dir: Path, on_cpu: bool) -> GRPOConfig:
+def _arguments(settings: LearnerSettings, output_dir: Path, on_cpu: bool, learning_rate: float) -> GRPOConfig:
     low, high = settings.clip
     loss_type, level = loss_of(settings.objective)
     return GRPOConfig(
         str(output_dir),
         loss_type=loss_type,
         importance_sampling_level=level,
-        learning_rate=settings.learning_rate,
+        learning_rate=learning_rate,
         lr_scheduler_type="constant",
         epsilon=low,
         epsilon_high=high,

@@ -35,8 +35,9 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from trainer.errors import TrainingDiverged
-from trainer.learning import correction
+from trainer.learning import correction, movement
 from trainer.learning.learner_settings import LearnerSettings
+from trainer.learning.learning_rate import Steering, every
 from trainer.learning.micro_batches import Micro, batched, blank, collate, split, weigh
 from trainer.learning.model_pass import ModelPass, Scored, worth_of_a_token
 from trainer.learning.objectives import Objective
@@ -91,9 +92,16 @@ class RecordedGRPOTrainer(GRPOTrainer):
     """
 
     def __init__(
-        self, model: Any, args: GRPOConfig, tokenizer: Any, peft_config: LoraConfig, settings: LearnerSettings
+        self,
+        model: Any,
+        args: GRPOConfig,
+        tokenizer: Any,
+        peft_config: LoraConfig,
+        settings: LearnerSettings,
+        steering: Steering,
     ) -> None:
         self._settings = settings
+        self.steering = steering
         self._objective = settings.objective
         self._micro: Micro | None = None
         self._seen: Scored | None = None
@@ -221,6 +229,28 @@ class RecordedGRPOTrainer(GRPOTrainer):
         every = self.accelerator.gather(numbers)  # (processes, 4)
         total, _, tokens, truncated = every.sum(0).tolist()
         return correction.Mismatch(total, float(every[:, 1].max()), round(tokens), round(truncated))
+
+    def watched(self, rows: Sequence[TokenRow]) -> list[Micro]:
+        """This process's share of some of the rows, with the policy's logprobs at this moment."""
+        some = rows[:: every(sum(row.tokens_trained for row in rows))]
+        micros = self.prepare(some, only_step=True)
+        for micro in micros:
+            micro["old_per_token_logps"] = self.token_logprobs(micro)
+            micro["kept"] = micro["trained"].any(-1, keepdim=True)
+        return micros
+
+    def moved(self, micros: Sequence[Micro]) -> movement.Moved:
+        """How far the policy is from the one that these micro-batches of all processes hold logprobs of."""
+        own = sum((movement.sums(micro, self.token_logprobs(micro)) for micro in micros), torch.zeros(()))
+        numbers = own.to(self.accelerator.device, torch.float32)[None]
+        return movement.mean(self.accelerator.gather(numbers).double().sum(0))  # of (processes, 5)
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Step by this rate from now on, whatever the optimiser was made or loaded with."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] = rate
+        schedule = self.lr_scheduler.scheduler  # accelerate's wrapper around torch's
+        schedule.base_lrs = [rate] * len(schedule.base_lrs)
 
     def compute_loss(self, model: Any, inputs: Micro, *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's loss of one micro-batch, as its share of the step's loss; shape ()."""

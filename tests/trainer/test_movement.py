@@ -1,0 +1,77 @@
+"""Claims about how far a round moved the policy, and the rate of the next one that follows from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.trainer.tiny import build_row, build_rows
+from trainer.learning.learner import Learner, RoundReport
+from trainer.learning.learner_settings import LearnerSettings
+
+SETTINGS = LearnerSettings(steps_per_round=2, threads=1)
+
+LearnerMaker = Callable[..., Learner]
+
+
+@pytest.fixture
+def make_learner(tiny_model: Path, tmp_path: Path) -> LearnerMaker:
+    def make(settings: LearnerSettings = SETTINGS, *, resume_from: Path | None = None) -> Learner:
+        return Learner(str(tiny_model), settings, workdir=tmp_path / "work", resume_from=resume_from)
+
+    return make
+
+
+def train(learner: Learner, rounds: range) -> list[RoundReport]:
+    return [replace(learner.train_round(build_rows(6, seed=number)), seconds=0.0) for number in rounds]
+
+
+def test_a_rate_that_steers_itself_is_resumed_bit_for_bit(make_learner: LearnerMaker, tmp_path: Path) -> None:
+    steady = make_learner()
+    first, second = train(steady, range(2))
+    assert second.learning_rate != first.learning_rate == 2e-3
+    steady.save(tmp_path / "0001")
+    expected = train(steady, range(2, 5))
+    resumed = make_learner(resume_from=tmp_path / "0001")
+    assert train(resumed, range(2, 5)) == expected
+    for learner, name in ((resumed, "0002"), (steady, "0003")):
+        learner.save(tmp_path / name)
+    ours, theirs = (load_file(tmp_path / name / "learner" / "lora.safetensors") for name in ("0002", "0003"))
+    assert all(tensor.equal(theirs[name]) for name, tensor in ours.items())
+    again = make_learner(resume_from=tmp_path / "0001")  # such as after a rollback
+    assert train(again, range(2, 3))[0].learning_rate == expected[0].learning_rate
+
+
+def test_a_rate_set_by_hand_stays_whatever_the_rounds_move(make_learner: LearnerMaker, tmp_path: Path) -> None:
+    steered = make_learner()
+    train(steered, range(2))
+    steered.save(tmp_path / "0001")
+    fixed = make_learner(replace(SETTINGS, learning_rate=3e-5), resume_from=tmp_path / "0001")
+    assert [report.learning_rate for report in train(fixed, range(3))] == [3e-5] * 3
+
+
+@pytest.mark.parametrize("loss", ["dapo", "apo_zero_unpaired", "sft"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_movement_is_the_one_computed_by_hand(loss: str, steps: int, make_learner: LearnerMaker) -> None:
+    learner = make_learner(replace(SETTINGS, loss=loss, steps_per_round=steps, learning_rate=1e-2, token_budget=64))
+    rows = [build_row(number, advantage=1.0 - number % 2 * (loss != "sft") * 2) for number in range(4)]
+    before = learner.score(rows)
+    report = learner.train_round(rows)
+    pairs = zip(rows, before, learner.score(rows), strict=True)
+    gaps = [
+        (row.advantage, new - old)
+        for row, olds, news in pairs
+        for old, new, on in zip(olds, news, row.mask, strict=True)
+        if on
+    ]
+    good = [gap for advantage, gap in gaps if advantage > 0]
+    assert report.approx_kl_tokens == len(gaps)
+    assert report.approx_kl == pytest.approx(sum(math.exp(g) - 1 - g for _, g in gaps) / len(gaps), rel=1e-2)
+    assert report.gap_abs_mean == pytest.approx(sum(abs(g) for _, g in gaps) / len(gaps), rel=1e-3)
+    assert report.gap_good_mean == pytest.approx(sum(good) / len(good), rel=1e-3)
+    assert report.approx_kl > 1e-5
