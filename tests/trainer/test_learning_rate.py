@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from trainer.learning.learner_settings import LearnerSettings
 from trainer.learning.learning_rate import (
     ROUNDING,
     Bounds,
@@ -137,15 +138,15 @@ def test_the_default_target_is_that_of_a_trajectory_within_bounds_of_a_token() -
 
 def test_a_fixed_rate_and_an_imitation_are_not_steered() -> None:
     moved = RoundMoved(1e-9, 0.1, TARGET)
-    for rate, imitates, expected in ((3e-4, False, 3e-4), ("auto", True, 2e-3)):
-        steering = Steering(rate, None, 400_000, numbers="fp32", imitates=imitates)
+    for settings, expected in ((LearnerSettings(learning_rate=3e-4), 3e-4), (LearnerSettings(loss="sft"), 2e-3)):
+        steering = Steering(settings, 400_000, "fp32")
         steering.after(moved)
         steering.restore({"rate": 5e-3, "first_entropy": 0.1})
         assert (steering.rate, steering.state()) == (expected, None)
 
 
 def test_what_a_checkpoint_keeps_is_what_goes_on() -> None:
-    one, other = (Steering("auto", None, 400_000, numbers="fp32", imitates=False) for _ in range(2))
+    one, other = (Steering(LearnerSettings(), 400_000, "fp32") for _ in range(2))
     one.after(RoundMoved(1.23e-4, 0.123, TARGET))
     other.restore(one.state())
     for steering in (one, other):

@@ -43,8 +43,12 @@ def test_a_rate_that_steers_itself_is_resumed_bit_for_bit(make_learner: LearnerM
         learner.save(tmp_path / name)
     ours, theirs = (load_file(tmp_path / name / "learner" / "lora.safetensors") for name in ("0002", "0003"))
     assert all(tensor.equal(theirs[name]) for name, tensor in ours.items())
-    again = make_learner(resume_from=tmp_path / "0001")  # such as after a rollback
-    assert train(again, range(2, 3))[0].learning_rate == expected[0].learning_rate
+    steady.load(tmp_path / "0001", SETTINGS)  # a rollback, in place
+    assert train(steady, range(2, 5)) == expected
+    steady.load(None, SETTINGS)
+    assert train(steady, range(2)) == [first, second]
+    steady.load(None, replace(SETTINGS, loss="sft"))  # a warm start is not steered
+    assert [report.learning_rate for report in train(steady, range(2))] == [2e-3, 2e-3]
 
 
 def test_a_rate_set_by_hand_stays_whatever_the_rounds_move(make_learner: LearnerMaker, tmp_path: Path) -> None:

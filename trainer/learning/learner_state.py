@@ -70,7 +70,8 @@ def put(trainer: RecordedGRPOTrainer, settings: LearnerSettings, state: dict[str
             parameter.copy_(state["lora"][name])
     trainer.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
     trainer.lr_scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
-    _set_learning_rate(trainer, settings.learning_rate)
+    trainer.steering.adopt(settings)
+    trainer.set_learning_rate(trainer.steering.rate)
     _set_rng_state(state["rng"])
 
 

@@ -21,7 +21,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from trainer.learning.learner_settings import LearnerSettings
 
 AUTO: Literal["auto"] = "auto"
 
@@ -128,14 +131,17 @@ def _factor(k3: float, expected: float) -> float:
 class Steering:
     """The rate of one learner: fixed where its settings name a number or its loss imitates, else steered."""
 
-    def __init__(
-        self, learning_rate: float | str, target_kl: float | None, parameters: int, *, numbers: str, imitates: bool
-    ) -> None:
+    def __init__(self, settings: LearnerSettings, parameters: int, numbers: str) -> None:
         self.bounds = bounds(parameters)
         self.numbers = numbers  # that the model computes in: bf16, fp16, fp32
-        self.steers = learning_rate == AUTO and not imitates
-        self._target_kl = target_kl
-        self._state = RateState(self.bounds.start if isinstance(learning_rate, str) else learning_rate)
+        self.adopt(settings)
+
+    def adopt(self, settings: LearnerSettings) -> None:
+        """Begin anew with other settings."""
+        self.steers = settings.learning_rate == AUTO and settings.loss != "sft"
+        self._target_kl = settings.target_kl
+        rate = settings.learning_rate
+        self._state = RateState(self.bounds.start if isinstance(rate, str) else rate)
 
     @property
     def rate(self) -> float:

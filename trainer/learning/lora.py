@@ -31,13 +31,7 @@ def build(base_model: str, settings: LearnerSettings, output_dir: Path) -> Recor
     on_cpu = not torch.cuda.is_available()
     dtype = torch.float32 if on_cpu else torch.bfloat16
     model, tokenizer = policy_model.load(base_model, dtype=dtype, quantization=settings.quantization)
-    steering = Steering(
-        settings.learning_rate,
-        settings.target_kl,
-        model.num_parameters(),
-        numbers="fp32" if on_cpu else "bf16",
-        imitates=settings.loss == "sft",
-    )
+    steering = Steering(settings, model.num_parameters(), "fp32" if on_cpu else "bf16")
     arguments = _arguments(settings, output_dir, on_cpu, steering.rate)
     targets = settings.target_modules
     lora = LoraConfig(

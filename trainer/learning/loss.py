@@ -135,6 +135,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
         self.loss_type, self.importance_sampling_level = loss_of(settings.objective)
         self.epsilon_low, self.epsilon_high = settings.clip
         self.beta = settings.kl
+        self.steering.adopt(settings)
 
     def _prepared(self) -> tuple[Any, Any, Any]:
         """Model, optimiser and schedule, each in accelerate's wrapper."""
