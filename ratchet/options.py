@@ -82,6 +82,13 @@ def running_settings_of(context: click.Context, values: dict[str, Any]) -> Setti
     return adopt(settings_of(context, values), given)
 
 
+def held_out(settings: Settings) -> float:
+    """Return the share of tasks that are set aside for evaluation, also where the trainer's settings are incomplete."""
+    gate = dict(settings.trainer).get("gate")
+    share = gate.get("held_out", 0.0) if isinstance(gate, dict) else 0.0
+    return float(share or 0.0)
+
+
 @contextmanager
 def opened_store(url: str, *, create: bool = True) -> Iterator[Store]:
     """Open a store for one command. A command that only reads makes none where a name was misspelt."""

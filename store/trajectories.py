@@ -20,7 +20,7 @@ from store.errors import ForbiddenChange, UnknownRecord
 from store.feedback import UNHEARD, feedback_of, unindexed
 from store.listing import FEW, Chosen, besides_tag, page_ids
 from store.messages import ROOT
-from store.records import Call, Trajectory, Transcript, cohort_of
+from store.records import Call, Trajectory, Transcript
 from store.remembered import Remembered
 from store.rollouts import returned_by, rollouts
 from store.shipping import FINISH, IDLE
@@ -30,7 +30,6 @@ from store.tools import tool_calls_of
 from store.tunings import at_work
 
 _PAGE_MOST = 1000
-_ATTEMPTS_SEEN = 16  # at each task that is looked for
 
 
 class Trajectories:
@@ -188,27 +187,27 @@ class Trajectories:
             return {row.id: row.last_active_at for row in connection.execute(query)}
 
     def held_out(self, alias: str, reason: str, limit: int) -> list[str]:
-        """Return the newest trajectory that was dropped for this reason of each task, at most `limit` ids.
+        """Return the first trajectory that was dropped for this reason of each task, of the first `limit` tasks: ids.
 
-        Only those of one answered chat call, so that their prompt can be asked again.
+        Only those of one answered chat call, so that their prompt can be asked again. What comes later changes nothing
+        once there are so many.
         """
         runs, calls = schema.trajectories, schema.calls
         whole = sa.and_(calls.c.state == CallState.ANSWERED, calls.c.status == 200, calls.c.dialect != "completions")
-        columns = (runs.c.id, runs.c.task, runs.c.root_node, runs.c.tools_hash)
-        query = (
-            sa.select(*columns)
+        by_root = sa.literal("root:") + runs.c.root_node + ":" + runs.c.tools_hash  # as `cohort_of` has it
+        key = sa.case((sa.func.coalesce(runs.c.task, "") != "", sa.literal("task:") + runs.c.task), else_=by_root)
+        asked = (
+            sa.select(runs.c.id, runs.c.opened_at, key.label("key"))
             .join(calls, calls.c.trajectory_id == runs.c.id)
             .where(runs.c.alias == alias, runs.c.drop_reason == reason)
-            .group_by(*columns, runs.c.opened_at)
+            .group_by(runs.c.id)
             .having(sa.func.count() == 1, sa.func.sum(sa.case((whole, 1), else_=0)) == 1)
-            .order_by(runs.c.opened_at.desc(), runs.c.id.desc())
-            .limit(_ATTEMPTS_SEEN * limit)
-        )
-        newest: dict[str, str] = {}
+        ).subquery()
+        place = sa.func.row_number().over(partition_by=asked.c.key, order_by=(asked.c.opened_at, asked.c.id))
+        first = sa.select(asked.c.id, asked.c.opened_at, place.label("place")).subquery()
+        query = sa.select(first.c.id).where(first.c.place == 1).order_by(first.c.opened_at, first.c.id).limit(limit)
         with read(self._engine) as connection:
-            for row in connection.execute(query):
-                newest.setdefault(cohort_of(row.task, row.root_node, row.tools_hash), row.id)
-        return list(newest.values())[:limit]
+            return list(connection.scalars(query))
 
     def path(self, leaf: str) -> tuple[Mapping[str, Any], ...]:
         """Return the messages from the first one to the one named `leaf`; none where it is not stored."""

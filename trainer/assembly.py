@@ -18,8 +18,8 @@ from store.records import SHADOW, Trajectory
 from trainer.casting import Casting
 from trainer.cohorts import likeness, plan_cohorts
 from trainer.crediting.baseline import ScoreBook
-from trainer.gating.evaluation import is_held_out
 from trainer.grouping import INCOMPLETE, GroupingPlan, PlannedGroup, plan_groups
+from trainer.held_out import is_held_out
 from trainer.judges.patience import patience_of
 from trainer.settings import TrainerSettings
 from trainer.shadowing.caller import KEY_VARIABLE

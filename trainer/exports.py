@@ -1,7 +1,8 @@
 """Exports: recorded trajectories as rows that other tools read, with the engine's own ids, masks and logprobs.
 
 Two shapes: `trajectory_record`, one per trajectory, with its chat, its calls and its training rows; `training_records`,
-one per training row, in the columns of TRL, of what may be trained: measurements stay out. Every record of a shape has
+one per training row, in the columns of TRL, of what may be trained: measurements and held-out tasks stay out. Every
+record of a shape has
 every column, so that `datasets` finds one type for each. What a chat column cannot hold (images, other parts) is in
 `messages_json`, which is exact. Pure.
 """
@@ -14,8 +15,9 @@ from typing import Any
 
 import msgspec
 
-from store.records import SHADOW, Call, Choice, Transcript, Verdict, unpack_ids, unpack_logprobs
+from store.records import SHADOW, Call, Choice, Trajectory, Transcript, Verdict, unpack_ids, unpack_logprobs
 from trainer.errors import RowError
+from trainer.held_out import is_set_aside
 from trainer.learning.rows import Rows, build_rows
 
 TRAINABLE = frozenset({"live", SHADOW})  # purposes
@@ -76,13 +78,20 @@ def trajectory_record(one: Exported) -> dict[str, Any]:
     }
 
 
-def training_records(one: Exported) -> Iterator[dict[str, Any]]:
+def why_no_rows(run: Trajectory, held_out: float) -> str | None:
+    """Return why a trajectory has no training rows; None where it may have some. `held_out`: trainer.gate.held_out."""
+    if run.purpose not in TRAINABLE:
+        return "measurements (purpose eval or other)"
+    return "of held-out tasks (trainer.gate.held_out)" if is_set_aside(run, held_out) else None
+
+
+def training_records(one: Exported, held_out: float = 0.0) -> Iterator[dict[str, Any]]:
     """Yield a trajectory's training rows in TRL's columns; both masks mark what was sampled.
 
-    None of a measurement (held-out tasks are asked so), nor of a model that is not trained here.
+    None of a measurement, of a held-out task, nor of a model that is not trained here.
     """
     run = one.transcript.trajectory
-    if run.purpose not in TRAINABLE:
+    if why_no_rows(run, held_out):
         return
     for row in one.rows().rows:
         yield {

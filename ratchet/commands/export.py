@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ def export(
 ) -> None:
     """Write trajectories that fit every option to a file, newest first, with the engine's ids, masks and logprobs.
 
-    Training rows (trl) are of live traffic and shadows alone: measurements, such as of held-out tasks, stay out.
+    Training rows (trl) are of live traffic and shadows alone: measurements and held-out tasks stay out.
 
     \b
     Example:
@@ -46,7 +47,7 @@ def export(
     """
     from ratchet.export_files import write_lines, write_parquet
     from store.listing import Chosen
-    from trainer.exports import TRAINABLE, training_records, trajectory_record
+    from trainer.exports import training_records, trajectory_record
 
     if shape == "parquet" and out is None:
         raise click.UsageError("Parquet needs a file: give --out FILE")
@@ -55,19 +56,24 @@ def export(
         found = _chosen(opened, Chosen(**filters))
         records: Iterable[dict[str, Any]] = map(trajectory_record, found)
         if shape == "trl":
-            records = (row for one in _told_of(found, TRAINABLE) for row in training_records(one))
+            held_out = options.held_out(settings)
+            records = (row for one in _trainable(found, held_out) for row in training_records(one, held_out))
         count = write_parquet(records, out) if shape == "parquet" and out else write_lines(records, out)
     click.echo(f"{count} {'training rows' if shape == 'trl' else 'trajectories'}: {out or 'standard output'}", err=True)
 
 
-def _told_of(found: Iterable[Exported], trainable: Collection[str]) -> Iterator[Exported]:
-    """Yield what was found, and tell at the end how many are measurements, of which no row is written."""
-    measured = 0
+def _trainable(found: Iterable[Exported], held_out: float) -> Iterator[Exported]:
+    """Yield what may have training rows, and say at the end how many may not, by reason."""
+    from trainer.exports import why_no_rows
+
+    left_out: Counter[str] = Counter()
     for one in found:
-        measured += one.transcript.trajectory.purpose not in trainable
-        yield one
-    if measured:
-        click.echo(f"{measured} measurements (purpose eval or other) left out: they are no training data", err=True)
+        if (why := why_no_rows(one.transcript.trajectory, held_out)) is None:
+            yield one
+        else:
+            left_out[why] += 1
+    for why, count in left_out.items():
+        click.echo(f"{count} {why} left out: they are no training data", err=True)
 
 
 def _chosen(store: Store, chosen: Chosen) -> Iterator[Exported]:

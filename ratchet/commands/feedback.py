@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,19 +135,33 @@ def export(context: click.Context, /, form: str, out: str, limit: int, as_json: 
     from trainer import preferences
 
     settings = options.running_settings_of(context, given)
-    alias = settings.model
+    alias, held_out = settings.model, Counter[str]()
     with options.opened_store(settings.store_url) as store:
         if form == "pairs":
-            found = preferences.pairs(_judged_groups(store, alias, limit))
+            found = preferences.pairs(_judged_groups(store, alias, limit, options.held_out(settings)))
         else:
             make = preferences.unpaired if form == "unpaired" else preferences.shown
-            found = make(_spoken_of(store, alias, limit), store.trajectories.path)
+            spoken = _spoken_of(store, alias, limit)
+            found = make(_learnable(spoken, options.held_out(settings), held_out), store.trajectories.path)
+    if held_out:
+        found.left_out["of a held-out task"] = held_out.total()
     Path(out).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in found.rows))
     if as_json:
         options.emit({"rows": len(found.rows), "left_out": dict(found.left_out)})
         return
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(found.left_out.items()))
     click.echo(f"{out}: {len(found.rows)} rows" + (f"; left out: {reasons}" if reasons else ""))
+
+
+def _learnable(found: Iterable[Transcript], share: float, left_out: Counter[str]) -> Iterator[Transcript]:
+    """Yield the trajectories of tasks that are not set aside for evaluation; count the others."""
+    from trainer.held_out import is_set_aside
+
+    for one in found:
+        if is_set_aside(one.trajectory, share):
+            left_out["held_out"] += 1
+        else:
+            yield one
 
 
 def _spoken_of(store: Store, alias: str, limit: int) -> Iterator[Transcript]:
@@ -162,13 +177,16 @@ def _spoken_of(store: Store, alias: str, limit: int) -> Iterator[Transcript]:
         page = store.feedback.page(min(limit, _PAGE), before=page[-1].id) if limit > 0 else []
 
 
-def _judged_groups(store: Store, alias: str, limit: int) -> Iterator[list[tuple[Transcript, float]]]:
-    """Return the members of the newest groups with the scores that count."""
+def _judged_groups(store: Store, alias: str, limit: int, held_out: float) -> Iterator[list[tuple[Transcript, float]]]:
+    """Return the members of the newest groups with the scores that count; none of a held-out task."""
+    from trainer.held_out import is_held_out
+
     page = store.groups.page(min(limit, _PAGE))
     while page and limit > 0:
         limit -= len(page)
         for group in page:
-            verdicts = store.groups.verdicts(group.members) if group.alias == alias else {}
+            wanted = group.alias == alias and not is_held_out(group.key, held_out)
+            verdicts = store.groups.verdicts(group.members) if wanted else {}
             scores = {name: verdict.score for name, verdict in verdicts.items() if verdict.score is not None}
             if scores:
                 yield [(store.trajectories.read(name), score) for name, score in scores.items()]

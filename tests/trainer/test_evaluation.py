@@ -14,7 +14,8 @@ from tests.trainer.agents import agents_work
 from tests.trainer.scripted_engine import ScriptedEngine
 from tests.trainer.turns import until
 from trainer.daemon import Daemon
-from trainer.gating.evaluation import is_held_out, summary
+from trainer.gating.evaluation import summary
+from trainer.held_out import is_held_out
 
 GATE = {"held_out": 0.3, "evaluation_samples": 2}
 
@@ -107,3 +108,45 @@ def test_only_what_is_shown_to_be_worse_is_worse(gains: list[float], worse: bool
     assert found is not None
     assert found.worse is worse
     assert summary([(0.0, 1.0)] * 4, unjudged=0) is None
+
+
+def asked_prompts(store: Store) -> list[str]:
+    return store.trajectories.held_out("agent", "held_out", 5)
+
+
+def test_every_version_is_tried_with_the_same_prompts_once_there_are_enough(
+    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
+) -> None:
+    ready_to_train(store)
+    answering(engine, new=0.9, old=0.2)
+    gate = GATE | {"jump": None, "evaluation_prompts": 5}
+    until(make_daemon(gate=gate), time.time(), lambda: decided(store))
+    before = asked_prompts(store)
+    assert len(before) == 5
+    for name in tasks(True, 8)[5:]:  # three that come later
+        agents_work(store, name, [0.5, 0.5], at=50.0)
+    for name in tasks(False, 4)[2:]:
+        agents_work(store, name, [0.0, 1.0], at=50.0)
+    daemon = make_daemon(gate=gate)
+    until(daemon, time.time() + 1000.0, lambda: bool(store.decisions.of("agent", 2)))
+    assert asked_prompts(store) == before
+    first, second = (store.decisions.of("agent", version)[-1] for version in (1, 2))
+    assert second.evidence["prompt_set"] == first.evidence["prompt_set"]
+    assert (first.evidence["prompt_set_changed"], second.evidence["prompt_set_changed"]) == (False, False)
+
+
+def test_a_set_of_prompts_that_grew_is_said_to_be_another_one(
+    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
+) -> None:
+    ready_to_train(store)
+    answering(engine, new=0.9, old=0.2)
+    gate = GATE | {"jump": None}
+    until(make_daemon(gate=gate), time.time(), lambda: decided(store))
+    for name in tasks(True, 7)[5:]:
+        agents_work(store, name, [0.5, 0.5], at=50.0)
+    for name in tasks(False, 4)[2:]:
+        agents_work(store, name, [0.0, 1.0], at=50.0)
+    until(make_daemon(gate=gate), time.time() + 1000.0, lambda: bool(store.decisions.of("agent", 2)))
+    decision = store.decisions.of("agent", 2)[-1]
+    assert decision.evidence["prompt_set_changed"] is True
+    assert "(other prompts than at the evaluation before)" in decision.reason

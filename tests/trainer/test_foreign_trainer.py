@@ -32,9 +32,14 @@ def test_the_documents_loop_takes_a_step_on_exported_rows_and_none_of_them_is_a_
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     judged_group(store, ["a", "b"], [0.0, 1.0])
-    answered_trajectory(store, "held-out", purpose="eval")
+    answered_trajectory(store, "measured", purpose="eval")
+    answered_trajectory(store, "held-out", task="kept back")
+    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    store.trajectories.drop(["held-out"], "held_out")
     assert run(["store", "export", "--store", str(store_file), "--format", "trl", "--out", "trained.jsonl"]) == 0
-    assert "1 measurements (purpose eval or other) left out" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "1 measurements (purpose eval or other) left out" in said
+    assert "1 of held-out tasks (trainer.gate.held_out) left out" in said
     rows = [json.loads(line) for line in Path("trained.jsonl").read_text().splitlines()]
     assert {row["trajectory_id"] for row in rows} == {"a", "b"}
     (loop,) = [code for code in re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.S) if "AdamW" in code]

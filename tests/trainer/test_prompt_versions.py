@@ -26,7 +26,7 @@ from tests.trainer.scripted_engine import ScriptedEngine
 from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.trainer.test_publishing import beat, candidate, honest, publish
 from trainer.daemon import Daemon
-from trainer.gating.evaluation import is_held_out
+from trainer.held_out import is_held_out
 from trainer.judges.language_model import LanguageModel
 from trainer.judges.settings import ModelSpec
 from trainer.publishing.candidates import next_candidate

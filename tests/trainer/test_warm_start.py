@@ -20,6 +20,7 @@ from tests.trainer.agents import agents_work
 from tests.trainer.scripted_engine import ScriptedEngine
 from tests.trainer.tiny import build_rows, build_tokenizer
 from trainer.daemon import Daemon
+from trainer.held_out import is_held_out
 from trainer.judges.make import make_judge
 from trainer.judges.settings import FunctionSpec
 from trainer.learning.chat_rows import ChatRows
@@ -47,10 +48,10 @@ def general_file(folder: Path, count: int = 12) -> Path:
     return folder / "chat.jsonl"
 
 
-def search(store: Store, tuning_id: str = "", **settings: Any) -> Imitable:
+def search(store: Store, tuning_id: str = "", held_out: float = 0.0, **settings: Any) -> Imitable:
     judge = make_judge(FunctionSpec(kind="function", function="tests.trainer.judge_samples:scripted"), {})
     chat = ChatRows(build_tokenizer())
-    return Search(store, "agent", judge, chat, WarmStartSettings(**settings), tuning_id).everything()
+    return Search(store, "agent", judge, chat, WarmStartSettings(**settings), tuning_id, held_out=held_out).everything()
 
 
 def test_good_trajectories_are_imitated_and_the_version_is_proven_and_live(
@@ -248,6 +249,26 @@ def test_demonstrations_are_imitated_whatever_the_answer_scored(store: Store) ->
     trained = tokenizer.decode([token for token, on in zip(row.ids, row.mask, strict=True) if on])
     assert trained == "It is in Oslo.<|im_end|>"
     assert found.scores == {"a-0": None}
+
+
+def test_no_source_gives_anything_of_a_held_out_task(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+    names = [f"task/{number}" for number in range(100)]
+    aside = next(name for name in names if is_held_out(f"task:{name}", 0.3))
+    usual = next(name for name in names if not is_held_out(f"task:{name}", 0.3))
+    judge_samples.by_answer |= {"in Oslo": 1.0}
+    for task in (aside, usual):
+        agents_work(store, task, [1.0, 0.0])
+        teacher(store, f"big-{task}", "in Oslo", task=task)
+        said = Feedback(
+            id=f"fb_{task}", kind="trajectory", target=f"{task}-0", source="ann", given_at=5.0, trusted=True,
+            demonstration="It is in Oslo.",
+        )  # fmt: skip
+        store.feedback.add([said])
+    make_daemon(groups_per_round=100).turn(1000.0)
+    for source, name in (("own", f"{usual}-0"), ("shown", f"{usual}-0"), ("big", f"big-{usual}")):
+        found = search(store, sources=(source,), held_out=0.3)
+        assert list(found.scores) == [name], source
+        assert found.left_out["of a held-out task"] >= 1, source
 
 
 def test_greedy_answers_are_imitated_though_no_ratio_could_be_taken(

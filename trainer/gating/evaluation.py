@@ -1,7 +1,9 @@
 """The frozen evaluation: held-out prompts are answered by a candidate and by the live version, and judged in pairs.
 
 Held-out are the tasks of a fixed share of all hashes: they are served and recorded like any, never judged for training
-and never trained on. Their one-call trajectories are prompts with which a candidate is tried before it meets a user.
+and never trained on. Of each such task the first one-call trajectory is a prompt with which a candidate is tried before
+it meets a user. The set is that of the first tasks that came, so that it stays the same from version to version once it
+is full; where it has changed (it still grew, or something was deleted), the evaluation says so.
 The answers of both versions to one prompt are judged as one group, so that relative judges will do; a version's own
 prompt is swapped in as the proxy does it, and judges see the agent's messages, as of live traffic. What is sampled
 here goes to vLLM directly; nothing of it is recorded but the figures. A second judge, where there is one, sees the very
@@ -10,6 +12,7 @@ same answers. Where tasks take more than one call, `workflow_evaluation.py` has 
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,18 +30,17 @@ from trainer.grouping import HELD_OUT
 from trainer.judges import Judge
 from trainer.publishing.engine import Replica
 
+log = logging.getLogger(__name__)
+
 ENOUGH = 5  # prompts
+PROMPT_SET = "prompt_set"  # of a decision's evidence
+_DECISIONS_SEEN = 50
 _AT_ONCE = 8  # prompts answered at the same time
 _SENT = (
     "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "max_tokens", "max_completion_tokens",
     "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "tool_choice", "response_format",
     "chat_template_kwargs", "reasoning_effort",
 )  # fmt: skip
-
-
-def is_held_out(group_key: str, share: float) -> bool:
-    """Return whether a task is set aside; a larger share keeps those of a smaller."""
-    return int.from_bytes(blake2b(group_key.encode(), digest_size=8).digest()) / 2**64 < share
 
 
 Sides = tuple[Sequence[Transcript], Sequence[Transcript]]  # the candidate's and the live version's answers to a prompt
@@ -81,13 +83,22 @@ class Evaluated:
     second: Evaluation | None = None
     second_judge: str = ""
     run: str | None = None
+    prompt_set: str = ""  # a hash of the prompts that were asked; equal where they were the same ones
+    changed: bool = False  # whether the prompts are other ones than at the evaluation before
 
     def evidence(self) -> dict[str, Any]:
         """Return it as a decision keeps it."""
         told: dict[str, Any] = {"evaluation": asdict(self.first)} if self.first else {}
         if self.second:
             told["second_evaluation"] = {"judge": self.second_judge} | asdict(self.second)
+        if self.first and self.prompt_set:
+            told |= {PROMPT_SET: self.prompt_set, "prompt_set_changed": self.changed}
         return told | ({"run": self.run} if self.run else {})
+
+    def told(self) -> str:
+        """Return what the judge found in one clause, "" where it was too little."""
+        changed = " (other prompts than at the evaluation before)" if self.changed else ""
+        return f"{self.first.told()}{changed}" if self.first else ""
 
     def objection(self, jump: float | None) -> str | None:
         """Return why a person has to look before the candidate serves anybody; None where nothing speaks against it."""
@@ -175,9 +186,20 @@ class PromptEvaluator:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="evaluation") as threads:
             answered = list(threads.map(lambda one: self._answers(one, candidate, live, check), asked))
         first = compared_by(self._judge, answered)
+        prompt_set, changed = self._prompt_set([one.trajectory.id for one in asked])
         if first is None or self._second is None:
-            return Evaluated(first)
-        return Evaluated(first, compared_by(self._second, answered), self._second.name)
+            return Evaluated(first, prompt_set=prompt_set, changed=changed)
+        second = compared_by(self._second, answered)
+        return Evaluated(first, second, self._second.name, prompt_set=prompt_set, changed=changed)
+
+    def _prompt_set(self, names: Sequence[str]) -> tuple[str, bool]:
+        """Return a hash of the prompts, and whether it differs from that of the evaluation before."""
+        now = blake2b("\0".join(sorted(names)).encode(), digest_size=8).hexdigest()
+        decisions = self._store.decisions.of(self._alias, limit=_DECISIONS_SEEN)
+        before = next((said for one in decisions if (said := one.evidence.get(PROMPT_SET))), now)
+        if before != now:
+            log.warning("event=evaluation_prompts_changed alias=%s prompts=%d", self._alias, len(names))
+        return now, before != now
 
     def _answers(self, recorded: Transcript, candidate: Policy, live: Policy, check: Callable[[], None]) -> Sides:
         """Return the candidate's answers to a recorded prompt, and the live version's, as many."""

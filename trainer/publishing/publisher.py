@@ -85,11 +85,11 @@ class Publisher:
                 return False
             evidence |= found.evidence()
             if found.first is not None and found.first.worse:
-                return self._turn_down(candidate, found.first.told(), evidence)
+                return self._turn_down(candidate, found.told(), evidence)
             if told := found.objection(self._jump):
                 hold(self._store, candidate, told, evidence | evidence_of(self._doubts()), by="evaluation")
                 return False
-            reason = f"{reason}; {found.first.told()}" if found.first is not None else reason
+            reason = f"{reason}; {found.told()}" if found.first is not None else reason
         return self._release(candidate, live, evidence, reason)
 
     def _release(self, candidate: Policy, live: Policy, evidence: dict[str, object], reason: str) -> bool:

@@ -7,8 +7,9 @@
     shown    the newest demonstration of each answer           rendered with the policy's chat template
     a model  another model's trajectories, judged now          rendered with the policy's chat template
 
-Promises: what was evaluated is never imitated, be it a version's or another model's; every trajectory that is left out
-is counted with its reason; of a task at most `per_task` are taken, the best first. Changes nothing in the store.
+Promises: what was evaluated or is held out is never imitated, be it a version's or another model's; every trajectory
+that is left out is counted with its reason; of a task at most `per_task` are taken, the best first. Changes nothing in
+the store.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from trainer import preferences
 from trainer.casting import Casting
 from trainer.crediting.roles import Roles
 from trainer.errors import RowError
+from trainer.held_out import is_held_out, is_set_aside
 from trainer.judges import Judge
 from trainer.learning.chat_rows import ChatRows, Conversation
 from trainer.learning.rows import ALL_ROLES, TakenAnswers, build_rows
@@ -38,6 +40,7 @@ from trainer.warm_start.settings import OWN, SHOWN, WarmStartSettings
 COLLECTED = "collected"  # the candidate's name of rollouts at training tasks that are only there to be imitated
 
 _PAGE = 500
+_SET_ASIDE = "of a held-out task"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,10 @@ class Search:
         settings: WarmStartSettings,
         tuning_id: str = "",
         roles: Roles = ALL_ROLES,
+        held_out: float = 0.0,
     ) -> None:
         self._store = store
+        self._held_out = held_out
         self._alias = alias
         self._casting = Casting(store, alias, roles)
         self._tuning_id = tuning_id
@@ -120,6 +125,9 @@ class Search:
             if transcript.trajectory.alias != self._alias or transcript.trajectory.purpose != "live":
                 found.left_out["demonstration elsewhere"] += 1
                 continue
+            if is_set_aside(transcript.trajectory, self._held_out):
+                found.left_out[_SET_ASIDE] += 1
+                continue
             shown = preferences.shown([transcript], self._store.trajectories.path)
             found.left_out.update(shown.left_out)
             for row in shown.rows:
@@ -152,7 +160,9 @@ class Search:
             if not page:
                 return
             for run in page:
-                if run.purpose == OTHER and not self._is_measured(run.id):
+                if is_set_aside(run, self._held_out):
+                    found.left_out[_SET_ASIDE] += 1
+                elif run.purpose == OTHER and not self._is_measured(run.id):
                     yield self._store.trajectories.read(run.id)
                 else:
                     found.left_out["evaluated"] += 1
@@ -182,7 +192,9 @@ class Search:
         least, most = self._settings.least_score, self._settings.per_task
         by_task: dict[str, list[tuple[str, float]]] = defaultdict(list)
         for cohort, name, score in scored:
-            if score >= least:
+            if is_held_out(cohort, self._held_out):
+                found.left_out[_SET_ASIDE] += 1
+            elif score >= least:
                 by_task[cohort].append((name, score))
             else:
                 found.left_out[f"score below {least:g}"] += 1

@@ -53,9 +53,10 @@ def gather(
     general: Iterable[tuple[str, Mapping[str, Any]]] = (),
     tuning_id: str = "",
     roles: Roles = ALL_ROLES,
+    held_out: float = 0.0,
 ) -> Material:
     """Return what there is to learn. Raises WarmStartRefused, with what was left out, where it is too little."""
-    good = Search(store, alias, judge, chat, settings, tuning_id, roles).everything()
+    good = Search(store, alias, judge, chat, settings, tuning_id, roles, held_out).everything()
     if len(good.scores) < settings.least:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in good.left_out.most_common()) or "none were found"
         raise WarmStartRefused(

@@ -71,6 +71,7 @@ class WarmStarts:
                 _general(wanted),
                 tuning_id=asked.id,
                 roles=Roles(self._settings.roles, self._settings.role_prompts),
+                held_out=self._settings.gate.held_out,
             )
         finally:
             judge.close()
