@@ -4,6 +4,7 @@ FaceError
 |-- SettingsError    ratchet.yaml, a RATCHET_* variable or an option holds what it must not
 |-- EngineMissing    vLLM cannot be started from here
 |-- ModelMissing     the base model is no model folder and no hub name
+|-- OtherBaseModel   the project's versions belong to another base model
 |-- GpuBusy          the GPU that vLLM would use has too little free memory
 |-- PortBusy         a port that the user chose is taken
 |-- DiskFull         the state folder has too little room
@@ -32,6 +33,10 @@ class EngineMissing(FaceError):
 
 class ModelMissing(FaceError):
     """The base model is no model folder and no hub name."""
+
+
+class OtherBaseModel(FaceError):
+    """The project's versions belong to another base model than the one that is named."""
 
 
 class GpuBusy(FaceError):

@@ -34,6 +34,10 @@ class StateFolder:
         """The adapter versions of an alias, one folder each."""
         return self.root / "models" / alias / "checkpoints"
 
+    def base_digests(self, alias: str) -> Path:
+        """The digests of the base model's files, as they were when they were read."""
+        return self.root / "models" / alias / "base_model.json"
+
     @property
     def tasks(self) -> Path:
         """The imported task sets, one folder each."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from store.alarms import Alarms
+from store.base_models import BaseModels
 from store.calls import Calls
 from store.database import connect, ensure_schema, missing_file
 from store.decisions import Decisions
@@ -47,6 +48,7 @@ class Store:
         self.groups = Groups(engine)
         self.feedback = Feedbacks(engine)
         self.policies = Policies(engine)
+        self.base_models = BaseModels(engine)
         self.prompts = Prompts(engine)
         self.decisions = Decisions(engine)
         self.rounds = Rounds(engine)

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from store import schema
+from store.base_models import base_id_of
 from store.database import read, write
 from store.decisions import decisions, write_down
 from store.errors import ForbiddenChange, UnknownRecord
@@ -84,6 +85,7 @@ class Policies:
                 "prompt_id": prompt_id,
                 "created_at": time.time(),
                 "evidence": dict(evidence),
+                "base_id": base_id_of(alias),
             }
             newest = connection.scalar(sa.select(sa.func.max(table.c.version)).where(table.c.alias == alias))
             version = int(newest or 0) + 1

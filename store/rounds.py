@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from store import schema
+from store.base_models import base_id_of
 from store.database import read, write
 from store.errors import ForbiddenChange, UnknownRecord
 from store.ids import new_id
@@ -201,7 +202,7 @@ def _register(connection: sa.Connection, policy: Policy) -> None:
     """Write a new version down. Raises ForbiddenChange where its number is taken."""
     row = {name: getattr(policy, name) for name in Policy.__struct_fields__}
     try:
-        connection.execute(sa.insert(schema.policies).values(**row))
+        connection.execute(sa.insert(schema.policies).values(**row, base_id=base_id_of(policy.alias)))
     except IntegrityError as taken:  # a prompt was registered while the round was under way
         raise ForbiddenChange(f"{policy.served_name} was made by another process meanwhile") from taken
 

@@ -317,6 +317,7 @@ policies = sa.Table(
     sa.Column("share", sa.Double),
     sa.Column("pruned_at", _TIME),
     sa.Column("prompt_id", _ID, sa.ForeignKey("prompts.id")),
+    sa.Column("base_id", _ID, sa.ForeignKey("base_models.id")),
     _state("state", PolicyState),
     # Version 0 is the base model as it is; every other version has an adapter, a prompt or both.
     sa.CheckConstraint("(version = 0) = (adapter IS NULL AND prompt_id IS NULL)", name="base_serves_as_it_is"),

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from ratchet import __version__, hub
 from ratchet.errors import RoomDied, RoomSlow
-from ratchet.running import engine, interrupts, room_alarms, rooms
+from ratchet.running import base_model, engine, interrupts, room_alarms, rooms
 from ratchet.running.child import Child
 from ratchet.running.events import Event, ignore
 from ratchet.running.leftovers import end_leftovers
@@ -50,6 +50,7 @@ class Supervisor:
         self._children: list[Child] = []
         self._lock = lock
         self._plan: Plan | None = None
+        self._base_is_known = False
 
     @property
     def plan(self) -> Plan:
@@ -79,7 +80,8 @@ class Supervisor:
     def prepare(self) -> Plan:
         """Check everything that can be checked, take the project, choose ports; start nothing yet.
 
-        Raises DiskFull, AlreadyRunning, EngineMissing, ModelMissing, PortBusy or SettingsError.
+        Raises DiskFull, AlreadyRunning, EngineMissing, ModelMissing, OtherBaseModel, PortBusy, SettingsError and
+        StoreError.
         """
         engine.check_installed(self.settings)
         model = engine.check_model(self.settings.base_model)
@@ -89,10 +91,11 @@ class Supervisor:
         if not engine.is_folder(model):
             hub.check(model)
         for name in end_leftovers(self.state):
-            self._on_event(Event("note", text=f"{name} was left over from a run that was killed; it is stopped now"))
+            self._note(f"{name} was left over from a run that was killed; it is stopped now")
         self._plan = rooms.plan(self.settings, config=self.state.resolved)
+        self._prepare_store()
         for note in self._plan.notes:
-            self._on_event(Event("note", text=note))
+            self._note(note)
         return self._plan
 
     def start(self) -> None:
@@ -100,7 +103,6 @@ class Supervisor:
         if self._plan is None:
             self.prepare()
         began = time.monotonic()
-        self._prepare_store()
         rooms.write_resolved(self.plan.settings, self.state.resolved)
         for room in self.plan.rooms:
             self._on_event(Event("starting", room.name))
@@ -108,6 +110,8 @@ class Supervisor:
                 self._children.append(Child(room, self.state))
         self._record()
         self._wait_until_ready()
+        if not self._base_is_known:  # vLLM has downloaded it by now
+            self._check_base()
         self._record(ready=True)
         self._on_event(Event("all_ready", text=self.plan.base_url, seconds=time.monotonic() - began))
 
@@ -156,13 +160,28 @@ class Supervisor:
         self._children.clear()
 
     def _prepare_store(self) -> None:
-        """Make the schema and version 0 before the rooms look at either."""
+        """Make the schema and version 0 before the rooms look at either. Raises OtherBaseModel."""
         from store import open_store
 
         store = open_store(self.settings.store_url)
-        store.policies.register_base(self.settings.model, engine.served_name(self.settings.model))
-        room_alarms.clear_all(store)
-        store.close()
+        try:
+            store.policies.register_base(self.settings.model, engine.served_name(self.settings.model))
+            self._base_is_known = base_model.check(self.settings, store, self._note)
+            room_alarms.clear_all(store)
+        finally:
+            store.close()
+
+    def _check_base(self) -> None:
+        from store import open_store
+
+        store = open_store(self.settings.store_url, create=False)
+        try:
+            base_model.check(self.settings, store, self._note, serves=True)
+        finally:
+            store.close()
+
+    def _note(self, text: str) -> None:
+        self._on_event(Event("note", text=text))
 
     def _wait_until_ready(self) -> None:
         waiting = list(self._children)

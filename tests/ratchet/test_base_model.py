@@ -1,0 +1,80 @@
+"""Another base model under an existing project is refused by `ratchet up` before anything starts."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from store import open_store
+from tests.ratchet.project import Project
+from tests.ratchet.test_up import finish
+from tests.records import begun, ended
+
+
+def record_something(project: Project) -> None:
+    """As a project that has served: a trajectory, and a version that was trained."""
+    store = open_store(f"sqlite:///{project.state / 'store.db'}")
+    store.calls.ship([ended(begun("call_1", "t1", alias="policy"), {"role": "assistant", "content": "hello"})])
+    round_ = store.rounds.start("policy", 0)
+    store.rounds.commit(round_.id, version=1, checkpoint=str(project.folder / "1"), groups=[], metrics={})
+    store.close()
+
+
+def perturbed(project: Project) -> Path:
+    """A copy of the model of the same shape, with other weights."""
+    other = shutil.copytree(project.folder / "model", project.folder / "perturbed")
+    (other / "model.safetensors").write_bytes(b"noise")
+    return other
+
+
+def end(up: subprocess.Popen[str]) -> str:
+    up.terminate()
+    return finish(up)[1]
+
+
+def test_a_perturbed_copy_of_the_base_is_refused_before_anything_starts(project: Project) -> None:
+    end(project.up())
+    record_something(project)
+    logs = {log: log.stat().st_mtime_ns for log in (project.state / "logs").iterdir()}
+    other = perturbed(project)
+    refused = project.run("up", "--base-model", str(other))
+    assert refused.returncode == 1
+    assert f"belong to {project.folder / 'model'}, and {other} is another model (weights " in refused.stdout
+    assert "policy@0 to policy@1" in refused.stdout
+    assert "--project NAME" in refused.stdout
+    assert f"move {project.state} away" in refused.stdout
+    assert "vLLM" not in refused.stdout
+    assert {log: log.stat().st_mtime_ns for log in (project.state / "logs").iterdir()} == logs
+    moved = shutil.copytree(project.folder / "model", project.folder / "moved")  # the same model elsewhere is the same
+    end(project.up("--base-model", str(moved)))
+
+
+def test_a_project_with_a_store_of_its_own_choice_is_given_a_remedy_that_helps_there(project: Project) -> None:
+    project.write(store=str(project.folder / "shared.db"))
+    end(project.up())
+    store = open_store(str(project.folder / "shared.db"))
+    store.calls.ship([ended(begun("call_1", "t1", alias="policy"), {"role": "assistant", "content": "hello"})])
+    store.close()
+    refused = project.run("up", "--base-model", str(perturbed(project)))
+    assert refused.returncode == 1
+    assert "--model ALIAS" in refused.stdout
+    assert "--project NAME" not in refused.stdout
+
+
+def test_before_anything_has_run_the_base_model_may_be_changed(project: Project) -> None:
+    end(project.up())
+    said = end(project.up("--base-model", str(perturbed(project))))
+    assert "takes the place of" in said
+
+
+def test_a_project_of_before_takes_up_its_base_model_and_says_so(project: Project) -> None:
+    project.state.mkdir(parents=True)
+    store = open_store(f"sqlite:///{project.state / 'store.db'}")
+    store.policies.register_base("policy", "policy@0")
+    store.close()
+    record_something(project)
+    said = end(project.up())
+    assert "it was not known yet which one this project rests on" in said
+    refused = project.run("up", "--base-model", str(perturbed(project)))
+    assert "is another model" in refused.stdout
