@@ -45,6 +45,7 @@ from proxy.recording.shipper import Shipper
 from proxy.routing import Lifespan, Routes
 from proxy.settings import ProxySettings
 from proxy.tuning.rollouts import Rollouts
+from proxy.upstreams.base_check import BaseCheck
 from proxy.upstreams.breaker import Breaker
 from proxy.upstreams.forward import ByModel, Forwarder, ReplicaForwarder
 from proxy.upstreams.others import OtherModels
@@ -108,7 +109,8 @@ def create_app(
     spans = spans_for(settings.otlp_endpoint, os.environ)
     observer = Observer(metrics, spans, logs_calls=settings.log_calls)
     direct = ReplicaForwarder(book, upstream, pool, metrics)
-    probes = Probes(pool, direct.look, min(settings.probe_seconds, cool_off))
+    base = BaseCheck(settings.model, store, upstream, direct.look)
+    probes = Probes(pool, base.look, min(settings.probe_seconds, cool_off))
     own: Forwarder = direct
     rollouts = Rollouts(store)
     contexts = None
@@ -157,9 +159,8 @@ def create_app(
         )
     memory = Memory(links, store, settings.idle_seconds)
     watching = [] if spans is None else [spans]
-    return Lifespan(
-        app, [*watching, ring, upstream, others, journal, shipper, memory, book, rollouts, probes], on_stop=health.stop
-    )
+    asking = [upstream, others, journal, shipper, memory, book, rollouts, base, probes]
+    return Lifespan(app, [*watching, ring, *asking], on_stop=health.stop)
 
 
 class Memory:

@@ -1,8 +1,8 @@
 """Whether every replica still serves the base model that the alias's versions belong to.
 
-A replica is asked a few fixed questions (`store/fingerprints.py`) when it is first seen, when it comes back after it did
-not answer, when it names another model, and every few minutes: eight short prompts for one token each, in a task of
-their own and never on a call's path. What the first replica of an alias answers is written down with version 0. A replica
+A replica is asked a few fixed questions (`store/fingerprints.py`) when it is first seen, when it comes back after it
+did not answer, when it names another model, and every few minutes: eight short prompts for one token each, in a task of
+their own and never on a call's path. What the first replica of an alias answers is written down with version 0. One
 that answers otherwise makes `/health/ready` say so and raises an alarm, and gets no calls while another one is right.
 
 Cannot tell models apart that answer alike: `ratchet up` and the trainer compare the files as well.
@@ -32,6 +32,7 @@ log = logging.getLogger("ratchet.proxy")
 EVERY = 300.0  # seconds between two looks at a replica that gives no reason for one
 _PATIENCE = 60.0  # seconds for all answers
 _AGAIN = 2.0  # seconds until what could not be asked, or not be compared, is asked again
+_AGAIN_OTHER = 10.0  # seconds until a replica of another base model is asked again
 
 Card = Mapping[str, Any]
 
@@ -60,12 +61,11 @@ class BaseCheck:
         self._thread = ThreadPoolExecutor(1, "base-model")
         self._task: asyncio.Task[None] | None = None
 
-    def problem(self, url: str) -> str | None:
-        """Return why a replica must not serve the alias; None where nothing speaks against it."""
-        return self._problems.get(url)
-
     async def look(self, replica: Replica) -> None:
-        """Ask a replica whether it is there, and plan to ask who it is where that is due. Raises UpstreamError."""
+        """Ask a replica whether it is there, and plan to compare where that is due.
+
+        Raises UpstreamError where it is not there, or was found to serve another base model.
+        """
         try:
             cards = await self._list_models(replica)
         except UpstreamError:
@@ -76,8 +76,11 @@ class BaseCheck:
             return
         named = str(card.get("root"))
         if self._roots.get(replica.url) != named or time.monotonic() >= self._due_at.get(replica.url, 0.0):
+            self._roots[replica.url], self._due_at[replica.url] = named, time.monotonic() + _PATIENCE
             self._waiting[replica.url] = (replica, card)
             self._wake.set()
+        if problem := self._problems.get(replica.url):
+            raise UpstreamError(problem)
 
     async def start(self) -> None:
         """Begin to compare."""
@@ -105,7 +108,7 @@ class BaseCheck:
 
     async def _compare(self, replica: Replica, card: Card) -> None:
         named = str(card.get("root"))
-        seen = await self._fingerprint(replica.url, str(card["id"]))
+        seen = {"root": named, **await self._fingerprint(replica.url, str(card["id"]))}
         known = await self._ask(partial(self._store.base_models.of, self._alias))
         if known is None or not known.served:
             taken = await self._ask(partial(self._store.base_models.take_up, self._alias, named, served=seen))
@@ -114,8 +117,10 @@ class BaseCheck:
                 return
             log.info("event=base_model_taken_up alias=%s name=%s upstream=%s", self._alias, taken.name, replica.label)
             known = taken
-        self._roots[replica.url], self._due_at[replica.url] = named, time.monotonic() + self._every
-        await self._settle(replica, named, known.name, fingerprints.difference(known.served, seen))
+        difference = fingerprints.difference(known.served, seen)
+        pause = self._every if difference is None else _AGAIN_OTHER
+        self._due_at[replica.url] = time.monotonic() + pause
+        await self._settle(replica, named, known.name, difference)
 
     async def _settle(self, replica: Replica, named: str, known: str, difference: str | None) -> None:
         """Take note of what came of a comparison, and raise or clear the alarm."""
@@ -138,7 +143,7 @@ class BaseCheck:
 
     async def _fingerprint(self, url: str, model: str) -> dict[str, Any]:
         """Return how a replica answers; a part that it does not offer is left out. Raises UpstreamError."""
-        found: dict[str, Any] = {"root": model}
+        found: dict[str, Any] = {}
         for part, (path, body) in fingerprints.requests(model).items():
             answer = await self._upstream.post_json(url, path, msgspec.json.encode(body))
             try:

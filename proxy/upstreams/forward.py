@@ -7,7 +7,7 @@ here when the answer is given back, so that a replica that dies before its first
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from proxy.exchange import Exchange
 from proxy.observing.metrics import Metrics
@@ -50,9 +50,11 @@ class ReplicaForwarder:
         self._pool = pool
         self._adapters = Adapters(book, upstream, metrics)
 
-    async def look(self, replica: Replica) -> None:
-        """Ask a replica whether it is there, and what it holds. Raises UpstreamError."""
-        replica.max_model_len = longest_context(await self._upstream.models(replica.url))
+    async def look(self, replica: Replica) -> list[dict[str, Any]]:
+        """Ask a replica whether it is there; return the models that it holds. Raises UpstreamError."""
+        cards = await self._upstream.models(replica.url)
+        replica.max_model_len = longest_context(cards)
+        return cards
 
     async def forward(self, exchange: Exchange, path: str, headers: Mapping[str, str]) -> Answer:
         """Send a call to `path` and return its answer; `exchange.url` says where it went. Raises UpstreamError."""

@@ -7,7 +7,8 @@ only before the first byte of its answer: when there is no connection, when it b
 model's own. When all fail, the first failure is told, as it came, and, where
 all are known to be down, when they are asked again. A time-out of the whole call is not tried again.
 
-A replica with an open breaker gets no calls while another is healthy; where none is, all are tried.
+A replica with an open breaker gets no calls while another is healthy; where none is, all are tried. So it is with one
+that serves another base model.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MOST_ATTEMPTS = 3  # replicas that one call is offered to
 class Replica:
     """One server. `in_flight` counts the calls whose answers have not ended; `label` names it in the metrics."""
 
-    __slots__ = ("breaker", "in_flight", "label", "max_model_len", "url")
+    __slots__ = ("breaker", "in_flight", "label", "max_model_len", "other_base", "url")
 
     def __init__(self, url: str, breaker: Breaker, label: str = "") -> None:
         self.url = url
@@ -42,6 +43,7 @@ class Replica:
         self.label = label or url
         self.in_flight = 0
         self.max_model_len: int | None = None  # tokens, as far as it has told
+        self.other_base = False  # it serves another base model than the alias's
 
     def release(self) -> None:
         """A call is over."""
@@ -73,7 +75,8 @@ class Pool(Generic[_R]):
         """Return the replicas that a call is offered to, one after the other."""
         if len(self.replicas) == 1:
             return self.replicas
-        healthy = [replica for replica in self.replicas if replica.breaker.closed] or self.replicas
+        right = [replica for replica in self.replicas if not replica.other_base] or self.replicas
+        healthy = [replica for replica in right if replica.breaker.closed] or right
         if not trajectory_id:
             return sorted(healthy, key=lambda replica: replica.in_flight)[:_MOST_ATTEMPTS]
         own = sorted(healthy, key=lambda replica: _weight(replica.label, trajectory_id), reverse=True)

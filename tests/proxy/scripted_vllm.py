@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
 
 from tests.proxy import data_models, obliging
+from tests.proxy.scripted_base import BaseModel
 
 TURN, END = 256, 257
 _DIRECTIVE = re.compile(r"#(\w+)(?:=([^\s#]+))?")
@@ -68,6 +69,7 @@ class ScriptedVllm:
 
     def restart(self) -> None:
         """Forget everything, adapters too, as a process that has just started."""
+        self.model = BaseModel()
         self.adapters: dict[str, str] = {}
         self.calls: list[Json] = []
         self.paths: list[str] = []
@@ -92,6 +94,9 @@ class ScriptedVllm:
             if not message.get("more_body"):
                 break
         path = scope["path"]
+        if (known := self.model.answer(path, body)) is not None:
+            await _json(send, 200, known)
+            return
         self.paths.append(path)
         self.queries.append(scope["query_string"])
         if path == "/v1/models":
@@ -113,8 +118,8 @@ class ScriptedVllm:
             await _json(send, 200, {"path": path, "body": body.decode()})
 
     def _models(self) -> Json:
-        cards = [{"id": self.base, "object": "model", "created": 1, "owned_by": "vllm", "root": "x", "parent": None,
-                  "max_model_len": self.max_model_len}]  # fmt: skip
+        cards = [{"id": self.base, "object": "model", "created": 1, "owned_by": "vllm", "root": self.model.root,
+                  "parent": None, "max_model_len": self.max_model_len}]  # fmt: skip
         adapters = ({**cards[0], "id": name, "parent": self.base} for name in self.adapters)
         return {"object": "list", "data": [*cards, *adapters]}
 
@@ -195,13 +200,8 @@ class ScriptedVllm:
         gone: asyncio.Future[None],
         send: Send,
     ) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [(b"content-type", b"text/event-stream; charset=utf-8")],
-            }
-        )
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         text = "prompt_ids" in body
         head = {**head, "object": "text_completion" if text else "chat.completion.chunk"}
         for choice in () if text else choices:

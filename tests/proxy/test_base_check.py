@@ -1,0 +1,142 @@
+"""A vLLM that serves another base model than the versions belong to is found, and said, and left alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from proxy.errors import UpstreamError
+from proxy.upstreams.base_check import BaseCheck
+from proxy.upstreams.breaker import Breaker
+from proxy.upstreams.pool import Replica
+from proxy.upstreams.upstream import Upstream
+from store import Store
+from tests.ports import free_port
+from tests.proxy.conftest import Proxy, running
+from tests.proxy.scripted_base import BaseModel
+from tests.proxy.scripted_vllm import ScriptedVllm
+from tests.proxy.servers import eventually, served
+
+QUICK = {"probe_seconds": 0.05, "breaker_seconds": 0.05}
+
+
+def other() -> ScriptedVllm:
+    """A vLLM that serves another model of the same shape under the same name."""
+    app = ScriptedVllm()
+    app.model = BaseModel(root="/models/other", weights=1)
+    return app
+
+
+@contextmanager
+def started(store: Store, folder: Path, *urls: str) -> Iterator[Proxy]:
+    with running(urls[0], store, folder, upstreams=urls, **QUICK) as proxy:
+        eventually(lambda: (known := store.base_models.of("agent")) and known.served)
+        yield proxy
+
+
+def alarms(store: Store) -> dict[str, str]:
+    return {alarm.name: alarm.reason for alarm in store.alarms.standing()}
+
+
+def test_a_vllm_restarted_with_another_base_makes_ready_say_so_until_the_right_one_is_back(
+    store: Store, tmp_path: Path
+) -> None:
+    port = free_port()
+    with ExitStack() as first, ExitStack() as stack:
+        url = first.enter_context(served(ScriptedVllm(), port))
+        proxy = stack.enter_context(started(store, tmp_path, url))
+        assert proxy.http.get("/health/ready").status_code == 200
+        first.close()
+        with served(other(), port):
+            eventually(lambda: "base_model:agent" in alarms(store))
+            ready = proxy.http.get("/health/ready")
+            assert ready.status_code == 503
+            (reason,) = ready.json()["missing"]
+            assert reason == alarms(store)["base_model:agent"]
+            assert "serves /models/other, which is not the base model" in reason
+            assert "nats on average" in reason
+        with served(ScriptedVllm(), port):
+            eventually(lambda: proxy.http.get("/health/ready").status_code == 200)
+            eventually(lambda: "base_model:agent" not in alarms(store))
+
+
+def test_a_proxy_that_starts_before_another_base_than_the_versions_belong_to_says_so(
+    store: Store, tmp_path: Path
+) -> None:
+    with served(ScriptedVllm()) as url, started(store, tmp_path / "a", url):
+        pass
+    with served(other()) as url, running(url, store, tmp_path / "b", ready=False, **QUICK) as proxy:
+        eventually(lambda: "which is not the base model" in proxy.http.get("/health/ready").text)
+
+
+def test_another_number_type_or_machine_is_no_other_base_model(store: Store, tmp_path: Path) -> None:
+    port = free_port()
+    with ExitStack() as first, ExitStack() as stack:
+        url = first.enter_context(served(ScriptedVllm(), port))
+        proxy = stack.enter_context(started(store, tmp_path, url))
+        first.close()
+        app = ScriptedVllm()
+        app.model = BaseModel(root="/elsewhere", noise=0.04)
+        with served(app, port):
+            eventually(lambda: app.model.asked)
+            eventually(lambda: proxy.http.get("/health/ready").status_code == 200)
+            assert alarms(store) == {}
+
+
+def test_a_replica_of_another_base_gets_no_calls_while_a_right_one_is_there(store: Store, tmp_path: Path) -> None:
+    right, wrong = ScriptedVllm(), other()
+    with served(right) as first, served(wrong) as second:
+        with started(store, tmp_path / "a", first):
+            pass
+        with running(first, store, tmp_path / "b", upstreams=(first, second), **QUICK) as proxy:
+            eventually(lambda: "base_model:agent" in alarms(store))
+            told = proxy.http.get("/health/ready")
+            assert told.status_code == 200
+            assert [one["answers"] for one in told.json()["upstreams"]] == [True, False]
+            for number in range(10):
+                body = {"model": "agent", "messages": [{"role": "user", "content": f"{number}"}]}
+                assert proxy.http.post("/v1/chat/completions", json=body).status_code == 200
+            assert (len(right.calls), len(wrong.calls)) == (10, 0)
+
+
+async def refused(check: BaseCheck, replica: Replica) -> bool:
+    """Whether a look at a replica says that it serves another base model."""
+    try:
+        await check.look(replica)
+    except UpstreamError as error:
+        return "not the base model" in str(error)
+    return False
+
+
+async def test_a_replica_that_gives_no_sign_of_a_change_is_asked_again_after_a_while(store: Store) -> None:
+    store.policies.register_base("agent", "tiny-base")
+    app = ScriptedVllm()
+    with served(app) as url:
+        upstream, replica = Upstream((url,)), Replica(url, Breaker(3, 1.0))
+        check = BaseCheck("agent", store, upstream, lambda one: upstream.models(one.url), every=0.05)
+        await check.start()
+        await check.look(replica)
+        while not app.model.asked:
+            await asyncio.sleep(0.01)
+        app.model.weights = 1
+        while not await refused(check, replica):
+            await asyncio.sleep(0.02)
+        await check.stop()
+        await upstream.stop()
+
+
+async def test_a_replica_that_is_well_is_not_asked_with_every_look(store: Store) -> None:
+    store.policies.register_base("agent", "tiny-base")
+    app = ScriptedVllm()
+    with served(app) as url:
+        upstream, replica = Upstream((url,)), Replica(url, Breaker(3, 1.0))
+        check = BaseCheck("agent", store, upstream, lambda one: upstream.models(one.url))
+        await check.start()
+        for _ in range(30):
+            await check.look(replica)
+            await asyncio.sleep(0.01)
+        assert app.model.asked == 1
+        await check.stop()
+        await upstream.stop()
