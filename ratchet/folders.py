@@ -36,7 +36,7 @@ class StateFolder:
 
     def base_digests(self, alias: str) -> Path:
         """The digests of the base model's files, as they were when they were read."""
-        return self.root / "models" / alias / "base_model.json"
+        return self.checkpoints(alias).with_name("base_model.json")
 
     @property
     def tasks(self) -> Path:

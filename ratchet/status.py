@@ -87,6 +87,7 @@ def _store(settings: Settings) -> dict[str, Any] | None:
     store = open_store(settings.store_url, create=False)
     rounds = store.rounds.page(settings.model, limit=100_000)
     live = store.policies.live().get(settings.model)
+    base = store.base_models.of(settings.model)
     content = {
         "trajectories": {str(state): count for state, count in store.trajectories.counts().items()},
         "dropped": store.trajectories.drop_counts(),
@@ -95,6 +96,7 @@ def _store(settings: Settings) -> dict[str, Any] | None:
         "shadows": {str(state): count.shadows for state, count in store.shadows.counts(settings.model).items()},
         "rounds": {str(state): sum(r.state is state for r in rounds) for state in sorted({r.state for r in rounds})},
         "live": {"model": settings.model, "version": live.version} if live else None,
+        "base_model": {"name": base.name, "files": dict(base.files)} if base else None,
         "proxies": sorted(door.url for door in store.doors.open(settings.model, time.time() - _DOOR_SILENCE)),
         "canary": canary_scores(store, settings.model),
         "held": held(store, settings.model),
@@ -162,6 +164,9 @@ def lines(status: dict[str, Any]) -> list[str]:
     text.append("  rounds        " + _counts(store["rounds"]))
     if store["live"]:
         text.append(f"  live policy   {store['live']['model']}@{store['live']['version']}")
+    if base := store["base_model"]:
+        weights = f" (weights {base['files']['weights'][:12]})" if base["files"] else ""
+        text.append(f"  base model    {base['name']}{weights}")
     if store["canary"]:
         text.append(f"  canary        {store['live']['model']}{canary_line(store['canary'])}")
     if waits := store["held"]:

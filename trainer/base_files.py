@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from store import Store
+from trainer.errors import OtherBaseModel
+
+log = logging.getLogger(__name__)
+
+DIGESTS = "base_model.json"  # the file, beside an alias's checkpoints, that remembers digests
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "tekken.json")
 _CONFIG_ASIDE = ("_name_or_path", "transformers_version")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -59,6 +66,22 @@ def bytes_to_read(folder: Path, cache: Path) -> int:
     """Return how many bytes of weights `digests` would have to read."""
     known = _Known(cache)
     return sum(file.stat().st_size for file in _weights(folder) if known.of(file) is None)
+
+
+def check_files(store: Store, alias: str, model: str, cache: Path) -> None:
+    """Compare a base model's files with what the store knows; what is not known is taken up. Raises OtherBaseModel."""
+    folder = model_folder(model)
+    if folder is None or not (folder / "config.json").is_file():  # whoever loads it says so
+        return
+    files = digests(folder, cache)
+    known = store.base_models.of(alias)
+    if known is not None and (parts := known.differs_in(files)):
+        raise OtherBaseModel(
+            f"base_model {model} is not {known.name}, which the versions of {alias} belong to: its {', '.join(parts)} "
+            "differ; name that one, or train the new one under an alias or in a project of its own"
+        )
+    if (known is None or not known.files) and store.base_models.take_up(alias, model, files=files) is not None:
+        log.info("event=base_model_taken_up alias=%s name=%s weights=%s", alias, model, files["weights"][:12])
 
 
 class _Known:

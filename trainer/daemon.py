@@ -49,6 +49,7 @@ from trainer.publishing.engine import Replica
 from trainer.publishing.in_use import versions_in_use
 from trainer.publishing.publisher import DOOR_SILENCE
 from trainer.publishing.retention import best_first, retained
+from trainer.publishing.served_base import ServedBase
 from trainer.school import Pupil, School
 from trainer.settings import TrainerSettings
 from trainer.transcripts import Transcripts
@@ -87,6 +88,7 @@ class Daemon:
         self._store = store
         self._stop = stop
         self._replicas = [Replica(url, key=upstream_key) for url in settings.vllm]
+        self._base = ServedBase(store, settings.model, self._replicas)
         self.metrics = Metrics(settings.model, store)
         if settings.metrics_port is not None:
             self.metrics.serve(settings.metrics_host, settings.metrics_port)
@@ -171,6 +173,8 @@ class Daemon:
         self._store.trajectories.seal_rollouts(alias, shipped)
         self._store.trajectories.seal_idle(alias, shipped, self.settings.seal_after_idle_seconds)
         self._sentinel.look(now)
+        if self._base.objection(now) is not None:  # what vLLM answers now is another model's
+            return False
         decided = self._gate.turn(now)
         grouped = self._assembly.turn(now, shipped)
         scored = self._score(now)
@@ -250,6 +254,9 @@ class Daemon:
             self._left_over = False
             if candidate is None:
                 self._publisher.waits = False
+                return False
+            if self._base.objection(time.time(), fresh=True) is not None:
+                self._left_over = True
                 return False
             self._renew()  # after a warm start, or a round that came to nothing
             self._publisher.publish(candidate, self._school.probes(candidate), self.learner.score)

@@ -6,6 +6,7 @@
     ├── ScoreError              a score is not a finite number
     ├── ModelError
     │   ├── ModelNotFound       the base model is neither a folder nor a reachable hub name
+    │   ├── OtherBaseModel      the alias's versions belong to another base model
     │   └── NotAModel           the folder is there, but no causal language model can be read from it
     ├── LearningError
     │   ├── NoLearningSignal    the round holds nothing that could move a weight
@@ -80,6 +81,10 @@ class ModelNotFound(ModelError):
 
 class NotAModel(ModelError):
     """The folder is there, but no causal language model can be read from it."""
+
+
+class OtherBaseModel(ModelError):
+    """The alias's versions belong to another base model; the message names both."""
 
 
 class LearningError(TrainerError):

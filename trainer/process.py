@@ -17,6 +17,7 @@ from types import FrameType
 
 from store import Store, open_store
 from store.errors import StoreError, StoreUnavailable
+from trainer.base_files import DIGESTS, check_files
 from trainer.daemon import PAUSE_AFTER_OUTAGE, Daemon, MakePupil, make_learner
 from trainer.errors import TrainerError
 from trainer.learning import together
@@ -76,6 +77,7 @@ def _made(settings: TrainerSettings, store: Store, stop: threading.Event, make_p
     """Return the daemon, once the store answers; None where `stop` came first."""
     while not stop.is_set():
         try:
+            check_files(store, settings.model, settings.base_model, settings.checkpoints.parent / DIGESTS)
             return Daemon(settings, store, stop, os.environ.get("RATCHET_UPSTREAM_API_KEY"), make_pupil)
         except StoreUnavailable as outage:
             log.warning("event=outage reason=%r", str(outage))

@@ -162,3 +162,22 @@ def _call_row(start: CallBegun) -> dict[str, Any]:
     row = {column.name: said[column.name] for column in schema.calls.c if column.name in said}
     row |= {"id": start.call_id, "tools_hash": "", "context": "root", "prompt_ids": b"", "prompt_tokens": 0}
     return row | {"completion_tokens": 0, "tags": [], "sampling": {}}
+
+
+def test_versions_of_before_belong_to_no_known_base_model_until_one_is_taken_up(empty_url: str) -> None:
+    engine = database.connect(empty_url)
+    database.migrate(engine, "0016")
+    old = sa.MetaData()
+    old.reflect(engine)
+    base = {"alias": "agent", "version": 0, "state": "retired", "served_name": "base", "created_at": 1.0}
+    later = base | {"version": 1, "state": "live", "served_name": "agent@1", "adapter": "/c/1"}
+    with database.write(engine) as connection:
+        for row in (base, later):
+            connection.execute(sa.insert(old.tables["policies"]), row | {"evidence": {}})
+    database.migrate(engine)
+    engine.dispose()
+    store = open_store(empty_url)
+    assert store.base_models.of("agent", 1) is None
+    taken = store.base_models.take_up("agent", "/m", files={"weights": "w"})
+    assert store.base_models.of("agent", 1) == taken
+    store.close()

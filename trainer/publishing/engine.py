@@ -6,12 +6,14 @@ twice: vLLM keys its prefix cache by name.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from store import fingerprints
 from store.credentials import credentials, without_credentials
 from trainer.errors import AdapterRefused, EngineUnreachable
 
@@ -39,6 +41,23 @@ class Replica:
         if answer.is_error:
             raise AdapterRefused(f"{self.url} does not list its models ({answer.status_code}): {answer.text[:300]}")
         return tuple(str(model["id"]) for model in answer.json()["data"])
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return how the base model answers the fixed questions; a part that is not offered is left out.
+
+        Raises EngineUnreachable, and AdapterRefused where no base model is listed.
+        """
+        answer = self._ask("GET", "/v1/models")
+        cards: list[Any] = [] if answer.is_error else answer.json().get("data", [])
+        base = next((str(card["id"]) for card in cards if not card.get("parent")), None)
+        if base is None:
+            raise AdapterRefused(f"{self.url} lists no base model")
+        found: dict[str, Any] = {}
+        for part, (path, body) in fingerprints.requests(base).items():
+            answer = self._ask("POST", path, body)
+            with contextlib.suppress(ValueError):
+                found[part] = fingerprints.read(part, answer.json())
+        return found
 
     def load(self, name: str, folder: Path) -> None:
         """Load an adapter folder under a new name; a name that is already loaded is left as it is.

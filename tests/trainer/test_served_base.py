@@ -1,0 +1,107 @@
+"""The trainer neither trains nor publishes while vLLM serves another base model, and refuses to learn on one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from store import Store, fingerprints
+from store.states import PolicyState
+from tests.trainer.scripted_engine import ScriptedEngine
+from trainer.base_files import DIGESTS, check_files
+from trainer.errors import OtherBaseModel
+
+if TYPE_CHECKING:
+    from trainer.daemon import Daemon
+
+
+class KnownBase(ScriptedEngine):
+    """An engine that also answers the fixed questions; `shift` makes it another model."""
+
+    shift = 0.0
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if path == "/tokenize":
+            return 200, {"tokens": [1, 2, 3]}
+        if body.get("prompt") == fingerprints.requests("base")["likeliest"][1]["prompt"]:
+            top = {"token_id:5": -0.2 - self.shift, "token_id:6": -2.0 + self.shift}
+            return 200, {"choices": [{"index": i, "logprobs": {"top_logprobs": [top]}} for i in range(8)]}
+        return super().answer(path, body)
+
+
+@pytest.fixture
+def engine() -> Any:
+    made = KnownBase(lambda name, ids: 0.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def candidate(store: Store, tmp_path: Path, make_daemon: Callable[..., Daemon]) -> Daemon:
+    """A daemon with a candidate that could be published: a prompt on the base model."""
+    top = {"token_id:5": -0.2, "token_id:6": -2.0}
+    store.base_models.take_up("agent", "/m", served={"tokens": [1, 2, 3], "likeliest": [top] * 8})
+    store.policies.with_prompt("agent", store.prompts.remember("Be brief.").id, {})
+    return make_daemon()
+
+
+def alarms(store: Store) -> dict[str, str]:
+    return {alarm.name: alarm.reason for alarm in store.alarms.standing()}
+
+
+def test_nothing_is_published_while_vllm_serves_another_base_model(
+    candidate: Daemon, engine: KnownBase, store: Store
+) -> None:
+    engine.shift = 1.0
+    candidate.turn(1000.0)
+    candidate.turn(1001.0)
+    assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE
+    assert "does not serve /m, the base model that the versions of agent belong to" in alarms(store)["base_model:agent"]
+    engine.shift = 0.0
+    candidate.turn(1002.0)
+    assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE  # it is asked again a little later
+    candidate.turn(1020.0)
+    assert store.policies.get("agent", 1).state is PolicyState.LIVE
+    assert "base_model:agent" not in alarms(store)
+
+
+def test_a_base_model_that_changes_between_two_looks_is_seen_before_a_publication(
+    candidate: Daemon, engine: KnownBase, store: Store
+) -> None:
+    store.policies.reject("agent", 1, {}, reason="not this one")
+    candidate.turn(1000.0)  # all is well
+    engine.shift = 1.0
+    store.policies.with_prompt("agent", store.prompts.remember("Be kind.").id, {})
+    candidate.turn(1001.0)
+    assert store.policies.get("agent", 2).state is PolicyState.CANDIDATE
+    assert "base_model:agent" in alarms(store)
+
+
+def test_a_server_that_cannot_be_asked_is_not_taken_for_another_base_model(
+    candidate: Daemon, engine: KnownBase, store: Store
+) -> None:
+    store.base_models.forget("agent", served_only=True)
+    engine.shift = 1.0  # nobody knows what is right
+    candidate.turn(1000.0)
+    assert store.policies.get("agent", 1).state is PolicyState.LIVE
+
+
+def test_a_trainer_is_refused_on_another_base_model_than_the_versions_belong_to(
+    store: Store, tiny_model: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / DIGESTS
+    check_files(store, "agent", str(tiny_model), cache)  # taken up
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    check_files(store, "agent", str(other), cache)  # a copy
+    weights = next(other.glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights)
+    with pytest.raises(OtherBaseModel, match=f"{other} is not {tiny_model}, which the versions of agent belong to"):
+        check_files(store, "agent", str(other), cache)
