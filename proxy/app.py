@@ -42,7 +42,7 @@ from proxy.recording.journal import Journal
 from proxy.recording.others import Lookups
 from proxy.recording.recorder import Recorder
 from proxy.recording.shipper import Shipper
-from proxy.routing import Lifespan, Routes
+from proxy.routing import Lifespan, Routes, Service
 from proxy.settings import ProxySettings
 from proxy.tuning.rollouts import Rollouts
 from proxy.upstreams.base_check import BaseCheck
@@ -159,8 +159,20 @@ def create_app(
         )
     memory = Memory(links, store, settings.idle_seconds)
     watching = [] if spans is None else [spans]
-    asking = [upstream, others, journal, shipper, memory, book, rollouts, base, probes]
-    return Lifespan(app, [*watching, ring, *asking], on_stop=health.stop)
+    services: list[Service] = [
+        *watching,
+        ring,
+        upstream,
+        others,
+        journal,
+        shipper,
+        memory,
+        book,
+        rollouts,
+        base,
+        probes,
+    ]
+    return Lifespan(app, services, on_stop=health.stop)
 
 
 class Memory:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ratchet import __version__
 from ratchet.folders import ROOMS, StateFolder
-from ratchet.running import pidfile
+from ratchet.running import pidfile, whereabouts
 from ratchet.running.up import read_running
 from ratchet.settings import Settings
 from store.reporting.canary import canary_scores, held
@@ -31,6 +31,7 @@ def collect(settings: Settings) -> dict[str, Any]:
         "project": settings.project,
         "running": bool(running),
         "ready": bool(running.get("ready")),
+        "without_folder": whereabouts.without_folder(settings.state),
         "base_url": running.get("base_url"),
         "console": running.get("console"),
         "vllm_url": running.get("vllm_url"),
@@ -128,6 +129,11 @@ def canary_line(scores: dict[str, Any]) -> str:
 def lines(status: dict[str, Any]) -> list[str]:
     """Return the status for people."""
     text = [f"project {status['project']}: {'up' if status['ready'] else 'starting' if status['running'] else 'down'}"]
+    if (pid := status["without_folder"]) is not None:
+        text = [
+            f"project {status['project']}: up (pid {pid}), but its state folder was deleted while it ran: agents are "
+            "answered, nothing reaches the store; `ratchet down` ends it"
+        ]
     if status["others_up"] and not status["running"]:
         text.append(
             f"  up is     {', '.join(status['others_up'])}: look there with --project NAME, or its --config FILE"

@@ -45,12 +45,13 @@ class Child:
                 env=dict(room.environment),
                 start_new_session=True,
             )
-        pidfile.write(self._pids[1], self._leash.pid)
+        births = [pidfile.write(self._pids[1], self._leash.pid)]
         assert self._leash.stdout is not None
         with self._leash.stdout as said:
             line = said.readline()
         self.pid = int(line) if line.strip() else self._leash.pid
-        pidfile.write(self._pids[0], self.pid)
+        births.append(pidfile.write(self._pids[0], self.pid))
+        self._births = [birth for birth in births if birth is not None]
 
     @property
     def exit_code(self) -> int | None:
@@ -99,7 +100,7 @@ class Child:
 
     def _kill(self, deadline: float) -> None:
         """End what still runs of leash and room by force, at `deadline`."""
-        running = [process for path in self._pids if (process := pidfile.running(path)) is not None]
+        running = [process for birth in self._births if (process := birth.process()) is not None]
         _, alive = psutil.wait_procs(running, max(0.0, deadline - time.monotonic()))
         for process in alive:
             kill_tree(process)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import psutil
 
 from ratchet.folders import ROOMS, StateFolder
-from ratchet.running import pidfile
+from ratchet.running import pidfile, whereabouts
 
 _LEASH_TIME = 16.0  # seconds: longer than the longest grace of a room
 _KILL_TIME = 3.0
@@ -44,7 +44,7 @@ def end_leftovers(state: StateFolder) -> list[str]:
 
 def end_supervisor(state: StateFolder, within: float) -> int | None:
     """Ask a running `ratchet up` to stop and wait; return its pid, None where there is none."""
-    process = pidfile.running(state.pid("up"))
+    process = whereabouts.running(state)
     if process is None:
         pidfile.remove(state.pid("up"))
         return None

@@ -11,7 +11,7 @@ from typing import IO
 
 from ratchet.errors import AlreadyRunning
 from ratchet.folders import StateFolder
-from ratchet.running import pidfile
+from ratchet.running import pidfile, whereabouts
 
 
 class ProjectLock:
@@ -27,23 +27,31 @@ class ProjectLock:
             self._file.close()
             self._file = None
             raise already_running(state) from None
+        if whereabouts.without_folder(state) is not None:
+            self._file.close()
+            self._file = None
+            raise already_running(state)
         # Whoever waits for this holder to be ready must not see what the last one wrote.
         pidfile.remove(state.running)
         pidfile.write(state.pid("up"), os.getpid())
+        whereabouts.write(state)
 
     def release(self) -> None:
         """Let the project go; more than once is no error."""
         if self._file is not None:
             pidfile.remove(self._state.running)
             pidfile.remove(self._state.pid("up"))
+            whereabouts.remove(self._state)
             self._file.close()
             self._file = None
 
 
 def already_running(state: StateFolder) -> AlreadyRunning:
     """Return the error that names who holds a project, and what to do."""
-    holder, project = pidfile.read(state.pid("up")), state.root.name
+    holder, project = whereabouts.running(state), state.root.name
     pid = f"pid {holder.pid}" if holder else "another process"
+    if whereabouts.without_folder(state) is not None:
+        pid = f"{pid}, whose state folder was deleted while it ran"
     return AlreadyRunning(
         f"project {project} is already up ({pid}): use it, stop it with `ratchet down --project {project}`, "
         "or choose another --project"

@@ -12,7 +12,7 @@ from typing import Any
 
 from ratchet.errors import FaceError
 from ratchet.folders import StateFolder
-from ratchet.running import interrupts, pidfile
+from ratchet.running import interrupts, pidfile, whereabouts
 from ratchet.running.leftovers import end_leftovers, end_supervisor
 from ratchet.running.project_lock import already_running
 from ratchet.running.supervisor import Supervisor
@@ -46,7 +46,7 @@ def run_detached(settings: Settings, arguments: Sequence[str]) -> dict[str, Any]
     Raises what ended it, with the end of its log.
     """
     state = settings.state
-    if pidfile.running(state.pid("up")) is not None:
+    if whereabouts.running(state) is not None:
         raise already_running(state)
     state.make(min_free_mb=settings.min_free_mb)
     interrupts.install()
@@ -90,13 +90,19 @@ def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def down(settings: Settings) -> list[str]:
-    """End everything that the project's pid files name; return what was ended."""
+    """End everything that the project's pid files name; return what was ended.
+
+    Where the state folder was deleted meanwhile, the `up` that is known outside of it is ended, with all its rooms.
+    """
     state = settings.state
+    lost = whereabouts.without_folder(state)
     rooms = [name for name in ("vllm", "proxy", "trainer") if pidfile.running(state.pid(name))]
     pids = {name: birth.pid for name in rooms if (birth := pidfile.read(state.pid(name)))}
     supervisor = end_supervisor(state, within=_SUPERVISOR_TIME)
     end_leftovers(state)
     ended = [f"{name} (pid {pid})" for name, pid in pids.items()]
+    if lost is not None:
+        return [f"up (pid {lost}) with its rooms, whose state folder {state.root} was deleted while they ran"]
     return ([f"up (pid {supervisor})"] if supervisor else []) + ended
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from proxy.errors import UpstreamError
 from proxy.upstreams.base_check import BaseCheck
@@ -19,7 +20,7 @@ from tests.proxy.scripted_base import BaseModel
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually, served
 
-QUICK = {"probe_seconds": 0.05, "breaker_seconds": 0.05}
+QUICK: dict[str, Any] = {"probe_seconds": 0.05, "breaker_seconds": 0.05}
 
 
 def other() -> ScriptedVllm:

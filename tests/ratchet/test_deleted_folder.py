@@ -1,0 +1,50 @@
+"""A project whose state folder is deleted while it runs is still found, named and ended."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from ratchet.folders import StateFolder
+from ratchet.running import whereabouts
+from tests.ratchet.project import Project, is_alive
+
+
+def test_a_project_whose_folder_was_deleted_is_named_refused_and_ended(project: Project) -> None:
+    up = project.up()
+    pids = project.pids()
+    shutil.rmtree(project.folder / ".ratchet")
+    told = project.run("status").stdout
+    assert f"project default: up (pid {up.pid}), but its state folder was deleted while it ran" in told
+    assert json.loads(project.run("status", "--json").stdout)["without_folder"] == up.pid
+    second = project.run("up")
+    assert second.returncode == 1
+    assert f"already up (pid {up.pid}, whose state folder was deleted while it ran)" in second.stdout
+    assert "`ratchet down --project default`" in second.stdout
+    down = project.run("down")
+    assert down.returncode == 0
+    assert f"up (pid {up.pid}) with its rooms" in down.stdout
+    up.communicate(timeout=30)
+    assert not [pid for pid in pids if is_alive(pid)]
+    assert project.run("down").stdout == "project default: nothing was running\n"
+    assert not json.loads(project.run("status", "--json").stdout)["without_folder"]
+
+
+def test_a_folder_of_another_user_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    state = StateFolder(tmp_path / "state")
+    whereabouts.write(state)
+    (folder,) = tmp_path.glob("ratchet-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert whereabouts.without_folder(state) is not None
+    folder.chmod(0o777)  # anybody could have written it
+    assert whereabouts.running(state) is None
+    whereabouts.write(state)
+    whereabouts.remove(state)
+    folder.chmod(0o700)
+    whereabouts.remove(state)
+    assert whereabouts.running(state) is None
