@@ -122,7 +122,7 @@ def create_app(
     def captured(dialect: Dialect) -> Endpoint:
         dialect = dialect if redactor is None else Redacting(dialect, redactor)
         return Endpoint(dialect, book, links, recorder, forwarder, contexts, rollouts, metrics, observer,
-                        settings.bounds, settings.keep_alive_seconds)  # fmt: skip
+                        settings.bounds, settings.keep_alive_seconds, settings.tool_strict_level)  # fmt: skip
 
     models = Models(book)
     pages: dict[tuple[str, str], ASGIApp] = {("GET", "/"): front} if settings.console else {}

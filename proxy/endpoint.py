@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from proxy import tool_grammar
 from proxy.access.bounds import Bounds, read_json
 from proxy.access.limits import HOLD, Hold
 from proxy.asgi import KEY_ID, headers_of, send_bytes
@@ -70,6 +71,7 @@ class Endpoint:
         observer: Observer,
         bounds: Bounds,
         keep_alive: float,
+        tool_strict_level: tool_grammar.Level,
     ) -> None:
         self._dialect = dialect
         self._book = book
@@ -82,11 +84,12 @@ class Endpoint:
         self._observer = observer
         self._bounds = bounds
         self._keep_alive = keep_alive
+        self._tool_strict_level = tool_strict_level
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
         body = await read_json(receive, self._bounds)
-        asked = await self._dialect.read(body, scope[KEY_ID])
+        asked = tool_grammar.noted(await self._dialect.read(body, scope[KEY_ID]), self._tool_strict_level)
         headers = headers_of(scope)
         named = identity.named(scope, headers, asked.request)
         # Nothing of a rollout is known before the store has told it; any other call does not wait.

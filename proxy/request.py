@@ -23,9 +23,9 @@ from store.records import MessageNode
 SAMPLING = frozenset((
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "max_tokens",
     "max_completion_tokens", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "ignore_eos", "tool_choice", "response_format", "structured_outputs", "chat_template_kwargs",
-    "allowed_token_ids", "bad_words", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
-    "thinking_token_budget", "reasoning_effort", "vllm_xargs", "repetition_detection", "watermarking",
+    "logit_bias", "ignore_eos", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs",
+    "chat_template_kwargs", "allowed_token_ids", "bad_words", "guided_choice", "guided_grammar", "guided_json",
+    "guided_regex", "thinking_token_budget", "reasoning_effort", "vllm_xargs", "repetition_detection", "watermarking",
 ))  # fmt: skip
 
 _ALIEN_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file")
@@ -60,6 +60,7 @@ class ChatRequest(msgspec.Struct):
     sampling: Mapping[str, Any] = msgspec.field(default_factory=dict)
     tools_hash: str = ""
     tools: bytes = b""
+    strict_tools: bool = False  # one of them is `strict`
     trajectory: str | None = None
     follows: tuple[str, str] | None = None  # trajectory and call that the client says it continues
     untrainable: str | None = None
@@ -99,7 +100,7 @@ def read(body: bytes) -> ChatRequest:
     if "top_logprobs" in fields and not asks_logprobs:
         _check_top_logprobs(fields)
     streamed, options = stream_in(fields)
-    tools_hash, tools = _tools_in(fields)
+    tools_hash, tools, strict = _tools_in(fields)
     return ChatRequest(
         fields=fields,
         model=model,
@@ -112,6 +113,7 @@ def read(body: bytes) -> ChatRequest:
         sampling=sampling_in(fields),
         tools_hash=tools_hash,
         tools=tools,
+        strict_tools=strict,
         trajectory=trajectory_in(fields),
         untrainable=untrainable_by(fields, messages),
         nodes=tuple([said.node for said in history]),
@@ -173,18 +175,24 @@ def is_true(fields: Mapping[str, Raw], name: str) -> bool:
     return name in fields and lax.truth(msgspec.json.decode(fields[name])) is True
 
 
-def _tools_in(fields: Mapping[str, Raw]) -> tuple[str, bytes]:
-    """Return (hash, canonical JSON) of the tool list; only lists of a usual size are kept for the next call."""
+def _tools_in(fields: Mapping[str, Raw]) -> tuple[str, bytes, bool]:
+    """Return (hash, canonical JSON, strict) of the tool list; only lists of a usual size are kept for the next call."""
     raw = bytes(fields.get("tools", b""))
     if not raw:
-        return "", b""
+        return "", b"", False
     return _tools(raw) if len(raw) <= _CACHED_TOOLS else _tools.__wrapped__(raw)
 
 
 @lru_cache(maxsize=64)
-def _tools(raw: bytes) -> tuple[str, bytes]:
-    """Return (hash, canonical JSON) of a tool list; agents send the same one with every call."""
-    return canon.tools_hash(msgspec.json.decode(raw))
+def _tools(raw: bytes) -> tuple[str, bytes, bool]:
+    """Return (hash, canonical JSON, whether a tool is strict) of a tool list; agents send the same with every call."""
+    tools = msgspec.json.decode(raw)
+    return *canon.tools_hash(tools), isinstance(tools, list) and any(map(_is_strict, tools))
+
+
+def _is_strict(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and lax.truth(function.get("strict")) is True
 
 
 def trajectory_in(fields: Mapping[str, Raw]) -> str | None:

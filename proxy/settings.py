@@ -45,6 +45,7 @@ class ProxySettings(BaseModel):
     console: bool = True  # the operator's pages under /ui
     redact: tuple[str, ...] = ()  # names of built-in patterns
     redact_patterns: dict[str, str] = Field(default_factory=dict)  # further ones: name -> pattern of RE2
+    tool_strict_level: Literal["off", "auto", "function", "parameter"] = "auto"  # of the replicas
     upstream_key: SecretStr | None = None  # sent to vLLM as bearer token
     model_list: tuple[ModelEntry, ...] = ()  # other models by name
     model_keys: dict[str, SecretStr] = Field(default_factory=dict)  # theirs, by variable
@@ -90,7 +91,7 @@ class ProxySettings(BaseModel):
                 raise ValueError(f"{origin!r} is no origin; write it like https://app.example.com, or * for any page")
         return origins
 
-    @field_validator("exact_context", mode="before")
+    @field_validator("exact_context", "tool_strict_level", mode="before")
     @classmethod
     def _yaml_means_words(cls, value: Any) -> Any:
         """YAML reads a bare `on` and `off` as true and false."""

@@ -40,6 +40,7 @@ SECRETS = frozenset(
     }
 )
 OTHER_VARIABLES = SECRETS | {"RATCHET_DEBUG"}
+STRICT_TOOL_CALLING = "VLLM_ENFORCE_STRICT_TOOL_CALLING"
 # What `up` works out for the rooms from the settings of the project; these keys are not settings of a section.
 DERIVED_PROXY = frozenset({"upstreams", "model", "store", "journal", "key_hashes", "operator_hashes", "upstream_key",
                            "model_list", "model_keys"})  # fmt: skip
@@ -70,6 +71,9 @@ class VllmSettings(BaseModel):
         "auto", description="vLLM's --tool-call-parser; auto: by the model's family; none: off"
     )
     start_timeout: float = Field(900.0, gt=0, description="seconds until vLLM must be ready")
+    enforce_strict_tool_calling: bool = Field(
+        False, description="hold the calls of `strict` tools to a grammar; such calls are then not trained"
+    )
     extra_args: tuple[str, ...] = Field((), description="further arguments of vLLM's server, given last")
     env: dict[str, str] = Field(default_factory=dict, description="further environment variables of vLLM")
 
@@ -93,6 +97,21 @@ class VllmSettings(BaseModel):
             if name in ("--host", "--port", "--uds"):
                 raise ValueError(f"{name} is chosen by Ratchet; set vllm.host or vllm.port")
         return arguments
+
+    @field_validator("env")
+    @classmethod
+    def _leaves_the_grammar_alone(cls, env: dict[str, str]) -> dict[str, str]:
+        if STRICT_TOOL_CALLING in env:
+            raise ValueError(f"{STRICT_TOOL_CALLING} is set by vllm.enforce_strict_tool_calling: set that instead")
+        return env
+
+    @property
+    def tool_strict_level(self) -> str:
+        """When vLLM holds tool calls to a grammar: `off`, or its --tool-strict-level."""
+        if not self.enforce_strict_tool_calling:
+            return "off"
+        told = " ".join(self.extra_args).replace("=", " ").split()
+        return told[told.index("--tool-strict-level") + 1] if "--tool-strict-level" in told[:-1] else "auto"
 
 
 class Settings(BaseModel):
@@ -159,8 +178,9 @@ class Settings(BaseModel):
             "store": self.store_url,
             "journal": self.state.journal,
         }
+        own = {} if "upstreams" in values else {"tool_strict_level": self.vllm.tool_strict_level}
         with explain(self._sources, "proxy"):
-            return ProxySettings.read(environ, **(self.proxy | derived | values))
+            return ProxySettings.read(environ, **(own | self.proxy | derived | values))
 
     def trainer_settings(self, **values: Any) -> TrainerSettings:
         """Return the trainer's settings; `values` come last. Raises SettingsError."""

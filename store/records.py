@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 BASE_VERSION = 0  # version 0 of every alias is the base model without an adapter
 REDACTED = "redacted"  # why a call is untrainable of which something was not written down
 OTHER = "other"  # the purpose of calls to a model that is not trained here
+TOOL_GRAMMAR = "tool_grammar"  # among a call's sampling parameters: vLLM held its tool calls to a grammar
 SHADOW = "shadow"  # the purpose of a further answer to a recorded prompt: trained with it, never counted as traffic
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from ratchet.errors import EngineMissing, ModelMissing
 from ratchet.running.secrecy import shown_arguments, shown_variables
-from ratchet.settings import Settings
+from ratchet.settings import STRICT_TOOL_CALLING, Settings
 from trainer.devices import VARIABLE, pinned
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -229,6 +229,7 @@ def _servable_rank(settings: Settings) -> int:
 def _environment(settings: Settings, model: str, gpu: bool) -> dict[str, str]:
     environment = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        STRICT_TOOL_CALLING: str(int(settings.vllm.enforce_strict_tool_calling)),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ratchet.errors import EngineMissing, ModelMissing
+from ratchet.errors import EngineMissing, ModelMissing, SettingsError
 from ratchet.running import engine
 from ratchet.settings import Settings, load
 from tests.ratchet.project import Project
@@ -43,6 +44,21 @@ def test_the_tool_parser_follows_the_template_then_the_family(
 def test_a_hub_name_tells_its_family() -> None:
     assert engine.tool_call_parser("Qwen/Qwen2.5-0.5B-Instruct") == "hermes"
     assert engine.tool_call_parser("meta-llama/Llama-3.2-1B-Instruct") == "llama3_json"
+
+
+def test_vllm_holds_no_tool_calls_to_a_grammar_unless_it_is_told_to_and_the_proxy_knows(project: Project) -> None:
+    model = str(project.folder / "model")
+    strict = {"enforce_strict_tool_calling": True}
+    told = strict | {"extra_args": ["--tool-strict-level", "function"]}
+    for own, variable, level in ((dict[str, Any](), "0", "off"), (strict, "1", "auto"), (told, "1", "function")):
+        chosen = settings(model, **own)
+        environment = engine.plan(chosen, 8235, gpu=False).environment
+        assert environment["VLLM_ENFORCE_STRICT_TOOL_CALLING"] == variable
+        assert chosen.proxy_settings({}).tool_strict_level == level
+    elsewhere = settings(model).proxy_settings({}, upstreams=("http://127.0.0.1:1",))
+    assert elsewhere.tool_strict_level == "auto", "a server that is not ours is taken to have vLLM's own default"
+    with pytest.raises(SettingsError, match="set that instead"):
+        settings(model, env={"VLLM_ENFORCE_STRICT_TOOL_CALLING": "1"})
 
 
 def test_the_command_allows_adapters_at_run_time_and_keeps_the_models_sampling_out(project: Project) -> None:

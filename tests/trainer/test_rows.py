@@ -110,6 +110,7 @@ def test_what_may_not_be_trained_is_counted_with_its_reason() -> None:
         ({"temperature": -1}, "odd temperature"),
         ({"response_format": {"type": "json_object"}}, "constrained sampling"),
         ({"tool_choice": "required"}, "constrained sampling"),
+        ({"tool_grammar": True}, "constrained tool calls"),
         ({"allowed_token_ids": [1, 2]}, "constrained sampling"),
     ],
 )

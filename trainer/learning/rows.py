@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from store.records import Call, Choice, unpack_ids, unpack_logprobs
+from store.records import TOOL_GRAMMAR, Call, Choice, unpack_ids, unpack_logprobs
 from store.states import CallState
 from trainer.crediting.roles import ANOTHER_ROLE, Roles
 from trainer.learning.tokens import TokenRow
@@ -122,7 +122,7 @@ def _why_odd_sampling(sampling: Mapping[str, Any]) -> str | None:
         return "constrained sampling"
     if sampling.get("tool_choice") not in (None, "auto", "none"):
         return "constrained sampling"
-    return None
+    return "constrained tool calls" if sampling.get(TOOL_GRAMMAR) else None
 
 
 def _temperature(sampling: Mapping[str, Any]) -> float | None:

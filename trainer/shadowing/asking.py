@@ -13,7 +13,8 @@ from store.records import Call, Transcript
 from trainer.learning.rows import why_untrainable
 
 _NOT_SENT = ("seed", "n")
-_FLAGS = ("ignore_eos", "watermarking")  # whose value may be `true`; of anything else that is how too large ones stand
+# Whose value may be `true`; of anything else that is how too large ones stand.
+_FLAGS = ("ignore_eos", "parallel_tool_calls", "watermarking")
 
 
 def only_call(recorded: Transcript) -> Call | None:

@@ -1,0 +1,101 @@
+"""Tool calls that vLLM holds to a grammar are known in the records and not trained; all others are trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.settings import ProxySettings
+from store.records import Call
+from tests.proxy.conftest import Proxy, Start
+from trainer.learning.rows import why_untrainable
+
+USER: Any = [{"role": "user", "content": "hi"}]
+HELD = "constrained tool calls"
+
+
+def tool(strict: Any = None) -> dict[str, Any]:
+    given = {} if strict is None else {"strict": strict}
+    return {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, **given}}
+
+
+def flat(strict: Any = None) -> dict[str, Any]:
+    return {"type": "function", **tool(strict)["function"]}
+
+
+def recorded(proxy: Proxy, body: dict[str, Any], path: str = "/v1/chat/completions") -> Call:
+    answer = proxy.http.post(path, json={"model": "agent", **body})
+    assert answer.status_code == 200, answer.text
+    proxy.settled()
+    return proxy.store.calls.page(1)[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"tools": [tool()]}, None),
+        ({"tools": [tool(False)]}, None),
+        ({"tools": [tool(), tool(True)]}, HELD),
+        ({"tools": [tool("true")]}, HELD),
+        ({"tools": [tool(True)], "tool_choice": "auto"}, HELD),
+        ({"tools": [tool(True)], "tool_choice": "none"}, None),
+        ({"tools": [tool(True)], "tool_choice": "required"}, "constrained sampling"),
+        ({"tools": [tool()], "parallel_tool_calls": False}, HELD),
+        ({"tools": [tool()], "parallel_tool_calls": 0}, HELD),
+        ({"tools": [tool()], "parallel_tool_calls": True}, None),
+        ({"parallel_tool_calls": False}, None),
+    ],
+)
+def test_what_a_server_of_vllms_defaults_holds_to_a_grammar_is_not_trained(
+    proxy: Proxy, fields: dict[str, Any], reason: str | None
+) -> None:
+    call = recorded(proxy, {"messages": USER, **fields})
+    assert why_untrainable(call, call.choices[0]) == reason
+    assert call.sampling.get("parallel_tool_calls") == fields.get("parallel_tool_calls")
+    if reason == HELD:
+        assert why_untrainable(call, call.choices[0], imitated=True) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "hi", "tools": [flat(True)]}),
+        ("/v1/responses", {"input": "hi", "tools": [flat()], "parallel_tool_calls": False}),
+        (
+            "/v1/messages",
+            {
+                "messages": USER, "max_tokens": 20, "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+                "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            },
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("redacted", [False, True])
+def test_it_is_known_in_every_dialect_and_beside_what_is_redacted(
+    start: Start, path: str, body: dict[str, Any], redacted: bool
+) -> None:
+    call = recorded(start(redact=("email",) if redacted else ()), body, path)
+    assert why_untrainable(call, call.choices[0]) == HELD
+
+
+def test_the_level_of_the_server_decides(start: Start, tmp_path: Path) -> None:
+    strict: dict[str, Any] = {"messages": USER, "tools": [tool(True)], "parallel_tool_calls": False}
+    levels: dict[Any, tuple[str | None, str | None]] = {
+        "off": (None, None), False: (None, None), "auto": (None, HELD), "function": (HELD, HELD),
+        "parameter": (HELD, HELD),
+    }  # fmt: skip
+    for level, reasons in levels.items():
+        proxy = start(tool_strict_level=level, journal=tmp_path / str(level))
+        calls = [recorded(proxy, {"messages": USER, "tools": [tool()]}), recorded(proxy, strict)]
+        assert tuple(why_untrainable(call, call.choices[0]) for call in calls) == reasons
+        plain = recorded(proxy, {"messages": USER})
+        assert why_untrainable(plain, plain.choices[0]) is None
+
+
+def test_yaml_means_off_by_false(tmp_path: Path) -> None:
+    settings = ProxySettings(
+        upstreams=("http://a",), model="m", store="-", journal=tmp_path, tool_strict_level=False,  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert settings.tool_strict_level == "off"
