@@ -67,7 +67,7 @@ class ScriptedPupil:
     def unfit(self, row: TokenRow) -> str | None:
         return None
 
-    def train_round(self, rows: Sequence[TokenRow]) -> RoundReport:
+    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
         time.sleep(_STEP_SECONDS)
         names = list(dict.fromkeys(row.trajectory_id for row in rows))
         self.learn(names)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ratchet import __version__
 from ratchet.folders import ROOMS, StateFolder
+from ratchet.next_round import line as next_round_line
+from ratchet.next_round import next_round
 from ratchet.running import pidfile, whereabouts
 from ratchet.running.up import read_running
 from ratchet.settings import Settings
@@ -96,6 +98,7 @@ def _store(settings: Settings) -> dict[str, Any] | None:
         "left_out_tokens": _left_out(rounds),
         "shadows": {str(state): count.shadows for state, count in store.shadows.counts(settings.model).items()},
         "rounds": {str(state): sum(r.state is state for r in rounds) for state in sorted({r.state for r in rounds})},
+        "next_round": next_round(store, settings),
         "live": {"model": settings.model, "version": live.version} if live else None,
         "base_model": {"name": base.name, "files": dict(base.files)} if base else None,
         "proxies": sorted(door.url for door in store.doors.open(settings.model, time.time() - _DOOR_SILENCE)),
@@ -168,6 +171,8 @@ def lines(status: dict[str, Any]) -> list[str]:
     if store["shadows"]:
         text.append("  shadow calls  " + _counts(store["shadows"]))
     text.append("  rounds        " + _counts(store["rounds"]))
+    if store["next_round"]:
+        text.append(f"  next round    {next_round_line(store['next_round'])}")
     if store["live"]:
         text.append(f"  live policy   {store['live']['model']}@{store['live']['version']}")
     if base := store["base_model"]:

@@ -23,7 +23,7 @@ from store.messages import ROOT
 from store.records import Call, Trajectory, Transcript
 from store.remembered import Remembered
 from store.rollouts import returned_by, rollouts
-from store.shipping import FINISH, IDLE
+from store.shipping import FINISH, IDLE, IN_MOST
 from store.states import TRAJECTORY_STEPS, CallState, RolloutState, TrajectoryState, origins
 from store.tasks import row_of
 from store.tools import tool_calls_of
@@ -127,6 +127,26 @@ class Trajectories:
             names = sorted({*connection.scalars(silent), *connection.scalars(spoken)})
         found = self._select(runs.c.id.in_(names), len(names), oldest_first=True) if names else []
         return [run for run in found if run.state is TrajectoryState.SEALED][:limit]
+
+    def under_way(self, alias: str, like: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return an alias's open live trajectories that attempt what one of `like` does, without counting calls."""
+        runs = schema.trajectories
+        tasks = sorted({run.task for run in like if run.task})
+        roots = sorted({run.root_node for run in like if not run.task})
+        still_open = sa.and_(runs.c.alias == alias, runs.c.state == TrajectoryState.OPEN, runs.c.purpose == "live")
+        alike: list[sa.ColumnElement[bool]] = [
+            runs.c.task.in_(tasks[at : at + IN_MOST]) for at in range(0, len(tasks), IN_MOST)
+        ]
+        alike += [
+            sa.and_(runs.c.task.is_(None), runs.c.root_node.in_(roots[at : at + IN_MOST]))
+            for at in range(0, len(roots), IN_MOST)
+        ]
+        found: list[Trajectory] = []
+        with read(self._engine) as connection:
+            for attempt in alike:
+                query = sa.select(runs, sa.literal(0).label("calls")).where(still_open, attempt)
+                found += [_trajectory(row) for row in connection.execute(query)]
+        return found
 
     def cut_off(self, trajectory_ids: Sequence[str]) -> set[str]:
         """Return those whose last call was ended by a machine, not by the agent or the policy.

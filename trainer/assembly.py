@@ -91,6 +91,7 @@ class Assembly:
             now=now,
             held_out={run.id for run in waiting if is_held_out(run.group_key, settings.gate.held_out)},
             other_role=self._casting.without([run for run in waiting if run.purpose == "live"]),
+            under_way=self._store.trajectories.under_way(settings.model, waiting),
         )
 
     def _whole(self, plan: GroupingPlan) -> GroupingPlan:

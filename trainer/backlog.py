@@ -12,6 +12,7 @@ from itertools import accumulate
 
 from store import Store
 from store.records import Group
+from trainer.round_size import RoundSize
 from trainer.settings import TrainerSettings
 from trainer.staleness import oldest_fresh
 
@@ -27,6 +28,7 @@ class Backlog:
     def __init__(self, store: Store, settings: TrainerSettings) -> None:
         self._store = store
         self._settings = settings
+        self._size = RoundSize(settings.groups_per_round, settings.group_size)
         self._alias = settings.model
         self._most = max(_LEAST_SEEN, 2 * settings.groups_per_round * settings.group_size)
         self._alarm_at = _STALE_ALARM * settings.groups_per_round
@@ -53,8 +55,8 @@ class Backlog:
         return found
 
     def weight(self, groups: Sequence[Group]) -> float:
-        """Return how many groups these count for: a single is one member of one."""
-        return sum(1.0 if len(group.members) > 1 else 1.0 / self._settings.group_size for group in groups)
+        """Return how many groups these count for."""
+        return self._size.weight(groups)
 
     def makes_a_round(self, weight: float, waited: float) -> bool:
         """Whether groups that count for `weight`, the first of them judged `waited` seconds ago, start a round."""

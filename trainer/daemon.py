@@ -50,6 +50,7 @@ from trainer.publishing.in_use import versions_in_use
 from trainer.publishing.publisher import DOOR_SILENCE
 from trainer.publishing.retention import best_first, retained
 from trainer.publishing.served_base import ServedBase
+from trainer.round_size import RoundSize
 from trainer.school import Pupil, School
 from trainer.settings import TrainerSettings
 from trainer.transcripts import Transcripts
@@ -102,8 +103,9 @@ class Daemon:
         self._transcripts = Transcripts(store, most=4 * settings.groups_per_round * settings.group_size)
         self._casting = Casting(store, settings.model, Roles(settings.roles, settings.role_prompts))
         self._school = School(
-            store, settings.model, settings.checkpoints, judging.credit, self._transcripts, casting=self._casting
-        )
+            store, settings.model, settings.checkpoints, judging.credit, self._transcripts, casting=self._casting,
+            size=RoundSize(settings.groups_per_round, settings.group_size),
+        )  # fmt: skip
         self._assembly = Assembly(store, settings, self._casting, judging.credit.book, upstream_key)
         releasing = make_releasing(settings, store, self._replicas, judging, self.metrics)
         self._sentinel, self._evaluations = releasing.sentinel, releasing.evaluations

@@ -1,7 +1,9 @@
 """Grouping: which sealed trajectories are compared with each other, and which are put aside.
 
-A pure function of the waiting trajectories and the time. Attempts at the same task under the same alias belong
-together, in the order in which they were sealed; versions may differ within a group.
+A pure function of the waiting trajectories, those that are under way, and the time. Attempts at the same task under the
+same alias belong together, in the order in which they began; versions may differ within a group. Who is in a group does
+not depend on how long anyone took: quick attempts compared with quick ones would have a baseline of their own. A group
+therefore waits for the members that are under way, but for none that takes far longer than the others did.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ CUT_OFF = "cut_off"  # a machine ended its last call: that is not the policy's f
 INCOMPLETE = "incomplete"  # messages that its calls name were lost: a judge would be shown another conversation
 NO_FEEDBACK = "no_feedback"  # the judge needs the word of people, and nobody gave it in time
 HELD_OUT = "held_out"  # its task is set aside for evaluation
+_TIMES_LONGER = 4.0  # than the longest attempt that is complete: beyond that, and wait_seconds, none is waited for
 SINGLE = "single"  # nobody else tried the same task in time, and singles are not trained
 
 
@@ -63,12 +66,14 @@ def plan_groups(
     ripe_at: Mapping[str, float] | None = None,
     held_out: Set[str] = frozenset(),
     other_role: Set[str] = frozenset(),
+    under_way: Sequence[Trajectory] = (),
 ) -> GroupingPlan:
     """Return the groups of `size` that are complete, smaller ones that waited long enough, the drops, and the lonely.
 
     `abandoned` holds the ids of those whose rollout is, `cut_off` of those whose last call was ended by a machine,
     `silent` of those that nobody spoke of, `held_out` of those whose task is set aside for evaluation, `other_role` of
-    those without a role that trains; `ripe_at` is since when one could be judged, where that was after its sealing.
+    those without a role that trains; `ripe_at` is since when one could be judged, where that was after its sealing;
+    `under_way` are attempts that are not complete.
     """
     groups: list[PlannedGroup] = []
     alone: list[Trajectory] = []
@@ -86,21 +91,25 @@ def plan_groups(
             buckets.setdefault((run.alias, run.group_key), []).append(run)
     since = {run.id: max(sealed_at(run), (ripe_at or {}).get(run.id, 0.0)) for run in waiting}
     for (alias, key), runs in buckets.items():
-        runs.sort(key=lambda run: (since[run.id], run.id))
-        parts, rest = _divided(runs, size)
-        if rest and now - since[rest[0].id] >= wait_seconds:
-            if len(rest) >= least:
-                parts.append(rest)
+        longest = max(run.last_active_at - run.opened_at for run in runs)
+        awaited = [
+            run
+            for run in under_way
+            if (run.alias, run.group_key) == (alias, key)
+            and run.id not in since
+            and now - run.opened_at <= wait_seconds + _TIMES_LONGER * longest
+        ]
+        line = sorted([*runs, *awaited], key=lambda run: (run.opened_at, run.id))
+        for part in (line[start : start + size] for start in range(0, len(line), size)):
+            if any(run.id not in since for run in part):  # some are under way
+                continue
+            if len(part) < size and now - min(since[run.id] for run in part) < wait_seconds:
+                continue
+            if len(part) >= least:
+                groups.append(PlannedGroup(key, alias, tuple(run.id for run in part)))
             else:
-                alone.extend(rest)
-        groups.extend(PlannedGroup(key, alias, tuple(run.id for run in part)) for part in parts)
+                alone.extend(part)
     return GroupingPlan(tuple(groups), tuple(drops), tuple(alone))
-
-
-def _divided(runs: Sequence[Trajectory], size: int) -> tuple[list[Sequence[Trajectory]], Sequence[Trajectory]]:
-    """Return groups of `size`, and the rest."""
-    whole = len(runs) - len(runs) % size
-    return [runs[start : start + size] for start in range(0, whole, size)], runs[whole:]
 
 
 def sealed_at(run: Trajectory) -> float:

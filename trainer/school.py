@@ -29,6 +29,7 @@ from trainer.learning.learner_settings import LearnerSettings
 from trainer.learning.rows import Rows, build_rows
 from trainer.learning.tokens import TokenRow
 from trainer.publishing import checkpoint
+from trainer.round_size import RoundSize
 from trainer.transcripts import Transcripts
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Pupil(Protocol):
 
     def unfit(self, row: TokenRow) -> str | None: ...
 
-    def train_round(self, rows: Sequence[TokenRow]) -> RoundReport: ...
+    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport: ...
 
     def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool = True) -> list[tuple[float, ...]]: ...
 
@@ -73,7 +74,9 @@ class School:
         credit: Credit,
         transcripts: Transcripts | None = None,
         casting: Casting | None = None,
+        size: RoundSize | None = None,
     ) -> None:
+        self._size = size or RoundSize(1, 1)
         self._casting = casting or Casting(store, alias, Roles())
         self._store = store
         self._transcripts = transcripts or Transcripts(store)
@@ -115,9 +118,10 @@ class School:
         held = self._store.rounds.start(self._alias, from_version)
         rows, untrained = self._collect(pupil, groups)
         try:
-            report = pupil.train_round(rows)
-            metrics = dataclasses.asdict(report) | {"groups": len(groups), "untrained_tokens": untrained}
-            candidate = self.commit(pupil, held, groups, metrics | self._reward(groups))
+            scale = self._size.rate_scale(_that_teach(groups, rows))
+            report = pupil.train_round(rows, scale)
+            metrics = {"groups": len(groups), "rate_scale": scale, "untrained_tokens": untrained}
+            candidate = self.commit(pupil, held, groups, dataclasses.asdict(report) | metrics | self._reward(groups))
         except NoLearningSignal as nothing:
             self._put_aside(held, groups, UNTRAINABLE, f"{nothing}; {left_out(untrained)}")
             return None
@@ -241,6 +245,12 @@ class School:
         names = [name for group in groups for name in group.members]
         scores = [verdict.score or 0.0 for verdict in self._store.groups.verdicts(names).values()]
         return {"reward": sum(scores) / len(scores) if scores else 0.0, "trajectories": len(names)}
+
+
+def _that_teach(groups: Sequence[Group], rows: Sequence[TokenRow]) -> list[Group]:
+    """Return the groups of which a row is trained."""
+    trained = {row.trajectory_id for row in rows}
+    return [group for group in groups if not trained.isdisjoint(group.members)]
 
 
 def _alike(run: Trajectory, keys: Mapping[str, str]) -> str:

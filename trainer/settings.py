@@ -43,7 +43,12 @@ class TrainerSettings(BaseModel):
     seal_after_idle_seconds: float = Field(60.0, gt=0, description="a trajectory this still is complete")
     group_size: int = Field(8, ge=2, description="attempts at one task that are compared with each other")
     group_least: int = Field(2, ge=2, description="smallest group that is worth comparing")
-    group_wait_seconds: float = Field(300.0, gt=0, description="a smaller group is formed after this long")
+    group_wait_seconds: float = Field(
+        300.0,
+        gt=0,
+        description="a smaller group is formed after this long; attempts under way are waited for this long and four "
+        "times the longest complete one's time",
+    )
     credit: Literal["grpo", "dr_grpo", "rloo", "reinforce++"] = Field(
         "grpo", description="how scores become advantages: grpo, dr_grpo (no division), rloo or reinforce++"
     )

@@ -36,6 +36,17 @@ def test_a_trajectory_whose_last_call_a_machine_ended_is_cut_off(store: Store) -
     assert store.trajectories.cut_off(names) == {"unseen"}
 
 
+def test_attempts_under_way_are_the_open_ones_at_the_same_things(store: Store) -> None:
+    for name, task in (("done", "t"), ("same", "t"), ("other", "u"), ("asked", None), ("asks", None)):
+        store.calls.ship([begun(f"call_{name}", name, task=task)])
+    store.calls.ship([begun("call_measured", "measured", task="t", purpose="eval")])
+    for name in ("done", "asked"):
+        store.trajectories.seal(name, now=5.0)
+    assert [run.id for run in store.trajectories.under_way("agent", [store.trajectories.get("done")])] == ["same"]
+    assert [run.id for run in store.trajectories.under_way("agent", [store.trajectories.get("asked")])] == ["asks"]
+    assert store.trajectories.under_way("agent", []) == []
+
+
 def test_aliases_share_a_store_without_meeting(store: Store) -> None:
     answered_trajectory(store, "mine")
     answered_trajectory(store, "other", alias="other")

@@ -56,8 +56,8 @@ class Power:
     def unfit(self, row: TokenRow) -> str | None:
         return self._learner.unfit(row)
 
-    def train_round(self, rows: Sequence[TokenRow]) -> RoundReport:
-        return self._learner.train_round(rows)
+    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
+        return self._learner.train_round(rows, rate_scale)
 
     def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool = True) -> list[tuple[float, ...]]:
         return self._learner.score(rows, adapter=adapter)
@@ -73,14 +73,14 @@ class Power:
 class Diverging(Power):
     """A learner whose gradient is not finite."""
 
-    def train_round(self, rows: Sequence[TokenRow]) -> RoundReport:
+    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
         raise TrainingDiverged("the gradient's norm is nan")
 
 
 class TooLarge(Power):
     """A learner whose round does not fit into memory."""
 
-    def train_round(self, rows: Sequence[TokenRow]) -> RoundReport:
+    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
         raise OutOfMemory("lower learner.token_budget")
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 from typing import Any
+
+import pytest
 
 from store.records import Trajectory
 from store.states import TrajectoryState
+from trainer.crediting.advantage import group_advantages
 from trainer.grouping import GroupingPlan, plan_groups
 
 
@@ -76,3 +81,62 @@ def test_who_waits_for_shadows_is_neither_dropped_nor_taken_as_a_single() -> Non
     alone = plan([run("a"), run("b", task="other")], now=61.0)
     assert alone.settled(singles=False, waiting={"a"}).drops == (("b", "single"),)
     assert [group.members for group in alone.settled(singles=True, waiting={"a"}).groups] == [("b",)]
+
+
+def test_a_group_waits_for_members_that_began_with_it_and_are_under_way() -> None:
+    done = [run(name, opened_at=at, last_active_at=at + 10.0) for name, at in (("a", 0.0), ("b", 2.0), ("d", 3.0))]
+    slow = run("c", opened_at=1.0, state=TrajectoryState.OPEN)
+    later = [run(name, opened_at=at, last_active_at=at + 10.0) for name, at in (("e", 4.0), ("f", 5.0))]
+
+    def groups(waiting: list[Trajectory], now: float, under_way: list[Trajectory]) -> list[tuple[str, ...]]:
+        found = plan_groups(waiting, size=3, least=2, wait_seconds=60.0, now=now, under_way=under_way)
+        return [group.members for group in found.groups]
+
+    assert groups(done, 20.0, [slow]) == []
+    assert groups([*done, *later], 20.0, [slow]) == [("d", "e", "f")]  # it holds up its own group alone
+    assert groups(done[:2], 90.0, [slow]) == []  # a single minute is not far longer than the others took
+    assert groups(done[:2], 102.0, [slow]) == [("a", "b")]  # and it is not waited for for ever
+    sealed = run("c", opened_at=1.0, last_active_at=30.0, sealed_at=30.0)
+    assert groups([*done, sealed], 31.0, []) == [("a", "c", "b")]
+
+
+@pytest.mark.parametrize("between", [0.0, 5.0])
+def test_who_is_compared_with_whom_does_not_depend_on_how_long_an_attempt_took(between: float) -> None:
+    dice = random.Random(7)
+    dropped: list[bool] = []
+    sizes: list[float] = []
+    fast: list[float] = []
+    for _ in range(120):
+        right = [dice.random() < 0.5 for _ in range(32)]
+        begun = [place * between + dice.random() for place in range(32)]
+        ended = [at + (60.0 if good else 120.0) + dice.random() for at, good in zip(begun, right, strict=True)]
+        for members in _formed(begun, ended):
+            advantages = group_advantages([float(right[int(name)]) for name in members])
+            dropped += [not any(advantages)] * len(members)
+            sizes += map(abs, advantages)
+            fast += [value for name, value in zip(members, advantages, strict=True) if right[int(name)]]
+    by_chance = [group_advantages([float(dice.random() < 0.5) for _ in range(8)]) for _ in range(5000)]
+    assert statistics.fmean(dropped) == pytest.approx(statistics.fmean(not any(one) for one in by_chance), abs=0.015)
+    assert statistics.fmean(sizes) == pytest.approx(
+        statistics.fmean(abs(a) for one in by_chance for a in one), abs=0.02
+    )
+    won = [value for one in by_chance for value in one if value > 0 or not any(one)]
+    assert statistics.fmean(fast) == pytest.approx(statistics.fmean(won), abs=0.1)
+
+
+def _formed(begun: list[float], ended: list[float]) -> list[tuple[str, ...]]:
+    """The groups of 8 that form while attempts begin and end, looked at every five seconds."""
+    found: list[tuple[str, ...]] = []
+    taken: set[str] = set()
+    for now in range(0, int(max(ended)) + 400, 5):
+        names = [str(place) for place, at in enumerate(begun) if at <= now and str(place) not in taken]
+        runs = [
+            run(name, opened_at=begun[int(name)], last_active_at=ended[int(name)], sealed_at=ended[int(name)])
+            for name in names
+        ]
+        done = [one for one in runs if one.last_active_at <= now]
+        still_open = [one for one in runs if one.last_active_at > now]
+        plan = plan_groups(done, size=8, least=2, wait_seconds=300.0, now=float(now), under_way=still_open)
+        found += [group.members for group in plan.groups]
+        taken |= {name for group in plan.groups for name in group.members}
+    return found

@@ -149,8 +149,8 @@ class Learner:
             return str(error)
         return None
 
-    def train_round(self, rows: Sequence[TokenRow]) -> RoundReport:
-        """Learn from the rows once.
+    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
+        """Learn from the rows once, with `rate_scale` times the learning rate.
 
         Raises NoLearningSignal when no row could move a weight, RowError when a row does not fit the model (both before
         anything changes), TrainingDiverged when a gradient is not finite, OutOfMemory.
@@ -158,7 +158,7 @@ class Learner:
         work = self._progress.begin(TRAINING, len(rows))
         self._trainer.on_rows = work.add
         try:
-            return self._trained(rows)
+            return self._trained(rows, rate_scale)
         except RuntimeError as error:
             if not any(sign in str(error) for sign in _NO_ROOM):
                 raise
@@ -170,7 +170,7 @@ class Learner:
         finally:
             work.end()
 
-    def _trained(self, rows: Sequence[TokenRow]) -> RoundReport:
+    def _trained(self, rows: Sequence[TokenRow], rate_scale: float) -> RoundReport:
         began = self._clock()
         given, rows = rows, whiten(rows) if self._settings.objective.whitened else rows
         self._check_signal(rows)
@@ -179,7 +179,7 @@ class Learner:
         before = {name: p.detach().clone() for name, p in self._trainer.lora_parameters().items()}
         # Without a ratio no step needs the policy at the round's start, which the movement is measured from.
         watched = self._trainer.watched(rows) if self._settings.objective.ratio == "none" else None
-        self._trainer.set_learning_rate(self._trainer.steering.rate)
+        self._trainer.set_learning_rate(self._trainer.steering.rate * rate_scale)
         prepared, steps, losses = self._preferred(rows) if self._settings.objective.preference else self._stepped(rows)
         taken = [step for step in steps if step.taken]
         if not taken:
@@ -207,16 +207,16 @@ class Learner:
             kl=sum(step.kl_sum for step in taken) / tokens,
             rows_rejected=sum(step.rows_rejected for step in steps),
             tokens_forwarded=sum(step.tokens_forwarded for step in steps),
-            **self._steered(moved, entropy, rows),
+            **self._steered(moved, entropy, rows, rate_scale),
         )
 
-    def _steered(self, moved: Moved, entropy: float, rows: Sequence[TokenRow]) -> dict[str, Any]:
+    def _steered(self, moved: Moved, entropy: float, rows: Sequence[TokenRow], scale: float) -> dict[str, Any]:
         """Let the learning rate follow from what a round moved; return what the report says of both."""
         steering = self._trainer.steering
-        used = steering.rate
+        used = steering.rate * scale
         target = steering.target(sum(row.tokens_trained for row in rows), len({row.trajectory_id for row in rows}))
-        seen = RoundMoved(moved.k3, entropy, target)
-        aimed = steering.aim(seen)
+        seen = RoundMoved(moved.k3, entropy, target, scale)
+        aimed = steering.aim(seen) * scale**2
         steering.after(seen)
         return {
             "learning_rate": used,

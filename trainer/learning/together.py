@@ -173,11 +173,11 @@ class LeadingLearner(Learner):
         with line.in_step():
             super().__init__(base_model, settings, workdir=workdir, resume_from=resume_from)
 
-    def train_round(self, rows: Sequence[TokenRow]) -> RoundReport:
+    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
         """Learn from the rows once, all together. Raises as `Learner.train_round` does, and ProcessLost."""
-        self._line.tell("train_round", list(rows))
+        self._line.tell("train_round", list(rows), rate_scale)
         with self._line.in_step():
-            return super().train_round(rows)
+            return super().train_round(rows, rate_scale)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint. Raises as `Learner.save` does, and ProcessLost."""
