@@ -44,10 +44,10 @@ class Unlucky(Learner):
 
     case = ""
 
-    def _trained(self, rows: Sequence[TokenRow]) -> RoundReport:
+    def _trained(self, rows: Sequence[TokenRow], rate_scale: float) -> RoundReport:
         if self.step:
             meet_error(self.case)
-        return super()._trained(rows)
+        return super()._trained(rows, rate_scale)
 
 
 class UnluckyLeader(together.LeadingLearner, Unlucky):
