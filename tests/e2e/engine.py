@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -19,11 +20,11 @@ from tests.ports import free_port
 
 
 @contextlib.contextmanager
-def vllm(model: Path, log: Path, *arguments: str, max_model_len: int = 4096) -> Iterator[str]:
+def vllm(model: Path, log: Path, *arguments: str, max_model_len: int = 4096, **more: Any) -> Iterator[str]:
     """Serve a model folder; the value is vLLM's URL."""
     port = free_port()
     settings = Settings.model_validate(
-        {"base_model": str(model), "vllm": {"max_model_len": max_model_len, "extra_args": list(arguments)}}
+        {"base_model": str(model), "vllm": {"max_model_len": max_model_len, "extra_args": list(arguments), **more}}
     )
     engine = plan(settings, port)
     with log.open("w") as said:

@@ -144,12 +144,14 @@ def test_a_client_that_leaves_stops_the_engine_and_what_was_generated_is_recorde
     body = {"model": "mail", "stream": streamed, "max_tokens": 900, "ignore_eos": True}
 
     def left(seed: int) -> Any:
-        before = {call.id for call in store.calls.page()}
-        leave(url, body | {"seed": seed, "messages": [{"role": "user", "content": f"Where? {seed}"}]})
+        # By a name of its own: a call that was made before, also by another test, may reach the store later.
+        name = f"left-{streamed}-{seed}"
+        said = {"messages": [{"role": "user", "content": f"Where? {seed}"}], "metadata": {"trajectory_id": name}}
+        leave(url, body | said | {"seed": seed})
         found: list[Any] = []
 
         def recorded() -> bool:
-            found[:] = [call for call in store.calls.page() if call.id not in before and call.state != "begun"]
+            found[:] = [call for call in store.calls.page(trajectory=name) if call.state != "begun"]
             return bool(found)
 
         wait_for("the call is in the store", recorded)

@@ -14,7 +14,7 @@ from store.records import unpack_ids
 from store.states import CallState
 from tests.proxy.conftest import Proxy
 from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import eventually
+from tests.proxy.servers import eventually, leave
 
 TURNS = 20
 SOON = 0.1  # seconds
@@ -44,6 +44,26 @@ def leave_in_the_middle(proxy: Proxy, vllm: ScriptedVllm, streamed: bool) -> flo
     closed = time.monotonic()
     eventually(lambda: len(vllm.left_at) > left)
     return vllm.left_at[-1] - closed
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_a_client_that_leaves_before_the_first_token_is_an_aborted_call_without_choices(
+    proxy: Proxy, vllm: ScriptedVllm, streamed: bool
+) -> None:
+    body = {"model": "agent", "stream": streamed, "messages": [{"role": "user", "content": "#wait=60"}]}
+    leave(f"{proxy.url}/v1/chat/completions", body, lambda: vllm.calls)
+    eventually(lambda: in_flight(proxy) == 0.0)
+    proxy.settled()
+    (call,) = proxy.store.calls.page(9)
+    assert (str(call.state), call.status, call.error) == ("aborted", 499, "the client left")
+    assert (call.choices, call.completion_tokens, call.untrainable) == ((), 0, "no prompt token ids")
+    again = proxy.http.post("/v1/chat/completions", json=body | {"messages": [{"role": "user", "content": "hi"}]})
+    assert again.status_code == 200
+
+
+def in_flight(proxy: Proxy) -> float:
+    lines = proxy.http.get("/metrics").text.splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith("ratchet_upstream_in_flight{"))
 
 
 @pytest.mark.alone
