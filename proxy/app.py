@@ -122,7 +122,8 @@ def create_app(
     def captured(dialect: Dialect) -> Endpoint:
         dialect = dialect if redactor is None else Redacting(dialect, redactor)
         return Endpoint(dialect, book, links, recorder, forwarder, contexts, rollouts, metrics, observer,
-                        settings.bounds, settings.keep_alive_seconds, settings.tool_strict_level)  # fmt: skip
+                        settings.bounds, settings.keep_alive_seconds, settings.tool_strict_level,
+                        pool.longest_context)  # fmt: skip
 
     models = Models(book)
     pages: dict[tuple[str, str], ASGIApp] = {("GET", "/"): front} if settings.console else {}

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -72,6 +72,7 @@ class Endpoint:
         bounds: Bounds,
         keep_alive: float,
         tool_strict_level: tool_grammar.Level,
+        longest_context: Callable[[], int | None],
     ) -> None:
         self._dialect = dialect
         self._book = book
@@ -85,6 +86,7 @@ class Endpoint:
         self._bounds = bounds
         self._keep_alive = keep_alive
         self._tool_strict_level = tool_strict_level
+        self._longest_context = longest_context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
@@ -96,7 +98,8 @@ class Endpoint:
         plan = await self._rollouts.find(named[0], scope[KEY_ID]) if named[0] else None
         hold: Hold | None = scope.get(HOLD)
         if hold is not None:
-            hold.reserve(asked.request.sampling, body)
+            context = None if asked.request.model in self._book.others else self._longest_context()
+            hold.reserve(asked.request.sampling, body, context)
         model = plan.model_for(asked.request.model, self._book.others) if plan else asked.request.model
         if "@" in model:
             await self._book.hear_of(model)

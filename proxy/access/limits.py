@@ -1,11 +1,12 @@
 """Limits per key: requests and tokens a minute, as token buckets that hold one minute's worth.
 
 A request is counted when it arrives. Tokens are reserved then too, by an estimate (the body's length, and the longest
-answer that is asked for), and settled at the end with what was really used. A call that is larger than a minute's
-tokens waits for a full bucket and leaves a debt. Over a limit the call gets 429 in its dialect's shape and is told when
-to come back; nothing of it is recorded or forwarded.
+answer that is asked for, within the model's context), and settled at the end with what was really used. A call that
+is larger than a minute's tokens waits for a full bucket, and leaves a debt where it really used more. Over a limit the
+call gets 429 in its dialect's shape and is told when to come back; nothing of it is recorded or forwarded.
 
-Promises: a key without limits costs nothing here; memory is two numbers per key that has limits. Does not share: each
+Promises: a key without limits costs nothing here; memory is two numbers per key that has limits; what was only
+estimated, and what a client left behind, never costs a key more than one full bucket. Does not share: each
 proxy process counts what comes through itself. Time is a parameter of the buckets; all belongs to the loop's thread.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from proxy import lax
 from proxy.asgi import Headers
 from proxy.errors import RateLimited
 
@@ -39,12 +41,12 @@ class Bucket:
         self._at = now
 
     def take(self, amount: int, now: float) -> float:
-        """Take an amount and return 0.0; where there is not enough, take nothing and return the seconds to wait."""
+        """Take an amount, a full bucket at most, and return 0.0; where there is less, the seconds to wait for it."""
         self._fill(now)
         wanted = min(amount, self.limit)
         if self.level < wanted:
             return (wanted - self.level) * _MINUTE / self.limit
-        self.level -= amount
+        self.level -= wanted
         return 0.0
 
     def give(self, amount: int, now: float) -> None:
@@ -75,9 +77,15 @@ class Meter:
         """Count a request. Raises RateLimited."""
         self._take("requests", self._requests, 1)
 
-    def reserve(self, tokens: int) -> None:
-        """Set tokens aside. Raises RateLimited."""
+    def reserve(self, tokens: int) -> int:
+        """Set tokens aside, and return how many: no more than the bucket holds. Raises RateLimited."""
+        tokens = self.bounded(tokens)
         self._take("tokens", self._tokens, tokens)
+        return tokens
+
+    def bounded(self, tokens: int) -> int:
+        """Return no more tokens than the bucket holds."""
+        return tokens if self._tokens is None else min(tokens, self._tokens.limit)
 
     def settle(self, reserved: int, used: int) -> None:
         """Replace what was reserved by what was used."""
@@ -121,33 +129,31 @@ class Hold:
         self._reserved = 0
         self._used = 0
 
-    def reserve(self, sampling: Mapping[str, Any], body: bytes) -> None:
-        """Set aside what a call may need. Raises RateLimited."""
-        wanted = estimate(sampling, body)
-        self._meter.reserve(wanted)
-        self._reserved = wanted
+    def reserve(self, sampling: Mapping[str, Any], body: bytes, context: int | None) -> None:
+        """Set aside what a call may need of a model with so long a context, if that is known. Raises RateLimited."""
+        self._reserved = self._meter.reserve(estimate(sampling, body, context))
 
     def reserve_prompt(self, body: bytes) -> None:
         """Count a body whose answer nobody reads here, by its length. Raises RateLimited."""
-        wanted = len(body) // _BYTES_PER_TOKEN
-        self._meter.reserve(wanted)
-        self._reserved = self._used = wanted
+        self._reserved = self._used = self._meter.reserve(len(body) // _BYTES_PER_TOKEN)
 
     def use(self, tokens: int, *, left: bool) -> None:
         """Say what the call took. Of a client that left before that was known, the reservation is kept."""
-        self._used = tokens or (self._reserved if left else 0)
+        self._used = self._meter.bounded(tokens or self._reserved) if left else tokens
 
     def settle(self) -> None:
         """End the reservation."""
         self._meter.settle(self._reserved, self._used)
 
 
-def estimate(sampling: Mapping[str, Any], body: bytes) -> int:
-    """Return about how many tokens a call with this body takes, prompt and answers."""
-    asked = sampling.get("max_completion_tokens") or sampling.get("max_tokens")
-    answers = sampling.get("n")
-    longest = asked if isinstance(asked, int) and asked > 0 else _USUAL_ANSWER
-    return len(body) // _BYTES_PER_TOKEN + longest * (answers if isinstance(answers, int) and answers > 0 else 1)
+def estimate(sampling: Mapping[str, Any], body: bytes, context: int | None = None) -> int:
+    """Return about how many tokens a call with this body takes, prompt and answers, each within the model's context."""
+    asked = lax.whole(sampling.get("max_completion_tokens") or sampling.get("max_tokens")) or 0
+    answers = max(1, lax.whole(sampling.get("n")) or 1)
+    prompt, longest = len(body) // _BYTES_PER_TOKEN, asked if asked > 0 else _USUAL_ANSWER
+    if context is not None:
+        prompt, longest = min(prompt, context), min(longest, context)
+    return prompt + longest * answers
 
 
 async def metered(app: ASGIApp, meter: Meter, scope: Scope, receive: Receive, send: Send) -> None:

@@ -71,6 +71,10 @@ class Pool(Generic[_R]):
         for replica in self.replicas:
             metrics.watch_upstream(replica.label, replica.is_up, replica.load)
 
+    def longest_context(self) -> int | None:
+        """Return the tokens of the longest context that a replica has told."""
+        return max((replica.max_model_len or 0 for replica in self.replicas), default=0) or None
+
     def order(self, trajectory_id: str) -> Sequence[_R]:
         """Return the replicas that a call is offered to, one after the other."""
         if len(self.replicas) == 1:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from proxy.access.limits import Bucket, estimate
+from proxy.access.limits import Bucket, Hold, Meter, estimate
 from proxy.settings import hash_key
 from store import Store
 from tests.proxy.conftest import Proxy, Start
@@ -52,11 +52,60 @@ def test_what_was_reserved_and_not_used_is_given_back() -> None:
     assert bucket.take(1, 0.0) == pytest.approx(61 * 0.6)
 
 
-def test_a_call_larger_than_the_limit_waits_for_a_full_bucket_and_leaves_a_debt() -> None:
+def test_a_call_larger_than_the_limit_waits_for_a_full_bucket_and_leaves_a_debt_where_it_used_more() -> None:
     bucket = Bucket(100, now=0.0)
     assert bucket.take(1000, 0.0) == 0.0
-    assert bucket.level == -900
+    assert (bucket.level, bucket.take(1000, 0.0)) == (0, pytest.approx(60))
+    bucket.give(100 - 1000, 0.0)
     assert bucket.take(1000, 0.0) == pytest.approx(600)
+
+
+@pytest.mark.parametrize("asked", [10**9, 2**62, "1000000000"])
+@pytest.mark.parametrize("used", [0, 3, 10**7])
+def test_no_call_that_is_left_costs_its_key_more_than_a_full_bucket(asked: Any, used: int) -> None:
+    for context in (None, 4096):
+        meter = Meter(None, 100_000)
+        hold = Hold(meter)
+        hold.reserve({"max_tokens": asked, "n": 100}, b"x" * 400, context)
+        assert _seconds(meter) <= 60.01
+        hold.use(used, left=True)
+        hold.settle()
+        assert _seconds(meter) <= 60.01
+        assert used != 3 or _seconds(meter) < 0.1
+
+
+def _seconds(meter: Meter) -> float:
+    """Return how long a key waits for a full bucket."""
+    reset = dict(meter.headers())[b"x-ratelimit-reset-tokens"].decode()
+    minutes, _, rest = reset.rpartition("m") if not reset.endswith("ms") else ("", "", f"{int(reset[:-2]) / 1000}s")
+    return 60 * int(minutes or 0) + float(rest.removesuffix("s"))
+
+
+def test_the_estimate_lies_within_the_models_context() -> None:
+    assert estimate({"max_tokens": 10**9, "n": 2}, b"x" * 400, 4096) == 100 + 2 * 4096
+    assert estimate({"max_tokens": 10**9}, b"x" * 400_000, 4096) == 2 * 4096
+    assert estimate({"max_tokens": 50, "n": 2}, b"x" * 400, 4096) == 100 + 2 * 50
+
+
+def test_a_huge_limit_reserves_no_more_than_the_context_and_others_of_the_key_are_served_meanwhile(
+    start: Start, store: Store, vllm: ScriptedVllm
+) -> None:
+    key, _ = made(store, tokens_per_minute=20_000)
+    vllm.max_model_len = 2048
+    proxy = start()
+    eventually(lambda: proxy.http.get("/health/ready").status_code == 200)
+    slow = {**CHAT, "max_tokens": 10**9, "messages": [{"role": "user", "content": "#tokens=500 #delay=0.1"}]}
+
+    def served_meanwhile() -> bool:
+        if "#tokens" not in str(vllm.calls):
+            return False
+        answer = post(proxy, key)
+        assert (answer.status_code, int(answer.headers["x-ratelimit-remaining-tokens"]) > 15_000) == (200, True)
+        return True
+
+    leave(f"{proxy.url}/v1/chat/completions", slow, served_meanwhile, key)
+    eventually(lambda: vllm.aborted)
+    assert post(proxy, key).status_code == 200
 
 
 @pytest.mark.parametrize(
