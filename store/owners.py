@@ -13,5 +13,10 @@ def may_share(one: str | None, other: str | None) -> bool:
     return one == other or not (_is_checked(one) or _is_checked(other))
 
 
+def owner(key_id: str | None) -> str | None:
+    """Return under whom what was said with this key is remembered: itself where it was checked, else everyone."""
+    return key_id if _is_checked(key_id) else None
+
+
 def _is_checked(key_id: str | None) -> bool:
     return key_id is not None and not key_id.startswith(UNCHECKED)

@@ -33,11 +33,12 @@ from proxy.linking.pins import Pins
 from proxy.linking.restored import restored_attempt, restored_leaf
 from store import messages as canon
 from store.ids import new_id
-from store.owners import may_share
+from store.owners import may_share, owner
 from store.records import CallBegun, OpenAttempt, OpenLeaf, family_of
 
 _MOST_LEAVES = 2_000  # of one run
 _MOST_IN_ALL = 200_000
+_NONE = Leaves()
 _EXPLICIT = ("path", "header", "body", "key", "previous_response")
 
 
@@ -61,7 +62,7 @@ class Links:
         self._idle = idle_seconds
         self._most = most_runs
         self._runs: OrderedDict[str, Run] = OrderedDict()  # the stillest first
-        self._leaves = Leaves()
+        self._leaves: dict[tuple[str, str | None], Leaves] = {}  # by alias and whose they are
         self._count = 0  # of leaves
         self._attempts = Attempts()
         self._pins = Pins()
@@ -80,7 +81,7 @@ class Links:
             by = "retry" if asked.again and leaf.extended else by
             return Link(leaf.trajectory_id, leaf.version, by, leaf, leaf.purpose)
         said, goes_on, by = quotes.quoted(
-            self._leaves, asked.messages, asked.keys, lambda leaf: self._fits(leaf, asked, None)
+            self._of(asked), asked.messages, asked.keys, lambda leaf: self._fits(leaf, asked, None)
         )
         if said is not None:
             parent = said if goes_on else None
@@ -125,24 +126,27 @@ class Links:
 
     def _parent(self, asked: Evidence, trajectory: str | None) -> tuple[Leaf | None, str]:
         """Return the answer that the request continues, and how it was found."""
-        deepest = None
+        deepest, leaves = None, self._of(asked)
         for place in range(len(asked.keys) - 1, -1, -1):
             if asked.messages[place].get("role") != "assistant":
                 continue
             deepest = place if deepest is None else deepest
-            found = [leaf for leaf in self._leaves.at(asked.keys[place]) if self._fits(leaf, asked, trajectory)]
+            found = [leaf for leaf in leaves.at(asked.keys[place]) if self._fits(leaf, asked, trajectory)]
             if found:
                 later = self._later(asked, found, place) if place != deepest else (None, "")
                 return later if later[0] else _best(asked, place, found)
         if deepest is None:
             return None, ""
-        return likeness.continued(self._leaves, asked.messages, lambda leaf: self._fits(leaf, asked, trajectory))
+        return likeness.continued(leaves, asked.messages, lambda leaf: self._fits(leaf, asked, trajectory))
 
     def _later(self, asked: Evidence, found: Sequence[Leaf], place: int) -> tuple[Leaf | None, str]:
         """Return an answer of the same runs that stands after `place`, where the path has changed."""
         runs = {leaf.trajectory_id for leaf in found}
         after = asked.messages[place + 1 :]
-        return likeness.continued(self._leaves, after, lambda leaf: leaf.trajectory_id in runs, sure=True)
+        return likeness.continued(self._of(asked), after, lambda leaf: leaf.trajectory_id in runs, sure=True)
+
+    def _of(self, asked: Evidence) -> Leaves:
+        return self._leaves.get((asked.alias, owner(asked.key_id)), _NONE)
 
     def _fits(self, leaf: Leaf, asked: Evidence, trajectory: str | None) -> bool:
         run = self._runs.get(leaf.trajectory_id)
@@ -228,8 +232,9 @@ class Links:
         """Forget a trajectory: it is complete, and what comes next begins another one."""
         run = self._runs.pop(trajectory_id, None)
         self._pins.forget(trajectory_id)
-        for leaf in run.leaves if run else ():
-            self._drop(leaf)
+        if run is not None:
+            for leaf in run.leaves:
+                self._drop(run, leaf)
 
     def pins(self, now: float, idle_seconds: float) -> dict[str, int]:
         """Return how many trajectories hold each `alias@version`: active within `idle_seconds`, or under way."""
@@ -241,14 +246,17 @@ class Links:
         self._pins.touch(trajectory_id, run)
 
     def _add(self, run: Run, leaf: Leaf) -> None:
-        self._leaves.add(leaf)
+        self._leaves.setdefault((run.alias, owner(leaf.key_id)), Leaves()).add(leaf)
         self._count += 1
         run.leaves.append(leaf)
         if len(run.leaves) > _MOST_LEAVES:
-            self._drop(run.leaves.pop(0))
+            self._drop(run, run.leaves.pop(0))
 
-    def _drop(self, leaf: Leaf) -> None:
-        self._leaves.drop(leaf)
+    def _drop(self, run: Run, leaf: Leaf) -> None:
+        scope = run.alias, owner(leaf.key_id)
+        self._leaves[scope].drop(leaf)
+        if not self._leaves[scope]:
+            del self._leaves[scope]
         self._count -= 1
 
     def _forget_still(self, now: float) -> None:

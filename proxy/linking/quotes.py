@@ -11,23 +11,23 @@ is that answer only where all that stands before it is what led to the answer: o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from json import JSONDecodeError, JSONDecoder
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from proxy.linking.leaf import Leaf
 from proxy.linking.leaves import Leaves
 from proxy.linking.likeness import Fits, choose, shared_runs
-from proxy.linking.traces import ANCHOR, LEAST, PROMPT, Quote, digest
+from proxy.linking.quote_index import TooMuchWork, Work
+from proxy.linking.traces import LEAST, PROMPT
 from store import messages as canon
 
-_BOUNDS = ("\n", ": ", '"', ">", "`", "(", "[")
 _MOST_TEXT = 150_000  # characters that are looked at, of the latest messages
 _ID = re.compile(r"(?:chatcmpl-tool-|call_|toolu_)[A-Za-z0-9]{9,}")
-_BLANK = re.compile(r"\s*")
-_json = JSONDecoder(strict=False)
 
 BY_PATH, BY_IDS, BY_QUOTE = "graph", "tool_ids", "quote"
+_CONTINUED = ("assistant", PROMPT)  # who quotes us there goes on from what we said
+
+Text = tuple[int, str, str]  # the message's place, its role, what it says
 
 
 def quoted(
@@ -44,52 +44,80 @@ def quoted(
     if len({leaf.trajectory_id for _, leaf in named}) == 1:
         role, leaf = named[-1]
         return leaf, role in _CONTINUED, BY_IDS
-    if not leaves.can_be_quoted:
+    if not leaves.quotes:
         return None, False, ""
-    groups: dict[bytes, list[Leaf]] = {}
-    last = ""
-    for place, role, text in texts:
-        before = keys[place - 1] if place else canon.ROOT
-        for leaf, quote, at in _said(leaves, text):
-            if role == "assistant" and not at and not _is_answer(leaf, before, text[: quote.length]):
-                continue
-            if fits(leaf) and not (quote.pending and leaf.extended):
-                groups.setdefault(quote.digest, []).append(leaf)
-                last = role
+    try:
+        groups, last = _groups(leaves, texts, keys, fits)
+    except TooMuchWork:
+        return None, False, ""
     return _of_one_run(groups), last in _CONTINUED, BY_QUOTE
-
-
-_CONTINUED = ("assistant", PROMPT)  # who quotes us there goes on from what we said
 
 
 def _begun_with(leaves: Leaves, text: str, fits: Fits) -> Leaf | None:
     """Return the leaf whose plain prompt and answer the text begins with: the longest that does."""
-    by_length: dict[int, list[tuple[Leaf, bytes]]] = {}
-    for leaf in leaves.beginning(text[:ANCHOR]):
-        if leaf.traces.whole and fits(leaf):
-            by_length.setdefault(leaf.traces.whole.length, []).append((leaf, leaf.traces.whole.digest))
-    for length in sorted(by_length, reverse=True):
-        begun = digest(text[:length]) if length <= len(text) else b""
-        if same := [leaf for leaf, whole in by_length[length] if whole == begun]:
+    try:
+        found = leaves.wholes.standing_at(text, 0, Work())
+    except TooMuchWork:
+        return None
+    for digest in reversed(found):  # the longest is found last
+        if same := [leaf for leaf in leaves.wholes.saying(digest) if fits(leaf)]:
             return choose(same)
     return None
 
 
-def _of_one_run(groups: dict[bytes, list[Leaf]]) -> Leaf | None:
+def _groups(
+    leaves: Leaves, texts: Sequence[Text], keys: Sequence[str], fits: Fits
+) -> tuple[dict[bytes, dict[Leaf, None]], str]:
+    """Return who said what is quoted, by its digest in the order of the texts, and the role of the last text that does.
+
+    Raises TooMuchWork.
+    """
+    groups: dict[bytes, dict[Leaf, None]] = {}
+    last, work = "", Work()
+    fitting: dict[bytes, list[Leaf]] = {}  # the same words may stand at many places
+    for place, role, text in texts:
+        for at, standing in leaves.quotes.standing(text, work):
+            for digest in standing.keys() - fitting.keys():
+                fitting[digest] = [one for one in leaves.quotes.saying(digest) if fits(one) and _may(one, digest)]
+            found = {digest: fitting[digest] for digest in standing}
+            if role == "assistant" and not at:
+                before = keys[place - 1] if place else canon.ROOT
+                found = {digest: _answers(found[digest], before, text[: standing[digest]]) for digest in standing}
+            for digest in sorted((one for one in found if found[one]), key=lambda one: _order(found[one], one)):
+                group = groups.setdefault(digest, {})
+                if len(group) < len(fitting[digest]):
+                    group.update(dict.fromkeys(found[digest]))
+                last = role
+    return groups, last
+
+
+def _may(leaf: Leaf, digest: bytes) -> bool:
+    """Return whether words of a leaf may be quoted: those of a call that has its result may not."""
+    return not leaf.extended or any(quote.digest == digest and not quote.pending for quote in leaf.traces.quotes)
+
+
+def _order(found: Sequence[Leaf], digest: bytes) -> tuple[float, int]:
+    """Return what sorts words that stand at one place: those that were said first come first."""
+    words = [quote.digest for quote in found[0].traces.quotes]
+    return found[0].born_at, words.index(digest)
+
+
+def _answers(found: Sequence[Leaf], before: str, words: str) -> list[Leaf]:
+    """Return the leaves whose answer these words are after the path named `before`."""
+    key = canon.link_key(before, {"role": "assistant", "content": words})
+    return [leaf for leaf in found if leaf.link_key == key]
+
+
+def _of_one_run(groups: Mapping[bytes, Collection[Leaf]]) -> Leaf | None:
     runs = shared_runs(groups.values())
     if not runs:
         return None
     return choose(leaf for leaf in list(groups.values())[-1] if leaf.trajectory_id in runs)
 
 
-def _is_answer(leaf: Leaf, before: str, words: str) -> bool:
-    """Return whether the words after the path named `before` are the leaf's answer."""
-    return canon.link_key(before, {"role": "assistant", "content": words}) == leaf.link_key
-
-
-def _texts(messages: Sequence[dict[str, Any]]) -> list[tuple[int, str, str]]:
+def _texts(messages: Sequence[dict[str, Any]]) -> list[Text]:
     """Return (place, role, text) of the messages that can quote, the last ones where there is too much."""
-    found: list[tuple[int, str, str]] = []
+    found: list[Text] = []
     left = _MOST_TEXT
     for place in range(len(messages) - 1, -1, -1):
         message = messages[place]
@@ -104,36 +132,3 @@ def _named(leaves: Leaves, text: str) -> Iterator[Leaf]:
     if "-tool-" in text or ("_" in text and ("call_" in text or "toolu_" in text)):  # seldom, and quickly told
         for found in _ID.finditer(text):
             yield from leaves.calling(found[0])
-
-
-def _said(leaves: Leaves, text: str) -> Iterator[tuple[Leaf, Quote, int]]:
-    """Yield the leaves whose words begin at a bound of the text and go on there to their end, and where."""
-    for at in sorted(set(_places(text))):
-        anchor = text[at : at + ANCHOR]
-        for leaf in leaves.saying(anchor):
-            for quote in leaf.traces.quotes:
-                if quote.anchor == anchor and _stands(quote, text, at):
-                    yield leaf, quote, at
-
-
-def _places(text: str) -> Iterator[int]:
-    """Yield where words may begin: at the beginning, and behind a bound and the white space that follows it."""
-    yield 0  # no text begins with white space
-    last = len(text) - ANCHOR
-    for bound in _BOUNDS:
-        start, at = 0, text.find(bound)
-        while at >= 0 and (start := _BLANK.match(text, at + len(bound)).end()) <= last:  # type: ignore[union-attr]
-            yield start
-            at = text.find(bound, start)
-
-
-def _stands(quote: Quote, text: str, at: int) -> bool:
-    if digest(text[at : at + quote.length]) == quote.digest:
-        return True
-    if text[at - 1 : at] != '"':
-        return False
-    try:
-        within, _ = _json.raw_decode(text, at - 1)
-    except JSONDecodeError:
-        return False
-    return digest(str(within).strip()[: quote.length]) == quote.digest

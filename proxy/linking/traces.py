@@ -17,18 +17,23 @@ from store import messages as canon
 
 LEAST = 32  # characters that nobody writes twice by chance
 ANCHOR = 24  # of them, the first, by which a quote is looked up
+STEPS = (64, 256, 1_024, 4_096, 16_384, 65_536)  # characters after which words that begin alike are told apart
+DIGEST_BYTES = 16
 PROMPT = "prompt"  # the role of a plain text prompt
 _MOST_ARGUMENTS = 4
 _TELLING_ID = re.compile(r"(?=[A-Za-z0-9]*[0-9])(?=[A-Za-z0-9]*[A-Za-z])[A-Za-z0-9]{9,}\Z")
 
 
 class Quote(msgspec.Struct, frozen=True):
-    """Words of ours. `pending`: a tool call's argument, which only a sub-agent quotes, and only until it is done."""
+    """Words of ours. `pending`: a tool call's argument, which only a sub-agent quotes, and only until it is done;
+    `heads`: this process' hashes of the first characters, so many as each of `STEPS` says that they have.
+    """
 
     anchor: str
     length: int
     digest: bytes
     pending: bool = False
+    heads: tuple[int, ...] = ()
 
 
 class Traces(msgspec.Struct, frozen=True):
@@ -59,12 +64,13 @@ def traces(answer: Mapping[str, Any], gap_key: str, own_key: str, prompt: Sequen
 
 def quote_of(text: str, *, pending: bool = False) -> Quote:
     """Return the quote of a text."""
-    return Quote(text[:ANCHOR], len(text), digest(text), pending)
+    heads = tuple([hash(text[:step]) for step in STEPS if step <= len(text)])
+    return Quote(text[:ANCHOR], len(text), digest(text), pending, heads)
 
 
 def digest(text: str) -> bytes:
     """Return what a quoted text is compared by."""
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
 
 
 def is_telling(tool_call_id: str) -> bool:

@@ -190,5 +190,4 @@ def test_no_evidence_reaches_into_another_keys_runs(links: Links) -> None:
 def test_a_run_that_is_forgotten_leaves_nothing_behind(links: Links) -> None:
     link = answered(links, [USER], tool_reply(json.dumps({"task": TASK}), ID))
     links.forget(link.trajectory_id)
-    assert not links._leaves._by
-    assert not links._leaves.can_be_quoted
+    assert not links._leaves

@@ -1,0 +1,217 @@
+"""Words of ours in a prompt: the index finds what a plain search over all words finds, and what it may cost."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from proxy.linking import quotes
+from proxy.linking.by_name import ByName
+from proxy.linking.leaf import Leaf, Sequence32
+from proxy.linking.leaves import Leaves
+from proxy.linking.likeness import choose, shared_runs
+from proxy.linking.links import Links
+from proxy.linking.quote_index import QuoteIndex, TooMuchWork, Work
+from proxy.linking.traces import ANCHOR, LEAST, Traces, quote_of
+from store import messages as canon
+from tests.proxy.test_linking import USER, Message, answered, asked
+
+PIECES = [
+    "I have read the messages of March", " and then some more", "\nfinal: ", '{"answer": "', "é", "x" * 40, "\\n",
+    "The budget of the spring meeting is 4,300", "`code`", "(see below) ", "> ", '"', "  \n  ", "\u2003", ": ",
+    "y" * 300, "z" * 5000, "C:\\temp", "[1, 2]", "\t",
+]  # fmt: skip
+
+
+def words_of(rng: random.Random) -> str:
+    """Words that a quote may be of: many begin alike."""
+    while True:
+        text = "".join(rng.choices(PIECES, k=rng.randrange(1, 7))).strip()
+        if len(text) >= LEAST:
+            return text
+
+
+def leaf_of(number: int, said: Sequence[tuple[str, bool]], rng: random.Random) -> Leaf:
+    """An answer with these words, each with whether it is an argument."""
+    return Leaf(
+        trajectory_id=f"traj_{number % 5}", call_id=f"call_{number}", choice=0, version=0,
+        link_key=canon.link_key(canon.ROOT, {"role": "assistant", "content": said[0][0]}) if rng.random() < 0.5 else "",
+        tool_call_ids=(), key_id="k", sequence=Sequence32(0, b""), born_at=float(number),
+        extended=rng.random() < 0.3,
+        traces=Traces(quotes=tuple(quote_of(words, pending=pending) for words, pending in said)),
+    )  # fmt: skip
+
+
+def begins(text: str, at: int) -> bool:
+    """Whether words may begin there."""
+    blank = text[:at][len(text[:at].rstrip()) :]
+    before = text[: at - len(blank)]
+    ends = before.endswith(('"', ">", "`", "(", "[")) or (before.endswith(":") and blank.startswith(" "))
+    return at == 0 or (not text[at].isspace() and ("\n" in blank or ends))
+
+
+def stands(words: str, text: str, at: int) -> bool:
+    """Whether words stand there, as they are or as a JSON string."""
+    if text.startswith(words, at):
+        return True
+    if text[at - 1 : at] != '"' or text[at : at + ANCHOR] != words[:ANCHOR]:
+        return False
+    try:
+        within, _ = json.JSONDecoder(strict=False).raw_decode(text, at - 1)
+    except json.JSONDecodeError:
+        return False
+    return str(within).strip().startswith(words)
+
+
+Known = Sequence[tuple[Leaf, Sequence[tuple[str, bool]]]]
+
+
+def plainly(known: Known, messages: Sequence[Message], keys: Sequence[str]) -> tuple[Leaf | None, bool]:
+    """Return what `quoted` has to, by a search for all words at all places."""
+    groups: dict[str, list[Leaf]] = {}
+    last = ""
+    for place, message in enumerate(messages):
+        text = str(message["content"]).strip()
+        for at in (at for at in range(len(text) - ANCHOR + 1) if begins(text, at)):
+            for leaf, said in known:
+                for words, pending in said:
+                    if not stands(words, text, at) or (pending and leaf.extended):
+                        continue
+                    path = canon.link_key(keys[place - 1] if place else "", {"role": "assistant", "content": words})
+                    if message["role"] != "assistant" or at or path == leaf.link_key:
+                        groups.setdefault(words, []).append(leaf)
+                        last = message["role"]
+    runs = shared_runs(groups.values())
+    found = choose(leaf for leaf in list(groups.values())[-1] if leaf.trajectory_id in runs) if runs else None
+    return found, last == "assistant"
+
+
+def prompt_of(rng: random.Random, all_words: Sequence[str]) -> list[Message]:
+    """A prompt that quotes some of the words, in any way, among others."""
+    ways: list[Callable[[str], str]] = [
+        str, json.dumps, lambda words: f"Summary: {words}</x>", lambda words: words[: len(words) // 2],
+        lambda words: f"\n   {words}\n", lambda words: f"said {words}", lambda words: json.dumps({"a": words + " and"}),
+    ]  # fmt: skip
+    messages = []
+    for role in rng.choices(["user", "assistant", "tool"], k=rng.randrange(1, 4)):
+        parts = [rng.choice(ways)(rng.choice(all_words)) for _ in range(rng.randrange(3))]
+        filler = "".join(rng.choices(PIECES[:17], k=rng.randrange(30)))
+        messages.append(
+            {"role": role, "content": "".join([*parts, filler] if rng.random() < 0.5 else [filler, *parts])}
+        )
+    return [message for message in messages if len(str(message["content"]).strip()) >= LEAST]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_index_finds_what_a_plain_search_finds(seed: int) -> None:
+    rng, found = random.Random(seed), 0
+    for _ in range(40):
+        said = [[(words_of(rng), bool(place)) for place in range(rng.randrange(1, 4))] for _ in range(12)]
+        known = [(leaf_of(number, words, rng), words) for number, words in enumerate(said)]
+        leaves = Leaves()
+        for one, _ in known:
+            leaves.add(one)
+        for one, _ in known[:4]:
+            leaves.drop(one)
+        known = known[4:]
+        messages = prompt_of(rng, [words for one in said for words, _ in one])
+        keys = canon.link_keys(messages)
+        leaf, by_assistant, _ = quotes.quoted(leaves, messages, keys, lambda leaf: True)
+        wanted = plainly(known, messages, keys)
+        assert (leaf, by_assistant if leaf else False) == (wanted[0], wanted[1] if wanted[0] else False)
+        found += leaf is not None
+    assert found > 5
+
+
+def test_what_is_forgotten_leaves_nothing_in_the_index() -> None:
+    rng, leaves = random.Random(1), Leaves()
+    held = [leaf_of(number, [(words_of(rng), False), (words_of(rng), True)], rng) for number in range(50)]
+    for leaf in held:
+        leaves.add(leaf)
+    assert len(leaves.quotes) > 10
+    for leaf in held:
+        leaves.drop(leaf)
+    index = leaves.quotes
+    assert (len(leaves), len(index), index._anchors, index._heads, index._ends) == (0, 0, {}, {}, {})
+
+
+def steps_of(deed: Callable[[], object]) -> int:
+    """Return how many lines and calls of Python a deed takes: what it costs, on a busy machine too."""
+    count = 0
+
+    def traced(frame: Any, event: str, argument: object) -> Any:
+        nonlocal count
+        count += 1
+        return traced
+
+    sys.settrace(traced)
+    try:
+        deed()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def alike(number: int) -> str:
+    """An answer that begins as all others do."""
+    return "I have read all messages of the treasurer, and this is what I have found in them: " + f"{number:05d} " * (
+        number % 97 + 1
+    )
+
+
+LARGE = {
+    "code": "".join(f"def step_{number}(x: int):\n    return f\"{{x}}: ('{number}')\"\n" for number in range(3000)),
+    "JSON": json.dumps([{"id": number, "name": f"item {number}", "tags": ["a", "b"]} for number in range(3000)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["code", "JSON"])
+def test_a_large_prompt_is_read_in_few_steps_beside_thousands_of_answers_that_begin_alike(kind: str) -> None:
+    links = Links(idle_seconds=900, most_runs=10_000)
+    for number in range(4000):
+        answered(links, [USER], {"role": "assistant", "content": alike(number)})
+    text = LARGE[kind][:142_000]
+    plain = asked([{"role": "user", "content": text}])
+    assert links.find(plain).linked_by == "root"  # and whatever is made once is made
+    few = steps_of(lambda: links.find(plain))
+    quoting = asked([{"role": "user", "content": "\n".join([text[:140_000], *["> " + alike(7)] * 8])}])
+    some = steps_of(lambda: links.find(quoting))
+    assert links.find(quoting).linked_by == "quote"
+    assert few < 200, few
+    assert some < 30_000, some  # it was millions: for each answer at each place
+
+
+def test_words_of_another_key_are_not_looked_at() -> None:
+    links = Links(idle_seconds=900, most_runs=10_000)
+    for number in range(500):
+        answered(links, [USER], {"role": "assistant", "content": alike(number)}, key="other")
+    text = "\n".join(alike(number) for number in range(100))
+    assert steps_of(lambda: links.find(asked([{"role": "user", "content": text}], key="mine"))) < 200
+
+
+def test_a_prompt_that_repeats_how_we_begin_without_end_is_no_evidence_and_soon_given_up() -> None:
+    index, work = QuoteIndex(), Work()
+    leaf = leaf_of(0, [("x", False)], random.Random(0))
+    for number in range(2000):
+        index.add(quote_of('"' * (ANCHOR + 40 + number)), leaf)
+    with pytest.raises(TooMuchWork):
+        list(index.standing('"' * 140_000, work))
+    leaves = Leaves()
+    leaves.add(leaf_of(1, [('"' * 4000, False)], random.Random(0)))
+    prompt = [{"role": "user", "content": '"' * 140_000}]
+    assert quotes.quoted(leaves, prompt, canon.link_keys(prompt), lambda leaf: True)[0] is None
+
+
+def test_under_one_name_the_oldest_are_forgotten_first() -> None:
+    names: ByName[str] = ByName()
+    leaves = [leaf_of(number, [("x" * 40, False)], random.Random(0)) for number in range(5000)]
+    for leaf in leaves:
+        names.add("n", leaf)
+    assert list(names.at("n")) == leaves[-4096:]
+    assert [names.drop("n", leaf) for leaf in leaves].count(True) == 1
+    assert not names
