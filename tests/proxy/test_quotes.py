@@ -24,7 +24,7 @@ from tests.proxy.test_linking import USER, Message, answered, asked
 PIECES = [
     "I have read the messages of March", " and then some more", "\nfinal: ", '{"answer": "', "é", "x" * 40, "\\n",
     "The budget of the spring meeting is 4,300", "`code`", "(see below) ", "> ", '"', "  \n  ", "\u2003", ": ",
-    "y" * 300, "z" * 5000, "C:\\temp", "[1, 2]", "\t",
+    "y" * 300, "z" * 2000, "C:\\temp", "[1, 2]", "\t",
 ]  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def prompt_of(rng: random.Random, all_words: Sequence[str]) -> list[Message]:
     return [message for message in messages if len(str(message["content"]).strip()) >= LEAST]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_index_finds_what_a_plain_search_finds(seed: int) -> None:
     rng, found = random.Random(seed), 0
     for _ in range(40):
