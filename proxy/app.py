@@ -52,6 +52,7 @@ from proxy.upstreams.others import OtherModels
 from proxy.upstreams.pool import Pool, Replica
 from proxy.upstreams.probes import Probes
 from proxy.upstreams.upstream import Upstream
+from proxy.vitals import Vitals
 from store import Store
 from store.errors import StoreError
 
@@ -59,24 +60,36 @@ log = logging.getLogger("ratchet.proxy")
 
 
 def create_app(
-    settings: ProxySettings, store: Store, upstream: Upstream, url: str = "", carrier: Carrier | None = None
+    settings: ProxySettings,
+    store: Store,
+    upstream: Upstream,
+    url: str = "",
+    carrier: Carrier | None = None,
+    vitals: Vitals | None = None,
 ) -> Lifespan:
     """Return the proxy as an ASGI application; its services run from the lifespan's start to its end.
 
     `url` is where this proxy is reached; the trainer reads it in the store's doors. `carrier` brings the journal's
-    records into the store; without one a thread of this process does.
+    records into the store; without one a thread of this process does. `vitals` is told where a part of it dies.
     """
     # FastAPI and pydantic's models take a while to import; the proxy's parts do not.
     from proxy.feedback import FeedbackDesk
     from proxy.operator import create_operator
 
-    metrics, bell = Metrics(), Bell()
+    metrics, bell, vitals = Metrics(), Bell(), vitals or Vitals()
     links = Links(settings.idle_seconds, settings.most_trajectories)
-    journal = Journal(settings.journal, settings.journal_limit, settings.segment_bytes, metrics, bell)
+    journal = Journal(settings.journal, settings.journal_limit, settings.segment_bytes, metrics, bell, vitals)
     redactor = Redactor(Patterns(settings.redact, settings.redact_patterns)) if settings.redacts else None
     recorder = Recorder(journal, metrics, strict=settings.capture == "strict", redactor=redactor)
     shipper = Shipper(
-        journal, store, carrier or Porter(store), metrics, bell, recorder.forget_known, lambda: responses.doubt()
+        journal,
+        store,
+        carrier or Porter(store),
+        metrics,
+        bell,
+        recorder.forget_known,
+        lambda: responses.doubt(),
+        vitals,
     )
     lookups = Lookups(store, shipper)
     responses = Responses(store, lookups, settings.bounds)
@@ -91,6 +104,7 @@ def create_app(
         connect_timeout=settings.connect_timeout,
         failures=failures,
         cool_off=cool_off,
+        vitals=vitals,
     )
     book = PolicyBook(
         (settings.model,),
@@ -101,6 +115,7 @@ def create_app(
         pins=lambda now: links.pins(now, settings.pin_idle_seconds),
         shipped_until=shipper.shipped_until,
         others=others.names,
+        vitals=vitals,
     )
     metrics.trajectories.set_function(lambda: len(links))
     metrics.journal_bytes.set_function(lambda: journal.bytes)
@@ -110,7 +125,7 @@ def create_app(
     observer = Observer(metrics, spans, logs_calls=settings.log_calls)
     direct = ReplicaForwarder(book, upstream, pool, metrics)
     base = BaseCheck(settings.model, store, upstream, direct.look)
-    probes = Probes(pool, base.look, min(settings.probe_seconds, cool_off))
+    probes = Probes(pool, base.look, min(settings.probe_seconds, cool_off), vitals)
     own: Forwarder = direct
     rollouts = Rollouts(store)
     contexts = None
@@ -128,7 +143,7 @@ def create_app(
     models = Models(book)
     pages: dict[tuple[str, str], ASGIApp] = {("GET", "/"): front} if settings.console else {}
     console: dict[str, ASGIApp] = {MOUNT: Console()} if settings.console else {}
-    health = Health(book, probes, journal, shipper, settings.most_lag)
+    health = Health(book, probes, journal, shipper, settings.most_lag, vitals)
     metrics.lag_seconds.set_function(health.lag)
     desk = FeedbackDesk(store, journal, lookups, redactor, metrics)
     routes = Routes(
@@ -150,7 +165,7 @@ def create_app(
         mounts={"/api": create_operator(store, shipper, links, desk), **console},
         rest=PassThrough(book, upstream, pool, others, metrics, settings.bounds),
     )
-    ring = KeyRing(settings, store)
+    ring = KeyRing(settings, store, vitals)
     app: ASGIApp = Errors(Keys(Inflate(routes, settings.body_limit), ring, settings.web_origins), count=metrics.refused)
     if settings.web_origins:
         from starlette.middleware.cors import CORSMiddleware

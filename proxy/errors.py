@@ -136,6 +136,7 @@ class UpstreamError(ProxyError):
 
     status = 502
     kind = "upstream_error"
+    may_have_begun = False  # whether the replica may have begun with the request
 
 
 class UpstreamUnreachable(UpstreamError):
@@ -148,6 +149,7 @@ class UpstreamBroke(UpstreamError):
     """vLLM's answer broke off, or is not what vLLM answers."""
 
     code = "upstream_broke"
+    may_have_begun = True
 
 
 class UpstreamTimeout(UpstreamError):

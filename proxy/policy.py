@@ -26,6 +26,7 @@ from typing import TypeVar
 from proxy.errors import NotFound, NotReady, UpstreamError
 from proxy.observing.metrics import Metrics
 from proxy.upstreams.upstream import Upstream
+from proxy.vitals import Vitals
 from store import Store
 from store.errors import StoreError
 from store.ids import new_id
@@ -59,6 +60,7 @@ class PolicyBook:
         pins: Callable[[float], dict[str, int]],
         shipped_until: Callable[[float], float],
         others: Iterable[str] = (),
+        vitals: Vitals | None = None,
         refresh_seconds: float = 0.2,
         beat_seconds: float = 1.0,
     ) -> None:
@@ -84,6 +86,7 @@ class PolicyBook:
         self._all_at = 0.0
         self._changed = asyncio.Event()
         self._news = asyncio.Lock()
+        self._vitals = vitals or Vitals()
         self._tasks: list[asyncio.Task[None]] = []
         self._threads = [ThreadPoolExecutor(1, name) for name in ("policies", "beat")]
 
@@ -181,15 +184,13 @@ class PolicyBook:
         with contextlib.suppress(StoreError):
             await self._look()
         self._tasks = [
-            asyncio.create_task(work(), name=name)
+            self._vitals.task(work(), name)
             for name, work in (("policies", self._refresh), ("discover", self._discover), ("beat", self._beat))
         ]
 
     async def stop(self) -> None:
         """End the tasks and tell the store that this door is closed."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._vitals.end(*self._tasks)
         try:
             await asyncio.wait_for(self._ask(1, lambda: self._store.doors.close(self._door)), 2.0)
         except (StoreError, TimeoutError) as error:

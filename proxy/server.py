@@ -2,7 +2,8 @@
 
 SIGTERM, SIGINT and SIGHUP make it unready, stop the listening (after `drain_delay`), let running calls end
 (`drain_timeout`), then write, ship and close; a second signal does not wait for the delay, and a third, SIGINT, for
-nothing. The port is taken before anything else, so that a busy one is an error with a remedy.
+nothing. Where a part of it dies (`vitals.py`), it ends in the same way a moment later, with 1 for its status. The port
+is taken before anything else, so that a busy one is an error with a remedy.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 
@@ -27,16 +30,21 @@ from proxy.recording.carrier_process import CarrierProcess
 from proxy.routing import Lifespan
 from proxy.settings import ProxySettings
 from proxy.upstreams.upstream import Upstream
+from proxy.vitals import Vitals
 from store import open_store
 
 log = logging.getLogger("ratchet.proxy")
 
 _COLLECT = (5_000, 10, 200)  # a full collection stalls every call for tens of milliseconds: seldom, not each second
+_LAST_ANSWERS = 2.0  # seconds in which a proxy of which a part died says so
+_LONGEST_END = 30.0  # seconds that such a proxy gets to end, beyond those for its calls
 _OTHER_FILES = 256  # listener, journal, store, libraries
 
 
-def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = None) -> None:
-    """Serve until a signal; `on_listening` gets the URL once calls are taken.
+def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = None) -> int:
+    """Serve until a signal; return the exit status. `on_listening` gets the URL once calls are taken.
+
+    The status is 1 where a part of the proxy died: the log says which.
 
     Raises StartError (port, journal) and store.errors.StoreError (database) with the remedy in the message.
     """
@@ -48,7 +56,8 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
     key = settings.upstream_key.get_secret_value() if settings.upstream_key else None
     upstream = Upstream(settings.upstreams, settings.request_timeout, settings.connect_timeout, key)
     carrier = CarrierProcess(settings.store, settings.log_format, settings.log_level)
-    app = create_app(settings, store, upstream, url, carrier)
+    vitals = Vitals()
+    app = create_app(settings, store, upstream, url, carrier, vitals)
     connections = Connections(settings.most_connections, settings.read_timeout, settings.write_timeout)
     server = _Server(
         uvicorn.Config(
@@ -67,6 +76,7 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
         ),
         app,
         connections,
+        vitals,
         lambda: _started(url, on_listening),
         settings.drain_delay,
     )
@@ -82,7 +92,11 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
             signal.signal(number, handler)
         listener.close()
         store.close()
+    if vitals.failure is not None:
+        log.critical("event=failed url=%s reason=%r", url, vitals.failure)
+        return 1
     log.info("event=stopped url=%s", url)
+    return 0
 
 
 class _Server(uvicorn.Server):
@@ -93,12 +107,14 @@ class _Server(uvicorn.Server):
         config: uvicorn.Config,
         app: Lifespan,
         connections: Connections,
+        vitals: Vitals,
         on_started: Callable[[], None],
         drain_delay: float,
     ) -> None:
         super().__init__(config)
         self._lifespan = app
         self._connections = connections
+        self._vitals = vitals
         self._on_started = on_started
         self._drain_delay = drain_delay
         self._told = False
@@ -113,14 +129,32 @@ class _Server(uvicorn.Server):
         log.info("event=stopping delay=%g", self._drain_delay)
         self._loop.call_soon_threadsafe(self._loop.call_later, self._drain_delay, super().handle_exit, sig, frame)
 
+    def _fail(self) -> None:
+        """A part died: be unready, and end in a moment, with what can still be ended well; at last by force."""
+        self._lifespan.on_stop()
+        self._loop.call_soon_threadsafe(self._loop.call_later, _LAST_ANSWERS, self._leave)
+        last = threading.Timer(
+            _LAST_ANSWERS + (self.config.timeout_graceful_shutdown or 0) + _LONGEST_END, os._exit, [1]
+        )
+        last.daemon = True
+        last.start()
+
+    def _leave(self) -> None:
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._vitals.end(self._watch)
+        await super().shutdown(sockets)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._vitals.on_death = self._fail
         try:
             await super().startup(sockets)
         except SystemExit:  # uvicorn's way to give up
             raise StartError(f"the proxy could not start: {self._lifespan.failure or 'see its log'}") from None
         if self.started:
-            self._loop = asyncio.get_running_loop()
-            self._watch = asyncio.create_task(self._connections.watch())
+            self._watch = self._vitals.task(self._connections.watch(), "watch over connections")
             self._on_started()
 
 

@@ -13,6 +13,7 @@ Does not bound bodies (`asgi.read_body`) or how long an answer takes (`request_t
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import struct
 from collections.abc import Awaitable
@@ -26,6 +27,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from proxy.errors import openai_error
+
+log = logging.getLogger("ratchet.proxy")
 
 MOST_HEAD = 64 * 1024  # bytes
 LEAST_PACE = 10_000  # bytes a second
@@ -43,17 +46,28 @@ _REASONS = {
 }
 
 
-def _without_upgrade(data: bytes) -> bytes:
-    """Return a request's first bytes with the offer of another protocol, which RFC 9110 lets a server ignore, unread.
+_OFFER = b"\nupgrade:"
+_HEAD_ENDS = b"\n\r\n"
+
+
+def _without_upgrade(data: bytes) -> tuple[bytes, bytes]:
+    """Return bytes of a request's head with the offer of another protocol, which RFC 9110 lets a server ignore, unread.
 
     The parser would take the body for the other protocol. Java's HTTP client and `curl --http2` offer h2c with every
-    request. The header keeps its length under another name.
+    request. The header, however it is spelled, keeps its length under another name. The second value is what cannot be
+    read yet: the last bytes, where they may be the beginning of such a header, or of the head's end.
     """
-    for name in (b"\r\nUpgrade:", b"\r\nupgrade:"):
-        place = data.find(name, 0, MOST_HEAD)
-        if place >= 0 and not data.find(b"\r\n\r\n", 0, place) >= 0:
-            return data[: place + 2] + b"Offered" + data[place + 9 :]
-    return data
+    end = data.find(_HEAD_ENDS, 0, MOST_HEAD)
+    head = data[: end + 1 if end >= 0 else MOST_HEAD].lower()
+    place = head.find(_OFFER)
+    while place >= 0:
+        data = data[: place + 1] + b"offered" + data[place + 8 :]
+        place = head.find(_OFFER, place + 8)
+    if end < 0 and (last := head.rfind(b"\n")) >= 0 and len(head) == len(data):
+        rest = head[last:]
+        if _OFFER.startswith(rest) or _HEAD_ENDS.startswith(rest):
+            return data[:last], data[last:]
+    return data, b""
 
 
 class _Phase(Enum):
@@ -94,7 +108,16 @@ class Connections:
             await asyncio.sleep(min(_EVERY, self.read_timeout / 4, self.write_timeout / 4))
             now = loop.time()
             for connection in list(self._open):
-                connection.check(now)
+                self._check(connection, now)
+
+    def _check(self, connection: Connection, now: float) -> None:
+        """Look at one connection; one that cannot be looked at is ended, and the watch goes on."""
+        try:
+            connection.check(now)
+        except Exception:
+            log.exception("event=connection_not_checked")
+            self._open.discard(connection)
+            connection.transport.abort()
 
 
 class Connection(HttpToolsProtocol):
@@ -109,6 +132,8 @@ class Connection(HttpToolsProtocol):
         self._since = self.loop.time()
         self._stalled_at: float | None = None
         self._lingers_since = 0.0
+        self._in_head = True  # or before it
+        self._held = b""  # bytes of the head that cannot be read yet
         self._got = 0  # bytes of this request
         self._body = 0  # those of its body
 
@@ -125,7 +150,9 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._got += len(data)
-        super().data_received(data if self._phase is _Phase.COMING else _without_upgrade(data))
+        if self._in_head:
+            data, self._held = _without_upgrade(self._held + data)
+        super().data_received(data)
         if self._got - _CHUNK_COST * self._body > MOST_HEAD and self._phase is not _Phase.WHOLE:
             self._refuse(431, f"a request's head is limited to {MOST_HEAD} bytes")
         elif self._phase is _Phase.WHOLE and (self.cycle is None or self.cycle.response_complete):
@@ -137,6 +164,10 @@ class Connection(HttpToolsProtocol):
         self._got = self._body = 0
         self._lingers_since = 0.0
 
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
     def on_body(self, body: bytes) -> None:
         self._body += len(body)
         super().on_body(body)
@@ -144,6 +175,7 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._phase = _Phase.WHOLE
+        self._in_head = True
 
     def pause_writing(self) -> None:
         super().pause_writing()

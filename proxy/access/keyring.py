@@ -15,7 +15,6 @@ Belongs to the event loop's thread; the store is asked in one of its own.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -27,6 +26,7 @@ from proxy.access.caller import Caller
 from proxy.access.limits import Meter
 from proxy.errors import NotReady, StartError
 from proxy.settings import KEYS_VARIABLE, ProxySettings, is_loopback
+from proxy.vitals import Vitals
 from store import Store
 from store.errors import StoreError
 from store.records import Key
@@ -44,8 +44,11 @@ _LOOK_PATIENCE = 1.0  # seconds that a request waits for such a look
 class KeyRing:
     """The known keys by their SHA-256."""
 
-    def __init__(self, settings: ProxySettings, store: Store, refresh_seconds: float = 2.0) -> None:
+    def __init__(
+        self, settings: ProxySettings, store: Store, vitals: Vitals | None = None, refresh_seconds: float = 2.0
+    ) -> None:
         self._store = store
+        self._vitals = vitals or Vitals()
         self._host = settings.host
         self._is_reachable = not is_loopback(settings.host)
         self._usual = (settings.requests_per_minute, settings.tokens_per_minute)  # of keys without limits of their own
@@ -126,14 +129,12 @@ class KeyRing:
                 f"`ratchet keys create --name NAME`, or set {KEYS_VARIABLE} to one or more keys, separated by commas, "
                 f"or use host 127.0.0.1"
             )
-        self._task = asyncio.create_task(self._run())
+        self._task = self._vitals.task(self._run(), "keys")
 
     async def stop(self) -> None:
         """Write down which keys were used, and end."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await self._vitals.end(self._task)
         if self._looking is not None:
             await asyncio.wait([self._looking])
         self._noted_at = 0.0

@@ -1,8 +1,9 @@
 """GET /health/live, /health/ready, /health/backlog: for probes and for people. Never needs a key, never blocks.
 
-`live` is for a liveness probe: only a process that hangs fails it. `ready` is for a readiness probe: it is 503 while
-a call would not be served. `backlog` is for alarms: it is 503 while the store is too far behind, although calls are
-served and nothing is lost; no probe that restarts anything should ask it.
+`live` is for a liveness probe: only a process that hangs fails it, or one that ends because a part of it died. `ready`
+is for a readiness probe: it is 503 while a call would not be served, as far as the latest looks at the replicas say; it
+asks them nothing, so that nobody can wear them out through it. `backlog` is for alarms: it is 503 while the store is
+too far behind, although calls are served and nothing is lost; no probe that restarts anything should ask it.
 """
 
 from __future__ import annotations
@@ -17,19 +18,27 @@ from proxy.recording.journal import Journal
 from proxy.recording.shipper import Shipper
 from proxy.upstreams.pool import Replica
 from proxy.upstreams.probes import Probes
+from proxy.vitals import Vitals
 
 
 class Health:
     """The three endpoints. `most_lag`: seconds that the store may be behind."""
 
     def __init__(
-        self, book: PolicyBook, probes: Probes[Replica], journal: Journal, shipper: Shipper, most_lag: float
+        self,
+        book: PolicyBook,
+        probes: Probes[Replica],
+        journal: Journal,
+        shipper: Shipper,
+        most_lag: float,
+        vitals: Vitals,
     ) -> None:
         self._book = book
         self._probes = probes
         self._journal = journal
         self._shipper = shipper
         self._most_lag = most_lag
+        self._vitals = vitals
         self._started_at = time.time()
         self._stopping = False
 
@@ -38,12 +47,14 @@ class Health:
         self._stopping = True
 
     async def live(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """200 as long as the process answers."""
-        await send_json(send, 200, {"status": "live"})
+        """200 as long as the process answers; 503 with the reason where it ends because a part of it died."""
+        reason = self._vitals.failure
+        told = {"status": "live"} if reason is None else {"status": "failed", "reason": reason}
+        await send_json(send, 200 if reason is None else 503, told)
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
         """200 when a call would be served: by at least one replica; else 503 with what is missing."""
-        upstreams = await self._probes.look()
+        upstreams = self._probes.last()
         missing = [*(["the proxy is stopping"] if self._stopping else ()), *self._book.readiness()]
         if not any(told["answers"] for told in upstreams):
             missing += [told["reason"] for told in upstreams]

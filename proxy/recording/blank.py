@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 
 from proxy.recording.segments import MAGIC, records_end, sync_folder, write_all
+from proxy.vitals import Vitals
 
 log = logging.getLogger("ratchet.proxy")
 
@@ -33,14 +34,14 @@ def adopt(folder: Path, segment: Path) -> None:
 class Blanks:
     """Makes blanks, and cuts used ones to what they hold, in a thread of its own."""
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, folder: Path, size: int, vitals: Vitals) -> None:
         self._folder = folder
         self._size = size
         self._ready: queue.SimpleQueue[int] = queue.SimpleQueue()  # the descriptor of the blank that waits
         self._asked: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._wanted = threading.Event()  # set from the wish for a blank to its end
         self._settled = threading.Event()  # set when the latest wish was met, or could not be
-        self._thread = threading.Thread(target=self._run, name="journal-blanks", daemon=True)
+        self._thread = vitals.thread(self._run, "journal-blanks")
 
     @property
     def _path(self) -> Path:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from proxy.errors import StartError
+from proxy.errors import NotReady, StartError
 from proxy.observing.metrics import Metrics
 from proxy.recording.bell import Bell
 from proxy.recording.blank import Blanks, adopt
@@ -41,6 +41,7 @@ from proxy.recording.segments import (
     sync_folder,
     write_all,
 )
+from proxy.vitals import Vitals
 from store.records import Shipment
 
 log = logging.getLogger("ratchet.proxy")
@@ -64,7 +65,16 @@ class Written:
 class Journal:
     """Append-only segments and the one thread that writes them."""
 
-    def __init__(self, folder: Path, most_bytes: int, segment_bytes: int, metrics: Metrics, bell: Bell) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        most_bytes: int,
+        segment_bytes: int,
+        metrics: Metrics,
+        bell: Bell,
+        vitals: Vitals | None = None,
+    ) -> None:
+        vitals = vitals or Vitals()
         self.folder = folder
         self.first = 1  # the first segment of this process; older ones are another's
         self.bytes = 0
@@ -85,11 +95,12 @@ class Journal:
         self._file = -1
         self._path = ""
         self._unsynced = False  # whether the current segment has records that no sync followed
-        self._blanks = Blanks(folder, segment_bytes)
+        self._blanks = Blanks(folder, segment_bytes, vitals)
         self._written: dict[int, Written] = {}  # the segments that are there
         self._place = threading.Lock()  # guards number, file, written and bytes, which the shipper reads
         self._lock = -1
-        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._dead = False  # nobody writes any more
+        self._thread = vitals.thread(self._run, "journal")
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
@@ -153,6 +164,8 @@ class Journal:
         """Give the writer what was taken."""
         if self._taken:
             self._batches.put(self._taken)
+            if self._dead:
+                self._refuse(self._taken)
             self._taken = []
         self._handing, self._hurried = None, False
 
@@ -180,9 +193,21 @@ class Journal:
     # --- the writer's thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        batch: list[_Entry] = []
+        try:
+            self._write_on(batch)
+        except BaseException:
+            self._dead = True
+            self._refuse(batch)
+            while not self._batches.empty():
+                self._refuse(self._batches.get_nowait() or ())
+            raise
+
+    def _write_on(self, batch: list[_Entry]) -> None:
+        """Write what comes until the end; what is being written is in `batch`."""
         going = True
         while going:
-            batch: list[_Entry] = []
+            batch.clear()
             try:
                 entries = self._batches.get(timeout=1.0 if self._held else None)
                 while entries is not None:
@@ -295,6 +320,12 @@ class Journal:
             self.lost += 1
             self._metrics.lost.inc()
 
+    def _refuse(self, entries: Sequence[_Entry]) -> None:
+        """Nobody will write these: what was not answered yet must not be."""
+        waiting = [future for _, future in entries if future is not None]
+        if waiting and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_fail, waiting)
+
     def _resolve(self, waiting: Sequence[asyncio.Future[bool]], durable: bool) -> None:
         if not waiting or self._loop is None or self._loop.is_closed():
             return
@@ -312,6 +343,13 @@ def _begun(path: Path) -> int:
         path.unlink(missing_ok=True)
         raise
     return file
+
+
+def _fail(waiting: Sequence[asyncio.Future[bool]]) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_exception(NotReady("the journal's writer died, and this proxy ends: send the request again"))
+            future.exception()  # nobody may be waiting any more
 
 
 def _settle(waiting: Sequence[asyncio.Future[bool]], durable: bool) -> None:

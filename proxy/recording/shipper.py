@@ -33,6 +33,7 @@ from proxy.recording.segments import (
     segment_path,
     write_position,
 )
+from proxy.vitals import Vitals
 from store import Store
 from store.errors import SchemaMismatch, StoreUnavailable
 
@@ -61,6 +62,7 @@ class Shipper:
         bell: Bell,
         forget_known: Callable[[], None],
         on_deletion: Callable[[], None] = lambda: None,
+        vitals: Vitals | None = None,
     ) -> None:
         self.replayed = threading.Event()  # set when the segments of earlier processes are in the store
         self.moved = 0  # records taken out of the journal since the start, earlier processes' included
@@ -86,7 +88,7 @@ class Shipper:
         self._waiting = 0  # those who wait for the store to have something
         self._moved = asyncio.Event()  # for them: set after each batch, and a new one put in its place
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="shipper", daemon=True)
+        self._thread = (vitals or Vitals()).thread(self._run, "shipper")
 
     @property
     def backlog(self) -> int:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from proxy.errors import UpstreamBroke, UpstreamUnreachable
+from proxy.errors import UpstreamBroke, UpstreamError, UpstreamUnreachable
 from proxy.upstreams.connection import Connection, Dropped, HttpAnswer
 from store.credentials import credentials, without_credentials
 
@@ -49,7 +49,11 @@ class Client:
         try:
             return await self._ask(connection, origin.url, method, head, body)
         except Dropped:
-            return await self._ask(await origin.connect(), origin.url, method, head, body)
+            try:
+                return await self._ask(await origin.connect(), origin.url, method, head, body)
+            except UpstreamError as error:
+                error.may_have_begun = True  # a request that ends its server looks like a connection that was closed
+                raise
 
     def _origin(self, url: str) -> _Origin:
         origin = self._origins[url] = _Origin(self._secret.get(url, url), self._connect_timeout)

@@ -21,6 +21,7 @@ from proxy.upstreams.plain import plain_body
 from proxy.upstreams.pool import Pool, Replica
 from proxy.upstreams.probes import Probes
 from proxy.upstreams.upstream import Upstream
+from proxy.vitals import Vitals
 
 _REFUSED = (401, 403)
 
@@ -65,6 +66,7 @@ class OtherModels:
         connect_timeout: float,
         failures: int,
         cool_off: float,
+        vitals: Vitals | None = None,
     ) -> None:
         self._clients: dict[float, Upstream] = {}
         self._pools: dict[str, Pool[Deployment]] = {}
@@ -76,7 +78,7 @@ class OtherModels:
             named.setdefault(entry.model_name, []).append(deployment)
         for name, deployments in named.items():
             self._pools[name] = Pool(deployments, metrics)
-        self._probes = [Probes(pool, _is_there, cool_off, idle=True) for pool in self._pools.values()]
+        self._probes = [Probes(pool, _is_there, cool_off, vitals, idle=True) for pool in self._pools.values()]
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -4,7 +4,8 @@ Promises: a trajectory always comes to the same replica, whose prefix cache know
 not much busier than the others; calls without a trajectory go to the least busy one. A call goes to another replica
 only before the first byte of its answer: when there is no connection, when it breaks off before then, on 502, 503 and
 504 (a dead vLLM, or what stands before it), and on 429, as another replica may have room. Any other answer is the
-model's own. When all fail, the first failure is told, as it came, and, where
+model's own. A request that a replica may have begun (all but: no connection, 429, 503) is offered to one other replica
+at most: it may be what ended the first. When all fail, the first failure is told, as it came, and, where
 all are known to be down, when they are asked again. A time-out of the whole call is not tried again.
 
 A replica with an open breaker gets no calls while another is healthy; where none is, all are tried. So it is with one
@@ -28,8 +29,10 @@ from proxy.upstreams.connection import HttpAnswer
 log = logging.getLogger("ratchet.proxy")
 
 _DEAD = (502, 503, 504)
+_BEGUN = (502, 504)  # what stands before a vLLM says of one that had the request
 _FULL = 429
 _MOST_ATTEMPTS = 3  # replicas that one call is offered to
+_MOST_BEGUN = 2  # those of them that may have begun with it
 
 
 class Replica:
@@ -94,6 +97,7 @@ class Pool(Generic[_R]):
         """
         told: HttpAnswer | UpstreamError | None = None  # the first failure
         order = self.order(trajectory_id)
+        begun = 0  # replicas that may have begun with it
         for replica in order:
             try:
                 outcome: HttpAnswer | UpstreamError = await self._offer(replica, ask)
@@ -105,12 +109,15 @@ class Pool(Generic[_R]):
                 _close(told)
                 told = outcome
                 break
-            if replica is not order[-1]:
-                self._metrics.upstream_retries.labels(reason).inc()
+            begun += _may_have_begun(outcome)
             if told is None:
                 told = outcome
             else:
                 _close(outcome)
+            if begun == _MOST_BEGUN:
+                break
+            if replica is not order[-1]:
+                self._metrics.upstream_retries.labels(reason).inc()
         assert told is not None, "a pool has at least one replica"
         if isinstance(told, UpstreamError):
             told.retry_after = _asked_again_in(order)
@@ -154,6 +161,13 @@ class Pool(Generic[_R]):
         """Take note that a replica is well."""
         if replica.breaker.succeed():
             log.info("event=upstream_up upstream=%s", replica.label)
+
+
+def _may_have_begun(outcome: HttpAnswer | UpstreamError) -> bool:
+    """Return whether a replica that failed may have begun with the request, and have failed because of it."""
+    if isinstance(outcome, HttpAnswer):
+        return outcome.status in _BEGUN
+    return outcome.may_have_begun
 
 
 def _weight(label: str, trajectory_id: str) -> bytes:

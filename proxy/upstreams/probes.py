@@ -1,8 +1,9 @@
 """Asks every replica from time to time whether it is there, so that a dead one is known before a call meets it.
 
-A replica whose breaker has cooled off is asked, too, and its answer closes the breaker: no agent's call is the
-probe. A server that is not ours is asked only for that (`idle`). A slow answer opens nothing, as a replica may be busy;
-no connection does, and so does one that hangs: that leaves `_MOST_SILENT` looks in a row without an answer.
+What the latest look said is kept for `/health/ready`, which asks nobody. One that cannot be reached is asked again a
+second later. One whose breaker has cooled off is asked, too, and its answer closes the breaker: no agent's call is the
+probe. A server that is not ours is asked only for that (`idle`). A slow answer opens nothing, as a replica may be
+busy; no connection does, and so does one that hangs: that leaves `_MOST_SILENT` looks in a row without an answer.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
-from proxy.errors import UpstreamError, UpstreamUnreachable
+from proxy.errors import UpstreamError, UpstreamTimeout, UpstreamUnreachable
 from proxy.upstreams.breaker import State
 from proxy.upstreams.pool import Pool, Replica
+from proxy.vitals import Vitals
 
 _PATIENCE = 2.0  # seconds for an answer
 _MOST_SILENT = 3
+_SOON = 1.0  # seconds until the next look at one that cannot be reached
 
 
 _R = TypeVar("_R", bound=Replica)
@@ -28,58 +31,82 @@ class Probes(Generic[_R]):
     """The service that asks: `ask` raises UpstreamError where a replica is not there."""
 
     def __init__(
-        self, pool: Pool[_R], ask: Callable[[_R], Awaitable[object]], every: float, *, idle: bool = False
+        self,
+        pool: Pool[_R],
+        ask: Callable[[_R], Awaitable[object]],
+        every: float,
+        vitals: Vitals | None = None,
+        *,
+        idle: bool = False,
     ) -> None:
         self._pool = pool
         self._ask = ask
         self._every = every
         self._idle = idle
+        self._vitals = vitals or Vitals()
         self._silent: Counter[str] = Counter()  # looks in a row without an answer, by replica
+        self._wrong: dict[str, UpstreamError | None] = {}  # what the latest look said, by replica
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Begin to ask."""
-        self._tasks = [asyncio.create_task(self._watch(replica)) for replica in self._pool.replicas]
+        self._tasks = [
+            self._vitals.task(self._watch(replica), f"probe of {replica.label}") for replica in self._pool.replicas
+        ]
 
     async def stop(self) -> None:
         """Ask no more."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._vitals.end(*self._tasks)
 
     async def _watch(self, replica: _R) -> None:
         while True:
-            await asyncio.sleep(self._every)
             state = replica.breaker.state(time.monotonic())
             if state == State.HALF_OPEN or (state == State.CLOSED and not self._idle):
-                await self._probe(replica)
+                await self.look(replica)
+            await asyncio.sleep(self._pause(replica))
 
-    async def look(self) -> list[dict[str, Any]]:
-        """Ask all replicas now; return for each where it is, whether it answers, and what its breaker says."""
-        return list(await asyncio.gather(*(self._told(replica) for replica in self._pool.replicas)))
+    def _pause(self, replica: _R) -> float:
+        """Return the seconds until the next look at a replica."""
+        opens_in = replica.breaker.opens_in(time.monotonic())
+        if opens_in is not None:
+            return min(self._every, max(opens_in, 0.01))
+        wrong = self._wrong.get(replica.label)
+        return self._every if wrong is None or isinstance(wrong, UpstreamTimeout) else min(self._every, _SOON)
 
-    async def _told(self, replica: _R) -> dict[str, Any]:
-        reason = await self._probe(replica)
-        told = {"url": replica.url, "answers": reason is None, "in_flight": replica.in_flight}
-        told["breaker"] = str(replica.breaker.state(time.monotonic()))
+    def last(self) -> list[dict[str, Any]]:
+        """Return of each replica where it is, whether it answered at the latest look, and what its breaker says."""
+        return [self._told(replica) for replica in self._pool.replicas]
+
+    def _told(self, replica: _R) -> dict[str, Any]:
+        state = replica.breaker.state(time.monotonic())
+        wrong = self._wrong.get(replica.label)
+        reason = None if wrong is None else str(wrong)
+        if replica.label not in self._wrong:
+            reason = f"upstream {replica.url} has not been asked yet"
+        elif reason is None and state != State.CLOSED:
+            reason = f"calls to upstream {replica.url} failed; it is asked again in some seconds"
+        told = {"url": replica.url, "answers": reason is None, "in_flight": replica.in_flight, "breaker": str(state)}
         return told | ({"reason": reason} if reason else {})
 
-    async def _probe(self, replica: _R) -> str | None:
+    async def look(self, replica: _R) -> None:
+        """Ask one replica, and tell its breaker."""
+        wrong = self._wrong[replica.label] = await self._asked(replica)
+        if wrong is None:
+            self._pool.answered(replica)
+        elif isinstance(wrong, UpstreamUnreachable) or (
+            isinstance(wrong, UpstreamTimeout) and self._silent[replica.label] >= _MOST_SILENT
+        ):
+            self._pool.failed(replica, str(wrong))
+
+    async def _asked(self, replica: _R) -> UpstreamError | None:
         """Ask one replica; return what is wrong with it, or None."""
         try:
             async with asyncio.timeout(_PATIENCE):
                 await self._ask(replica)
-        except UpstreamUnreachable as error:
-            self._pool.failed(replica, str(error))
-            return str(error)
-        except UpstreamError as error:
-            return str(error)
         except TimeoutError:
-            reason = f"upstream {replica.url} does not answer within {_PATIENCE:g} s"
             self._silent[replica.label] += 1
-            if self._silent[replica.label] >= _MOST_SILENT:
-                self._pool.failed(replica, reason)
-            return reason
+            return UpstreamTimeout(f"upstream {replica.url} does not answer within {_PATIENCE:g} s")
+        except UpstreamError as error:
+            return error
         self._silent.pop(replica.label, None)
-        self._pool.answered(replica)
         return None

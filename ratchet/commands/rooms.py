@@ -36,7 +36,7 @@ def proxy(
     capture: str | None,
     journal: Path | None,
     project: str | None,
-) -> None:
+) -> int:
     """Run the proxy alone, in front of vLLM replicas that run elsewhere.
 
     \b
@@ -53,7 +53,7 @@ def proxy(
     from proxy.server import serve
 
     logs.set_up(own.log_format, own.log_level)
-    serve(own, lambda url: click.echo(f"base_url: {url}/v1   model: {own.model}", err=True))
+    return serve(own, lambda url: click.echo(f"base_url: {url}/v1   model: {own.model}", err=True))
 
 
 @click.command()

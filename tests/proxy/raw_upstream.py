@@ -25,25 +25,40 @@ def stream(*events: bytes) -> bytes:
 
 
 class RawUpstream:
-    """The server; `answer` is what the next POST gets, after which the connection is closed."""
+    """The server; `answer` is what the next POST gets, after which the connection is closed unless it `keeps` it."""
 
     def __init__(self) -> None:
         self.answer = b""
+        self.keeps = False
+        self.posts = 0
+        self._talks: set[asyncio.Task[None]] = set()
         self.url = ""
 
     async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection."""
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        if (task := asyncio.current_task()) is not None:
+            self._talks.add(task)
+            task.add_done_callback(self._talks.discard)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).lower()
                 length = head.partition(b"content-length:")[2].split(b"\r\n")[0]
                 await reader.readexactly(int(length or b"0"))
                 if head.startswith(b"post"):
+                    self.posts += 1
                     writer.write(self.answer)
                     await writer.drain()
+                    if self.keeps:
+                        continue
                     break
                 writer.write(http(json.dumps(MODELS).encode()))
         writer.close()
+
+    async def hang_up(self) -> None:
+        """Close the connections that are open."""
+        for task in list(self._talks):
+            task.cancel()
+        await asyncio.gather(*self._talks, return_exceptions=True)
 
 
 @contextlib.contextmanager
@@ -57,6 +72,7 @@ def raw_upstream() -> Iterator[RawUpstream]:
         listening.set()
         await stop.wait()
         server.close()
+        await upstream.hang_up()
 
     stop = asyncio.Event()
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(stop),), daemon=True)

@@ -90,7 +90,7 @@ class ProxyProcess:
             "from proxy.observing import logs; "
             "settings = ProxySettings.read({}, **json.loads(sys.argv[1])); "
             "logs.set_up(settings.log_format, settings.log_level); "
-            "serve(settings, lambda url: print(url, flush=True))"
+            "sys.exit(serve(settings, lambda url: print(url, flush=True)))"
         )
         values = {"model": "agent", "port": 0, "journal": str(folder / "journal"), "store": str(folder / "store.db")}
         log = folder / "proxy.log"

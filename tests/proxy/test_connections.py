@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import socket
 import time
@@ -244,19 +245,39 @@ def test_garbage_behind_a_call_does_not_spoil_its_answer(proxy: ProxyProcess) ->
     assert answer.count(b"HTTP/1.1") <= 1
 
 
-@pytest.mark.parametrize("name", ["Upgrade", "upgrade"])
+@pytest.mark.parametrize("name", ["Upgrade", "upgrade", "UPGRADE", "uPgRaDe"])
 def test_a_client_that_offers_another_protocol_is_served_in_this_one(proxy: ProxyProcess, name: str) -> None:
     """Java's HTTP client and `curl --http2` do with every request; a body may name it, too."""
     body = b'{"model": "agent", "messages": [{"role": "user", "content": "#say=hello \\r\\n\\r\\n"}]}'
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nConnection: Upgrade, HTTP2-Settings\r\n"
         f"{name}: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
+    ).encode()
+    whole = head + body
+    splits: list[tuple[int, ...]] = [
+        (0,),
+        *((at,) for at in range(head.index(b"\r\n" + name.encode()), head.index(b": h2c") + 2)),
+    ]
+    splits += [(at,) for at in range(len(head) - 5, len(head) + 1)] + [tuple(range(1, len(head) + 1, 7))]
     with dialled(proxy) as line:
-        for pieces in ((head.encode() + body,), (head.encode(), body)):
-            for piece in pieces:
-                line.sendall(piece)
-                time.sleep(0.05)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for places in splits:
+            for begin, end in itertools.pairwise([0, *places, len(whole)]):
+                line.sendall(whole[begin:end])
+                time.sleep(0.002 if len(places) > 1 else 0.02)
             reply = http.client.HTTPResponse(line)
             reply.begin()
             assert (reply.status, b"hello" in reply.read()) == (200, True)
+
+
+def test_lines_of_a_body_that_look_like_an_offer_stay_as_they_are(proxy: ProxyProcess) -> None:
+    body = b"a\r\nUpgrade: h2c\r\n\r\nupgrade: b"
+    head = b"POST /v1/audio/any HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body)
+    for places in ((0,), *((at,) for at in range(len(head) - 5, len(head) + 12))):
+        with dialled(proxy) as line:
+            for begin, end in itertools.pairwise([0, *places, len(head + body)]):
+                line.sendall((head + body)[begin:end])
+                time.sleep(0.01)
+            reply = http.client.HTTPResponse(line)
+            reply.begin()
+            assert json.loads(reply.read())["body"].encode() == body

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from proxy.upstreams.context_limit import read_overflow
-from tests.proxy.conftest import Proxy
+from tests.proxy.conftest import Proxy, Start
 from tests.proxy.scripted_vllm import ScriptedVllm, render
 
 LONG: Any = [{"role": "user", "content": "x" * 400}]
@@ -17,11 +17,10 @@ ASKED = len(render(LONG))
 
 
 @pytest.fixture
-def limited(vllm: ScriptedVllm, proxy: Proxy) -> Proxy:
+def limited(vllm: ScriptedVllm, start: Start) -> Proxy:
     """A proxy before a vLLM that takes 300 tokens, as the proxy knows."""
     vllm.max_model_len = 300
-    assert proxy.http.get("/health/ready").status_code == 200
-    return proxy
+    return start()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,7 @@ from proxy.upstreams.pool import Pool, Replica
 from proxy.upstreams.probes import Probes
 from store import Store
 from tests.proxy.conftest import Proxy, Start
+from tests.proxy.raw_upstream import http, raw_upstream
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import VllmProcess, eventually, served
 from tests.proxy.test_policy import promote
@@ -129,6 +132,31 @@ def test_what_the_model_itself_answers_is_not_asked_twice(
     assert len(vllm.calls) + len(second[0].calls) == 8
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_request_that_ends_its_replica_is_offered_to_one_other_at_most(start: Start, kept: bool) -> None:
+    with contextlib.ExitStack() as stack:
+        replicas = [stack.enter_context(raw_upstream()) for _ in range(4)]
+        proxy = start(upstreams=tuple(replica.url for replica in replicas), breaker_failures=1000)
+        if kept:  # each has answered, over a connection that stays
+            for replica in replicas:
+                replica.answer, replica.keeps = http(b"{}", status=400), True
+            eventually(lambda: [proxy.http.post("/v1/chat/completions", json=body()) for _ in range(16)])
+            assert all(replica.posts for replica in replicas)
+        for replica in replicas:
+            replica.answer, replica.keeps, replica.posts = b"", False, 0
+        answer = proxy.http.post("/v1/chat/completions", json=body("poison"))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_broke")
+        assert sum(replica.posts > 0 for replica in replicas) == 2
+        retries = 'ratchet_upstream_retries_total{reason="upstream_broke"} 1.0'
+        assert retries in proxy.http.get("/metrics").text
+
+
+def test_a_request_that_was_not_begun_is_offered_on_freely(start: Start, vllm_url: str) -> None:
+    proxy = start(upstreams=("http://127.0.0.1:9", "http://127.0.0.1:10", vllm_url), breaker_failures=1000)
+    answers = [proxy.http.post("/v1/chat/completions", json=body(f"{n}")) for n in range(12)]
+    assert [answer.status_code for answer in answers] == [200] * 12
+
+
 def test_when_all_replicas_fail_the_first_failure_is_told_as_it_came(
     start: Start, vllm: ScriptedVllm, vllm_url: str, second: tuple[ScriptedVllm, str]
 ) -> None:
@@ -156,11 +184,34 @@ def test_a_call_to_replicas_that_are_known_to_be_down_is_told_when_they_are_aske
     start: Start, store: Store
 ) -> None:
     store.policies.register_base("agent", "base")
-    proxy = start(ready=False, upstreams=("http://127.0.0.1:9",), breaker_failures=2, breaker_seconds=600)
-    first, second = (proxy.http.post("/v1/chat/completions", json=body()) for _ in range(2))
-    assert (first.status_code, "retry-after" in first.headers) == (502, False)
-    assert (second.status_code, second.headers["retry-after"]) == (502, "600")
-    assert proxy.http.get("/v1/passed/on").headers["retry-after"] == "600"
+    proxy = start(ready=False, upstreams=("http://127.0.0.1:9",), breaker_failures=100, breaker_seconds=600)
+    answers = [proxy.http.post("/v1/chat/completions", json=body()) for _ in range(100)]
+    assert {answer.status_code for answer in answers} == {502}
+    assert "retry-after" not in answers[0].headers
+    assert answers[-1].headers["retry-after"] == "600"
+    assert proxy.http.get("/v1/passed/on").headers["retry-after"] in ("600", "599")
+
+
+def test_readiness_is_told_from_the_latest_look_and_asks_no_replica(
+    start: Start, vllm: ScriptedVllm, vllm_url: str
+) -> None:
+    proxy = start(probe_seconds=600.0, breaker_seconds=600.0)
+    looks = len(vllm.paths)
+    for _ in range(100):
+        ready = proxy.http.get("/health/ready")
+        assert (ready.status_code, ready.json()["upstreams"][0]["answers"]) == (200, True)
+    assert len(vllm.paths) == looks
+
+
+def test_asking_for_readiness_opens_no_breaker_of_a_replica_that_is_slow(start: Start, store: Store) -> None:
+    store.policies.register_base("agent", "base")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections and says nothing
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        proxy = start(ready=False, upstreams=(url,), probe_seconds=600.0, breaker_seconds=600.0, breaker_failures=1)
+        for _ in range(200):
+            ready = proxy.http.get("/health/ready")
+            assert ready.status_code == 503
+            assert ready.json()["upstreams"][0]["breaker"] == "closed"
 
 
 async def test_a_replica_that_hangs_is_left_after_some_looks_in_a_row_and_one_that_is_slow_is_not() -> None:
@@ -173,10 +224,13 @@ async def test_a_replica_that_hangs_is_left_after_some_looks_in_a_row_and_one_th
     probes = Probes(replicas, ask, every=1.0)
     for slow in (True, True, False, True, True):
         hanging[0] = slow
-        assert (await probes.look())[0]["breaker"] == "closed"
-    assert (await probes.look())[0]["breaker"] == "open"
+        await probes.look(replicas.replicas[0])
+        assert probes.last()[0]["breaker"] == "closed"
+    await probes.look(replicas.replicas[0])
+    assert probes.last()[0]["breaker"] == "open"
     hanging[0] = False
-    assert (await probes.look())[0]["breaker"] == "closed"
+    await probes.look(replicas.replicas[0])
+    assert probes.last()[0]["breaker"] == "closed"
 
 
 class Load:

@@ -1,0 +1,132 @@
+"""A part of the proxy that dies: the process says so and ends, and nothing is answered that is not recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from proxy.access.connections import Connection, Connections
+from proxy.errors import NotReady
+from proxy.observing.metrics import Metrics
+from proxy.recording.bell import Bell
+from proxy.recording.journal import Journal
+from proxy.vitals import Vitals
+from tests import records
+from tests.proxy.servers import ROOT, eventually
+
+_PROXY = """
+import asyncio, ctypes, json, sys, threading
+from proxy.observing import logs
+from proxy.server import serve
+from proxy.settings import ProxySettings
+
+def end_a_part(loop):
+    name = sys.stdin.readline().strip()
+    for task in asyncio.all_tasks(loop):
+        if task.get_name() == name:
+            loop.call_soon_threadsafe(task.cancel)
+    for thread in threading.enumerate():
+        if thread.name == name:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+
+def on_listening(url):
+    threading.Thread(target=end_a_part, args=(asyncio.get_running_loop(),), daemon=True).start()
+    print(url, flush=True)
+
+logs.set_up("text")
+sys.exit(serve(ProxySettings.read({}, **json.loads(sys.argv[1])), on_listening))
+"""
+
+
+@pytest.mark.parametrize("part", ["policies", "keys", "watch over connections", "shipper", "journal-blanks"])
+def test_a_part_that_dies_ends_the_process_loudly_and_live_says_so_meanwhile(
+    part: str, tmp_path: Path, vllm_url: str
+) -> None:
+    settings = {"upstreams": [vllm_url], "model": "agent", "port": 0}
+    settings |= {"journal": str(tmp_path / "journal"), "store": str(tmp_path / "store.db"), "segment_bytes": 2**12}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PROXY, json.dumps(settings)], cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with httpx.Client(base_url=process.stdout.readline().strip(), timeout=10) as client:
+        eventually(lambda: client.get("/health/ready").status_code == 200)
+        assert client.get("/health/live").status_code == 200
+        print(part, file=process.stdin, flush=True)
+        for number in range(10):  # a thread dies with what it does next
+            client.post(
+                "/v1/chat/completions",
+                json={"model": "agent", "messages": [{"role": "user", "content": f"{number}" * 1000}]},
+            )
+        live = eventually(lambda: (told := client.get("/health/live")).status_code == 503 and told)
+        assert f"part {part!r} died" in live.json()["reason"]
+        assert client.get("/health/ready").status_code == 503
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"event=part_died part={part}" in log
+    assert "event=failed" in log
+
+
+class _Mute(Bell):
+    """A bell that breaks when it is rung."""
+
+    def ring(self, name: str, reason: str) -> None:
+        raise RuntimeError("the bell broke")
+
+
+async def test_where_the_journals_writer_died_nothing_counts_as_recorded(tmp_path: Path) -> None:
+    deaths: list[str] = []
+    vitals = Vitals()
+    vitals.on_death = lambda: deaths.append(str(vitals.failure))
+    journal = Journal(tmp_path / "journal", 2**20, 2**16, Metrics(), _Mute(), vitals)
+    await journal.start()
+    assert await journal.commit(records.begun("call_1", "t"))
+    shutil.rmtree(journal.folder)
+    (tmp_path / "journal").write_text("in its place")
+    with pytest.raises(NotReady, match="writer died"):
+        await journal.commit(records.begun("call_2", "t"))
+    with pytest.raises(NotReady, match="writer died"):
+        await journal.commit(records.begun("call_3", "t"))
+    await asyncio.to_thread(eventually, lambda: deaths)
+    assert deaths == ["its part 'journal' died: RuntimeError: the bell broke"]
+    await journal.stop()
+
+
+class _Sick(Connection):
+    """A connection that cannot be looked at."""
+
+    def check(self, now: float) -> None:
+        raise OSError("bad file descriptor")
+
+
+async def test_a_connection_that_cannot_be_looked_at_is_ended_and_the_others_are_watched_on() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+
+    loop, doors, made = asyncio.get_running_loop(), Connections(9, 0.2, 1.0), [_Sick, Connection, _Sick, Connection]
+    config = Config(app, ws="none")
+    server = await loop.create_server(lambda: made.pop(0)(doors, config, ServerState(), {}), "127.0.0.1", 0)
+    watch = asyncio.create_task(doors.watch())
+    host, port = server.sockets[0].getsockname()
+    for _ in range(2):
+        slow = [await asyncio.open_connection(host, port) for _ in range(2)]
+        for _, writer in slow:
+            writer.write(b"GET / HTTP/1.1\r\n")
+        sick, well = [await reader.read() for reader, _ in slow]
+        assert sick == b""
+        assert well.startswith(b"HTTP/1.1 408 ")
+        for _, writer in slow:
+            writer.close()
+    watch.cancel()
+    server.close()
