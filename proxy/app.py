@@ -124,7 +124,7 @@ def create_app(
     spans = spans_for(settings.otlp_endpoint, os.environ)
     observer = Observer(metrics, spans, logs_calls=settings.log_calls)
     direct = ReplicaForwarder(book, upstream, pool, metrics)
-    base = BaseCheck(settings.model, store, upstream, direct.look)
+    base = BaseCheck(settings.model, store, upstream, direct.look, vitals=vitals)
     probes = Probes(pool, base.look, min(settings.probe_seconds, cool_off), vitals)
     own: Forwarder = direct
     rollouts = Rollouts(store)

@@ -24,6 +24,7 @@ import msgspec
 from proxy.errors import UpstreamError
 from proxy.upstreams.pool import Replica
 from proxy.upstreams.upstream import Upstream
+from proxy.vitals import Vitals
 from store import Store, fingerprints
 from store.errors import StoreError
 
@@ -47,6 +48,7 @@ class BaseCheck:
         upstream: Upstream,
         list_models: Callable[[Replica], Awaitable[list[dict[str, Any]]]],
         every: float = EVERY,
+        vitals: Vitals | None = None,
     ) -> None:
         self._alias = alias
         self._store = store
@@ -59,6 +61,7 @@ class BaseCheck:
         self._waiting: dict[str, tuple[Replica, Card]] = {}
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "base-model")
+        self._vitals = vitals or Vitals()
         self._task: asyncio.Task[None] | None = None
 
     async def look(self, replica: Replica) -> None:
@@ -84,13 +87,12 @@ class BaseCheck:
 
     async def start(self) -> None:
         """Begin to compare."""
-        self._task = asyncio.create_task(self._run(), name="base-check")
+        self._task = self._vitals.task(self._run(), "base-check")
 
     async def stop(self) -> None:
         """Compare no more."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await self._vitals.end(self._task)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self) -> None:
