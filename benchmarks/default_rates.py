@@ -6,8 +6,9 @@
 Each is `ratchet tune weights` with the example's own ratchet.yaml less its `learning_rate` (and `target_kl`), which are
 then their defaults: `auto`. Rounds of 16 training tasks x 8 attempts; 40 rounds are twice the demo's rollouts. The test
 tasks are tried before, half way and after; learnt is what has a 95% interval of the paired difference above zero.
-`--quick` takes ten rounds. `--rate` names a fixed rate instead, for comparison. Exit code
-1 where an example did not learn. `math` needs an environment with AgentScope (its README), by `--python`.
+`--quick` takes eight rounds and tries each test task once, before and after. `--rate` names a fixed rate instead, for
+comparison. Exit code 1 where an example did not learn. `math` needs an environment with AgentScope (its README), by
+`--python`.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ import yaml
 from ratchet.running import interrupts
 from store import open_store
 from store.states import RoundState
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ("email_search", "math", "planner")
-_QUICK = 10  # rounds
+_QUICK = 8  # rounds
 _SHOWN = ("learning_rate", "approx_kl", "approx_kl_target", "gap_abs_mean", "gap_good_mean", "entropy", "reward")
 
 
@@ -45,7 +47,7 @@ class Run:
         self._own: list[str] = []
         given: dict[str, Any] = yaml.safe_load((ROOT / "examples" / example / "ratchet.yaml").read_text())
         self._alias, self._project = given["model"], given["project"]
-        given["vllm"]["port"] = given.setdefault("proxy", {})["port"] = 0
+        given["vllm"]["port"], given["proxy"] = free_port(), {"port": free_port()}
         learner = given["trainer"]["learner"]
         for name in ("learning_rate", "target_kl"):
             learner.pop(name, None)
@@ -142,17 +144,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--python", default=sys.executable, help="of the tuner's command, such as AgentScope's for math"
     )
-    parser.add_argument("--quick", action="store_true", help=f"{_QUICK} rounds")
+    parser.add_argument("--quick", action="store_true", help=f"{_QUICK} rounds, each test task once")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--folder", type=Path)
     chosen = parser.parse_args(arguments)
     interrupts.install()
     folder = chosen.folder or Path(tempfile.mkdtemp(prefix="default-rates-"))
-    rounds = _QUICK if chosen.quick else chosen.rounds
+    rounds, every, attempts = chosen.rounds, max(1, chosen.rounds // 2), chosen.eval_attempts
+    if chosen.quick:
+        rounds, every, attempts = _QUICK, _QUICK, 1
     found = []
     for example in chosen.examples.split(","):
         run = Run(example, folder / f"{example}-{chosen.seed}", chosen.rate, chosen.python)
-        found.append(run.tuned(rounds, max(1, rounds // 2), chosen.eval_attempts, chosen.seed))
+        found.append(run.tuned(rounds, every, attempts, chosen.seed))
         if not chosen.json:
             show(found[-1])
     if chosen.json:

@@ -17,13 +17,15 @@ def read(settings: Settings) -> LearningReport:
     """Return the report on what the store holds. Raises FaceError where there is no store yet."""
     from store import open_store
     from store.reporting.learning import learning_report
+    from store.reporting.movement import lately
 
     if settings.store is None and not settings.state.store.exists():
         raise FaceError("nothing has run yet: there is no store to report on")
     store = open_store(settings.store_url, create=False)
     try:
         judge = store.groups.newest_judge(settings.model)
-        return learning_report(store.groups.tallied(settings.model, judge) if judge else [])
+        tallied = store.groups.tallied(settings.model, judge) if judge else []
+        return learning_report(tallied, lately(store, settings.model))
     finally:
         store.close()
 
@@ -44,6 +46,7 @@ def lines(report: LearningReport) -> list[str]:
         )
         if family.same_tasks is not None:
             text.append(f"  on the {family.same_tasks.count} tasks that came under both: {_gain(family.same_tasks)}")
+    text += [f"  {note}" for note in report.notes]
     return [f"is it learning?  {report.families[0].gain.verdict}", *text]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import time
 from collections import Counter
@@ -16,9 +17,11 @@ from ratchet.running import pidfile, whereabouts
 from ratchet.running.up import read_running
 from ratchet.settings import Settings
 from store.reporting.canary import canary_scores, held
+from store.reporting.movement import lately
 from store.reporting.reasons import DROPPED, LEFT_OUT
 
 if TYPE_CHECKING:
+    from store import Store
     from store.records import Round
 
 _DECISIONS = 3  # newest ones shown
@@ -99,6 +102,7 @@ def _store(settings: Settings) -> dict[str, Any] | None:
         "shadows": {str(state): count.shadows for state, count in store.shadows.counts(settings.model).items()},
         "rounds": {str(state): sum(r.state is state for r in rounds) for state in sorted({r.state for r in rounds})},
         "next_round": next_round(store, settings),
+        "moved": _moved(store, settings.model),
         "live": {"model": settings.model, "version": live.version} if live else None,
         "base_model": {"name": base.name, "files": dict(base.files)} if base else None,
         "proxies": sorted(door.url for door in store.doors.open(settings.model, time.time() - _DOOR_SILENCE)),
@@ -120,6 +124,12 @@ def _left_out(rounds: Sequence[Round]) -> dict[str, int]:
     for ended in rounds:
         counts.update(ended.metrics.get("untrained_tokens") or {})
     return dict(counts)
+
+
+def _moved(store: Store, alias: str) -> dict[str, Any] | None:
+    """Return how far the newest round moved the policy."""
+    newest = next(iter(lately(store, alias)), None)
+    return None if newest is None else dataclasses.asdict(newest) | {"size": newest.size, "meaning": newest.told()}
 
 
 def canary_line(scores: dict[str, Any]) -> str:
@@ -173,6 +183,8 @@ def lines(status: dict[str, Any]) -> list[str]:
     text.append("  rounds        " + _counts(store["rounds"]))
     if store["next_round"]:
         text.append(f"  next round    {next_round_line(store['next_round'])}")
+    if moved := store["moved"]:
+        text.append(f"  last round    moved the policy by {moved['meaning']}")
     if store["live"]:
         text.append(f"  live policy   {store['live']['model']}@{store['live']['version']}")
     if base := store["base_model"]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from store import Store
 from store.listing import Chosen
 from store.records import BASE_VERSION, Group, Policy, Round, Trajectory, Transcript, Verdict
+from store.reporting.movement import collapse_reason, movement_of
 from store.reporting.reasons import left_out
 from trainer.casting import Casting
 from trainer.crediting.credit import Credit
@@ -39,6 +40,7 @@ Earned = Mapping[str | None, float]  # a trajectory's advantage (of no role by n
 UNTRAINABLE = "untrainable"
 DIVERGED = "diverged"
 UNFINISHED = "unfinished"
+COLLAPSE = "collapse"
 # A swap is proven on so many contexts of so many trained rows, each of at most so many tokens.
 _PROBED_ROWS = 4
 _PROBES_A_ROW = 2
@@ -197,12 +199,22 @@ class School:
     def _committed(self, held: Round, candidate: Policy, report: RoundReport, groups: Sequence[Group]) -> None:
         for gone in (UNTRAINABLE, DIVERGED, UNFINISHED):
             self._store.alarms.clear(f"{gone}:{self._alias}")
+        self._watch_for_collapse(candidate, report)
         log.info(
             "event=round_committed round=%s policy=%s@%d groups=%d rows=%d tokens=%d reward=%.3f loss=%.4f "
-            "mismatch_nats=%.5f seconds=%.1f",
+            "mismatch_nats=%.5f moved_nats=%.2g rate=%.2g seconds=%.1f",
             held.id, self._alias, candidate.version, len(groups), report.rows, report.tokens_trained,
-            self._reward(groups)["reward"], report.loss, report.logprob_abs_diff_mean, report.seconds,
+            self._reward(groups)["reward"], report.loss, report.logprob_abs_diff_mean,
+            report.approx_kl, report.learning_rate, report.seconds,
         )  # fmt: skip
+
+    def _watch_for_collapse(self, candidate: Policy, report: RoundReport) -> None:
+        alarm = f"{COLLAPSE}:{self._alias}"
+        moved = movement_of(dataclasses.asdict(report))
+        if moved is not None and moved.collapsing:
+            self._store.alarms.raise_(alarm, f"{self._alias}@{candidate.version}: {collapse_reason(moved)}")
+        else:
+            self._store.alarms.clear(alarm)
 
     def _collect(self, pupil: Pupil, groups: Sequence[Group]) -> tuple[list[TokenRow], dict[str, int]]:
         rows: list[TokenRow] = []

@@ -16,13 +16,25 @@ from store.records import Policy, Round
 from store.remembered import Remembered
 from store.reporting.canary import canary_scores, held
 from store.reporting.learning import learning_report, plain
+from store.reporting.movement import lately, movement_of
 from store.reporting.reasons import DROPPED
 from store.states import PolicyState
 from store.works import WorkNoted
 
 _ROUNDS = 50
 _DECISIONS = 5
-_SHOWN = ("reward", "trajectories", "groups", "loss", "grad_norm", "entropy", "clip_share", "tokens_trained", "seconds")
+_SHOWN = (
+    "reward",
+    "trajectories",
+    "groups",
+    "loss",
+    "grad_norm",
+    "entropy",
+    "clip_share",
+    "tokens_trained",
+    "seconds",
+    "approx_kl",
+)
 
 
 class Overview:
@@ -74,7 +86,7 @@ class Overview:
 
     def _read_report(self, alias: str) -> dict[str, Any]:
         judge = self._store.groups.newest_judge(alias)
-        told = learning_report(self._store.groups.tallied(alias, judge) if judge else [])
+        told = learning_report(self._store.groups.tallied(alias, judge) if judge else [], lately(self._store, alias))
         canary = canary_scores(self._store, alias)
         return {"judge": judge, "learning": plain(told), "canary": canary, "held": held(self._store, alias)}
 
@@ -91,4 +103,6 @@ def _work(work: WorkNoted) -> dict[str, Any]:
 
 def _round(one: Round) -> dict[str, Any]:
     plain_one = msgspec.structs.asdict(one) | {"metrics": {k: one.metrics[k] for k in _SHOWN if k in one.metrics}}
-    return plain_one | {"untrained_tokens": one.metrics.get("untrained_tokens") or {}}
+    moved = movement_of(one.metrics)
+    said = {"untrained_tokens": one.metrics.get("untrained_tokens") or {}, "moved": moved and moved.told()}
+    return plain_one | said

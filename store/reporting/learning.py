@@ -19,6 +19,8 @@ from typing import Any
 
 from store.records import PastScore, Record
 from store.reporting.intervals import Sums, interval, interval_of, squared_error, sums_of
+from store.reporting.missing import more_scores, notes
+from store.reporting.movement import Movement
 
 ENOUGH = 30  # scores on each side
 ALL = "all"
@@ -72,6 +74,7 @@ class FamilyReport:
     after: Side
     gain: Gain
     same_tasks: Gain | None
+    more_scores: int | None  # of the newest versions that would decide; None where it is decided, or none would
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ class LearningReport:
     families: tuple[FamilyReport, ...]  # `all` first
     versions: tuple[VersionScore, ...]
     missing: str | None  # why there is no comparison
+    notes: tuple[str, ...] = ()  # what would decide, what was pooled and why, why an interval is wide
 
 
 def tallies(scores: Sequence[PastScore]) -> list[Tally]:
@@ -108,8 +112,8 @@ def tallies(scores: Sequence[PastScore]) -> list[Tally]:
     ]
 
 
-def learning_report(told: Sequence[Tally]) -> LearningReport:
-    """Return the report on tallied scores."""
+def learning_report(told: Sequence[Tally], newest_first: Sequence[Movement] = ()) -> LearningReport:
+    """Return the report on tallied scores; `newest_first` is how far the last rounds moved the policy."""
     versions, reach = _by_version(told), _range(told)
     curve = tuple(_version_score(version, versions[version], reach) for version in sorted(versions))
     if len(versions) < 2:
@@ -117,7 +121,10 @@ def learning_report(told: Sequence[Tally]) -> LearningReport:
         return LearningReport((), curve, f"scores of two versions are needed; there are those of {served}")
     sides = _sides(versions)
     if sides is None:
-        return LearningReport((), curve, f"each side needs {ENOUGH} scores; there are {_sums(told).count} in all")
+        said = (
+            f"each side needs {ENOUGH} scores; there are {_sums(told).count} in all, {_lacking(versions)} are missing"
+        )
+        return LearningReport((), curve, said)
     before, after = sides
     names = sorted({one.family for one in before} & {one.family for one in after})
     reports = [_report(ALL, before, after, reach)]
@@ -125,7 +132,7 @@ def learning_report(told: Sequence[Tally]) -> LearningReport:
         reports += [
             _report(n, [x for x in before if x.family == n], [x for x in after if x.family == n], reach) for n in names
         ]
-    return LearningReport(tuple(reports), curve, None)
+    return LearningReport(tuple(reports), curve, None, notes(reports[0], curve, ENOUGH, newest_first))
 
 
 def plain(report: LearningReport) -> dict[str, Any]:
@@ -157,6 +164,16 @@ def _sides(versions: Mapping[int, list[Tally]]) -> tuple[list[Tally], list[Tally
     return (before, after) if min(_sums(before).count, _sums(after).count) >= ENOUGH else None
 
 
+def _lacking(versions: Mapping[int, list[Tally]]) -> int:
+    """Return how many more scores make two sides, each version's on one of them."""
+    order = sorted(versions)
+    before = 0
+    while order and before < ENOUGH:
+        before += _sums(versions[order.pop(0)]).count
+    after = sum(_sums(versions[version]).count for version in order)
+    return max(0, ENOUGH - before) + max(0, ENOUGH - after)
+
+
 def _range(told: Sequence[Tally]) -> Range:
     """Return what scores can be, as far as those that were seen tell."""
     least, largest = min((one.least for one in told), default=0.0), max((one.largest for one in told), default=1.0)
@@ -167,7 +184,9 @@ def _range(told: Sequence[Tally]) -> Range:
 
 def _report(family: str, before: Sequence[Tally], after: Sequence[Tally], reach: Range) -> FamilyReport:
     gain = _difference(before, after, reach)
-    return FamilyReport(family, _side(before), _side(after), gain, _same_tasks(before, after, reach))
+    errors, count = _squared_errors(before, after, reach), _sums(after).count
+    more = more_scores(gain.value, *errors, count, _Z) if gain.verdict == "unknown" else None
+    return FamilyReport(family, _side(before), _side(after), gain, _same_tasks(before, after, reach), more)
 
 
 def _side(told: Sequence[Tally]) -> Side:
@@ -178,9 +197,16 @@ def _side(told: Sequence[Tally]) -> Side:
 def _difference(before: Sequence[Tally], after: Sequence[Tally], reach: Range) -> Gain:
     sides = [_sums(before), _sums(after)]
     gain = sides[1].mean - sides[0].mean
-    width, middle = reach[1] - reach[0], (reach[0] + reach[1]) / 2
-    error = _Z * math.sqrt(sum(squared_error(side.around(middle), width / 2) for side in sides))
+    width = reach[1] - reach[0]
+    error = _Z * math.sqrt(sum(_squared_errors(before, after, reach)))
     return Gain(gain, max(-width, gain - error), min(width, gain + error), sides[0].count + sides[1].count)
+
+
+def _squared_errors(before: Sequence[Tally], after: Sequence[Tally], reach: Range) -> tuple[float, float]:
+    """Return the squared standard errors of both means."""
+    width, middle = reach[1] - reach[0], (reach[0] + reach[1]) / 2
+    one, other = (squared_error(_sums(side).around(middle), width / 2) for side in (before, after))
+    return one, other
 
 
 def _same_tasks(before: Sequence[Tally], after: Sequence[Tally], reach: Range) -> Gain | None:

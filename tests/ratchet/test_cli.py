@@ -92,6 +92,19 @@ def test_status_names_the_proxies_that_run_elsewhere_on_the_same_store(project: 
     assert "proxies   of this store, started elsewhere: http://proxy:8000" in said
 
 
+def test_status_says_how_far_the_last_round_moved_the_policy(project: Project) -> None:
+    url = str(project.folder / "store.db")
+    figures = {"approx_kl": 2.4e-8, "approx_kl_tokens": 9, "gap_good_mean": 0.0}
+    how = {"learning_rate": 1e-5, "numbers": "fp32"}
+    with contextlib.closing(open_store(url)) as store:
+        store.policies.register_base("mail", "mail")
+        store.rounds.commit(
+            store.rounds.start("mail", 0).id, version=1, checkpoint="c", groups=[], metrics=figures | how
+        )
+    said = project.run("status", "--store", url, "--model", "mail").stdout
+    assert "last round    moved the policy by 2.4e-08 nats a token (k3) at rate 1e-05: too small to be seen" in said
+
+
 def test_a_judge_without_its_function_is_told_the_form(project: Project) -> None:
     said = project.run("judge", "lint", "--judge", "my_agent.judge", "--question", "q", "--answer", "a").stdout
     assert "'my_agent.judge' is not of the form module:name, such as my_agent.judge:judge" in said

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from store import Store
+from tests.trainer.agents import agents_work
 from tests.trainer.tiny import build_row, build_rows
+from trainer.crediting.credit import Credit
+from trainer.daemon import Daemon
 from trainer.learning.learner import Learner, RoundReport
 from trainer.learning.learner_settings import LearnerSettings
+from trainer.learning.tokens import TokenRow
+from trainer.school import School
 
 SETTINGS = LearnerSettings(steps_per_round=2, threads=1)
 
 LearnerMaker = Callable[..., Learner]
+
+
+class Collapsing(Learner):
+    """A learner whose first rounds make good answers less likely, as its report says; the third does not."""
+
+    def train_round(self, rows: Sequence[TokenRow], *how: Any) -> RoundReport:
+        found = super().train_round(rows, *how)
+        return replace(found, gap_good_mean=-0.05 if found.step < 3 else 0.01)
 
 
 @pytest.fixture
@@ -79,3 +94,20 @@ def test_the_movement_is_the_one_computed_by_hand(loss: str, steps: int, make_le
     assert report.gap_abs_mean == pytest.approx(sum(abs(g) for _, g in gaps) / len(gaps), rel=1e-3)
     assert report.gap_good_mean == pytest.approx(sum(good) / len(good), rel=1e-3)
     assert report.approx_kl > 1e-5
+
+
+def test_a_round_that_makes_good_answers_less_likely_raises_an_alarm_until_one_does_not(
+    store: Store, make_daemon: Callable[..., Daemon], tiny_model: Path, tmp_path: Path
+) -> None:
+    daemon = make_daemon(groups_per_round=9)
+    school = School(store, "agent", tmp_path / "checkpoints", Credit())
+    learner = Collapsing(str(tiny_model), replace(SETTINGS, steps_per_round=1), workdir=tmp_path / "work")
+    for version, names in enumerate((["collapse:agent"], ["collapse:agent"], [])):
+        for task in "ab":
+            agents_work(store, f"{task}{version}", [0.0, 1.0])
+        daemon.turn(1000.0)
+        school.hold_round(learner, store.groups.judged("agent"), version)
+        assert [alarm.name for alarm in store.alarms.standing()] == names
+    (held, *_) = store.rounds.page("agent")
+    assert held.metrics["approx_kl"] > 0
+    assert held.metrics["learning_rate"] > 0

@@ -53,6 +53,7 @@ function alias(one) {
         whole ? h("span", {}, `${signed(whole.gain.value)}  (95% ${signed(whole.gain.low)} to ${signed(whole.gain.high)})`) : h("span", {}, one.learning.missing ?? ""))),
     one.learning.versions.length ? curve(one.learning.versions, marks) : empty("No score of real traffic yet: the curve begins with the first verdicts, where a judge is named (trainer.judge)."),
     whole ? comparison(one.learning.families) : null,
+    one.learning.notes.length ? h("ul", { class: "dim" }, one.learning.notes.map((note) => h("li", {}, note))) : null,
     one.learning.versions.length > 1 ? h("details", {}, h("summary", { "data-focus": `table ${one.alias}` }, "The curve as a table"), table(one.learning.versions)) : null,
     one.works.length ? h("div", { class: "works" }, one.works.map(work)) : null,
     one.decisions.length ? h("ol", { class: "decisions" }, one.decisions.map(decision)) : null);
@@ -126,11 +127,13 @@ function rounds(found) {
   const rewards = found.filter((one) => one.state === "committed" && one.metrics.reward !== undefined).map((one) => one.metrics.reward).reverse();
   return card(h("a", { href: "#/rounds", "data-focus": "rounds" }, "Rounds"), rewards.length > 1 ? [spark(rewards, `Mean reward of the last ${rewards.length} rounds`), h("p", { class: "dim spark-label" }, `mean reward of the last ${rewards.length} rounds`)] : null,
     h("div", { class: "scroll" }, h("table", {},
-      h("thead", {}, h("tr", {}, ["Version", "Reward", "Trajectories", "Tokens", "Time", "Ended"].map((name) => h("th", { scope: "col" }, name)))),
+      h("thead", {}, h("tr", {}, ["Version", "Reward", "Trajectories", "Tokens", "Moved", "Time", "Ended"].map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", {}, found.slice(0, 8).map((one) => h("tr", { title: one.reason },
         h("td", {}, one.state === "committed" ? `${one.alias}@${one.to_version}` : h("span", { class: `tag ${one.state}` }, one.state)),
         h("td", { class: "num" }, score(one.metrics.reward)), h("td", { class: "num" }, count(one.metrics.trajectories)),
-        h("td", { class: "num" }, count(one.metrics.tokens_trained)), h("td", { class: "num" }, seconds(one.metrics.seconds)),
+        h("td", { class: "num" }, count(one.metrics.tokens_trained)),
+        h("td", { class: "num", title: one.moved ?? "" }, one.metrics.approx_kl === undefined ? NONE : one.metrics.approx_kl.toPrecision(2)),
+        h("td", { class: "num" }, seconds(one.metrics.seconds)),
         h("td", {}, ago(one.ended_at))))))));
 }
 

@@ -1,0 +1,125 @@
+"""What is missing for an answer to "is it learning?", and what the last rounds moved: said in numbers that hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from store import Store
+from store.records import PastScore
+from store.reporting.learning import LearningReport, learning_report, tallies
+from store.reporting.movement import Movement, collapse_reason, lately, movement_of, nothing_moves
+
+
+def exact(version: int, right: int, count: int, tasks: int = 20) -> list[PastScore]:
+    """So many right answers among so many, spread evenly over tasks."""
+    return [
+        PastScore(
+            trajectory_id=f"{version}-{number}", family="mail", cohort=f"mail/{number % tasks}", version=version,
+            score=float((number * right) % count < right), judged_at=version * 1e6 + number,
+        )
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def report(*traffic: list[PastScore], moved: Sequence[Movement] = ()) -> LearningReport:
+    return learning_report(tallies([one for version in traffic for one in version]), moved)
+
+
+def moved(k3: float, *, good: float = 0.0, rate: float = 1e-5, numbers: str = "fp32") -> Movement:
+    return Movement(version=3, k3=k3, good_gap=good, rate=rate, numbers=numbers)
+
+
+def said(found: LearningReport, word: str) -> str:
+    return next((note for note in found.notes if note.startswith(word)), "")
+
+
+def test_so_many_more_scores_as_are_said_to_be_missing_decide_and_half_of_them_do_not() -> None:
+    before = exact(0, 300, 1000)
+    whole = report(before, exact(1, 36, 100)).families[0]
+    assert whole.gain.verdict == "unknown"
+    assert whole.more_scores is not None
+    more = 100 * -(-whole.more_scores // 100)
+    for count, verdict in ((100 + more, "better"), (100 + more // 2 // 100 * 100, "unknown")):
+        assert report(before, exact(1, count * 36 // 100, count)).families[0].gain.verdict == verdict
+    assert f"about {whole.more_scores} more scores of @1" in said(report(before, exact(1, 36, 100)), "missing")
+
+
+def test_where_the_scores_before_are_too_few_a_comparison_side_by_side_is_named() -> None:
+    found = report(exact(0, 15, 50), exact(1, 32, 100))
+    assert found.families[0].more_scores is None
+    assert "too small for the 50 scores of @0, however many follow; `ratchet eval` compares" in said(found, "missing")
+    assert said(report(exact(0, 10, 100), exact(1, 90, 100)), "missing") == ""  # it is decided
+
+
+def test_which_versions_were_pooled_and_which_left_out_is_said_with_the_reason() -> None:
+    found = report(exact(0, 3, 10), exact(1, 9, 30), exact(2, 50, 100), exact(3, 90, 200), exact(4, 6, 12))
+    assert said(found, "before") == "before: @0 to @1 together, since @0 alone has 10 scores and a side needs 30"
+    assert said(found, "after") == "after: @3 to @4 together, since @4 alone has 12 scores and a side needs 30"
+    assert said(found, "left out") == "left out: @2, which answered with other weights than both"
+    alone = report(exact(0, 15, 50), exact(1, 150, 394), exact(2, 30, 75))
+    assert said(alone, "after") == "after: @2 alone, the newest, has the 30 scores that a side needs"
+
+
+def test_an_interval_that_is_wide_for_its_few_tasks_is_explained() -> None:
+    few = report(exact(0, 300, 1000, tasks=4), exact(1, 340, 1000, tasks=4))
+    assert "the interval is wide because there are 4: each counts once" in said(few, "on the same tasks")
+    assert said(report(exact(0, 300, 1000, tasks=500), exact(1, 340, 1000, tasks=500)), "on the same tasks") == ""
+
+
+def test_too_few_scores_are_said_with_how_many_are_missing() -> None:
+    assert (
+        report(exact(0, 3, 9), exact(1, 3, 9)).missing
+        == "each side needs 30 scores; there are 18 in all, 42 are missing"
+    )
+    assert (report(exact(0, 9, 40), exact(1, 3, 9)).missing or "").endswith("21 are missing")
+
+
+def test_steps_too_small_are_named_only_where_no_gain_is_seen() -> None:
+    still = [moved(2e-8), moved(3e-8), moved(1e-8)]
+    flat, better = (exact(0, 200, 1000), exact(1, 202, 1000)), (exact(0, 200, 1000), exact(1, 400, 1000))
+    words = said(report(*flat, moved=still), "the steps are too small")
+    assert "at most 3e-08 nats a token, at rate 1e-05; set trainer.learner.learning_rate: auto" in words
+    assert said(report(*better, moved=still), "the steps are too small") == ""
+    assert said(report(*flat, moved=[moved(0.004), *still]), "the steps are too small") == ""
+    assert nothing_moves(still[:2]) is None
+
+
+@pytest.mark.parametrize(
+    ("k3", "numbers", "means"),
+    [
+        (2e-8, "fp32", "2e-08 nats a token (k3) at rate 1e-05: too small to be seen"),
+        (5e-5, "bf16", "too small to be seen; in bf16 rounding alone reads as this much"),
+        (0.005, "bf16", "healthy"),
+        (0.3, "fp32", "too large: rounds like this end in collapse"),
+    ],
+)
+def test_a_movement_is_said_with_what_it_means(k3: float, numbers: str, means: str) -> None:
+    assert moved(k3, numbers=numbers).told().endswith(means)
+
+
+def test_a_small_round_that_was_meant_to_take_a_small_step_is_not_called_too_small() -> None:
+    figures = {"approx_kl": 3e-5, "approx_kl_tokens": 9, "gap_good_mean": 0.0, "learning_rate": 2e-4, "numbers": "fp32"}
+    sizes = [found.size for scale in (1.0, 0.1) if (found := movement_of(figures | {"rate_scale": scale})) is not None]
+    assert sizes == ["too small", "healthy"]
+
+
+def test_a_round_that_makes_good_answers_less_likely_warns_of_collapse() -> None:
+    assert [moved(0.1, good=gap).collapsing for gap in (0.01, -0.005, -0.02, -0.15)] == [False, False, True, True]
+    assert "made its good answers less likely (-0.150 nats a token" in collapse_reason(moved(0.1, good=-0.15))
+
+
+def test_the_last_rounds_are_read_from_the_store_and_older_ones_say_nothing(store: Store) -> None:
+    store.policies.register_base("agent", "agent")
+    figures: list[dict[str, Any]] = [
+        {},
+        {"approx_kl": 0.004, "approx_kl_tokens": 9, "gap_good_mean": 0.1, "learning_rate": 2e-3, "numbers": "fp32"},
+    ]
+    for version, metrics in enumerate(figures, 1):
+        held = store.rounds.start("agent", version - 1)
+        store.rounds.commit(held.id, version=version, checkpoint="c", groups=[], metrics=metrics)
+    store.rounds.start("agent", 2)
+    assert lately(store, "agent") == [Movement(2, 0.004, 0.1, 2e-3, "fp32")]
+    assert movement_of({}) is None
