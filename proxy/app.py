@@ -13,6 +13,7 @@ from proxy.access.keyring import KeyRing
 from proxy.access.keys import Keys
 from proxy.access.patterns import Patterns
 from proxy.access.redaction import Redacting, Redactor
+from proxy.bounded_bodies import BoundedBodies
 from proxy.console.pages import MOUNT, Console, front
 from proxy.dialects.chat import Chat
 from proxy.dialects.completions import Completions
@@ -73,7 +74,7 @@ def create_app(
     records into the store; without one a thread of this process does. `vitals` is told where a part of it dies.
     """
     # FastAPI and pydantic's models take a while to import; the proxy's parts do not.
-    from proxy.feedback import FeedbackDesk
+    from proxy.feedback import BODY_LIMIT, FeedbackDesk
     from proxy.operator import create_operator
 
     metrics, bell, vitals = Metrics(), Bell(), vitals or Vitals()
@@ -162,7 +163,7 @@ def create_app(
         },
         models=models,
         responses=KeptResponses(store, lookups),
-        mounts={"/api": create_operator(store, shipper, links, desk), **console},
+        mounts={"/api": BoundedBodies(create_operator(store, shipper, links, desk), BODY_LIMIT, "/api"), **console},
         rest=PassThrough(book, upstream, pool, others, metrics, settings.bounds),
     )
     ring = KeyRing(settings, store, vitals)

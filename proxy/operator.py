@@ -21,7 +21,7 @@ from proxy.errors import BadRequest, ProxyError, openai_error, to_openai_error
 from proxy.feedback import BODY_LIMIT, WAITS, FeedbackBody, FeedbackDesk, read_feedback
 from proxy.linking.links import Links
 from proxy.recording.shipper import Shipper
-from proxy.unrouted import answer_the_unrouted
+from proxy.unrouted import ErrorAnswer, answer_the_unrouted
 from store import Store
 from store.errors import ForbiddenChange, StoreError, StoreUnavailable, UnknownRecord
 from store.listing import Chosen
@@ -49,7 +49,10 @@ def create_operator(store: Store, shipper: Shipper, links: Links, desk: Feedback
     """Return the operator application."""
     # No pages: they would run scripts of other servers beside an API that reads everything.
     known = [Depends(_known_parameters)]
-    api = FastAPI(title="Ratchet operator API", version="1", docs_url=None, redoc_url=None, dependencies=known)
+    api = FastAPI(
+        title="Ratchet operator API", version="1", docs_url=None, redoc_url=None, dependencies=known,
+        responses={"4XX": {"model": ErrorAnswer}},
+    )  # fmt: skip
 
     @api.exception_handler(StoreError)
     async def refuse(_: Request, error: StoreError) -> Response:

@@ -1,16 +1,32 @@
-"""What the operator API answers where no route takes a request, in the shape of all its errors.
+"""What the operator API answers where no route takes a request, or not as it is, in the shape of all its errors.
 
 A method that the path does not take is 405, with every method that it takes in `allow`; OPTIONS asks just for that.
+Parameters and bodies of another form are 422, which names the field and what it has to be, and repeats no value.
 """
 
 from __future__ import annotations
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from proxy.errors import MethodNotAllowed, NotFound, ProxyError, to_openai_error
+from proxy.errors import BadRequest, MethodNotAllowed, NotFound, ProxyError, to_openai_error
+
+
+class _Told(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """What every error of the operator API looks like."""
+
+    error: _Told
 
 
 def answer_the_unrouted(api: FastAPI) -> None:
@@ -24,6 +40,19 @@ def answer_the_unrouted(api: FastAPI) -> None:
             return Response(None, 204, allow)
         error = _error(request, refused, allow.get("allow"))
         return Response(to_openai_error(error), refused.status_code, allow, media_type="application/json")
+
+    @api.exception_handler(RequestValidationError)
+    async def correct(request: Request, wrong: RequestValidationError) -> Response:
+        return Response(to_openai_error(_misformed(wrong)), 422, media_type="application/json")
+
+
+def _misformed(wrong: RequestValidationError) -> BadRequest:
+    """Return what is wrong first; FastAPI's own words hold the whole body."""
+    first = wrong.errors()[0]
+    where, *path = first["loc"]
+    field = ".".join(map(str, path)) if first["type"] != "json_invalid" else ""
+    said = f"the body is not JSON: {first['ctx']['error']}" if first["type"] == "json_invalid" else first["msg"]
+    return BadRequest(f"{field or where}: {said}", param=field or None, code="unprocessable")
 
 
 def _methods(request: Request) -> list[str]:

@@ -1,0 +1,77 @@
+"""Every route has a body limit, and every refusal one shape that holds nothing of what was sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proxy.feedback import BODY_LIMIT
+from tests.proxy.conftest import Proxy, Start
+
+SECRET = "sesame-7f3a"
+AGENTS = ("chat/completions", "completions", "responses", "messages", "messages/count_tokens", "embeddings", "nowhere")
+
+
+def operations(proxy: Proxy) -> list[tuple[str, str]]:
+    """Every method and path of the operator API."""
+    paths = proxy.http.get("/api/openapi.json").json()["paths"]
+    return [(method.upper(), "/api" + path) for path, told in paths.items() for method in told]
+
+
+def test_no_route_of_the_operator_api_takes_a_body_above_its_limit(proxy: Proxy) -> None:
+    tried = operations(proxy)
+    assert len(tried) > 15
+    for method, path in tried:
+        concrete = path.replace("{version}", "1")
+        answer = proxy.http.request(method, concrete, content=b" " * (BODY_LIMIT + 1), params={"alias": "agent"})
+        assert (answer.status_code, "at most" in answer.json()["error"]["message"]) == (413, True), (method, path)
+
+
+def test_a_body_of_no_told_length_is_refused_at_the_limit(proxy: Proxy) -> None:
+    pieces = (b" " * 2**20 for _ in range(16))
+    answer = proxy.http.post("/api/policies/1/promote?alias=agent", content=pieces)
+    assert (answer.status_code, set(answer.json())) == (413, {"error"})
+
+
+@pytest.mark.parametrize("path", AGENTS)
+def test_no_agents_route_takes_a_body_above_body_limit(start: Start, path: str) -> None:
+    proxy = start(body_limit=4096)
+    answer = proxy.http.post(f"/v1/{path}", content=b" " * 5000, headers={"content-type": "application/json"})
+    assert (answer.status_code, "body_limit" in answer.json()["error"]["message"]) == (413, True)
+
+
+WRONG: list[tuple[str, str, dict[str, Any], str]] = [
+    ("GET", "/api/calls?limit=0", {}, "limit"),
+    ("GET", f"/api/calls?limit={SECRET}", {}, "limit"),
+    ("GET", f"/api/policies/{SECRET}/decisions?alias=a", {}, "version"),
+    ("GET", "/api/policies/1/decisions", {}, "alias"),
+    ("POST", "/api/policies/1/promote?alias=agent", {"json": {"rason": SECRET}}, "reason"),
+    ("POST", "/api/policies/1/promote?alias=agent", {"json": {"reason": "x", "bye": SECRET}}, "bye"),
+    ("POST", "/api/policies/1/rollback?alias=agent", {"content": b'{"reason": "' + SECRET.encode()}, "body"),
+    ("POST", "/api/policies/1/rollback?alias=agent", {"content": SECRET.encode()}, "body"),
+    ("POST", "/api/policies/1/rollback?alias=agent", {}, "body"),
+    ("POST", "/api/feedback", {"json": {"call_id": SECRET, "value": SECRET}}, "value"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "field"), WRONG)
+def test_what_is_refused_names_the_field_and_repeats_no_value(
+    proxy: Proxy, method: str, path: str, body: dict[str, Any], field: str
+) -> None:
+    answer = proxy.http.request(method, path, headers={"content-type": "application/json"}, **body)
+    assert answer.status_code in (400, 422)
+    assert set(answer.json()) == {"error"}
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert field in answer.json()["error"]["message"]
+    assert SECRET not in answer.text
+
+
+def test_the_shape_of_errors_is_the_one_that_is_described(proxy: Proxy) -> None:
+    told = proxy.http.get("/api/openapi.json").json()
+    assert "HTTPValidationError" not in str(told)
+    for path in told["paths"].values():
+        for operation in path.values():
+            schema = operation["responses"]["4XX"]["content"]["application/json"]["schema"]
+            assert schema == {"$ref": "#/components/schemas/ErrorAnswer"}
