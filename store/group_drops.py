@@ -53,6 +53,23 @@ class GroupDrops:
                 connection.execute(emptied.values(state=GroupState.DROPPED, drop_reason=reason))
         return dropped
 
+    def set_aside(self, trajectory_ids: Sequence[str], reason: str) -> None:
+        """Drop members of groups that wait for a round; a group that loses all of them is dropped too."""
+        groups, runs = schema.groups, schema.trajectories
+        for start in range(0, len(trajectory_ids), IN_MOST):
+            names = trajectory_ids[start : start + IN_MOST]
+            mine = sa.and_(runs.c.id.in_(names), runs.c.state == TrajectoryState.GROUPED)
+            theirs = sa.select(runs.c.group_id).where(runs.c.id.in_(names))
+            left = sa.exists().where(runs.c.group_id == groups.c.id, runs.c.state != TrajectoryState.DROPPED)
+            emptied = sa.and_(groups.c.id.in_(theirs), groups.c.state.in_(_OPEN), ~left)
+            with write(self._engine) as connection:
+                connection.execute(
+                    sa.update(runs).where(mine).values(state=TrajectoryState.DROPPED, drop_reason=reason)
+                )
+                connection.execute(
+                    sa.update(groups).where(emptied).values(state=GroupState.DROPPED, drop_reason=reason)
+                )
+
     def drop_older(self, alias: str, version: int, reason: str) -> int:
         """Drop the groups of an alias that wait for a judge or a round and have a member sampled before `version`.
 

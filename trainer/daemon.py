@@ -36,10 +36,11 @@ from trainer.backlog import Backlog
 from trainer.casting import Casting
 from trainer.crediting.roles import Roles
 from trainer.daemon_parts import make_judging, make_releasing
-from trainer.errors import EngineUnreachable, TrainingDiverged
+from trainer.errors import EngineUnreachable, OutOfMemory, TrainingDiverged
 from trainer.judges.patience import patience_of
 from trainer.learning.learner import Learner
 from trainer.lease import Lease
+from trainer.memory import Memory
 from trainer.metrics import Metrics
 from trainer.monitors.standings import StoredStandings
 from trainer.progress import GATHERING, Progress, on_this_terminal
@@ -102,9 +103,10 @@ class Daemon:
         self._judge_version = judging.judge.version
         self._transcripts = Transcripts(store, most=4 * settings.groups_per_round * settings.group_size)
         self._casting = Casting(store, settings.model, Roles(settings.roles, settings.role_prompts))
+        self._memory = Memory(store, settings.model, settings.learner)
         self._school = School(
             store, settings.model, settings.checkpoints, judging.credit, self._transcripts, casting=self._casting,
-            size=RoundSize(settings.groups_per_round, settings.group_size),
+            size=RoundSize(settings.groups_per_round, settings.group_size), memory=self._memory,
         )  # fmt: skip
         self._assembly = Assembly(store, settings, self._casting, judging.credit.book, upstream_key)
         releasing = make_releasing(settings, store, self._replicas, judging, self.metrics)
@@ -117,7 +119,7 @@ class Daemon:
         self._backlog = Backlog(store, settings)
         candidates = (p.state is PolicyState.CANDIDATE for p in store.policies.all(settings.model))
         self._left_over = any(candidates)  # an earlier trainer did not come to publish it
-        self._spoilt = False  # the learner holds steps that no commit stands for
+        self._spoilt = self._memory.short  # the learner holds steps that no commit stands for, or other settings
         self._first_judged: float | None = None
         self._drained_at = 0.0
         self._prune_due = True
@@ -220,6 +222,11 @@ class Daemon:
         except TrainingDiverged as diverged:
             log.error("event=round_diverged reason=%r", str(diverged))
             return True
+        except OutOfMemory as short:
+            log.error("event=round_out_of_memory reason=%r", str(short))
+            if not self._memory.failed():
+                raise
+            return True  # the next turn tries it in less memory
         self._first_judged = None
         if candidate is not None:
             self._version = candidate.version
@@ -233,7 +240,7 @@ class Daemon:
             wanted, material = self._warm_starts.gather(asked)
             self._spoilt = True
             version, resume_from = self._school.newest()
-            self.learner.load(resume_from, learner_settings(wanted, self.settings.learner, len(material.rows)))
+            self.learner.load(resume_from, learner_settings(wanted, self._memory.learner, len(material.rows)))
             imitation = Imitation(self._store, self._school, self.settings.model)
             imitation.hold(self.learner, material, wanted, version, asked.id)
         except REFUSALS as refusal:
@@ -244,7 +251,7 @@ class Daemon:
         """Put the learner where the newest commit is, if it holds steps of no commit, or misses those of one."""
         version, resume_from = self._school.newest()
         if self._spoilt or version != self._version:  # a version may have been rejected since
-            self.learner.load(resume_from, self.settings.learner)
+            self.learner.load(resume_from, self._memory.learner)
             self._version, self._spoilt = version, False
 
     def _publish(self) -> bool:

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import msgspec
+
 from store import Store
 from store.listing import Chosen
 from store.records import BASE_VERSION, Group, Policy, Round, Trajectory, Transcript, Verdict
@@ -29,6 +31,7 @@ from trainer.learning.learner import RoundReport
 from trainer.learning.learner_settings import LearnerSettings
 from trainer.learning.rows import Rows, build_rows
 from trainer.learning.tokens import TokenRow
+from trainer.memory import TOO_LONG, Memory
 from trainer.publishing import checkpoint
 from trainer.round_size import RoundSize
 from trainer.transcripts import Transcripts
@@ -77,7 +80,9 @@ class School:
         transcripts: Transcripts | None = None,
         casting: Casting | None = None,
         size: RoundSize | None = None,
+        memory: Memory | None = None,
     ) -> None:
+        self._memory = memory or Memory(store, alias, LearnerSettings())
         self._size = size or RoundSize(1, 1)
         self._casting = casting or Casting(store, alias, Roles())
         self._store = store
@@ -118,11 +123,12 @@ class School:
         the round off, with an alarm, and the groups wait for another one. The pupil is spoilt either way.
         """
         held = self._store.rounds.start(self._alias, from_version)
-        rows, untrained = self._collect(pupil, groups)
         try:
+            rows, untrained = self._collect(pupil, groups)
+            rows, groups = self._short_enough(rows, groups, untrained)
             scale = self._size.rate_scale(_that_teach(groups, rows))
             report = pupil.train_round(rows, scale)
-            metrics = {"groups": len(groups), "rate_scale": scale, "untrained_tokens": untrained}
+            metrics = {"groups": len(groups), "rate_scale": scale, "untrained_tokens": dict(untrained)}
             candidate = self.commit(pupil, held, groups, dataclasses.asdict(report) | metrics | self._reward(groups))
         except NoLearningSignal as nothing:
             self._put_aside(held, groups, UNTRAINABLE, f"{nothing}; {left_out(untrained)}")
@@ -133,6 +139,7 @@ class School:
         except TrainerError as stopped:
             self._break_off(held, f"{type(stopped).__name__}: {stopped}")
             raise
+        self._memory.fitted()
         self._committed(held, candidate, report, groups)
         return candidate
 
@@ -216,7 +223,7 @@ class School:
         else:
             self._store.alarms.clear(alarm)
 
-    def _collect(self, pupil: Pupil, groups: Sequence[Group]) -> tuple[list[TokenRow], dict[str, int]]:
+    def _collect(self, pupil: Pupil, groups: Sequence[Group]) -> tuple[list[TokenRow], Counter[str]]:
         rows: list[TokenRow] = []
         untrained: Counter[str] = Counter()
         keys = {group.id: group.key for group in groups}
@@ -230,7 +237,31 @@ class School:
                 else:
                     untrained["does not fit the model"] += row.tokens_trained
                     log.warning("event=row_refused reason=%r", unfit)
-        return rows, dict(untrained)
+        return rows, untrained
+
+    def _short_enough(
+        self, rows: Sequence[TokenRow], groups: Sequence[Group], untrained: Counter[str]
+    ) -> tuple[list[TokenRow], Sequence[Group]]:
+        """Leave out the rows that are too long; drop the trajectories that have no other. Raises OutOfMemory."""
+        most = self._memory.longest([len(row.ids) for row in rows])
+        fitting = [row for row in rows if most is None or len(row.ids) <= most]
+        if len(fitting) == len(rows):
+            self._store.alarms.clear(f"{TOO_LONG}:{self._alias}")
+            return fitting, groups
+        left = {row.trajectory_id for row in fitting}
+        aside = {row.trajectory_id for row in rows} - left
+        for row in rows:
+            if row.trajectory_id in aside or len(row.ids) > (most or 0):
+                untrained["too long"] += row.tokens_trained
+        self._store.groups.set_aside(sorted(aside), TOO_LONG)
+        self._store.alarms.raise_(
+            f"{TOO_LONG}:{self._alias}",
+            f"{len(rows) - len(fitting)} rows of more than {most} tokens were left out, and {len(aside)} trajectories "
+            "that have no other row were dropped: raise learner.max_length where it is set, else set "
+            "learner.gradient_checkpointing or give the trainer more memory",
+        )
+        kept = [msgspec.structs.replace(one, members=tuple(n for n in one.members if n not in aside)) for one in groups]
+        return fitting, [group for group in kept if group.members]
 
     def _credited(self, groups: Sequence[Group]) -> list[tuple[Transcript, Verdict, Earned, Turns]]:
         """Return the members of the groups with their verdicts, their advantages and those of their single calls."""

@@ -176,6 +176,7 @@ class Learner:
         self._check_signal(rows)
         for row in rows:
             self._check_fits(row.ids, f"row of trajectory {row.trajectory_id}", row.temperature)
+        self._trainer.optimizer.zero_grad()  # what a round without memory left
         before = {name: p.detach().clone() for name, p in self._trainer.lora_parameters().items()}
         # Without a ratio no step needs the policy at the round's start, which the movement is measured from.
         watched = self._trainer.watched(rows) if self._settings.objective.ratio == "none" else None

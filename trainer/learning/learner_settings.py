@@ -44,6 +44,8 @@ class LearnerSettings:
                                  tokens is above this or below 1 / this, None = never
     steps_per_round              optimiser steps that a round's rows are split into, shuffled by seed and step
     token_budget                 padded tokens per micro-batch: memory, never the result
+    max_length                   tokens of the longest row that is trained; a longer one is left out, and a trajectory
+                                 that has no other is dropped. None = what fits into memory, found out by trying
     share_prefixes               compute what rows share at their beginning once, where that is quicker and the model's
                                  attention allows it; never the result
     quantization                 of the frozen base model: none, or nf4 (QLoRA; needs the extra `qlora`)
@@ -71,6 +73,7 @@ class LearnerSettings:
     reject_ratio_beyond: float | None = 2.0
     steps_per_round: int = 1
     token_budget: int = 8192
+    max_length: int | None = None
     share_prefixes: bool = True
     quantization: str = "none"
     gradient_checkpointing: bool = False
@@ -105,6 +108,7 @@ class LearnerSettings:
         self._require("quantization", self.quantization in QUANTIZATIONS, f"one of {', '.join(QUANTIZATIONS)}")
         self._require("steps_per_round", self.steps_per_round >= 1, "at least 1")
         self._require("token_budget", self.token_budget >= 1, "at least 1, such as 8192")
+        self._require("max_length", self.max_length is None or self.max_length >= 2, "None or at least 2 tokens")
         self._require("threads", self.threads is None or self.threads >= 1, "None or at least 1")
 
     @property

@@ -1,0 +1,168 @@
+"""A round that does not fit into memory is made smaller until it does, and no single row stops the trainer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from store import Store
+from store.records import Verdict
+from store.states import RoundState, TrajectoryState
+from tests.trainer.agents import agents_work
+from tests.trainer.scripted_engine import ScriptedEngine
+from tests.trainer.test_round_size import Noting
+from tests.trainer.tiny import build_rows
+from trainer.daemon import Daemon
+from trainer.errors import OutOfMemory
+from trainer.learning.learner import Learner, RoundReport
+from trainer.learning.learner_settings import LearnerSettings
+from trainer.learning.tokens import TokenRow, split_by_budget
+from trainer.progress import Progress, Standing
+from trainer.settings import TrainerSettings
+
+
+class Cramped(Noting):
+    """A learner with room for so many padded tokens at once."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+        self.budget = LearnerSettings().token_budget
+        self.trained: list[list[int]] = []
+
+    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
+        lengths = [len(row.ids) for row in rows]
+        batches = split_by_budget(lengths, self.budget)
+        if max(len(batch) * max(lengths[index] for index in batch) for batch in batches) > self.room:
+            raise OutOfMemory("no memory for a round")
+        self.trained.append(sorted(lengths))
+        return super().train_round(rows, rate_scale)
+
+    def load(self, folder: Path | None, settings: LearnerSettings) -> None:
+        self.budget = settings.token_budget
+
+
+@pytest.fixture
+def make_cramped(store: Store, engine: ScriptedEngine, tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
+    made: list[Daemon] = []
+
+    def make(pupil: Cramped, **changes: Any) -> Daemon:
+        values: dict[str, Any] = {
+            "store": "s", "model": "agent", "base_model": "b", "vllm": (engine.url,), "judge": {"kind": "workflow"},
+            "checkpoints": tmp_path / "checkpoints", "group_size": 2, "groups_per_round": 1,
+        }  # fmt: skip
+        settings = TrainerSettings(**(values | changes))
+        daemon = Daemon(settings, store, threading.Event(), make_pupil=lambda given, folder: pupil)
+        made.append(daemon)
+        daemon._gate.turn(0.0)
+        return daemon
+
+    yield make
+    for daemon in made:
+        daemon.close()
+
+
+def judged(store: Store, task: str, lengths: Sequence[int]) -> list[str]:
+    """One judged group of one-call trajectories whose rows have these lengths."""
+    names = [
+        agents_work(store, f"{task}{place}", [0.0], prompt=(5,) * (length - 3))[0]
+        for place, length in enumerate(lengths)
+    ]
+    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    group = store.groups.form("k", "agent", names, now=101.0)
+    store.groups.record(
+        group.id,
+        [
+            Verdict(
+                trajectory_id=name, group_id=group.id, judge="j", judge_version="1", score=place % 2, judged_at=10.0
+            )
+            for place, name in enumerate(names)
+        ],
+    )
+    return names
+
+
+def states(store: Store, names: Sequence[str]) -> list[TrajectoryState]:
+    return [store.trajectories.get(name).state for name in names]
+
+
+def test_smaller_micro_batches_are_tried_first_and_cost_no_row(
+    store: Store, make_cramped: Callable[..., Daemon]
+) -> None:
+    names = judged(store, "a", [100, 100, 100, 100])
+    learner = Cramped(room=250)
+    daemon = make_cramped(learner, learner=LearnerSettings(token_budget=800))
+    assert [daemon._train(1000.0), daemon._train(1001.0)] == [True, True]
+    assert learner.trained == [[100] * 4]
+    assert set(states(store, names)) == {TrajectoryState.TRAINED}
+    assert [held.state for held in store.rounds.page("agent")] == [RoundState.COMMITTED, RoundState.ABANDONED]
+
+
+def test_the_row_that_does_not_fit_alone_is_left_out_and_the_round_goes_on(
+    store: Store, make_cramped: Callable[..., Daemon]
+) -> None:
+    names = judged(store, "a", [20, 30, 25, 900])
+    learner = Cramped(room=100)
+    daemon = make_cramped(learner)
+    for turn in range(4):
+        assert daemon._train(1000.0 + turn)
+    assert learner.trained == [[20, 25, 30]]
+    assert states(store, names) == [TrajectoryState.TRAINED] * 3 + [TrajectoryState.DROPPED]
+    assert store.trajectories.get(names[3]).drop_reason == "too_long"
+    (committed, *_) = store.rounds.page("agent")
+    assert committed.metrics["untrained_tokens"] == {"too long": 3}
+    (alarm,) = (one for one in store.alarms.standing() if one.name == "too_long:agent")
+    assert "more than 899 tokens" in alarm.reason
+    assert "max_length" in alarm.reason
+
+
+def test_what_was_learnt_of_the_memory_outlives_the_trainer(store: Store, make_cramped: Callable[..., Daemon]) -> None:
+    judged(store, "a", [20, 30, 25, 900])
+    learner = Cramped(room=100)
+    for _ in range(4):  # each start is killed after its first try
+        make_cramped(learner)._train(1000.0)
+    assert learner.trained == [[20, 25, 30]]
+
+
+def test_where_nothing_fits_the_trainer_stops_and_its_groups_wait(
+    store: Store, make_cramped: Callable[..., Daemon]
+) -> None:
+    judged(store, "a", [200, 200, 200, 200])
+    daemon = make_cramped(Cramped(room=10))
+    assert [daemon._train(1000.0 + turn) for turn in range(4)] == [True] * 4
+    with pytest.raises(OutOfMemory, match="not one of 4 rows fits into memory alone, the shortest of 200 tokens"):
+        daemon._train(1004.0)
+    assert len(store.groups.judged("agent")) == 1
+    assert store.trajectories.drop_counts() == {}
+
+
+def test_a_longest_length_that_is_set_needs_no_trying(store: Store, make_cramped: Callable[..., Daemon]) -> None:
+    names = judged(store, "a", [20, 30, 25, 900])
+    learner = Cramped(room=10_000)
+    make_cramped(learner, learner=LearnerSettings(max_length=100))._train(1000.0)
+    assert learner.trained == [[20, 25, 30]]
+    assert store.trajectories.get(names[3]).drop_reason == "too_long"
+
+
+def test_a_round_that_ran_out_of_memory_leaves_no_gradient_to_the_next(tiny_model: Path, tmp_path: Path) -> None:
+    settings = LearnerSettings(learning_rate=1e-3, token_budget=64, threads=1)
+    rows = build_rows(6)
+    fresh, other = (Learner(str(tiny_model), settings, workdir=tmp_path / name) for name in "ab")
+    expected = fresh.train_round(rows)
+
+    def meet_the_end(standing: Standing) -> None:
+        if standing.done > 1 and not standing.ended:
+            raise RuntimeError("CUDA out of memory")
+
+    other.watched_by(Progress(meet_the_end))
+    with pytest.raises(OutOfMemory):
+        other.train_round(rows)
+    other.watched_by(Progress())
+    again = other.train_round(rows)
+    assert (again.loss, again.grad_norm, again.weight_change) == (
+        expected.loss, expected.grad_norm, expected.weight_change,
+    )  # fmt: skip
