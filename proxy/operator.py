@@ -1,12 +1,14 @@
 """The operator API under /api: what was recorded, judged and trained; feedback; trajectories finished and deleted.
 
-Lists are pages by key: `limit`, and `before` = the `next` of the page before. Packed tokens come out as lists.
+Lists are pages by key: `limit`, and `before` = the `next` of the page before. Packed tokens come out as lists where
+they are asked for, no more of them in one response than `MOST_TOKENS`, or one call's.
 Reads the store in threads; never on the path of a call.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -29,6 +31,7 @@ from store.records import Call, Choice, Exchange, Record, unpack_ids, unpack_log
 
 _Limit = Annotated[int, Query(ge=1, le=1000)]
 _SETTLE_SECONDS = 5.0
+MOST_TOKENS = 250_000  # told in one response
 _FEEDBACK_BODY = {"content": {"application/json": {"schema": FeedbackBody.model_json_schema()}}, "required": True}
 _LOST_AFTER = 3600.0  # seconds after which a call without an end is not waited for
 
@@ -78,10 +81,19 @@ def _add_calls(api: FastAPI, store: Store) -> None:
 
     @api.get("/calls")
     def calls(
-        limit: _Limit = 100, before: str | None = None, trajectory: str | None = None, state: str | None = None
+        limit: _Limit = 100,
+        before: str | None = None,
+        trajectory: str | None = None,
+        state: str | None = None,
+        tokens: bool = False,
     ) -> Response:
-        """Calls, newest first."""
-        return _page([_call(call) for call in store.calls.page(limit, before, trajectory, state)], limit)
+        """Calls, newest first; with `tokens` their ids and logprobs, and then fewer on a page where they are many."""
+        found = store.calls.page(limit, before, trajectory, state, tokens=False)
+        if not tokens:
+            return _page([_call(call, tokens=False) for call in found], limit)
+        whole = store.calls.whole(within(found))
+        rows = [_call(whole[call.id]) for call in found if call.id in whole]
+        return _page(rows, limit if len(rows) == len(found) else len(rows))
 
     @api.get("/calls/{call_id}")
     def call(call_id: str) -> Response:
@@ -102,11 +114,16 @@ def _add_calls(api: FastAPI, store: Store) -> None:
 
     @api.get("/trajectories/{trajectory_id}")
     def trajectory(trajectory_id: str, tokens: bool = True) -> Response:
-        """One trajectory with its calls, messages and every verdict; without the calls' tokens where they are many."""
-        found = store.trajectories.read(trajectory_id)
+        """One trajectory with its calls, messages and every verdict.
+
+        Tokens are told of its first calls, as many as a response may hold; the others' are null, and at /calls/ID.
+        """
+        found = store.trajectories.read(trajectory_id, tokens=False)
+        whole = store.calls.whole(within(found.calls)) if tokens else {}
+        calls = [_call(whole.get(call.id, call), call.id in whole) for call in found.calls]
         return _json(
             _plain(found.trajectory)
-            | {"calls": [_call(call, tokens) for call in found.calls], "messages": found.messages, "tools": found.tools}
+            | {"calls": calls, "messages": found.messages, "tools": found.tools}
             | {"feedback": [_plain(said) for said in found.feedback]}
             | {"verdicts": [_plain(verdict) for verdict in store.groups.verdicts_of(trajectory_id)]}
             | {"trained": store.lineage.of([trajectory_id]).get(trajectory_id, ())}
@@ -253,6 +270,20 @@ def _add_reports(api: FastAPI, store: Store) -> None:
     def alarms(standing: bool = False) -> Response:
         """Alarms, the latest first."""
         return _page([_plain(alarm) for alarm in (store.alarms.standing() if standing else store.alarms.all())])
+
+
+def within(calls: Sequence[Call]) -> list[str]:
+    """Return the first calls whose tokens one response may hold together, the first one whatever it has: ids."""
+    ends = {call.id: call.prompt_tokens + call.completion_tokens for call in calls}
+    chosen: list[str] = []
+    total = 0
+    for call in calls:
+        known = ends.get(call.parent_call or "", 0) if call.context == "exact" else 0  # told with the call before
+        total += max(0, ends[call.id] - known)
+        if chosen and total > MOST_TOKENS:
+            break
+        chosen.append(call.id)
+    return chosen
 
 
 def _json(value: Any, status: int = 200) -> Response:

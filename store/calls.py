@@ -20,6 +20,7 @@ from store.shipping import IN_MOST, ship
 from store.states import CallState
 
 _PAGE_MOST = 1000
+_PACKED = ("prompt_blocks", "prompt_ids", "ids", "logprobs")  # columns that hold tokens
 
 
 class Calls:
@@ -65,8 +66,13 @@ class Calls:
         before: str | None = None,
         trajectory: str | None = None,
         state: str | None = None,
+        *,
+        tokens: bool = True,
     ) -> list[Call]:
-        """Return at most `limit` calls, newest first, older than the call id `before` (ids sort by time)."""
+        """Return at most `limit` calls, newest first, older than the call id `before` (ids sort by time).
+
+        Without `tokens` the ids and logprobs are not read and stand as empty.
+        """
         table = schema.calls
         chosen = sa.select(table.c.id).order_by(table.c.id.desc()).limit(min(limit, _PAGE_MOST))
         if before:
@@ -78,8 +84,13 @@ class Calls:
         if state and state != CallState.ANSWERED:
             chosen = chosen.where(table.c.state != sa.literal_column("'answered'"))  # as the index of these says it
         with read(self._engine) as connection:
-            found = load_calls(connection, table.c.id.in_(chosen.subquery().select()))
+            found = load_calls(connection, table.c.id.in_(chosen.subquery().select()), tokens=tokens)
         return sorted(found, key=lambda call: call.id, reverse=True)
+
+    def whole(self, call_ids: Sequence[str]) -> dict[str, Call]:
+        """Return calls with their tokens, by id; those that are not there are left out."""
+        with read(self._engine) as connection:
+            return {call.id: call for call in load_calls(connection, schema.calls.c.id.in_(call_ids))}
 
     def message_count(self) -> int:
         """Return how many distinct messages are stored."""
@@ -87,19 +98,27 @@ class Calls:
             return int(connection.scalar(sa.select(sa.func.count()).select_from(schema.messages)) or 0)
 
 
-def load_calls(connection: sa.Connection, where: sa.ColumnElement[bool]) -> list[Call]:
-    """Return the calls that match, with their choices, in the order in which they began."""
+def load_calls(connection: sa.Connection, where: sa.ColumnElement[bool], *, tokens: bool = True) -> list[Call]:
+    """Return the calls that match, with their choices, in the order in which they began; as empty without `tokens`."""
+    columns, answered = (_columns(table, tokens) for table in (schema.calls, schema.choices))
     rows = connection.execute(
-        sa.select(schema.calls).where(where).order_by(schema.calls.c.started_at, schema.calls.c.id)
+        sa.select(*columns).where(where).order_by(schema.calls.c.started_at, schema.calls.c.id)
     ).all()
     answers: dict[str, list[Choice]] = {}
     for chunk in range(0, len(rows), IN_MOST):
         names = [row.id for row in rows[chunk : chunk + IN_MOST]]
-        found = sa.select(schema.choices).where(schema.choices.c.call_id.in_(names)).order_by(schema.choices.c.choice)
+        found = sa.select(*answered).where(schema.choices.c.call_id.in_(names)).order_by(schema.choices.c.choice)
         for answer in connection.execute(found):
             answers.setdefault(answer.call_id, []).append(_choice(answer))
     prompts = Blocks(connection, rows)
     return [_call(row, prompts.whole(row), tuple(answers.get(row.id, ()))) for row in rows]
+
+
+def _columns(table: sa.Table, tokens: bool) -> list[sa.ColumnElement[Any]]:
+    """Return a table's columns; without `tokens` with nothing in place of those that hold any."""
+    return [
+        sa.literal(b"").label(column.name) if column.name in _PACKED and not tokens else column for column in table.c
+    ]
 
 
 def _choice(row: Any) -> Choice:

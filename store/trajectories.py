@@ -182,11 +182,14 @@ class Trajectories:
         found = {run.id: run for run in self._select(runs.c.id.in_(names), len(names))} if names else {}
         return [found[name] for name in names if name in found]
 
-    def read(self, trajectory_id: str) -> Transcript:
-        """Return a trajectory with its calls and the messages up to its last word. Raises UnknownRecord."""
+    def read(self, trajectory_id: str, *, tokens: bool = True) -> Transcript:
+        """Return a trajectory with its calls and the messages up to its last word. Raises UnknownRecord.
+
+        Without `tokens` the calls' ids and logprobs are not read and stand as empty.
+        """
         trajectory = self.get(trajectory_id)
         with read(self._engine) as connection:
-            calls = load_calls(connection, schema.calls.c.trajectory_id == trajectory_id)
+            calls = load_calls(connection, schema.calls.c.trajectory_id == trajectory_id, tokens=tokens)
             leaf, own_tools = last_word(calls, lambda node: _system_prompt(connection, node))
             messages = load_path(connection, leaf)
             tools = _load_tools(connection, own_tools)
