@@ -58,7 +58,15 @@ def fill(store: Store) -> None:
 
 def _train(store: Store, version: int, group: str, reward: float) -> None:
     told = store.rounds.start(ALIAS, version)
-    metrics = {"reward": reward, "trajectories": 40, "tokens_trained": 900, "loss": 0.01, "seconds": 3.5}
+    metrics: dict[str, Any] = {
+        "reward": reward,
+        "trajectories": 40,
+        "tokens_trained": 900,
+        "loss": 0.01,
+        "seconds": 3.5,
+    }
+    metrics |= {"approx_kl": 0.004, "approx_kl_tokens": 900, "gap_good_mean": 0.002, "learning_rate": 2e-3}
+    metrics |= {"numbers": "fp32"}
     store.rounds.commit(told.id, version=version + 1, checkpoint=f"c/{version + 1}", groups=[group], metrics=metrics)
     if version < 4:
         store.policies.promote(ALIAS, version + 1, {"gain": 0.1}, by="gate", reason="better: +0.15 (0.05 to 0.25)")

@@ -142,11 +142,13 @@ def test_the_overview_tells_what_status_tells(console: Proxy) -> None:
     (alias,) = told["aliases"]
     whole = alias["learning"]["families"][0]
     assert (alias["live"]["version"], alias["canary"]["version"], whole["gain"]["verdict"]) == (4, 5, "better")
+    assert "before: @0 alone, the oldest, has the 30 scores that a side needs" in alias["learning"]["notes"]
     (work,) = alias["works"]
     assert (work["done"], work["total"], work["seconds_per_item"], work["eta_seconds"]) == (3, 8, 4.0, 20.0)
     assert work["means"] == {"tokens": 42.67, "reward": 0.5}
     assert sum(told["trajectories"].values()) == 202
     assert [one["to_version"] for one in told["rounds"]] == [5, 4, 3, 2, 1]
+    assert told["rounds"][0]["moved"] == "0.004 nats a token (k3) at rate 0.002: healthy"
     assert told["alarms"][0]["name"] == "no_signal"
 
 

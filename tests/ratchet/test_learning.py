@@ -40,6 +40,25 @@ def test_the_report_says_better_with_its_interval_and_draws_it(project: Project)
     assert (project.folder / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_report_says_what_is_missing_and_that_rounds_move_nothing(project: Project) -> None:
+    project.write(store="sqlite:///s.db")
+    scored(project, 0, 0.5, 40)
+    scored(project, 1, 0.5, 40)
+    store = open_store(str(project.folder / "s.db"))
+    still = {"approx_kl": 2e-8, "approx_kl_tokens": 900, "gap_good_mean": 0.0, "learning_rate": 1e-5}
+    for version in range(3):
+        held = store.rounds.start("policy", version)
+        store.rounds.commit(
+            held.id, version=version + 1, checkpoint="x", groups=[], metrics=still | {"numbers": "fp32"}
+        )
+    store.close()
+    said = project.run("status", "--report").stdout
+    assert said.startswith("is it learning?  unknown")
+    assert "missing: a larger difference, or more scores on both sides" in said
+    assert "before: @0 alone, the oldest, has the 30 scores that a side needs" in said
+    assert "the steps are too small to be seen: the last 3 rounds moved the policy by at most 2e-08 nats" in said
+
+
 def test_a_picture_needs_the_report(project: Project) -> None:
     assert project.run("status", "--png", "x.png").returncode == 2
 
