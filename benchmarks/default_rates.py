@@ -106,7 +106,7 @@ def figures(
         {name: one[name] for name in ("round", "version", "rollouts", "mean", "low", "high", "against_baseline")}
         for one in result["details"]["curve"]
     ]
-    gain = curve[-1]["against_baseline"] or {}
+    gain = result["gain"] or {}
     return {
         "example": example,
         "learned": gain.get("low", 0.0) > 0,

@@ -16,16 +16,13 @@ if TYPE_CHECKING:
 def read(settings: Settings) -> LearningReport:
     """Return the report on what the store holds. Raises FaceError where there is no store yet."""
     from store import open_store
-    from store.reporting.learning import learning_report
-    from store.reporting.movement import lately
+    from store.reporting.relative import report_of
 
     if settings.store is None and not settings.state.store.exists():
         raise FaceError("nothing has run yet: there is no store to report on")
     store = open_store(settings.store_url, create=False)
     try:
-        judge = store.groups.newest_judge(settings.model)
-        tallied = store.groups.tallied(settings.model, judge) if judge else []
-        return learning_report(tallied, lately(store, settings.model))
+        return report_of(store, settings.model)
     finally:
         store.close()
 

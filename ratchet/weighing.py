@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 _TUNER = ("workflow", "concurrency", "seed", "test_share")
 _PLANNED = (
-    "rounds", "tasks_per_round", "eval_every", "eval_tasks", "eval_attempts", "eval_workflow", "patience", "collect",
+    "rounds", "tasks_per_round", "eval_every", "eval_tasks", "validation_tasks", "eval_attempts", "eval_workflow",
+    "patience", "collect",
 )  # fmt: skip
 
 

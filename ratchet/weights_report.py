@@ -13,7 +13,7 @@ from ratchet.tuning_report import number
 if TYPE_CHECKING:
     from trainer.tuning.results import TuningResult
 
-_CURVE = ("round", "version", "rollouts", "mean", "95% interval", "against the baseline", "failed", "unjudged")
+_CURVE = ("round", "split", "version", "rollouts", "mean", "95% interval", "against the baseline", "failed", "unjudged")
 
 
 def show(result: TuningResult) -> None:
@@ -24,10 +24,12 @@ def show(result: TuningResult) -> None:
 
     families = list(result.details["curve"][0]["families"]) if result.details["curve"] else []
     several = families if len(families) > 1 else []
-    drawn = Table(title=f"Test tasks ({result.task_set.tasks}, {result.attempts} attempts each)", title_justify="left")
+    title = f"Validation and test tasks ({result.task_set.tasks}), {result.attempts} attempts each"
+    drawn = Table(title=title, title_justify="left")
     for column in (*_CURVE, *several):
         drawn.add_column(printable(column))
-    for one in result.details["curve"]:
+    curve, tested = result.details["curve"], result.details.get("test", [])  # of an old run one and the same
+    for one in curve if curve == tested else [*curve, *tested]:
         means = [number(one["families"].get(name)) for name in several]
         drawn.add_row(*_cells(result.alias, one), *means)
     printed(drawn, lines(result))
@@ -65,17 +67,19 @@ def warm_start_lines(story: Mapping[str, Any]) -> list[str]:
 
 
 def draw(result: TuningResult, path: Path) -> None:
-    """Draw the test tasks' mean over the rounds, with intervals, and the training reward. Raises FaceError."""
+    """Draw the validation tasks' mean over the rounds, with intervals, the test tasks' at both ends, and the training
+    reward. Raises FaceError."""
     plots = pyplot()
     figure, axes = plots.subplots(figsize=(8, 4.5), dpi=120)
     for name, points in _training(result.details["training"]).items():
         axes.plot([x + 1 for x, _ in points], [y for _, y in points], alpha=0.5, label=f"training tasks: {name}")
-    shown = [one for one in result.details["curve"] if one["mean"] is not None]
-    reach = [[one["mean"] - one["low"] for one in shown], [one["high"] - one["mean"] for one in shown]]
-    axes.errorbar(
-        [one["round"] for one in shown], [one["mean"] for one in shown], yerr=reach, fmt="o-", color="tab:red",
-        capsize=4, label="test tasks, 95% interval",
-    )  # fmt: skip
+    for name, form, colour, label in (("curve", "o-", "tab:red", "validation"), ("test", "s", "tab:blue", "test")):
+        shown = [one for one in result.details.get(name, []) if one["mean"] is not None]
+        reach = [[one["mean"] - one["low"] for one in shown], [one["high"] - one["mean"] for one in shown]]
+        axes.errorbar(
+            [one["round"] for one in shown], [one["mean"] for one in shown], yerr=reach, fmt=form, color=colour,
+            capsize=4, label=f"{label} tasks, 95% interval",
+        )  # fmt: skip
     axes.set(xlabel="rounds of training tasks", ylabel="score", title=f"{result.alias}: {result.technique}"[:110])
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
@@ -95,9 +99,9 @@ def _training(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, fl
 def _cells(alias: str, one: Mapping[str, Any]) -> tuple[str, ...]:
     gain = one.get("against_baseline")
     return (
-        str(one["round"]), f"{alias}@{one['version']}", str(one["rollouts"]), number(one["mean"]),
-        f"{one['low']:.3f} to {one['high']:.3f}", "" if gain is None else _told(gain), str(one["failed"]),
-        str(one["unjudged"]),
+        str(one["round"]), str(one.get("split", "test")), f"{alias}@{one['version']}", str(one["rollouts"]),
+        number(one["mean"]), f"{one['low']:.3f} to {one['high']:.3f}", "" if gain is None else _told(gain),
+        str(one["failed"]), str(one["unjudged"]),
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from pathlib import Path
 
 from store import Store
 from store.errors import ForbiddenChange, StoreUnavailable, UnknownRecord
+from store.reporting.relative import note_judge
 from store.states import PolicyState
 from trainer.assembly import Assembly
 from trainer.backlog import Backlog
@@ -38,6 +39,7 @@ from trainer.crediting.roles import Roles
 from trainer.daemon_parts import make_judging, make_releasing
 from trainer.errors import EngineUnreachable, OutOfMemory, TrainingDiverged
 from trainer.judges.patience import patience_of
+from trainer.judges.settings import only_ranks
 from trainer.learning.learner import Learner
 from trainer.lease import Lease
 from trainer.memory import Memory
@@ -100,7 +102,8 @@ class Daemon:
         judging = make_judging(settings, store, self.progress)
         self._scorekeeper, self._rehearing = judging.scorekeeper, judging.rehearing
         self._patience = patience_of(settings.judge)
-        self._judge_version = judging.judge.version
+        self._judge_version, self._relative = judging.judge.version, only_ranks(settings.judge)
+        note_judge(store, settings.model, self._judge_version, relative=self._relative)
         self._transcripts = Transcripts(store, most=4 * settings.groups_per_round * settings.group_size)
         self._casting = Casting(store, settings.model, Roles(settings.roles, settings.role_prompts))
         self._memory = Memory(store, settings.model, settings.learner)
@@ -275,6 +278,12 @@ class Daemon:
         self.metrics.evaluating(self._publisher.waits)
         return not self._publisher.waits
 
+    def _best(self) -> list[int]:
+        """Return the versions worth a look back, the best first; none where scores do not compare versions."""
+        if self._relative:
+            return []
+        return best_first(self._store.groups.scored(self.settings.model, self._judge_version))
+
     def _prune(self) -> None:
         """Remove from the disk what no version in use, no resumption and no look back needs."""
         settings, alias = self.settings, self.settings.model
@@ -282,7 +291,7 @@ class Daemon:
         kept = retained(
             self._store.policies.all(alias),
             pinned=in_use,
-            best=best_first(self._store.groups.scored(alias, self._judge_version)),
+            best=self._best(),
             newest=settings.keep_folders,
             states=settings.keep_states,
         )

@@ -17,7 +17,7 @@ from trainer.judges.settings import (
     FeedbackSpec,
     JudgeSpec,
     NextStateSpec,
-    RulerSpec,
+    only_ranks,
 )  # fmt: skip
 from trainer.learning.learner_settings import LearnerSettings
 from trainer.learning.learning_rate import AUTO
@@ -85,7 +85,7 @@ def _single_least(settings: TrainerSettings) -> str | None:
 
 
 def _rank_of_one(settings: TrainerSettings) -> str | None:
-    if settings.singles == "drop" or not _only_ranks(settings.judge):
+    if settings.singles == "drop" or not only_ranks(settings.judge):
         return None
     return (
         f"singles: {settings.singles} compares scores of different times and tasks, and the judge only ranks the "
@@ -120,12 +120,6 @@ def _needs_a_listener(judge: JudgeSpec) -> str | None:
     if isinstance(judge, FeedbackSpec):
         return "judge feedback waits for the word of people"
     return "judge next_state waits for the next message" if isinstance(judge, NextStateSpec) else None
-
-
-def _only_ranks(judge: JudgeSpec) -> bool:
-    if isinstance(judge, CompositeSpec):
-        return all(_only_ranks(part.judge) for part in judge.parts if part.weight)
-    return isinstance(judge, RulerSpec)
 
 
 def _proof(settings: TrainerSettings) -> str | None:

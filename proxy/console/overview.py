@@ -15,9 +15,10 @@ from store import Store
 from store.records import Policy, Round
 from store.remembered import Remembered
 from store.reporting.canary import canary_scores, held
-from store.reporting.learning import learning_report, plain
-from store.reporting.movement import lately, movement_of
+from store.reporting.learning import plain
+from store.reporting.movement import movement_of
 from store.reporting.reasons import DROPPED
+from store.reporting.relative import is_relative, report_of
 from store.states import PolicyState
 from store.works import WorkNoted
 
@@ -86,9 +87,16 @@ class Overview:
 
     def _read_report(self, alias: str) -> dict[str, Any]:
         judge = self._store.groups.newest_judge(alias)
-        told = learning_report(self._store.groups.tallied(alias, judge) if judge else [], lately(self._store, alias))
+        told = report_of(self._store, alias)
         canary = canary_scores(self._store, alias)
-        return {"judge": judge, "learning": plain(told), "canary": canary, "held": held(self._store, alias)}
+        relative = is_relative(self._store, alias, judge)
+        return {
+            "judge": judge,
+            "relative": relative,
+            "learning": plain(told),
+            "canary": canary,
+            "held": held(self._store, alias),
+        }
 
 
 def _version(alias: str, state: PolicyState, serving: list[Policy]) -> dict[str, Any] | None:

@@ -10,8 +10,8 @@ import click
 from ratchet import options, tuning
 
 _OWN = (
-    "families", "rounds", "tasks_per_round", "eval_every", "eval_tasks", "eval_attempts", "eval_workflow", "patience",
-    "collect", "warm_start", "sft", "resume",
+    "families", "rounds", "tasks_per_round", "eval_every", "eval_tasks", "validation_tasks", "eval_attempts",
+    "eval_workflow", "patience", "collect", "warm_start", "sft", "resume",
 )  # fmt: skip
 
 
@@ -21,11 +21,12 @@ _OWN = (
 )
 @click.option("--rounds", type=click.IntRange(min=0), help="Rounds of training tasks.  [default: 20]")
 @click.option("--tasks-per-round", type=click.IntRange(min=1), help="Training tasks of a round.  [default: 16]")
-@click.option("--eval-every", type=click.IntRange(min=1), help="Rounds between two evaluations.  [default: 5]")
+@click.option("--eval-every", type=click.IntRange(min=1), help="Rounds between two validations.  [default: 5]")
 @click.option("--eval-tasks", type=click.IntRange(min=2), help="Test tasks of each set.  [default: all]")
+@click.option("--validation-tasks", type=click.IntRange(min=1), help="Validation tasks of each set.  [default: 32]")
 @click.option("--eval-attempts", type=click.IntRange(min=1), help="Attempts at each of them.  [default: 1]")
 @click.option("--eval-workflow", metavar="SPEC", help="Agent while it is evaluated, such as one that samples greedily.")
-@click.option("--patience", type=click.IntRange(min=0), help="Evaluations without a gain that end it.  [default: 3]")
+@click.option("--patience", type=click.IntRange(min=0), help="Validations without a gain that end it.  [default: 3]")
 @click.option(
     "--collect", type=click.IntRange(min=0), help="Rounds that are only tried, for a warm start.  [default: 0]"
 )
@@ -51,7 +52,7 @@ _OWN = (
 @options.as_json
 @click.pass_context
 def weights(context: click.Context, /, png: Path | None, as_json: bool, fail_unless_better: bool, **given: Any) -> int:
-    """Train the weights on a task set, evaluate on its test split all along, keep the best version.
+    """Train the weights on a task set, keep the best version on validation tasks, measure it on the test split.
 
     The rollouts go through the running project (`ratchet up`), whose trainer learns from them as from any traffic;
     where nothing runs, the rooms are started and stopped again. Ends with 0 when it came to its end, with 1 on errors;

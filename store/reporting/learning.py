@@ -23,6 +23,11 @@ from store.reporting.missing import more_scores, notes
 from store.reporting.movement import Movement
 
 ENOUGH = 30  # scores on each side
+RELATIVE = (
+    "the judge's scores are relative: they rank the members of one group, and their mean is the same for good and for "
+    "bad versions; compare versions with trainer.gate.held_out, `ratchet eval`, or a judge that scores each answer by "
+    "itself"
+)
 ALL = "all"
 _Z = statistics.NormalDist().inv_cdf(0.975)
 
@@ -133,6 +138,11 @@ def learning_report(told: Sequence[Tally], newest_first: Sequence[Movement] = ()
             _report(n, [x for x in before if x.family == n], [x for x in after if x.family == n], reach) for n in names
         ]
     return LearningReport(tuple(reports), curve, None, notes(reports[0], curve, ENOUGH, newest_first))
+
+
+def relative_report() -> LearningReport:
+    """Return the report on scores that only rank the members of a group: their means say nothing across versions."""
+    return LearningReport((), (), RELATIVE)
 
 
 def plain(report: LearningReport) -> dict[str, Any]:

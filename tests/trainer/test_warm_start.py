@@ -48,10 +48,11 @@ def general_file(folder: Path, count: int = 12) -> Path:
     return folder / "chat.jsonl"
 
 
-def search(store: Store, tuning_id: str = "", held_out: float = 0.0, **settings: Any) -> Imitable:
+def search(store: Store, tuning_id: str = "", **given: Any) -> Imitable:
     judge = make_judge(FunctionSpec(kind="function", function="tests.trainer.judge_samples:scripted"), {})
     chat = ChatRows(build_tokenizer())
-    return Search(store, "agent", judge, chat, WarmStartSettings(**settings), tuning_id, held_out=held_out).everything()
+    own = {name: given.pop(name) for name in ("held_out", "relative") if name in given}
+    return Search(store, "agent", judge, chat, WarmStartSettings(**given), tuning_id, **own).everything()
 
 
 def test_good_trajectories_are_imitated_and_the_version_is_proven_and_live(

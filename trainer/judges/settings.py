@@ -280,6 +280,14 @@ JudgeSpec = Annotated[
     BeforeValidator(_named),
 ]
 
+
+def only_ranks(judge: JudgeSpec) -> bool:
+    """Return whether a judge's scores compare the members of a group and say nothing beyond it."""
+    if isinstance(judge, CompositeSpec):
+        return all(only_ranks(part.judge) for part in judge.parts if part.weight)
+    return isinstance(judge, RulerSpec)
+
+
 PartSpec.model_rebuild()
 CompositeSpec.model_rebuild()
 

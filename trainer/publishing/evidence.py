@@ -17,7 +17,8 @@ from store import Store
 from store.decisions import Decision
 from store.lineage import Trained
 from store.records import Policy
-from store.reporting.learning import LearningReport, learning_report, tallies
+from store.reporting.learning import LearningReport, learning_report, relative_report, tallies
+from store.reporting.relative import is_relative
 from store.states import TuningState
 from store.tuning_records import Prompt, Tuning
 from trainer.tuning.results import TuningResult, read
@@ -64,7 +65,11 @@ def gather(store: Store, policy: Policy, base_model: str, versions: Mapping[str,
         prompt=store.prompts.get(policy.prompt_id) if policy.prompt_id else None,
         evaluations=_evaluations(store, f"{policy.alias}@{policy.version}"),
         decisions=store.decisions.of(policy.alias, policy.version)[::-1],
-        gain=learning_report(tallies([one for one in scores if one.version <= policy.version])),
+        gain=(
+            relative_report()
+            if is_relative(store, policy.alias, judge)
+            else learning_report(tallies([one for one in scores if one.version <= policy.version]))
+        ),
         lora=_lora(Path(policy.adapter)) if policy.adapter else {},
         versions=versions,
     )

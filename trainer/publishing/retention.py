@@ -44,7 +44,10 @@ def _sharing(policies: Sequence[Policy], versions: Set[int]) -> Set[int]:
 
 
 def best_first(scores: Sequence[PastScore]) -> list[int]:
-    """Return the trained versions by the mean score of their trajectories; those with too few scores are left out."""
+    """Return the trained versions by the mean score of their trajectories; those with too few scores are left out.
+
+    Not for a judge that only ranks: its means do not tell versions apart.
+    """
     by_version: dict[int, list[float]] = {}
     for scored in scores:
         if scored.version != BASE_VERSION:

@@ -36,10 +36,10 @@ from trainer.tuning.scoring import Scorer
 from trainer.tuning.select_model import busy_seconds
 from trainer.tuning.selection import figures_of
 from trainer.tuning.settings import TunerSettings
+from trainer.tuning.task_mix import VALIDATION
 from trainer.tuning.tasks import TEST, TRAIN, Task, TaskSet
 
 PROMPT_TUNING = "prompt tuning"  # the work that progress is told of: rollouts of the budget
-_VALIDATION = ("validation", "valid", "val", "dev")
 _MOST_ROWS = 20_000  # of a split that are looked at
 
 
@@ -165,7 +165,7 @@ class _Run:
         prompt, splits = self._settings.prompt, self._tools.tasks.splits()
         sizes = Sizes(prompt.train, prompt.validation, prompt.held_out)
         train = TRAIN if TRAIN in splits else splits[0]
-        checked = next((split for split in splits if split in _VALIDATION and split != train), None)
+        checked = next((split for split in splits if split in VALIDATION and split != train), None)
         test = self._read(TEST, prompt.held_out) if TEST in splits and train != TEST else []
         checking = self._read(checked) if checked else []
         sets = divide(self._read(train), test, sizes, self._settings.seed, checking)

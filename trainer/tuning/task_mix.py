@@ -11,11 +11,13 @@ import dataclasses
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
-from trainer.errors import TaskSetError
+from trainer.errors import TaskSetError, TaskSetTooSmall
 from trainer.tuning.tasks import TRAIN, Task, TaskSet
+
+VALIDATION = ("validation", "valid", "val", "dev")  # splits that are one
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,27 @@ class Family:
     def of(self, split: str, limit: int | None = None) -> list[Task]:
         """Return the tasks of a split, each under its family's name: `name/id`. Raises SplitNotFound, TaskSetEmpty."""
         return [dataclasses.replace(task, id=f"{self.name}/{task.id}") for task in self.tasks.rows(split, limit)]
+
+    def validation(self, most: int, seed: int, tests: Container[str]) -> list[Task]:
+        """Return the tasks that decide when to stop and which version is best, none of them a test task.
+
+        Of a split for it where there is one; else drawn from the training tasks, at most a quarter of them. Raises
+        TaskSetTooSmall.
+        """
+        own = next((split for split in self.tasks.splits() if split in VALIDATION), None)
+        found = sorted({task.id: task for task in self.of(own or TRAIN) if task.id not in tests}.values(), key=_id)
+        random.Random(f"{seed}/{self.name}/validation").shuffle(found)
+        share = len(found) if own else max(1, len(found) // 4)
+        if not found or (own is None and len(found) < 2):
+            raise TaskSetTooSmall(
+                f"task set {self.name} leaves no task for validation: add training tasks that are not in its test "
+                "split, or a split called validation"
+            )
+        return found[: min(most, share)]
+
+
+def _id(task: Task) -> str:
+    return task.id
 
 
 def parse_families(given: Sequence[str], opened: Callable[[str], TaskSet] = TaskSet.open) -> list[Family]:
@@ -56,11 +79,17 @@ def _family(given: str, opened: Callable[[str], TaskSet]) -> Family:
 
 
 class TaskMix:
-    """The training tasks of all families."""
+    """The training tasks of all families, but for those that are set aside."""
 
-    def __init__(self, families: Iterable[Family], seed: int) -> None:
+    def __init__(self, families: Iterable[Family], seed: int, aside: Container[str] = frozenset()) -> None:
         self._families = list(families)
-        self._tasks = {family.name: family.of(TRAIN) for family in self._families}
+        self._tasks = {
+            family.name: [task for task in family.of(TRAIN) if task.id not in aside] for family in self._families
+        }
+        if bare := next((name for name, tasks in self._tasks.items() if not tasks), None):
+            raise TaskSetTooSmall(
+                f"task set {bare} leaves nothing to train on: its training tasks are all in its tests"
+            )
         self._seed = seed
 
     def draw(self, number: int, count: int) -> list[Task]:

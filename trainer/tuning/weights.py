@@ -2,16 +2,19 @@
 
     stage       what is done                                                    what is waited for
     ----------  --------------------------------------------------------------  ----------------------------------
-    baseline    the version that is live now, on the test tasks; training       the judge
-                tasks are tried without being trained, where a warm start asks
+    baseline    the version that is live now, on the validation and the test    the judge
+                tasks; training tasks are tried without being trained, where
+                a warm start asks
     warm start  the trainer imitates what is good                               its version, proven
     rounds      training tasks by weight of their family, several attempts      the trainer, before an evaluation
-                each; every so many rounds the live version on the test tasks
+                each; every so many rounds the live version on the validation
+                tasks; at the end what serves, once, on the test tasks
 
-Promises: evaluations are on the same test tasks, are never trained, and are compared task by task with the baseline;
-it stops where nothing is gained any more; a version that is shown to be worse than the best one is taken back; what was
-done is in the store, so that a run that was killed goes on where it was. Trains nothing itself: the trainer does, with
-everything that it does in production (proof, gate, sentinel).
+Promises: validation and test tasks are never trained, share no content with each other and with the training tasks, and
+versions are compared on them task by task; it stops where nothing is gained any more, and takes back a version that is
+shown to be worse than the best one, both on validation tasks, so that the test tasks decide nothing and the gain on
+them is no pick of several; what was done is in the store, so that a run that was killed goes on where it was. Trains
+nothing itself: the trainer does, with everything that it does in production (proof, gate, sentinel).
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from trainer.tuning.weights_plan import (
     BASELINE,
     LIVE,
     ROUNDS,
+    VALIDATION,
     WARM_START,
     Evaluated,
     WeightsPlan,
@@ -88,8 +92,14 @@ class WeightsTuning:
         self._failure_score = failure_score
         self._watch = watch
         self._tell = tell
-        self._mix = TaskMix(families, self._plan.seed)
-        self._tests = {family.name: family.of(TEST, self._plan.eval_tasks) for family in families}
+        tests = {family.name: family.of(TEST, self._plan.eval_tasks) for family in families}
+        tested = {task.id for tasks in tests.values() for task in tasks}
+        seed, most = self._plan.seed, self._plan.validation_tasks
+        self._split: dict[str, dict[str, list[Task]]] = {
+            TEST: tests,
+            VALIDATION: {family.name: family.validation(most, seed, tested) for family in families},
+        }
+        self._mix = TaskMix(families, seed, tested | {task.id for task in self._of_split(VALIDATION)})
         self._began = time.monotonic()
         self._so_far: WeightsProgress = progress_of(tuning)
         self._seconds_before = self._so_far.wall_seconds
@@ -102,7 +112,10 @@ class WeightsTuning:
     @property
     def tests(self) -> list[Task]:
         """The test tasks of all families."""
-        return [task for tasks in self._tests.values() for task in tasks]
+        return self._of_split(TEST)
+
+    def _of_split(self, split: str) -> list[Task]:
+        return [task for tasks in self._split[split].values() for task in tasks]
 
     async def run(self) -> WeightsProgress:
         """Go on to the end. Raises TuningError, TooManyFailures, and what `watch` raises."""
@@ -115,24 +128,27 @@ class WeightsTuning:
             work.at(self._so_far.rounds, self._plan.rounds)
             if self._is_due():
                 await self._settle()
-                await self._evaluate(self._live())
+                await self._evaluate(self._live(), VALIDATION)
             if self._so_far.rounds >= self._plan.rounds or self._is_spent():
                 break
             await self._rollouts(self._runner, self._round(self._so_far.rounds))
             self._note(rounds=self._so_far.rounds + 1)
         work.end()
         self._keep_the_best()
+        await self._evaluate(self._live(), TEST)
         return self._so_far
 
-    def marks(self, version: int) -> dict[str, Any]:
-        """Return what a version got on the test tasks, by task."""
-        return marks_of(counting(self._of(self._name(version))))
+    def marks(self, version: int, split: str) -> dict[str, Any]:
+        """Return what a version got on a split's tasks, by task."""
+        wanted = {task.id for task in self._of_split(split)}
+        return marks_of(counting(one for one in self._of(self._name(version)) if one.task_id in wanted))
 
-    def compared(self, version: int, against: int, family: str | None = None) -> Compared:
-        """Return a version against another on the test tasks, of one family or of all."""
+    def compared(self, version: int, against: int, family: str | None = None, split: str = TEST) -> Compared:
+        """Return a version against another on a split's tasks, of one family or of all."""
+        sides = (self.marks(one, split) for one in (version, against))
         ours, theirs = (
-            {task: marks for task, marks in self.marks(one).items() if family is None or _family_of(task) == family}
-            for one in (version, against)
+            {task: marks for task, marks in side.items() if family is None or _family_of(task) == family}
+            for side in sides
         )
         names = (self._name(version), self._name(against))
         return compare(ours, theirs, names=names, failure_score=self._failure_score)
@@ -140,7 +156,8 @@ class WeightsTuning:
     async def _baseline(self) -> None:
         if not self._so_far.evaluations:
             self._note(baseline=self._live())
-        await self._evaluate(self._so_far.baseline)
+        for split in (VALIDATION, TEST):
+            await self._evaluate(self._so_far.baseline, split)
         if self._plan.warm_start is not None and self._plan.collect:
             jobs = [
                 Job(task, attempt, COLLECTED, self._name(self._so_far.baseline), "eval", step=number)
@@ -170,7 +187,7 @@ class WeightsTuning:
             reason = policy.evidence.get("reason", "it was evaluated as worse")
             self._note(notes=(*self._so_far.notes, f"the warm start's version was rejected: {reason}"))
         else:
-            await self._evaluate(version)
+            await self._evaluate(version, VALIDATION)
         self._note(stage=ROUNDS)
 
     def _round(self, number: int) -> list[Job]:
@@ -181,24 +198,27 @@ class WeightsTuning:
             for attempt in range(self._plan.attempts)
         ]
 
-    async def _evaluate(self, version: int) -> None:
-        """Note what a version gets on the test tasks; one that was evaluated before keeps its scores.
+    async def _evaluate(self, version: int, split: str) -> None:
+        """Note what a version gets on a split's tasks; one that was evaluated before keeps its scores.
 
-        What is noted already, by a run that was killed before it came to the next stage, is not noted again.
+        What is noted already, by a run that was killed before it came to the next stage, is not noted again; nor is a
+        version's second evaluation on the test tasks.
         """
-        if (version, self._so_far.rounds) in {(one.version, one.round) for one in self._so_far.evaluations}:
+        known = [one for one in self._so_far.evaluations if (one.version, one.split) == (version, split)]
+        if known and (split == TEST or self._so_far.rounds in {one.round for one in known}):
             return
         jobs = [
             Job(task, attempt, self._name(version), self._name(version), "eval")
-            for task in self.tests
+            for task in self._of_split(split)
             for attempt in range(self._plan.eval_attempts)
         ]
         await self._scored(await self._rollouts(self._evaluator, jobs))
-        marks = self.marks(version)
+        marks = self.marks(version, split)
         standing = rank({"it": marks}, failure_score=self._failure_score).standings[0]
         baseline = self._so_far.baseline
         found = Evaluated(
             version=version,
+            split=split,
             round=self._so_far.rounds,
             rollouts=len(counting(self._of(LIVE))),
             tasks=standing.tasks,
@@ -207,11 +227,11 @@ class WeightsTuning:
             high=standing.high,
             failed=standing.failed,
             unjudged=standing.unjudged,
-            families={name: self._family_mean(marks, name) for name in self._tests},
-            against_baseline=None if version == baseline else self.compared(version, baseline),
+            families={name: self._family_mean(marks, name) for name in self._split[split]},
+            against_baseline=None if version == baseline else self.compared(version, baseline, split=split),
         )
         self._note(evaluations=(*self._so_far.evaluations, found))
-        self._tell(f"after {found.round} rounds, {self._name(version)} on the test tasks: {found.told()}")
+        self._tell(f"after {found.round} rounds, {self._name(version)} on the {split} tasks: {found.told()}")
 
     def _family_mean(self, marks: Mapping[str, Any], family: str) -> float | None:
         own = {task: mark for task, mark in marks.items() if _family_of(task) == family}
@@ -221,7 +241,7 @@ class WeightsTuning:
         """Whether the rounds so far end with an evaluation that has not been made."""
         done = self._so_far.rounds
         ends = done > 0 and (done % self._plan.eval_every == 0 or done == self._plan.rounds)
-        return ends and self._so_far.evaluations[-1].round != done
+        return ends and self._so_far.validated[-1].round != done
 
     def _is_spent(self) -> bool:
         """Whether the last evaluations gained nothing."""
@@ -241,12 +261,14 @@ class WeightsTuning:
     def _keep_the_best(self) -> None:
         """Take back the live version where the best one is shown to be better."""
         live, best = self._live(), self._so_far.best.version
-        if best >= live or live not in {one.version for one in self._so_far.evaluations}:
+        if best >= live or live not in {one.version for one in self._so_far.validated}:
             return
-        found = self.compared(live, best)
+        found = self.compared(live, best, split=VALIDATION)
         if found.verdict is not Verdict.WORSE:
             return
-        reason = f"tuning {self._tuning.id}: on the test tasks it is worse than {self._name(best)}: {found.told()}"
+        reason = (
+            f"tuning {self._tuning.id}: on the validation tasks it is worse than {self._name(best)}: {found.told()}"
+        )
         try:
             self._store.policies.roll_back(
                 self._alias, best, {"tuning": msgspec.to_builtins(found)}, by="tuner", reason=reason

@@ -11,9 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from store.tuning_records import Tuning
 from trainer.errors import TuningError
 from trainer.tuning.comparison import Compared
+from trainer.tuning.tasks import TEST
 from trainer.warm_start.settings import WarmStartSettings
 
 BASELINE, WARM_START, ROUNDS = "baseline", "warm_start", "rounds"  # the stages, in order
+VALIDATION = "validation"  # the split that decides when to stop and what is best
 LIVE = "live"  # the candidate's name of the rollouts that train
 
 
@@ -28,8 +30,9 @@ class WeightsPlan(BaseModel):
     rounds: int = Field(20, ge=0, description="rounds of training tasks")
     tasks_per_round: int = Field(16, ge=1, description="training tasks of a round")
     attempts: int = Field(8, ge=2, description="attempts at each of them: the trainer's group size")
-    eval_every: int = Field(5, ge=1, description="rounds between two evaluations")
+    eval_every: int = Field(5, ge=1, description="rounds between two evaluations on the validation tasks")
     eval_tasks: int | None = Field(None, ge=2, description="test tasks of each family; null: all")
+    validation_tasks: int = Field(32, ge=1, description="validation tasks of each family, at most")
     eval_attempts: int = Field(1, ge=1, description="attempts at each of them")
     patience: int = Field(3, ge=0, description="evaluations without a gain after which it stops; 0: never")
     collect: int = Field(0, ge=0, description="rounds of training tasks that are only tried, for a warm start")
@@ -39,9 +42,10 @@ class WeightsPlan(BaseModel):
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
-    """One version on the test tasks: its mean with an interval, and the difference to the baseline."""
+    """One version on one split's tasks: its mean with an interval, and the difference to the baseline."""
 
     version: int
+    split: str = TEST  # runs of earlier releases evaluated on it alone
     round: int  # rounds of training tasks before it
     rollouts: int  # that trained, before it
     tasks: int
@@ -73,13 +77,18 @@ class WeightsProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     @property
     def best(self) -> Evaluated:
-        """The evaluation with the highest mean; the earliest of equal ones."""
-        return max(self.evaluations, key=lambda one: float("-inf") if one.mean is None else one.mean)
+        """The evaluation on validation tasks with the highest mean; the earliest of equal ones."""
+        return max(self.validated, key=lambda one: float("-inf") if one.mean is None else one.mean)
 
     @property
     def without_gain(self) -> int:
         """How many evaluations came after the best one."""
-        return len(self.evaluations) - 1 - self.evaluations.index(self.best)
+        return len(self.validated) - 1 - self.validated.index(self.best)
+
+    @property
+    def validated(self) -> tuple[Evaluated, ...]:
+        """The evaluations that decide, oldest first; the test tasks decide nothing."""
+        return tuple(one for one in self.evaluations if one.split == VALIDATION) or self.evaluations
 
 
 def config_of(plan: WeightsPlan) -> dict[str, Any]:

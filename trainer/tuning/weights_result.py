@@ -15,6 +15,7 @@ from trainer.tuning.prices import Prices, Spent
 from trainer.tuning.results import TuningResult, task_set
 from trainer.tuning.rollouts import counting
 from trainer.tuning.selection import commonest, spent_on
+from trainer.tuning.tasks import TEST
 from trainer.tuning.weights import WeightsTuning, rewards
 from trainer.tuning.weights_plan import LIVE, plan_of
 
@@ -25,7 +26,8 @@ def result_of(
     """Return the result of a run that has come to its end."""
     plan, so_far = plan_of(tuning), run.so_far
     final = store.policies.live()[tuning.alias].version
-    is_measured = final in {one.version for one in so_far.evaluations}
+    tested = [one for one in so_far.evaluations if one.split == TEST]
+    is_measured = final in {one.version for one in tested}
     gain = run.compared(final, so_far.baseline) if is_measured and final != so_far.baseline else None
     store.rollouts.count_tokens([one.id for one in store.rollouts.of(tuning.id) if not one.planned])
     made = store.rollouts.of(tuning.id)
@@ -50,7 +52,8 @@ def result_of(
         promoted=f"{tuning.alias}@{final}" if final != so_far.baseline else None,
         notes=(*notes, *_failures(rollouts)),
         details={
-            "curve": [msgspec.to_builtins(one) for one in so_far.evaluations],
+            "curve": [msgspec.to_builtins(one) for one in so_far.validated],
+            "test": [msgspec.to_builtins(one) for one in tested],
             "training": [
                 {"round": number, "family": family, "reward": mean, "judged": count}
                 for (number, family), (mean, count) in rewards(

@@ -75,8 +75,10 @@ class Search:
         tuning_id: str = "",
         roles: Roles = ALL_ROLES,
         held_out: float = 0.0,
+        relative: bool = False,
     ) -> None:
         self._store = store
+        self._relative = relative  # the judge only ranks: `least_score` means nothing, the best of each group are taken
         self._held_out = held_out
         self._alias = alias
         self._casting = Casting(store, alias, roles)
@@ -189,7 +191,7 @@ class Search:
 
     def _good(self, found: Imitable, scored: Iterable[tuple[str, str, float]]) -> list[tuple[str, float]]:
         """Return (trajectory, score) of those that are good enough, the best of each task; the newest come first."""
-        least, most = self._settings.least_score, self._settings.per_task
+        least, most = -math.inf if self._relative else self._settings.least_score, self._settings.per_task
         by_task: dict[str, list[tuple[str, float]]] = defaultdict(list)
         for cohort, name, score in scored:
             if is_held_out(cohort, self._held_out):
@@ -199,6 +201,12 @@ class Search:
             else:
                 found.left_out[f"score below {least:g}"] += 1
         for members in by_task.values():
+            if self._relative:
+                middle = sum(score for _, score in members) / len(members)
+                above = [member for member in members if member[1] > middle]
+                if len(above) < len(members):
+                    found.left_out["not above its group (the judge only ranks)"] += len(members) - len(above)
+                members[:] = above
             members.sort(key=lambda member: -member[1])
             if len(members) > most:
                 found.left_out["more of the same task"] += len(members) - most

@@ -54,9 +54,10 @@ def gather(
     tuning_id: str = "",
     roles: Roles = ALL_ROLES,
     held_out: float = 0.0,
+    relative: bool = False,
 ) -> Material:
     """Return what there is to learn. Raises WarmStartRefused, with what was left out, where it is too little."""
-    good = Search(store, alias, judge, chat, settings, tuning_id, roles, held_out).everything()
+    good = Search(store, alias, judge, chat, settings, tuning_id, roles, held_out, relative).everything()
     if len(good.scores) < settings.least:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in good.left_out.most_common()) or "none were found"
         raise WarmStartRefused(

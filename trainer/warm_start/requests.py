@@ -20,6 +20,7 @@ from store.tuning_records import Tuning
 from trainer.crediting.roles import Roles
 from trainer.errors import LearningError, RowError, SettingError, TuningError
 from trainer.judges.make import make_judge
+from trainer.judges.settings import only_ranks
 from trainer.learning.chat_rows import ChatRows
 from trainer.settings import TrainerSettings
 from trainer.tuning.tasks import TaskSet
@@ -72,6 +73,7 @@ class WarmStarts:
                 tuning_id=asked.id,
                 roles=Roles(self._settings.roles, self._settings.role_prompts),
                 held_out=self._settings.gate.held_out,
+                relative=only_ranks(self._settings.judge),
             )
         finally:
             judge.close()

@@ -24,7 +24,7 @@ export function overview(place) {
       slots.alarms.show(told.alarms, alarms);
       slots.aliases.show(told.aliases.map((one) => ({ ...one, works: one.works.map((work) => ({ ...work, silent: !work.ended && told.at - work.noted_at > STALE })) })), (found) => found.map(alias));
       slots.states.show([told.trajectories, told.dropped], ([states, dropped]) => trajectories(states, dropped));
-      slots.rounds.show(told.rounds, rounds);
+      slots.rounds.show({ found: told.rounds, relative: told.aliases.filter((one) => one.relative).map((one) => one.alias) }, rounds);
       slots.proxy.show(proxy, ofProxy);
       slots.tools.show(proxy.tools, tools);
       slots.tokens.show([proxy.contexts, proxy.untrainable], ([contexts, reasons]) => tokens(contexts, reasons));
@@ -51,7 +51,7 @@ function alias(one) {
       h("div", {}, h("h1", {}, one.alias), chips(one)),
       h("p", { class: `answer ${verdict}` }, h("b", {}, TITLES[verdict] ?? "Not known yet"),
         whole ? h("span", {}, `${signed(whole.gain.value)}  (95% ${signed(whole.gain.low)} to ${signed(whole.gain.high)})`) : h("span", {}, one.learning.missing ?? ""))),
-    one.learning.versions.length ? curve(one.learning.versions, marks) : empty("No score of real traffic yet: the curve begins with the first verdicts, where a judge is named (trainer.judge)."),
+    one.learning.versions.length ? curve(one.learning.versions, marks) : one.relative ? null : empty("No score of real traffic yet: the curve begins with the first verdicts, where a judge is named (trainer.judge)."),
     whole ? comparison(one.learning.families) : null,
     one.learning.notes.length ? h("ul", { class: "dim" }, one.learning.notes.map((note) => h("li", {}, note))) : null,
     one.learning.versions.length > 1 ? h("details", {}, h("summary", { "data-focus": `table ${one.alias}` }, "The curve as a table"), table(one.learning.versions)) : null,
@@ -122,15 +122,16 @@ function trajectories(states, dropped) {
       h("dl", { class: "reasons" }, dropped.map((one) => [h("dt", {}, one.reason, h("b", {}, count(one.count))), h("dd", {}, one.meaning ?? "")]))) : null);
 }
 
-function rounds(found) {
+/** `relative`: aliases whose judge ranks within groups: the mean of such scores says nothing from round to round. */
+function rounds({ found, relative }) {
   if (!found.length) return card("Rounds", empty("No round was trained yet."));
-  const rewards = found.filter((one) => one.state === "committed" && one.metrics.reward !== undefined).map((one) => one.metrics.reward).reverse();
+  const rewards = found.filter((one) => one.state === "committed" && one.metrics.reward !== undefined && !relative.includes(one.alias)).map((one) => one.metrics.reward).reverse();
   return card(h("a", { href: "#/rounds", "data-focus": "rounds" }, "Rounds"), rewards.length > 1 ? [spark(rewards, `Mean reward of the last ${rewards.length} rounds`), h("p", { class: "dim spark-label" }, `mean reward of the last ${rewards.length} rounds`)] : null,
     h("div", { class: "scroll" }, h("table", {},
       h("thead", {}, h("tr", {}, ["Version", "Reward", "Trajectories", "Tokens", "Moved", "Time", "Ended"].map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", {}, found.slice(0, 8).map((one) => h("tr", { title: one.reason },
         h("td", {}, one.state === "committed" ? `${one.alias}@${one.to_version}` : h("span", { class: `tag ${one.state}` }, one.state)),
-        h("td", { class: "num" }, score(one.metrics.reward)), h("td", { class: "num" }, count(one.metrics.trajectories)),
+        h("td", { class: "num" }, relative.includes(one.alias) ? "relative" : score(one.metrics.reward)), h("td", { class: "num" }, count(one.metrics.trajectories)),
         h("td", { class: "num" }, count(one.metrics.tokens_trained)),
         h("td", { class: "num", title: one.moved ?? "" }, one.metrics.approx_kl === undefined ? NONE : one.metrics.approx_kl.toPrecision(2)),
         h("td", { class: "num" }, seconds(one.metrics.seconds)),

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 able: dict[int, int] = {}  # version -> questions of ten that it solves
+tested: dict[int, int] = {}  # the same of test tasks, where it differs
 fails: set[int] = set()  # versions that cannot be judged
 
 
@@ -17,7 +18,9 @@ def judge(trajectory: Mapping[str, Any]) -> float:
         raise ValueError("nobody answers")
     asked = re.search(r"number (\d+)", trajectory["messages"][0]["content"])
     assert asked is not None
-    return float(int(asked[1]) % 10 < able.get(trajectory["version"], 0))
+    version, number = trajectory["version"], int(asked[1])
+    solved = able.get(version, 0) if number >= 100 else tested.get(version, able.get(version, 0))
+    return float(number % 10 < solved)
 
 
 async def agent(task: Mapping[str, Any], base_url: str, model: str) -> str:

@@ -38,9 +38,9 @@ TASKS, ATTEMPTS = 3, 2
 
 
 def task_set(folder: Path, name: str) -> Path:
-    """Twenty questions to train on and twenty others to be tested on."""
+    """Twenty questions to train on, and as many others to validate and to test on."""
     (folder / name).mkdir()
-    for split, start in (("train", 100), ("test", 0)):
+    for split, start in (("train", 100), ("validation", 200), ("test", 0)):
         rows = [{"question": f"{name} number {start + number}? #say=so"} for number in range(20)]
         (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / name
@@ -126,6 +126,7 @@ class Stand:
 def stand(store: Store, proxy: Proxy, tmp_path: Path) -> Stand:
     scripted_versions.able.clear()
     scripted_versions.fails.clear()
+    scripted_versions.tested.clear()
     return Stand(store, proxy, tmp_path)
 
 
@@ -141,13 +142,46 @@ def test_the_curve_shows_each_evaluation_against_the_baseline_and_the_gain_is_to
     assert result.gain.difference == pytest.approx(0.7)
     assert result.gain.low > 0
     assert (result.gain.tasks, result.task_set.tasks) == (20, 20)
-    assert result.spent.rollouts == 3 * 20 + 4 * TASKS * ATTEMPTS
+    assert [(one["split"], one["version"], one["mean"]) for one in result.details["test"]] == [
+        ("test", 0, 0.2), ("test", 2, 0.9),
+    ]  # fmt: skip
+    assert {one["split"] for one in result.details["curve"]} == {"validation"}
+    assert result.spent.rollouts == (3 + 2) * 20 + 4 * TASKS * ATTEMPTS
     made = stand.store.rollouts.of(tuning.id)
     assert all(one.prompt_tokens for one in made), "what is trained costs, too"
     assert result.spent.prompt_tokens == sum(one.prompt_tokens for one in made)
     assert read(plain_result(result)) == result
-    purposes = {one.purpose for one in stand.store.rollouts.of(tuning.id) if one.split == "test"}
+    purposes = {one.purpose for one in stand.store.rollouts.of(tuning.id) if one.split != "train"}
     assert purposes == {"eval"}, "what is tested is never trained"
+
+
+def test_the_test_tasks_decide_nothing(stand: Stand) -> None:
+    scripted_versions.able |= {0: 2, 1: 5, 2: 4}
+    scripted_versions.tested |= {1: 1, 2: 9}  # on the test tasks the second is far better, and nobody looks
+    stand.trainer = ScriptedTrainer(stand.store, stand.folder, [0, 1])
+    tuning = stand.begin(rounds=50, eval_every=1, patience=2)
+    result = stand.run(tuning)
+    assert f"2 evaluations without a gain over {ALIAS}@1" in result.notes[0]
+    tested = [one for one in stand.store.rollouts.of(tuning.id) if one.split == "test"]
+    assert {one.candidate for one in tested} == {"agent@0", "agent@2"}
+    assert [one["mean"] for one in result.details["test"]] == [0.2, 0.9]
+
+
+def test_without_a_validation_split_some_training_tasks_validate_and_are_not_trained(stand: Stand) -> None:
+    scripted_versions.able |= {0: 2}
+    (stand.mail / "validation.jsonl").unlink()
+    copied = (stand.mail / "train.jsonl").read_text().splitlines()[0]  # stands in both splits: it is tested alone
+    with (stand.mail / "test.jsonl").open("a") as file:
+        file.write(copied + "\n")
+    tuning = stand.begin(rounds=12, eval_every=12)
+    stand.run(tuning)
+    made = stand.store.rollouts.of(tuning.id)
+    trained = {one.task_id for one in made if one.candidate == LIVE}
+    tested = {one.task_id for one in made if one.split == "test"}
+    validated = {one.task_id for one in made if one.candidate != LIVE} - tested
+    assert (len(trained), len(validated), len(tested)) == (15, 4, 21)
+    assert not trained & validated
+    assert not (trained | validated) & tested
 
 
 def test_it_stops_where_nothing_is_gained_any_more(stand: Stand) -> None:
@@ -174,7 +208,7 @@ def test_a_version_that_is_shown_to_be_worse_than_the_best_is_taken_back(stand: 
 def test_a_last_version_that_is_only_a_bit_lower_stays(stand: Stand) -> None:
     scripted_versions.able |= {0: 2, 1: 9, 2: 8}
     stand.trainer = ScriptedTrainer(stand.store, stand.folder, [0, 2])
-    result = stand.run(stand.begin(eval_tasks=10))
+    result = stand.run(stand.begin(validation_tasks=10))
     assert stand.store.policies.live()[ALIAS].version == 2
     assert result.notes == ()
 
@@ -204,7 +238,7 @@ def test_an_evaluation_that_a_kill_prevented_is_made_up_for(stand: Stand) -> Non
     tuning = stand.begin(rounds=2)
     stand.run(tuning)
     told = dict(stand.store.tunings.get(tuning.id).result or {})
-    stand.store.tunings.update(tuning.id, told | {"evaluations": told["evaluations"][:1]})
+    stand.store.tunings.update(tuning.id, told | {"evaluations": told["evaluations"][:2]})
     result = stand.run(tuning)
     assert [(one["round"], one["version"]) for one in result.details["curve"]] == [(0, 0), (2, 1)]
 
