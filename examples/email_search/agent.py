@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from openai import AsyncOpenAI, OpenAIError
 
-from examples.email_search.mailbox import Mailbox
+from examples.email_search.mailbox import Mailbox, Searchable
 from examples.email_search.prompt import MAX_TURNS, opening
 from examples.email_search.tasks import Task, matches
 from examples.email_search.tools import TOOLS, call_tool
@@ -68,7 +68,7 @@ class Agent:
 
     async def attempt(self, task: Task, index: int = 0) -> Rollout:
         """Plays one task to its end."""
-        begun, course = time.monotonic(), _Course(opening(task.question, self.max_turns))
+        begun, course = time.monotonic(), _Course(opening(task.question, self.max_turns, task.inbox, task.date))
         end: End = "ran_out_of_turns"
         for _ in range(self.max_turns):
             try:
@@ -77,7 +77,7 @@ class Agent:
                 course.errors.append(f"{type(error).__name__}: {error}"[:300])
                 end = "api_error"
                 break
-            reason = course.take(response, self.box)
+            reason = course.take(response, self.box.of(task.inbox, task.date))
             if reason is not None:
                 end = reason
                 break
@@ -126,7 +126,7 @@ class _Course:
     models: dict[str, None] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
 
-    def take(self, response: Any, box: Mailbox) -> End | None:
+    def take(self, response: Any, box: Searchable) -> End | None:
         """Takes one reply in and runs its tool calls; returns why the rollout ends here, None where it goes on."""
         self.models.setdefault(response.model)
         self.response_id = response.id

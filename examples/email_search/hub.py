@@ -7,6 +7,7 @@ set as it is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ COLUMNS = {
     "body": ("body", "content", "message", "text"),
     "date": ("date", "sent_at", "timestamp"),
 }
+OWNERS = ("to", "cc", "bcc", "recipients", "to_address", "inbox_address")  # beside the sender: whose mail it is
+_ADDRESS = re.compile(r"[^\s<>,;\"']+@[^\s<>,;\"']+")
 REQUIRED = ("subject", "body")
 SPLITS = {"train": "train", "test": "test", "validation": "test"}
 
@@ -73,8 +76,15 @@ def _mails(name: str, rows: Any, limit: int) -> Iterator[Mail]:
         values = {field: str(row[column] or "") if column else "" for field, column in columns.items()}
         head = "".join(f"{field}: {values[field]}\n" for field in ("sender", "date", "subject") if values[field])
         values["body"] = f"{head}\n{values['body']}"
+        people = tuple(address for one in OWNERS if one in present for address in _addresses(row[present[one]]))
         values["message_id"] = values["message_id"] or f"mail-{number}"
-        yield Mail(**values)
+        yield Mail(**values, inboxes=(*_addresses(values["sender"]), *people))
+
+
+def _addresses(value: Any) -> list[str]:
+    """The e-mail addresses in a text, or in a list of texts."""
+    texts = value if isinstance(value, list | tuple) else [value]
+    return [found for text in texts if text for found in _ADDRESS.findall(str(text))]
 
 
 def _first(rows: Iterable[Mapping[str, Any]], limit: int) -> Iterator[Mapping[str, Any]]:
@@ -83,7 +93,9 @@ def _first(rows: Iterable[Mapping[str, Any]], limit: int) -> Iterator[Mapping[st
 
 
 def _tasks(rows: Any, split: str) -> list[Task]:
-    return [
-        Task(str(row.get("id", f"{split}-{number}")), str(row["question"]), str(row["answer"]), "", "", "", "")
-        for number, row in enumerate(rows)
-    ]
+    return [_task(row, f"{split}-{number}") for number, row in enumerate(rows)]
+
+
+def _task(row: Mapping[str, Any], name: str) -> Task:
+    told = {"inbox": str(row.get("inbox_address") or ""), "date": str(row.get("query_date") or "")[:10]}
+    return Task(str(row.get("id", name)), str(row["question"]), str(row["answer"]), "", "", "", "", **told)

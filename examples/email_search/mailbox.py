@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from examples.email_search.words import CITIES, ID_FIRST, ID_SECOND, MONTHS, PEOPLE, TOPICS
 
@@ -28,13 +29,24 @@ BODIES = (
 
 @dataclass(frozen=True, slots=True)
 class Mail:
-    """One mail. `date` is an ISO day; `body` is the text that `read_email` returns."""
+    """One mail. `date` is an ISO day; `body` is the text that `read_email` returns; `inboxes` are whose mail it is."""
 
     message_id: str
     sender: str
     subject: str
     body: str
     date: str
+    inboxes: tuple[str, ...] = ()  # addresses that sent or got it; of the made mails none, there is one user
+
+
+class Searchable(Protocol):
+    """What the agent's tools look into: a whole mailbox, or one user's."""
+
+    def search(self, keywords: list[str], limit: int = MAX_HITS) -> list[tuple[str, str]]:
+        """(message_id, subject) of the mails that hold every keyword, best match first, at most `limit`."""
+
+    def read(self, message_id: str) -> str | None:
+        """The body of one mail, None where there is none of that id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +110,55 @@ class Mailbox:
 
     def search(self, keywords: list[str], limit: int = MAX_HITS) -> list[tuple[str, str]]:
         """(message_id, subject) of the mails that hold every keyword, best match first, at most `limit`."""
-        query = " ".join('"' + _storable(word).replace('"', '""') + '"' for word in keywords)
-        sql = "SELECT message_id, subject FROM mail WHERE mail MATCH ? ORDER BY rank, rowid LIMIT ?"
-        return [(row[0], row[1]) for row in self._db.execute(sql, (query, limit))]
+        return self.found(keywords, limit)
 
     def read(self, message_id: str) -> str | None:
         """The body of one mail, None where no mail has that id."""
         row = self._db.execute("SELECT body FROM body WHERE message_id = ?", (_storable(message_id),)).fetchone()
         return None if row is None else str(row[0])
 
+    def of(self, inbox: str, date: str) -> Searchable:
+        """One user's mail up to and with a day (ISO); "" asks for all."""
+        return _Inbox(self, inbox.casefold(), date) if inbox or date else self
+
+    def found(
+        self, keywords: list[str], limit: int, where: str = "", values: tuple[str, ...] = ()
+    ) -> list[tuple[str, str]]:
+        """The mails that hold every keyword, of those that a condition on `message_id` lets through."""
+        query = " ".join('"' + _storable(word).replace('"', '""') + '"' for word in keywords)
+        sql = f"SELECT message_id, subject FROM mail WHERE mail MATCH ? {where} ORDER BY rank, rowid LIMIT ?"
+        return [(row[0], row[1]) for row in self._db.execute(sql, (query, *values, limit))]
+
     def __len__(self) -> int:
         return int(self._db.execute("SELECT count(*) FROM body").fetchone()[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Inbox:
+    """One user's mail up to a day."""
+
+    box: Mailbox
+    address: str
+    date: str
+
+    def search(self, keywords: list[str], limit: int = MAX_HITS) -> list[tuple[str, str]]:
+        where, values = self._mine()
+        return self.box.found(keywords, limit, f"AND message_id IN ({where})", values)
+
+    def read(self, message_id: str) -> str | None:
+        where, values = self._mine()
+        known = self.box._db.execute(f"{where} AND body.message_id = ?", (*values, _storable(message_id))).fetchone()
+        return None if known is None else self.box.read(message_id)
+
+    def _mine(self) -> tuple[str, tuple[str, ...]]:
+        conditions, values = ["1"], []
+        if self.address:
+            conditions.append("message_id IN (SELECT message_id FROM inbox WHERE address = ?)")
+            values.append(self.address)
+        if self.date:  # a mail without a readable day is one that was always there
+            conditions.append("(substr(date, 1, 10) <= ? OR date NOT GLOB '[0-9][0-9][0-9][0-9]-[0-9][0-9]-*')")
+            values.append(self.date[:10])
+        return f"SELECT message_id FROM body WHERE {' AND '.join(conditions)}", tuple(values)
 
 
 def _storable(text: str) -> str:
@@ -119,7 +169,10 @@ def _storable(text: str) -> str:
 def _fill(db: sqlite3.Connection, mails: Iterable[Mail]) -> None:
     db.execute("CREATE VIRTUAL TABLE mail USING fts5(message_id UNINDEXED, sender, subject, body)")
     db.execute("CREATE TABLE body (message_id TEXT PRIMARY KEY, date TEXT NOT NULL, body TEXT NOT NULL)")
+    db.execute("CREATE TABLE inbox (address TEXT, message_id TEXT, PRIMARY KEY (address, message_id)) WITHOUT ROWID")
     for mail in mails:
         db.execute("INSERT INTO mail VALUES (?, ?, ?, ?)", (mail.message_id, mail.sender, mail.subject, mail.body))
         db.execute("INSERT INTO body VALUES (?, ?, ?)", (mail.message_id, mail.date, mail.body))
+        owners = {(address.casefold(), mail.message_id) for address in mail.inboxes}
+        db.executemany("INSERT INTO inbox VALUES (?, ?)", sorted(owners))
     db.commit()

@@ -30,7 +30,10 @@ _NEGATION = frozenset({"not", "no", "never", "or", "neither", "nor"})
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A question, its right answer, what the answer is (`kind`), the pair asked about, and the mail that tells."""
+    """A question, its right answer, what the answer is (`kind`), the pair asked about, and the mail that tells.
+
+    `inbox` is the address of the user who asks, `date` the day of asking (ISO); "" is the made mailbox's own.
+    """
 
     id: str
     question: str
@@ -39,6 +42,8 @@ class Task:
     person: str
     topic: str
     message_id: str
+    inbox: str = ""
+    date: str = ""
 
 
 def _split() -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
@@ -77,7 +82,7 @@ def write_tasks(folder: Path, splits: dict[str, list[Task]]) -> None:
     """Writes `train.jsonl` and `test.jsonl`, one task a line."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, tasks in splits.items():
-        lines = "".join(json.dumps(asdict(task), ensure_ascii=False) + "\n" for task in tasks)
+        lines = "".join(json.dumps(_row(task), ensure_ascii=False) + "\n" for task in tasks)
         (folder / FILES[split]).write_text(lines, encoding="utf-8")
 
 
@@ -89,9 +94,13 @@ def read_tasks(folder: Path, split: str) -> list[Task]:
     return [_read_line(path, number, line) for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)]
 
 
+def _row(task: Task) -> dict[str, str]:
+    return {name: value for name, value in asdict(task).items() if value or name not in ("inbox", "date")}
+
+
 def task_of(row: Mapping[str, Any], name: str = "") -> Task:
     """The task of one row: it needs a question and an answer; a row without an id is called `name`."""
-    optional = {key: str(row.get(key, "")) for key in ("kind", "person", "topic", "message_id")}
+    optional = {key: str(row.get(key, "")) for key in ("kind", "person", "topic", "message_id", "inbox", "date")}
     return Task(str(row.get("id", name)), str(row["question"]), str(row["answer"]), **optional)
 
 

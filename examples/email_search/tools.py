@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from examples.email_search.mailbox import Mailbox
+from examples.email_search.mailbox import Searchable
 
 FailureClass = Literal[
     "malformed_json",
@@ -50,7 +50,7 @@ class ToolResult:
     answer: str | None = None
 
 
-def call_tool(box: Mailbox, name: str, arguments: str) -> ToolResult:
+def call_tool(box: Searchable, name: str, arguments: str) -> ToolResult:
     """Runs tool `name` with the JSON text `arguments`, exactly as a model sent it."""
     if name not in ARGUMENT:
         return _failed("unknown_tool", f"unknown tool {name}")
@@ -76,7 +76,7 @@ def call_tool(box: Mailbox, name: str, arguments: str) -> ToolResult:
     return ToolResult(ACCEPTED, answer=parsed[key])
 
 
-def _search(box: Mailbox, keywords: object) -> ToolResult:
+def _search(box: Searchable, keywords: object) -> ToolResult:
     if not isinstance(keywords, list) or not keywords or not all(isinstance(word, str) for word in keywords):
         return _failed("wrong_type", "keywords must be a list of strings")
     hits = [{"message_id": message_id, "subject": subject} for message_id, subject in box.search(keywords)]

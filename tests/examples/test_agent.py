@@ -13,7 +13,7 @@ import pytest
 
 import examples.email_search
 from examples.email_search.agent import Rollout, run_tasks, shuffled
-from examples.email_search.mailbox import DATABASE, TODAY, USER_EMAIL, Mailbox
+from examples.email_search.mailbox import DATABASE, TODAY, USER_EMAIL, Mail, Mailbox
 from examples.email_search.tasks import Task, read_tasks
 from examples.email_search.tools import TOOLS
 from tests.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
@@ -72,6 +72,32 @@ async def test_the_prompt_carries_turns_date_and_address(box: Mailbox, task: Tas
     assert TODAY in system["content"]
     assert USER_EMAIL in system["content"]
     assert user == {"role": "user", "content": task.question}
+
+
+async def test_a_task_that_names_its_user_and_day_is_asked_as_that_user_on_that_day() -> None:
+    mails = [
+        Mail("mine", "ann@corp.example", "lease", "The lease is in Oslo.", "1999-11-01", ("joe@corp.example",)),
+        Mail("later", "ann@corp.example", "lease moved", "Now in Rome.", "2000-02-01", ("Joe@corp.example",)),
+        Mail("others", "ann@corp.example", "lease of Eve", "In Lima.", "1999-10-01", ("eve@corp.example",)),
+    ]
+    box = Mailbox.build(":memory:", mails)
+    asked = Task("t", "Where is the lease?", "Oslo", "", "", "", "", "joe@corp.example", "1999-12-11")
+
+    def reply(messages: list[dict[str, Any]]) -> Reply:
+        if len(messages) == 2:
+            return completion(tool_call("search_inbox", '{"keywords": ["lease"]}'))
+        if len(messages) == 4:
+            return completion(tool_call("read_email", '{"message_id": "others"}'))
+        return completion(tool_call("return_final_answer", '{"answer": "Oslo"}'))
+
+    with ScriptedModel(reply) as model:
+        await run(box, asked, model)
+    told = model.requests[-1][1]["messages"]
+    assert "joe@corp.example" in told[0]["content"]
+    assert "1999-12-11" in told[0]["content"]
+    assert [hit["message_id"] for hit in json.loads(told[3]["content"])] == ["mine"]
+    assert "no such message" in told[5]["content"]
+    box.close()
 
 
 def perfect(task: Task) -> Any:

@@ -125,17 +125,27 @@ def test_mails_and_questions_load_through_datasets(tmp_path: Path) -> None:
     mails.mkdir()
     questions.mkdir()
     mail = {"Message_ID": "<1@thyme>", "From": "steve@example.com", "Subject": "NERC letter", "Body": "By Monday."}
+    mail["To"] = "Joe <Joe@corp.example>, ann@corp.example"
     (mails / "train.jsonl").write_text(json.dumps({**mail, "Date": "1999-12-11"}) + "\n", "utf-8")
-    (questions / "train.jsonl").write_text(json.dumps({"question": "When?", "answer": "Monday"}) + "\n", "utf-8")
+    (questions / "train.jsonl").write_text(
+        json.dumps(
+            {"question": "When?", "answer": "Monday", "inbox_address": "joe@corp.example", "query_date": "1999-12-12"}
+        )
+        + "\n",
+        "utf-8",
+    )
     done = build_from_hub(tmp_path, str(mails), str(questions))
     assert done.returncode == 0, done.stderr
     box = Mailbox(tmp_path / DATABASE)
+    for address, hits in (("joe@corp.example", 1), ("steve@example.com", 1), ("eve@corp.example", 0)):
+        assert len(box.of(address, "1999-12-12").search(["NERC"])) == hits, address
     assert box.search(["NERC", "Monday"]) == [("<1@thyme>", "NERC letter")]
     body = box.read("<1@thyme>")
     box.close()
     assert body is not None
     assert "date: 1999-12-11" in body
-    assert read_tasks(tmp_path, "train")[0].answer == "Monday"
+    (task,) = read_tasks(tmp_path, "train")
+    assert (task.answer, task.inbox, task.date) == ("Monday", "joe@corp.example", "1999-12-12")
 
 
 def test_an_unreachable_hub_is_said_honestly_and_writes_nothing(tmp_path: Path) -> None:
