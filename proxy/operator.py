@@ -45,6 +45,12 @@ class _Order(BaseModel):
     by: str = Field("operator", min_length=1, max_length=100)
 
 
+class _Promotion(_Order):
+    """What is to be promoted; `rejected`: also a version that was rejected."""
+
+    rejected: bool = False
+
+
 _STATUS: dict[type[StoreError], int] = {UnknownRecord: 404, ForbiddenChange: 409, StoreUnavailable: 503}
 
 
@@ -227,9 +233,10 @@ def _add_policies(api: FastAPI, store: Store) -> None:
         return _json({"prompt": _plain(store.prompts.get(name)) if name else None})
 
     @api.post("/policies/{version}/promote")
-    def promote(version: int, alias: str, order: _Order) -> Response:
-        """Make a version live by hand."""
-        return _json(_plain(store.policies.promote_by_hand(alias, version, by=order.by, reason=order.reason)))
+    def promote(version: int, alias: str, order: _Promotion) -> Response:
+        """Make a version live by hand; one that was rejected only with `rejected`."""
+        told = {"by": order.by, "reason": order.reason, "rejected": order.rejected}
+        return _json(_plain(store.policies.promote_by_hand(alias, version, **told)))
 
     @api.post("/policies/{version}/rollback")
     def rollback(version: int, alias: str, order: _Order) -> Response:

@@ -5,6 +5,7 @@ The state folder is for its owner alone (0700): it holds what agents said.
 
 from __future__ import annotations
 
+import errno
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +76,11 @@ class StateFolder:
                 folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.root).free
         except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "free the disk, or set" if full else "set"
             raise DiskFull(
-                f"the state folder {self.root} cannot be made: {error.strerror}; "
-                "free the disk, or set `folder` to another"
+                f"the state folder {self.root} cannot be made: {error.strerror} ({error.filename}); {remedy} `folder` "
+                "(RATCHET_FOLDER) to one that this user may write"
             ) from error
         if free < min_free_mb * 1_000_000:
             raise DiskFull(

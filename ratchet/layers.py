@@ -22,6 +22,7 @@ from ratchet.errors import SettingsError
 
 # Free-form mappings such as vllm.env: their keys are the user's own.
 _FREE = "free"
+_MOST_NAMED = 3  # keys of one name that are all named
 # What Kubernetes puts into every container of a namespace that has a service of our name: RATCHET_PORT=tcp://..., say.
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
 
@@ -85,7 +86,7 @@ class Layers:
             except SettingsError as error:
                 if alike := difflib.get_close_matches(name, others, n=1, cutoff=0.9):
                     raise SettingsError(f"variable {name} is not known; did you mean {alike[0]}?") from error
-                raise
+                raise SettingsError(f"{error}; {_nearest_variable(name, prefix, self._known)}") from error
             if isinstance(kind, Mapping):
                 key = "__".join((*path, next(iter(kind)))).upper()
                 raise SettingsError(f"variable {name}: names a section; name a key, such as {prefix}{key}")
@@ -116,15 +117,30 @@ class Layers:
 
 
 def nearest(path: tuple[str, ...], known: Mapping[str, Any]) -> str:
-    """Return a clause that names the known key closest to `path`."""
+    """Return a clause that names the known key closest to `path`, or those that are called the same."""
 
     def closeness(candidate: Sequence[str]) -> float:
         whole = difflib.SequenceMatcher(None, ".".join(path), ".".join(candidate)).ratio()
         last = difflib.SequenceMatcher(None, path[-1], candidate[-1]).ratio()
         return max(whole, 0.85 * last)  # the same word in another section counts less
 
-    best = max(list(leaves(known, inner=True)), key=closeness)
-    return f"the nearest known key is {'.'.join(best)}"
+    keys = list(leaves(known, inner=True))
+    same = [".".join(key) for key in keys if len(path) == 1 and key[-1] == path[0]]
+    if 1 < len(same) <= _MOST_NAMED:
+        return f"the nearest known keys are {', '.join(sorted(same))}"
+    return f"the nearest known key is {'.'.join(max(keys, key=closeness))}"
+
+
+def _nearest_variable(name: str, prefix: str, known: Mapping[str, Any]) -> str:
+    """Return a clause that names the variable closest to `name`, whose sections and keys two underscores part."""
+    variables = [f"{prefix}{'__'.join(key).upper()}" for key in leaves(known)]
+    asked = name.replace("__", "_")
+
+    def closeness(variable: str) -> float:
+        return difflib.SequenceMatcher(None, asked, variable.replace("__", "_")).ratio()
+
+    nearest_one = max(variables, key=closeness)
+    return f"the nearest variable is {nearest_one}, with two underscores between section and key"
 
 
 def _is_service_link(name: str, value: str) -> bool:

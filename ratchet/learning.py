@@ -1,4 +1,4 @@
-"""`ratchet status --report`: is it learning? The report of the trainer's room as text, JSON or a picture."""
+"""`ratchet status --report`: is it learning? The trainer's report as text, JSON or a picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ratchet.pictures import pyplot
 from ratchet.settings import Settings
 
 if TYPE_CHECKING:
-    from store.reporting.learning import Gain, LearningReport
+    from store.reporting.learning import Gain, LearningReport, Side
 
 
 def read(settings: Settings) -> LearningReport:
@@ -37,10 +37,7 @@ def lines(report: LearningReport) -> list[str]:
         return ["is it learning?  not known yet: " + report.missing, *text]
     for family in report.families:
         before, after = family.before, family.after
-        text.append(
-            f"{family.family}: {before.mean:.3f} (@{before.first_version}..{before.last_version}, n={before.count}) -> "
-            f"{after.mean:.3f} (@{after.first_version}..{after.last_version}, n={after.count}): {_gain(family.gain)}"
-        )
+        text.append(f"{family.family}: before {_window(before)}, after {_window(after)}: {_gain(family.gain)}")
         if family.same_tasks is not None:
             text.append(f"  on the {family.same_tasks.count} tasks that came under both: {_gain(family.same_tasks)}")
     text += [f"  {note}" for note in report.notes]
@@ -59,6 +56,13 @@ def draw(report: LearningReport, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path)
     plots.close(figure)
+
+
+def _window(window: Side) -> str:
+    """Return a window of scores: its mean, and which versions it is of."""
+    first, last = window.first_version, window.last_version
+    versions = f"version {first}" if first == last else f"versions {first} to {last}"
+    return f"{window.mean:.3f} ({versions}, {window.count} scores)"
 
 
 def _gain(gain: Gain) -> str:

@@ -253,6 +253,7 @@ def load(
     with explain(layers.sources):
         settings = Settings(**layers.values)
     settings._sources.update(layers.sources)
+    _check_store(settings)
     settings.proxy_settings(environ)
     settings.tuner_settings()
     _check_load_is_told(settings)
@@ -261,6 +262,20 @@ def load(
         base_model=settings.base_model or "unset", judge=settings.trainer.get("judge") or "unset:unset"
     )
     return settings
+
+
+def _check_store(settings: Settings) -> None:
+    """Raise SettingsError where the store that was named can be none; nothing is opened."""
+    if settings.store is None:
+        return
+    from store.database import check_url
+    from store.errors import StoreError
+
+    try:
+        check_url(settings.store)
+    except StoreError as error:
+        source = settings._sources.get(("store",), "store")
+        raise SettingsError(f"{source}: {str(error).removeprefix('--store ')}") from error
 
 
 def _check_load_is_told(settings: Settings) -> None:

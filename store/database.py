@@ -17,7 +17,7 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import DatabaseError, DataError, DBAPIError, OperationalError
 
-from store.errors import SchemaMismatch, StoreError, StoreUnavailable, UnknownRecord
+from store.errors import SchemaMismatch, StoreError, StoreMissing, StoreUnavailable, UnknownRecord
 from store.sqlite_files import watch_files
 
 HEAD = "0017"  # the newest migration; a test holds it equal to the migrations folder
@@ -125,7 +125,7 @@ def write(engine: sa.Engine) -> Iterator[sa.Connection]:
             yield connection
             connection.commit()
     except DatabaseError as error:
-        if (away := _away(error)) is None:
+        if (away := _away(error, engine)) is None:
             raise
         raise away from error
 
@@ -144,21 +144,49 @@ def read(engine: sa.Engine) -> Iterator[sa.Connection]:
     except (DataError, OverflowError) as error:
         raise UnknownRecord("no record can have such a value") from error
     except DatabaseError as error:
-        if (away := _away(error)) is None:
+        if (away := _away(error, engine)) is None:
             raise
         raise away from error
 
 
-def _away(error: DatabaseError) -> StoreUnavailable | None:
+def _away(error: DatabaseError, engine: sa.Engine) -> StoreUnavailable | None:
     """Return what to say where the database is away or damaged; None where a statement was wrong."""
     if isinstance(error, OperationalError):
-        return StoreUnavailable(f"the store did not answer: {error.orig}")
+        return StoreUnavailable(
+            f"the store did not answer: {' '.join(str(error.orig).split())}{_remedy(error, engine)}"
+        )
     if type(error.orig) is not sqlite3.DatabaseError:  # the classes below it are about statements, not about the file
         return None
     return StoreUnavailable(
         f"the store's file is damaged ({error.orig}): put a backup in its place; what the proxies have recorded since "
         "waits in their journals"
     )
+
+
+def _remedy(error: OperationalError, engine: sa.Engine) -> str:
+    """Return what can be done where no connection could be made; nothing where one was there and broke."""
+    if engine.dialect.name == "sqlite":
+        opened = "unable to open database file" not in str(error.orig)
+        return "" if opened else f": {engine.url.database}; name a --store in a folder that this user may write"
+    if "connection" not in str(error.orig):
+        return ""
+    return (
+        f"; is PostgreSQL running there, and are host, port, user, password and database of "
+        f"{engine.url.render_as_string()} right "
+        "(--store, RATCHET_STORE)?"
+    )
+
+
+def check_url(text: str) -> None:
+    """Check a store's URL without connecting to it. Raises StoreError; StoreMissing where its folder is not there."""
+    url = _url(text)
+    if url.get_backend_name() != "sqlite" or not url.database or url.database == ":memory:":
+        return
+    folder = Path(url.database).absolute().parent
+    if not folder.is_dir():
+        raise StoreMissing(
+            f"--store {url.database}: there is no folder {folder}; make it (mkdir -p {folder}) or name another store"
+        )
 
 
 def schema_version(engine: sa.Engine) -> str | None:

@@ -139,10 +139,15 @@ class Groups(GroupDrops):
             raise UnknownRecord(f"no group {group_id}")
         return found[0]
 
-    def page(self, limit: int = 100, before: str | None = None) -> list[Group]:
-        """Return at most `limit` groups, newest first, older than the group id `before`."""
-        where = schema.groups.c.id < before if before else sa.true()
-        return self._select(where, min(limit, 1000), newest_first=True)
+    def page(self, limit: int = 100, before: str | None = None, **chosen: str | None) -> list[Group]:
+        """Return at most `limit` groups, newest first, older than the group id `before`.
+
+        `chosen` are columns and what they hold (state, alias, drop_reason); None chooses all.
+        """
+        table = schema.groups
+        wanted = [table.c[name] == value for name, value in chosen.items() if value is not None]
+        older = table.c.id < before if before else sa.true()
+        return self._select(sa.and_(older, *wanted), min(limit, 1000), newest_first=True)
 
     def dropped_since_judged(self, alias: str, reason: str, limit: int) -> list[Group]:
         """Return an alias's newest groups that were dropped for a reason since its newest one that was not, oldest

@@ -246,10 +246,13 @@ class Policies:
                 write_down(connection, alias, version, PolicyAction.PROMOTE, by, words, {})
         return [self.get(alias, policy.version) for policy in later]
 
-    def promote_by_hand(self, alias: str, version: int | None, *, by: str, reason: str) -> Policy:
+    def promote_by_hand(
+        self, alias: str, version: int | None, *, by: str, reason: str, rejected: bool = False
+    ) -> Policy:
         """Promote the version that is named, else the canary, else the candidate that is held.
 
-        Raises ForbiddenChange, UnknownRecord.
+        A version that was rejected is promoted only where `rejected` says that this is meant. Raises ForbiddenChange,
+        UnknownRecord.
         """
         if version is None:
             canary = next((p for p in self.all(alias) if p.state is PolicyState.CANARY), None)
@@ -257,7 +260,21 @@ class Policies:
             if chosen is None:
                 raise ForbiddenChange(f"{alias} has no canary that could be promoted: name the version")
             version = chosen.version
+        if not rejected and self.get(alias, version).state is PolicyState.REJECTED:
+            raise ForbiddenChange(
+                f"{alias}@{version} was rejected{self._why_rejected(alias, version)}: promote it nevertheless "
+                "with --rejected (in the API: `rejected: true`)"
+            )
         return self.promote(alias, version, {}, by=by, reason=reason)
+
+    def _why_rejected(self, alias: str, version: int) -> str:
+        table = decisions
+        mine = sa.and_(table.c.alias == alias, table.c.version == version)
+        rejecting = table.c.action.in_((PolicyAction.REJECT, PolicyAction.ROLLBACK))
+        query = sa.select(table.c.by, table.c.reason).where(mine, rejecting).order_by(table.c.id.desc()).limit(1)
+        with read(self._engine) as connection:
+            row = connection.execute(query).one_or_none()
+        return "" if row is None else f" by {row.by} ({row.reason})"
 
     def roll_back_by_hand(self, alias: str, version: int | None, *, by: str, reason: str) -> list[Policy]:
         """Go back to the version that is named; else take back a canary or what is held; else to what was before.

@@ -106,13 +106,17 @@ def commands_page() -> str:
             parts.append(f"Takes `{named}`.\n")
         options = [option for option in command.params if isinstance(option, click.Option)]
         if options:
-            rows = [f"| `{_spelt(option)}` | {option.help} |" for option in options]
+            rows = [f"| `{_spelt(option)}` | {option.help}{_required(option)} |" for option in options]
             parts.append("\n".join(["| option | meaning |", "|---|---|", *rows]) + "\n")
     return "\n".join(parts)
 
 
 def _unindented(example: str) -> str:
     return "\n".join(line.strip() for line in example.strip().splitlines())
+
+
+def _required(option: click.Option) -> str:
+    return " **Required.**" if option.required else ""
 
 
 def _spelt(option: click.Option) -> str:

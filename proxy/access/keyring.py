@@ -49,7 +49,7 @@ class KeyRing:
     ) -> None:
         self._store = store
         self._vitals = vitals or Vitals()
-        self._host = settings.host
+        self._settings = settings
         self._is_reachable = not is_loopback(settings.host)
         self._usual = (settings.requests_per_minute, settings.tokens_per_minute)  # of keys without limits of their own
         self._meters: dict[str, Meter] = {}  # by key id
@@ -123,12 +123,8 @@ class KeyRing:
     async def start(self) -> None:
         """Read the store's keys. Raises StartError on a host that others reach where no agent has a key."""
         await self._look()
-        if self._is_reachable and not self._agents and self._rows is not None:
-            raise StartError(
-                f"host {self._host} can be reached from other machines and there is no API key: make one with "
-                f"`ratchet keys create --name NAME`, or set {KEYS_VARIABLE} to one or more keys, separated by commas, "
-                f"or use host 127.0.0.1"
-            )
+        if self._rows is not None:
+            refuse_open_host(self._settings, self._rows)
         self._task = self._vitals.task(self._run(), "keys")
 
     async def stop(self) -> None:
@@ -197,6 +193,17 @@ class KeyRing:
 
     async def _ask(self, verb: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, verb)
+
+
+def refuse_open_host(settings: ProxySettings, rows: Iterable[Key]) -> None:
+    """Raise StartError on a host that others reach where no agent has a key; `rows` are the store's keys."""
+    if is_loopback(settings.host) or settings.key_hashes or any(_standing(rows, KeyScope.AGENT)):
+        return
+    raise StartError(
+        f"host {settings.host} can be reached from other machines and there is no API key: make one with "
+        f"`ratchet keys create --name NAME`, or set {KEYS_VARIABLE} to one or more keys, separated by commas, "
+        "or use host 127.0.0.1"
+    )
 
 
 def _standing(rows: Iterable[Key], scope: KeyScope) -> Iterable[Key]:

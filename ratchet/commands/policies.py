@@ -117,13 +117,23 @@ def show(
 @_NAMED
 @click.argument("version", type=int, required=False)
 @_BY_HAND
+@click.option("--rejected", is_flag=True, help="Also a version that was rejected.")
 @options.store_url
 @options.project
 @click.pass_context
 def promote(
-    context: click.Context, alias: str, version: int | None, reason: str, store: str | None, project: str | None
+    context: click.Context,
+    /,
+    alias: str,
+    version: int | None,
+    reason: str,
+    rejected: bool,
+    store: str | None,
+    project: str | None,
 ) -> None:
     """Make a version live: the named one, else the canary, else what is held. Proxies follow within a second.
+
+    A version that was rejected, by a person, the gate or its proof, asks for --rejected.
 
     \b
     Example:
@@ -131,7 +141,7 @@ def promote(
     """
     alias, version = _named(alias, version)
     with options.running_store(context, store=store, project=project) as opened:
-        done = opened.policies.promote_by_hand(alias, version, by=options.person(), reason=reason)
+        done = opened.policies.promote_by_hand(alias, version, by=options.person(), reason=reason, rejected=rejected)
     click.echo(f"{done.alias}@{done.version} is live")
 
 

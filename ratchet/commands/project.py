@@ -57,8 +57,9 @@ def up(context: click.Context, /, detach: bool, as_json: bool, vllm_port: int | 
     if as_json:
         options.emit(running)
     else:
-        click.echo(f"vLLM: {running['vllm_command']}")
         click.echo(f"base_url: {running['base_url']}   model: {settings.model}   (`ratchet down` stops everything)")
+        if running["console"]:
+            click.echo(f"console: {running['console']}")
 
 
 @click.command()
@@ -108,7 +109,7 @@ def status(
     tensorboard: Path | None,
     as_json: bool,
 ) -> None:
-    """Show rooms, ports, versions, trajectories by state, rounds and alarms; with --report, what was learnt.
+    """Show processes, ports, versions, trajectories by state, rounds and alarms; with --report, what was learnt.
 
     \b
     Example:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from store import Store
     from store.records import Call, Trajectory, Transcript, Verdict
 
-_COLUMNS = ("trajectory", "opened (UTC)", "served by", "state", "calls", "score", "task")
+_COLUMNS = ("trajectory", "opened (UTC)", "version", "state", "calls", "score", "task")
 
 
 @click.group()

@@ -55,8 +55,9 @@ def weights(context: click.Context, /, png: Path | None, as_json: bool, fail_unl
     """Train the weights on a task set, keep the best version on validation tasks, measure it on the test split.
 
     The rollouts go through the running project (`ratchet up`), whose trainer learns from them as from any traffic;
-    where nothing runs, the rooms are started and stopped again. Ends with 0 when it came to its end, with 1 on errors;
-    with --fail-unless-better, with 3 where what serves now is not shown to be better than what served before.
+    where nothing runs, vLLM, proxy and trainer are started and stopped again. Ends with 0 when it came to its end, with
+    1 on errors; with --fail-unless-better, with 3 where what serves now is not shown to be better than what served
+    before.
 
     \b
     Example:

@@ -10,7 +10,7 @@ from ratchet.errors import FaceError
 from ratchet.running import interrupts
 from ratchet.running.project_lock import ProjectLock
 from ratchet.running.supervisor import Supervisor
-from ratchet.running.up import read_running
+from ratchet.running.up import read_running, started_line
 from ratchet.settings import Settings
 from ratchet.terminal import Display
 
@@ -32,8 +32,8 @@ def started(
     with Display() as show:
         supervisor = Supervisor(settings, show, lock)
         try:
-            plan = supervisor.prepare()
-            say(f"vLLM: {plan.vllm}")
+            supervisor.prepare()
+            say(started_line(settings))
             supervisor.start()
             yield supervisor
         finally:

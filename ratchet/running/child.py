@@ -37,6 +37,9 @@ class Child:
         if self.log.exists():
             self.log.replace(self.log.with_suffix(".1.log"))  # why the last run ended stays readable
         with self.log.open("wb") as log:
+            if room.heading:
+                log.write(f"{room.heading}\n".encode())
+                log.flush()
             self._leash = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_LEASH), str(room.grace), *room.command],
                 stdin=subprocess.PIPE,

@@ -6,6 +6,8 @@ remedy. Does not import vLLM or torch, and starts nothing.
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib.util
 import json
 import os
@@ -20,9 +22,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ratchet.errors import EngineMissing, ModelMissing
+from ratchet.errors import EngineMissing, ModelMissing, SettingsError
 from ratchet.running.secrecy import shown_arguments, shown_variables
-from ratchet.settings import STRICT_TOOL_CALLING, Settings
+from ratchet.settings import STRICT_TOOL_CALLING, Settings, VllmSettings
 from trainer.devices import VARIABLE, pinned
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -176,6 +178,36 @@ def tool_call_parser(model: str) -> str | None:
     return next((parser for name, parser in _BY_FAMILY if name in bare), None)
 
 
+def _known_parser(own: VllmSettings) -> str:
+    """Return the tool call parser that is set. Raises SettingsError where the installed vLLM has none of that name."""
+    wanted, names = own.tool_call_parser, _parsers_of_vllm()
+    elsewhere = own.command or any(argument.startswith("--tool-parser-plugin") for argument in own.extra_args)
+    if wanted == "none" or wanted in names or elsewhere or not names:
+        return wanted
+    likely = difflib.get_close_matches(wanted, names, n=1, cutoff=0.0)
+    raise SettingsError(
+        f"vllm.tool_call_parser: {wanted!r} is none of vLLM's; the nearest is {likely[0]}, and there are "
+        f"{', '.join(names)}; auto chooses by the model's family, none turns tool calls off"
+    )
+
+
+def _parsers_of_vllm() -> list[str]:
+    """Return the names of the installed vLLM's tool call parsers, read from its source; empty where they are not seen.
+
+    Importing vLLM would take seconds, and torch.
+    """
+    found = importlib.util.find_spec("vllm")
+    for folder in (found.submodule_search_locations or []) if found else []:
+        try:
+            tree = ast.parse((Path(folder) / "tool_parsers" / "__init__.py").read_text())
+        except (OSError, SyntaxError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Dict) and node.keys and all(isinstance(key, ast.Constant) for key in node.keys):
+                return sorted(str(key.value) for key in node.keys if isinstance(key, ast.Constant))
+    return []
+
+
 def _chat_template(folder: Path) -> str:
     for file in (folder / "chat_template.jinja", folder / "chat_template.json", folder / "tokenizer_config.json"):
         if file.is_file():
@@ -210,7 +242,7 @@ def _arguments(settings: Settings, model: str, port: int, gpu: bool) -> tuple[st
         arguments += ["--max-model-len", str(own.max_model_len)]
     if own.max_num_seqs:
         arguments += ["--max-num-seqs", str(own.max_num_seqs)]
-    parser = tool_call_parser(model) if own.tool_call_parser == "auto" else own.tool_call_parser
+    parser = tool_call_parser(model) if own.tool_call_parser == "auto" else _known_parser(own)
     if parser and parser != "none":
         arguments += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
     if gpu:

@@ -38,6 +38,7 @@ class Room:
     ready: Callable[[], bool]
     start_timeout: float
     grace: float
+    heading: str = ""  # the first line of its log
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,7 @@ def _vllm_room(settings: Settings, vllm: engine.Engine, url: str) -> Room:
         ready=lambda: _answers(f"{url}/health"),
         start_timeout=settings.vllm.start_timeout,
         grace=8.0,
+        heading=f"command: {vllm}",
     )
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from proxy.access import keyring
 from ratchet import __version__, hub
 from ratchet.errors import RoomDied, RoomSlow
 from ratchet.running import base_model, engine, interrupts, room_alarms, rooms
@@ -160,11 +161,12 @@ class Supervisor:
         self._children.clear()
 
     def _prepare_store(self) -> None:
-        """Make the schema and version 0 before the rooms look at either. Raises OtherBaseModel."""
+        """Make the schema and version 0 before the rooms look at either. Raises OtherBaseModel, ProxyError."""
         from store import open_store
 
         store = open_store(self.settings.store_url)
         try:
+            keyring.refuse_open_host(self.settings.proxy_settings(), store.keys.all())
             store.policies.register_base(self.settings.model, engine.served_name(self.settings.model))
             self._base_is_known = base_model.check(self.settings, store, self._note)
             room_alarms.clear_all(store)

@@ -30,7 +30,7 @@ def run(settings: Settings) -> None:
         supervisor = Supervisor(settings, show)
         try:
             plan = supervisor.prepare()
-            print(f"vLLM: {plan.vllm}", flush=True)
+            print(started_line(settings), flush=True)
             supervisor.start()
             print(f"base_url: {plan.base_url}   model: {settings.model}   (Ctrl-C stops everything)", flush=True)
             if plan.console:
@@ -38,6 +38,11 @@ def run(settings: Settings) -> None:
             supervisor.watch()
         finally:
             supervisor.stop()
+
+
+def started_line(settings: Settings) -> str:
+    """Return what is said of vLLM when it is started: its command is long, and stands at the head of its log."""
+    return f"vLLM: starting {settings.base_model}; its command stands in {settings.state.log('vllm')}"
 
 
 def run_detached(settings: Settings, arguments: Sequence[str]) -> dict[str, Any]:
@@ -116,3 +121,12 @@ def read_running(state: StateFolder) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) and content.get("pid") == process.pid else {}
+
+
+def last_proxy_url(state: StateFolder) -> str | None:
+    """Return where this project's own proxy runs, or ran last; None where it never did."""
+    try:
+        content = json.loads(state.running.read_text())
+    except (OSError, ValueError):
+        return None
+    return content.get("proxy_url") if isinstance(content, dict) else None

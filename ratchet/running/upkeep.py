@@ -125,7 +125,8 @@ class Upkeep:
         log = f"Its log is {child.log}; it ends with:\n{child.tail()}"
         if pause is not None:
             kept.again_at = now + pause
-            self._tell(name, f"{kept.reason}; it is started again in {pause:.0f} s", log)
+            self._on_event(Event("died", name, text=f"{kept.reason}; it is started again in {pause:.0f} s. {log}"))
+            self._alarm(name, f"{kept.reason}; `ratchet up` starts it again, and this is cleared once it is ready")
             return True
         kept.given_up = True
         if name not in _DISPENSABLE:

@@ -110,6 +110,11 @@ def test_versions_are_promoted_and_rolled_back_by_hand_with_a_reason(proxy: Prox
     )
     told = proxy.http.get("/api/policies/1/decisions", params=where).json()["data"]
     assert [(one["action"], one["by"]) for one in told] == [("rollback", "operator"), ("promote", "anna")]
+    refused = proxy.http.post("/api/policies/1/promote", params=where, json=why)
+    assert refused.status_code == 409
+    assert "agent@1 was rejected by operator (rude)" in refused.text
+    meant = why | {"rejected": True}
+    assert proxy.http.post("/api/policies/1/promote", params=where, json=meant).json()["state"] == "live"
 
 
 def test_a_trajectory_is_read_with_its_verdicts_and_without_its_tokens_where_asked(proxy: Proxy) -> None:

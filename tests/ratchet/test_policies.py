@@ -54,7 +54,12 @@ def test_a_canary_is_promoted_or_taken_back_by_hand_with_the_reason(project: Pro
     taken = project.run("policies", "rollback", "mail", "--reason", "too short", "--store", url)
     assert taken.stdout == "mail@2 is live; rejected: mail@3\n"
     assert store.decisions.of("mail", 3)[0].reason == "too short"
-    done = project.run("policies", "promote", "mail", "3", "--reason", "it is fine after all", "--store", url)
+    refused = project.run("policies", "promote", "mail", "3", "--reason", "it is fine after all", "--store", url)
+    assert refused.returncode == 1
+    assert "mail@3 was rejected by" in refused.stdout
+    assert "(too short): promote it nevertheless with --rejected" in refused.stdout
+    fine = ("promote", "mail", "3", "--rejected", "--reason", "it is fine after all")
+    done = project.run("policies", *fine, "--store", url)
     assert done.stdout == "mail@3 is live\n"
 
 
@@ -62,7 +67,7 @@ def test_a_version_may_be_named_as_agents_name_it(project: Project, store: Store
     assert "promote by proof" in project.run("policies", "show", "mail@2", "--store", url).stdout
     back = project.run("policies", "rollback", "mail@1", "--reason", "rude", "--store", url)
     assert back.stdout == "mail@1 is live; rejected: mail@2, mail@3\n"
-    again = project.run("policies", "promote", "mail@2", "--reason", "it is not", "--store", url)
+    again = project.run("policies", "promote", "mail@2", "--rejected", "--reason", "it is not", "--store", url)
     assert again.stdout == "mail@2 is live\n"
     unknown = project.run("policies", "show", "male", "--store", url)
     assert unknown.returncode == 2

@@ -53,6 +53,11 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
         ("", {"RATCHET_PROYX__PORT": "1"}, "unknown key proyx; the nearest known key is proxy.port"),
         ("", {"RATCHET_API_KEY": "x"}, "variable RATCHET_API_KEY is not known; did you mean RATCHET_API_KEYS?"),
         ("", {"RATCHET_PROXY": "1"}, "names a section"),
+        ("", {"RATCHET_PROXY_PORT": "9000"}, "the nearest variable is RATCHET_PROXY__PORT, with two underscores"),
+        ("", {"RATCHET_TRAINER_LEARNER_RANK": "9"}, "the nearest variable is RATCHET_TRAINER__LEARNER__RANK"),
+        ("port: 9000", {}, "the nearest known keys are proxy.port, vllm.port"),
+        ("store: mysql://u:secret@db/x", {}, "mysql is not supported; use sqlite:///PATH or postgresql://"),
+        ("store: /nosuch/dir/x.db", {}, "there is no folder /nosuch/dir; make it (mkdir -p /nosuch/dir)"),
         ("", {"RATCHET_VLLM__PORT": "x"}, "variable RATCHET_VLLM__PORT: vllm.port"),
     ],
 )

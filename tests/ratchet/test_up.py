@@ -22,7 +22,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, said
 
 
-def test_up_says_the_vllm_command_and_the_base_url_and_ctrl_c_stops_all_with_130(project: Project) -> None:
+def test_up_says_the_base_url_and_where_the_vllm_command_stands_and_ctrl_c_stops_all_with_130(project: Project) -> None:
     up = project.up()
     pids = project.pids()
     url = f"http://127.0.0.1:{project.content['proxy']['port']}"
@@ -31,8 +31,11 @@ def test_up_says_the_vllm_command_and_the_base_url_and_ctrl_c_stops_all_with_130
     up.send_signal(signal.SIGINT)
     code, said = finish(up)
     assert code == 130
-    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" in said
-    assert "--enable-lora" in said
+    log = project.state / "logs" / "vllm.log"
+    assert f"its command stands in {log}\n" in said
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" in log.read_text().splitlines()[0]
+    assert "--enable-lora" in log.read_text().splitlines()[0]
+    assert max(map(len, said.splitlines())) < 400
     assert f"base_url: {url}/v1" in said
     assert f"console: {url}/ui/" in said
     assert "no judge is named" in said

@@ -63,11 +63,12 @@ const WORDS = {
 
 async function decide(one, verb, live, refresh) {
   const [title, text] = WORDS[verb];
-  const told = await ask(`${title} ${one.alias}@${one.version}?`, `${live ? `Now ${one.alias}@${live.version} is live. ` : ""}${text}`,
+  const rejected = verb === "promote" && one.state === "rejected";
+  const told = await ask(`${title} ${one.alias}@${one.version}?`, `${live ? `Now ${one.alias}@${live.version} is live. ` : ""}${rejected ? "It was rejected: the decisions below say why. " : ""}${text}`,
     [h("label", { for: "reason" }, "Why? It is written down with the decision."), h("input", { id: "reason", name: "reason", required: true, maxlength: 2000, autocomplete: "off" })], title);
   if (!told) return;
   try {
-    await post(`policies/${one.version}/${verb}?${new URLSearchParams({ alias: one.alias })}`, { reason: told.reason, by: "console" });
+    await post(`policies/${one.version}/${verb}?${new URLSearchParams({ alias: one.alias })}`, { reason: told.reason, by: "console", ...(rejected ? { rejected } : {}) });
     toast(`${one.alias}@${one.version} is live.`);
     await refresh();
   } catch (error) { toast(error.message); }
