@@ -58,7 +58,7 @@ def read(part: str, answer: Any) -> list[Any]:
             return [int(token) for token in answer["tokens"]]
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         tops = [choice["logprobs"]["top_logprobs"][0] for choice in choices]
-        return [{str(token): round(float(value), 5) for token, value in top.items()} for top in tops]
+        return [{str(token): min(0.0, round(float(value), 5)) for token, value in top.items()} for top in tops]
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"no {part} in the answer") from error
 
