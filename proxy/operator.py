@@ -235,8 +235,8 @@ def _add_policies(api: FastAPI, store: Store) -> None:
     @api.post("/policies/{version}/promote")
     def promote(version: int, alias: str, order: _Promotion) -> Response:
         """Make a version live by hand; one that was rejected only with `rejected`."""
-        told = {"by": order.by, "reason": order.reason, "rejected": order.rejected}
-        return _json(_plain(store.policies.promote_by_hand(alias, version, **told)))
+        made = store.policies.promote_by_hand(alias, version, by=order.by, reason=order.reason, rejected=order.rejected)
+        return _json(_plain(made))
 
     @api.post("/policies/{version}/rollback")
     def rollback(version: int, alias: str, order: _Order) -> Response:

@@ -119,7 +119,7 @@ class Layers:
 def nearest(path: tuple[str, ...], known: Mapping[str, Any]) -> str:
     """Return a clause that names the known key closest to `path`, or those that are called the same."""
 
-    def closeness(candidate: Sequence[str]) -> float:
+    def closeness(candidate: tuple[str, ...]) -> float:
         whole = difflib.SequenceMatcher(None, ".".join(path), ".".join(candidate)).ratio()
         last = difflib.SequenceMatcher(None, path[-1], candidate[-1]).ratio()
         return max(whole, 0.85 * last)  # the same word in another section counts less
