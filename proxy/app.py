@@ -103,6 +103,8 @@ def create_app(
         metrics,
         request_timeout=settings.request_timeout,
         connect_timeout=settings.connect_timeout,
+        stream_idle_timeout=settings.stream_idle_timeout,
+        answer_limit=settings.answer_limit,
         failures=failures,
         cool_off=cool_off,
         vitals=vitals,

@@ -18,6 +18,7 @@ TRAJECTORY = "ratchet.trajectory"  # scope keys that the routes set
 PATH = "ratchet.path"
 KEY_ID = "ratchet.key_id"
 BY_NAME = "ratchet.headers"  # `headers_of`; whoever changes the headers takes it out
+GONE = "ratchet.gone"  # says whether the client has left, where the server knows
 CALLER = "ratchet.caller"  # proxy.access.keyring.Caller
 
 Headers = list[tuple[bytes, bytes]]

@@ -1,14 +1,17 @@
 """Notices that a client has left while its answer is still being made, and cancels the work for it at once.
 
-The listening begins a moment after the call: a call that has ended by then has nothing to listen for.
+The listening begins a moment after the call: a call that is quicker asks once, before it counts as answered (`check`).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 
 from starlette.types import Receive
+
+from proxy.errors import ClientLeft
 
 _SOON = 0.02  # seconds
 
@@ -20,13 +23,15 @@ class Watch:
     server itself wants the task to end.
     """
 
-    __slots__ = ("_listener", "_receive", "_task", "_timer", "left")
+    __slots__ = ("_gone_already", "_listener", "_receive", "_task", "_timer", "left")
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, gone: Callable[[], bool] | None = None) -> None:
+        """`gone` says whether the client has left."""
         task = asyncio.current_task()
         assert task is not None, "only inside a task"
         self._task: asyncio.Task[None] | None = task
         self._receive = receive
+        self._gone_already = gone
         self._listener: asyncio.Task[None] | None = None
         self._timer = asyncio.get_running_loop().call_later(_SOON, self._listen)
         self.left = False
@@ -38,6 +43,11 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    def check(self) -> None:
+        """Raise ClientLeft where the client has left, although nobody has listened for it."""
+        if self._gone_already is not None and self._gone_already():
+            raise ClientLeft
 
     def stop(self) -> None:
         """From here on the client may leave unnoticed: the rest is ours to finish."""

@@ -22,11 +22,11 @@ from starlette.types import Receive, Scope, Send
 from proxy import tool_grammar
 from proxy.access.bounds import Bounds, read_json
 from proxy.access.limits import HOLD, Hold
-from proxy.asgi import KEY_ID, headers_of, send_bytes
+from proxy.asgi import GONE, KEY_ID, headers_of, send_bytes
 from proxy.dialects.chat import PATH
 from proxy.dialects.dialect import LARGE, Asked, Dialect, Voice
 from proxy.disconnect import Watch
-from proxy.errors import UpstreamBroke, UpstreamError, UpstreamRefused
+from proxy.errors import ClientLeft, UpstreamBroke, UpstreamError, UpstreamRefused
 from proxy.exact.contexts import Contexts
 from proxy.exchange import Exchange
 from proxy.keep_alive import KeepAlive
@@ -105,11 +105,14 @@ class Endpoint:
             await self._book.hear_of(model)
         exchange = self._open(scope, headers, asked, named, plan, model, arrived)
         self._metrics.under_way += 1
-        with Watch(receive) as watch:
+        with Watch(receive, scope.get(GONE)) as watch:
             try:
                 await self._serve(exchange, self._observer.begun(exchange, headers), send, watch)
             except UpstreamError as error:
                 await self._fail(exchange, error, send, watch)
+            except ClientLeft:
+                watch.left = True
+                self._abandon(exchange, left=True)
             except asyncio.CancelledError:
                 self._abandon(exchange, watch.left)
                 if not watch.left:
@@ -226,6 +229,7 @@ class Endpoint:
         exchange.first_byte_at = time.time()
         read = exchange.voice.whole
         payload = await parsed(read, body) if len(body) > LARGE else read(body)
+        watch.check()
         await _wait(self._end(exchange, CallState.ANSWERED, 200))
         await self._last(exchange, 200, payload, exchange.headers(), send, watch)
 
@@ -252,6 +256,7 @@ class Endpoint:
                 break
         else:
             raise UpstreamBroke(f"upstream {answer.url} ended its stream without [DONE]")
+        watch.check()
         last = exchange.voice.end()
         broken = exchange.capture.error
         if broken:

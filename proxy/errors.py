@@ -186,7 +186,7 @@ class StartError(ProxyError):
 
 
 class ClientLeft(Exception):
-    """The client closed its connection before it had sent its request."""
+    """The client closed its connection, before it had sent its request or before its answer could be sent."""
 
 
 def to_openai_error(error: ProxyError) -> bytes:

@@ -15,6 +15,8 @@ from proxy.errors import BadRequest, BodyTooLarge, UnknownEncoding
 from proxy.threads import parsed
 
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
+_GZIP = b"\x1f\x8b"
+_STEP = 16 * 1024
 _KNOWN = ("gzip", "x-gzip", "deflate")
 
 
@@ -41,14 +43,35 @@ class Inflate:
 
 
 def inflated(packed: bytes, limit: int) -> bytes:
-    """Return the body uncompressed. Raises BadRequest where it is broken, BodyTooLarge above `limit` bytes."""
+    """Return the body uncompressed, all of its gzip members.
+
+    Raises BadRequest where it is broken, BodyTooLarge above `limit` bytes.
+    """
+    parts: list[bytes] = []
+    at = size = 0
+    while True:
+        at, part = _member(packed, at, limit - size)
+        parts.append(part)
+        size += len(part)
+        if not packed.startswith(_GZIP, at):  # padding, which gzip itself skips
+            return b"".join(parts)
+
+
+def _member(packed: bytes, at: int, most: int) -> tuple[int, bytes]:
+    """Return where a member ends that begins at `at`, and what is in it. Raises BadRequest, BodyTooLarge."""
     reader = zlib.decompressobj(_GZIP_OR_ZLIB)
-    try:
-        body = reader.decompress(packed, limit + 1)
-    except zlib.error as error:
-        raise BadRequest(f"the compressed body cannot be read: {error}") from error
-    if len(body) > limit:
-        raise BodyTooLarge(f"the body is larger than {limit} bytes once uncompressed (the proxy's setting body_limit)")
-    if not reader.eof:
-        raise BadRequest("the compressed body ends too early")
-    return body
+    parts: list[bytes] = []
+    while not reader.eof:
+        piece = packed[at : at + _STEP]  # what is left of a piece is copied: there may be a member every 20 bytes
+        try:
+            part = reader.decompress(piece, most + 1)
+        except zlib.error as error:
+            raise BadRequest(f"the compressed body cannot be read: {error}") from error
+        most -= len(part)
+        if most < 0:
+            raise BodyTooLarge("the body is larger than the proxy's setting body_limit once it is uncompressed")
+        parts.append(part)
+        at += len(piece) - len(reader.unused_data)
+        if not piece and not reader.eof:
+            raise BadRequest("the compressed body ends too early")
+    return at, b"".join(parts)

@@ -54,7 +54,14 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     store = open_store(settings.store)
     key = settings.upstream_key.get_secret_value() if settings.upstream_key else None
-    upstream = Upstream(settings.upstreams, settings.request_timeout, settings.connect_timeout, key)
+    upstream = Upstream(
+        settings.upstreams,
+        settings.request_timeout,
+        settings.connect_timeout,
+        key,
+        settings.stream_idle_timeout,
+        settings.answer_limit,
+    )
     carrier = CarrierProcess(settings.store, settings.log_format, settings.log_level)
     vitals = Vitals()
     app = create_app(settings, store, upstream, url, carrier, vitals)

@@ -62,7 +62,9 @@ class ProxySettings(BaseModel):
     most_values: int = Field(default=2_000_000, ge=1000)  # of JSON
     journal_limit: int = Field(default=4 * 2**30, ge=2**16)  # all segments together
     segment_bytes: int = Field(default=8 * 2**20, ge=2**12)
-    request_timeout: float = Field(default=600.0, gt=0)
+    request_timeout: float = Field(default=600.0, gt=0)  # for a whole answer; of a stream, for its beginning
+    stream_idle_timeout: float = Field(default=300.0, gt=0)  # of silence in a stream
+    answer_limit: int = Field(default=256 * 2**20, ge=1024)  # bytes of an answer that does not stream
     connect_timeout: float = Field(default=5.0, gt=0)
     most_lag: float = Field(default=300.0, gt=0)  # seconds that the store may be behind before an alarm
     breaker_failures: int = Field(default=3, ge=1)  # in a row; then calls go to other replicas

@@ -5,7 +5,7 @@ at a pace of `LEAST_PACE` bytes a second after `read_timeout` (408); a client th
 `write_timeout` at most, in a buffer of uvicorn's size, and then counts as having left; above `most` connections a new
 one is told 503 and closed. A refusal on this level closes the connection. The cost per request is a few comparisons:
 one task looks at the open connections every second, there is no timer per request. An answer of known length goes out
-in one write, head and body.
+in one write, head and body. An answer whose client has left is not taken for sent: its last message raises ClientLeft.
 
 Does not bound bodies (`asgi.read_body`) or how long an answer takes (`request_timeout`).
 """
@@ -26,7 +26,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from proxy.errors import openai_error
+from proxy.asgi import GONE
+from proxy.errors import ClientLeft, openai_error
 
 log = logging.getLogger("ratchet.proxy")
 
@@ -238,7 +239,11 @@ class _OneWrite:
 
     def run(self, scope: Any, receive: Any, _: Any) -> Awaitable[None]:
         """What uvicorn calls."""
+        scope[GONE] = self._gone
         return self._app(scope, receive, self._send)
+
+    def _gone(self) -> bool:
+        return self._cycle.disconnected
 
     async def _send(self, message: Message) -> None:
         start, self._start = self._start, None
@@ -251,13 +256,15 @@ class _OneWrite:
         elif message["type"] == "http.response.start" and _length(message) is not None:
             self._start = message
             return
+        if self._cycle.disconnected and message["type"] == "http.response.body" and not message.get("more_body"):
+            raise ClientLeft
         await self._cycle.send(message)  # type: ignore[arg-type]
 
     def _write(self, head: bytes, body: bytes) -> None:
         """Send a whole answer; what follows it is as in uvicorn's `send`."""
         cycle = self._cycle
         if cycle.disconnected:
-            return
+            raise ClientLeft
         cycle.response_started = cycle.response_complete = True
         cycle.waiting_for_100_continue = False
         cycle.transport.writelines((head, body))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from proxy.errors import UpstreamBroke, UpstreamError, UpstreamUnreachable
-from proxy.upstreams.connection import Connection, Dropped, HttpAnswer
+from proxy.upstreams.connection import Connection, Dropped, HttpAnswer, Limits
 from store.credentials import credentials, without_credentials
 
 _KEEP_ALIVE = 4.0  # seconds; vLLM closes idle connections after 5: ours must be the shorter time
@@ -32,9 +32,9 @@ class Client:
     """
 
     def __init__(
-        self, request_timeout: float, connect_timeout: float, secret: Mapping[str, str] = MappingProxyType({})
+        self, limits: Limits, connect_timeout: float, secret: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        self._request_timeout = request_timeout
+        self._limits = limits
         self._connect_timeout = connect_timeout
         self._secret = secret
         self._origins: dict[str, _Origin] = {}
@@ -60,7 +60,7 @@ class Client:
         return origin
 
     async def _ask(self, connection: Connection, url: str, method: str, head: bytes, body: bytes | None) -> HttpAnswer:
-        answer = connection.ask(url, head, body or b"", self._request_timeout, bodiless=method == "HEAD")
+        answer = connection.ask(url, head, body or b"", self._limits, bodiless=method == "HEAD")
         await answer.head()
         return answer
 

@@ -1,14 +1,15 @@
 """One HTTP/1.1 connection to an upstream, and the answers that come over it, on asyncio's transports and httptools.
 
 Promises: bytes are given on as they come, unbuffered; a reader that is slower than the upstream stops the reading
-(`_MOST_WAITING`), so that memory stays bounded; leaving an answer before its end aborts the connection at once.
+(`_MOST_WAITING`), and an answer that is read whole has a bound (`Limits`), so that memory stays bounded; a stream that
+has begun may go on for ever, as long as it is not silent; leaving an answer before its end aborts the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import httptools
 
@@ -19,6 +20,14 @@ _MOST_STATUS = 599
 _MOST_HEAD = 2**18  # bytes of an answer's headers
 
 
+class Limits(NamedTuple):
+    """What one answer may take. Times are seconds."""
+
+    whole: float  # until it is whole; of a stream, until its first piece
+    idle: float  # of silence in a stream that has begun
+    size: int  # bytes of one that is read whole
+
+
 class Dropped(UpstreamBroke):
     """A kept connection was closed before the first byte of an answer: nothing was served."""
 
@@ -26,13 +35,15 @@ class Dropped(UpstreamBroke):
 class HttpAnswer:
     """An upstream's answer whose body may still be coming. `url` is the upstream's."""
 
-    def __init__(self, url: str, connection: Connection, timeout: float) -> None:
-        loop = asyncio.get_running_loop()
+    def __init__(self, url: str, connection: Connection, limits: Limits) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._limits = limits
+        self._heard_at: float | None = None  # a stream's latest piece
         self.url = url
         self.status = 0
         self.headers: Mapping[str, str] = {}
         self._connection = connection
-        self._timer: asyncio.TimerHandle | None = loop.call_later(timeout, self._expire)
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(limits.whole, self._expire)
         self._waiter: asyncio.Future[None] | None = None
         self._parts: list[bytes] = []
         self._waiting = 0  # bytes in parts
@@ -52,9 +63,10 @@ class HttpAnswer:
         """Wait for the body's first piece, which `pieces` yields. Raises UpstreamError; it is closed then."""
         self._streamed = True
         await self._until(lambda: bool(self._parts) or self._ended)
+        self._live_on()
 
     async def read(self) -> bytes:
-        """Return the whole body. Raises UpstreamError."""
+        """Return the whole body. Raises UpstreamError, also where it is larger than it may be."""
         while not self._ended:
             await self._news()
         return self._take()
@@ -62,6 +74,7 @@ class HttpAnswer:
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield the body as it comes, unbuffered. Raises UpstreamError where it breaks off."""
         self._streamed = True
+        self._live_on()
         while True:
             while not self._parts and not self._ended:
                 await self._news()
@@ -97,6 +110,7 @@ class HttpAnswer:
         parts, self._parts, self._waiting = self._parts, [], 0
         if self._paused:
             self._paused = False
+            self._heard_at = self._loop.time()
             self._connection.resume()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -113,11 +127,20 @@ class HttpAnswer:
 
     def grew(self, data: bytes) -> None:
         """The body has more."""
+        if self._error is not None:
+            return
         self._parts.append(data)
         self._waiting += len(data)
-        if self._streamed and self._waiting > _MOST_WAITING and not self._paused:
-            self._paused = True
-            self._connection.pause()
+        if self._heard_at is not None:
+            self._heard_at = self._loop.time()
+        if self._streamed:
+            if self._waiting > _MOST_WAITING and not self._paused:
+                self._paused = True
+                self._connection.pause()
+        elif self._waiting > self._limits.size:
+            most = f"{self._limits.size} bytes (the proxy's setting answer_limit)"
+            self._fail(UpstreamBroke(f"the answer of upstream {self.url} is larger than {most}"))
+            self._connection.abort()
 
     def ended(self) -> None:
         """The body is whole."""
@@ -132,6 +155,24 @@ class HttpAnswer:
         """There is news for the one who waits."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _live_on(self) -> None:
+        """The stream has begun: from here on only silence ends it."""
+        if self._heard_at is None and self._timer is not None:
+            self._timer.cancel()
+            self._heard_at = self._loop.time()
+            self._timer = self._loop.call_later(self._limits.idle, self._look)
+
+    def _look(self) -> None:
+        """End a stream that is silent, unless it is we who do not read."""
+        now = self._loop.time()
+        left = self._limits.idle if self._paused else (self._heard_at or now) + self._limits.idle - now
+        if left > 0.001:
+            self._timer = self._loop.call_later(left, self._look)
+            return
+        silent = f"said nothing for {self._limits.idle:g} s in the middle of its stream"
+        self._fail(UpstreamTimeout(f"upstream {self.url} {silent} (the proxy's setting stream_idle_timeout)"))
+        self._connection.abort()
 
     def _expire(self) -> None:
         self._fail(UpstreamTimeout(f"upstream {self.url} did not answer in time (the proxy's setting request_timeout)"))
@@ -164,12 +205,12 @@ class Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._used = self._kept = self._heard = self._bodiless = False
 
-    def ask(self, url: str, head: bytes, body: bytes, timeout: float, *, bodiless: bool) -> HttpAnswer:
+    def ask(self, url: str, head: bytes, body: bytes, limits: Limits, *, bodiless: bool) -> HttpAnswer:
         """Send a request; return its answer, of which nothing has come yet.
 
-        `bodiless`: it has no body, whatever its headers say (HEAD). `timeout` is for the whole exchange.
+        `bodiless`: it has no body, whatever its headers say (HEAD).
         """
-        answer = self._answer = HttpAnswer(url, self, timeout)
+        answer = self._answer = HttpAnswer(url, self, limits)
         self._kept, self._used = self._used, True
         self._heard, self._bodiless = False, bodiless
         self._headers, self._head_bytes = {}, 0

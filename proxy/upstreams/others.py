@@ -64,6 +64,8 @@ class OtherModels:
         *,
         request_timeout: float,
         connect_timeout: float,
+        stream_idle_timeout: float,
+        answer_limit: int,
         failures: int,
         cool_off: float,
         vitals: Vitals | None = None,
@@ -73,7 +75,9 @@ class OtherModels:
         named: dict[str, list[Deployment]] = {}
         for entry in entries:
             seconds = entry.litellm_params.timeout or request_timeout
-            client = self._clients.setdefault(seconds, Upstream((), seconds, connect_timeout))
+            client = self._clients.setdefault(
+                seconds, Upstream((), seconds, connect_timeout, None, stream_idle_timeout, answer_limit)
+            )
             deployment = Deployment(entry, key_of(entry, keys), client, Breaker(failures, cool_off))
             named.setdefault(entry.model_name, []).append(deployment)
         for name, deployments in named.items():

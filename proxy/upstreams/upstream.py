@@ -14,7 +14,7 @@ import msgspec
 
 from proxy.errors import UpstreamBroke, UpstreamError
 from proxy.upstreams.client import Client
-from proxy.upstreams.connection import HttpAnswer
+from proxy.upstreams.connection import HttpAnswer, Limits
 from store.credentials import without_credentials
 
 _JSON = {"content-type": "application/json"}
@@ -29,11 +29,14 @@ class Upstream:
         request_timeout: float = 600.0,
         connect_timeout: float = 5.0,
         key: str | None = None,
+        stream_idle_timeout: float = 300.0,
+        answer_limit: int = 256 * 2**20,
     ) -> None:
         # A password in a URL goes to its server alone: everything else here knows the URL without it.
         self.urls = tuple(map(without_credentials, urls))
         self._key = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = Client(request_timeout, connect_timeout, dict(zip(self.urls, urls, strict=True)))
+        limits = Limits(request_timeout, min(stream_idle_timeout, request_timeout), answer_limit)
+        self._client = Client(limits, connect_timeout, dict(zip(self.urls, urls, strict=True)))
         self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def start(self) -> None:

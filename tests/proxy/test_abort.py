@@ -6,15 +6,18 @@ import json
 import socket
 import statistics
 import time
+from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
+from store import Store
 from store.records import unpack_ids
 from store.states import CallState
 from tests.proxy.conftest import Proxy
 from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import eventually, leave
+from tests.proxy.servers import ProxyProcess, eventually, leave
 
 TURNS = 20
 SOON = 0.1  # seconds
@@ -84,3 +87,23 @@ def test_the_upstream_is_let_go_within_a_tenth_of_a_second(proxy: Proxy, vllm: S
             assert choice.finish_reason is None
             assert 0 < len(choice.ids) == len(choice.logprobs) == 4 * call.completion_tokens
             assert set(unpack_ids(choice.ids)) == {ord("x")}
+
+
+def test_a_client_that_leaves_a_quick_call_has_no_answer_and_its_retry_goes_on_in_the_same_trajectory(
+    tmp_path: Path, vllm_url: str, store: Store
+) -> None:
+    process = ProxyProcess(tmp_path, upstreams=[vllm_url])
+    with httpx.Client(base_url=process.url, timeout=20) as client:
+        eventually(lambda: client.get("/health/ready").status_code == 200)
+        for number in range(10):
+            body = {"model": "agent", "messages": [{"role": "user", "content": f"{number} #wait=0.01"}]}
+            leave(f"{process.url}/v1/chat/completions", body | {"stream": number % 2 == 1}, lambda: True)
+            eventually(lambda: "ratchet_calls_under_way 0.0" in client.get("/metrics").text)
+            time.sleep(0.05)
+            again = client.post("/v1/chat/completions", json=body, headers={"authorization": "Bearer k"})
+            assert again.status_code == 200
+    assert process.stop() == 0
+    by_trajectory: dict[str, list[str]] = {}
+    for call in store.calls.page(99):
+        by_trajectory.setdefault(call.trajectory_id, []).append(str(call.state))
+    assert list(by_trajectory.values()) == [["answered", "aborted"]] * 10

@@ -11,6 +11,7 @@ import pytest
 
 from proxy.errors import UpstreamBroke, UpstreamTimeout, UpstreamUnreachable
 from proxy.upstreams.client import Client
+from proxy.upstreams.connection import Limits
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -49,7 +50,7 @@ async def server(talk: Talk) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def client() -> AsyncIterator[Client]:
-    opened = Client(request_timeout=2.0, connect_timeout=1.0)
+    opened = Client(Limits(whole=2.0, idle=0.3, size=2**20), connect_timeout=1.0)
     yield opened
     opened.close()
     await asyncio.sleep(0)
@@ -226,3 +227,73 @@ async def test_nothing_can_add_a_line_to_a_request(client: Client, path: str) ->
         await client.send("http://127.0.0.1:9", "GET", path, None, {})
     with pytest.raises(UpstreamBroke, match="line break"):
         await client.send("http://127.0.0.1:9", "GET", "/x", None, {"x-a": "b\r\nx-evil: 1"})
+
+
+STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+async def read_on(client: Client, url: str, pause: float = 0.0) -> bytes:
+    """The body of a stream, read with a pause after the first piece."""
+    answer = await client.send(url, "POST", "/x", b"{}", {})
+    await answer.begin()
+    came = b""
+    try:
+        async for piece in answer.pieces():
+            came += piece
+            await asyncio.sleep(pause)
+            pause = 0.0
+    finally:
+        answer.close()
+    return came
+
+
+async def test_a_stream_that_goes_on_is_not_cut_however_long_it_takes(client: Client) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await heard(reader)
+        writer.write(STREAM)
+        for _ in range(30):
+            writer.write(b"1\r\nx\r\n")
+            await asyncio.sleep(0.1)
+        writer.write(b"0\r\n\r\n")
+
+    async with server(talk) as url:
+        assert await read_on(client, url) == b"x" * 30
+
+
+async def test_a_stream_that_hangs_is_let_go_after_its_idle_time(client: Client) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await heard(reader)
+        writer.write(STREAM + b"1\r\nx\r\n")
+        await reader.read()
+
+    async with server(talk) as url:
+        with pytest.raises(UpstreamTimeout, match=r"said nothing for 0\.3 s.*stream_idle_timeout"):
+            await read_on(client, url)
+
+
+async def test_a_stream_that_is_read_slowly_is_not_silent(client: Client) -> None:
+    size = 8 * 2**20
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await heard(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size)
+        writer.write(b"x" * size)
+        await writer.drain()
+        await reader.read()
+
+    async with server(talk) as url:
+        assert len(await read_on(client, url, pause=1.0)) == size
+
+
+async def test_an_answer_that_is_read_whole_has_a_bound(client: Client) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await heard(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1000):
+                writer.write(b"x" * 2**16)
+                await writer.drain()
+
+    async with server(talk) as url:
+        with pytest.raises(UpstreamBroke, match=r"larger than 1048576 bytes .*answer_limit"):
+            await got(client, url)
