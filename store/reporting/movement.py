@@ -33,7 +33,7 @@ _MEANS: Mapping[Size, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """What one round moved; `numbers` are those that the model computes in (bf16, fp16, fp32)."""
+    """What one round moved; `numbers` are those that the model computes in (bf16 or fp32)."""
 
     version: int | None
     k3: float

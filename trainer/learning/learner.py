@@ -69,7 +69,7 @@ class RoundReport:
     approx_kl_tokens           trained tokens that were looked at for it
     gap_abs_mean               |log p after - log p before the steps|, mean over the same tokens
     gap_good_mean              the same with its sign, mean over those with a positive advantage
-    numbers                    that the model computes in: bf16, fp16, fp32
+    numbers                    that the model computes in: bf16 or fp32
     """
 
     loss: float
