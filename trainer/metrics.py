@@ -33,6 +33,7 @@ _SUBJECT_CHARS = 64
 _FOUND = {
     "ratchet_tool_failure_share": ("Share of a tool's newest fitting calls that failed", True),
     "ratchet_tool_use_share": ("Share of the trajectories that were offered a tool and used it", True),
+    "ratchet_resource_use_share": ("Share of the often shown files, addresses and ids that tool calls name", False),
     "ratchet_trajectory_tokens": ("Sampled tokens per trajectory", False),
     "ratchet_reasoning_tokens_per_action": ("Reasoning tokens per tool call or answer", False),
     "ratchet_actions_per_trajectory": ("Tool calls and answers per trajectory", False),

@@ -17,8 +17,9 @@ from tests.records import TOOLS
 from trainer.sentinel import Finding
 from trainer.sentinel.change import change, share_change
 from trainer.sentinel.conduct import Conduct, conduct, occurs
-from trainer.sentinel.drift import coverage, drift, needless_tool_calls
+from trainer.sentinel.drift import coverage, drift, needless_tool_calls, resource_coverage
 from trainer.sentinel.last_rounds import last_rounds
+from trainer.sentinel.resources import names_in
 from trainer.sentinel.settings import SentinelSettings
 from trainer.sentinel.tool_health import ToolPast, tool_health
 
@@ -178,7 +179,7 @@ def test_healthy_traffic_has_numbers_and_no_alarm() -> None:
     assert [found.reason for found in findings] == [None] * len(findings)
     assert {found.metric for found in findings} == {
         "ratchet_trajectory_tokens", "ratchet_reasoning_tokens_per_action", "ratchet_actions_per_trajectory",
-        "ratchet_made_up_argument_share", "ratchet_tool_use_share",
+        "ratchet_made_up_argument_share", "ratchet_tool_use_share", "ratchet_resource_use_share",
     }  # fmt: skip
 
 
@@ -215,6 +216,55 @@ def test_a_tool_that_nobody_uses_is_neglected_once_enough_could_have() -> None:
     read, search = coverage(conducts(100, offered=both), SETTINGS)
     assert "tool 'read' was used in 0.0% of the last 100 trajectories" in str(read.reason)
     assert (search.value, search.reason) == (1.0, None)
+
+
+FILES = frozenset(f"docs/page{number}.md" for number in range(20))
+
+
+def test_files_that_nobody_opens_are_neglected_once_enough_were_shown_them() -> None:
+    def seen(count: int, opened: int) -> list[Conduct]:
+        names = frozenset(sorted(FILES)[:opened])
+        return conducts(count, shown=FILES, opened=names)
+
+    def found(*runs: Conduct) -> Finding:
+        return resource_coverage(runs, SETTINGS)
+
+    assert found(*seen(99, 0)).reason is None
+    neglected = found(*seen(300, 1))
+    assert (neglected.check, neglected.metric) == ("resource_coverage", "ratchet_resource_use_share")
+    assert neglected.value == pytest.approx(0.05)
+    assert "19 of 20 files" in str(neglected.reason)
+    assert "and 14 more" in str(neglected.reason)
+    assert "resource_coverage_least" in str(neglected.reason)
+    assert found(*seen(300, 2)).reason is None
+    assert found(*conducts(300, shown=frozenset(sorted(FILES)[:4]))).reason is None, "four tell nothing"
+    assert resource_coverage(seen(300, 0), SentinelSettings(resource_coverage_least=0.0)).reason is None
+
+
+def test_a_trajectory_is_shown_and_opens_what_is_written_like_a_resource() -> None:
+    run = conduct(
+        transcript(
+            [
+                {
+                    "role": "system",
+                    "content": "Read src/main.py, README.md and/or https://a.example/x?y=1. 2026-01-04",
+                },
+                asks_tool(command="cat src/main.py | head", ids=["m-42"]),
+                {"role": "tool", "content": '{"message_id": "m-42", "path": "/etc/hosts"}'},
+            ]
+        )
+    )
+    assert run.shown == {"src/main.py", "README.md", "https://a.example/x?y=1", "m-42", "/etc/hosts"}
+    assert run.opened == {"src/main.py", "m-42"}
+
+
+def test_hostile_names_cost_little_and_steer_no_terminal() -> None:
+    long = "a-" * 200_000 + "/" * 200_000 + " ".join(f"file{number}.txt" for number in range(5000))
+    assert len(names_in([long, "x" * 10_000_000])) == 0
+    assert len(names_in([" ".join(f"file{number}.txt" for number in range(5000))])) == 100
+    ugly = frozenset(f"/tmp/\x1b[2J{number}" for number in range(9))
+    reason = str(resource_coverage(conducts(200, shown=ugly), SETTINGS).reason)
+    assert "\x1b" not in reason
 
 
 def test_tools_called_where_none_is_needed_are_counted() -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from store.records import Transcript
+from trainer.sentinel.resources import names_in
 
 _CONTEXT_CHARS = 2_000_000  # of a trajectory; what comes after it is not judged
 _ARGUMENTS = 200  # of a trajectory
@@ -42,6 +43,8 @@ class Conduct:
     made_up: int  # of those
     offered: frozenset[str]  # tools
     used: frozenset[str]
+    shown: frozenset[str] = frozenset()  # files, addresses and ids in what it was told
+    opened: frozenset[str] = frozenset()  # those that its tool calls named
 
 
 def conduct(member: Transcript) -> Conduct:
@@ -64,6 +67,8 @@ def conduct(member: Transcript) -> Conduct:
         made_up=made_up,
         offered=offered,
         used=frozenset(_named(call) for call in calls) & offered,
+        shown=names_in(_content(message) for message in member.messages if message.get("role") != "assistant"),
+        opened=names_in(value for call in calls for value in _values(_function(call).get("arguments"))),
     )
 
 

@@ -1,7 +1,7 @@
 """Drift: what newer trajectories do otherwise than the ones before them. Pure, on conducts, oldest first.
 
 Length and reasoning are compared within a task family, so that a change of what is asked is no drift. Coverage is
-looked at over all of them: a tool that nobody uses teaches nothing about itself.
+looked at over all of them: a tool or a file that nobody uses teaches nothing about itself.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from trainer.sentinel import Finding
 from trainer.sentinel.change import Change, change
 from trainer.sentinel.conduct import Conduct
+from trainer.sentinel.resources import coverage_of
 from trainer.sentinel.settings import SentinelSettings
 
-CHECKS = frozenset({"length_drift", "reasoning_drift", "made_up_arguments", "coverage"})
-_COVERED_BY = 100  # trajectories that could have used a tool, before it counts as neglected
+CHECKS = frozenset({"length_drift", "reasoning_drift", "made_up_arguments", "coverage", "resource_coverage"})
+_COVERED_BY = 100  # trajectories that could have used a tool or a resource, before it counts as neglected
+_RESOURCES = 5  # fewer tell nothing of how many are neglected
 
 
 def drift(conducts: Sequence[Conduct], settings: SentinelSettings) -> list[Finding]:
@@ -39,6 +41,7 @@ def drift(conducts: Sequence[Conduct], settings: SentinelSettings) -> list[Findi
         Finding("actions", "ratchet_actions_per_trajectory", "", statistics.fmean(one.actions for one in recent)),
         _made_up(past, recent, settings),
         *coverage(conducts, settings),
+        resource_coverage(conducts, settings),
     ]
 
 
@@ -56,6 +59,20 @@ def coverage(conducts: Sequence[Conduct], settings: SentinelSettings) -> list[Fi
             )
         findings.append(Finding("coverage", "ratchet_tool_use_share", tool, share, reason))
     return findings
+
+
+def resource_coverage(conducts: Sequence[Conduct], settings: SentinelSettings) -> Finding:
+    """Return the share of the files and other named resources that were shown often, and that tool calls named."""
+    found = coverage_of(conducts, _COVERED_BY, settings.coverage_least)
+    reason = None
+    if found.shown >= _RESOURCES and found.share < settings.resource_coverage_least:
+        reason = (
+            f"{len(found.neglected)} of {found.shown} files, addresses or ids that {_COVERED_BY} or more of the last "
+            f"{len(conducts)} trajectories were shown are named in hardly any tool call ({found.told()}): no task "
+            "needs them, or the policy looks at a few alone; add tasks about them, look at what the judge rewards, or "
+            "lower resource_coverage_least"
+        )
+    return Finding("resource_coverage", "ratchet_resource_use_share", "", found.share, reason)
 
 
 def needless_tool_calls(conducts: Sequence[Conduct], scores: Mapping[str, float]) -> Finding | None:

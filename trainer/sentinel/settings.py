@@ -40,6 +40,12 @@ class SentinelSettings(BaseModel):
         le=1,
         description="a tool is neglected below this share of the trajectories that could use it; 0: off",
     )
+    resource_coverage_least: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of shown files, addresses and ids that tool calls name, below which it is an alarm; 0: off",
+    )
     mismatch_nats: float = Field(
         0.1, gt=0, description="mean |trainer - engine| logprob of the last rounds that is a mismatch, nats"
     )
