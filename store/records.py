@@ -297,6 +297,8 @@ class Verdict(Record, frozen=True):
     latency: float = 0.0  # seconds
     judged_at: float = 0.0
     exchange_id: str | None = None  # the last exchange that led to it, where the judge asked somebody
+    baseline_mean: float | None = None  # of a single: what its family scored before, as it was then
+    baseline_std: float | None = None
 
 
 class PastScore(Record, frozen=True):

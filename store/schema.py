@@ -217,6 +217,8 @@ verdicts = sa.Table(
     sa.Column("latency", sa.Double, nullable=False),
     sa.Column("judged_at", _TIME, nullable=False),
     sa.Column("exchange_id", _ID),
+    sa.Column("baseline_mean", sa.Double),
+    sa.Column("baseline_std", sa.Double),
     # A judge failure is a state, never a number: a verdict has a score or a failure, not both, not neither.
     sa.CheckConstraint("(score IS NULL) <> (failure IS NULL)", name="score_or_failure"),
     sa.Index(None, "trajectory_id", "id"),

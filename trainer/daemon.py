@@ -110,6 +110,7 @@ class Daemon:
         self._school = School(
             store, settings.model, settings.checkpoints, judging.credit, self._transcripts, casting=self._casting,
             size=RoundSize(settings.groups_per_round, settings.group_size), memory=self._memory,
+            mask_truncated=settings.mask_truncated_completions,
         )  # fmt: skip
         self._assembly = Assembly(store, settings, self._casting, judging.credit.book, upstream_key)
         releasing = make_releasing(settings, store, self._replicas, judging, self.metrics)

@@ -21,6 +21,7 @@ from trainer.judges import Judgement
 
 log = logging.getLogger(__name__)
 
+_KEPT = ("baseline_mean", "baseline_std")  # of a verdict: what the trajectory was compared with before
 _AT_ONCE = 64  # groups that are heard again at the same time
 
 Ask = Callable[[str | None, Sequence[Transcript]], "Future[Judgement]"]
@@ -108,7 +109,8 @@ class Rehearing:
                 run.id, old, verdict.score, ",".join(policies) or "nothing",
             )  # fmt: skip
             note = f"[after it trained {', '.join(policies)}] " if policies else "[late] "
-            news.append((run, msgspec.structs.replace(verdict, explanation=note + verdict.explanation)))
+            kept = {name: getattr(before[run.id], name) for name in _KEPT} if run.id in before else {}
+            news.append((run, msgspec.structs.replace(verdict, explanation=note + verdict.explanation, **kept)))
         return news
 
 

@@ -81,7 +81,9 @@ class School:
         casting: Casting | None = None,
         size: RoundSize | None = None,
         memory: Memory | None = None,
+        mask_truncated: bool = False,
     ) -> None:
+        self._mask_truncated = mask_truncated
         self._memory = memory or Memory(store, alias, LearnerSettings())
         self._size = size or RoundSize(1, 1)
         self._casting = casting or Casting(store, alias, Roles())
@@ -110,7 +112,10 @@ class School:
         seen = [call for call in calls if call.ended_at is not None and call.ended_at <= verdict.judged_at]
         late = sum(call.completion_tokens for call in calls if call not in seen)
         try:
-            rows = build_rows(member.trajectory.id, seen, earned[None], self._casting.roles, earned, by_turn=turns)
+            rows = build_rows(
+                member.trajectory.id, seen, earned[None], self._casting.roles, earned, by_turn=turns,
+                mask_truncated=self._mask_truncated,
+            )  # fmt: skip
         except RowError as error:
             log.warning("event=row_refused trajectory=%s reason=%r", member.trajectory.id, str(error))
             rows = Rows((), {"unsound row": sum(call.completion_tokens for call in seen)})

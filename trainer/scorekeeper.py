@@ -157,10 +157,13 @@ class Scorekeeper:
         failed: Sequence[str],
     ) -> None:
         """Move a group on whose `members` have `verdicts`; the `failed` ones are put aside."""
+        verdicts = self._credit.with_baseline(members, verdicts)
         teaches = self._credit.teaches(members, verdicts)
         useless = BASELINE if teaches is None else None if teaches else NO_VARIANCE
+        said = {verdict.trajectory_id: verdict for verdict in judgement.verdicts}
+        said |= {verdict.trajectory_id: verdict for verdict in verdicts}
         self._store.groups.record(
-            group.id, judgement.verdicts, judgement.exchanges, useless, dict.fromkeys(failed, JUDGE_FAILED)
+            group.id, list(said.values()), judgement.exchanges, useless, dict.fromkeys(failed, JUDGE_FAILED)
         )
         self._credit.remember(members, verdicts)
         if not failed:

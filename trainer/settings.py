@@ -55,6 +55,9 @@ class TrainerSettings(BaseModel):
     turn_weight: float = Field(
         0.0, ge=0, description="weight of what a judge says of single calls (components turn:1, turn:2, ...); 0: none"
     )
+    mask_truncated_completions: bool = Field(
+        True, description="answers that were cut off at their longest (finish reason `length`) carry no loss"
+    )
     roles: tuple[str, ...] = Field((), description="roles of a multi-agent system that train; empty: all")
     role_prompts: dict[str, str] = Field(
         default_factory=dict,

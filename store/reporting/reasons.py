@@ -46,6 +46,9 @@ LEFT_OUT: Mapping[str, str] = {
     "another role": "a role that is not trained sampled it (trainer.roles)",
     "after the verdict": "it ended after the judge had spoken: raise trainer.seal_after_idle_seconds",
     "does not fit the model": "too long for the base model, or with ids that it does not have",
+    "constrained tool calls": "vLLM held the calls of `strict` tools, or the one call of `parallel_tool_calls: false`, "
+    "to a grammar (`proxy.tool_strict_level`)",
+    "truncated": "cut off at its longest (trainer.mask_truncated_completions): raise the agent's max_tokens",
     "too long": "the row is longer than may be trained: see trainer.learner.max_length",
     "aborted": "the client left before the end",
     "failed": "the call failed",

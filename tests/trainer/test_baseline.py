@@ -7,8 +7,13 @@ import statistics
 
 import pytest
 
+from store import Store
 from store.records import PastScore
-from trainer.crediting.baseline import SHRINKAGE, ScoreBook
+from tests.trainer.agents import agents_work
+from trainer.crediting.baseline import MOST_REMEMBERED, SHRINKAGE, ScoreBook
+from trainer.crediting.credit import Credit, past
+from trainer.judges.function import FunctionJudge
+from trainer.scorekeeper import Scorekeeper
 
 
 def scored(name: str, score: float, at: float, family: str = "mail", cohort: str = "c") -> PastScore:
@@ -61,3 +66,24 @@ def test_the_baseline_leaves_the_expected_gradient_alone() -> None:
         if found is not None:
             advantages.append(sample.score - found.mean)
     assert abs(statistics.fmean(advantages)) < 0.02
+
+
+def test_a_single_that_waits_long_for_its_round_keeps_what_it_was_compared_with(store: Store) -> None:
+    book = ScoreBook([scored(f"old{n}", float(n % 2), float(n), family="task:mail") for n in range(40)])
+    credit = Credit("dr_grpo", single_least=16, book=book)
+    agents_work(store, "mail/1", [1.0])
+    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    group = store.groups.form("k", "agent", ["mail/1-0"], now=101.0)
+    keeper = Scorekeeper(
+        store, FunctionJudge("tests.trainer.judge_samples:scripted", clock=lambda: 102.0), attempts=1,
+        retry_seconds=1.0, alarm_after=5, credit=credit,
+    )  # fmt: skip
+    member = store.trajectories.read("mail/1-0")
+    keeper.score(group, [member], now=102.0)
+    (earned,) = credit.advantages([member.trajectory], list(store.groups.verdicts(group.members).values())) or ()
+    assert earned > 0.3
+    for number in range(MOST_REMEMBERED):  # a canary's traffic, say
+        book.add(scored(f"new{number}", 1.0, 200.0 + number, family="task:mail"))
+    assert book.baseline(past(member.trajectory, store.groups.verdicts(group.members)["mail/1-0"]), 16) is None
+    assert credit.advantages([member.trajectory], list(store.groups.verdicts(group.members).values())) == (earned,)
+    keeper.close()

@@ -25,8 +25,8 @@ def test_every_reason_of_a_drop_is_explained() -> None:
 def test_every_reason_of_a_token_is_explained() -> None:
     source = Path(rows.__file__).read_text()
     given = set(re.findall(r'(?:return|untrained\[)\s*"([a-z ]+)"', source)) | set(CallState) - {CallState.ANSWERED}
-    assert {"greedy", "answer lost"} <= given
-    assert given <= set(reasons.LEFT_OUT)
+    assert {"greedy", "no ids"} <= given
+    assert given | {rows._ANSWER_LOST, rows.TRUNCATED} <= set(reasons.LEFT_OUT)
 
 
 def test_the_page_shows_the_same_reasons() -> None:

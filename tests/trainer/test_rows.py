@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from store.records import Call, Choice, pack_ids, pack_logprobs
@@ -194,3 +195,16 @@ def test_a_bent_distribution_gets_no_importance_weight() -> None:
     (bent,) = build_rows("t", [call("1", (1,), choice((2,)), sampling={"top_p": 0.9})], 1.0).rows
     (plain,) = build_rows("t", [call("1", (1,), choice((2,)), sampling={"top_p": 1, "top_k": -1})], 1.0).rows
     assert (bent.importance, plain.importance) == (False, True)
+
+
+def test_an_answer_cut_off_at_its_longest_carries_no_loss_where_that_is_set() -> None:
+    cut = msgspec.structs.replace(choice((6, 7)), finish_reason="length")
+    calls = [
+        call("1", (1, 2), choice((3, 4))),
+        call("2", (5,), cut, parent_call="1", context="exact"),
+        call("3", (8,), choice((9,)), parent_call="2", context="exact"),
+    ]
+    masked = build_rows("t", calls, 0.5, mask_truncated=True)
+    assert [row.mask for row in masked.rows] == [(0, 0, 1, 1, 0, 0, 0, 0, 1)]  # still context of what came after
+    assert masked.untrained == {"truncated": 2}
+    assert [row.mask for row in build_rows("t", calls, 0.5).rows] == [(0, 0, 1, 1, 0, 1, 1, 0, 1)]

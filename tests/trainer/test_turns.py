@@ -9,6 +9,7 @@ import pytest
 
 from store import Store
 from store.records import Verdict
+from store.states import CallState
 from tests.trainer.agents import agents_work
 from tests.trainer.test_roles import verdicts
 from tests.trainer.test_rows import call, choice
@@ -58,3 +59,16 @@ def test_a_group_of_equal_scores_is_trained_by_its_turns(store: Store, make_daem
     (held,) = store.rounds.page("agent")
     assert held.metrics["tokens_trained"] == 6
     assert held.metrics["weight_change"] > 0
+
+
+def test_turns_are_counted_as_a_judge_reads_them_without_failed_calls_and_without_those_asked_again() -> None:
+    calls = [
+        call("1", (1, 2), choice((3,)), prompt_node="a"),
+        call("failed", (5,), parent_call="1", context="exact", prompt_node="b", state=CallState.FAILED, status=500),
+        call("lost", (5,), choice((6,)), parent_call="1", context="exact", prompt_node="b"),
+        call("2", (5,), choice((7,)), parent_call="1", context="exact", prompt_node="b", linked_by="retry"),
+        call("3", (8,), choice((9,)), parent_call="2", context="exact", prompt_node="c"),
+    ]
+    (row,) = build_rows("t", calls, 0.0, by_turn={1: 1.0, 2: 2.0, 3: 3.0}).rows
+    assert row.advantages is not None
+    assert [a for a, trained in zip(row.advantages, row.mask, strict=True) if trained] == [1.0, 2.0, 3.0]

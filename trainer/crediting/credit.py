@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from store.records import SHADOW, PastScore, Trajectory, Verdict
 from trainer.crediting.advantage import (
     NO_VARIANCE,
@@ -46,11 +48,22 @@ class Credit:
             return cohort_advantages(_scores(verdicts, role), self.name)
         if len(members) > 1:
             return group_advantages(_scores(verdicts, role), self.name)
-        sample = past(members[0], verdicts[0])
-        found = self.book.baseline(sample, self.single_least)
-        if found is None:
+        (verdict,) = self.with_baseline(members, verdicts)
+        if verdict.baseline_mean is None:
             return None
-        return (single_advantage(sample.score, found.mean, found.std, self.name),)
+        return (single_advantage(verdict.score or 0.0, verdict.baseline_mean, verdict.baseline_std or 0.0, self.name),)
+
+    def with_baseline(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> list[Verdict]:
+        """Return the verdicts, that of a single with the baseline that its family has for it, if it has none yet.
+
+        Later scores push earlier ones out of the book: a single that waits long for its round must keep what it had.
+        """
+        if len(members) != 1 or verdicts[0].baseline_mean is not None:
+            return list(verdicts)
+        found = self.book.baseline(past(members[0], verdicts[0]), self.single_least)
+        if found is None:
+            return list(verdicts)
+        return [msgspec.structs.replace(verdicts[0], baseline_mean=found.mean, baseline_std=found.std)]
 
     def turns(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> list[Turns]:
         """Return what each member's single calls earned on top of that, by their number."""

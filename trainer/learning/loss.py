@@ -162,7 +162,10 @@ class RecordedGRPOTrainer(GRPOTrainer):
         device = self.accelerator.device
         micros = [collate(r, self._pad_id, device) if r else blank(rows[0], self._pad_id, device) for r in own]
         units = len(rows) if self._objective.mean != "tokens" else sum(row.tokens_trained for row in rows)
-        for micro in micros:
+        tokens = sum(len(row.ids) for row in rows)
+        for micro, packs in zip(micros, own, strict=True):
+            share = sum(len(row.ids) for pack in packs for row in pack) / tokens * self.accelerator.num_processes
+            micro["router_share"] = torch.tensor(share, device=device)
             micro["num_items_in_batch"] = torch.tensor(float(units), device=device)
             self._weigh(micro, torch.ones_like(micro["importance"]))  # until it is known which rows are rejected
             if self.beta:
@@ -382,4 +385,6 @@ class RecordedGRPOTrainer(GRPOTrainer):
             self._seen = seen = self._pass(model, self._micro, **router)
         if "old_per_token_logps" not in self._micro:
             self._begin(self._micro, seen.logprobs.detach())
-        return seen.logprobs, seen.entropy, seen.aux_loss
+        # TRL adds it once a micro-batch: weighted by tokens these add up to its mean over the step.
+        balance = None if seen.aux_loss is None else seen.aux_loss * self._micro["router_share"]
+        return seen.logprobs, seen.entropy, balance

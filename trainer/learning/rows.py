@@ -40,6 +40,9 @@ _CONSTRAINTS = (
     "structured_outputs",
 )  # fmt: skip
 ALL_ROLES = Roles()
+TRUNCATED = "truncated"  # why tokens are left out
+_ANSWER_LOST = "answer lost"
+_CUT_AT_LONGEST = "length"  # the finish reason of an answer that met max_tokens or the model's context
 _REPEATS = ("retry", "resend")  # links of calls that were made because nobody had the answer to the one before
 _GREEDY_BELOW = 0.01  # vLLM raises temperatures between 0 and this to it
 
@@ -61,10 +64,13 @@ def build_rows(
     *,
     imitated: bool = False,
     by_turn: Mapping[int, float] = MappingProxyType({}),
+    mask_truncated: bool = False,
 ) -> Rows:
     """Return the rows of a trajectory, all with the same advantage but those of the roles that `by_role` names.
 
-    `by_turn` comes on top of it, for the tokens of the trajectory's own calls by their number, from 1.
+    `by_turn` comes on top of it, for the tokens of the trajectory's own turns by their number, from 1: calls whose
+    answer the agent got, since a judge reads no others. With `mask_truncated` answers that were cut off at their
+    longest carry no loss.
 
     `calls` are the trajectory's own and those of earlier trajectories that it continues, in the order in which they
     began; only its own carry loss. Rows that are `imitated` may have been sampled greedily or under constraints: what
@@ -74,9 +80,10 @@ def build_rows(
     spans: dict[_Key, _Span] = {}
     own: dict[_Key, _Span] = {}
     taken = TakenAnswers(calls)
-    number = 0  # of the trajectory's own calls
+    number = 0  # of the trajectory's own turns
     for call in calls:
-        number += call.trajectory_id == trajectory_id
+        is_turn = call.trajectory_id == trajectory_id and taken.is_turn(call)
+        number += is_turn
         for choice in call.choices:
             key = (call.id, choice.index)
             parent = spans.get((call.parent_call or "", call.parent_choice)) if call.context == "exact" else None
@@ -84,12 +91,14 @@ def build_rows(
                 untrained["context unknown"] += _size(choice)
                 continue
             earned = by_role.get(call.role, advantage)
-            spans[key] = span = _Span(call, choice, parent, earned, by_turn.get(number, 0.0))
+            spans[key] = span = _Span(call, choice, parent, earned, by_turn.get(number, 0.0) if is_turn else 0.0)
             if call.trajectory_id != trajectory_id:
                 continue
             reason = why_untrainable(call, choice, imitated=imitated) or taken.why_not(call, choice)
             if reason is None and not roles.trains(call.role):
                 reason = ANOTHER_ROLE
+            if reason is None and mask_truncated and choice.finish_reason == _CUT_AT_LONGEST:
+                reason = TRUNCATED
             if reason:
                 untrained[reason] += _size(choice)
             else:
@@ -146,6 +155,12 @@ class TakenAnswers:
         self._continued = {(call.parent_call, call.parent_choice) for call in calls}
         self._repeated = {_prompt(call): call.id for call in calls if call.linked_by in _REPEATS}
 
+    def is_turn(self, call: Call) -> bool:
+        """Whether the agent got an answer of this call: no failed call, and none that was asked again."""
+        return call.state is CallState.ANSWERED and any(
+            self.why_not(call, choice) != _ANSWER_LOST for choice in call.choices
+        )
+
     def why_not(self, call: Call, choice: Choice) -> str | None:
         """Return why an answer does not count; None where it does."""
         if (call.id, choice.index) in self._continued:
@@ -153,7 +168,7 @@ class TakenAnswers:
         if any((call.id, one.index) in self._continued for one in call.choices):
             return "answer not taken"
         if self._repeated.get(_prompt(call), call.id) != call.id:
-            return "answer lost"
+            return _ANSWER_LOST
         return None if choice.index == call.choices[0].index else "answer not taken"
 
 
