@@ -9,6 +9,7 @@ import time
 
 from starlette.types import ASGIApp
 
+from proxy.access.bodies import Bodies
 from proxy.access.keyring import KeyRing
 from proxy.access.keys import Keys
 from proxy.access.patterns import Patterns
@@ -22,6 +23,7 @@ from proxy.dialects.dialect import Dialect
 from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses
 from proxy.dialects.responses_kept import KeptResponses
+from proxy.dialects.responses_memory import ResponseMemory
 from proxy.endpoint import Endpoint
 from proxy.exact.contexts import Contexts
 from proxy.exact.forward import ExactForwarder
@@ -78,7 +80,7 @@ def create_app(
     from proxy.operator import create_operator
 
     metrics, bell, vitals = Metrics(), Bell(), vitals or Vitals()
-    links = Links(settings.idle_seconds, settings.most_trajectories)
+    links = Links(settings.idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes_per_key)
     journal = Journal(settings.journal, settings.journal_limit, settings.segment_bytes, metrics, bell, vitals)
     redactor = Redactor(Patterns(settings.redact, settings.redact_patterns)) if settings.redacts else None
     recorder = Recorder(journal, metrics, strict=settings.capture == "strict", redactor=redactor)
@@ -89,11 +91,12 @@ def create_app(
         metrics,
         bell,
         recorder.forget_known,
-        lambda: responses.doubt(),
+        lambda: remembered.doubt(),
         vitals,
     )
     lookups = Lookups(store, shipper)
-    responses = Responses(store, lookups, settings.bounds)
+    remembered = ResponseMemory(store, lookups, settings.max_response_bytes, settings.max_response_bytes_per_key)
+    responses = Responses(remembered, settings.bounds)
     failures, cool_off = settings.breaker_failures, settings.breaker_seconds
     replicas = [Replica(replica, Breaker(failures, cool_off)) for replica in upstream.urls]
     pool = Pool(replicas, metrics, settings.affinity_slack)
@@ -169,7 +172,12 @@ def create_app(
         rest=PassThrough(book, upstream, pool, others, metrics, settings.bounds),
     )
     ring = KeyRing(settings, store, vitals)
-    app: ASGIApp = Errors(Keys(Inflate(routes, settings.body_limit), ring, settings.web_origins), count=metrics.refused)
+    inflate = Inflate(routes, settings.body_limit)
+    bodies = Bodies(inflate, settings.max_request_bytes, settings.max_request_bytes_per_key)
+    app: ASGIApp = Errors(Keys(bodies, ring, settings.web_origins), count=metrics.refused)
+    metrics.held_bytes("linking", lambda: links.bytes)
+    metrics.held_bytes("responses", lambda: remembered.size)
+    metrics.held_bytes("requests", lambda: bodies.bytes)
     if settings.web_origins:
         from starlette.middleware.cors import CORSMiddleware
 

@@ -10,6 +10,7 @@
     |-- UnknownEncoding       415  the body is compressed in a way that cannot be read here
     |-- RateLimited           429  the key's requests or tokens of this minute are used up; the headers say until when
     |-- TooManyWaiting        429  too many requests of the key wait for records that are not in the store yet
+    |-- TooManyBytes          429  the key's requests under way hold too many bytes; it may try again (retry-after)
     |-- NotReady              503  the proxy cannot answer yet; the client may try again (retry-after)
     |-- UpstreamError
     |   |-- UpstreamUnreachable  502  no connection; the message names the upstream
@@ -120,6 +121,15 @@ class TooManyWaiting(ProxyError):
     status = 429
     kind = "requests"
     code = "too_many_waiting"
+    retry_after = 1
+
+
+class TooManyBytes(ProxyError):
+    """The requests of one key that are under way hold as many bytes as a key's may."""
+
+    status = 429
+    kind = "requests"
+    code = "too_many_bytes"
     retry_after = 1
 
 

@@ -10,6 +10,7 @@ import zlib
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from proxy.access.bodies import BODY
 from proxy.asgi import BY_NAME, header, read_body, replaying
 from proxy.errors import BadRequest, BodyTooLarge, UnknownEncoding
 from proxy.threads import parsed
@@ -38,6 +39,8 @@ class Inflate:
             )
         packed = await read_body(receive, self._body_limit)
         body = await parsed(inflated, packed, self._body_limit)
+        if held := scope.get(BODY):
+            held.take(len(body))
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-encoding"]
         await self._app({**scope, "headers": headers, BY_NAME: None}, replaying(body, receive), send)
 

@@ -51,7 +51,12 @@ class ProxySettings(BaseModel):
     model_keys: dict[str, SecretStr] = Field(default_factory=dict)  # theirs, by variable
     idle_seconds: float = Field(default=900.0, gt=0)  # an open trajectory is forgotten after this much silence
     pin_idle_seconds: float = Field(default=30.0, gt=0)  # a trajectory holds its version for this long
-    most_trajectories: int = Field(default=10_000, ge=1)  # remembered for linking
+    max_linking_bytes: int = Field(default=256 * 2**20, ge=2**16)  # what linking remembers of open trajectories
+    max_linking_bytes_per_key: int = Field(default=128 * 2**20, ge=2**16)  # the same, of one key's
+    max_response_bytes: int = Field(default=256 * 2**20, ge=2**16)  # conversations that previous_response_id stands for
+    max_response_bytes_per_key: int = Field(default=128 * 2**20, ge=2**16)  # the same, of one key's
+    max_request_bytes: int = Field(default=2**30, ge=2**16)  # bodies of the requests under way
+    max_request_bytes_per_key: int = Field(default=512 * 2**20, ge=2**16)  # the same, of one key's
     most_connections: int = Field(default=4096, ge=1)
     read_timeout: float = Field(default=30.0, gt=0)  # for a request to arrive; more for large ones
     write_timeout: float = Field(default=60.0, gt=0)  # for a client to read on
@@ -141,6 +146,16 @@ class ProxySettings(BaseModel):
                 f"journal_limit {self.journal_limit} is less than four segments of segment_bytes "
                 f"{self.segment_bytes}: raise journal_limit or lower segment_bytes"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _a_body_fits(self) -> Self:
+        for name in ("max_request_bytes", "max_request_bytes_per_key"):
+            if getattr(self, name) < self.body_limit:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} is less than body_limit {self.body_limit}, so that a body of that "
+                    f"size is never taken: raise {name} or lower body_limit"
+                )
         return self
 
     @classmethod

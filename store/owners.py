@@ -13,9 +13,9 @@ def may_share(one: str | None, other: str | None) -> bool:
     return one == other or not (_is_checked(one) or _is_checked(other))
 
 
-def owner(key_id: str | None) -> str | None:
-    """Return under whom what was said with this key is remembered: itself where it was checked, else everyone."""
-    return key_id if _is_checked(key_id) else None
+def owner(key_id: str | None) -> str:
+    """Return under whom what this key said is remembered: itself where it was checked, else everyone, ""."""
+    return key_id if key_id is not None and _is_checked(key_id) else ""
 
 
 def _is_checked(key_id: str | None) -> bool:

@@ -14,9 +14,7 @@ from proxy.dialects.dialect import Asked, asked, read_body_with
 from proxy.dialects.inner import Json
 from proxy.dialects.responses_memory import ResponseMemory, Turn
 from proxy.dialects.responses_teller import ResponseTeller
-from proxy.recording.others import Lookups
 from proxy.shapes import OPENAI
-from store import Store
 from store.records import CallBegun
 
 
@@ -27,13 +25,9 @@ class Responses:
     path = chat.PATH
     shape = OPENAI
 
-    def __init__(self, store: Store, lookups: Lookups, bounds: Bounds) -> None:
-        self._memory = ResponseMemory(store, lookups)
+    def __init__(self, memory: ResponseMemory, bounds: Bounds) -> None:
+        self._memory = memory
         self._bounds = bounds
-
-    def doubt(self) -> None:
-        """Something was deleted from the store: look whether a response is still there before it is gone on from."""
-        self._memory.doubt()
 
     async def read(self, body: bytes, key_id: str | None) -> Asked:
         """Return what a request asks for. Raises BadRequest; NotFound for an unknown previous response."""

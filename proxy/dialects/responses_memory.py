@@ -1,9 +1,10 @@
 """What `previous_response_id` stands for: the conversation up to and with a response.
 
-Bounded: the conversations used longest ago are forgotten first, from their last response back; a turn is counted as
-long as a later one stands on it. A forgotten one, one from before a restart and one that another proxy made is read
-back from the store, where a response's id is its call's. There the `instructions` of that call cannot be told from a
-system message of its input: new instructions take the place of the first system message, else it stays.
+Bounded in bytes, in all and per key (`proxy/shares.py`): of who holds too much the conversations used longest ago are
+forgotten first, from their last response back; a turn is counted as long as a later one stands on it. A forgotten one,
+one from before a restart and one that another proxy made is read back from the store, where a response's id is its
+call's. There the `instructions` of that call cannot be told from a system message of its input: new instructions take
+the place of the first system message, else it stays.
 
 What was deleted from the store is not gone on from, a second or so later at most.
 
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,13 +25,12 @@ from proxy.dialects.inner import Json
 from proxy.dialects.responses_teller import ResponseTeller, response_id
 from proxy.errors import NotFound, NotReady
 from proxy.recording.others import Lookups
+from proxy.shares import Shares
 from store import Store
 from store.errors import StoreError, StoreUnavailable, UnknownRecord
 from store.ids import moment
 from store.records import REDACTED, CallBegun
 
-_MOST_RESPONSES = 10_000
-_MOST_BYTES = 256 * 2**20
 ANSWER_SECONDS = 3.0  # for other proxies to ship a response that a client has already
 _RECENT = 60.0  # seconds in which they usually have, however busy
 _ID_LENGTH = len("resp_") + 26
@@ -75,19 +74,18 @@ class Turn:
 class ResponseMemory:
     """Turns by response id, the first to be forgotten first: no turn comes before one that stands on it."""
 
-    def __init__(self, store: Store, lookups: Lookups, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, store: Store, lookups: Lookups, most_bytes: int, most_per_key: int) -> None:
         self._store = store
         self._lookups = lookups
-        self._most_bytes = most_bytes
-        self._turns: OrderedDict[str, Turn] = OrderedDict()
-        self._bytes = 0
+        self._turns: dict[str, Turn] = {}
+        self._shares: Shares[str] = Shares(most_bytes, most_per_key)
         self._doubted: set[str] = set()  # they may have been deleted from the store
         self._lock = threading.Lock()  # large answers are told in threads
 
     @property
     def size(self) -> int:
         """Return the bytes that the remembered turns take."""
-        return self._bytes
+        return self._shares.bytes
 
     def keep(self, begun: CallBegun, messages: Sequence[Json], previous: Turn | None) -> None:
         """Remember a response: its new messages, answer included, after those of `previous`."""
@@ -141,12 +139,12 @@ class ResponseMemory:
         with self._lock:
             for one in turn.back():
                 name = response_id(one.call_id)
-                before = self._turns.pop(name, None)
-                self._bytes += one.size - (before.size if before else 0)
+                before = self._turns.get(name)
                 self._turns[name] = one
-            while len(self._turns) > _MOST_RESPONSES or (self._bytes > self._most_bytes and len(self._turns) > 1):
-                _, forgotten = self._turns.popitem(last=False)
-                self._bytes -= forgotten.size
+                self._shares.use(one.key_id, name, one.size - (before.size if before else 0))
+            while (excess := self._shares.excess(turn.key_id)) is not None:
+                forgotten = self._turns.pop(excess)
+                self._shares.forget(forgotten.key_id, excess, forgotten.size)
 
     def _read(self, name: str) -> Turn | None:
         try:

@@ -10,8 +10,8 @@ then the answer that nobody has continued yet, then the latest. A run has one ke
 eval (a version asked for by name); unless it is named, nothing of another kind joins it. Nothing joins a run of another
 checked key either way: a trajectory's name is its key's own, and the same name under another key is another trajectory.
 
-Memory is bounded: runs are forgotten after `idle_seconds`, the stillest first where there are
-too many. A sequence is remembered as its length and hash, not as its ids.
+Memory is bounded in bytes, in all and per key (`proxy/shares.py`): runs are forgotten after `idle_seconds`, and where
+they take too much the stillest of who holds most first. A sequence is remembered as its length and hash.
 
 All state belongs to the event loop's thread. No I/O; time is a parameter.
 """
@@ -31,13 +31,16 @@ from proxy.linking.leaves import Leaves
 from proxy.linking.names import names
 from proxy.linking.pins import Pins
 from proxy.linking.restored import restored_attempt, restored_leaf
+from proxy.linking.sizes import RUN_BYTES, size_of
+from proxy.shares import Shares
 from store import messages as canon
 from store.ids import new_id
 from store.owners import may_share, owner
 from store.records import CallBegun, OpenAttempt, OpenLeaf, family_of
 
 _MOST_LEAVES = 2_000  # of one run
-_MOST_IN_ALL = 200_000
+_PASSED_OVER = 64  # runs with a call under way, at once
+_ATTEMPTS = 16  # the part of the bytes that unanswered attempts may take
 _NONE = Leaves()
 _EXPLICIT = ("path", "header", "body", "key", "previous_response")
 
@@ -58,17 +61,21 @@ class Run(msgspec.Struct):
 class Links:
     """The proxy's memory of open trajectories."""
 
-    def __init__(self, idle_seconds: float, most_runs: int) -> None:
+    def __init__(self, idle_seconds: float, most_bytes: int = 2**28, most_per_key: int = 2**27) -> None:
         self._idle = idle_seconds
-        self._most = most_runs
         self._runs: OrderedDict[str, Run] = OrderedDict()  # the stillest first
-        self._leaves: dict[tuple[str, str | None], Leaves] = {}  # by alias and whose they are
-        self._count = 0  # of leaves
-        self._attempts = Attempts()
+        self._leaves: dict[tuple[str, str], Leaves] = {}  # by alias and whose they are
+        self._shares: Shares[str] = Shares(most_bytes, most_per_key)
+        self._attempts = Attempts(most_bytes // _ATTEMPTS, most_per_key // _ATTEMPTS)
         self._pins = Pins()
 
     def __len__(self) -> int:
         return len(self._runs)
+
+    @property
+    def bytes(self) -> int:
+        """What all that is remembered takes, as an estimate."""
+        return self._shares.bytes + self._attempts.bytes
 
     def find(self, asked: Evidence) -> Link:
         """Return where the request belongs. Raises BadRequest where id and version contradict each other."""
@@ -163,6 +170,7 @@ class Links:
         run = self._runs.get(link.trajectory_id)
         if run is None:
             run = self._runs[link.trajectory_id] = Run(alias, version, now, link.purpose, link.key_id)
+            self._shares.use(run.key_id, link.trajectory_id, RUN_BYTES)
             self._forget_still(now)
         run.calls_under_way += 1
         self._touch(link.trajectory_id, run, now)
@@ -199,7 +207,8 @@ class Links:
         run.calls_under_way = max(0, run.calls_under_way - 1)
         self._touch(link.trajectory_id, run, now)
         for leaf in leaves:
-            self._add(run, leaf)
+            self._add(link.trajectory_id, run, leaf)
+        self._forget_excess(run.key_id)
 
     def unanswered(self, link: Link, attempt: Attempt, now: float) -> None:
         """Nobody got an answer to this attempt; its client may try again. A run that is named will be named again."""
@@ -211,7 +220,7 @@ class Links:
         known: dict[tuple[str | None, int], Leaf] = {}
         for one in leaves:
             leaf = known[one.call_id, one.choice] = restored_leaf(one)
-            self._add(self._restored(one, leaf.key_id), leaf)
+            self._add(one.trajectory_id, self._restored(one, leaf.key_id), leaf)
         for leaf in known.values():
             if leaf.extended:
                 self._extend(leaf)
@@ -222,11 +231,18 @@ class Links:
         self._runs = OrderedDict(sorted(self._runs.items(), key=lambda item: item[1].last_active_at))
         for trajectory_id, run in self._runs.items():
             self._pins.touch(trajectory_id, run)
+            self._shares.use(run.key_id, trajectory_id)
+        for key_id in {run.key_id for run in self._runs.values()}:
+            self._forget_excess(key_id)
         self._forget_still(now)
 
     def _restored(self, known: OpenLeaf | OpenAttempt, key_id: str | None) -> Run:
-        run = Run(known.alias, known.version, known.last_active_at, known.purpose, key_id, known.family)
-        return self._runs.setdefault(known.trajectory_id, run)
+        run = self._runs.get(known.trajectory_id)
+        if run is None:
+            run = Run(known.alias, known.version, known.last_active_at, known.purpose, key_id, known.family)
+            self._runs[known.trajectory_id] = run
+            self._shares.use(key_id, known.trajectory_id, RUN_BYTES)
+        return run
 
     def forget(self, trajectory_id: str) -> None:
         """Forget a trajectory: it is complete, and what comes next begins another one."""
@@ -235,6 +251,8 @@ class Links:
         if run is not None:
             for leaf in run.leaves:
                 self._drop(run, leaf)
+            size = RUN_BYTES + sum(map(size_of, run.leaves))
+            self._shares.forget(run.key_id, trajectory_id, size)
 
     def pins(self, now: float, idle_seconds: float) -> dict[str, int]:
         """Return how many trajectories hold each `alias@version`: active within `idle_seconds`, or under way."""
@@ -243,33 +261,45 @@ class Links:
     def _touch(self, trajectory_id: str, run: Run, now: float) -> None:
         run.last_active_at = now
         self._runs.move_to_end(trajectory_id)
+        self._shares.use(run.key_id, trajectory_id)
         self._pins.touch(trajectory_id, run)
 
-    def _add(self, run: Run, leaf: Leaf) -> None:
+    def _add(self, trajectory_id: str, run: Run, leaf: Leaf) -> None:
         self._leaves.setdefault((run.alias, owner(leaf.key_id)), Leaves()).add(leaf)
-        self._count += 1
         run.leaves.append(leaf)
+        self._shares.use(run.key_id, trajectory_id, size_of(leaf))
         if len(run.leaves) > _MOST_LEAVES:
-            self._drop(run, run.leaves.pop(0))
+            first = run.leaves.pop(0)
+            self._drop(run, first)
+            self._shares.use(run.key_id, trajectory_id, -size_of(first))
 
     def _drop(self, run: Run, leaf: Leaf) -> None:
         scope = run.alias, owner(leaf.key_id)
         self._leaves[scope].drop(leaf)
         if not self._leaves[scope]:
             del self._leaves[scope]
-        self._count -= 1
 
     def _forget_still(self, now: float) -> None:
-        """Forget what has been still for too long, and the stillest where there are too many."""
+        """Forget what has been still for too long."""
         for _ in range(min(2, len(self._runs))):
             trajectory_id, run = next(iter(self._runs.items()))
-            full = len(self._runs) > self._most or self._count > _MOST_IN_ALL
             if run.calls_under_way:
                 self._runs.move_to_end(trajectory_id)
-            elif full or now - run.last_active_at > self._idle:
+            elif now - run.last_active_at > self._idle:
                 self.forget(trajectory_id)
             else:
                 return
+
+    def _forget_excess(self, key_id: str | None) -> None:
+        """Forget the stillest runs of who holds too much; those with a call under way are passed over."""
+        passed = 0
+        while passed < _PASSED_OVER and (trajectory_id := self._shares.excess(key_id)) is not None:
+            run = self._runs[trajectory_id]
+            if run.calls_under_way:
+                self._shares.use(run.key_id, trajectory_id)
+                passed += 1
+            else:
+                self.forget(trajectory_id)
 
 
 def _best(asked: Evidence, place: int, found: Sequence[Leaf]) -> tuple[Leaf, str]:

@@ -72,6 +72,7 @@ class Metrics:
             "ratchet_links", "Calls by how their trajectory was found", ["linked_by"], registry=registry
         )
         self.trajectories = Gauge("ratchet_trajectories_open", "Trajectories remembered for linking", registry=registry)
+        self._held = Gauge("ratchet_held_bytes", "Bytes that are held, estimated", ["what"], registry=registry)
         self.live_version = Gauge("ratchet_policy_version", "Version of new trajectories", ["alias"], registry=registry)
         self.upstream_errors = Counter(
             "ratchet_upstream_errors", "Upstream failures that the proxy saw", ["kind"], registry=registry
@@ -151,6 +152,10 @@ class Metrics:
     def refused(self, error: ProxyError | None) -> None:
         """Count a request that ended before it was a call; None is a defect of ours."""
         self.errors.labels("defect" if error is None else error_class(error)).inc()
+
+    def held_bytes(self, what: str, size: Callable[[], int]) -> None:
+        """Show how many bytes something holds."""
+        self._held.labels(what).set_function(size)
 
     def watch_upstream(self, url: str, up: Callable[[], bool], in_flight: Callable[[], int]) -> None:
         """Read an upstream's gauges where they are kept."""

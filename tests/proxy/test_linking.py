@@ -60,7 +60,7 @@ def tool_reply(arguments: str, call_id: str = "call_1", **more: Any) -> Message:
 
 @pytest.fixture
 def links() -> Links:
-    return Links(idle_seconds=900, most_runs=100)
+    return Links(idle_seconds=900)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_an_explicit_id_wins_and_a_contradicting_version_is_refused(links: Links
 
 
 def test_memory_is_bounded_and_still_runs_are_forgotten() -> None:
-    links = Links(idle_seconds=10, most_runs=50)
+    links = Links(idle_seconds=10, most_bytes=150_000)
     for n in range(200):
         answered(links, [USER], {**REPLY, "content": str(n)}, now=float(n))
     assert len(links) <= 50
@@ -189,7 +189,7 @@ def test_pins_count_runs_that_are_active_or_under_way(links: Links) -> None:
 
 
 def test_what_pins_cost_does_not_grow_with_the_open_runs() -> None:
-    links = Links(idle_seconds=900, most_runs=10_000)
+    links = Links(idle_seconds=900)
     for n in range(5_000):
         answered(links, [USER], {**REPLY, "content": str(n)}, now=n / 1000)
     began = time.thread_time()

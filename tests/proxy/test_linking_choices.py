@@ -15,7 +15,7 @@ from tests.proxy.test_linking import NEXT, REPLY, USER, asked
 
 @pytest.fixture
 def links() -> Links:
-    return Links(idle_seconds=900, most_runs=100)
+    return Links(idle_seconds=900)
 
 
 def choices_of(links: Links, texts: list[str], now: float) -> str:

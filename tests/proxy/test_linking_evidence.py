@@ -18,7 +18,7 @@ ID = "chatcmpl-tool-0123456789abcdef0123456789abcdef"
 
 @pytest.fixture
 def links() -> Links:
-    return Links(idle_seconds=900, most_runs=100)
+    return Links(idle_seconds=900)
 
 
 def system(text: str) -> Message:

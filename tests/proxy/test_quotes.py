@@ -172,7 +172,7 @@ LARGE = {
 
 @pytest.mark.parametrize("kind", ["code", "JSON"])
 def test_a_large_prompt_is_read_in_few_steps_beside_thousands_of_answers_that_begin_alike(kind: str) -> None:
-    links = Links(idle_seconds=900, most_runs=10_000)
+    links = Links(idle_seconds=900)
     for number in range(4000):
         answered(links, [USER], {"role": "assistant", "content": alike(number)})
     text = LARGE[kind][:142_000]
@@ -187,7 +187,7 @@ def test_a_large_prompt_is_read_in_few_steps_beside_thousands_of_answers_that_be
 
 
 def test_words_of_another_key_are_not_looked_at() -> None:
-    links = Links(idle_seconds=900, most_runs=10_000)
+    links = Links(idle_seconds=900)
     for number in range(500):
         answered(links, [USER], {"role": "assistant", "content": alike(number)}, key="other")
     text = "\n".join(alike(number) for number in range(100))

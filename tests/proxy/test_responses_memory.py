@@ -37,7 +37,7 @@ def held(others: list[Turn]) -> int:
 
 @pytest.mark.parametrize(("chains", "turns"), [(1, 40), (7, 20)])
 def test_conversations_never_hold_more_than_the_limit(store: Store, chains: int, turns: int) -> None:
-    memory = ResponseMemory(store, Lookups(store), LIMIT)
+    memory = ResponseMemory(store, Lookups(store), LIMIT, LIMIT)
     others = turns_alive()
     for chain in range(chains):
         last: Turn | None = None
@@ -55,7 +55,7 @@ def test_conversations_never_hold_more_than_the_limit(store: Store, chains: int,
 
 
 def test_the_conversation_used_longest_ago_is_forgotten_and_others_stay_whole(store: Store) -> None:
-    memory = ResponseMemory(store, Lookups(store), LIMIT)
+    memory = ResponseMemory(store, Lookups(store), LIMIT, LIMIT)
     lasts: list[str] = []
     for chain in range(3):
         last: Turn | None = None
@@ -73,7 +73,7 @@ def test_the_conversation_used_longest_ago_is_forgotten_and_others_stay_whole(st
 
 def test_a_conversation_that_was_read_back_is_counted_once(store: Store) -> None:
     answered_trajectory(store, "t9", dialect="responses", key_id="k1")
-    memory = ResponseMemory(store, Lookups(store), LIMIT)
+    memory = ResponseMemory(store, Lookups(store), LIMIT, LIMIT)
     call = store.trajectories.read("t9").calls[0]
     for _ in range(5):
         asyncio.run(memory.find(response_id(call.id), "k1"))
@@ -84,7 +84,7 @@ def test_a_conversation_that_was_read_back_is_counted_once(store: Store) -> None
 
 
 def test_another_keys_conversation_is_not_known(store: Store) -> None:
-    memory = ResponseMemory(store, Lookups(store), LIMIT)
+    memory = ResponseMemory(store, Lookups(store), LIMIT, LIMIT)
     say(memory, 1, None)
     with pytest.raises(NotFound):
         asyncio.run(memory.find("resp_1", "k2"))
