@@ -1,0 +1,190 @@
+"""Memory is bounded in bytes, in all and per key: who holds most gives up first, and nobody else loses anything."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import tracemalloc
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from proxy.dialects.responses_memory import ResponseMemory
+from proxy.dialects.responses_teller import response_id
+from proxy.errors import NotFound
+from proxy.linking.attempts import RETRIED_WITHIN, Attempts
+from proxy.linking.leaf import Attempt, Leaf, Link, Sequence32
+from proxy.linking.links import Links
+from proxy.linking.traces import traces
+from proxy.recording.others import Lookups
+from proxy.settings import ProxySettings, hash_key
+from proxy.shares import Shares
+from store import Store, ids
+from store import messages as canon
+from tests.proxy.conftest import Start
+from tests.proxy.servers import eventually
+from tests.proxy.test_linking import NEXT, USER, Message, asked, tool_reply
+from tests.records import begun
+
+HOSTILE, OTHER = "0123456789abcdef", "fedcba9876543210"
+
+
+def test_who_holds_most_gives_up_what_it_used_longest_ago() -> None:
+    shares: Shares[str] = Shares(1000, 600)
+    for number in range(10):
+        shares.use(HOSTILE, f"h{number}", 50)
+    shares.use(OTHER, "o", 300)
+    assert shares.excess(OTHER) is None
+    shares.use(HOSTILE, "h0", 150)  # 650 of 600, and used last
+    assert shares.excess(HOSTILE) == "h1"
+    shares.forget(HOSTILE, "h1", 50)
+    shares.use(OTHER, "o2", 150)
+    assert shares.excess(OTHER) == "h2"  # all hold 1,050 of 1,000
+    shares.forget(HOSTILE, "h2", 50)
+    assert (shares.bytes, shares.of(HOSTILE), shares.of(OTHER), shares.excess(OTHER)) == (1000, 550, 450, None)
+    for name in ("o", "o2"):
+        shares.forget(OTHER, name, 1)
+    assert (shares.bytes, shares.of(OTHER)) == (550, 0)
+
+
+def call(links: Links, messages: list[Message], reply: Message, key: str) -> Link:
+    """A call of this key that gets this answer."""
+    link = links.find(asked(messages, key))
+    links.begin(link, "agent", 0, 1.0)
+    keys = canon.link_keys(messages)
+    own, path, gap = canon.answer_keys((canon.ANYWHERE, keys[-1], keys[-2] if len(keys) > 1 else ""), reply)
+    leaf = Leaf(
+        link.trajectory_id, ids.new_id("call"), 0, 0, path, canon.tool_call_ids(reply), key,
+        Sequence32.of(uuid.uuid4().bytes), 1.0, traces=traces(reply, gap, own, messages),
+    )  # fmt: skip
+    links.end(link, [leaf], 1.0)
+    return link
+
+
+def own_reply(number: int) -> Message:
+    arguments = json.dumps({name: f"{number} {uuid.uuid4().hex * 30}" for name in "ab"})
+    return tool_reply(arguments, f"chatcmpl-tool-{uuid.uuid4().hex}", content=f"{uuid.uuid4().hex} and so on" * 9)
+
+
+REPLIES: dict[str, Callable[[int], Message]] = {
+    "short": lambda number: {"role": "assistant", "content": f"ok {number}"},
+    "tool calls": own_reply,
+}
+
+
+@pytest.mark.parametrize("kind", REPLIES)
+def test_a_hostile_key_fills_its_share_and_another_keys_trajectories_stay_linked(kind: str) -> None:
+    most, mine = 4 * 2**20, [{**USER, "content": f"mine {number}"} for number in range(20)]
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    links = Links(900, most, most)
+    reply = {"role": "assistant", "content": "done"}
+    theirs = [call(links, [message], reply, OTHER) for message in mine]
+    for number in range(6000):
+        call(links, [{**USER, "content": f"fill {number}"}], REPLIES[kind](number), HOSTILE)
+        assert links.bytes <= most
+    gc.collect()
+    real = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert most * 0.95 < links.bytes
+    assert 0.75 < real / links.bytes < 1.25
+    for message, first in zip(mine, theirs, strict=True):
+        found = links.find(asked([message, reply, NEXT], OTHER))
+        assert (found.trajectory_id, found.linked_by) == (first.trajectory_id, "graph")
+    last = [{**USER, "content": "fill 5999"}]
+    assert links.find(asked(last, HOSTILE)).linked_by == "root"
+
+
+def test_a_key_holds_no_more_than_a_key_may_though_there_is_room() -> None:
+    links = Links(900, 2**22, 2**19)
+    for number in range(3000):
+        call(links, [{**USER, "content": f"fill {number}"}], own_reply(number), HOSTILE)
+    assert 0.9 * 2**19 < links.bytes <= 2**19
+
+
+def test_runs_with_a_call_under_way_are_not_forgotten() -> None:
+    links = Links(900, 2**17, 2**17)
+    link = links.find(asked([USER], HOSTILE))
+    links.begin(link, "agent", 3, 1.0)
+    for number in range(500):
+        call(links, [{**USER, "content": f"fill {number}"}], own_reply(number), HOSTILE)
+    assert links.pins(2.0, 30)["agent@3"] == 1
+
+
+def test_unanswered_attempts_are_bounded_per_key_and_forgotten_with_time() -> None:
+    attempts, link = Attempts(2**18, 2**17), Link("traj_1", 0, "root")
+    mine = Attempt(OTHER, "b2:mine", "")
+    attempts.add(mine, link, 1.0)
+    for number in range(5000):
+        attempts.add(Attempt(HOSTILE, f"b2:{number % 900}", ""), link, 1.0)
+    assert 2**16 < attempts.bytes <= 2**17 + 1000
+    assert attempts.take(mine, 0.0) is link
+    for _ in range(2000):
+        attempts.add(Attempt(HOSTILE, "b2:late", ""), link, RETRIED_WITHIN + 2.0)
+    assert len(attempts) == 64
+    assert attempts.bytes == len(attempts) * 800
+
+
+def test_a_hostile_key_forgets_its_own_conversations_only(store: Store) -> None:
+    memory = ResponseMemory(store, Lookups(store), 200_000, 150_000)
+
+    def keep(number: int, key: str) -> str:
+        made = begun(f"call_{number}", "t1", key_id=key)
+        memory.keep(made, [{"role": "user", "content": "x" * 1000}], None)
+        return response_id(made.call_id)
+
+    mine = [keep(number, OTHER) for number in range(20)]
+    theirs = [keep(100 + number, HOSTILE) for number in range(500)]
+    assert 140_000 < memory.size <= 200_000
+    for name in mine:
+        assert asyncio.run(memory.find(name, OTHER)).key_id == OTHER
+    with pytest.raises(NotFound):
+        asyncio.run(memory.find(theirs[0], HOSTILE))
+
+
+def ask(url: str, key: str, size: int, wait: str = "") -> httpx.Response:
+    body = {"model": "agent", "messages": [{"role": "user", "content": "x" * size + f" hello{wait}"}]}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=30)
+
+
+def test_bodies_under_way_are_bounded_per_key_and_in_all(start: Start) -> None:
+    hashes = frozenset(hash_key(key.encode()) for key in ("a", "b", "c"))
+    proxy = start(
+        key_hashes=hashes, body_limit=600_000, max_request_bytes=1_400_000, max_request_bytes_per_key=700_000,
+        exact_context="off",
+    )  # fmt: skip
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(ask, proxy.url, key, 480_000, "#wait=3") for key in ("a", "b")]
+        metric = 'ratchet_held_bytes{what="requests"}'
+        eventually(lambda: float(_sample(proxy.url, metric)) > 960_000)
+        own, others = ask(proxy.url, "a", 300_000), ask(proxy.url, "c", 500_000)
+        assert (own.status_code, own.json()["error"]["code"], own.headers["retry-after"]) == (
+            429,
+            "too_many_bytes",
+            "1",
+        )
+        assert "max_request_bytes_per_key" in own.json()["error"]["message"]
+        assert (others.status_code, others.headers["retry-after"]) == (503, "1")
+        assert "max_request_bytes)" in others.json()["error"]["message"]
+        assert ask(proxy.url, "c", 1_000).status_code == 200
+        assert {one.result().status_code for one in waiting} == {200}
+    eventually(lambda: float(_sample(proxy.url, metric)) == 0)
+    assert ask(proxy.url, "a", 300_000).status_code == 200
+
+
+def _sample(url: str, name: str) -> str:
+    lines = httpx.get(url + "/metrics").text.splitlines()
+    return next(line.rpartition(" ")[2] for line in lines if line.startswith(name))
+
+
+def test_a_limit_below_the_largest_body_is_refused_with_both_names() -> None:
+    with pytest.raises(ValueError, match=r"max_request_bytes_per_key 100000 is less than body_limit 200000"):
+        ProxySettings(
+            upstreams=("http://127.0.0.1:1",), model="agent", store="s", journal="j",
+            body_limit=200_000, max_request_bytes_per_key=100_000,
+        )  # fmt: skip
