@@ -95,9 +95,9 @@ def scores(judgement: Judgement) -> list[float | None]:
     return [verdict.score for verdict in judgement.verdicts]
 
 
-def two() -> list[Transcript]:
+def two(task: str = "m") -> list[Transcript]:
     root: list[Message] = [{"role": "user", "content": "Where?"}]
-    return [member(f"m{word}", [*root, {"role": "assistant", "content": word}]) for word in ("Oslo", "Rome")]
+    return [member(f"{task}{word}", [*root, {"role": "assistant", "content": word}]) for word in ("Oslo", "Rome")]
 
 
 def test_the_golden_group_keeps_its_prefix_and_its_four_scores(model: ScriptedJudgeModel) -> None:
@@ -125,9 +125,9 @@ def test_the_golden_group_keeps_its_prefix_and_its_four_scores(model: ScriptedJu
 
 
 def test_scores_follow_labels_whatever_the_order_of_the_answer(model: ScriptedJudgeModel) -> None:
-    for group in ("grp_a", "grp_b", "grp_c", "grp_d"):
+    for task in ("a", "b", "c", "d"):
         model.answers = [by_content({"Oslo": 0.9, "Rome": 0.1})]
-        assert scores(judge(model).judge(group, two())) == [0.9, 0.1]
+        assert scores(judge(model).judge("grp", two(task))) == [0.9, 0.1]
     orders = {tuple(json.dumps(a["messages"]) for a in shown(asked)["attempts"]) for asked in model.asked}
     assert len(orders) == 2  # the members were shuffled
 

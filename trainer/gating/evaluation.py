@@ -28,6 +28,7 @@ from store.reporting.intervals import interval
 from store.swapping import with_prompt
 from trainer.grouping import HELD_OUT
 from trainer.judges import Judge
+from trainer.judges.both_orders import in_both_orders
 from trainer.publishing.engine import Replica
 
 log = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ def compared_by(judge: Judge, answered: Sequence[Sides], what: str = "prompts") 
 
 def _scores(judge: Judge, sides: Sides) -> tuple[float, float] | None:
     members = [*sides[0], *sides[1]]
-    scores = [verdict.score for verdict in judge.judge(None, members).verdicts if verdict.score is not None]
+    scores = [verdict.score for verdict in in_both_orders(judge, members).verdicts if verdict.score is not None]
     if len(scores) < len(members):
         return None
     return statistics.fmean(scores[: len(sides[0])]), statistics.fmean(scores[len(sides[0]) :])
@@ -212,11 +213,10 @@ class PromptEvaluator:
             swapped = self._store.prompts.get(policy.prompt_id) if policy.prompt_id else None
             sent = with_prompt(asked, swapped, recorded.trajectory.family)
             replies = self._replica.chat(policy.served_name, sent, recorded.tools, sampling, self._samples)
+            named = f"evaluation:{recorded.trajectory.id}:{policy.version}"
             sides.append(
                 [
-                    _transcript(
-                        recorded, call, f"evaluation:{policy.version}:{number}", policy, (*asked, reply), tokens
-                    )
+                    _transcript(recorded, call, f"{named}:{number}", policy, (*asked, reply), tokens)
                     for number, (reply, tokens) in enumerate(replies)
                 ]
             )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from store.records import Transcript, Verdict
 from trainer.judges import Judge, Judgement
+from trainer.judges.both_orders import compares
 from trainer.judges.opinion import Opinion, version_of
 
 
@@ -39,6 +40,11 @@ class CompositeJudge:
     def at_once(self) -> int:
         """As many groups as the most cautious part can take."""
         return min(part.judge.at_once for part in self._parts)
+
+    @property
+    def compares(self) -> bool:
+        """Whether any part sees the members together."""
+        return any(compares(part.judge) for part in self._parts)
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
         """Return one verdict per member, in order."""

@@ -54,6 +54,8 @@ class Ranking:
 class RulerJudge:
     """Ranks a group by asking once (again, where the answer cannot be used)."""
 
+    compares = True
+
     def __init__(self, spec: RulerSpec, model: LanguageModel, clock: Callable[[], float] = time.time) -> None:
         self._spec = spec
         self._model = model
@@ -74,7 +76,7 @@ class RulerJudge:
             members,
             rubric=self._spec.rubric,
             budget=int(self._spec.context_tokens * _CHARACTERS_A_TOKEN),
-            shuffle=random.Random(group_id or 0),
+            shuffle=random.Random(_seed(members)),
             images=self._spec.images,
         )
         try:
@@ -99,6 +101,14 @@ class RulerJudge:
             for place, member in enumerate(members)
         ]
         return Judgement(tuple(verdicts), tuple(interview.exchanges))
+
+
+def _seed(members: Sequence[Transcript]) -> str:
+    """Return what the members' order is drawn by: who they are, not how they are listed.
+
+    Two that are listed the other way round are therefore shown the other way round.
+    """
+    return "\0".join(sorted(member.trajectory.id for member in members))
 
 
 def ranked(

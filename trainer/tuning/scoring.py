@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 from store import Store
 from store.errors import UnknownRecord
@@ -20,6 +21,7 @@ from store.records import Transcript, Verdict
 from store.states import CallState, RolloutState
 from store.tuning_records import Rollout
 from trainer.judges import Judge, Judgement
+from trainer.judges.both_orders import in_both_orders
 from trainer.progress import Progress, Work
 from trainer.publishing.publisher import DOOR_SILENCE
 from trainer.tuning.prices import Spent, spent_on_judging
@@ -122,7 +124,9 @@ class Scorer:
             asked: deque[Future[Judgement]] = deque()  # few at a time: transcripts are long
             for group in _by_task(ended):
                 if members := self._transcripts(judge, group, work):
-                    asked.append(threads.submit(judge.judge, None, members))
+                    compared = len({one.candidate for one in group}) > 1  # else no decision rests on their order
+                    ask = partial(in_both_orders, judge) if compared else partial(judge.judge, None)
+                    asked.append(threads.submit(ask, members))
                 while len(asked) > 2 * judge.at_once:
                     self._heard(asked.popleft().result(), work, on_verdict)
             while asked:

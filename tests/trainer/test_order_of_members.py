@@ -1,0 +1,117 @@
+"""Claims about the order in which a judge that compares is shown two versions: neither has the better place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from store.records import Transcript
+from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
+from tests.trainer.test_ruler import member, shown
+from trainer.gating.evaluation import compared_by
+from trainer.gating.second_opinion import ask
+from trainer.judges.both_orders import compares, in_both_orders
+from trainer.judges.composite import CompositeJudge, Part
+from trainer.judges.function import FunctionJudge
+from trainer.judges.language_model import LanguageModel
+from trainer.judges.ruler import RulerJudge
+from trainer.judges.settings import RulerSpec
+
+TASKS = 50
+WORTH = {"candidate": 0.5, "live": 0.5}
+FAVOUR = 0.2  # what stands first gets more
+
+
+@pytest.fixture
+def model() -> Iterator[ScriptedJudgeModel]:
+    with ScriptedJudgeModel().running() as running:
+        yield running
+
+
+@pytest.fixture
+def ruler(model: ScriptedJudgeModel) -> Iterator[RulerJudge]:
+    spec = RulerSpec(kind="ruler", base_url=model.url, model="big", price_in=1.0, price_out=1.0, attempts=1)
+    made = RulerJudge(spec, LanguageModel(spec, None))
+    yield made
+    made.close()
+
+
+def said_by(attempt: dict[str, Any]) -> str:
+    return "candidate" if "candidate" in json.dumps(attempt["messages"]) else "live"
+
+
+def favours_the_first(asked: dict[str, Any]) -> Any:
+    attempts = shown(asked)["attempts"]
+    return says(
+        {
+            "scores": [
+                {
+                    "trajectory_id": one["trajectory_id"],
+                    "explanation": "e",
+                    "score": WORTH[said_by(one)] + FAVOUR * (place == 0),
+                }
+                for place, one in enumerate(attempts)
+            ]
+        }
+    )
+
+
+def pair(task: int) -> list[Transcript]:
+    """The candidate's answer and the live version's, in the order that every comparison lists them in."""
+    root = {"role": "user", "content": f"task {task}"}
+    return [
+        member(f"evaluation:t{task}:{version}:0", [root, {"role": "assistant", "content": name}])
+        for version, name in ((7, "candidate"), (6, "live"))
+    ]
+
+
+def first_shown(model: ScriptedJudgeModel) -> list[str]:
+    return [said_by(shown(asked)["attempts"][0]) for asked in model.asked]
+
+
+def test_over_many_tasks_each_version_is_shown_first_about_half_the_time(
+    model: ScriptedJudgeModel, ruler: RulerJudge
+) -> None:
+    model.answers = [favours_the_first] * TASKS
+    for task in range(TASKS):
+        ruler.judge(None, pair(task))
+    assert 15 <= first_shown(model).count("candidate") <= 35
+
+
+def test_a_judge_that_favours_a_place_decides_nothing_about_a_version(
+    model: ScriptedJudgeModel, ruler: RulerJudge
+) -> None:
+    model.answers = [favours_the_first] * (4 * TASKS)
+    members = {run.trajectory.id: run for task in range(TASKS) for run in pair(task)}
+    pairs = [(pair(task)[0].trajectory.id, pair(task)[1].trajectory.id) for task in range(TASKS)]
+    opinion = ask(ruler, pairs, members.__getitem__)
+    assert (opinion.pairs, opinion.failures) == (TASKS, 0)
+    assert (opinion.mean, opinion.low, opinion.high) == pytest.approx((0.0, 0.0, 0.0))
+    found = compared_by(ruler, [([pair(task)[0]], [pair(task)[1]]) for task in range(TASKS)])
+    assert found is not None
+    assert (found.difference, found.candidate) == pytest.approx((0.0, 0.6))
+    assert first_shown(model).count("candidate") == 2 * TASKS  # of twice both orders
+
+
+def test_both_orders_are_paid_for_and_kept_and_a_failure_in_one_is_a_failure(
+    model: ScriptedJudgeModel, ruler: RulerJudge
+) -> None:
+    model.answers = [favours_the_first, favours_the_first]
+    one, whole = pair(1), in_both_orders(ruler, pair(1))
+    assert [verdict.trajectory_id for verdict in whole.verdicts] == [run.trajectory.id for run in one]
+    assert len(whole.exchanges) == 2
+    assert sum(verdict.cost or 0.0 for verdict in whole.verdicts) == pytest.approx(
+        sum(exchange.cost or 0.0 for exchange in whole.exchanges)
+    )
+    model.answers = [favours_the_first, says("nothing")]
+    assert [verdict.score for verdict in in_both_orders(ruler, pair(2)).verdicts] == [None, None]
+
+
+def test_judges_that_score_each_member_alone_are_asked_once(ruler: RulerJudge) -> None:
+    alone = FunctionJudge("tests.trainer.judge_samples:scripted")
+    assert not compares(alone)
+    assert not compares(CompositeJudge([Part("a", alone, 1.0)]))
+    assert compares(CompositeJudge([Part("a", alone, 0.5), Part("b", ruler, 0.5)]))
