@@ -36,9 +36,9 @@ class RealPupil:
         """Write the version as the trainer does."""
         self._learner.save(folder)
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | Path = True) -> list[tuple[float, ...]]:
         """Return the logprobs of every id of each sequence."""
-        return self._learner.score(sequences)
+        return self._learner.score(rows, adapter=adapter)
 
     def _row(self, name: str) -> TokenRow:
         ids = tuple(self._dice.randrange(*_IDS) for _ in range(_TOKENS))

@@ -82,9 +82,11 @@ class ScriptedPupil:
         """Take trajectories into the weights."""
         self._weights = [*self._weights, *names]
 
-    def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool = True) -> list[tuple[float, ...]]:
+    def score(
+        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | Path = True
+    ) -> list[tuple[float, ...]]:
         sequences = [row.ids if isinstance(row, TokenRow) else row for row in rows]
-        weights = self._weights if adapter else []
+        weights = read_weights(adapter) if isinstance(adapter, Path) else self._weights if adapter else []
         return [(*(0.0,) * (len(ids) - 1), logprob(weights, ids)) for ids in sequences]
 
     def save(self, folder: Path) -> None:

@@ -139,7 +139,7 @@ class Pupil(Protocol):
 
     def save(self, folder: Path) -> None: ...
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[tuple[float, ...]]: ...
+    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | Path = True) -> list[tuple[float, ...]]: ...
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def swap(store: Store, publisher: Publisher, pupil: Pupil, folder: Path) -> None
     held = store.rounds.start(ALIAS, version - 1)
     path = str(folder / f"{version:04d}")
     candidate = store.rounds.commit(held.id, version=version, checkpoint=path, groups=[], metrics={})
-    assert publisher.publish(candidate, _PROBES, pupil.score), "the swap was refused"
+    assert publisher.publish(candidate, _PROBES, pupil), "the swap was refused"
     publisher.drain(time.time())
 
 

@@ -247,7 +247,7 @@ class PolicyBook:
         self._versions = {
             key: policy
             for key, policy in self._every.items()
-            if policy.state != PolicyState.REJECTED and policy.pruned_at is None
+            if policy.state not in (PolicyState.REJECTED, PolicyState.UNPROVEN) and policy.pruned_at is None
         }
 
     def _take_canaries(self, found: Iterable[Policy]) -> None:

@@ -28,7 +28,7 @@ from ratchet.settings import Settings
 
 _WAIT_FOR_RECORD = 10.0  # seconds
 _ANY_IDS = tuple(range(1, 25))  # where no call was captured; every vocabulary has them
-_PROBES = 8  # prefixes after which the next token's logprobs are compared
+_PROBES = 32  # prefixes after which the next token's logprobs are compared
 _TOLERANCE = 0.1  # nats, mean over the probe: bfloat16 serving against fp32 training
 
 
@@ -239,6 +239,7 @@ def _swap(
         return Finding("swap", False, "not proven: there is no trained adapter", "mend the gradient first")
     from trainer.errors import TrainerError
     from trainer.publishing.engine import Replica
+    from trainer.publishing.proof import Outcome
     from trainer.publishing.publisher import prove_served
 
     probes = _probes(captured)
@@ -248,9 +249,9 @@ def _swap(
     try:
         learner.save(folder / "adapter")
         replica.load(name, folder / "adapter")
-        names = (name, engine.served_name(settings.model))
+        base = engine.served_name(settings.model)
         try:
-            proof = prove_served(replica, names, probes, learner.score, tolerance=tolerance)
+            proof = prove_served(replica, name, {base: None}, probes, learner, tolerance=tolerance)
         finally:
             replica.unload(name)
     except TrainerError as error:
@@ -258,12 +259,13 @@ def _swap(
     finally:
         replica.close()
     if not proof.holds:
-        return Finding(
-            "swap", False, str(proof.reason), "check that vLLM serves the same base model as the trainer loads"
-        )
+        remedy = "check that vLLM serves the same base model as the trainer loads"
+        if proof.outcome is Outcome.UNPROVEN:
+            remedy = "serve and train in float32, or check that both round alike (quantisation, attention kernels)"
+        return Finding("swap", False, str(proof.reason), remedy)
     seen = (
-        f"served logprobs moved by {proof.served_vs_old:.4f} nats and lie {proof.served_vs_trainer:.4f} from the "
-        f"learner's ({proof.tokens} tokens)"
+        f"served logprobs moved by {proof.served_change:.4f} nats, the learner's by {proof.trained_change:.4f}; they "
+        f"lie {proof.served_vs_trainer:.4f} apart ({proof.tokens} tokens)"
     )
     return Finding("swap", True, seen)
 

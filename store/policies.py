@@ -140,6 +140,13 @@ class Policies:
         found = self._select(sa.and_(schema.policies.c.alias == alias, undecided, held))
         return found[-1] if found else None
 
+    def unproven(self, alias: str) -> list[Policy]:
+        """Return the unproven versions that are newer than the live one."""
+        table = schema.policies
+        live = sa.select(table.c.version).where(table.c.alias == alias, table.c.state == PolicyState.LIVE)
+        newer = table.c.version > sa.func.coalesce(live.scalar_subquery(), BASE_VERSION)
+        return self._select(sa.and_(table.c.alias == alias, table.c.state == PolicyState.UNPROVEN, newer))
+
     def get(self, alias: str, version: int) -> Policy:
         """Return one version. Raises UnknownRecord."""
         table = schema.policies
@@ -213,6 +220,18 @@ class Policies:
         self.get(alias, version)
         with write(self._engine) as connection:
             write_down(connection, alias, version, PolicyAction.HOLD, by, reason, evidence)
+
+    def leave_unproven(self, alias: str, version: int, evidence: Mapping[str, Any], *, reason: str) -> Policy:
+        """Put a candidate aside whose proof could not decide: it serves nobody, and training goes on on top of it.
+
+        Raises ForbiddenChange, UnknownRecord.
+        """
+        policy = self.get(alias, version)
+        check(POLICY_STEPS, policy.state, PolicyState.UNPROVEN, f"policy {alias}@{version}")
+        with write(self._engine) as connection:
+            _settle(connection, policy, PolicyState.UNPROVEN, evidence)
+            write_down(connection, alias, version, PolicyAction.UNPROVEN, "proof", reason, evidence)
+        return self.get(alias, version)
 
     def reject(
         self, alias: str, version: int, evidence: Mapping[str, Any], *, by: str = "proof", reason: str = "rejected"
@@ -305,7 +324,7 @@ class Policies:
         in_use = sa.exists().where(
             other.c.alias == alias,
             other.c.adapter == named,
-            other.c.state.not_in((PolicyState.RETIRED, PolicyState.REJECTED)),
+            other.c.state.not_in((PolicyState.RETIRED, PolicyState.REJECTED, PolicyState.UNPROVEN)),
         )
         sharing = sa.and_(table.c.alias == alias, table.c.adapter == named, ~in_use)
         with write(self._engine) as connection:

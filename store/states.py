@@ -62,6 +62,7 @@ class PolicyState(StrEnum):
     CANDIDATE = "candidate"  # on disk and registered; serves nobody
     CANARY = "canary"  # serves a share of new trajectories
     LIVE = "live"  # serves all other new trajectories; at most one per alias
+    UNPROVEN = "unproven"  # changes too little for a proof to decide; serves nobody, training goes on from it
     RETIRED = "retired"  # was live; still addressable while its trajectories finish
     REJECTED = "rejected"  # failed its proof or its gate, or was taken back; nothing is trained on top of it
 
@@ -72,6 +73,7 @@ class PolicyAction(StrEnum):
     CANARY = "canary"  # it gets a share of new trajectories
     HOLD = "hold"  # only a person promotes it
     PROMOTE = "promote"  # it is live
+    UNPROVEN = "unproven"  # its proof could not decide, and it serves nobody
     REJECT = "reject"  # it did not pass its proof, or a newer one came first
     ROLLBACK = "rollback"  # it served, and serves no new trajectory any more
 
@@ -163,7 +165,10 @@ ROUND_STEPS: Mapping[RoundState, frozenset[RoundState]] = {
 }
 
 POLICY_STEPS: Mapping[PolicyState, frozenset[PolicyState]] = {
-    PolicyState.CANDIDATE: frozenset({PolicyState.CANARY, PolicyState.LIVE, PolicyState.REJECTED}),
+    PolicyState.CANDIDATE: frozenset(
+        {PolicyState.CANARY, PolicyState.LIVE, PolicyState.UNPROVEN, PolicyState.REJECTED}
+    ),
+    PolicyState.UNPROVEN: frozenset({PolicyState.LIVE, PolicyState.REJECTED}),
     PolicyState.CANARY: frozenset({PolicyState.LIVE, PolicyState.REJECTED}),
     PolicyState.LIVE: frozenset({PolicyState.RETIRED, PolicyState.REJECTED}),
     PolicyState.RETIRED: frozenset({PolicyState.LIVE, PolicyState.REJECTED}),

@@ -10,7 +10,8 @@
     watch        the newest of all     alarms, doubts                 sentinel.every_seconds
     train        judged groups         a committed round, candidate   groups_per_round, or round_least_groups for
                                                                       round_wait_seconds; that nothing holds training
-    publish      the newest candidate  live, canary, rejected, held   vLLM
+    publish      the newest candidate  live, canary, held, unproven,  vLLM
+                                       rejected
     evaluate     a proven candidate    figures; in its own thread     vLLM or a workflow, the judges
     gate         the canary's scores   live, rolled back, or held     scores; nothing is trained meanwhile
     prune        old versions' folders space on the disk              a publication, the doors
@@ -272,7 +273,7 @@ class Daemon:
                 self._left_over = True
                 return False
             self._renew()  # after a warm start, or a round that came to nothing
-            self._publisher.publish(candidate, self._school.probes(candidate), self.learner.score)
+            self._publisher.publish(candidate, self._school.probes(candidate), self.learner)
         except ForbiddenChange as overtaken:  # a person decided meanwhile
             log.info("event=publish_overtaken reason=%r", str(overtaken))
         self._prune_due = True

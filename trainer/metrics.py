@@ -201,6 +201,8 @@ class _Stored(Collector):
         live = self._store.policies.live().get(self._alias)
         if live is not None:
             told["ratchet_live_version"].add_metric([self._alias], live.version)
+        unproven = len(self._store.policies.unproven(self._alias))
+        told["ratchet_unproven_versions"].add_metric([self._alias], unproven)
         held = self._store.policies.held(self._alias)
         told["ratchet_promotion_held"].add_metric([self._alias], int(held is not None))
         for action, count in self._store.decisions.counts(self._alias).items():
@@ -215,6 +217,7 @@ def _families() -> dict[str, _Family]:
         CounterMetricFamily("ratchet_shadow_calls", "Shadow calls by their end", labels=["alias", "state"]),
         CounterMetricFamily("ratchet_shadow_tokens", "Tokens of answered shadow calls", labels=["alias"]),
         GaugeMetricFamily("ratchet_live_version", "Version that is live", labels=["alias"]),
+        GaugeMetricFamily("ratchet_unproven_versions", "Versions too near to the live one to prove", labels=["alias"]),
         GaugeMetricFamily("ratchet_promotion_held", "1 while a version waits for a person", labels=["alias"]),
         CounterMetricFamily("ratchet_policy_decisions", "Decisions about versions", labels=["alias", "action"]),
     )

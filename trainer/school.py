@@ -33,6 +33,7 @@ from trainer.learning.rows import Rows, build_rows
 from trainer.learning.tokens import TokenRow
 from trainer.memory import TOO_LONG, Memory
 from trainer.publishing import checkpoint
+from trainer.publishing.probes import ROWS, contexts
 from trainer.round_size import RoundSize
 from trainer.transcripts import Transcripts
 
@@ -44,11 +45,6 @@ UNTRAINABLE = "untrainable"
 DIVERGED = "diverged"
 UNFINISHED = "unfinished"
 COLLAPSE = "collapse"
-# A swap is proven on so many contexts of so many trained rows, each of at most so many tokens.
-_PROBED_ROWS = 4
-_PROBES_A_ROW = 2
-_PROBE_TOKENS = 512
-_LATELY = 4 * _PROBED_ROWS
 
 
 class Pupil(Protocol):
@@ -61,7 +57,9 @@ class Pupil(Protocol):
 
     def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport: ...
 
-    def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool = True) -> list[tuple[float, ...]]: ...
+    def score(
+        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | Path = True
+    ) -> list[tuple[float, ...]]: ...
 
     def save(self, folder: Path) -> None: ...
 
@@ -173,23 +171,18 @@ class School:
 
         A warm start consumes no trajectory: it shows wherever the policy was asked lately.
         """
-        wanted = _PROBED_ROWS * _PROBES_A_ROW
-        found: list[tuple[int, ...]] = []
-        for name in self._store.trajectories.of_round(candidate.round_id or "", 2 * _PROBED_ROWS) or self._newest():
+        rows: list[TokenRow] = []
+        for name in self._store.trajectories.of_round(candidate.round_id or "", 2 * ROWS) or self._newest():
             transcript = self._store.trajectories.read(name)
             calls = self._casting.named(self._store.trajectories.context_calls(transcript))
-            for row in build_rows(name, calls, 0.0, self._casting.roles, imitated=True).rows:
-                sampled = [place for place, carries in enumerate(row.mask[:_PROBE_TOKENS]) if carries]
-                found += [
-                    row.ids[: sampled[len(sampled) * part // _PROBES_A_ROW]] for part in range(_PROBES_A_ROW) if sampled
-                ]
-            if len(found) >= wanted:
+            rows += build_rows(name, calls, 0.0, self._casting.roles, imitated=True).rows
+            if len(rows) >= ROWS:
                 break
-        return found[:wanted]
+        return contexts(rows[:ROWS])
 
     def _newest(self) -> list[str]:
         """Return some of the alias's newest trajectories."""
-        return [run.id for run in self._store.trajectories.page(_LATELY, chosen=Chosen(alias=self._alias))]
+        return [run.id for run in self._store.trajectories.page(2 * ROWS, chosen=Chosen(alias=self._alias))]
 
     def _next_folder(self) -> Path:
         """Return the folder of the next version: a number that neither the store nor the disk has seen."""

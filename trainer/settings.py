@@ -77,7 +77,9 @@ class TrainerSettings(BaseModel):
     )
     max_staleness: int = Field(8, ge=0, description="groups sampled more versions ago than this are dropped")
     no_signal_alarm: int = Field(5, ge=1, description="groups in a row without variance that raise an alarm")
-    proof_tolerance: float = Field(0.1, gt=0, description="mean |served - trainer| logprob that proves a swap, nats")
+    proof_tolerance: float = Field(
+        0.1, gt=0, description="mean |served - trainer| logprob, nats, beyond which a swap is refused"
+    )
     keep_loaded: int = Field(2, ge=0, description="retired versions that stay loaded in vLLM")
     keep_folders: int = Field(8, ge=1, description="newest versions that stay on disk, beside the live and best ones")
     keep_states: int = Field(2, ge=1, description="newest, and best, versions that keep their optimiser state on disk")

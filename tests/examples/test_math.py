@@ -23,7 +23,7 @@ from tests.clients.program import Program
 from tests.examples.player import Messages, Script, calls, says, text_of
 from tests.proxy.conftest import Proxy
 from tests.proxy.servers import eventually
-from tests.trainer.scripted_engine import ScriptedEngine
+from tests.trainer.scripted_engine import Faithful, ScriptedEngine
 from tests.trainer.tiny import build_tiny_model
 from trainer.daemon import Daemon
 from trainer.learning.learner_settings import LearnerSettings
@@ -176,7 +176,7 @@ async def test_what_agentscope_did_in_rollouts_is_judged_and_trained_into_a_vers
         learner=LearnerSettings(learning_rate=1e-2, reject_ratio_beyond=None),
     )
     daemon = Daemon(settings, proxy.store, threading.Event())
-    engine.scorer = lambda name, ids: daemon.learner.score([ids], adapter=name == "agent@1")[0][-1]
+    engine.scorer = Faithful(engine, lambda: daemon.learner)
     try:
         eventually(lambda: daemon.turn(time.time() + 60.0) and proxy.store.rounds.newest_committed("agent"), 30)
     finally:

@@ -181,6 +181,25 @@ def test_one_version_is_live_and_the_old_one_stays_addressable(store: Store) -> 
     assert store.policies.get("agent", 0).served_name == "renamed"
 
 
+def test_training_goes_on_on_top_of_an_unproven_version_and_nothing_is_served_by_it(store: Store) -> None:
+    store.policies.register_base("agent", "base")
+    held = store.rounds.start("agent", 0)
+    store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[], metrics={})
+    left = store.policies.leave_unproven("agent", 1, {"error": 0.9}, reason="lost in rounding")
+    assert (left.state, left.evidence) == (PolicyState.UNPROVEN, {"error": 0.9})
+    assert [policy.version for policy in store.policies.serving()] == [0]
+    (decision,) = store.decisions.of("agent", 1)
+    assert (decision.action, decision.by, decision.reason) == ("unproven", "proof", "lost in rounding")
+    with pytest.raises(ForbiddenChange, match="unproven and cannot become canary"):
+        store.policies.canary("agent", 1, 0.5)
+    held = store.rounds.start("agent", 1)  # it was not rejected
+    store.rounds.commit(held.id, version=2, checkpoint="/c/2", groups=[], metrics={})
+    store.policies.promote("agent", 2, {}, only_from=PolicyState.CANDIDATE)
+    assert store.policies.get("agent", 1).state is PolicyState.UNPROVEN
+    assert [one.version for one in store.policies.roll_back("agent", 0, {}, by="anna", reason="rude")] == [1, 2]
+    assert store.rounds.newest_committed("agent") is None
+
+
 def test_one_candidate_is_a_canary_until_it_is_promoted_or_rejected(store: Store) -> None:
     store.policies.register_base("agent", "base")
     for version in (1, 2):

@@ -95,6 +95,7 @@ def test_versions_and_decisions_outlive_the_change_of_their_tables_rule(empty_ur
     (decision,) = store.decisions.of("agent")
     assert (decision.version, decision.reason, decision.evidence) == (1, "better", {"a": 1})
     assert store.policies.with_prompt("agent", store.prompts.remember("Be brief.").id, {}).version == 2
+    assert store.policies.leave_unproven("agent", 2, {}, reason="lost in rounding").state == "unproven"
     store.policies.roll_back("agent", 0, {}, by="me", reason="r")
     store.close()
     assert verify(empty_url).sound

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from store import Store, open_store
 from tests.trainer import judge_samples
-from tests.trainer.scripted_engine import ScriptedEngine
+from tests.trainer.scripted_engine import Faithful, ScriptedEngine
 from tests.trainer.tiny import build_tiny_model
 
 if TYPE_CHECKING:
@@ -69,11 +69,7 @@ def make_daemon(
         daemon = Daemon(TrainerSettings(**(values | changes)), store, threading.Event())
         made.append(daemon)
 
-        def served(name: str, ids: Sequence[int]) -> float:
-            newest = list(engine.loaded)[-1:] == [name]  # older versions answer like the base
-            return daemon.learner.score([ids], adapter=newest)[0][-1]
-
-        engine.scorer = served
+        engine.scorer = Faithful(engine, lambda: daemon.learner)
         return daemon
 
     yield make

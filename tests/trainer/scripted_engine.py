@@ -9,9 +9,33 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 Scorer = Callable[[str, Sequence[int]], float]
+_TOKENS = range(3, 6)  # the next tokens that it knows
+
+
+class Learner(Protocol):
+    """What computes logprobs; the trainer's own is one."""
+
+    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | Path = True) -> list[tuple[float, ...]]: ...
+
+
+class Faithful:
+    """A scorer that answers under each name as a learner does with the adapter that was loaded for it."""
+
+    def __init__(self, engine: ScriptedEngine, learner: Callable[[], Learner]) -> None:
+        self._engine = engine
+        self._learner = learner
+
+    def __call__(self, name: str, ids: Sequence[int]) -> float:
+        return self.all_of(name, [ids])[0]
+
+    def all_of(self, name: str, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """Of many at once: a pass of its own for each would be slow."""
+        folder = self._engine.loaded.get(name)
+        return [found[-1] for found in self._learner().score(sequences, adapter=Path(folder) if folder else False)]
 
 
 class ScriptedEngine:
@@ -93,11 +117,14 @@ class ScriptedEngine:
             said = [{"index": index, "message": message} for index in range(count)]
             return 200, {"choices": said, "usage": {"completion_tokens": 3 * count}}
         choices = [
-            {"index": index, "logprobs": {"top_logprobs": [self._likeliest(body["model"], ids, body["logprobs"])]}}
-            for index, ids in enumerate(body["prompt"])
+            {"index": index, "logprobs": {"top_logprobs": [likeliest]}}
+            for index, likeliest in enumerate(self._likeliest(body["model"], body["prompt"]))
         ]
         return 200, {"choices": choices}
 
-    def _likeliest(self, name: str, ids: Sequence[int], most: int) -> dict[str, float]:
-        """The scripted `most` likeliest next tokens are always the ids 3, 4, 5, ..."""
-        return {f"token_id:{token}": self.scorer(name, (*ids, token)) for token in range(3, 3 + most)}
+    def _likeliest(self, name: str, prompts: Sequence[Sequence[int]]) -> list[dict[str, float]]:
+        """The likeliest next tokens are always the same few ids, however many are asked for."""
+        asked = [(*ids, token) for ids in prompts for token in _TOKENS]
+        scorer = self.scorer
+        found = iter(scorer.all_of(name, asked) if isinstance(scorer, Faithful) else [scorer(name, i) for i in asked])
+        return [{f"token_id:{token}": next(found) for token in _TOKENS} for _ in prompts]

@@ -59,7 +59,9 @@ class Power:
     def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
         return self._learner.train_round(rows, rate_scale)
 
-    def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool = True) -> list[tuple[float, ...]]:
+    def score(
+        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | Path = True
+    ) -> list[tuple[float, ...]]:
         return self._learner.score(rows, adapter=adapter)
 
     def save(self, folder: Path) -> None:

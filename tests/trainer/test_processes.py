@@ -21,9 +21,10 @@ from safetensors.torch import load_file
 
 from store import Store, open_store
 from tests.trainer.agents import agents_work
-from tests.trainer.scripted_engine import ScriptedEngine
+from tests.trainer.scripted_engine import Faithful, ScriptedEngine
 from tests.trainer.several_processes import learn
 from trainer.daemon import Daemon
+from trainer.learning.learner import Learner
 from trainer.learning.learner_settings import LearnerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +40,7 @@ APART = {
     "leader_cannot_save": "process 0 met CheckpointUnwritable",
     "leader_is_killed": "",
 }
-LEARNER = {"threads": 1, "learning_rate": 1e-3, "token_budget": 16}
+LEARNER: dict[str, Any] = {"threads": 1, "learning_rate": 1e-3, "token_budget": 16}
 WORK = {"a": [0.0, 1.0, 0.5], "b": [1.0, 0.0, 0.2]}
 
 
@@ -64,7 +65,7 @@ def trainer_settings(model: Path, engine: ScriptedEngine, folder: Path, learner:
         {
             "store": str(folder / "together.db"), "model": "agent", "base_model": str(model), "vllm": [engine.url],
             "checkpoints": str(folder / "together" / "checkpoints"), "group_size": 3, "groups_per_round": 2,
-            "judge": "tests.trainer.judges_by_number:scripted", "seal_after_idle_seconds": 1, "proof_tolerance": 1e6,
+            "judge": "tests.trainer.judges_by_number:scripted", "seal_after_idle_seconds": 1,
             "lease_seconds": 3, "learner": learner,
         }
     )  # fmt: skip
@@ -166,7 +167,9 @@ def story(tiny_model: Path, migrated: Path, tmp_path_factory: pytest.TempPathFac
     shutil.copy(migrated, folder / "together.db")
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(contextlib.closing(open_store(str(folder / "together.db"))))
-        engine = ScriptedEngine(lambda name, ids: -float(len(name)) - len(engine.loaded))
+        engine = ScriptedEngine(lambda name, ids: 0.0)
+        learner = Learner(str(tiny_model), LearnerSettings(**LEARNER), workdir=folder / "engine")
+        engine.scorer = Faithful(engine, lambda: learner)
         stack.enter_context(contextlib.closing(engine))
         store.policies.register_base("agent", "base")
         settings = trainer_settings(tiny_model, engine, folder, LEARNER)
@@ -226,6 +229,6 @@ def test_the_trainer_in_two_processes_makes_the_version_that_one_makes(
 ) -> None:
     for task, scores in WORK.items():
         agents_work(store, task, scores)
-    make_daemon(group_size=3, learner=LearnerSettings(**LEARNER)).turn(1000.0)  # type: ignore[arg-type]
+    make_daemon(group_size=3, learner=LearnerSettings(**LEARNER)).turn(1000.0)
     ours, theirs = (folder / "checkpoints" / "0001" for folder in (tmp_path, story.folder / "together"))
     assert distance(ours, theirs) < 1e-4

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -15,11 +18,10 @@ from tests.records import judged_group
 from tests.trainer.scripted_engine import ScriptedEngine
 from trainer.errors import AdapterRefused, EngineUnreachable
 from trainer.publishing.engine import Replica
-from trainer.publishing.proof import prove
 from trainer.publishing.publisher import Publisher
 from trainer.shadowing.idleness import Load, load_of
 
-PROBES = [(1, 2, 3), (4, 5)]
+PROBES = [(1, 2, last) for last in range(16)]
 
 
 def honest(name: str, ids: Sequence[int]) -> float:
@@ -49,8 +51,32 @@ def candidate(store: Store, version: int) -> Policy:
     return store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[group.id], metrics={})
 
 
-def publish(publisher: Publisher, policy: Policy) -> bool:
-    return publisher.publish(policy, PROBES, lambda probes: [(0.0, honest(policy.served_name, ids)) for ids in probes])
+@dataclass
+class Trainer:
+    """Computes what the versions are: `honest`, by their served name or their folder."""
+
+    name: str
+    logprob: Callable[[str, Sequence[int]], float] = honest
+
+    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | Path = True) -> list[tuple[float, ...]]:
+        named = {True: self.name, False: "base"}
+        name = f"agent@{adapter.name}" if isinstance(adapter, Path) else named[adapter]
+        return [(0.0, self.logprob(name, ids)) for ids in rows]
+
+
+def publish(publisher: Publisher, policy: Policy, logprob: Callable[[str, Sequence[int]], float] = honest) -> bool:
+    return publisher.publish(policy, PROBES, Trainer(policy.served_name, logprob))
+
+
+def steps_of(size: float, rounding: float = 0.0) -> Callable[[str, Sequence[int]], float]:
+    """Versions that each change every token by about `size` nats, told with an error of about `rounding`."""
+
+    def logprob(name: str, ids: Sequence[int]) -> float:
+        version = int(name.partition("@")[2] or 0)
+        own = [random.Random(f"{step} {tuple(ids)}").gauss(0.0, size) for step in range(1, version + 1)]
+        return -1.0 + sum(own) + random.Random(f"{name} {tuple(ids)}").gauss(0.0, rounding)
+
+    return logprob
 
 
 def beat(store: Store, live: int, **pins: int) -> None:
@@ -163,19 +189,53 @@ def test_a_restarted_replica_gets_the_live_version_back_for_the_comparison(
     assert set(engines[0].loaded) == {"agent@1", "agent@2"}
 
 
-@pytest.mark.parametrize(
-    ("new", "old", "says"),
-    [
-        ([-1.0, -1.0], [-1.3, -1.3], None),
-        ([-1.0, -1.001], [-1.0, -1.0], None),
-        ([-1.3, -1.3], [-1.3, -1.3], "tolerance"),
-        ([-1.01, -1.01], [-1.01, -1.01], "exactly those of the old"),
-        ([-1.04, -1.04], [-0.99, -0.99], None),
-        ([], [], "no probe"),
-    ],
-    ids=["moved to the trainer's", "tiny step", "never applied", "same as old", "noise", "nothing to compare"],
-)
-def test_the_proof_tells_a_swap_from_none(new: list[float], old: list[float], says: str | None) -> None:
-    proof = prove([-1.0] * len(new), new, old, tolerance=0.05)
-    assert proof.holds is (says is None)
-    assert (says or "") in (proof.reason or "")
+@pytest.mark.parametrize("step", [1e-4, 0.005, 0.05])
+@pytest.mark.parametrize("answers_as", ["agent@1", "base", "agent@7"], ids=["never applied", "base", "another"])
+def test_a_small_step_that_is_not_served_is_rejected_however_near_its_logprobs_are(
+    store: Store, publisher: Publisher, engines: list[ScriptedEngine], step: float, answers_as: str
+) -> None:
+    honest_engine = steps_of(step, 1e-6)
+    for engine in engines:
+        engine.scorer = honest_engine
+    assert publish(publisher, candidate(store, 1), steps_of(step))
+    engines[1].scorer = lambda name, ids: honest_engine(answers_as if name == "agent@2" else name, ids)
+    assert not publish(publisher, candidate(store, 2), steps_of(step))
+    assert store.policies.get("agent", 2).state is PolicyState.REJECTED
+    assert store.policies.live()["agent"].version == 1
+    found = store.policies.get("agent", 2).evidence["proof"]
+    assert (found[engines[0].url]["outcome"], found[engines[1].url]["outcome"]) == ("proven", "wrong")
+
+
+def test_what_is_lost_in_rounding_is_unproven_until_the_distance_from_what_serves_is_told(
+    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+) -> None:
+    for engine in engines:
+        engine.scorer = steps_of(0.01, 0.008)
+    served = [publish(publisher, candidate(store, version), steps_of(0.01)) for version in range(1, 9)]
+    first = served.index(True) + 1
+    assert first > 2
+    states = [policy.state for policy in store.policies.all("agent")[1 : first + 1]]
+    assert states == [*[PolicyState.UNPROVEN] * (first - 1), PolicyState.LIVE]
+    raised = next(alarm for alarm in store.alarms.all() if alarm.name == "swap_unproven:agent")
+    assert (raised.count, f"nor do {first - 2} before it" in raised.reason) >= (first - 1, True)
+    assert "learning_rate" in raised.reason
+    assert "float32" in raised.reason
+    unproven = store.policies.get("agent", 1)
+    assert "rounding" in unproven.evidence["reason"]
+    assert not any("agent@1" in engine.loaded for engine in engines)
+    (found, _) = store.policies.get("agent", first).evidence["proof"].values()
+    assert (found["outcome"], found["error"] <= 0.5) == ("proven", True)
+
+
+def test_the_alarm_goes_with_the_versions_that_it_was_about(
+    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+) -> None:
+    for engine in engines:
+        engine.scorer = steps_of(0.001, 0.01)
+    assert not publish(publisher, candidate(store, 1), steps_of(0.001))
+    assert [alarm.name for alarm in store.alarms.standing()] == ["swap_unproven:agent"]
+    publisher.drain(time.time())
+    assert store.alarms.standing()
+    store.policies.roll_back_by_hand("agent", 0, by="anna", reason="it goes nowhere")
+    publisher.drain(time.time())
+    assert not store.alarms.standing()

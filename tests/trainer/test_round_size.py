@@ -42,7 +42,9 @@ class Noting:
         self.scales.append(rate_scale)
         return RoundReport(0.0, 0.0, 0.0, 0.0, 1, len(rows), 1, 1, 0.0, 0.0, 0, 0.0, 0.0, 1.0)
 
-    def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool = True) -> list[tuple[float, ...]]:
+    def score(
+        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | Path = True
+    ) -> list[tuple[float, ...]]:
         raise NotImplementedError
 
     def save(self, folder: Path) -> None:

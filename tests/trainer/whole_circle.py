@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import httpx
 from store import Store, open_store
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import ProxyProcess, eventually, served
-from tests.trainer.scripted_engine import ScriptedEngine
+from tests.trainer.scripted_engine import Faithful, ScriptedEngine
 from trainer.daemon import Daemon
 from trainer.learning.learner_settings import LearnerSettings
 from trainer.settings import TrainerSettings
@@ -41,7 +41,7 @@ def all_shipped(proxy: str) -> None:
 
 @contextmanager
 def trainer_of(folder: Path, tiny_model: Path, **settings: Any) -> Iterator[tuple[Daemon, Store, ScriptedEngine]]:
-    """A daemon on the store in the folder, whose first version the engine serves as the learner has it."""
+    """A daemon on the store in the folder, whose versions the engine serves as they are loaded."""
     store, engine = open_store(str(folder / "store.db")), ScriptedEngine(lambda name, ids: 0.0)
     values: dict[str, Any] = {
         "store": str(folder / "store.db"), "model": "agent", "base_model": str(tiny_model), "vllm": (engine.url,),
@@ -49,10 +49,7 @@ def trainer_of(folder: Path, tiny_model: Path, **settings: Any) -> Iterator[tupl
     }  # fmt: skip
     daemon = Daemon(TrainerSettings(**(values | settings)), store, threading.Event())
 
-    def served_logprob(name: str, ids: Sequence[int]) -> float:
-        return daemon.learner.score([ids], adapter=name == "agent@1")[0][-1]
-
-    engine.scorer = served_logprob
+    engine.scorer = Faithful(engine, lambda: daemon.learner)
     try:
         yield daemon, store, engine
     finally:

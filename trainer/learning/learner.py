@@ -260,12 +260,19 @@ class Learner:
             for row, ours, theirs in both
         ]
 
-    def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool = True) -> list[tuple[float, ...]]:
+    def score(
+        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | Path = True
+    ) -> list[tuple[float, ...]]:
         """Logprobs at temperature 1 of every token of each sequence, (T,) each; the first token's is 0.0.
 
-        Under the current adapter, or under the base model with `adapter=False`. Raises RowError for a sequence that
-        does not fit the model.
+        Under the current adapter, under the base model with `adapter=False`, or under the adapter in a folder that
+        `save` made. Raises RowError for a sequence that does not fit the model, CheckpointDamaged, CheckpointMismatch.
         """
+        if isinstance(adapter, Path):
+            from trainer.learning import learner_state
+
+            with learner_state.lent(self._trainer, adapter):
+                return self.score(rows)
         sequences = [tuple(row.ids if isinstance(row, TokenRow) else row) for row in rows]
         for index, ids in enumerate(sequences):
             self._check_fits(ids, f"sequence {index}")

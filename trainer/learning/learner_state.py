@@ -16,6 +16,8 @@ import copy
 import io
 import json
 import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,9 +67,7 @@ def held(trainer: RecordedGRPOTrainer) -> dict[str, Any]:
 def put(trainer: RecordedGRPOTrainer, settings: LearnerSettings, state: dict[str, Any]) -> None:
     """Put back what `held` returned, in place: the parameters and the base model stay the objects that they are."""
     trainer.optimizer.zero_grad()  # a round that broke off may have left a gradient
-    with torch.no_grad():
-        for name, parameter in trainer.lora_parameters().items():
-            parameter.copy_(state["lora"][name])
+    _fill(trainer.lora_parameters(), state["lora"])
     trainer.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
     trainer.lr_scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
     trainer.steering.adopt(settings)
@@ -94,9 +94,7 @@ def read(trainer: RecordedGRPOTrainer, settings: LearnerSettings, folder: Path) 
         raise CheckpointMismatch(
             f"{folder} holds the adapter of another base model: its layers differ; resume it there"
         )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
+    _fill(parameters, weights)
     if _is_imitation(settings.loss) == _is_imitation(str(state["settings"]["loss"])):
         trainer.optimizer.load_state_dict(_read_torch(inner / "optimizer.pt"))
     trainer.lr_scheduler.load_state_dict(_read_torch(inner / "scheduler.pt"))
@@ -104,6 +102,34 @@ def read(trainer: RecordedGRPOTrainer, settings: LearnerSettings, folder: Path) 
     trainer.set_learning_rate(trainer.steering.rate)
     _set_rng_state(_read_torch(inner / "rng.pt"))
     return int(state["step"])
+
+
+@contextmanager
+def lent(trainer: RecordedGRPOTrainer, folder: Path) -> Iterator[None]:
+    """Hold the adapter in `folder`, as vLLM loads it, until the block ends; then the own one again, bit for bit.
+
+    Raises CheckpointDamaged or CheckpointMismatch, before anything is changed.
+    """
+    try:
+        weights = safetensors.torch.load((folder / "adapter_model.safetensors").read_bytes())
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointDamaged(f"{folder} holds no adapter that can be read: {error}") from error
+    parameters = trainer.lora_parameters()
+    lent = {name: weights.get(name.replace(".default.", ".")) for name in parameters}  # peft leaves its own name out
+    if any(tensor is None or tensor.shape != parameters[name].shape for name, tensor in lent.items()):
+        raise CheckpointMismatch(f"{folder} holds the adapter of another base model or rank: its layers differ")
+    own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    try:
+        _fill(parameters, lent)
+        yield
+    finally:
+        _fill(parameters, own)
+
+
+def _fill(parameters: Mapping[str, torch.nn.Parameter], weights: Mapping[str, Any]) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
 
 
 def _is_imitation(loss: str) -> bool:

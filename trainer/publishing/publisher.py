@@ -1,17 +1,20 @@
 """Publishing: from a candidate on disk to the live version or the canary on every replica, and old versions out again.
 
 Order: load everywhere under a new name, prove everywhere, flip in the store, wait for the doors, drain, unload.
-Promises: no version becomes live that a replica does not serve as the trainer made it; no version is unloaded while a
-trajectory is pinned to it. Does not train. Does not wait for an evaluation: it is asked again when that is over, and
-proves the candidate anew. Of the decision whether a version is better it makes the first part, on held-out tasks.
+Promises: no version becomes live that a replica does not serve as the trainer made it; one whose proof cannot decide is
+left `unproven`, and the next one is proven against what is in service, so that the distance grows; no version is
+unloaded while a trajectory is pinned to it. Does not train. Does not wait for an evaluation: it is asked again when
+that is over, and proves the candidate anew. Of the decision whether a version is better it makes the first part, on
+held-out tasks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
+from typing import Protocol
 
 from store import Store
 from store.records import BASE_VERSION, Policy
@@ -21,15 +24,26 @@ from trainer.gating.evaluations import Evaluations
 from trainer.gating.holding import Doubts, evidence_of, hold, no_doubts, objection
 from trainer.publishing.candidates import is_learnt, name_of
 from trainer.publishing.engine import Replica
-from trainer.publishing.proof import Proof, prove
+from trainer.publishing.proof import Answer, Outcome, Proof, prove
 
 log = logging.getLogger(__name__)
 
-Score = Callable[[Sequence[Sequence[int]]], list[tuple[float, ...]]]
-
 _TOKENS = 3  # likeliest next tokens compared after each probe
-_OLD_TOKENS = 20  # of the live version, so that those are among them; vLLM gives no more by default
+_ASKED = 20  # of every version, so that those are among them; vLLM gives no more by default
+UNPROVEN = "swap_unproven"  # the alarm
+REMEDY = (
+    "If this lasts: raise trainer.learner.target_kl or learning_rate, train larger rounds (groups_per_round), or serve "
+    "and train in float32"
+)
 DOOR_SILENCE = 10.0  # seconds after which a proxy that does not beat counts as gone
+
+
+class Scorer(Protocol):
+    """Who computes logprobs of every id of a sequence as the trainer does; `trainer.learner.Learner` is one."""
+
+    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | Path = True) -> list[tuple[float, ...]]:
+        """Under the newest version, under the base model with False, or under the adapter in a folder."""
+        ...
 
 
 class Publisher:
@@ -62,20 +76,21 @@ class Publisher:
         self.waits = False  # a candidate is being tried
         self._doubts = doubts
 
-    def publish(self, candidate: Policy, probes: Sequence[Sequence[int]], score: Score) -> bool:
+    def publish(self, candidate: Policy, probes: Sequence[Sequence[int]], scorer: Scorer) -> bool:
         """Load, prove, evaluate and release a candidate; return whether it serves now. `waits` says that it is tried.
 
-        `probes` are id sequences, `score` the trainer's own logprobs of every id of a sequence. Raises
-        EngineUnreachable when a replica does not answer: the candidate stays one, and publishing it again is safe.
+        `probes` are id sequences; the scorer stands where the candidate was made. Raises EngineUnreachable when a
+        replica does not answer: the candidate stays one, and publishing it again is safe.
         """
         self.waits = False
         live = self._store.policies.live().get(self._alias)
         if live is None:
             raise AdapterRefused(f"alias {self._alias} has no base version in the store: start `ratchet proxy` first")
         try:
-            proofs = self._serve_everywhere(candidate, live, probes, score)
-        except Unproven as refusal:
-            return self._reject(candidate, str(refusal), refusal.proofs)
+            proofs = self._serve_everywhere(candidate, live, probes, scorer)
+        except NotProven as refusal:
+            settle = self._reject if refusal.outcome is Outcome.WRONG else self._leave_unproven
+            return settle(candidate, str(refusal), refusal.proofs)
         reason = _shown(candidate, live, proofs)
         evidence = _evidence(proofs)
         if self._evaluations is not None:
@@ -107,6 +122,7 @@ class Publisher:
                 self._alias, candidate.version, self._share, evidence, by="proof", reason=reason
             )
         self._store.alarms.clear(f"swap_refused:{self._alias}")
+        self._store.alarms.clear(f"{UNPROVEN}:{self._alias}")
         event = "policy_live" if self._share is None else "policy_canary"
         log.info(
             "event=%s policy=%s@%d beside=%d reason=%r", event, self._alias, candidate.version, live.version, reason
@@ -114,12 +130,14 @@ class Publisher:
         return True
 
     def _serve_everywhere(
-        self, candidate: Policy, live: Policy, probes: Sequence[Sequence[int]], score: Score
+        self, candidate: Policy, live: Policy, probes: Sequence[Sequence[int]], scorer: Scorer
     ) -> dict[str, Proof]:
         """Load both versions on every replica and prove the new one; one that is served already needs no proof.
 
-        Raises Unproven, EngineUnreachable.
+        Raises NotProven, EngineUnreachable.
         """
+        base = self._store.policies.get(self._alias, BASE_VERSION)
+        old = {policy.served_name: Path(policy.adapter) if policy.adapter else None for policy in (live, base)}
         proofs: dict[str, Proof] = {}
         for replica in self._replicas:
             try:
@@ -128,12 +146,15 @@ class Publisher:
                         replica.load(policy.served_name, Path(policy.adapter))
                 if candidate.served_name == live.served_name:
                     continue
-                names = (candidate.served_name, live.served_name)
-                proofs[replica.url] = prove_served(replica, names, probes, score, tolerance=self._tolerance)
+                proofs[replica.url] = prove_served(
+                    replica, candidate.served_name, old, probes, scorer, tolerance=self._tolerance
+                )
             except AdapterRefused as refusal:
-                raise Unproven(str(refusal), proofs) from refusal
-            if not proofs[replica.url].holds:
-                raise Unproven(f"{replica.url}: {proofs[replica.url].reason}", proofs)
+                raise NotProven(str(refusal), Outcome.WRONG, proofs) from refusal
+        for outcome in (Outcome.WRONG, Outcome.UNPROVEN):
+            for url, proof in proofs.items():
+                if proof.outcome is outcome:
+                    raise NotProven(f"{url}: {proof.reason}", outcome, proofs)
         return proofs
 
     def drain(self, now: float) -> list[str]:
@@ -142,8 +163,10 @@ class Publisher:
         A version goes when every open door serves a newer one, none has a trajectory pinned to it, and it is not among
         the newest `keep_loaded` old ones; no version goes whose adapter another one needs.
         """
-        doors = self._store.doors.open(self._alias, now - DOOR_SILENCE)
         policies = self._store.policies.all(self._alias)
+        if not self._store.policies.unproven(self._alias):  # also where they were rolled back
+            self._store.alarms.clear(f"{UNPROVEN}:{self._alias}")
+        doors = self._store.doors.open(self._alias, now - DOOR_SILENCE)
         live = next((policy.version for policy in policies if policy.state is PolicyState.LIVE), BASE_VERSION)
         if any(door.live.get(self._alias) != live for door in doors):
             return []
@@ -165,6 +188,20 @@ class Publisher:
         self._unload(candidate)
         return False
 
+    def _leave_unproven(self, candidate: Policy, reason: str, proofs: dict[str, Proof]) -> bool:
+        """Put a candidate aside that changes too little to be proven; what is trained next is built on it."""
+        told = _evidence(proofs) | {"reason": reason}
+        self._store.policies.leave_unproven(self._alias, candidate.version, told, reason=reason)
+        waiting = self._store.policies.unproven(self._alias)
+        self._store.alarms.raise_(
+            f"{UNPROVEN}:{self._alias}",
+            f"{name_of(candidate)} serves nobody, nor do {len(waiting) - 1} before it: {reason}; training goes on, and "
+            f"the next version is measured against what is in service. {REMEDY}",
+        )
+        log.warning("event=policy_unproven policy=%s reason=%r", name_of(candidate), reason)
+        self._unload(candidate)
+        return False
+
     def _turn_down(self, candidate: Policy, reason: str, evidence: dict[str, object]) -> bool:
         """Reject a candidate that is worse; that is no fault, so there is no alarm."""
         self._store.policies.reject(self._alias, candidate.version, evidence, by="evaluation", reason=reason)
@@ -182,30 +219,53 @@ class Publisher:
 
 
 def prove_served(
-    replica: Replica, names: tuple[str, str], probes: Sequence[Sequence[int]], score: Score, *, tolerance: float
+    replica: Replica,
+    name: str,
+    old: Mapping[str, Path | None],
+    probes: Sequence[Sequence[int]],
+    scorer: Scorer,
+    *,
+    tolerance: float,
 ) -> Proof:
-    """Compare the next-token logprobs after each probe (ids) under the (new, old) names that a replica serves.
+    """Compare the next-token logprobs after each probe (ids) under `name` and under older names that a replica serves.
 
-    `score` gives the trainer's own logprobs of every id of a sequence, under the new version.
+    `old` gives the folder of each older name's adapter, None for the base model; the scorer stands at the new one.
     """
-    new, old = names
-    served = replica.next_logprobs(new, probes, _TOKENS)
-    before = replica.next_logprobs(old, probes, _OLD_TOKENS)
-    places = [(place, token) for place, likeliest in enumerate(served) for token in likeliest]
-    trained = score([(*probes[place], token) for place, token in places])
+    served = replica.next_logprobs(name, probes, _ASKED)
+    before = {other: replica.next_logprobs(other, probes, _ASKED) for other in old}
+    asked = [
+        (place, token)
+        for place, likeliest in enumerate(served)
+        for token in _common(likeliest, [answers[place] for answers in before.values()])
+    ]
+    sequences = [(*probes[place], token) for place, token in asked]
+
+    def trained(adapter: bool | Path) -> list[float]:
+        return [logprobs[-1] for logprobs in scorer.score(sequences, adapter=adapter)]
+
     return prove(
-        trainer_new=[logprobs[-1] for logprobs in trained],
-        served_new=[served[place][token] for place, token in places],
-        served_old=[before[place].get(token) for place, token in places],
+        [place for place, _ in asked],
+        Answer([served[place][token] for place, token in asked], trained(adapter=True)),
+        {
+            other: Answer([before[other][place].get(token) for place, token in asked], trained(folder or False))
+            for other, folder in old.items()
+        },
         tolerance=tolerance,
     )
 
 
-class Unproven(Exception):
-    """A replica does not serve the candidate as the trainer made it; `proofs` are those made so far."""
+def _common(likeliest: Mapping[int, float], others: Sequence[Mapping[int, float]]) -> list[int]:
+    """Return the likeliest tokens of which all versions gave the logprob; where there are too few, others too."""
+    known = sorted(likeliest, key=lambda token: (sum(token not in other for other in others), -likeliest[token]))
+    return known[:_TOKENS]
 
-    def __init__(self, reason: str, proofs: dict[str, Proof]) -> None:
+
+class NotProven(Exception):
+    """No replica serves the candidate as the trainer made it, or none can say so; `proofs` are those made so far."""
+
+    def __init__(self, reason: str, outcome: Outcome, proofs: dict[str, Proof]) -> None:
         super().__init__(reason)
+        self.outcome = outcome
         self.proofs = proofs
 
 
@@ -220,7 +280,7 @@ def _shown(candidate: Policy, live: Policy, proofs: dict[str, Proof]) -> str:
 
 def _spare(policies: Sequence[Policy], pinned: Set[str], keep: int) -> set[str]:
     """Return the names of the old adapters that nobody needs, but for the newest `keep` old ones."""
-    old = (PolicyState.RETIRED, PolicyState.REJECTED)
+    old = (PolicyState.RETIRED, PolicyState.REJECTED, PolicyState.UNPROVEN)
     serving = {p.served_name for p in policies if p.state not in old}
     held = {p.served_name for p in policies if name_of(p) in pinned}
     names = list(dict.fromkeys(p.served_name for p in policies if p.adapter and p.served_name not in serving))

@@ -32,7 +32,9 @@ def retained(
     """Say what stays: `newest` versions with their folder, `states` of them with their state; `best`, best first."""
     versions = sorted((policy.version for policy in policies if policy.version != BASE_VERSION), reverse=True)
     serving = {policy.version for policy in policies if policy.state in _SERVING}
-    with_state = {*versions[:states], *best[:states], *serving}  # after a roll back training goes on from the live one
+    # Training goes on from the newest that is not rejected, which may be unproven, or, after a roll back, the live one.
+    goes_on = [policy.version for policy in policies if policy.state is not PolicyState.REJECTED and policy.round_id]
+    with_state = {*versions[:states], *best[:states], *serving, *goes_on[-1:]}
     kept = {*versions[:newest], *serving, *pinned, *with_state}
     return Retention(folders=_sharing(policies, kept), states=_sharing(policies, with_state))
 

@@ -183,9 +183,10 @@ class WeightsTuning:
                 break
             await self._pause()
         self._note(warm_start=dict(story) | {"version": version, "state": str(policy.state)})
-        if policy.state is PolicyState.REJECTED:
+        if policy.state in (PolicyState.REJECTED, PolicyState.UNPROVEN):
             reason = policy.evidence.get("reason", "it was evaluated as worse")
-            self._note(notes=(*self._so_far.notes, f"the warm start's version was rejected: {reason}"))
+            what = "rejected" if policy.state is PolicyState.REJECTED else "not proven, the rounds go on from it"
+            self._note(notes=(*self._so_far.notes, f"the warm start's version was {what}: {reason}"))
         else:
             await self._evaluate(version, VALIDATION)
         self._note(stage=ROUNDS)

@@ -1,0 +1,101 @@
+"""A version that rounding hides serves nobody, is trained on, makes no sample older, and keeps what resuming needs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from store import Store
+from store.records import Policy
+from store.states import PolicyState
+from tests.trainer.agents import agents_work
+from tests.trainer.scripted_engine import Faithful, ScriptedEngine
+from tests.trainer.tiny import build_row
+from trainer.daemon import Daemon
+from trainer.learning.learner_settings import LearnerSettings
+from trainer.metrics import Metrics
+from trainer.publishing.probes import contexts
+from trainer.publishing.retention import retained
+from trainer.staleness import oldest_fresh
+
+
+def coarse(exact: Faithful) -> Callable[[str, Sequence[int]], float]:
+    """An engine that rounds by about 0.05 nats, each version in its own way."""
+    return lambda name, ids: exact(name, ids) + random.Random(f"{name} {ids}").gauss(0.0, 0.05)
+
+
+def test_training_goes_on_from_an_unproven_version_until_its_distance_is_told(
+    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
+) -> None:
+    daemon = make_daemon(learner=LearnerSettings(learning_rate=1e-4))
+    exact = engine.scorer
+    assert isinstance(exact, Faithful)
+    engine.scorer = coarse(exact)
+    agents_work(store, "a", [0.0, 1.0])
+    agents_work(store, "b", [1.0, 0.0])
+    daemon.turn(1000.0)
+    assert store.policies.get("agent", 1).state is PolicyState.UNPROVEN
+    assert store.policies.live()["agent"].version == 0
+    assert list(engine.loaded) == []
+    assert [alarm.name for alarm in store.alarms.standing()] == ["swap_unproven:agent"]
+    assert "ratchet_unproven_versions" in (text := _metrics(store))
+    assert 'ratchet_unproven_versions{alias="agent"} 1.0' in text
+    engine.scorer = exact
+    agents_work(store, "c", [0.0, 1.0])
+    agents_work(store, "d", [1.0, 0.0])
+    daemon.turn(2000.0)
+    assert [held.from_version for held in store.rounds.page("agent")] == [1, 0]
+    assert daemon.learner.step == 2
+    assert store.policies.live()["agent"].version == 2
+    assert store.policies.get("agent", 1).state is PolicyState.UNPROVEN
+    assert "swap_unproven:agent" not in {alarm.name for alarm in store.alarms.standing()}
+    assert 'ratchet_unproven_versions{alias="agent"} 0.0' in _metrics(store)
+
+
+def _metrics(store: Store) -> str:
+    from prometheus_client import generate_latest
+
+    return generate_latest(Metrics("agent", store).registry).decode()
+
+
+def versions(**states: PolicyState) -> list[Policy]:
+    """Versions `vN` in the states given, each made by a round."""
+    made = [(0, PolicyState.RETIRED), *((int(name[1:]), state) for name, state in states.items())]
+    return [
+        Policy(
+            alias="agent", version=number, state=state, served_name=f"agent@{number}", created_at=1.0,
+            adapter=f"/c/{number}" if number else None, round_id=f"r{number}" if number else None,
+        )
+        for number, state in made
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("between", [PolicyState.REJECTED, PolicyState.UNPROVEN])
+def test_rejected_and_unproven_numbers_are_no_staleness(between: PolicyState) -> None:
+    """Live is 20, built on 10: what 10 sampled is one step old, and what 9 sampled two."""
+    states = {f"v{number}": PolicyState.RETIRED for number in range(1, 11)}
+    states |= {f"v{number}": between for number in range(11, 20)} | {"v20": PolicyState.LIVE}
+    known = versions(**states)
+    assert [oldest_fresh(known, most) for most in (0, 1, 2)] == [20, 10, 9]
+
+
+def test_where_training_goes_on_keeps_its_state_however_many_were_rejected_since() -> None:
+    states = {"v1": PolicyState.LIVE, "v2": PolicyState.UNPROVEN, "v3": PolicyState.UNPROVEN}
+    known = versions(**states, **{f"v{number}": PolicyState.REJECTED for number in range(4, 9)})
+    kept = retained(known, pinned=(), best=[], newest=2, states=1)
+    assert {1, 3} <= kept.states
+    assert {1, 3} <= kept.folders
+    assert 2 not in kept.folders
+
+
+def test_no_context_is_evidence_twice_and_short_rows_give_what_they_have() -> None:
+    rows = [build_row(7)] * 5
+    assert len(contexts(rows)) == len(set(contexts(rows))) == len(contexts(rows[:1]))
+    assert all(rows[0].ids[: len(context)] == context for context in contexts(rows))
+    sampled = {place for place, carries in enumerate(rows[0].mask) if carries}
+    assert {len(context) for context in contexts(rows)[: len(sampled)]} == sampled
+    assert contexts([]) == []
+    many = contexts([build_row(seed) for seed in range(12)])
+    assert len(many) == 48
