@@ -5,6 +5,7 @@
     gradient   one learner round on tiny rows changes the adapter's weights
     swap       that adapter, loaded into vLLM under a fresh name, gives the learner's logprobs and not the base's
     batches    on a CPU: beside adapters, vLLM answers requests for the base model by the base model
+    judge      it answers, tells answers apart and does not crash (`judge_proof.py`)
 
 and, where shadows are asked for, that they can be made (`shadow_proof.py`).
 
@@ -72,8 +73,10 @@ def examine(settings: Settings) -> Iterator[Finding]:
         yield swapped
         if swapped.passed and not engine.sees_a_gpu(settings):
             yield _batches(settings, running, captured, Path(folder))
+    from ratchet.judge_proof import prove_judge
     from ratchet.shadow_proof import prove_shadows, wants_shadows
 
+    yield prove_judge(settings)
     if wants_shadows(settings):
         yield prove_shadows(settings, running)
 

@@ -163,7 +163,7 @@ def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
 @options.as_json
 @click.pass_context
 def doctor(context: click.Context, /, base_model: str | None, task: str | None, as_json: bool, **given: Any) -> int:
-    """Prove that learning can happen: vLLM, capture, gradient, swap, batches. A line that fails names the remedy.
+    """Prove that learning can happen: vLLM, capture, gradient, swap, batches, judge. What fails names the remedy.
 
     Needs a project that is up; without one it proves what can be proven and says what it could not. With --workflow or
     --task it lets the agent make a few attempts at one task, and names every reason why nothing would be learnt from
@@ -191,7 +191,7 @@ def _examination(
         from ratchet import doctor as proving
         from trainer.devices import pinned
 
-        own = {"project": given["project"], "base_model": base_model}
+        own = {"project": given["project"], "base_model": base_model, "trainer.judge": given["judge"]}
         settings = options.running_settings_of(context, own)
         os.environ.update(pinned(settings.trainer_devices))  # it learns as the trainer would
         yield from proving.examine(settings)

@@ -11,9 +11,12 @@ from tests.ratchet.project import Project
 
 @pytest.mark.e2e
 def test_all_proofs_pass_on_the_real_vllm(project: Project) -> None:
-    doctor = project.run("doctor", "--json", seconds=120)
+    (project.folder / "half.py").write_text(
+        "def judge(response):\n    return 1.0 if response == 'Oslo' else 0.5 * bool(response.strip())\n"
+    )
+    doctor = project.run("doctor", "--judge", "half:judge", "--json", seconds=120)
     findings = json.loads(doctor.stdout)
-    assert [finding["name"] for finding in findings] == ["vllm", "capture", "gradient", "swap", "batches"]
+    assert [finding["name"] for finding in findings] == ["vllm", "capture", "gradient", "swap", "batches", "judge"]
     assert all(finding["passed"] for finding in findings), findings
     assert doctor.returncode == 0
     status = json.loads(project.run("status", "--json").stdout)

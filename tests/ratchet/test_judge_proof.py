@@ -1,0 +1,87 @@
+"""The doctor's proof about the judge: on recorded trajectories where there are any, else on made-up answers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ratchet.doctor import Finding
+from ratchet.judge_proof import proof
+from store import Store, open_store
+from tests.records import answered_trajectory
+from trainer.judges.function import FunctionJudge
+
+CODE = """
+def half(response):
+    return 1.0 if response == "Oslo" else 0.5 * bool(response.strip())
+
+def careless(response):
+    return float("Oslo" in response)
+
+def crashes(response):
+    raise ValueError("no such table")
+
+def exits(response):
+    raise SystemExit(1)
+
+def constant(response):
+    return 0.5 * (len(response) >= 0)
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """An empty store."""
+    with contextlib.closing(open_store(str(tmp_path / "proof.db"))) as opened:
+        yield opened
+
+
+def proven(store: Store, folder: Path, name: str) -> Finding:
+    (folder / "proved.py").write_text(CODE)
+    return proof(FunctionJudge(f"{folder}/proved.py:{name}"), "function", store, "agent")
+
+
+@pytest.mark.parametrize(
+    ("name", "passed", "seen"),
+    [
+        ("half", True, "nothing is recorded yet"),
+        ("careless", False, "is fooled by"),
+        ("crashes", False, "not proven: nothing is recorded yet"),
+        ("exits", False, "it called sys.exit(1)"),
+        ("constant", False, "is fooled by 13 of 13"),
+    ],
+)
+def test_without_traffic_a_judge_is_asked_as_the_lint_asks(
+    store: Store, tmp_path: Path, name: str, passed: bool, seen: str
+) -> None:
+    found = proven(store, tmp_path, name)
+    assert (found.name, found.passed) == ("judge", passed)
+    assert seen in found.seen
+    assert passed is (found.remedy == "")
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize(
+    ("name", "passed", "seen"),
+    [
+        ("half", True, "scored 2 recorded trajectories, 0.5 to 1, and tells answers apart"),
+        ("crashes", False, "fails on 2 of 2: ValueError: no such table"),
+        ("exits", False, "it called sys.exit(1)"),
+        ("constant", False, "gave 0.5 to what was answered, to nothing"),
+    ],
+)
+def test_with_traffic_a_judge_is_asked_about_what_was_recorded(
+    store: Store, tmp_path: Path, name: str, passed: bool, seen: str, grouped: bool
+) -> None:
+    for run, answer in (("t1", "Oslo"), ("t2", "Rome")):
+        answered_trajectory(store, run, answer)
+    if grouped:
+        store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+        store.groups.form("k", "agent", ["t1", "t2"], now=101.0)
+    found = proven(store, tmp_path, name)
+    assert found.passed is passed
+    assert seen in found.seen
+    assert store.groups.newest_judge("agent") is None, "nothing is recorded"
