@@ -128,7 +128,8 @@ def nearest(path: tuple[str, ...], known: Mapping[str, Any]) -> str:
     same = [".".join(key) for key in keys if len(path) == 1 and key[-1] == path[0]]
     if 1 < len(same) <= _MOST_NAMED:
         return f"the nearest known keys are {', '.join(sorted(same))}"
-    return f"the nearest known key is {'.'.join(max(keys, key=closeness))}"
+    best = max(keys, key=closeness)
+    return f"the nearest known key is {'.'.join(best)}"
 
 
 def _nearest_variable(name: str, prefix: str, known: Mapping[str, Any]) -> str:
