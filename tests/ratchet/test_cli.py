@@ -107,7 +107,10 @@ def test_status_says_how_far_the_last_round_moved_the_policy(project: Project) -
 
 def test_a_judge_without_its_function_is_told_the_form(project: Project) -> None:
     said = project.run("judge", "lint", "--judge", "my_agent.judge", "--question", "q", "--answer", "a").stdout
-    assert "'my_agent.judge' is not of the form module:name, such as my_agent.judge:judge" in said
+    assert (
+        "'my_agent.judge' is not of the form module:function or path/file.py:function, such as my_agent.judge:judge"
+        in said
+    )
 
 
 def test_an_error_is_one_line_and_debug_shows_the_traceback(project: Project) -> None:
