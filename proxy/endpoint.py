@@ -91,7 +91,9 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
         body = await read_json(receive, self._bounds)
-        asked = tool_grammar.noted(await self._dialect.read(body, scope[KEY_ID]), self._tool_strict_level)
+        asked = await self._dialect.read(body, scope[KEY_ID])
+        if asked.request.tools:
+            asked = tool_grammar.noted(asked, self._tool_strict_level)
         headers = headers_of(scope)
         named = identity.named(scope, headers, asked.request)
         # Nothing of a rollout is known before the store has told it; any other call does not wait.

@@ -108,7 +108,7 @@ def read(body: bytes) -> ChatRequest:
         streamed=streamed,
         asks_ids=is_true(fields, "return_token_ids"),
         asks_logprobs=asks_logprobs,
-        asks_usage=lax.truth(options.get("include_usage")) is True,
+        asks_usage="include_usage" in options and lax.truth(options["include_usage"]) is True,
         stream_options=options,
         sampling=sampling_in(fields),
         tools_hash=tools_hash,

@@ -20,8 +20,8 @@ Level = Literal["off", "auto", "function", "parameter"]  # vLLM's --tool-strict-
 
 
 def noted(asked: Asked, level: Level) -> Asked:
-    """Return what is asked with a note among its sampling parameters where a grammar holds its tool calls."""
-    if level == "off" or not asked.request.tools or not _holds(asked.request, level):
+    """Return a request with tools, with a note among its sampling parameters where a grammar holds their calls."""
+    if level == "off" or not _holds(asked.request, level):
         return asked
     mark: dict[str, Any] = {TOOL_GRAMMAR: True}
     request = msgspec.structs.replace(asked.request, sampling={**asked.request.sampling, **mark})

@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -20,11 +19,11 @@ from tests.ports import free_port
 
 
 @contextlib.contextmanager
-def vllm(model: Path, log: Path, *arguments: str, max_model_len: int = 4096, **more: Any) -> Iterator[str]:
+def vllm(model: Path, log: Path, *arguments: str, max_model_len: int = 4096) -> Iterator[str]:
     """Serve a model folder; the value is vLLM's URL."""
     port = free_port()
     settings = Settings.model_validate(
-        {"base_model": str(model), "vllm": {"max_model_len": max_model_len, "extra_args": list(arguments), **more}}
+        {"base_model": str(model), "vllm": {"max_model_len": max_model_len, "extra_args": list(arguments)}}
     )
     engine = plan(settings, port)
     with log.open("w") as said:

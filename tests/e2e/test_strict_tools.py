@@ -1,18 +1,25 @@
-"""Strict tools on the real vLLM: as `up` starts it no grammar chooses a token, as it starts by itself one does."""
+"""Strict tools and the real vLLM: what its own parser holds to a grammar is marked; as `up` starts it, nothing is."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
 from examples.email_search.tools import TOOLS
+from proxy.dialects.chat import Chat
+from proxy.tool_grammar import noted
 from store import open_store
+from store.records import TOOL_GRAMMAR
 from tests.e2e.conftest import POLICY
-from tests.e2e.engine import vllm
-from tests.ratchet.project import Project, wait_for
+from tests.ratchet.project import ROOT, Project, wait_for
 from trainer.learning.rows import why_untrainable
 
 STRICT: Any = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
@@ -23,37 +30,56 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def held(url: str, model: str) -> list[str]:
-    """Return the requests whose tokens a grammar would choose among, by what the server itself makes of them."""
-    found = []
-    for name, fields in ASKED.items():
-        body = {"model": model, "messages": [{"role": "user", "content": "Find it"}], **fields}
-        answer = httpx.post(f"{url}/v1/chat/completions/render", json=body, timeout=60)
-        answer.raise_for_status()
-        if (answer.json()["sampling_params"] or {}).get("structured_outputs"):
-            found.append(name)
-    return found
+def strict(value: Any) -> list[Any]:
+    return [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": value}}]
+
+
+CASES = ASKED | {
+    "strict in words": {"tools": strict("true")},
+    "not strict": {"tools": strict(False)},
+    "one call in a number": {"tools": list(TOOLS), "parallel_tool_calls": 0},
+    "several calls": {"tools": list(TOOLS), "parallel_tool_calls": True},
+    "no call": {"tools": STRICT, "tool_choice": "none"},
+    "auto": {"tools": STRICT, "tool_choice": "auto"},
+}
+
+
+def held(enforced: str) -> set[str]:
+    """Return the requests that vLLM's own parser holds to a grammar."""
+    told = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.strict_probe", str(POLICY)], input=json.dumps(CASES), text=True, check=True,
+        env=os.environ | {"VLLM_ENFORCE_STRICT_TOOL_CALLING": enforced}, stdout=subprocess.PIPE, cwd=ROOT,
+    )  # fmt: skip
+    return {name for name, is_held in json.loads(told.stdout.splitlines()[-1]).items() if is_held}
+
+
+@pytest.mark.e2e
+def test_the_proxy_marks_what_vllms_own_parser_holds_to_a_grammar_and_nothing_else() -> None:
+    assert held("0") == set()
+    marked = {name for name, fields in CASES.items() if _is_marked(fields)}
+    assert held("1") == marked == {"strict", "strict in words", "one call", "one call in a number", "auto"}
+
+
+def _is_marked(fields: dict[str, Any]) -> bool:
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Find it"}], **fields}).encode()
+    asked = asyncio.run(Chat().read(body, None))
+    return TOOL_GRAMMAR in noted(asked, "auto").request.sampling
 
 
 @pytest.mark.e2e
 def test_strict_tools_are_trained_as_up_starts_vllm(project: Project) -> None:
     running = project.running()
-    assert held(running["vllm_url"], "mail@0") == []
     store = open_store(str(project.state / "store.db"))
+
+    def is_stored(run: str) -> bool:
+        return any(call.state == "answered" for call in store.calls.page(trajectory=run))
+
     for name, fields in ASKED.items():
         run = "strict-" + name.replace(" ", "-")
         body = {"model": "mail", "messages": [{"role": "user", "content": "Find it"}], "max_tokens": 16, **fields}
         path = f"{running['proxy_url']}/t/{run}/v1/chat/completions"
         httpx.post(path, json=body, timeout=60).raise_for_status()
-        wait_for("the call is in the store", lambda run=run: store.calls.page(trajectory=run))  # type: ignore[misc]
+        wait_for("the call is in the store", partial(is_stored, run))
         (call,) = store.calls.page(trajectory=run)
         assert why_untrainable(call, call.choices[0]) is None
     store.close()
-
-
-@pytest.mark.e2e
-def test_vllm_by_itself_holds_to_a_grammar_what_the_proxy_then_marks(tmp_path: Path) -> None:
-    strict = {"enforce_strict_tool_calling": True}
-    with vllm(POLICY, tmp_path / "vllm.log", max_model_len=1024, **strict) as url:
-        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-        assert held(url, model) == ["strict", "one call"]

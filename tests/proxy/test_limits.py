@@ -55,7 +55,8 @@ def test_what_was_reserved_and_not_used_is_given_back() -> None:
 def test_a_call_larger_than_the_limit_waits_for_a_full_bucket_and_leaves_a_debt_where_it_used_more() -> None:
     bucket = Bucket(100, now=0.0)
     assert bucket.take(1000, 0.0) == 0.0
-    assert (bucket.level, bucket.take(1000, 0.0)) == (0, pytest.approx(60))
+    assert bucket.level == 0
+    assert bucket.take(1000, 0.0) == pytest.approx(60)
     bucket.give(100 - 1000, 0.0)
     assert bucket.take(1000, 0.0) == pytest.approx(600)
 

@@ -17,7 +17,7 @@ def shipped(store: Store, count: int, run: str = "", **end: Any) -> list[str]:
     """Ship answered calls of one trajectory, or of one each; return their ids, the newest last."""
     names = [f"call_{place:03d}" for place in range(count)]
     for place, name in enumerate(names):
-        parent = {"parent_call": names[place - 1]} if run and place else {}
+        parent: dict[str, Any] = {"parent_call": names[place - 1]} if run and place else {}
         start = begun(name, run or f"t{place}", at=float(place), **parent)
         context = "exact" if parent else "root"
         store.calls.ship([start, ended(start, REPLY, **{"context": context, **end})])
@@ -73,7 +73,7 @@ def test_a_long_trajectory_tells_the_tokens_of_its_first_calls_and_the_others_ar
 
 def test_exact_turns_count_each_token_once(proxy: Proxy) -> None:
     for place in range(20):
-        parent = {"parent_call": f"call_{place - 1:03d}"} if place else {}
+        parent: dict[str, Any] = {"parent_call": f"call_{place - 1:03d}"} if place else {}
         start = begun(f"call_{place:03d}", "run", at=float(place), **parent)
         context, total = ("exact" if place else "root"), len(LONG) + 10 * place
         end = ended(start, REPLY, prompt=[1] * 8 if place else LONG, context=context, prompt_tokens=total)

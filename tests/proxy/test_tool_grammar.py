@@ -96,6 +96,6 @@ def test_the_level_of_the_server_decides(start: Start, tmp_path: Path) -> None:
 
 def test_yaml_means_off_by_false(tmp_path: Path) -> None:
     settings = ProxySettings(
-        upstreams=("http://a",), model="m", store="-", journal=tmp_path, tool_strict_level=False,  # type: ignore[arg-type]
+        upstreams=("http://a",), model="m", store="-", journal=tmp_path, tool_strict_level=False,
     )  # fmt: skip
     assert settings.tool_strict_level == "off"

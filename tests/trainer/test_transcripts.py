@@ -16,9 +16,9 @@ class CountingReads(Trajectories):
         super().__init__(store._engine)
         self.names: list[str] = []
 
-    def read(self, trajectory_id: str) -> Transcript:
+    def read(self, trajectory_id: str, *, tokens: bool = True) -> Transcript:
         self.names.append(trajectory_id)
-        return super().read(trajectory_id)
+        return super().read(trajectory_id, tokens=tokens)
 
 
 def test_what_the_judge_was_given_is_not_read_again_for_the_round(store: Store) -> None:
