@@ -3,6 +3,7 @@
 An agent with a key sends requests with something wrong in any place (`hostile_bodies`), what is no HTTP at all, and
 requests that never end (`hostile_wire`); schemathesis asks the operator API from its own OpenAPI document. Before, an
 agent with another key has said secret words in every dialect; its runs and responses are asked for by name as well.
+At the end crowds ask at once for what makes a proxy wait (`hostile_crowds`).
 The upstream behaves, so every 5xx is the proxy's own. Then everything recorded is read back over the operator API.
 
 With --exact-context the upstream offers `--enable-scale-out`, and its answers drift; every whole chat answer is
@@ -32,6 +33,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis.core.result import Ok
 
+from benchmarks import hostile_crowds
 from benchmarks.databases import postgres_server
 from benchmarks.hostile_bodies import Asking, askings
 from benchmarks.hostile_upstream import Upstream
@@ -56,6 +58,7 @@ class Outcome:
     leaks: list[str] = field(default_factory=list)
     logged: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)  # what a crowd held up
     resident: list[list[float]] = field(default_factory=list)  # of the proxy and its shipper, from the first tenth on
     open_files: tuple[int, int] = (0, 0)  # before and after
     recorded: int = 0
@@ -65,7 +68,7 @@ class Outcome:
     @property
     def violations(self) -> list[str]:
         """Return what must not be."""
-        return [*self.own_5xx, *self.leaks, *self.logged, *self.unreadable]
+        return [*self.own_5xx, *self.leaks, *self.logged, *self.unreadable, *self.waits]
 
 
 class Campaign:
@@ -160,6 +163,9 @@ class Campaign:
         for asking in self._theirs:
             self._ask(asking)
         slow.join()
+        self.outcome.waits += hostile_crowds.waiters(self.url, self.attacker, self._process)
+        self.outcome.waits += hostile_crowds.readiness(self.url, lambda: self._upstream.looks)
+        self.outcome.waits += hostile_crowds.offers(self.url, self.attacker)
         for reply in slow.replies:
             self._count("never ends", reply, "a slow sender")
         self.outcome.logged += ["a request that never ends was held open"] * slow.left_open
@@ -288,6 +294,7 @@ def run(folder: Path, requests: int, number: int = 1, store: str = "", *, exact:
         try:
             campaign.run(requests, number)
             outcome = campaign.end()
+            outcome.waits += hostile_crowds.unread_log(folder / "unread", upstream_url, upstream_key)
         finally:
             campaign.abandon()
     outcome.seconds = round(time.monotonic() - began, 1)

@@ -28,6 +28,7 @@ class Upstream:
         self._upstream_key = upstream_key
         self.secrets: list[str] = []
         self.leaks: list[str] = []
+        self.looks = 0  # questions for the models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -44,6 +45,7 @@ class Upstream:
             f"to the upstream: {one} in {scope['path']}" for one in self.secrets if one.encode() in body or one in head
         ]
         self._forget()
+        self.looks += scope["path"] == "/v1/models"
         begun = False
 
         async def told(message: Message) -> None:

@@ -45,10 +45,11 @@ def send(url: str, request: bytes, timeout: float = 20.0, *, half_close: bool = 
             line.sendall(request)
             if half_close:
                 line.shutdown(socket.SHUT_WR)
-        return _read(line, "HEAD" if request.startswith(b"HEAD ") else None)
+        return read(line, "HEAD" if request.startswith(b"HEAD ") else None)
 
 
-def _read(line: socket.socket, method: str | None) -> Reply:
+def read(line: socket.socket, method: str | None = None) -> Reply:
+    """Return the reply that comes over a connection."""
     reply = http.client.HTTPResponse(line, method=method)
     try:
         reply.begin()

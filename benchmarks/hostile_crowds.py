@@ -1,0 +1,108 @@
+"""Crowds: many who ask at once for what makes a proxy wait, offers of another protocol in pieces, a log nobody reads.
+
+Each function returns the promises that did not hold, as sentences; none where all did.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+
+from benchmarks.hostile_wire import read
+from store.ids import new_id
+from tests.proxy.servers import ProxyProcess, eventually
+
+CHAT = "/v1/chat/completions"
+_CROWD = 24  # clients at once
+_MOST_LOOKS = 2  # at the upstream while readiness is asked for: its own pace
+
+
+def _asking(words: str) -> dict[str, Any]:
+    return {"model": "agent", "messages": [{"role": "user", "content": words}]}
+
+
+def waiters(url: str, key: str, proxy: psutil.Process) -> Iterator[str]:
+    """Ask for ids that nobody has while the store takes nothing: a large call of another client must not wait."""
+    with (
+        httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=30) as client,
+        ThreadPoolExecutor(_CROWD) as crowd,
+    ):
+        shipping = proxy.children()
+        for one in shipping:
+            os.kill(one.pid, signal.SIGSTOP)
+        try:
+            client.post(CHAT, json=_asking("#say=waits")).raise_for_status()
+            said = [
+                crowd.submit(client.post, "/api/feedback", json={"call_id": new_id("call"), "value": 1})
+                if number % 2
+                else crowd.submit(client.get, f"/v1/responses/{new_id('resp')}")
+                for number in range(_CROWD)
+            ]
+            time.sleep(0.3)
+            large = client.post(CHAT, json=_asking("x" * 300_000))
+            if large.status_code != 200 or any(one.done() for one in said):
+                yield f"a large call waited for those who wait for the store ({large.status_code})"
+        finally:
+            for one in shipping:
+                os.kill(one.pid, signal.SIGCONT)
+        yield from (f"{one.result().status_code} to an id that nobody has" for one in said if _is_bad(one.result()))
+
+
+def _is_bad(answer: httpx.Response) -> bool:
+    return answer.status_code not in (202, 404, 429)
+
+
+def readiness(url: str, looks: Callable[[], int]) -> Iterator[str]:
+    """Ask for readiness a hundred times; `looks` counts the upstream's `GET /v1/models`."""
+    before = looks()
+    with httpx.Client(base_url=url, timeout=20) as client:
+        answers = {client.get("/health/ready").status_code for _ in range(100)}
+    if answers != {200} or looks() - before > _MOST_LOOKS:
+        yield f"100 questions for readiness were {looks() - before} to the upstream, answered {answers}"
+
+
+def offers(url: str, key: str) -> Iterator[str]:
+    """Offer h2c in several spellings, in heads that come in pieces: each call must be served in HTTP/1.1."""
+    parts, body = urlsplit(url), b'{"model": "agent", "messages": [{"role": "user", "content": "#say=hello"}]}'
+    for name in ("Upgrade", "upgrade", "UPGRADE", "uPGRADE"):
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: {parts.netloc}\r\nauthorization: Bearer {key}\r\nconnection: close, "
+            f"upgrade, http2-settings\r\n{name}: h2c\r\nhttp2-settings: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        ).encode()
+        for size in (len(head + body), len(head), len(head) - 1, 97, head.index(b": h2c") - 3):
+            with socket.create_connection((str(parts.hostname), parts.port or 80), 20) as line:
+                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for at in range(0, len(head + body), size):
+                    line.sendall((head + body)[at : at + size])
+                    time.sleep(0.005)
+                reply = read(line)
+            if reply.status != 200 or b"hello" not in reply.text:
+                yield f"{reply.status} to an offer of h2c as {name}, sent {size} bytes at a time"
+
+
+def unread_log(folder: Path, upstream_url: str, upstream_key: str) -> Iterator[str]:
+    """Run a proxy whose stderr is a pipe that nobody reads, with calls that are logged and calls that fail."""
+    reader, writer = os.pipe()
+    folder.mkdir()
+    proxy = ProxyProcess(folder, writer, upstreams=[upstream_url, "http://127.0.0.1:9"], upstream_key=upstream_key)
+    os.close(writer)
+    with httpx.Client(base_url=proxy.url, timeout=10) as client:
+        eventually(lambda: client.get("/health/ready").status_code == 200)
+        bodies = itertools.cycle([_asking("#say=fine"), _asking(secrets.token_hex(8)) | {"model": "agent@9"}])
+        answers = [client.post(CHAT, json=next(bodies)).status_code for _ in range(300)]
+        live = client.get("/health/live").status_code
+    if set(answers) != {200, 404} or live != 200 or proxy.stop() != 0:
+        yield f"with a log that nobody reads: {set(answers)}, /health/live {live}"
+    os.close(reader)
