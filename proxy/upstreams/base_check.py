@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -58,6 +59,7 @@ class BaseCheck:
         self._problems: dict[str, str] = {}  # by replica
         self._roots: dict[str, str] = {}  # what each replica calls its base model, since it was asked last
         self._due_at: dict[str, float] = {}
+        self._failures: Counter[str] = Counter()  # in a row, by replica
         self._waiting: dict[str, tuple[Replica, Card]] = {}
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "base-model")
@@ -105,7 +107,9 @@ class BaseCheck:
                     async with asyncio.timeout(_PATIENCE):
                         await self._compare(replica, card)
                 except (UpstreamError, StoreError, TimeoutError) as error:
-                    self._due_at[replica.url] = time.monotonic() + _AGAIN
+                    pause = min(self._every, _AGAIN * 2 ** self._failures[replica.url])  # one part may never be offered
+                    self._failures[replica.url] += 1
+                    self._due_at[replica.url] = time.monotonic() + pause
                     log.warning("event=base_model_not_compared upstream=%s reason=%r", replica.label, str(error))
 
     async def _compare(self, replica: Replica, card: Card) -> None:
@@ -119,6 +123,7 @@ class BaseCheck:
                 return
             log.info("event=base_model_taken_up alias=%s name=%s upstream=%s", self._alias, taken.name, replica.label)
             known = taken
+        self._failures.pop(replica.url, None)
         difference = fingerprints.difference(known.served, seen)
         pause = self._every if difference is None else _AGAIN_OTHER
         self._due_at[replica.url] = time.monotonic() + pause
