@@ -1,0 +1,134 @@
+"""Every command with --json prints JSON and nothing else to its standard output; a new one has to be listed here.
+
+Commands that read are run on a filled store. Those that need a running engine are run with --json by the test that is
+named beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+import ratchet.cli
+from ratchet.cli import run
+from store import open_store
+from store.records import Feedback
+from store.tuning_records import Rollout
+from tests.ratchet.test_prompt_promotion import ended
+from tests.records import judged_group
+from tests.trainer.scripted_judge_model import ScriptedJudgeModel
+from tests.trainer.tuning.test_lessons import GOOD, tried
+
+HERE = Path(__file__).parent
+
+# What is run here: command -> its arguments; GROUP is a judged group of a and b, RUN a tuning that found a better
+# prompt, URL a language model.
+READS: dict[str, tuple[str, ...]] = {
+    "doctor": (),
+    "down": (),
+    "feedback add": ("--trajectory", "a", "--value", "1", "--end-user", "ann"),
+    "feedback export": ("--form", "unpaired", "--out", "thumbs.jsonl"),
+    "feedback list": (),
+    "groups list": (),
+    "groups show": ("GROUP",),
+    "judge calibrate": ("--judge", "judges.py:mine", "--truth", "judges.py:mine"),
+    "judge lint": ("--judge", "judges.py:mine", "--answer", "Oslo", "--wrong", "Rome"),
+    "judge rescore": ("--judge", "judges.py:mine"),
+    "judge show": ("GROUP",),
+    "judge try": ("a", "b", "--judge", "judges.py:mine"),
+    "keys list": (),
+    "policies list": (),
+    "policies show": ("agent", "0"),
+    "status": (),
+    "store forget": ("a", "--dry-run"),
+    "store prune": ("--older-than", "1d", "--dry-run"),
+    "store verify": (),
+    "tasks import": ("tasks.jsonl", "--name", "sums"),
+    "tasks list": (),
+    "trajectories list": (),
+    "trajectories show": ("a",),
+    "tune lessons": ("--reflection-url", "URL", "--reflection-model", "m", "--least", "1", "--dry-run"),
+    "tune promote": ("RUN",),
+    "tune report": (),
+    "tune runs": (),
+}
+
+# What needs an engine: command -> the file of tests that runs it with --json, and words that stand in it.
+ELSEWHERE = {
+    "bench": ("test_bench.py", '"bench"'),
+    "eval bfcl": ("../clients/test_bfcl.py", '"eval", "bfcl"'),
+    "tune prompt": ("test_tune_prompt.py", '"prompt"'),
+    "tune select-model": ("test_tune_select.py", '"select-model"'),
+    "tune weights": ("test_tune_weights.py", '"weights"'),
+    "up": ("test_up.py", '"--detach"'),
+}
+
+
+def commands(found: click.Command, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield the path of every command that has --json."""
+    if isinstance(found, click.Group):
+        with click.Context(found) as context:
+            for name in found.list_commands(context):
+                command = found.get_command(context, name)
+                assert command is not None
+                yield from commands(command, (*path, name))
+    elif any("--json" in parameter.opts for parameter in found.params):
+        yield " ".join(path)
+
+
+ROOT = next(value for value in vars(ratchet.cli).values() if isinstance(value, click.Group))
+EVERY = sorted(commands(ROOT))
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A folder with a store that holds one of everything that is listed; and the ids that READS names."""
+    folder = tmp_path_factory.mktemp("filled")
+    (folder / "judges.py").write_text("def mine(trajectory):\n    return float(trajectory['id'] in ('a', 'lint-0'))\n")
+    (folder / "tasks.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n')
+    with contextlib.closing(open_store(str(folder / "store.db"))) as store:
+        group = judged_group(store, ["a", "b"], [0.0, 1.0])
+        store.policies.register_base("agent", "agent@0")
+        said: dict[str, Any] = {"kind": "trajectory", "target": "a", "source": "ann", "given_at": 5.0, "trusted": True}
+        store.feedback.add([Feedback(id="fb_1", value=1.0, **said)])
+        tried(store, "mail/1", 0.0)
+        found = ended(store, "better")
+        tuning = store.tunings.begin("eval", "agent", {})
+        rollout = Rollout(
+            id="r", tuning_id=tuning.id, task_id="t", split="test", attempt=0, candidate="agent@0", planned_at=1.0
+        )
+        store.rollouts.plan([rollout])
+    return folder, {"GROUP": group.id, "RUN": found}
+
+
+def test_every_command_that_prints_json_is_run_by_a_test() -> None:
+    assert set(EVERY) == READS.keys() | ELSEWHERE.keys()
+    for command, (file, words) in ELSEWHERE.items():
+        text = (HERE / file).read_text()
+        assert words in text, command
+
+
+@pytest.mark.parametrize("command", sorted(READS))
+def test_a_command_prints_json_and_nothing_else(
+    filled: tuple[Path, dict[str, str]],
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder, ids = filled
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("RATCHET_STORE", str(folder / "store.db"))
+    monkeypatch.setenv("RATCHET_MODEL", "agent")
+    with ScriptedJudgeModel().running() as model:
+        model.answers = [GOOD]
+        words = [(ids | {"URL": model.url}).get(word, word) for word in READS[command]]
+        code = run([*command.split(), *words, "--json"])
+    printed, said = capfd.readouterr()
+    assert code in (0, 1, 3), said
+    json.loads(printed)
