@@ -35,6 +35,7 @@ from trainer.memory import TOO_LONG, Memory
 from trainer.publishing import checkpoint
 from trainer.publishing.probes import ROWS, contexts
 from trainer.round_size import RoundSize
+from trainer.staleness import age
 from trainer.transcripts import Transcripts
 
 log = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class School:
         """
         held = self._store.rounds.start(self._alias, from_version)
         try:
-            rows, untrained = self._collect(pupil, groups)
+            rows, untrained = self._collect(pupil, groups, from_version)
             rows, groups = self._short_enough(rows, groups, untrained)
             scale = self._size.rate_scale(_that_teach(groups, rows))
             report = pupil.train_round(rows, scale)
@@ -221,17 +222,19 @@ class School:
         else:
             self._store.alarms.clear(alarm)
 
-    def _collect(self, pupil: Pupil, groups: Sequence[Group]) -> tuple[list[TokenRow], Counter[str]]:
+    def _collect(self, pupil: Pupil, groups: Sequence[Group], version: int) -> tuple[list[TokenRow], Counter[str]]:
         rows: list[TokenRow] = []
         untrained: Counter[str] = Counter()
         keys = {group.id: group.key for group in groups}
+        policies = self._store.policies.all(self._alias)
         for member, verdict, earned, turns in self._credited(groups):
             built = self.rows(member, verdict, earned, turns)
             untrained.update(built.untrained)
             for row in built.rows:
                 unfit = pupil.unfit(row)
                 if unfit is None:
-                    rows.append(dataclasses.replace(row, group=_alike(member.trajectory, keys)))
+                    old = age(policies, member.trajectory.version, version)
+                    rows.append(dataclasses.replace(row, group=_alike(member.trajectory, keys), age=old))
                 else:
                     untrained["does not fit the model"] += row.tokens_trained
                     log.warning("event=row_refused reason=%r", unfit)

@@ -64,7 +64,7 @@ def make_daemon(
             "judge": "tests.trainer.judge_samples:scripted",
             "group_size": 2,
             "groups_per_round": 2,
-            "learner": LearnerSettings(learning_rate=1e-2),
+            "learner": LearnerSettings(learning_rate=1e-2, reject_ratio_beyond=None),
         }
         daemon = Daemon(TrainerSettings(**(values | changes)), store, threading.Event())
         made.append(daemon)

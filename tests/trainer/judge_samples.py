@@ -72,3 +72,17 @@ def comments(trajectory: Mapping[str, Any]) -> Any:
 def originals_first(trajectory: Mapping[str, Any]) -> float:
     """Prefers what an agent asked for to its shadows."""
     return 0.0 if trajectory["id"].startswith("shad_") else 1.0
+
+
+_together = threading.Barrier(2)
+
+
+def needs_another_caller(response: str) -> int:
+    """Answers only while another thread asks as well."""
+    _together.wait(20)
+    return len(response)
+
+
+async def awaits_another_caller(response: str) -> int:
+    """Likewise, awaited: its event loop is held up meanwhile."""
+    return needs_another_caller(response)

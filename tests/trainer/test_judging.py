@@ -13,6 +13,8 @@ from tests.records import answered_trajectory
 from tests.trainer import judge_samples
 from trainer.errors import JudgeError
 from trainer.judges.function import FunctionJudge
+from trainer.judges.make import make_judge
+from trainer.judges.settings import read_spec
 from trainer.scorekeeper import Scorekeeper, flat_groups
 
 HERE = "tests.trainer.judge_samples"
@@ -153,3 +155,17 @@ def test_groups_in_a_row_without_variance_are_counted_over_a_restart(store: Stor
     assert "gave 0.5 to all 6 trajectories" in alarm.reason
     score(store, later, ready_group(store, {"g": 0.0, "h": 1.0}))
     assert flat_groups(store, "agent") == []
+
+
+@pytest.mark.parametrize("function", ["needs_another_caller", "awaits_another_caller"])
+def test_a_function_is_asked_about_several_groups_at_once_where_that_is_set(store: Store, function: str) -> None:
+    groups = [ready_group(store, {f"group {number}": None}) for number in range(2)]
+    judge = make_judge(read_spec({"kind": "function", "function": f"{HERE}:{function}", "at_once": 2}), {})
+    keep = Scorekeeper(store, judge, attempts=1, retry_seconds=5.0, alarm_after=2)
+    keep.ask(groups, store.trajectories.read)
+    waited = 0
+    while waited < 2:
+        waited += keep.collect(102.0, 30.0)
+    keep.close()
+    found = store.groups.verdicts([name for group in groups for name in group.members])
+    assert [verdict.score for verdict in found.values()] == [7.0, 7.0]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import dis
 import inspect
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,14 +36,14 @@ PARAMETERS = ("trajectory", "response", "task", "tool_outcomes")
 
 
 class FunctionJudge:
-    """A judge made of one Python function; it is called by one thread at a time."""
+    """A judge made of one Python function; it is called by at most `at_once` threads at a time."""
 
-    at_once = 1
-
-    def __init__(self, entry_point: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, entry_point: str, clock: Callable[[], float] = time.time, at_once: int = 1) -> None:
+        self.at_once = at_once
         self._function, self._wanted, source = _load(entry_point)
         self._clock = clock
-        self._runner: asyncio.Runner | None = None  # one loop for all groups, so that the function may keep a client
+        # One loop for all groups of a thread, so that an async function may keep a client.
+        self._runners: dict[int, asyncio.Runner] = {}
         self.name = entry_point
         self.version = version_of(entry_point, source)
 
@@ -53,15 +54,16 @@ class FunctionJudge:
         return Judgement(tuple(self._loop().run(self._all(group_id, members))))
 
     def close(self) -> None:
-        """Close the loop of an async function."""
-        if self._runner is not None:
-            self._runner.close()
+        """Close the loops of an async function."""
+        for runner in self._runners.values():
+            runner.close()
 
     def _loop(self) -> asyncio.Runner:
-        if self._runner is None:
-            self._runner = asyncio.Runner()
-            self._runner.get_loop().set_task_factory(failing_exits)
-        return self._runner
+        thread = threading.get_ident()
+        if thread not in self._runners:
+            self._runners[thread] = runner = asyncio.Runner()
+            runner.get_loop().set_task_factory(failing_exits)
+        return self._runners[thread]
 
     async def _all(self, group_id: str | None, members: Sequence[Transcript]) -> list[Verdict]:
         return await asyncio.gather(*(self._awaited(group_id, member) for member in members))

@@ -62,6 +62,7 @@ class FunctionSpec(_Spec):
     function: Annotated[str, AfterValidator(_function)] = Field(
         description="the function, as module:function or path/file.py:function"
     )
+    at_once: int = Field(1, ge=1, le=64, description="groups judged at the same time, each in a thread of its own")
 
 
 class AnswerSpec(_Spec):

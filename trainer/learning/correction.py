@@ -7,7 +7,8 @@ Two corrections, both against the policy at the round's start and never against 
 - Rejection of rows: a row whose geometric mean of pi_trainer / pi_engine over its trained tokens lies outside
   [1 / L, L] was sampled by another policy than the one that learns, and is left out. Its tokens leave the denominator,
   so that the others count as if it had never been there. Liu et al. 2025, "When speed kills stability" (the geometric
-  level: a product over thousands of tokens would reject every long row).
+  level: a product over thousands of tokens would reject every long row). L grows with a row's age in versions, since
+  the policy has moved on by then: log L (1 + age) / 8, and log L from an age of 7 on.
 
 Rows without `importance` (sampled with top_p, top_k, min_p or penalties) are neither weighted nor rejected: their
 logprobs belong to another distribution. Does not know which loss follows.
@@ -15,12 +16,15 @@ logprobs belong to another distribution. Does not know which loss follows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from trainer.learning.micro_batches import Micro
+
+_OLD = 8  # versions: a row that is this old, the one that it was sampled from included, may be off by the whole limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +51,13 @@ def importance_weight(micro: Micro, cap: float | None) -> torch.Tensor:
 
 
 def kept(micro: Micro, limit: float | None) -> torch.Tensor:
-    """Which rows are trained, (N, 1): False where the geometric mean of the ratio lies outside [1 / limit, limit]."""
+    """Which rows are trained, (N, 1): False where the geometric mean of the ratio is too far from 1 for their age."""
     n_row = micro["trained"].sum(-1, keepdim=True)  # (N, 1)
     if limit is None:
         return n_row > 0
+    share = ((1.0 + micro["age"]) / _OLD).clamp(max=1.0)  # (N, 1)
     mean = log_ratio(micro).sum(-1, keepdim=True) / n_row.clamp(min=1)  # (N, 1)
-    near = mean.abs() <= torch.tensor(limit).log()  # a mean that is not a number is not near
+    near = mean.abs() <= share * math.log(limit)  # a mean that is not a number is not near
     return (n_row > 0) & (near | ~micro["importance"])
 
 

@@ -41,7 +41,8 @@ class LearnerSettings:
     max_grad_norm                the gradient is scaled down to this norm, 0 = never
     truncate_importance_at       cap of the weight trainer / engine probability of a token, None = no correction
     reject_ratio_beyond          a row is left out where the geometric mean of trainer / engine probability over its
-                                 tokens is above this or below 1 / this, None = never
+                                 tokens is above this or below 1 / this, None = never; this holds for rows of 7 versions
+                                 ago, a row of k versions ago has its (1 + k) / 8th power: 1.09 for a fresh one
     steps_per_round              optimiser steps that a round's rows are split into, shuffled by seed and step
     token_budget                 padded tokens per micro-batch: memory, never the result
     max_length                   tokens of the longest row that is trained; a longer one is left out, and a trajectory

@@ -9,6 +9,7 @@ run the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ def collate(packs: Sequence[Sequence[TokenRow]], pad_id: int, device: torch.devi
         "sampling_per_token_logps": _padded([row.logprobs[1:] for row in rows], width, 0.0) * trained,  # (N, T)
         "advantages": _padded([_advantages(row) for row in rows], width, 0.0),  # (N, T)
         "importance": torch.tensor([[row.importance] for row in rows]),  # (N, 1)
+        "age": torch.tensor([[math.inf if row.age is None else float(row.age)] for row in rows]),  # (N, 1)
     }
     trees = [tree([row.ids for row in pack]) for pack in packs]
     micro |= _forwarded(trees, pad_id)

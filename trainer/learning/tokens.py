@@ -28,6 +28,7 @@ class TokenRow:
     temperature  that the row was sampled with; the learner divides its logits by it
     importance   False for rows sampled under top_p < 1, top_k, min_p or penalties: their logprobs belong to another
                  distribution, so a ratio against them would be biased, and none is taken
+    age          versions that were trained since the one that sampled it; None where that is not known
     group        of the trajectories that it is compared with; only preferences look at it
 
     Raises RowError, naming the trajectory, when the row contradicts itself.
@@ -42,6 +43,7 @@ class TokenRow:
     advantages: tuple[float, ...] | None = None
     importance: bool = True
     group: str = ""
+    age: int | None = None
 
     def __post_init__(self) -> None:
         problem = self._shape_problem() or self._value_problem()
