@@ -30,6 +30,7 @@ class Shares(Generic[Name]):
     def __init__(self, most: int, most_per_key: int) -> None:
         self._most = most
         self._most_per_key = most_per_key
+        self._least = min(most, most_per_key)  # up to which nobody can hold too much
         self._held: dict[str, _Held[Name]] = {}
         self.bytes = 0
 
@@ -40,7 +41,10 @@ class Shares(Generic[Name]):
 
     def use(self, key_id: str | None, name: Name, more: int = 0) -> None:
         """Something of a key's was used, and takes so many bytes more or, below 0, less."""
-        held = self._held.setdefault(owner(key_id), _Held())
+        key = key_id if key_id in self._held else owner(key_id)
+        held = self._held.get(key)
+        if held is None:
+            held = self._held[key] = _Held()
         held.names[name] = None
         held.names.move_to_end(name)
         held.bytes += more
@@ -61,6 +65,8 @@ class Shares(Generic[Name]):
 
     def excess(self, key_id: str | None) -> Name | None:
         """Return what has to be given up after a key took more: what its holder used longest ago; None for nothing."""
+        if self.bytes <= self._least:
+            return None
         held = self._held.get(owner(key_id))
         if held is not None and held.bytes > self._most_per_key:
             return next(iter(held.names))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Iterable
 from typing import Generic, TypeVar
 
 from proxy.linking.leaf import Leaf
@@ -45,6 +45,13 @@ class ByName(Generic[Name]):
         if len(same) > _MOST_EQUAL:
             del same[next(iter(same))]
         return False
+
+    def add_all(self, names: Iterable[Name], leaf: Leaf) -> None:
+        """Remember a leaf under several names."""
+        known = self._by
+        for name in names:
+            if known.setdefault(name, leaf) is not leaf:
+                self.add(name, leaf)
 
     def drop(self, name: Name, leaf: Leaf) -> bool:
         """Forget a leaf under a name; return whether it was the last."""

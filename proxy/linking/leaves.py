@@ -5,7 +5,7 @@ Nothing of another key or alias is among them, so that no call looks through ano
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from proxy.linking.by_name import ByName
 from proxy.linking.leaf import Leaf
@@ -26,8 +26,7 @@ class Leaves:
 
     def add(self, leaf: Leaf) -> None:
         """Remember an answer under its names and words."""
-        for name in _names(leaf):
-            self._by.add(name, leaf)
+        self._by.add_all(_names(leaf), leaf)
         for quote in leaf.traces.quotes:
             self.quotes.add(quote, leaf)
         if leaf.traces.whole:
@@ -51,13 +50,9 @@ class Leaves:
         return self._by.at("id " + tool_call_id)
 
 
-def _names(leaf: Leaf) -> Iterator[str]:
+def _names(leaf: Leaf) -> list[str]:
     seen = leaf.traces
-    yield leaf.link_key
-    if seen.gap_key:
-        yield seen.gap_key
-    if seen.own_key:
-        yield seen.own_key
-    for name in leaf.tool_call_ids:
-        if is_telling(name):
-            yield "id " + name
+    names = [name for name in (leaf.link_key, seen.gap_key, seen.own_key) if name]
+    if leaf.tool_call_ids:
+        names += ["id " + name for name in leaf.tool_call_ids if is_telling(name)]
+    return names

@@ -167,13 +167,13 @@ class Links:
 
     def begin(self, link: Link, alias: str, version: int, now: float) -> None:
         """A call of this trajectory is under way on this version."""
-        run = self._runs.get(link.trajectory_id)
+        run, size = self._runs.get(link.trajectory_id), 0
         if run is None:
             run = self._runs[link.trajectory_id] = Run(alias, version, now, link.purpose, link.key_id)
-            self._shares.use(run.key_id, link.trajectory_id, RUN_BYTES)
+            size = RUN_BYTES
             self._forget_still(now)
         run.calls_under_way += 1
-        self._touch(link.trajectory_id, run, now)
+        self._touch(link.trajectory_id, run, now, size)
         if link.parent is not None:
             self._extend(link.parent)
         if link.quoted is not None:
@@ -205,9 +205,8 @@ class Links:
         if run is None:
             return
         run.calls_under_way = max(0, run.calls_under_way - 1)
-        self._touch(link.trajectory_id, run, now)
-        for leaf in leaves:
-            self._add(link.trajectory_id, run, leaf)
+        size = sum([self._add(run, leaf) for leaf in leaves])
+        self._touch(link.trajectory_id, run, now, size)
         self._forget_excess(run.key_id)
 
     def unanswered(self, link: Link, attempt: Attempt, now: float) -> None:
@@ -220,7 +219,8 @@ class Links:
         known: dict[tuple[str | None, int], Leaf] = {}
         for one in leaves:
             leaf = known[one.call_id, one.choice] = restored_leaf(one)
-            self._add(one.trajectory_id, self._restored(one, leaf.key_id), leaf)
+            run = self._restored(one, leaf.key_id)
+            self._shares.use(run.key_id, one.trajectory_id, self._add(run, leaf))
         for leaf in known.values():
             if leaf.extended:
                 self._extend(leaf)
@@ -258,20 +258,25 @@ class Links:
         """Return how many trajectories hold each `alias@version`: active within `idle_seconds`, or under way."""
         return self._pins.counts(now, idle_seconds)
 
-    def _touch(self, trajectory_id: str, run: Run, now: float) -> None:
+    def _touch(self, trajectory_id: str, run: Run, now: float, size: int) -> None:
         run.last_active_at = now
         self._runs.move_to_end(trajectory_id)
-        self._shares.use(run.key_id, trajectory_id)
+        self._shares.use(run.key_id, trajectory_id, size)
         self._pins.touch(trajectory_id, run)
 
-    def _add(self, trajectory_id: str, run: Run, leaf: Leaf) -> None:
-        self._leaves.setdefault((run.alias, owner(leaf.key_id)), Leaves()).add(leaf)
+    def _add(self, run: Run, leaf: Leaf) -> int:
+        """Remember an answer; return how many bytes the run takes more."""
+        scope = run.alias, owner(leaf.key_id)
+        known = self._leaves.get(scope)
+        if known is None:
+            known = self._leaves[scope] = Leaves()
+        known.add(leaf)
         run.leaves.append(leaf)
-        self._shares.use(run.key_id, trajectory_id, size_of(leaf))
-        if len(run.leaves) > _MOST_LEAVES:
-            first = run.leaves.pop(0)
-            self._drop(run, first)
-            self._shares.use(run.key_id, trajectory_id, -size_of(first))
+        if len(run.leaves) <= _MOST_LEAVES:
+            return size_of(leaf)
+        first = run.leaves.pop(0)
+        self._drop(run, first)
+        return size_of(leaf) - size_of(first)
 
     def _drop(self, run: Run, leaf: Leaf) -> None:
         scope = run.alias, owner(leaf.key_id)

@@ -72,14 +72,12 @@ class QuoteIndex:
         """Remember words of a leaf."""
         if not self._said.add(quote.digest, leaf):
             return
+        if quote.anchor not in self._anchors:
+            self._widen(quote.anchor)
         _more(self._anchors, quote.anchor)
         for head in quote.heads:
             _more(self._heads, head)
         _more(self._ends.setdefault(_node(quote), {}), quote.length)
-        for kinds, letter in zip(self._kinds, quote.anchor, strict=False):
-            if (kind := _kind(letter)) not in kinds:
-                kinds.add(kind)
-                self._pattern = None
 
     def drop(self, quote: Quote, leaf: Leaf) -> None:
         """Forget words of a leaf."""
@@ -130,16 +128,23 @@ class QuoteIndex:
                 return
             yield head
 
-    def _places(self, text: str) -> Iterator[int]:
-        """Yield in order where words begin as some of ours do."""
+    def _places(self, text: str) -> list[int]:
+        """Return in order where words begin as some of ours do."""
+        anchors = self._anchors
         if len(text) < _SHORT:
-            yield from (at for at in sorted(set(_begins(text))) if text[at : at + ANCHOR] in self._anchors)
-            return
-        if text[:ANCHOR] in self._anchors:
-            yield 0
+            return sorted({at for at in _begins(text) if text[at : at + ANCHOR] in anchors})
+        found = [0] if text[:ANCHOR] in anchors else []
         pattern = self._compiled()
-        if not self._anchors.keys().isdisjoint(pattern.findall(text)):  # seldom, and quicker asked than gone through
-            yield from (found.end() for found in pattern.finditer(text) if found[1] in self._anchors)
+        if not anchors.keys().isdisjoint(pattern.findall(text)):  # seldom, and quicker asked than gone through
+            found += [one.end() for one in pattern.finditer(text) if one[1] in anchors]
+        return found
+
+    def _widen(self, anchor: str) -> None:
+        """Let the pattern find this anchor, too."""
+        for kinds, letter in zip(self._kinds, anchor, strict=False):
+            if (kind := _kind(letter)) not in kinds:
+                kinds.add(kind)
+                self._pattern = None
 
     def _compiled(self) -> re.Pattern[str]:
         """Return what finds the characters that an anchor may be, behind a bound."""

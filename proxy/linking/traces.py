@@ -64,8 +64,12 @@ def traces(answer: Mapping[str, Any], gap_key: str, own_key: str, prompt: Sequen
 
 def quote_of(text: str, *, pending: bool = False) -> Quote:
     """Return the quote of a text."""
-    heads = tuple([hash(text[:step]) for step in STEPS if step <= len(text)])
-    return Quote(text[:ANCHOR], len(text), digest(text), pending, heads)
+    heads = []
+    for step in STEPS:
+        if step > len(text):
+            break
+        heads.append(hash(text[:step]))
+    return Quote(text[:ANCHOR], len(text), digest(text), pending, tuple(heads))
 
 
 def digest(text: str) -> bytes:
