@@ -242,8 +242,7 @@ def test_an_upstream_that_is_gone_is_named(start: Start, vllm: ScriptedVllm) -> 
     answer = proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": ask("hi")})
     assert answer.status_code == 502
     assert url in answer.json()["error"]["message"]
-    ready = proxy.http.get("/health/ready")
-    assert ready.status_code == 503
+    ready = eventually(lambda: (told := proxy.http.get("/health/ready")).status_code == 503 and told)
     assert url in ready.json()["missing"][0]
     assert last_call(proxy).state == CallState.FAILED
 
