@@ -37,7 +37,7 @@ from trainer.settings import TrainerSettings
 ALIAS = "agent"
 _CALLS = 3  # of one agent's run
 _IN_A_ROW = 5  # swaps between two times without any
-_PROBES = [tuple(range(3, 9)), tuple(range(5, 17))]
+_PROBES = [tuple(range(3, end)) for end in range(5, 21)]
 _SETTINGS = TrainerSettings(
     store="unused",
     model=ALIAS,
