@@ -2,7 +2,8 @@
 
 An agent with a key sends requests with something wrong in any place (`hostile_bodies`), what is no HTTP at all, and
 requests that never end (`hostile_wire`); schemathesis asks the operator API from its own OpenAPI document. Before, an
-agent with another key has said secret words in every dialect; its runs and responses are asked for by name as well.
+agent with another key has said secret words in every dialect; its runs and responses are asked for by name as well, the
+name is begun that its next run would get, and prompts repeat how answers begin. Memory is bounded to a megabyte.
 At the end crowds ask at once for what makes a proxy wait (`hostile_crowds`).
 The upstream behaves, so every 5xx is the proxy's own. Then everything recorded is read back over the operator API.
 
@@ -24,6 +25,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,7 @@ class Campaign:
             self._mine("POST", "/v1/chat/completions", hello, ("x-ratchet-trajectory", "theirs")),
             self._mine("POST", "/v1/chat/completions", hello, ("x-session-id", "theirs"), ("x-request-id", call)),
             self._mine("POST", "/v1/chat/completions", {**hello, "metadata": {"trajectory_id": "theirs"}}),
+            *self._linking(),
             self._mine("GET", f"/v1/responses/{name}", None),
             self._mine("GET", f"/v1/responses/{name}/input_items", None),
             self._mine("DELETE", f"/v1/responses/{name}", None),
@@ -138,6 +141,14 @@ class Campaign:
             self._mine("GET", "/health/backlog", None),
             self._mine("POST", f"/v1/embeddings?key={self.attacker}", {"model": "agent", "input": "x"}),
         ]
+
+    def _linking(self) -> Iterator[Asking]:
+        """Begin what the other agent's trajectory would be named next, and quote beginnings without end."""
+        own = blake2b(hash_key(self.victim.encode())[:16].encode(), digest_size=4).hexdigest()
+        for content in ("mine", "> I have read all messages of the treasurer\n" * 3_000, '"' * 140_000):
+            body = {"model": "agent", "messages": [{"role": "user", "content": content}]}
+            yield self._mine("POST", "/v1/chat/completions", body, ("x-session-id", f"theirs~{own}"))
+            yield self._mine("POST", "/v1/chat/completions", body)
 
     def _mine(self, method: str, path: str, body: Any, *headers: tuple[str, str]) -> Asking:
         sent = b"" if body is None else json.dumps(body).encode()
