@@ -8,7 +8,9 @@ At the end crowds ask at once for what makes a proxy wait (`hostile_crowds`).
 The upstream behaves, so every 5xx is the proxy's own. Then everything recorded is read back over the operator API.
 
 With --exact-context the upstream offers `--enable-scale-out`, and its answers drift; every whole chat answer is
-gone on from twice, by a question and by a tool's result: hostile fields come with contexts that are spliced.
+gone on from, by a question, by a tool's result, and with tool calls of an odd form: hostile fields come with contexts
+that are spliced. Single promises (pages of other servers, large bodies to operators, abandoned calls, the password in
+the upstream's URL) are tried by `hostile_promises`.
 
     python -m benchmarks.hostile [--requests 10000] [--seed 1] [--store sqlite|postgresql] [--exact-context] [--json]
 """
@@ -38,6 +40,7 @@ from schemathesis.core.result import Ok
 from benchmarks import hostile_crowds
 from benchmarks.databases import postgres_server
 from benchmarks.hostile_bodies import Asking, askings
+from benchmarks.hostile_promises import PASSWORD, abandoned_calls, foreign_pages, large_operator_bodies, with_password
 from benchmarks.hostile_upstream import Upstream
 from benchmarks.hostile_wire import Reply, SlowSenders, ask, malformed, send
 from proxy.settings import hash_key
@@ -46,6 +49,7 @@ from tests.proxy.servers import ProxyProcess, eventually, served
 _BAD_LINES = ("event=defect", "Traceback", "event=record_failed", "event=dead_letter", "event=tool_checks_failed")
 _CONTINUED = "continued"
 _QUESTION = {"role": "user", "content": "#tool=search #drift"}
+_ODD_CALLS: tuple[Any, ...] = (["x"], [3], 3, [{"function": "f"}], [{"id": "c"}], [None], {"a": 1}, "x", [])
 _RESULT = {"role": "tool", "content": "#say=again"}
 _CALM = settings(deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 
@@ -64,13 +68,14 @@ class Outcome:
     resident: list[list[float]] = field(default_factory=list)  # of the proxy and its shipper, from the first tenth on
     open_files: tuple[int, int] = (0, 0)  # before and after
     recorded: int = 0
+    broken: list[str] = field(default_factory=list)  # single promises
     spliced: dict[str, int] = field(default_factory=dict)  # of exact_context, by how it came out
     seconds: float = 0.0
 
     @property
     def violations(self) -> list[str]:
         """Return what must not be."""
-        return [*self.own_5xx, *self.leaks, *self.logged, *self.unreadable, *self.waits]
+        return [*self.own_5xx, *self.leaks, *self.logged, *self.unreadable, *self.waits, *self.broken]
 
 
 class Campaign:
@@ -87,7 +92,7 @@ class Campaign:
         self._log = folder / "proxy.log"
         self._proxy = ProxyProcess(
             folder,
-            upstreams=[upstream_url],
+            upstreams=[with_password(upstream_url)],
             upstream_key=upstream_key,
             key_hashes=[hash_key(key.encode()) for key in (self.victim, self.attacker)],
             operator_hashes=[hash_key(self.operator.encode())],
@@ -102,9 +107,11 @@ class Campaign:
         self._process = psutil.Process(self._proxy.pid)
         self.outcome = Outcome()
         self._statuses: dict[str, Counter[str]] = {}
+        self._oddities = 0
         eventually(lambda: httpx.get(self.url + "/health/ready", timeout=5).status_code == 200, 30)
         self._theirs = self._speak()
-        self._hidden = [self._word.replace(".", " "), self.victim, self.operator, upstream_key]
+        self._hidden = [self._word.replace(".", " "), self.victim, self.operator, upstream_key, PASSWORD]
+        self._store = store
         upstream.secrets = [self._word.replace(".", " "), self.victim, self.attacker, self.operator]
 
     def _speak(self) -> list[Asking]:
@@ -139,6 +146,7 @@ class Campaign:
             self._mine("GET", "/t/theirs/v1/models", None),
             self._mine("GET", "/metrics", None),
             self._mine("GET", "/health/backlog", None),
+            self._mine("GET", "/health/ready", None),
             self._mine("POST", f"/v1/embeddings?key={self.attacker}", {"model": "agent", "input": "x"}),
         ]
 
@@ -171,6 +179,8 @@ class Campaign:
                 self._count("not HTTP", send(self.url, raw, half_close=step % 2 == 0), repr(raw[:80]))
             self._look()
         self._ask_operator(operator, number)
+        self.outcome.broken += large_operator_bodies(self.url, self._as_operator)
+        self.outcome.broken += abandoned_calls(self.url, self._store)
         for asking in self._theirs:
             self._ask(asking)
         slow.join()
@@ -219,6 +229,9 @@ class Campaign:
         self._count(asking.kind, reply, what)
         if self._exact and reply.status == 200 and (further := continued(asking, reply)):
             self._ask(further)
+            self._oddities += 1
+            odd = with_odd_calls(further, _ODD_CALLS[self._oddities % len(_ODD_CALLS)])
+            self._count(odd.kind, ask(self.url, odd), f"odd tool calls {odd.body[-300:]!r}")
 
     def _ask_operator(self, count: int, number: int) -> None:
         """Ask every operation of the operator API what schemathesis finds likely to hurt."""
@@ -289,6 +302,14 @@ def continued(asking: Asking, reply: Reply) -> Asking | None:
     return Asking(_CONTINUED, asking.method, asking.path, asking.headers, sent)
 
 
+def with_odd_calls(asking: Asking, calls: Any) -> Asking:
+    """Return a request that goes on from an answer with an answer more, whose tool calls are none."""
+    body = json.loads(asking.body)
+    odd = {"role": "assistant", "content": "x", "tool_calls": calls}
+    sent = {**body, "messages": [*body["messages"], odd, _QUESTION], "n": "1"}
+    return Asking("odd tool calls", asking.method, asking.path, asking.headers, json.dumps(sent).encode())
+
+
 def _spliced(metrics: str) -> dict[str, int]:
     """Return how contexts were made exact, or why they were not."""
     lines = (line.rpartition(" ") for line in metrics.splitlines() if line.startswith("ratchet_exact_"))
@@ -306,6 +327,7 @@ def run(folder: Path, requests: int, number: int = 1, store: str = "", *, exact:
             campaign.run(requests, number)
             outcome = campaign.end()
             outcome.waits += hostile_crowds.unread_log(folder / "unread", upstream_url, upstream_key)
+            outcome.broken += foreign_pages(folder / "without-keys", upstream_url)
         finally:
             campaign.abandon()
     outcome.seconds = round(time.monotonic() - began, 1)
@@ -335,6 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{kind:24} {sum(found.values()):6}  {'  '.join(f'{name}: {count}' for name, count in found.items())}")
     print(f"{outcome.requests} requests in {outcome.seconds:.0f} s; {outcome.recorded} calls recorded and read back")
     print(f"5xx of our own making: {len(outcome.own_5xx)}; leaks: {len(outcome.leaks)}; defects: {len(outcome.logged)}")
+    print(f"single promises that did not hold: {len(outcome.broken)}")
     print(f"exact contexts: {outcome.spliced or 'not offered'}")
     print(f"resident MiB: {outcome.resident}; open files: {outcome.open_files}")
     for violation in dict.fromkeys(outcome.violations):

@@ -188,12 +188,14 @@ _LEAVES = st.one_of(
     st.sampled_from(_READABLE),
     st.sampled_from(_READABLE + sorted(_MARKS)),
 )
+_LAX = (1, 1.0, "1", "true", "Yes", "on", 0, "0", "false", "off")  # what vLLM reads as booleans, and as numbers
 _VALUES = st.one_of(
     _LEAVES,
     st.recursive(
         _LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_NAMES, inner, max_size=3), max_leaves=6
     ),
     st.sampled_from(_RECURSIVE),
+    st.sampled_from(_LAX),
 )
 _GONE = object()
 

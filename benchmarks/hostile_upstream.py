@@ -16,6 +16,7 @@ from tests.proxy.scripted_vllm import ScriptedVllm
 
 _OF_TOKENS = (GENERATE, DERENDER, DETOKENIZE)  # what the proxy writes by itself
 _REFUSED = b'{"error": {"message": "not JSON", "type": "BadRequestError"}}'
+_KEPT = ("model", "logprobs", "return_token_ids", "stream", "stream_options")
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
 
 
@@ -74,8 +75,7 @@ def _plain(body: bytes, *, whole: bool) -> bytes:
     asked = asked if isinstance(asked, dict) else {}
     said = str(asked.get("messages") or asked.get("prompt"))
     words = said[said.index("#say=") :].split("'")[0] if "#say=" in said else "#say=fine"
-    kept = {name: asked[name] for name in ("model", "logprobs", "return_token_ids", "stream_options") if name in asked}
-    kept["stream"] = asked.get("stream") is True
+    kept = {name: asked[name] for name in _KEPT if name in asked}
     if "prompt" in asked:
         kept["prompt"] = words
     else:

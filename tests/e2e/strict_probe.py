@@ -17,11 +17,11 @@ def main() -> None:
     from vllm.parser.abstract_parser import DelegatingParser
     from vllm.tool_parsers import ToolParserManager
 
-    class Parser(DelegatingParser):  # type: ignore[misc]
+    class Parser(DelegatingParser):
         tool_parser_cls = ToolParserManager.get_tool_parser("hermes")
         reasoning_parser_cls = None
 
-    tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])  # type: ignore[no-untyped-call]
+    tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
     messages = [{"role": "user", "content": "Find it"}]
     held: dict[str, bool] = {}
     asked: dict[str, dict[str, Any]] = json.load(sys.stdin)
