@@ -18,6 +18,7 @@ import msgspec
 import uvloop
 
 from proxy.upstreams.client import Client
+from proxy.upstreams.connection import Limits
 from ratchet.errors import MeasurementFailed
 from ratchet.measuring.calls import Block, Shape, Way, block
 from ratchet.measuring.figures import Added, WayFigures, added, figures
@@ -26,6 +27,7 @@ STRAIGHT, WITH_IDS, PROXIED = "straight", "straight, ids and logprobs", "through
 IDS: dict[str, Any] = {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
 _COMPARED = ((PROXIED, STRAIGHT), (WITH_IDS, STRAIGHT), (PROXIED, WITH_IDS))
 _CONNECT = 10.0  # seconds
+_LARGEST_ANSWER = 2**28  # bytes
 _BUSY = 0.8  # share of a core from where on the measurement itself may be what is slow
 
 Told = Callable[[str, int, int], None]
@@ -68,7 +70,7 @@ def measure(
 async def _measure(
     ways: Sequence[Way], shape: Shape, plan: Plan, cpu: Callable[[], float] | None, told: Told
 ) -> Measured:
-    client = Client(plan.timeout, _CONNECT)
+    client = Client(Limits(plan.timeout, plan.timeout, _LARGEST_ANSWER), _CONNECT)
     blocks: dict[str, list[Block]] = {way.name: [] for way in ways}
     size = max(1, plan.calls // plan.turns)
     try:
