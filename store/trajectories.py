@@ -217,16 +217,21 @@ class Trajectories:
         """
         runs, calls = schema.trajectories, schema.calls
         whole = sa.and_(calls.c.state == CallState.ANSWERED, calls.c.status == 200, calls.c.dialect != "completions")
-        by_root = sa.literal("root:") + runs.c.root_node + ":" + runs.c.tools_hash  # as `cohort_of` has it
-        key = sa.case((sa.func.coalesce(runs.c.task, "") != "", sa.literal("task:") + runs.c.task), else_=by_root)
+        named = sa.func.coalesce(runs.c.task, "") != ""  # else the task is its first prompt and tools, as for `cohort_of`
+        task = (
+            sa.case((named, runs.c.task)).label("task"),
+            sa.case((~named, runs.c.root_node)).label("root"),
+            sa.case((~named, runs.c.tools_hash)).label("tools"),
+        )
         asked = (
-            sa.select(runs.c.id, runs.c.opened_at, key.label("key"))
+            sa.select(runs.c.id, runs.c.opened_at, *task)
             .join(calls, calls.c.trajectory_id == runs.c.id)
             .where(runs.c.alias == alias, runs.c.drop_reason == reason)
             .group_by(runs.c.id)
             .having(sa.func.count() == 1, sa.func.sum(sa.case((whole, 1), else_=0)) == 1)
         ).subquery()
-        place = sa.func.row_number().over(partition_by=asked.c.key, order_by=(asked.c.opened_at, asked.c.id))
+        same_task = (asked.c.task, asked.c.root, asked.c.tools)
+        place = sa.func.row_number().over(partition_by=same_task, order_by=(asked.c.opened_at, asked.c.id))
         first = sa.select(asked.c.id, asked.c.opened_at, place.label("place")).subquery()
         query = sa.select(first.c.id).where(first.c.place == 1).order_by(first.c.opened_at, first.c.id).limit(limit)
         with read(self._engine) as connection:

@@ -239,7 +239,7 @@ def test_what_a_rejected_version_sampled_is_dropped_and_its_groups_go_on_without
     assert store.trajectories.drop_counts() == {"rolled_back": 3, "stale": 1}
 
 
-def test_held_out_prompts_are_the_newest_of_each_task_and_of_one_answered_call(store: Store) -> None:
+def test_held_out_prompts_are_the_first_of_each_task_and_of_one_answered_call(store: Store) -> None:
     for at, (name, task) in enumerate(
         [("old", "t/1"), ("new", "t/1"), ("long", "t/2"), ("kept", "t/3"), ("text", "t/4")]
     ):
@@ -250,7 +250,7 @@ def test_held_out_prompts_are_the_newest_of_each_task_and_of_one_answered_call(s
     for name in ("old", "new", "long", "kept", "text"):
         store.trajectories.seal(name, now=10.0)
     store.trajectories.drop(["old", "new", "long", "text"], "held_out")
-    assert store.trajectories.held_out("agent", "held_out", 9) == ["new"]
+    assert store.trajectories.held_out("agent", "held_out", 9) == ["old"]
 
 
 def test_a_pruned_version_serves_no_more(store: Store) -> None:
