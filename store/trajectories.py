@@ -217,7 +217,8 @@ class Trajectories:
         """
         runs, calls = schema.trajectories, schema.calls
         whole = sa.and_(calls.c.state == CallState.ANSWERED, calls.c.status == 200, calls.c.dialect != "completions")
-        named = sa.func.coalesce(runs.c.task, "") != ""  # else the task is its first prompt and tools, as for `cohort_of`
+        # A task without a name is its first prompt and tools, as `cohort_of` has it.
+        named = sa.func.coalesce(runs.c.task, "") != ""
         task = (
             sa.case((named, runs.c.task)).label("task"),
             sa.case((~named, runs.c.root_node)).label("root"),
