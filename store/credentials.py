@@ -25,10 +25,13 @@ def credentials(url: str) -> tuple[str, str] | None:
 
 
 def plain_url(url: str) -> str:
-    """Return a server's address as it is used: without `/v1` at its end. Raises ValueError, which shows no password."""
+    """Return a server's address as it is used: without `/v1` at its end. Raises ValueError, which shows no password.
+
+    Port 0 is fine: it stands for one that is still to be chosen.
+    """
     try:
         parts = urlsplit(url)
-        fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        fine = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port >= 0)
     except ValueError:
         fine = False
     if not fine:

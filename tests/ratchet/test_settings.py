@@ -103,6 +103,11 @@ def test_learner_settings_reach_the_trainer(tmp_path: Path) -> None:
     assert trainer.vllm == ("http://127.0.0.1:8001",)
 
 
+def test_any_free_port_may_be_asked_for(tmp_path: Path) -> None:
+    settings = read(tmp_path, "vllm: {port: 0}\nproxy: {port: 0}")
+    assert (settings.vllm.port, settings.proxy_settings({}).port) == (0, 0)
+
+
 def test_an_ipv6_address_is_bracketed_wherever_it_stands_in_a_url(tmp_path: Path) -> None:
     settings = read(tmp_path, "vllm: {host: '::1'}")
     assert settings.proxy_settings({}).upstreams == ("http://[::1]:8001",)
