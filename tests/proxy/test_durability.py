@@ -108,7 +108,7 @@ def test_a_stop_lets_running_calls_end_and_ships_them(
 def test_a_drain_is_unready_then_refuses_while_running_streams_end(vllm_url: str, tmp_path: Path, store: Store) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url], drain_delay=1.0)
     eventually(lambda: ready(process.url))
-    body = BODY | {"messages": [{"role": "user", "content": "#tokens=60 #delay=0.05"}], "stream": True}
+    body = BODY | {"messages": [{"role": "user", "content": "#tokens=120 #delay=0.05"}], "stream": True}
     with ThreadPoolExecutor(2) as pool:
         call = pool.submit(httpx.post, process.url + "/v1/chat/completions", json=body, timeout=20)
         eventually(lambda: len(store.calls.page(9)) == 1)
