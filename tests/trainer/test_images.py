@@ -162,9 +162,10 @@ def test_the_status_names_images_among_what_was_left_out() -> None:
     store: dict[str, Any] = {
         "trajectories": {}, "dropped": {}, "dropped_groups": {}, "left_out_tokens": {"image": 12}, "shadows": {},
         "rounds": {}, "live": None, "canary": None, "held": [], "decisions": [], "alarms": [], "proxies": [],
+        "next_round": None, "moved": None, "base_model": None,
     }  # fmt: skip
     status = {
         "project": "p", "running": True, "ready": True, "base_url": None, "console": None, "rooms": {}, "versions": {},
-        "others_up": [], "other_projects": [], "store": store,
+        "others_up": [], "other_projects": [], "without_folder": None, "store": store,
     }  # fmt: skip
     assert "12 tokens image: images are recorded and judged, never trained" in "\n".join(lines(status))
