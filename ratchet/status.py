@@ -209,7 +209,8 @@ def lines(status: dict[str, Any]) -> list[str]:
         text.append(f"  canary        {store['live']['model']}{canary_line(store['canary'])}")
     if waits := store["held"]:
         name = f"{waits['model']}@{waits['version']}"
-        remedy = f"`ratchet policies promote {name}` or `ratchet policies rollback {waits['model']}`"
+        take_back = f"`ratchet policies rollback {waits['model']} --reason WHY`"
+        remedy = f"`ratchet policies promote {name} --reason WHY` or {take_back}"
         text.append(f"  HELD          {name} ({waits['state']}) waits for a person: {remedy}")
     text += [f"  decided       @{one['version']} {one['action']} by {one['by']}: {one['reason']}"
              for one in store["decisions"]]  # fmt: skip

@@ -29,7 +29,8 @@ def no_doubts() -> Sequence[Finding]:
 def hold(store: Store, policy: Policy, reason: str, evidence: Mapping[str, Any], *, by: str) -> None:
     """Write down that only a person promotes this version, and raise the alarm."""
     store.policies.hold(policy.alias, policy.version, evidence, by=by, reason=reason)
-    remedy = f"`ratchet policies promote {name_of(policy)}` or `ratchet policies rollback {policy.alias}`"
+    take_back = f"`ratchet policies rollback {policy.alias} --reason WHY`"
+    remedy = f"`ratchet policies promote {name_of(policy)} --reason WHY` or {take_back}"
     store.alarms.raise_(f"held:{policy.alias}", f"{name_of(policy)} waits for a person: {reason}; {remedy}")
     log.warning("event=policy_held policy=%s reason=%r", name_of(policy), reason)
 
