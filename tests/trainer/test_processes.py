@@ -66,7 +66,7 @@ def trainer_settings(model: Path, engine: ScriptedEngine, folder: Path, learner:
             "store": str(folder / "together.db"), "model": "agent", "base_model": str(model), "vllm": [engine.url],
             "checkpoints": str(folder / "together" / "checkpoints"), "group_size": 3, "groups_per_round": 2,
             "judge": "tests.trainer.judges_by_number:scripted", "seal_after_idle_seconds": 1,
-            "lease_seconds": 3, "learner": {"reject_ratio_beyond": None} | learner,
+            "lease_seconds": 3, "learner": learner,
         }
     )  # fmt: skip
 
@@ -230,5 +230,10 @@ def test_the_trainer_in_two_processes_makes_the_version_that_one_makes(
     for task, scores in WORK.items():
         agents_work(store, task, scores)
     make_daemon(group_size=3, learner=LearnerSettings(**LEARNER)).turn(1000.0)
+    alone, together = (rounds.newest_committed("agent") for rounds in (store.rounds, story.store.rounds))
+    assert alone is not None
+    assert together is not None
+    for name in ("rows", "rows_rejected", "tokens_trained", "learning_rate", "rate_scale"):
+        assert alone.metrics[name] == together.metrics[name], name
     ours, theirs = (folder / "checkpoints" / "0001" for folder in (tmp_path, story.folder / "together"))
     assert distance(ours, theirs) < 1e-4

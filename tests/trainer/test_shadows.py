@@ -167,7 +167,7 @@ def test_nothing_is_asked_while_vllm_has_other_work(
             trainer.until(partial(dropped_as, store, name, "single"))
             assert len(vllm.calls) == asked
         engine.load = (3, 0)
-        hungry = line(proxy, wait_seconds=1.5)
+        hungry = line(proxy, wait_seconds=8.0)  # within half of it a slow machine looks twice, too
         ask(proxy)
         hungry.until(lambda: "is 0: set it to 3, or wait" in "".join(a.reason for a in store.alarms.standing()))
         store.alarms.clear("shadow:agent")
