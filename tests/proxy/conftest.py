@@ -91,10 +91,12 @@ def running(
     upstream = Upstream(chosen.upstreams, chosen.request_timeout, chosen.connect_timeout, None, *limits)
     with served(around(create_app(chosen, store, upstream, "http://test"))) as url:
         proxy = Proxy(url, store)
-        if ready:
-            eventually(lambda: proxy.http.get("/health/ready").status_code == 200)
-        yield proxy
-        proxy.close()
+        try:
+            if ready:
+                eventually(lambda: proxy.http.get("/health/ready").status_code == 200)
+            yield proxy
+        finally:
+            proxy.close()
 
 
 Start = Callable[..., Proxy]
