@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ratchet.options import printable
@@ -20,3 +20,16 @@ def printed(table: Any, lines: Iterable[str] = ()) -> None:
     console.print(table)
     for line in lines:
         console.print(printable(line), soft_wrap=True, markup=False)
+
+
+def print_records(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Print a table of recorded things, whose words are anybody's; the first column is an id, which stays whole."""
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table()
+    for column in columns:
+        drawn.add_column(column, overflow="fold", no_wrap=column == columns[0])
+    for cells in rows:
+        drawn.add_row(*(Text(printable(cell)) for cell in cells))
+    printed(drawn)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
+from ratchet.tables import print_records
 
 if TYPE_CHECKING:
     from store.records import Group, Verdict
@@ -64,7 +65,7 @@ def list_groups(
     if as_json:
         options.emit([_plain(group, verdicts) for group in found])
     elif found:
-        _print_table(found, verdicts)
+        print_records(_COLUMNS, (_cells(group, verdicts) for group in found))
         if len(found) == limit:
             click.echo(f"older ones: --before {found[-1].id}", err=True)
     else:
@@ -109,29 +110,13 @@ def _state(group: Group) -> str:
     return f"{group.state}: {group.drop_reason}" if group.drop_reason else str(group.state)
 
 
-def _print_table(found: list[Group], verdicts: Mapping[str, Verdict]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
+def _cells(group: Group, verdicts: Mapping[str, Verdict]) -> tuple[Any, ...]:
     from ratchet.commands.trajectories import score_told
     from ratchet.moments import moment_told
-    from ratchet.tables import printed
 
-    drawn = Table()
-    for column in _COLUMNS:
-        drawn.add_column(column, overflow="fold", no_wrap=column == "group")
-    for group in found:
-        scores = ", ".join(score_told(verdicts.get(name)) or "-" for name in group.members)
-        cells = (
-            group.id,
-            moment_told(group.formed_at),
-            _state(group),
-            len(group.members),
-            scores,
-            compared_by(group.key),
-        )
-        drawn.add_row(*(Text(options.printable(cell)) for cell in cells))
-    printed(drawn)
+    scores = ", ".join(score_told(verdicts.get(name)) or "-" for name in group.members)
+    formed = moment_told(group.formed_at)
+    return group.id, formed, _state(group), len(group.members), scores, compared_by(group.key)
 
 
 def _lines(group: Group, verdicts: Mapping[str, Verdict]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import click
 
 from ratchet import options
 from ratchet.commands.filters import filters
+from ratchet.tables import print_records
 
 if TYPE_CHECKING:
     from store import Store
@@ -60,7 +61,7 @@ def list_trajectories(
     if as_json:
         options.emit([_plain(run, verdicts.get(run.id)) for run in found])
     elif found:
-        _print_table(found, verdicts)
+        print_records(_COLUMNS, (_cells(run, verdicts.get(run.id)) for run in found))
         if len(found) == limit:
             click.echo(f"older ones: --before {found[-1].id}", err=True)
     else:
@@ -74,24 +75,12 @@ def _plain(run: Trajectory, verdict: Verdict | None) -> dict[str, Any]:
     return told | {"score": verdict.score if verdict else None, "judge": verdict.judge if verdict else None}
 
 
-def _print_table(found: list[Trajectory], verdicts: dict[str, Verdict]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
+def _cells(run: Trajectory, verdict: Verdict | None) -> tuple[Any, ...]:
     from ratchet.moments import moment_told
-    from ratchet.tables import printed
 
-    drawn = Table()
-    for column in _COLUMNS:
-        drawn.add_column(column, overflow="fold", no_wrap=column == "trajectory")
-    for run in found:
-        state = f"{run.state}: {run.drop_reason}" if run.drop_reason else str(run.state)
-        cells = (
-            run.id, moment_told(run.opened_at), f"{run.alias}@{run.version}", state, run.calls,
-            score_told(verdicts.get(run.id)), run.task or "",
-        )  # fmt: skip
-        drawn.add_row(*(Text(options.printable(cell)) for cell in cells))
-    printed(drawn)
+    state = f"{run.state}: {run.drop_reason}" if run.drop_reason else str(run.state)
+    version = f"{run.alias}@{run.version}"
+    return run.id, moment_told(run.opened_at), version, state, run.calls, score_told(verdict), run.task or ""
 
 
 def score_told(verdict: Verdict | None) -> str:
