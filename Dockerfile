@@ -13,7 +13,6 @@ COPY store store
 COPY proxy proxy
 COPY trainer trainer
 COPY ratchet ratchet
-COPY examples/__init__.py examples/__init__.py
 RUN pip install --no-cache-dir ".[postgres,redact,otel]" \
     && useradd --create-home --uid 10001 ratchet && mkdir /state && chown ratchet /state
 # By number, so that Kubernetes' runAsNonRoot can see that it is not root.

@@ -27,8 +27,8 @@ from typing import Any
 import yaml
 
 from ratchet.running import interrupts
-from store import open_store
-from store.states import RoundState
+from ratchet.store import open_store
+from ratchet.store.states import RoundState
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[1]

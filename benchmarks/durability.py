@@ -30,11 +30,11 @@ import sqlalchemy as sa
 from benchmarks.campaign import tell
 from benchmarks.databases import Postgres, postgres_server
 from benchmarks.load import Load
-from store import open_store, schema
-from store.database import connect, read
-from store.records import unpack_ids
-from store.states import CallState
-from store.verification import verify
+from ratchet.store import open_store, schema
+from ratchet.store.database import connect, read
+from ratchet.store.records import unpack_ids
+from ratchet.store.states import CallState
+from ratchet.store.verification import verify
 from tests.proxy.servers import ProxyProcess, VllmProcess, eventually
 
 _HOW = ("the proxy alone", "the proxy and its shipper", "the shipper alone")

@@ -21,17 +21,17 @@ from typing import Any
 
 import msgspec
 
-from proxy import request
-from proxy.capture import Capture
-from proxy.dialects.chat import PATH
-from proxy.exact.answers import Wanted, whole
-from proxy.exact.scale_out import GENERATE, ScaleOut, generate_body
-from proxy.exact.stream import Pace, StreamedAnswer
-from proxy.observing.metrics import Metrics
-from proxy.request import ChatRequest
-from proxy.sse import DONE, Events
-from proxy.upstreams.answer import Answer
-from proxy.upstreams.upstream import Upstream
+from ratchet.proxy import request
+from ratchet.proxy.capture import Capture
+from ratchet.proxy.dialects.chat import PATH
+from ratchet.proxy.exact.answers import Wanted, whole
+from ratchet.proxy.exact.scale_out import GENERATE, ScaleOut, generate_body
+from ratchet.proxy.exact.stream import Pace, StreamedAnswer
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.request import ChatRequest
+from ratchet.proxy.sse import DONE, Events
+from ratchet.proxy.upstreams.answer import Answer
+from ratchet.proxy.upstreams.upstream import Upstream
 from tests.e2e.engine import vllm
 from tests.e2e.rewriting_model import TOOL, Model, make
 

@@ -43,7 +43,7 @@ from benchmarks.hostile_bodies import Asking, askings
 from benchmarks.hostile_promises import PASSWORD, abandoned_calls, foreign_pages, large_operator_bodies, with_password
 from benchmarks.hostile_upstream import Upstream
 from benchmarks.hostile_wire import Reply, SlowSenders, ask, malformed, send
-from proxy.settings import hash_key
+from ratchet.proxy.settings import hash_key
 from tests.proxy.servers import ProxyProcess, eventually, served
 
 _BAD_LINES = ("event=defect", "Traceback", "event=record_failed", "event=dead_letter", "event=tool_checks_failed")

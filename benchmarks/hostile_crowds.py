@@ -21,7 +21,7 @@ import httpx
 import psutil
 
 from benchmarks.hostile_wire import read
-from store.ids import new_id
+from ratchet.store.ids import new_id
 from tests.proxy.servers import ProxyProcess, eventually
 
 CHAT = "/v1/chat/completions"

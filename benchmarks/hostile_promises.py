@@ -12,9 +12,9 @@ from pathlib import Path
 
 import httpx
 
-from proxy.settings import hash_key
-from store import open_store
-from store.states import KeyScope
+from ratchet.proxy.settings import hash_key
+from ratchet.store import open_store
+from ratchet.store.states import KeyScope
 from tests.proxy.servers import ProxyProcess, eventually
 
 PASSWORD = f"pw-{secrets.token_hex(8)}"  # in the upstream's URL

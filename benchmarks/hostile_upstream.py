@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from proxy.asgi import JSON, replaying, send_bytes
+from ratchet.proxy.asgi import JSON, replaying, send_bytes
 from tests.proxy.scripted_scale_out import DERENDER, DETOKENIZE, GENERATE, ScriptedScaleOut
 from tests.proxy.scripted_vllm import ScriptedVllm
 

@@ -29,8 +29,8 @@ from benchmarks.linking_dialects import DIALECT_KINDS
 from benchmarks.linking_kinds import KINDS, Kind
 from benchmarks.linking_score import Score, Stored, scores
 from benchmarks.linking_traffic import Run, Traffic
-from store import open_store
-from store.records import Call
+from ratchet.store import open_store
+from ratchet.store.records import Call
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import ProxyProcess, eventually, served
 

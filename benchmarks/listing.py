@@ -23,9 +23,9 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from benchmarks.databases import postgres
-from store import Store, open_store, schema
-from store.database import connect, write
-from store.listing import Chosen
+from ratchet.store import Store, open_store, schema
+from ratchet.store.database import connect, write
+from ratchet.store.listing import Chosen
 
 _AIM = 0.05  # seconds
 _PAGE = 50

@@ -9,10 +9,10 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from ratchet.trainer.learning.learner import Learner
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.tokens import TokenRow
 from tests.ratchet.project import ROOT
-from trainer.learning.learner import Learner
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.tokens import TokenRow
 
 POLICY = ROOT / "examples" / "email_search" / "policy"
 _IDS = (260, 480)  # of the tiny policy's words

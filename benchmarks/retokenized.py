@@ -37,12 +37,12 @@ from typing import Any
 import torch
 
 from ratchet.pictures import pyplot
-from trainer.crediting.advantage import group_advantages
-from trainer.errors import RowError
-from trainer.learning.chat_rows import ChatRows, Conversation
-from trainer.learning.learner import Learner
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.tokens import TokenRow
+from ratchet.trainer.crediting.advantage import group_advantages
+from ratchet.trainer.errors import RowError
+from ratchet.trainer.learning.chat_rows import ChatRows, Conversation
+from ratchet.trainer.learning.learner import Learner
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.tokens import TokenRow
 
 ROOMS = ("attic", "barn", "cellar", "garage", "kitchen", "loft", "office", "studio")
 KEYS = ("amber", "blue", "coral", "ebony", "gold", "hazel", "ivory", "jade")

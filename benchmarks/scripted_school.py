@@ -24,13 +24,13 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from ratchet.trainer.learning.learner import RoundReport
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.tokens import TokenRow
+from ratchet.trainer.process import run
+from ratchet.trainer.publishing import checkpoint
+from ratchet.trainer.settings import TrainerSettings
 from tests.proxy.scripted_vllm import ScriptedVllm
-from trainer.learning.learner import RoundReport
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.tokens import TokenRow
-from trainer.process import run
-from trainer.publishing import checkpoint
-from trainer.settings import TrainerSettings
 
 WEIGHTS = "weights.json"
 _STEP_SECONDS = 0.1  # long enough to be killed in

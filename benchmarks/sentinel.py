@@ -17,11 +17,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from store import open_store
-from store.states import ToolResult
-from store.tool_records import ToolCall
-from trainer.sentinel.settings import SentinelSettings
-from trainer.sentinel.tool_health import tool_health
+from ratchet.store import open_store
+from ratchet.store.states import ToolResult
+from ratchet.store.tool_records import ToolCall
+from ratchet.trainer.sentinel.settings import SentinelSettings
+from ratchet.trainer.sentinel.tool_health import tool_health
 
 _WINDOW = 2_000
 _FIRST, _STEP, _LONGEST = 600, 100, 400  # calls

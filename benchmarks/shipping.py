@@ -23,15 +23,15 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.storage import Writer, trajectory
-from proxy.recording.carrier import Piece, Porter
-from proxy.recording.carrier_process import COLLECT
-from proxy.recording.segments import MAGIC, frame
-from store import Store, open_store
-from store.database import connect
-from store.ids import new_id
-from store.messages import node
-from store.records import CallBegun, CallEnded, Choice, Shipment, pack_ids, pack_logprobs
-from store.states import CallState
+from ratchet.proxy.recording.carrier import Piece, Porter
+from ratchet.proxy.recording.carrier_process import COLLECT
+from ratchet.proxy.recording.segments import MAGIC, frame
+from ratchet.store import Store, open_store
+from ratchet.store.database import connect
+from ratchet.store.ids import new_id
+from ratchet.store.messages import node
+from ratchet.store.records import CallBegun, CallEnded, Choice, Shipment, pack_ids, pack_logprobs
+from ratchet.store.states import CallState
 
 _AGENTS, _TURNS = 32, 20
 _LATER = 2  # batches between a beginning and its end, of calls apart

@@ -46,9 +46,9 @@ from ratchet.demo.run import TINY
 from ratchet.running import interrupts
 from ratchet.running.attached import started
 from ratchet.settings import Settings, load
-from store import Store, open_store
-from store.states import ShadowState
-from trainer.settling import is_settled
+from ratchet.store import Store, open_store
+from ratchet.store.states import ShadowState
+from ratchet.trainer.settling import is_settled
 
 _AT_ONCE = 32  # held-out calls
 _SETTLE = 15.0  # seconds, for the last round after the last call

@@ -23,12 +23,12 @@ from typing import Any
 import sqlalchemy as sa
 
 from benchmarks.databases import postgres
-from store import open_store
-from store.database import connect
-from store.ids import new_id
-from store.messages import link_key, node, tool_call_ids, tools_hash
-from store.records import CallBegun, CallEnded, Choice, MessageNode, Shipment, pack_ids, pack_logprobs
-from store.states import CallState
+from ratchet.store import open_store
+from ratchet.store.database import connect
+from ratchet.store.ids import new_id
+from ratchet.store.messages import link_key, node, tool_call_ids, tools_hash
+from ratchet.store.records import CallBegun, CallEnded, Choice, MessageNode, Shipment, pack_ids, pack_logprobs
+from ratchet.store.states import CallState
 
 ROOT = Path(__file__).parents[1]
 TOOLS = [

@@ -28,11 +28,11 @@ import aiohttp
 import httpx
 
 from benchmarks.scripted_school import ScriptedPupil
-from store import Store, open_store
+from ratchet.store import Store, open_store
+from ratchet.trainer.publishing.engine import Replica
+from ratchet.trainer.publishing.publisher import Publisher
+from ratchet.trainer.settings import TrainerSettings
 from tests.proxy.servers import ProxyProcess, eventually, scripted_process
-from trainer.publishing.engine import Replica
-from trainer.publishing.publisher import Publisher
-from trainer.settings import TrainerSettings
 
 ALIAS = "agent"
 _CALLS = 3  # of one agent's run

@@ -24,13 +24,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from store.records import Call, Choice, pack_ids, pack_logprobs
-from store.states import CallState
+from ratchet.store.records import Call, Choice, pack_ids, pack_logprobs
+from ratchet.store.states import CallState
+from ratchet.trainer.learning.learner import Learner
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.rows import build_rows
+from ratchet.trainer.learning.tokens import TokenRow, split_by_budget
 from tests.trainer.tiny import build_row, build_tiny_model
-from trainer.learning.learner import Learner
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.rows import build_rows
-from trainer.learning.tokens import TokenRow, split_by_budget
 
 SETTINGS = LearnerSettings(learning_rate=1e-4, threads=1, token_budget=2048, reject_ratio_beyond=None)
 KL = 0.01

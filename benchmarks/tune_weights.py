@@ -24,10 +24,10 @@ from typing import Any
 
 from benchmarks.recipes import show
 from ratchet.running import interrupts
-from store import Store, open_store
-from store.states import RolloutState
-from store.tuning_records import Rollout
-from trainer.tuning.weights_plan import LIVE
+from ratchet.store import Store, open_store
+from ratchet.store.states import RolloutState
+from ratchet.store.tuning_records import Rollout
+from ratchet.trainer.tuning.weights_plan import LIVE
 
 ROOT = Path(__file__).parents[1]
 _POLL = 0.2  # seconds

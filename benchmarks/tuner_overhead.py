@@ -26,12 +26,12 @@ from typing import Any
 
 import openai
 
-from store import open_store
+from ratchet.store import open_store
+from ratchet.trainer.tuning.outcome import Outcome
+from ratchet.trainer.tuning.rollouts import Job, RolloutRunner
+from ratchet.trainer.tuning.settings import TunerSettings
+from ratchet.trainer.tuning.tasks import Task, content_id
 from tests.proxy.servers import ProxyProcess, VllmProcess
-from trainer.tuning.outcome import Outcome
-from trainer.tuning.rollouts import Job, RolloutRunner
-from trainer.tuning.settings import TunerSettings
-from trainer.tuning.tasks import Task, content_id
 
 AT_ONCE = 32
 CALLS = 3

@@ -9,55 +9,55 @@ import time
 
 from starlette.types import ASGIApp
 
-from proxy.access.bodies import Bodies
-from proxy.access.keyring import KeyRing
-from proxy.access.keys import Keys
-from proxy.access.patterns import Patterns
-from proxy.access.redaction import Redacting, Redactor
-from proxy.bounded_bodies import BoundedBodies
-from proxy.console.pages import MOUNT, Console, front
-from proxy.dialects.chat import Chat
-from proxy.dialects.completions import Completions
-from proxy.dialects.count_tokens import CountTokens
-from proxy.dialects.dialect import Dialect
-from proxy.dialects.messages import Messages
-from proxy.dialects.responses import Responses
-from proxy.dialects.responses_kept import KeptResponses
-from proxy.dialects.responses_memory import ResponseMemory
-from proxy.endpoint import Endpoint
-from proxy.exact.contexts import Contexts
-from proxy.exact.forward import ExactForwarder
-from proxy.inflate import Inflate
-from proxy.linking.attempts import RETRIED_WITHIN
-from proxy.linking.links import Links
-from proxy.middleware import Errors
-from proxy.models import Models
-from proxy.observing.health import Health
-from proxy.observing.metrics import Metrics
-from proxy.observing.observer import Observer
-from proxy.observing.policy_info import PolicyInfo
-from proxy.observing.tracing import spans_for
-from proxy.passthrough import PassThrough
-from proxy.policy import PolicyBook
-from proxy.recording.bell import Bell
-from proxy.recording.carrier import Carrier, Porter
-from proxy.recording.journal import Journal
-from proxy.recording.others import Lookups
-from proxy.recording.recorder import Recorder
-from proxy.recording.shipper import Shipper
-from proxy.routing import Lifespan, Routes, Service
-from proxy.settings import ProxySettings
-from proxy.tuning.rollouts import Rollouts
-from proxy.upstreams.base_check import BaseCheck
-from proxy.upstreams.breaker import Breaker
-from proxy.upstreams.forward import ByModel, Forwarder, ReplicaForwarder
-from proxy.upstreams.others import OtherModels
-from proxy.upstreams.pool import Pool, Replica
-from proxy.upstreams.probes import Probes
-from proxy.upstreams.upstream import Upstream
-from proxy.vitals import Vitals
-from store import Store
-from store.errors import StoreError
+from ratchet.proxy.access.bodies import Bodies
+from ratchet.proxy.access.keyring import KeyRing
+from ratchet.proxy.access.keys import Keys
+from ratchet.proxy.access.patterns import Patterns
+from ratchet.proxy.access.redaction import Redacting, Redactor
+from ratchet.proxy.bounded_bodies import BoundedBodies
+from ratchet.proxy.console.pages import MOUNT, Console, front
+from ratchet.proxy.dialects.chat import Chat
+from ratchet.proxy.dialects.completions import Completions
+from ratchet.proxy.dialects.count_tokens import CountTokens
+from ratchet.proxy.dialects.dialect import Dialect
+from ratchet.proxy.dialects.messages import Messages
+from ratchet.proxy.dialects.responses import Responses
+from ratchet.proxy.dialects.responses_kept import KeptResponses
+from ratchet.proxy.dialects.responses_memory import ResponseMemory
+from ratchet.proxy.endpoint import Endpoint
+from ratchet.proxy.exact.contexts import Contexts
+from ratchet.proxy.exact.forward import ExactForwarder
+from ratchet.proxy.inflate import Inflate
+from ratchet.proxy.linking.attempts import RETRIED_WITHIN
+from ratchet.proxy.linking.links import Links
+from ratchet.proxy.middleware import Errors
+from ratchet.proxy.models import Models
+from ratchet.proxy.observing.health import Health
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.observing.observer import Observer
+from ratchet.proxy.observing.policy_info import PolicyInfo
+from ratchet.proxy.observing.tracing import spans_for
+from ratchet.proxy.passthrough import PassThrough
+from ratchet.proxy.policy import PolicyBook
+from ratchet.proxy.recording.bell import Bell
+from ratchet.proxy.recording.carrier import Carrier, Porter
+from ratchet.proxy.recording.journal import Journal
+from ratchet.proxy.recording.others import Lookups
+from ratchet.proxy.recording.recorder import Recorder
+from ratchet.proxy.recording.shipper import Shipper
+from ratchet.proxy.routing import Lifespan, Routes, Service
+from ratchet.proxy.settings import ProxySettings
+from ratchet.proxy.tuning.rollouts import Rollouts
+from ratchet.proxy.upstreams.base_check import BaseCheck
+from ratchet.proxy.upstreams.breaker import Breaker
+from ratchet.proxy.upstreams.forward import ByModel, Forwarder, ReplicaForwarder
+from ratchet.proxy.upstreams.others import OtherModels
+from ratchet.proxy.upstreams.pool import Pool, Replica
+from ratchet.proxy.upstreams.probes import Probes
+from ratchet.proxy.upstreams.upstream import Upstream
+from ratchet.proxy.vitals import Vitals
+from ratchet.store import Store
+from ratchet.store.errors import StoreError
 
 log = logging.getLogger("ratchet.proxy")
 
@@ -76,8 +76,8 @@ def create_app(
     records into the store; without one a thread of this process does. `vitals` is told where a part of it dies.
     """
     # FastAPI and pydantic's models take a while to import; the proxy's parts do not.
-    from proxy.feedback import BODY_LIMIT, FeedbackDesk
-    from proxy.operator import create_operator
+    from ratchet.proxy.feedback import BODY_LIMIT, FeedbackDesk
+    from ratchet.proxy.operator import create_operator
 
     metrics, bell, vitals = Metrics(), Bell(), vitals or Vitals()
     links = Links(settings.idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes_per_key)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from proxy.errors import BodyTooLarge, ClientLeft
+from ratchet.proxy.errors import BodyTooLarge, ClientLeft
 
 JSON = (b"content-type", b"application/json")
 
@@ -19,7 +19,7 @@ PATH = "ratchet.path"
 KEY_ID = "ratchet.key_id"
 BY_NAME = "ratchet.headers"  # `headers_of`; whoever changes the headers takes it out
 GONE = "ratchet.gone"  # says whether the client has left, where the server knows
-CALLER = "ratchet.caller"  # proxy.access.keyring.Caller
+CALLER = "ratchet.caller"  # ratchet.proxy.access.keyring.Caller
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from proxy.asgi import read_body, replaying
-from proxy.errors import BodyTooLarge
+from ratchet.proxy.asgi import read_body, replaying
+from ratchet.proxy.errors import BodyTooLarge
 
 
 class BoundedBodies:

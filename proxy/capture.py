@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Raw
 
-from proxy.errors import UpstreamBroke
-from store.records import pack_ids, pack_logprobs
+from ratchet.proxy.errors import UpstreamBroke
+from ratchet.store.records import pack_ids, pack_logprobs
 
 _REASONING = ("reasoning", "reasoning_content")  # vLLM's name, and the one that others use
 

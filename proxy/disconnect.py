@@ -11,7 +11,7 @@ from types import TracebackType
 
 from starlette.types import Receive
 
-from proxy.errors import ClientLeft
+from ratchet.proxy.errors import ClientLeft
 
 _SOON = 0.02  # seconds
 

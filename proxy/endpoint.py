@@ -19,35 +19,35 @@ from collections.abc import Callable, Sequence
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from proxy import tool_grammar
-from proxy.access.bounds import Bounds, read_json
-from proxy.access.limits import HOLD, Hold
-from proxy.asgi import GONE, KEY_ID, headers_of, send_bytes
-from proxy.dialects.chat import PATH
-from proxy.dialects.dialect import LARGE, Asked, Dialect, Voice
-from proxy.disconnect import Watch
-from proxy.errors import ClientLeft, UpstreamBroke, UpstreamError, UpstreamRefused
-from proxy.exact.contexts import Contexts
-from proxy.exchange import Exchange
-from proxy.keep_alive import KeepAlive
-from proxy.linking import identity
-from proxy.linking.leaf import Attempt
-from proxy.linking.links import Links
-from proxy.observing.metrics import Metrics, error_class
-from proxy.observing.observer import Observer
-from proxy.policy import PolicyBook
-from proxy.recording.recorder import End, Recorder
-from proxy.request import ChatRequest
-from proxy.sse import DONE, Events
-from proxy.threads import parsed
-from proxy.tuning.rollouts import PREFIX, Plan, Rollouts
-from proxy.tuning.swap import swapped
-from proxy.upstreams.answer import Answer
-from proxy.upstreams.context_limit import read_overflow
-from proxy.upstreams.forward import Forwarder
-from store.ids import new_id
-from store.records import CallBegun
-from store.states import CallState
+from ratchet.proxy import tool_grammar
+from ratchet.proxy.access.bounds import Bounds, read_json
+from ratchet.proxy.access.limits import HOLD, Hold
+from ratchet.proxy.asgi import GONE, KEY_ID, headers_of, send_bytes
+from ratchet.proxy.dialects.chat import PATH
+from ratchet.proxy.dialects.dialect import LARGE, Asked, Dialect, Voice
+from ratchet.proxy.disconnect import Watch
+from ratchet.proxy.errors import ClientLeft, UpstreamBroke, UpstreamError, UpstreamRefused
+from ratchet.proxy.exact.contexts import Contexts
+from ratchet.proxy.exchange import Exchange
+from ratchet.proxy.keep_alive import KeepAlive
+from ratchet.proxy.linking import identity
+from ratchet.proxy.linking.leaf import Attempt
+from ratchet.proxy.linking.links import Links
+from ratchet.proxy.observing.metrics import Metrics, error_class
+from ratchet.proxy.observing.observer import Observer
+from ratchet.proxy.policy import PolicyBook
+from ratchet.proxy.recording.recorder import End, Recorder
+from ratchet.proxy.request import ChatRequest
+from ratchet.proxy.sse import DONE, Events
+from ratchet.proxy.threads import parsed
+from ratchet.proxy.tuning.rollouts import PREFIX, Plan, Rollouts
+from ratchet.proxy.tuning.swap import swapped
+from ratchet.proxy.upstreams.answer import Answer
+from ratchet.proxy.upstreams.context_limit import read_overflow
+from ratchet.proxy.upstreams.forward import Forwarder
+from ratchet.store.ids import new_id
+from ratchet.store.records import CallBegun
+from ratchet.store.states import CallState
 
 log = logging.getLogger("ratchet.proxy")
 

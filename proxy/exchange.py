@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 from starlette.types import Message
 
-from proxy.asgi import JSON, Headers
-from proxy.capture import Capture
-from proxy.dialects.dialect import Voice
-from proxy.linking.leaf import Attempt
-from proxy.recording.recorder import Opened
-from proxy.request import ChatRequest
+from ratchet.proxy.asgi import JSON, Headers
+from ratchet.proxy.capture import Capture
+from ratchet.proxy.dialects.dialect import Voice
+from ratchet.proxy.linking.leaf import Attempt
+from ratchet.proxy.recording.recorder import Opened
+from ratchet.proxy.request import ChatRequest
 
 SSE = (b"content-type", b"text/event-stream; charset=utf-8")
 

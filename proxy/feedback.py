@@ -13,17 +13,17 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError, model_validator
 
-from proxy.access.caller import Caller
-from proxy.access.redaction import Redactor
-from proxy.errors import BadRequest, NotFound, NotReady
-from proxy.observing.metrics import Metrics
-from proxy.recording.journal import Journal
-from proxy.recording.others import Lookups
-from store import Store
-from store.errors import StoreUnavailable
-from store.feedback import CALL, RESPONSE, TRAJECTORY, Place
-from store.ids import new_id
-from store.records import Feedback
+from ratchet.proxy.access.caller import Caller
+from ratchet.proxy.access.redaction import Redactor
+from ratchet.proxy.errors import BadRequest, NotFound, NotReady
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.recording.journal import Journal
+from ratchet.proxy.recording.others import Lookups
+from ratchet.store import Store
+from ratchet.store.errors import StoreUnavailable
+from ratchet.store.feedback import CALL, RESPONSE, TRAJECTORY, Place
+from ratchet.store.ids import new_id
+from ratchet.store.records import Feedback
 
 BODY_LIMIT = 2**20
 WAITS = (

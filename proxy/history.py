@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from store import messages as canon
-from store.records import MessageNode
+from ratchet.store import messages as canon
+from ratchet.store.records import MessageNode
 
 _MOST_BYTES = 2 * 2**20
 _MOST_ONE = 2**18  # bytes; a larger message is read anew

@@ -10,10 +10,10 @@ import zlib
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from proxy.access.bodies import BODY
-from proxy.asgi import BY_NAME, header, read_body, replaying
-from proxy.errors import BadRequest, BodyTooLarge, UnknownEncoding
-from proxy.threads import parsed
+from ratchet.proxy.access.bodies import BODY
+from ratchet.proxy.asgi import BY_NAME, header, read_body, replaying
+from ratchet.proxy.errors import BadRequest, BodyTooLarge, UnknownEncoding
+from ratchet.proxy.threads import parsed
 
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 _GZIP = b"\x1f\x8b"

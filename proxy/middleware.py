@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from proxy.asgi import JSON, Headers, headers_of, send_bytes
-from proxy.errors import ClientLeft, ProxyError
-from proxy.linking import identity
-from proxy.shapes import shape_of
-from store.ids import new_id
+from ratchet.proxy.asgi import JSON, Headers, headers_of, send_bytes
+from ratchet.proxy.errors import ClientLeft, ProxyError
+from ratchet.proxy.linking import identity
+from ratchet.proxy.shapes import shape_of
+from ratchet.store.ids import new_id
 
 log = logging.getLogger("ratchet.proxy")
 

@@ -12,10 +12,10 @@ from urllib.parse import unquote
 
 from starlette.types import Receive, Scope, Send
 
-from proxy.asgi import PATH, send_json
-from proxy.errors import NotFound
-from proxy.policy import PolicyBook
-from proxy.shapes import speaks_anthropic
+from ratchet.proxy.asgi import PATH, send_json
+from ratchet.proxy.errors import NotFound
+from ratchet.proxy.policy import PolicyBook
+from ratchet.proxy.shapes import speaks_anthropic
 
 Card = dict[str, Any]
 

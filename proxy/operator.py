@@ -17,17 +17,17 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from proxy.asgi import CALLER, read_body
-from proxy.console.overview import Overview
-from proxy.errors import BadRequest, ProxyError, openai_error, to_openai_error
-from proxy.feedback import BODY_LIMIT, WAITS, FeedbackBody, FeedbackDesk, read_feedback
-from proxy.linking.links import Links
-from proxy.recording.shipper import Shipper
-from proxy.unrouted import ErrorAnswer, answer_the_unrouted
-from store import Store
-from store.errors import ForbiddenChange, StoreError, StoreUnavailable, UnknownRecord
-from store.listing import Chosen
-from store.records import Call, Choice, Exchange, Record, unpack_ids, unpack_logprobs
+from ratchet.proxy.asgi import CALLER, read_body
+from ratchet.proxy.console.overview import Overview
+from ratchet.proxy.errors import BadRequest, ProxyError, openai_error, to_openai_error
+from ratchet.proxy.feedback import BODY_LIMIT, WAITS, FeedbackBody, FeedbackDesk, read_feedback
+from ratchet.proxy.linking.links import Links
+from ratchet.proxy.recording.shipper import Shipper
+from ratchet.proxy.unrouted import ErrorAnswer, answer_the_unrouted
+from ratchet.store import Store
+from ratchet.store.errors import ForbiddenChange, StoreError, StoreUnavailable, UnknownRecord
+from ratchet.store.listing import Chosen
+from ratchet.store.records import Call, Choice, Exchange, Record, unpack_ids, unpack_logprobs
 
 _Limit = Annotated[int, Query(ge=1, le=1000)]
 _SETTLE_SECONDS = 5.0

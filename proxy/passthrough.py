@@ -20,20 +20,20 @@ import msgspec
 from msgspec import Raw
 from starlette.types import Receive, Scope, Send
 
-from proxy.access.bounds import Bounds, read_json
-from proxy.access.limits import HOLD
-from proxy.asgi import JSON, PATH, TRAJECTORY, header, read_body, send_bytes
-from proxy.disconnect import Watch
-from proxy.errors import BadRequest, NotFound
-from proxy.observing.metrics import Metrics
-from proxy.policy import PolicyBook
-from proxy.shapes import shape_of
-from proxy.upstreams.adapters import Adapters
-from proxy.upstreams.answer import Answer
-from proxy.upstreams.connection import HttpAnswer
-from proxy.upstreams.others import Deployment, OtherModels
-from proxy.upstreams.pool import Pool, Replica
-from proxy.upstreams.upstream import Upstream
+from ratchet.proxy.access.bounds import Bounds, read_json
+from ratchet.proxy.access.limits import HOLD
+from ratchet.proxy.asgi import JSON, PATH, TRAJECTORY, header, read_body, send_bytes
+from ratchet.proxy.disconnect import Watch
+from ratchet.proxy.errors import BadRequest, NotFound
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.policy import PolicyBook
+from ratchet.proxy.shapes import shape_of
+from ratchet.proxy.upstreams.adapters import Adapters
+from ratchet.proxy.upstreams.answer import Answer
+from ratchet.proxy.upstreams.connection import HttpAnswer
+from ratchet.proxy.upstreams.others import Deployment, OtherModels
+from ratchet.proxy.upstreams.pool import Pool, Replica
+from ratchet.proxy.upstreams.upstream import Upstream
 
 _PLAIN = re.compile(r"/[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)?")
 _CONTROL = frozenset(

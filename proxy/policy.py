@@ -23,16 +23,16 @@ from functools import partial
 from hashlib import blake2b
 from typing import TypeVar
 
-from proxy.errors import NotFound, NotReady, UpstreamError
-from proxy.observing.metrics import Metrics
-from proxy.upstreams.upstream import Upstream
-from proxy.vitals import Vitals
-from store import Store
-from store.errors import StoreError
-from store.ids import new_id
-from store.records import BASE_VERSION, Door, Policy
-from store.states import PolicyState
-from store.tuning_records import Prompt
+from ratchet.proxy.errors import NotFound, NotReady, UpstreamError
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.upstreams.upstream import Upstream
+from ratchet.proxy.vitals import Vitals
+from ratchet.store import Store
+from ratchet.store.errors import StoreError
+from ratchet.store.ids import new_id
+from ratchet.store.records import BASE_VERSION, Door, Policy
+from ratchet.store.states import PolicyState
+from ratchet.store.tuning_records import Prompt
 
 log = logging.getLogger("ratchet.proxy")
 

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from proxy import lax
-from proxy.errors import BadRequest
-from proxy.history import History
-from store import messages as canon
-from store.records import MessageNode
+from ratchet.proxy import lax
+from ratchet.proxy.errors import BadRequest
+from ratchet.proxy.history import History
+from ratchet.store import messages as canon
+from ratchet.store.records import MessageNode
 
 SAMPLING = frozenset((
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "max_tokens",

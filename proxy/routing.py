@@ -14,8 +14,8 @@ from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from proxy.asgi import PATH, TRAJECTORY
-from proxy.errors import MethodNotAllowed, NotFound, ProxyError
+from ratchet.proxy.asgi import PATH, TRAJECTORY
+from ratchet.proxy.errors import MethodNotAllowed, NotFound, ProxyError
 
 log = logging.getLogger("ratchet.proxy")
 

@@ -22,16 +22,16 @@ from types import FrameType
 
 import uvicorn
 
-from proxy.access.connections import Connections
-from proxy.app import create_app
-from proxy.errors import StartError
-from proxy.large_blocks import give_back
-from proxy.recording.carrier_process import CarrierProcess
-from proxy.routing import Lifespan
-from proxy.settings import ProxySettings
-from proxy.upstreams.upstream import Upstream
-from proxy.vitals import Vitals
-from store import open_store
+from ratchet.proxy.access.connections import Connections
+from ratchet.proxy.app import create_app
+from ratchet.proxy.errors import StartError
+from ratchet.proxy.large_blocks import give_back
+from ratchet.proxy.recording.carrier_process import CarrierProcess
+from ratchet.proxy.routing import Lifespan
+from ratchet.proxy.settings import ProxySettings
+from ratchet.proxy.upstreams.upstream import Upstream
+from ratchet.proxy.vitals import Vitals
+from ratchet.store import open_store
 
 log = logging.getLogger("ratchet.proxy")
 

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from proxy.access.bounds import Bounds
-from proxy.upstreams.model_list import ModelEntry, keys_in
-from store.credentials import plain_url
+from ratchet.proxy.access.bounds import Bounds
+from ratchet.proxy.upstreams.model_list import ModelEntry, keys_in
+from ratchet.store.credentials import plain_url
 
 KEYS_VARIABLE = "RATCHET_API_KEYS"
 OPERATOR_KEYS_VARIABLE = "RATCHET_OPERATOR_KEYS"
@@ -123,7 +123,7 @@ class ProxySettings(BaseModel):
     @model_validator(mode="after")
     def _patterns_can_be_used(self) -> Self:
         if self.redacts:
-            from proxy.access.patterns import Patterns
+            from ratchet.proxy.access.patterns import Patterns
 
             Patterns(self.redact, self.redact_patterns)
         return self

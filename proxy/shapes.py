@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import msgspec
 from starlette.types import Scope
 
-from proxy.errors import ContextOverflow, ProxyError, to_openai_error, with_openai_shape
-from proxy.upstreams.context_limit import read_overflow
+from ratchet.proxy.errors import ContextOverflow, ProxyError, to_openai_error, with_openai_shape
+from ratchet.proxy.upstreams.context_limit import read_overflow
 
 _ANTHROPIC_KINDS = {
     400: "invalid_request_error",

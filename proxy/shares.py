@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from store.owners import owner
+from ratchet.store.owners import owner
 
 Name = TypeVar("Name", bound=Hashable)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from proxy.errors import UpstreamBroke
+from ratchet.proxy.errors import UpstreamBroke
 
 DONE = b"[DONE]"
 _MOST_BYTES = 64 * 2**20  # of one event

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from proxy import lax
-from proxy.dialects.dialect import Asked
-from proxy.request import ChatRequest
-from store.records import TOOL_GRAMMAR
+from ratchet.proxy import lax
+from ratchet.proxy.dialects.dialect import Asked
+from ratchet.proxy.request import ChatRequest
+from ratchet.store.records import TOOL_GRAMMAR
 
 Level = Literal["off", "auto", "function", "parameter"]  # vLLM's --tool-strict-level, and off
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from proxy.errors import BadRequest, MethodNotAllowed, NotFound, ProxyError, to_openai_error
+from ratchet.proxy.errors import BadRequest, MethodNotAllowed, NotFound, ProxyError, to_openai_error
 
 
 class _Told(BaseModel):

@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import fmean
 
 from ratchet.doctor import Finding
-from trainer.errors import TrainerError
-from trainer.publishing.engine import Replica
+from ratchet.trainer.errors import TrainerError
+from ratchet.trainer.publishing.engine import Replica
 
 _NAME = "batches"
 _TOKENS = 20  # likeliest next tokens after each probe

@@ -116,7 +116,7 @@ def _capture(settings: Settings, running: dict[str, Any]) -> tuple[tuple[int, ..
     """Return the ids of a recorded call, prompt and answer, and the finding."""
     import httpx
 
-    from store import open_store
+    from ratchet.store import open_store
 
     if not running:
         return (), Finding("capture", False, "not proven: no project is up", _NO_PROJECT)
@@ -155,8 +155,8 @@ def _key() -> dict[str, str]:
 
 def keys_wanted(store_url: str) -> str:
     """Return which agents' keys the store knows; it holds hashes, so that a key itself must be given."""
-    from store import open_store
-    from store.states import KeyScope
+    from ratchet.store import open_store
+    from ratchet.store.states import KeyScope
 
     store = open_store(store_url)
     try:
@@ -169,9 +169,9 @@ def keys_wanted(store_url: str) -> str:
 
 
 def _read_back(store: Any, call_id: str, log: str) -> tuple[tuple[int, ...], Finding]:
-    from store.errors import UnknownRecord
-    from store.records import unpack_ids, unpack_logprobs
-    from store.states import CallState
+    from ratchet.store.errors import UnknownRecord
+    from ratchet.store.records import unpack_ids, unpack_logprobs
+    from ratchet.store.states import CallState
 
     deadline, call = time.monotonic() + _WAIT_FOR_RECORD, None
     while time.monotonic() < deadline:
@@ -204,9 +204,9 @@ def _gradient(
     """Return a learner after one round, and the finding."""
     try:
         base_model = engine.check_model(running.get("base_model") or settings.base_model)
-        from trainer.learning.learner import Learner
-        from trainer.learning.learner_settings import LearnerSettings
-        from trainer.learning.tokens import TokenRow
+        from ratchet.trainer.learning.learner import Learner
+        from ratchet.trainer.learning.learner_settings import LearnerSettings
+        from ratchet.trainer.learning.tokens import TokenRow
 
         own = dict(settings.trainer.get("learner", {}))
         # A step that shows: real rates move the logprobs by less than bfloat16 can tell.
@@ -240,10 +240,10 @@ def _swap(
         return Finding("swap", False, "not proven: no project is up", _NO_PROJECT)
     if learner is None:
         return Finding("swap", False, "not proven: there is no trained adapter", "mend the gradient first")
-    from trainer.errors import TrainerError
-    from trainer.publishing.engine import Replica
-    from trainer.publishing.proof import Outcome
-    from trainer.publishing.publisher import prove_served
+    from ratchet.trainer.errors import TrainerError
+    from ratchet.trainer.publishing.engine import Replica
+    from ratchet.trainer.publishing.proof import Outcome
+    from ratchet.trainer.publishing.publisher import prove_served
 
     probes = _probes(captured)
     tolerance = float(settings.trainer.get("proof_tolerance", _TOLERANCE))
@@ -276,7 +276,7 @@ def _swap(
 def _batches(settings: Settings, running: dict[str, Any], captured: tuple[int, ...], folder: Path) -> Finding:
     """Return the finding about batches of both kinds; the adapter is the one that the swap has proven."""
     from ratchet.batch_proof import prove_batches
-    from trainer.publishing.engine import Replica
+    from ratchet.trainer.publishing.engine import Replica
 
     replica = Replica(running["vllm_url"])
     base = engine.served_name(settings.model)

@@ -14,7 +14,7 @@ def draw_tensorboard(settings: Settings, folder: Path) -> int:
 
     Raises FaceError where there is no store yet or the folder holds something, SettingError without tensorboard.
     """
-    from trainer.monitors.monitoring import check_installed, open_monitor, replay
+    from ratchet.trainer.monitors.monitoring import check_installed, open_monitor, replay
 
     check_installed(["tensorboard"])
     if settings.store is None and not settings.state.store.exists():

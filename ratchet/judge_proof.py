@@ -15,9 +15,9 @@ from ratchet.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from store import Store
-    from store.records import Transcript, Verdict
-    from trainer.judges import Judge
+    from ratchet.store import Store
+    from ratchet.store.records import Transcript, Verdict
+    from ratchet.trainer.judges import Judge
 
 _NAME = "judge"
 _GROUPS = 3
@@ -33,10 +33,10 @@ def prove_judge(settings: Settings) -> Finding:
     """Return the finding on the project's judge."""
     import os
 
-    from store import open_store
-    from store.errors import StoreError
-    from trainer.errors import TrainerError
-    from trainer.judges.make import make_judge
+    from ratchet.store import open_store
+    from ratchet.store.errors import StoreError
+    from ratchet.trainer.errors import TrainerError
+    from ratchet.trainer.judges.make import make_judge
 
     if not settings.has_judge:
         seen = "no judge is named: calls are recorded and nothing is trained"
@@ -79,7 +79,7 @@ def proof(judge: Judge, kind: str, store: Store, alias: str) -> Finding:
 
 def _recorded(store: Store, alias: str) -> Iterator[Sequence[Transcript]]:
     """Yield the newest groups' members; without a group the newest trajectories of traffic, as one."""
-    from store.listing import Chosen
+    from ratchet.store.listing import Chosen
 
     groups = [group for group in store.groups.page(20) if group.alias == alias and group.members]
     for group in groups[:_GROUPS]:
@@ -102,7 +102,7 @@ def _differ(verdicts: Sequence[Verdict]) -> bool:
 
 def _blind(judge: Judge, member: Transcript) -> str | None:
     """Return why a judge would teach nothing: it scores a recorded trajectory alike whatever its answer is."""
-    from trainer.tuning.checkup import of_judge
+    from ratchet.trainer.tuning.checkup import of_judge
 
     return next((reason.seen for reason in of_judge(judge, member)), None)
 
@@ -112,8 +112,8 @@ def _waits(judge: Judge) -> Finding:
 
 
 def _by_lint(judge: Judge) -> Finding:
-    from trainer.judges.lint import Outcome, lint
-    from trainer.judges.lint_answers import Place, made_up
+    from ratchet.trainer.judges.lint import Outcome, lint
+    from ratchet.trainer.judges.lint_answers import Place, made_up
 
     report = lint(judge, made_up(None, "What is the capital of Norway?", "Oslo", Place()), ["Rome", "Paris"])
     if report.outcome is Outcome.SOUND:

@@ -10,13 +10,13 @@ from ratchet.pictures import pyplot
 from ratchet.settings import Settings
 
 if TYPE_CHECKING:
-    from store.reporting.learning import Gain, LearningReport, Side
+    from ratchet.store.reporting.learning import Gain, LearningReport, Side
 
 
 def read(settings: Settings) -> LearningReport:
     """Return the report on what the store holds. Raises FaceError where there is no store yet."""
-    from store import open_store
-    from store.reporting.relative import report_of
+    from ratchet.store import open_store
+    from ratchet.store.reporting.relative import report_of
 
     if settings.store is None and not settings.state.store.exists():
         raise FaceError("nothing has run yet: there is no store to report on")

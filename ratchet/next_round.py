@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from store.states import PolicyState
+from ratchet.store.states import PolicyState
 
 if TYPE_CHECKING:
     from ratchet.settings import Settings
-    from store import Store
+    from ratchet.store import Store
 
 _SEEN = 1000  # groups
 _UNDECIDED = (PolicyState.CANDIDATE, PolicyState.CANARY)
@@ -18,7 +18,7 @@ def next_round(store: Store, settings: Settings) -> dict[str, Any] | None:
     """Return what the next round has and what it needs; None where nothing is trained."""
     if not settings.trainer.get("judge"):
         return None
-    from trainer.round_size import RoundSize
+    from ratchet.trainer.round_size import RoundSize
 
     wanted, least, after, size = (
         _setting(settings, name)
@@ -50,6 +50,6 @@ def line(waits: dict[str, Any]) -> str:
 
 
 def _setting(settings: Settings, name: str) -> Any:
-    from trainer.settings import TrainerSettings
+    from ratchet.trainer.settings import TrainerSettings
 
     return settings.trainer.get(name, TrainerSettings.model_fields[name].default)

@@ -11,7 +11,7 @@ import click
 
 if TYPE_CHECKING:
     from ratchet.settings import Settings
-    from store import Store
+    from ratchet.store import Store
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -92,7 +92,7 @@ def held_out(settings: Settings) -> float:
 @contextmanager
 def opened_store(url: str, *, create: bool = True) -> Iterator[Store]:
     """Open a store for one command. A command that only reads makes none where a name was misspelt."""
-    from store import open_store
+    from ratchet.store import open_store
 
     opened = open_store(url, create=create)
     try:

@@ -14,10 +14,10 @@ from ratchet import options, tuning
 from ratchet.settings import Settings
 
 if TYPE_CHECKING:
-    from store import Store
-    from store.tuning_records import Tuning
-    from trainer.tuning.results import TuningResult
-    from trainer.tuning.settings import TunerSettings
+    from ratchet.store import Store
+    from ratchet.store.tuning_records import Tuning
+    from ratchet.trainer.tuning.results import TuningResult
+    from ratchet.trainer.tuning.settings import TunerSettings
 
 _COMMAND = "ratchet tune prompt"
 _OF_PROMPT = ("method", "rollouts", "tokens", "mode", "train", "validation", "held_out")
@@ -69,8 +69,8 @@ def begun(context: click.Context, given: dict[str, Any]) -> Outcome:
     settings = _without_retries(tuning.settings_of(context, _named(given)))
     asked = settings.tuner_settings()
     with tuning.opened(settings) as bench:
-        from trainer.tuning.prompt_run import check, config_of
-        from trainer.tuning.select_model import known_models
+        from ratchet.trainer.tuning.prompt_run import check, config_of
+        from ratchet.trainer.tuning.select_model import known_models
 
         bench.source()
         check(asked)
@@ -92,7 +92,7 @@ def resumed(context: click.Context, name: str, given: dict[str, Any]) -> Outcome
         if run.kind != "prompt":
             raise click.UsageError(f"--resume {name}: that run is of another kind, {run.kind}")
     with tuning.opened(_as_asked(settings, run)) as bench:
-        from trainer.tuning.select_model import known_models
+        from ratchet.trainer.tuning.select_model import known_models
 
         known_models(bench.proxy_url, bench.api_key)
         return _ran(bench, name, resume=True)
@@ -146,8 +146,8 @@ def _ran(bench: tuning.Bench, name: str, *, resume: bool = False) -> Outcome:
     """Run it to its end, or write down why it ended before."""
     import msgspec
 
-    from trainer.tuning.prompt_run import Tools
-    from trainer.tuning.prompt_run import run as run_
+    from ratchet.trainer.tuning.prompt_run import Tools
+    from ratchet.trainer.tuning.prompt_run import run as run_
 
     with bench.hold.on(name, _COMMAND, resume=resume) as run:
         click.echo(f"{run.id}: `{_COMMAND} --resume {run.id}` goes on with it, whatever happens", err=True)

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ratchet.settings import Settings
+    from ratchet.store.tuning_records import Tuning
+    from ratchet.trainer.tuning.select_model import Request
+    from ratchet.trainer.tuning.selection import Selection
     from ratchet.tuning import Bench
-    from store.tuning_records import Tuning
-    from trainer.tuning.select_model import Request
-    from trainer.tuning.selection import Selection
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def compare(settings: Settings, asked: Asked) -> tuple[Request, Selection]:
     Raises TuningError, UsageError, and what `tuning.opened` raises.
     """
     with tuning.opened(tuning.as_begun(settings, asked.resume)) as bench:
-        from trainer.tuning.select_model import ModelSelector
+        from ratchet.trainer.tuning.select_model import ModelSelector
 
         request, run = _resumed(bench, asked.resume, asked.kind) if asked.resume else _begun(bench, asked)
         with bench.hold.on(run.id, asked.command, resume=asked.resume is not None) as run:
@@ -63,8 +63,8 @@ def _begun(bench: Bench, asked: Asked) -> tuple[Request, Tuning]:
     """Check what is asked for, and begin a run."""
     import msgspec
 
-    from trainer.tuning.comparison import ScoreRange
-    from trainer.tuning.select_model import Request, check_prices, known_models, resolved
+    from ratchet.trainer.tuning.comparison import ScoreRange
+    from ratchet.trainer.tuning.select_model import Request, check_prices, known_models, resolved
 
     source = bench.source()
     candidates = resolved(bench.store, asked.candidates, known_models(bench.proxy_url, bench.api_key))
@@ -84,7 +84,7 @@ def _resumed(bench: Bench, name: str, kind: str) -> tuple[Request, Tuning]:
     """Return what a run was asked for, and the run, which can go on. Raises UsageError where that is not possible."""
     import msgspec
 
-    from trainer.tuning.select_model import Request
+    from ratchet.trainer.tuning.select_model import Request
 
     run = bench.store.tunings.get(name)
     if run.kind != kind:

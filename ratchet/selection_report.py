@@ -10,8 +10,8 @@ from ratchet.pictures import pyplot
 from ratchet.tables import printed
 
 if TYPE_CHECKING:
-    from trainer.tuning.comparison import Standing
-    from trainer.tuning.selection import Figures, Selection
+    from ratchet.trainer.tuning.comparison import Standing
+    from ratchet.trainer.tuning.selection import Figures, Selection
 
 _COLUMNS = (
     "candidate", "score, 95% interval", "against the first, p", "failed", "unjudged", "s p50", "s p95", "tokens each",

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, field_validator
 
-from proxy.upstreams.model_list import ModelEntry
 from ratchet.addresses import url
 from ratchet.errors import SettingsError
 from ratchet.folders import StateFolder
 from ratchet.layers import Layers, explain
-from trainer.devices import Devices
+from ratchet.proxy.upstreams.model_list import ModelEntry
+from ratchet.trainer.devices import Devices
 
 if TYPE_CHECKING:
-    from proxy.settings import ProxySettings
-    from trainer.settings import TrainerSettings
-    from trainer.tuning.settings import TunerSettings
+    from ratchet.proxy.settings import ProxySettings
+    from ratchet.trainer.settings import TrainerSettings
+    from ratchet.trainer.tuning.settings import TunerSettings
 
 CONFIG_FILE = "ratchet.yaml"
 PREFIX = "RATCHET_"
@@ -80,7 +80,7 @@ class VllmSettings(BaseModel):
     @field_validator("host")
     @classmethod
     def _is_not_open(cls, host: str) -> str:
-        from proxy.settings import is_loopback
+        from ratchet.proxy.settings import is_loopback
 
         if not is_loopback(host):
             raise ValueError(
@@ -169,7 +169,7 @@ class Settings(BaseModel):
 
     def proxy_settings(self, environ: Mapping[str, str] = os.environ, **values: Any) -> ProxySettings:
         """Return the proxy's settings; `values` come last. Raises SettingsError."""
-        from proxy.settings import ProxySettings
+        from ratchet.proxy.settings import ProxySettings
 
         derived = {
             "upstreams": (url(self.vllm.host, self.vllm.port),),
@@ -184,8 +184,8 @@ class Settings(BaseModel):
 
     def trainer_settings(self, **values: Any) -> TrainerSettings:
         """Return the trainer's settings; `values` come last. Raises SettingsError."""
-        from trainer.errors import SettingError
-        from trainer.settings import TrainerSettings
+        from ratchet.trainer.errors import SettingError
+        from ratchet.trainer.settings import TrainerSettings
 
         derived = {
             "vllm": (url(self.vllm.host, self.vllm.port),),
@@ -202,14 +202,14 @@ class Settings(BaseModel):
         gate = self.trainer.get("gate")
         if not isinstance(gate, dict) or not isinstance(gate.get("tasks"), str):
             return {}
-        from trainer.tuning.imported_tasks import ImportedTasks
+        from ratchet.trainer.tuning.imported_tasks import ImportedTasks
 
         folder = ImportedTasks(self.state.tasks).folder_of(gate["tasks"])
         return {"gate": {**gate, "tasks": str(folder)}} if folder else {}
 
     def tuner_settings(self) -> TunerSettings:
         """Return the tuner's settings. Raises SettingsError."""
-        from trainer.tuning.settings import TunerSettings
+        from ratchet.trainer.tuning.settings import TunerSettings
 
         with explain(self._sources, "tuner"):
             return TunerSettings(**self.tuner)
@@ -217,10 +217,10 @@ class Settings(BaseModel):
 
 def known_keys() -> dict[str, Any]:
     """Return the tree of settings: a key's type, or a mapping for a section."""
-    from proxy.settings import ProxySettings
     from ratchet.layers import tree
-    from trainer.settings import TrainerSettings
-    from trainer.tuning.settings import TunerSettings
+    from ratchet.proxy.settings import ProxySettings
+    from ratchet.trainer.settings import TrainerSettings
+    from ratchet.trainer.tuning.settings import TunerSettings
 
     keys = tree(Settings)
     keys["proxy"] = {key: kind for key, kind in tree(ProxySettings).items() if key not in DERIVED_PROXY}
@@ -268,8 +268,8 @@ def _check_store(settings: Settings) -> None:
     """Raise SettingsError where the store that was named can be none; nothing is opened."""
     if settings.store is None:
         return
-    from store.database import check_url
-    from store.errors import StoreError
+    from ratchet.store.database import check_url
+    from ratchet.store.errors import StoreError
 
     try:
         check_url(settings.store)

@@ -23,8 +23,8 @@ def prove_shadows(settings: Settings, running: dict[str, Any]) -> Finding:
     """Return the finding on a running project."""
     import httpx
 
-    from trainer.shadowing.caller import KEY_VARIABLE
-    from trainer.shadowing.idleness import load_of
+    from ratchet.trainer.shadowing.caller import KEY_VARIABLE
+    from ratchet.trainer.shadowing.idleness import load_of
 
     if not running:
         return Finding(_NAME, False, "not proven: no project is up", "start it with `ratchet up --detach`")

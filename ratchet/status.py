@@ -16,13 +16,13 @@ from ratchet.next_round import next_round
 from ratchet.running import pidfile, whereabouts
 from ratchet.running.up import last_proxy_url, read_running
 from ratchet.settings import Settings
-from store.reporting.canary import canary_scores, held
-from store.reporting.movement import lately
-from store.reporting.reasons import DROPPED, LEFT_OUT
+from ratchet.store.reporting.canary import canary_scores, held
+from ratchet.store.reporting.movement import lately
+from ratchet.store.reporting.reasons import DROPPED, LEFT_OUT
 
 if TYPE_CHECKING:
-    from store import Store
-    from store.records import Round
+    from ratchet.store import Store
+    from ratchet.store.records import Round
 
 _DECISIONS = 3  # newest ones shown
 _DOOR_SILENCE = 60.0  # seconds after which a proxy is not counted as running
@@ -97,7 +97,7 @@ def _store(settings: Settings) -> dict[str, Any] | None:
     """Return counts from the store; None where it has not been made yet."""
     if settings.store is None and not settings.state.store.exists():
         return None
-    from store import open_store
+    from ratchet.store import open_store
 
     store = open_store(settings.store_url, create=False)
     rounds = store.rounds.page(settings.model, limit=100_000)

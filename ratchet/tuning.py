@@ -17,14 +17,14 @@ from ratchet.tuning_hold import Hold
 
 if TYPE_CHECKING:
     from ratchet.settings import Settings
-    from store import Store
-    from trainer.judges import Judge
-    from trainer.progress import Progress
-    from trainer.tuning.prices import Prices
-    from trainer.tuning.rollouts import RolloutRunner
-    from trainer.tuning.scoring import Scorer
-    from trainer.tuning.settings import TunerSettings
-    from trainer.tuning.tasks import Task, TaskSet
+    from ratchet.store import Store
+    from ratchet.trainer.judges import Judge
+    from ratchet.trainer.progress import Progress
+    from ratchet.trainer.tuning.prices import Prices
+    from ratchet.trainer.tuning.rollouts import RolloutRunner
+    from ratchet.trainer.tuning.scoring import Scorer
+    from ratchet.trainer.tuning.settings import TunerSettings
+    from ratchet.trainer.tuning.tasks import Task, TaskSet
 
 NOT_SHOWN = 3  # exit code where nothing is shown to be better, and --fail-unless-better is given
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -108,7 +108,7 @@ class Bench:
 
 def task_set_of(settings: Settings, source: str) -> TaskSet:
     """Return the task set that a source names, divided where the settings say so. Raises TaskSetError."""
-    from trainer.tuning.imported_tasks import ImportedTasks
+    from ratchet.trainer.tuning.imported_tasks import ImportedTasks
 
     tuner = settings.tuner_settings()
     found = ImportedTasks(settings.state.tasks).open(source)
@@ -118,11 +118,11 @@ def task_set_of(settings: Settings, source: str) -> TaskSet:
 @contextmanager
 def opened(settings: Settings) -> Iterator[Bench]:
     """Open what the settings name. Raises SettingsError, WorkflowError, JudgeError, StoreError."""
-    from trainer.progress import Progress, for_a_person
-    from trainer.tuning.prices import prices_of
-    from trainer.tuning.rollouts import RolloutRunner
-    from trainer.tuning.scoring import Scorer
-    from trainer.tuning.workflow import load_workflow
+    from ratchet.trainer.progress import Progress, for_a_person
+    from ratchet.trainer.tuning.prices import prices_of
+    from ratchet.trainer.tuning.rollouts import RolloutRunner
+    from ratchet.trainer.tuning.scoring import Scorer
+    from ratchet.trainer.tuning.workflow import load_workflow
 
     tuner = settings.tuner_settings()
     if tuner.workflow is None:
@@ -145,7 +145,7 @@ def opened(settings: Settings) -> Iterator[Bench]:
 @contextmanager
 def judge_of(settings: Settings) -> Iterator[Judge | None]:
     """Make the project's judge; None where none is named."""
-    from trainer.judges.make import make_judge
+    from ratchet.trainer.judges.make import make_judge
 
     if not settings.has_judge:
         yield None

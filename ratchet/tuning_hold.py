@@ -16,9 +16,9 @@ import click
 from ratchet import options
 
 if TYPE_CHECKING:
-    from store import Store
-    from store.tuning_records import Tuning
-    from trainer.lease import Lease
+    from ratchet.store import Store
+    from ratchet.store.tuning_records import Tuning
+    from ratchet.trainer.lease import Lease
 
 LEASES = "tuning:"  # what the names of the runs' leases begin with
 _LEASE_SECONDS = 10.0  # a run is taken over this long after its process died
@@ -42,7 +42,7 @@ class Hold:
 
         `command` is what goes on with a run of this kind; None: nothing does.
         """
-        from trainer.lease import Lease
+        from ratchet.trainer.lease import Lease
 
         self._store.tunings.get(run)
         with Lease(self._store, f"{LEASES}{run}", _LEASE_SECONDS) as lease:
@@ -65,8 +65,8 @@ def _ending(store: Store, run: str, lease: Lease, command: str | None) -> Iterat
 
 def _is_written(store: Store, run: str, lease: Lease, error: BaseException) -> bool:
     """Write down what ended a run, unless that is known (the trainer may have ended it); return whether it is ours."""
-    from store.errors import StoreError
-    from store.states import TuningState
+    from ratchet.store.errors import StoreError
+    from ratchet.store.states import TuningState
 
     try:
         if not lease.confirmed():

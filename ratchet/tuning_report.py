@@ -10,8 +10,8 @@ from ratchet.options import printable
 from ratchet.pictures import pyplot
 
 if TYPE_CHECKING:
-    from trainer.tuning.prices import Spent
-    from trainer.tuning.report import Report, Row
+    from ratchet.trainer.tuning.prices import Spent
+    from ratchet.trainer.tuning.report import Report, Row
 
 COLUMNS = ("method", "technique", "score", "gain, 95% interval", "effect", "tokens", "time", "money", "serves now?")
 

@@ -16,11 +16,11 @@ from ratchet.running.up import read_running
 
 if TYPE_CHECKING:
     from ratchet.settings import Settings
+    from ratchet.store import Store
+    from ratchet.store.tuning_records import Tuning
+    from ratchet.trainer.tuning.results import TuningResult
+    from ratchet.trainer.tuning.weights_plan import WeightsPlan
     from ratchet.tuning import Bench
-    from store import Store
-    from store.tuning_records import Tuning
-    from trainer.tuning.results import TuningResult
-    from trainer.tuning.weights_plan import WeightsPlan
 
 _TUNER = ("workflow", "concurrency", "seed", "test_share")
 _PLANNED = (
@@ -58,19 +58,19 @@ def weigh(settings: Settings, own: dict[str, Any], *, quiet: bool = False) -> Tu
 
 def plain(result: TuningResult) -> dict[str, Any]:
     """Return a result as JSON can hold it."""
-    from trainer.tuning import results
+    from ratchet.trainer.tuning import results
 
     return results.plain(result)
 
 
 def _run(bench: Bench, run: Tuning, check: Any) -> TuningResult:
-    from trainer.progress import say
-    from trainer.tuning.rollouts import RolloutRunner
-    from trainer.tuning.task_mix import parse_families
-    from trainer.tuning.weights import WeightsTuning
-    from trainer.tuning.weights_plan import plan_of
-    from trainer.tuning.weights_result import result_of
-    from trainer.tuning.workflow import load_workflow
+    from ratchet.trainer.progress import say
+    from ratchet.trainer.tuning.rollouts import RolloutRunner
+    from ratchet.trainer.tuning.task_mix import parse_families
+    from ratchet.trainer.tuning.weights import WeightsTuning
+    from ratchet.trainer.tuning.weights_plan import plan_of
+    from ratchet.trainer.tuning.weights_result import result_of
+    from ratchet.trainer.tuning.workflow import load_workflow
 
     plan, settings = plan_of(run), bench.settings
     trainer = settings.trainer_settings(base_model=settings.base_model)
@@ -97,7 +97,7 @@ def _run(bench: Bench, run: Tuning, check: Any) -> TuningResult:
 
 
 def _begun(bench: Bench, own: dict[str, Any]) -> Tuning:
-    from trainer.tuning.weights_plan import config_of
+    from ratchet.trainer.tuning.weights_plan import config_of
 
     plan = _plan(bench.settings, own)
     return bench.store.tunings.begin("weights", bench.settings.model, config_of(plan))
@@ -105,7 +105,7 @@ def _begun(bench: Bench, own: dict[str, Any]) -> Tuning:
 
 def _known(store: Store, name: str) -> str:
     """Return the id of a run that can go on. Raises TuningError where it is of another method."""
-    from trainer.tuning.weights_plan import plan_of
+    from ratchet.trainer.tuning.weights_plan import plan_of
 
     plan_of(store.tunings.get(name))
     return name
@@ -115,7 +115,7 @@ def _plan(settings: Settings, own: dict[str, Any]) -> WeightsPlan:
     """Return the plan of the options. Raises UsageError, which names what is wrong."""
     from pydantic import ValidationError
 
-    from trainer.tuning.weights_plan import WeightsPlan
+    from ratchet.trainer.tuning.weights_plan import WeightsPlan
 
     tuner, trainer = settings.tuner_settings(), settings.trainer_settings(base_model=settings.base_model)
     families = own["families"] or ((tuner.tasks,) if tuner.tasks else ())
@@ -155,8 +155,8 @@ def _check(settings: Settings, own: dict[str, Any]) -> None:
 
 def _check_readable(settings: Settings, plan: WeightsPlan) -> None:
     """Read what the plan names, before rooms are started for it. Raises TaskSetError, WorkflowError."""
-    from trainer.tuning.task_mix import parse_families
-    from trainer.tuning.workflow import load_workflow
+    from ratchet.trainer.tuning.task_mix import parse_families
+    from ratchet.trainer.tuning.workflow import load_workflow
 
     parse_families(plan.families, partial(tuning.task_set_of, settings))
     for workflow in filter(None, (plan.workflow, plan.eval_workflow)):
@@ -165,7 +165,7 @@ def _check_readable(settings: Settings, plan: WeightsPlan) -> None:
 
 def _check_group_size(settings: Settings) -> None:
     """Refuse attempts that the running trainer would wait for more of. Raises UsageError."""
-    from trainer.settings import TrainerSettings
+    from ratchet.trainer.settings import TrainerSettings
 
     if not read_running(settings.state):
         return

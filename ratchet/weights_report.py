@@ -11,7 +11,7 @@ from ratchet.pictures import pyplot
 from ratchet.tuning_report import number
 
 if TYPE_CHECKING:
-    from trainer.tuning.results import TuningResult
+    from ratchet.trainer.tuning.results import TuningResult
 
 _CURVE = ("round", "split", "version", "rollouts", "mean", "95% interval", "against the baseline", "failed", "unjudged")
 

@@ -23,11 +23,11 @@ from ratchet.doctor import Finding
 from ratchet.settings import Settings
 
 if TYPE_CHECKING:
-    from store import Store
-    from store.records import Transcript
-    from store.tuning_records import Rollout
-    from trainer.tuning.checkup import Reason
-    from trainer.tuning.tasks import Task
+    from ratchet.store import Store
+    from ratchet.store.records import Transcript
+    from ratchet.store.tuning_records import Rollout
+    from ratchet.trainer.tuning.checkup import Reason
+    from ratchet.trainer.tuning.tasks import Task
 
 _PATIENCE = 10.0  # seconds
 _STEPS = ("rollouts", "calls", "tokens", "attempts", "judge", "scores", "groups", "settings")
@@ -40,9 +40,9 @@ def task_of(text: str, settings: Settings) -> Task:
 
     Raises UsageError, TaskSetError.
     """
-    from trainer.tuning.imported_tasks import ImportedTasks
-    from trainer.tuning.task_files import checked
-    from trainer.tuning.tasks import Task, content_id
+    from ratchet.trainer.tuning.imported_tasks import ImportedTasks
+    from ratchet.trainer.tuning.task_files import checked
+    from ratchet.trainer.tuning.tasks import Task, content_id
 
     row = _object(text)
     if row is None:
@@ -104,13 +104,13 @@ def _proxy(url: str) -> Finding:
 
 
 def _jobs(task: Task, attempts: int) -> list[Any]:
-    from trainer.tuning.rollouts import Job
+    from ratchet.trainer.tuning.rollouts import Job
 
     return [Job(task, attempt, candidate="doctor") for attempt in range(attempts)]
 
 
 def _transcripts(store: Store, rollouts: list[Rollout]) -> list[Transcript]:
-    from store.errors import UnknownRecord
+    from ratchet.store.errors import UnknownRecord
 
     found = []
     for one in rollouts:
@@ -124,8 +124,8 @@ def _transcripts(store: Store, rollouts: list[Rollout]) -> list[Transcript]:
 def _reasons(
     settings: Settings, bench: tuning.Bench, task: Task, rollouts: list[Rollout], transcripts: list[Transcript]
 ) -> list[Reason]:
-    from trainer.crediting.roles import Roles
-    from trainer.tuning import checkup
+    from ratchet.trainer.crediting.roles import Roles
+    from ratchet.trainer.tuning import checkup
 
     trainer = settings.trainer_settings(
         base_model=settings.base_model or "unset", judge=settings.trainer.get("judge") or "unset:unset"
@@ -175,7 +175,7 @@ def _by_step(reasons: list[Reason], seen: dict[str, str]) -> Iterator[Finding]:
 
 def _forget(store: Store, transcripts: list[Transcript]) -> None:
     """Put the attempts aside. They are of an evaluation, never trained; a trainer that is quicker does the same."""
-    from store.errors import ForbiddenChange
+    from ratchet.store.errors import ForbiddenChange
 
     for one in transcripts:
         with contextlib.suppress(ForbiddenChange):

@@ -8,31 +8,31 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from store.alarms import Alarms
-from store.base_models import BaseModels
-from store.calls import Calls
-from store.database import connect, ensure_schema, missing_file
-from store.decisions import Decisions
-from store.deletion import Deletions
-from store.doors import Doors
-from store.errors import StoreError, StoreMissing
-from store.feedback import Feedbacks
-from store.groups import Groups
-from store.keys import Keys
-from store.leases import Leases
-from store.lineage import Lineage
-from store.observations import Observations
-from store.open_runs import OpenRuns
-from store.policies import Policies
-from store.prompts import Prompts
-from store.rollouts import Rollouts
-from store.rounds import Rounds
-from store.shadows import Shadows
-from store.tasks import Tasks
-from store.tools import Tools
-from store.trajectories import Trajectories
-from store.tunings import Tunings
-from store.works import Works
+from ratchet.store.alarms import Alarms
+from ratchet.store.base_models import BaseModels
+from ratchet.store.calls import Calls
+from ratchet.store.database import connect, ensure_schema, missing_file
+from ratchet.store.decisions import Decisions
+from ratchet.store.deletion import Deletions
+from ratchet.store.doors import Doors
+from ratchet.store.errors import StoreError, StoreMissing
+from ratchet.store.feedback import Feedbacks
+from ratchet.store.groups import Groups
+from ratchet.store.keys import Keys
+from ratchet.store.leases import Leases
+from ratchet.store.lineage import Lineage
+from ratchet.store.observations import Observations
+from ratchet.store.open_runs import OpenRuns
+from ratchet.store.policies import Policies
+from ratchet.store.prompts import Prompts
+from ratchet.store.rollouts import Rollouts
+from ratchet.store.rounds import Rounds
+from ratchet.store.shadows import Shadows
+from ratchet.store.tasks import Tasks
+from ratchet.store.tools import Tools
+from ratchet.store.trajectories import Trajectories
+from ratchet.store.tunings import Tunings
+from ratchet.store.works import Works
 
 __all__ = ["Store", "open_store"]
 

@@ -6,10 +6,10 @@ import time
 
 import sqlalchemy as sa
 
-from store import schema
-from store.database import read, write
-from store.records import Alarm
-from store.shipping import insert_new
+from ratchet.store import schema
+from ratchet.store.database import read, write
+from ratchet.store.records import Alarm
+from ratchet.store.shipping import insert_new
 
 
 class Alarms:

@@ -15,11 +15,11 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from store import schema
-from store.database import read, write
-from store.ids import new_id
-from store.records import BASE_VERSION, Record
-from store.tables import ID, JSON, TIME, metadata
+from ratchet.store import schema
+from ratchet.store.database import read, write
+from ratchet.store.ids import new_id
+from ratchet.store.records import BASE_VERSION, Record
+from ratchet.store.tables import ID, JSON, TIME, metadata
 
 base_models = sa.Table(
     "base_models",

@@ -13,7 +13,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from store import schema
+from ratchet.store import schema
 
 _BLOCK = 256 * 4  # bytes of int32 ids
 _DIGEST = 16

@@ -10,14 +10,14 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from store import schema
-from store.blocks import Blocks
-from store.database import read, write
-from store.errors import UnknownRecord
-from store.feedback import add, keep_apart, place_waiting
-from store.records import Call, Choice, Feedback, Shipment
-from store.shipping import IN_MOST, ship
-from store.states import CallState
+from ratchet.store import schema
+from ratchet.store.blocks import Blocks
+from ratchet.store.database import read, write
+from ratchet.store.errors import UnknownRecord
+from ratchet.store.feedback import add, keep_apart, place_waiting
+from ratchet.store.records import Call, Choice, Feedback, Shipment
+from ratchet.store.shipping import IN_MOST, ship
+from ratchet.store.states import CallState
 
 _PAGE_MOST = 1000
 _PACKED = ("prompt_blocks", "prompt_ids", "ids", "logprobs")  # columns that hold tokens

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 
-from store import schema
-from store.inserting import among
-from store.messages import ROOT
+from ratchet.store import schema
+from ratchet.store.inserting import among
+from ratchet.store.messages import ROOT
 
 
 def incomplete(connection: sa.Connection, trajectory_ids: Sequence[str]) -> set[str]:

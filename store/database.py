@@ -17,8 +17,8 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import DatabaseError, DataError, DBAPIError, OperationalError
 
-from store.errors import SchemaMismatch, StoreError, StoreMissing, StoreUnavailable, UnknownRecord
-from store.sqlite_files import watch_files
+from ratchet.store.errors import SchemaMismatch, StoreError, StoreMissing, StoreUnavailable, UnknownRecord
+from ratchet.store.sqlite_files import watch_files
 
 HEAD = "0019"  # the newest migration; a test holds it equal to the migrations folder
 _WAL_SECONDS = 15.0

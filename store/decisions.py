@@ -12,10 +12,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from store.database import read
-from store.records import Record
-from store.schema import metadata
-from store.states import PolicyAction
+from ratchet.store.database import read
+from ratchet.store.records import Record
+from ratchet.store.schema import metadata
+from ratchet.store.states import PolicyAction
 
 _ACTIONS = ", ".join(f"'{action}'" for action in PolicyAction)
 

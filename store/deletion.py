@@ -24,16 +24,16 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from store import schema
-from store.database import read, write
-from store.feedback import delete_waiting, delete_waiting_for
-from store.ids import new_id
-from store.inheritance import Inheritor, inheritors, marked
-from store.listing import Chosen, with_successors
-from store.records import Record
-from store.rollouts import forget
-from store.shipping import MESSAGES_LOCK, insert_new
-from store.states import CallState, GroupState, TrajectoryState
+from ratchet.store import schema
+from ratchet.store.database import read, write
+from ratchet.store.feedback import delete_waiting, delete_waiting_for
+from ratchet.store.ids import new_id
+from ratchet.store.inheritance import Inheritor, inheritors, marked
+from ratchet.store.listing import Chosen, with_successors
+from ratchet.store.records import Record
+from ratchet.store.rollouts import forget
+from ratchet.store.shipping import MESSAGES_LOCK, insert_new
+from ratchet.store.states import CallState, GroupState, TrajectoryState
 
 MEMBER_GONE = "member_deleted"  # why a group and its other members were dropped
 _BATCH = 100  # trajectories in one transaction

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import sqlalchemy as sa
 
-from store import schema
-from store.database import read, write
-from store.records import Door
-from store.shipping import insert_new
+from ratchet.store import schema
+from ratchet.store.database import read, write
+from ratchet.store.records import Door
+from ratchet.store.shipping import insert_new
 
 _FORGOTTEN = 3600.0  # seconds of silence after which a proxy that was killed is forgotten
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from store.records import Call
+from ratchet.store.records import Call
 
 
 def last_word(calls: Sequence[Call], system_prompt: Callable[[str], str]) -> tuple[str, str]:

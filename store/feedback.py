@@ -17,14 +17,14 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from store import schema
-from store.database import read, write
-from store.errors import UnknownRecord
-from store.listing import Chosen
-from store.owners import may_share
-from store.records import CallEnded, CallRecord, Feedback
-from store.shipping import IN_MOST, insert_new
-from store.states import GroupState, TrajectoryState
+from ratchet.store import schema
+from ratchet.store.database import read, write
+from ratchet.store.errors import UnknownRecord
+from ratchet.store.listing import Chosen
+from ratchet.store.owners import may_share
+from ratchet.store.records import CallEnded, CallRecord, Feedback
+from ratchet.store.shipping import IN_MOST, insert_new
+from ratchet.store.states import GroupState, TrajectoryState
 
 TRAJECTORY, CALL, RESPONSE = "trajectory", "call", "response"
 _WORDED = ("resp_", "msg_")  # the beginnings of ids that this proxy makes of a call's

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 
-from store import schema
-from store.database import read, write
-from store.shipping import IN_MOST
-from store.states import GroupState, PolicyState, TrajectoryState
+from ratchet.store import schema
+from ratchet.store.database import read, write
+from ratchet.store.shipping import IN_MOST
+from ratchet.store.states import GroupState, PolicyState, TrajectoryState
 
 _OPEN = (GroupState.READY, GroupState.JUDGED)  # what waits for a judge or a round
 

@@ -12,17 +12,17 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from store import schema
-from store.database import read, write
-from store.errors import ForbiddenChange, UnknownRecord
-from store.fitting import fitting
-from store.group_drops import GroupDrops
-from store.ids import new_id
-from store.records import SHADOW, Exchange, Group, PastScore, Verdict, cohort_of, family_of
-from store.reporting.intervals import Sums
-from store.reporting.learning import Tally
-from store.states import GROUP_STEPS, GroupState, TrajectoryState, check
-from store.trajectories import drop as drop_trajectories
+from ratchet.store import schema
+from ratchet.store.database import read, write
+from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.fitting import fitting
+from ratchet.store.group_drops import GroupDrops
+from ratchet.store.ids import new_id
+from ratchet.store.records import SHADOW, Exchange, Group, PastScore, Verdict, cohort_of, family_of
+from ratchet.store.reporting.intervals import Sums
+from ratchet.store.reporting.learning import Tally
+from ratchet.store.states import GROUP_STEPS, GroupState, TrajectoryState, check
+from ratchet.store.trajectories import drop as drop_trajectories
 
 
 class Groups(GroupDrops):

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
-from store import schema
-from store.errors import ForbiddenChange
-from store.records import Policy, Record
-from store.states import PolicyState, RoundState
+from ratchet.store import schema
+from ratchet.store.errors import ForbiddenChange
+from ratchet.store.records import Policy, Record
+from ratchet.store.states import PolicyState, RoundState
 
 if TYPE_CHECKING:
-    from store.policies import Policies
+    from ratchet.store.policies import Policies
 
 _REASON = "it learnt from trajectories that were deleted"
 

@@ -11,12 +11,12 @@ from collections.abc import Collection
 
 import sqlalchemy as sa
 
-from store import schema
-from store.database import read, write
-from store.errors import UnknownRecord
-from store.ids import new_id
-from store.records import Key
-from store.states import KeyScope
+from ratchet.store import schema
+from ratchet.store.database import read, write
+from ratchet.store.errors import UnknownRecord
+from ratchet.store.ids import new_id
+from ratchet.store.records import Key
+from ratchet.store.states import KeyScope
 
 
 class Keys:

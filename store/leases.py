@@ -7,9 +7,9 @@ import time
 import msgspec
 import sqlalchemy as sa
 
-from store import schema
-from store.database import read, write
-from store.shipping import insert_new
+from ratchet.store import schema
+from ratchet.store.database import read, write
+from ratchet.store.shipping import insert_new
 
 
 class Held(msgspec.Struct, frozen=True):

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 
 import sqlalchemy as sa
 
-from store import schema
-from store.database import read
-from store.records import Policy, Record, Round, family_of
-from store.rounds import round_of
-from store.states import RoundState
+from ratchet.store import schema
+from ratchet.store.database import read
+from ratchet.store.records import Policy, Record, Round, family_of
+from ratchet.store.rounds import round_of
+from ratchet.store.states import RoundState
 
 
 class Trained(Record, frozen=True):

@@ -12,10 +12,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from store import schema
-from store.shadows import shadows
-from store.shipping import short_task
-from store.states import TrajectoryState
+from ratchet.store import schema
+from ratchet.store.shadows import shadows
+from ratchet.store.shipping import short_task
+from ratchet.store.states import TrajectoryState
 
 _LAST = "\U0010ffff"
 FEW = 1000  # trajectories that are walked sooner than a tag's

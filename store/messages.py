@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from store.nesting import is_deeper
-from store.records import MessageNode
+from ratchet.store.nesting import is_deeper
+from ratchet.store.records import MessageNode
 
 ROOT = ""
 ANYWHERE = "anywhere"  # in place of a parent's key: the message wherever it stands

@@ -12,9 +12,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from store.database import read, write
-from store.records import Record
-from store.tables import JSON, TIME, metadata
+from ratchet.store.database import read, write
+from ratchet.store.records import Record
+from ratchet.store.tables import JSON, TIME, metadata
 
 # Observations are only ever added; the newest one of a kind and a subject counts.
 observations = sa.Table(

@@ -10,12 +10,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from store import schema
-from store.calls import load_calls
-from store.database import read
-from store.records import OpenAttempt, OpenLeaf, family_of
-from store.states import CallState, TrajectoryState
-from store.tokens import sequences
+from ratchet.store import schema
+from ratchet.store.calls import load_calls
+from ratchet.store.database import read
+from ratchet.store.records import OpenAttempt, OpenLeaf, family_of
+from ratchet.store.states import CallState, TrajectoryState
+from ratchet.store.tokens import sequences
 
 _IN_MOST = 500  # values in one IN (...)
 _LOST = (CallState.ABORTED, CallState.INTERRUPTED)

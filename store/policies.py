@@ -14,15 +14,15 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from store import schema
-from store.base_models import base_id_of
-from store.database import read, write
-from store.decisions import decisions, write_down
-from store.errors import ForbiddenChange, UnknownRecord
-from store.prompts import prompts
-from store.records import BASE_VERSION, Policy
-from store.shipping import insert_new
-from store.states import POLICY_STEPS, PolicyAction, PolicyState, check
+from ratchet.store import schema
+from ratchet.store.base_models import base_id_of
+from ratchet.store.database import read, write
+from ratchet.store.decisions import decisions, write_down
+from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.prompts import prompts
+from ratchet.store.records import BASE_VERSION, Policy
+from ratchet.store.shipping import insert_new
+from ratchet.store.states import POLICY_STEPS, PolicyAction, PolicyState, check
 
 
 class Policies:

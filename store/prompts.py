@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from store.database import read, write
-from store.errors import UnfitRecord, UnknownRecord
-from store.shipping import insert_new
-from store.states import PromptMode
-from store.tables import ID, JSON, TIME, metadata, one_of
-from store.tuning_records import Prompt
+from ratchet.store.database import read, write
+from ratchet.store.errors import UnfitRecord, UnknownRecord
+from ratchet.store.shipping import insert_new
+from ratchet.store.states import PromptMode
+from ratchet.store.tables import ID, JSON, TIME, metadata, one_of
+from ratchet.store.tuning_records import Prompt
 
 MOST = 200_000  # characters of all texts of a prompt
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from store.packing import pack_ids as pack_ids  # told here as well: they are part of what the records are
-from store.packing import pack_logprobs as pack_logprobs
-from store.packing import unpack_ids as unpack_ids
-from store.packing import unpack_logprobs as unpack_logprobs
-from store.states import CallState, GroupState, KeyScope, PolicyState, RoundState, TrajectoryState
+from ratchet.store.packing import pack_ids as pack_ids  # told here as well: they are part of what the records are
+from ratchet.store.packing import pack_logprobs as pack_logprobs
+from ratchet.store.packing import unpack_ids as unpack_ids
+from ratchet.store.packing import unpack_logprobs as unpack_logprobs
+from ratchet.store.states import CallState, GroupState, KeyScope, PolicyState, RoundState, TrajectoryState
 
 if TYPE_CHECKING:
-    from store.tool_records import ToolCall
+    from ratchet.store.tool_records import ToolCall
 
 BASE_VERSION = 0  # version 0 of every alias is the base model without an adapter
 REDACTED = "redacted"  # why a call is untrainable of which something was not written down

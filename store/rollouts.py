@@ -14,16 +14,16 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from store import schema
-from store.database import read, write
-from store.errors import ForbiddenChange, UnknownRecord
-from store.fitting import fitting
-from store.records import Returned
-from store.shipping import IN_MOST, insert_new
-from store.states import ROLLOUT_STEPS, RolloutState, check
-from store.tables import ID, JSON, TIME, TRAJECTORY_ID, metadata, one_of
-from store.tasks import TASK_ID
-from store.tuning_records import Rollout
+from ratchet.store import schema
+from ratchet.store.database import read, write
+from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.fitting import fitting
+from ratchet.store.records import Returned
+from ratchet.store.shipping import IN_MOST, insert_new
+from ratchet.store.states import ROLLOUT_STEPS, RolloutState, check
+from ratchet.store.tables import ID, JSON, TIME, TRAJECTORY_ID, metadata, one_of
+from ratchet.store.tasks import TASK_ID
+from ratchet.store.tuning_records import Rollout
 
 # What its end tells of a rollout.
 _ENDS = (

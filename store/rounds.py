@@ -14,14 +14,14 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from store import schema
-from store.base_models import base_id_of
-from store.database import read, write
-from store.errors import ForbiddenChange, UnknownRecord
-from store.ids import new_id
-from store.records import BASE_VERSION, Policy, Round
-from store.shipping import IN_MOST
-from store.states import ROUND_STEPS, GroupState, PolicyState, RoundState, TrajectoryState, check
+from ratchet.store import schema
+from ratchet.store.base_models import base_id_of
+from ratchet.store.database import read, write
+from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.ids import new_id
+from ratchet.store.records import BASE_VERSION, Policy, Round
+from ratchet.store.shipping import IN_MOST
+from ratchet.store.states import ROUND_STEPS, GroupState, PolicyState, RoundState, TrajectoryState, check
 
 
 class Rounds:

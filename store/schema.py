@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from store.columns import Body, Bytes, Ids
-from store.states import (
+from ratchet.store.columns import Body, Bytes, Ids
+from ratchet.store.states import (
     CallState,
     GroupState,
     KeyScope,
@@ -18,15 +18,15 @@ from store.states import (
     ToolResult,
     TrajectoryState,
 )
-from store.tables import CALL_ID as _CALL_ID
-from store.tables import HASH as _HASH
-from store.tables import ID as _ID
-from store.tables import JSON as _JSON
-from store.tables import TIME as _TIME
-from store.tables import TRAJECTORY_ID as _TRAJECTORY_ID
-from store.tables import index_said as _index_said
-from store.tables import metadata as metadata
-from store.tables import one_of as _state
+from ratchet.store.tables import CALL_ID as _CALL_ID
+from ratchet.store.tables import HASH as _HASH
+from ratchet.store.tables import ID as _ID
+from ratchet.store.tables import JSON as _JSON
+from ratchet.store.tables import TIME as _TIME
+from ratchet.store.tables import TRAJECTORY_ID as _TRAJECTORY_ID
+from ratchet.store.tables import index_said as _index_said
+from ratchet.store.tables import metadata as metadata
+from ratchet.store.tables import one_of as _state
 
 # A message is stored once, whoever says it: its hash covers its parent and its content.
 messages = sa.Table(

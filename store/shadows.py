@@ -12,16 +12,16 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from store import schema
-from store.database import read, write
-from store.errors import ForbiddenChange, UnknownRecord
-from store.fitting import fitting
-from store.ids import new_id
-from store.records import SHADOW, Record, Trajectory
-from store.remembered import Remembered
-from store.shipping import FINISH, insert_new
-from store.states import SHADOW_STEPS, ShadowState, TrajectoryState, origins
-from store.tables import TIME, TRAJECTORY_ID, metadata, one_of
+from ratchet.store import schema
+from ratchet.store.database import read, write
+from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.fitting import fitting
+from ratchet.store.ids import new_id
+from ratchet.store.records import SHADOW, Record, Trajectory
+from ratchet.store.remembered import Remembered
+from ratchet.store.shipping import FINISH, insert_new
+from ratchet.store.states import SHADOW_STEPS, ShadowState, TrajectoryState, origins
+from ratchet.store.tables import TIME, TRAJECTORY_ID, metadata, one_of
 
 PREFIX = "shad"  # of the ids; the proxy knows a shadow by it
 

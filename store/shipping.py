@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from store import blocks, schema
-from store.fitting import all_fitting
-from store.inserting import among, change, insert, insert_columns
-from store.owners import may_share
-from store.records import CallBegun, CallEnded, CallRecord, MessageNode
-from store.states import CallState, TrajectoryState
+from ratchet.store import blocks, schema
+from ratchet.store.fitting import all_fitting
+from ratchet.store.inserting import among, change, insert, insert_columns
+from ratchet.store.owners import may_share
+from ratchet.store.records import CallBegun, CallEnded, CallRecord, MessageNode
+from ratchet.store.states import CallState, TrajectoryState
 
 IDLE = "idle"  # why a trajectory was sealed: it was still
 FINISH = "finish"  # somebody said that it is complete

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import TypeVar
 
-from store.errors import ForbiddenChange
+from ratchet.store.errors import ForbiddenChange
 
 
 class CallState(StrEnum):

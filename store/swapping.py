@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from store.states import PromptMode
-from store.tuning_records import Prompt
+from ratchet.store.states import PromptMode
+from ratchet.store.tuning_records import Prompt
 
 _ROLES = ("system", "developer")
 

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import sqlalchemy as sa
 
-from store.columns import Hash
+from ratchet.store.columns import Hash
 
 metadata = sa.MetaData(
     naming_convention={

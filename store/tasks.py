@@ -11,11 +11,11 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from store.database import read, write
-from store.errors import UnfitRecord
-from store.shipping import IN_MOST, insert_new
-from store.tables import JSON, metadata
-from store.tuning_records import TaskRow
+from ratchet.store.database import read, write
+from ratchet.store.errors import UnfitRecord
+from ratchet.store.shipping import IN_MOST, insert_new
+from ratchet.store.tables import JSON, metadata
+from ratchet.store.tuning_records import TaskRow
 
 TASK_ID = sa.String(256)
 

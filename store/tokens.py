@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from store.records import Call
+from ratchet.store.records import Call
 
 
 def sequences(calls: Iterable[Call]) -> dict[tuple[str, int], bytes]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from store.records import Record
-from store.states import ToolOutcome, ToolResult
+from ratchet.store.records import Record
+from ratchet.store.states import ToolOutcome, ToolResult
 
 
 class ToolCall(Record, frozen=True):

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from store import schema
-from store.database import read, write
-from store.inserting import among, change, insert
-from store.states import ToolOutcome, ToolResult
-from store.tool_records import ToolAnswer, ToolCall, ToolTally
+from ratchet.store import schema
+from ratchet.store.database import read, write
+from ratchet.store.inserting import among, change, insert
+from ratchet.store.states import ToolOutcome, ToolResult
+from ratchet.store.tool_records import ToolAnswer, ToolCall, ToolTally
 
 _MOST_TALLIED = 1_000  # tools, the most called ones
 

@@ -11,23 +11,23 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from store import schema
-from store.calls import load_calls
-from store.completeness import incomplete
-from store.database import read, write
-from store.endings import last_word
-from store.errors import ForbiddenChange, UnknownRecord
-from store.feedback import UNHEARD, feedback_of, unindexed
-from store.listing import FEW, Chosen, besides_tag, page_ids
-from store.messages import ROOT
-from store.records import Call, Trajectory, Transcript
-from store.remembered import Remembered
-from store.rollouts import returned_by, rollouts
-from store.shipping import FINISH, IDLE, IN_MOST
-from store.states import TRAJECTORY_STEPS, CallState, RolloutState, TrajectoryState, origins
-from store.tasks import row_of
-from store.tools import tool_calls_of
-from store.tunings import at_work
+from ratchet.store import schema
+from ratchet.store.calls import load_calls
+from ratchet.store.completeness import incomplete
+from ratchet.store.database import read, write
+from ratchet.store.endings import last_word
+from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.feedback import UNHEARD, feedback_of, unindexed
+from ratchet.store.listing import FEW, Chosen, besides_tag, page_ids
+from ratchet.store.messages import ROOT
+from ratchet.store.records import Call, Trajectory, Transcript
+from ratchet.store.remembered import Remembered
+from ratchet.store.rollouts import returned_by, rollouts
+from ratchet.store.shipping import FINISH, IDLE, IN_MOST
+from ratchet.store.states import TRAJECTORY_STEPS, CallState, RolloutState, TrajectoryState, origins
+from ratchet.store.tasks import row_of
+from ratchet.store.tools import tool_calls_of
+from ratchet.store.tunings import at_work
 
 _PAGE_MOST = 1000
 

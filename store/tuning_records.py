@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from store.records import Record
-from store.states import PromptMode, RolloutState, TuningKind, TuningState
+from ratchet.store.records import Record
+from ratchet.store.states import PromptMode, RolloutState, TuningKind, TuningState
 
 
 class Prompt(Record, frozen=True):

@@ -8,13 +8,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from store.database import read, write
-from store.errors import ForbiddenChange, UnknownRecord
-from store.ids import new_id
-from store.rollouts import abandon, rollouts
-from store.states import TUNING_STEPS, RolloutState, TuningKind, TuningState, check
-from store.tables import ID, JSON, TIME, metadata, one_of
-from store.tuning_records import Tuning
+from ratchet.store.database import read, write
+from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.ids import new_id
+from ratchet.store.rollouts import abandon, rollouts
+from ratchet.store.states import TUNING_STEPS, RolloutState, TuningKind, TuningState, check
+from ratchet.store.tables import ID, JSON, TIME, metadata, one_of
+from ratchet.store.tuning_records import Tuning
 
 _NO_TUNING = "no tuning {}; `ratchet tune runs` shows the ids"
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 import sqlalchemy as sa
 
-from store.database import read, write
-from store.records import Record
-from store.shipping import insert_new
-from store.tables import JSON, TIME, metadata
+from ratchet.store.database import read, write
+from ratchet.store.records import Record
+from ratchet.store.shipping import insert_new
+from ratchet.store.tables import JSON, TIME, metadata
 
 # A work of an alias stands here once: as it was told last.
 works = sa.Table(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from store import Store
-from store.messages import link_keys, node, path, tool_call_ids, tools_hash
-from store.records import CallBegun, CallEnded, Choice, Group, Verdict, pack_ids, pack_logprobs
-from store.states import CallState
+from ratchet.store import Store
+from ratchet.store.messages import link_keys, node, path, tool_call_ids, tools_hash
+from ratchet.store.records import CallBegun, CallEnded, Choice, Group, Verdict, pack_ids, pack_logprobs
+from ratchet.store.states import CallState
 
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}

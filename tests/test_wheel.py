@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-_SOURCES = ("pyproject.toml", "README.md", "LICENSE", "store", "proxy", "trainer", "ratchet", "examples")
+_SOURCES = ("pyproject.toml", "README.md", "LICENSE", "store", "proxy", "trainer", "ratchet")
 # What `ratchet up` gives vLLM, and whether vLLM would find the plug-in there.
 PROGRAM = """
 import importlib.metadata, json, sys
@@ -38,7 +38,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in _SOURCES:
         path = ROOT / name
         if path.is_dir():
-            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+            shutil.copytree(path, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(path, source / name)
     build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"

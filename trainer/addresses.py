@@ -6,6 +6,6 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from store.credentials import plain_url
+from ratchet.store.credentials import plain_url
 
 PlainUrl = Annotated[str, AfterValidator(plain_url)]

@@ -12,19 +12,19 @@ import os
 from functools import lru_cache, partial
 from hashlib import blake2b
 
-from store import Store
-from store.errors import ForbiddenChange
-from store.records import SHADOW, Trajectory
-from trainer.casting import Casting
-from trainer.cohorts import likeness, plan_cohorts
-from trainer.crediting.baseline import ScoreBook
-from trainer.grouping import INCOMPLETE, GroupingPlan, PlannedGroup, plan_groups
-from trainer.held_out import is_held_out
-from trainer.judges.patience import patience_of
-from trainer.settings import TrainerSettings
-from trainer.shadowing.caller import KEY_VARIABLE
-from trainer.shadowing.idleness import load_of
-from trainer.shadowing.shadows import Shadowing
+from ratchet.store import Store
+from ratchet.store.errors import ForbiddenChange
+from ratchet.store.records import SHADOW, Trajectory
+from ratchet.trainer.casting import Casting
+from ratchet.trainer.cohorts import likeness, plan_cohorts
+from ratchet.trainer.crediting.baseline import ScoreBook
+from ratchet.trainer.grouping import INCOMPLETE, GroupingPlan, PlannedGroup, plan_groups
+from ratchet.trainer.held_out import is_held_out
+from ratchet.trainer.judges.patience import patience_of
+from ratchet.trainer.settings import TrainerSettings
+from ratchet.trainer.shadowing.caller import KEY_VARIABLE
+from ratchet.trainer.shadowing.idleness import load_of
+from ratchet.trainer.shadowing.shadows import Shadowing
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from store import Store
-from store.records import Group
-from trainer.round_size import RoundSize
-from trainer.settings import TrainerSettings
-from trainer.staleness import oldest_fresh
+from ratchet.store import Store
+from ratchet.store.records import Group
+from ratchet.trainer.round_size import RoundSize
+from ratchet.trainer.settings import TrainerSettings
+from ratchet.trainer.staleness import oldest_fresh
 
 STALE = "stale"
 TOO_FEW_LEFT = "too_few_left"  # its other members were dropped after it was formed

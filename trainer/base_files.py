@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from store import Store
-from trainer.errors import OtherBaseModel
+from ratchet.store import Store
+from ratchet.trainer.errors import OtherBaseModel
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from store import Store
-from store.listing import Chosen
-from store.records import Call, Trajectory
-from store.states import TrajectoryState
-from trainer.crediting.roles import OTHER_ROLE, Roles
+from ratchet.store import Store
+from ratchet.store.listing import Chosen
+from ratchet.store.records import Call, Trajectory
+from ratchet.store.states import TrajectoryState
+from ratchet.trainer.crediting.roles import OTHER_ROLE, Roles
 
 _REMEMBERED = 10_000  # trajectories
 _ALARM_AFTER = 32  # trajectories in a row without a role that trains

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from hashlib import blake2b
 
-from store.records import Trajectory
-from trainer.grouping import PlannedGroup, sealed_at
+from ratchet.store.records import Trajectory
+from ratchet.trainer.grouping import PlannedGroup, sealed_at
 
 _KEY = "cohort"  # begins a cohort's key, where a group's says which task it is of
 

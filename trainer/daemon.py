@@ -29,37 +29,37 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from store import Store
-from store.errors import ForbiddenChange, StoreUnavailable, UnknownRecord
-from store.reporting.relative import note_judge
-from store.states import PolicyState
-from trainer.assembly import Assembly
-from trainer.backlog import Backlog
-from trainer.casting import Casting
-from trainer.crediting.roles import Roles
-from trainer.daemon_parts import make_judging, make_releasing
-from trainer.errors import EngineUnreachable, OutOfMemory, TrainingDiverged
-from trainer.judges.patience import patience_of
-from trainer.judges.settings import only_ranks
-from trainer.learning.learner import Learner
-from trainer.lease import Lease
-from trainer.memory import Memory
-from trainer.metrics import Metrics
-from trainer.monitors.standings import StoredStandings
-from trainer.progress import GATHERING, Progress, on_this_terminal
-from trainer.publishing import checkpoint
-from trainer.publishing.candidates import next_candidate
-from trainer.publishing.engine import Replica
-from trainer.publishing.in_use import versions_in_use
-from trainer.publishing.publisher import DOOR_SILENCE
-from trainer.publishing.retention import best_first, retained
-from trainer.publishing.served_base import ServedBase
-from trainer.round_size import RoundSize
-from trainer.school import Pupil, School
-from trainer.settings import TrainerSettings
-from trainer.transcripts import Transcripts
-from trainer.warm_start.imitation import Imitation, learner_settings
-from trainer.warm_start.requests import REFUSALS, WarmStarts
+from ratchet.store import Store
+from ratchet.store.errors import ForbiddenChange, StoreUnavailable, UnknownRecord
+from ratchet.store.reporting.relative import note_judge
+from ratchet.store.states import PolicyState
+from ratchet.trainer.assembly import Assembly
+from ratchet.trainer.backlog import Backlog
+from ratchet.trainer.casting import Casting
+from ratchet.trainer.crediting.roles import Roles
+from ratchet.trainer.daemon_parts import make_judging, make_releasing
+from ratchet.trainer.errors import EngineUnreachable, OutOfMemory, TrainingDiverged
+from ratchet.trainer.judges.patience import patience_of
+from ratchet.trainer.judges.settings import only_ranks
+from ratchet.trainer.learning.learner import Learner
+from ratchet.trainer.lease import Lease
+from ratchet.trainer.memory import Memory
+from ratchet.trainer.metrics import Metrics
+from ratchet.trainer.monitors.standings import StoredStandings
+from ratchet.trainer.progress import GATHERING, Progress, on_this_terminal
+from ratchet.trainer.publishing import checkpoint
+from ratchet.trainer.publishing.candidates import next_candidate
+from ratchet.trainer.publishing.engine import Replica
+from ratchet.trainer.publishing.in_use import versions_in_use
+from ratchet.trainer.publishing.publisher import DOOR_SILENCE
+from ratchet.trainer.publishing.retention import best_first, retained
+from ratchet.trainer.publishing.served_base import ServedBase
+from ratchet.trainer.round_size import RoundSize
+from ratchet.trainer.school import Pupil, School
+from ratchet.trainer.settings import TrainerSettings
+from ratchet.trainer.transcripts import Transcripts
+from ratchet.trainer.warm_start.imitation import Imitation, learner_settings
+from ratchet.trainer.warm_start.requests import REFUSALS, WarmStarts
 
 log = logging.getLogger(__name__)
 start = logging.getLogger("ratchet.start")  # told at any log_level: `ratchet up` waits for it

@@ -10,23 +10,23 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from store import Store
-from trainer.crediting.baseline import ScoreBook
-from trainer.crediting.credit import Credit
-from trainer.gating.evaluations import Evaluations
-from trainer.gating.gatekeeper import Gatekeeper
-from trainer.gating.make import make_evaluations, make_second_judge
-from trainer.judges import Judge
-from trainer.judges.make import make_judge
-from trainer.metrics import Metrics
-from trainer.progress import Progress
-from trainer.publishing.engine import Replica
-from trainer.publishing.publisher import Publisher
-from trainer.rehearing import Rehearing
-from trainer.scorekeeper import Scorekeeper, flat_groups
-from trainer.sentinel.second_judge import SecondJudge
-from trainer.sentinel.watch import Sentinel
-from trainer.settings import TrainerSettings
+from ratchet.store import Store
+from ratchet.trainer.crediting.baseline import ScoreBook
+from ratchet.trainer.crediting.credit import Credit
+from ratchet.trainer.gating.evaluations import Evaluations
+from ratchet.trainer.gating.gatekeeper import Gatekeeper
+from ratchet.trainer.gating.make import make_evaluations, make_second_judge
+from ratchet.trainer.judges import Judge
+from ratchet.trainer.judges.make import make_judge
+from ratchet.trainer.metrics import Metrics
+from ratchet.trainer.progress import Progress
+from ratchet.trainer.publishing.engine import Replica
+from ratchet.trainer.publishing.publisher import Publisher
+from ratchet.trainer.rehearing import Rehearing
+from ratchet.trainer.scorekeeper import Scorekeeper, flat_groups
+from ratchet.trainer.sentinel.second_judge import SecondJudge
+from ratchet.trainer.sentinel.watch import Sentinel
+from ratchet.trainer.settings import TrainerSettings
 
 
 @dataclass(frozen=True, slots=True)

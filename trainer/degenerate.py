@@ -10,20 +10,20 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trainer.crediting.baseline import MOST_REMEMBERED
-from trainer.judges.settings import (
+from ratchet.trainer.crediting.baseline import MOST_REMEMBERED
+from ratchet.trainer.judges.settings import (  # fmt: skip
     CompositeSpec,
     ConductSpec,
     FeedbackSpec,
     JudgeSpec,
     NextStateSpec,
     only_ranks,
-)  # fmt: skip
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.learning_rate import AUTO
+)
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.learning_rate import AUTO
 
 if TYPE_CHECKING:
-    from trainer.settings import TrainerSettings
+    from ratchet.trainer.settings import TrainerSettings
 
 # What a pattern must tell apart: if it matches all of these, it matches everything that is worth scoring.
 _UNLIKE = ("", "x", "7", "no idea", "The answer is 42.", "{}", "a\nb", "ü" * 50, "<answer>Oslo</answer>")

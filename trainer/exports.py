@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from store.records import SHADOW, Call, Choice, Trajectory, Transcript, Verdict, unpack_ids, unpack_logprobs
-from trainer.errors import RowError
-from trainer.held_out import is_set_aside
-from trainer.learning.rows import Rows, build_rows
+from ratchet.store.records import SHADOW, Call, Choice, Trajectory, Transcript, Verdict, unpack_ids, unpack_logprobs
+from ratchet.trainer.errors import RowError
+from ratchet.trainer.held_out import is_set_aside
+from ratchet.trainer.learning.rows import Rows, build_rows
 
 TRAINABLE = frozenset({"live", SHADOW})  # purposes
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from store.records import Trajectory
-from trainer.crediting.roles import OTHER_ROLE
+from ratchet.store.records import Trajectory
+from ratchet.trainer.crediting.roles import OTHER_ROLE
 
 ABANDONED = "abandoned"  # its tuner was killed or stopped: nobody knows whether it was over
 EVALUATION = "eval"  # asked for by explicit version: a measurement, never training data

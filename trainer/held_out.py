@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from store.records import Trajectory
-from trainer.grouping import HELD_OUT
+from ratchet.store.records import Trajectory
+from ratchet.trainer.grouping import HELD_OUT
 
 
 def is_held_out(group_key: str, share: float) -> bool:

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from types import TracebackType
 
-from store import Store
-from store.errors import StoreUnavailable
-from store.ids import moment, new_id
-from trainer.errors import LeaseHeld, LeaseLost
+from ratchet.store import Store
+from ratchet.store.errors import StoreUnavailable
+from ratchet.store.ids import moment, new_id
+from ratchet.trainer.errors import LeaseHeld, LeaseLost
 
 log = logging.getLogger(__name__)
 

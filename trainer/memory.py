@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 
-from store import Store
-from store.states import RoundState
-from trainer.errors import OutOfMemory
-from trainer.learning.learner_settings import LearnerSettings
+from ratchet.store import Store
+from ratchet.store.states import RoundState
+from ratchet.trainer.errors import OutOfMemory
+from ratchet.trainer.learning.learner_settings import LearnerSettings
 
 TOO_LONG = "too_long"  # why a trajectory is dropped whose rows are longer than may be trained
 _ROWS_ALONE, _WITHOUT_LONGEST, _WITHOUT_LONG = 2, 3, 4

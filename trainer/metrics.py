@@ -13,14 +13,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from store import Store
-from store.errors import StoreError
-from store.records import Round
-from store.states import RoundState, ShadowState
-from trainer.errors import SettingError
-from trainer.gating.sequential import Difference
-from trainer.progress import Standing
-from trainer.sentinel import Finding
+from ratchet.store import Store
+from ratchet.store.errors import StoreError
+from ratchet.store.records import Round
+from ratchet.store.states import RoundState, ShadowState
+from ratchet.trainer.errors import SettingError
+from ratchet.trainer.gating.sequential import Difference
+from ratchet.trainer.progress import Standing
+from ratchet.trainer.sentinel import Finding
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, of when it was made
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from store.records import Feedback, Transcript
+from ratchet.store.records import Feedback, Transcript
 
 Message = Mapping[str, Any]
 Row = dict[str, Any]

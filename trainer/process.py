@@ -15,16 +15,16 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from store import Store, open_store
-from store.errors import StoreError, StoreUnavailable
-from trainer.base_files import DIGESTS, check_files
-from trainer.daemon import PAUSE_AFTER_OUTAGE, Daemon, MakePupil, make_learner
-from trainer.errors import TrainerError
-from trainer.learning import together
-from trainer.lease import Lease
-from trainer.monitors.monitoring import check_installed, monitored
-from trainer.school import Pupil
-from trainer.settings import TrainerSettings
+from ratchet.store import Store, open_store
+from ratchet.store.errors import StoreError, StoreUnavailable
+from ratchet.trainer.base_files import DIGESTS, check_files
+from ratchet.trainer.daemon import PAUSE_AFTER_OUTAGE, Daemon, MakePupil, make_learner
+from ratchet.trainer.errors import TrainerError
+from ratchet.trainer.learning import together
+from ratchet.trainer.lease import Lease
+from ratchet.trainer.monitors.monitoring import check_installed, monitored
+from ratchet.trainer.school import Pupil
+from ratchet.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from store.works import Paced
+from ratchet.store.works import Paced
 
 log = logging.getLogger(__name__)
 

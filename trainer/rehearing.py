@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from store import Store
-from store.records import Trajectory, Transcript, Verdict
-from trainer.crediting.credit import Credit
-from trainer.judges import Judgement
+from ratchet.store import Store
+from ratchet.store.records import Trajectory, Transcript, Verdict
+from ratchet.trainer.crediting.credit import Credit
+from ratchet.trainer.judges import Judgement
 
 log = logging.getLogger(__name__)
 

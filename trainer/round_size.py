@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from store.records import Group
+from ratchet.store.records import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,26 +17,26 @@ from typing import Any, Protocol
 
 import msgspec
 
-from store import Store
-from store.listing import Chosen
-from store.records import BASE_VERSION, Group, Policy, Round, Trajectory, Transcript, Verdict
-from store.reporting.movement import collapse_reason, movement_of
-from store.reporting.reasons import left_out
-from trainer.casting import Casting
-from trainer.crediting.credit import Credit
-from trainer.crediting.roles import Roles
-from trainer.crediting.turns import Turns
-from trainer.errors import CheckpointDamaged, NoLearningSignal, RowError, TrainerError, TrainingDiverged
-from trainer.learning.learner import RoundReport
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.rows import Rows, build_rows
-from trainer.learning.tokens import TokenRow
-from trainer.memory import TOO_LONG, Memory
-from trainer.publishing import checkpoint
-from trainer.publishing.probes import ROWS, contexts
-from trainer.round_size import RoundSize
-from trainer.staleness import age
-from trainer.transcripts import Transcripts
+from ratchet.store import Store
+from ratchet.store.listing import Chosen
+from ratchet.store.records import BASE_VERSION, Group, Policy, Round, Trajectory, Transcript, Verdict
+from ratchet.store.reporting.movement import collapse_reason, movement_of
+from ratchet.store.reporting.reasons import left_out
+from ratchet.trainer.casting import Casting
+from ratchet.trainer.crediting.credit import Credit
+from ratchet.trainer.crediting.roles import Roles
+from ratchet.trainer.crediting.turns import Turns
+from ratchet.trainer.errors import CheckpointDamaged, NoLearningSignal, RowError, TrainerError, TrainingDiverged
+from ratchet.trainer.learning.learner import RoundReport
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.rows import Rows, build_rows
+from ratchet.trainer.learning.tokens import TokenRow
+from ratchet.trainer.memory import TOO_LONG, Memory
+from ratchet.trainer.publishing import checkpoint
+from ratchet.trainer.publishing.probes import ROWS, contexts
+from ratchet.trainer.round_size import RoundSize
+from ratchet.trainer.staleness import age
+from ratchet.trainer.transcripts import Transcripts
 
 log = logging.getLogger(__name__)
 

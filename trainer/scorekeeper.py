@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from store import Store
-from store.errors import ForbiddenChange
-from store.records import Group, Trajectory, Transcript, Verdict
-from trainer.crediting.credit import Credit
-from trainer.judges import Judge, Judgement
-from trainer.progress import GATHERING, JUDGING, Progress
-from trainer.sentinel.second_judge import SecondJudge
+from ratchet.store import Store
+from ratchet.store.errors import ForbiddenChange
+from ratchet.store.records import Group, Trajectory, Transcript, Verdict
+from ratchet.trainer.crediting.credit import Credit
+from ratchet.trainer.judges import Judge, Judgement
+from ratchet.trainer.progress import GATHERING, JUDGING, Progress
+from ratchet.trainer.sentinel.second_judge import SecondJudge
 
 log = logging.getLogger(__name__)
 

@@ -12,15 +12,15 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from store.credentials import plain_url
-from trainer.degenerate import why_nothing_is_learnt
-from trainer.devices import Devices
-from trainer.gating.gate_settings import GateSettings
-from trainer.judges.settings import JudgeSpec
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.monitors.monitoring import MonitorName
-from trainer.sentinel.settings import SentinelSettings
-from trainer.shadowing.shadow_settings import ShadowSettings
+from ratchet.store.credentials import plain_url
+from ratchet.trainer.degenerate import why_nothing_is_learnt
+from ratchet.trainer.devices import Devices
+from ratchet.trainer.gating.gate_settings import GateSettings
+from ratchet.trainer.judges.settings import JudgeSpec
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.monitors.monitoring import MonitorName
+from ratchet.trainer.sentinel.settings import SentinelSettings
+from ratchet.trainer.shadowing.shadow_settings import ShadowSettings
 
 _LEARNER_FIELDS = {field.name for field in dataclasses.fields(LearnerSettings)}
 

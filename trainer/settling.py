@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 
-from store import Store
-from store.states import PolicyState, RoundState
+from ratchet.store import Store
+from ratchet.store.states import PolicyState, RoundState
 
 
 def is_settled(store: Store, alias: str, *, group_size: int, groups_per_round: int) -> bool:

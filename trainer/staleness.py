@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from store.records import BASE_VERSION, Policy
-from store.states import PolicyState
+from ratchet.store.records import BASE_VERSION, Policy
+from ratchet.store.states import PolicyState
 
 _NO_STEPS = (PolicyState.REJECTED, PolicyState.UNPROVEN)
 

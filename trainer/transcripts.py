@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from store import Store
-from store.records import Transcript
+from ratchet.store import Store
+from ratchet.store.records import Transcript
 
 
 class Transcripts:

@@ -10,9 +10,9 @@ from collections import Counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from proxy.asgi import KEY_ID, headers_of
-from proxy.errors import NotReady, TooManyBytes
-from store.owners import owner
+from ratchet.proxy.asgi import KEY_ID, headers_of
+from ratchet.proxy.errors import NotReady, TooManyBytes
+from ratchet.store.owners import owner
 
 BODY = "ratchet.body"  # where the scope has the BodyBytes of a request that has a body
 

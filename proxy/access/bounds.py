@@ -15,10 +15,10 @@ import msgspec
 from msgspec import Raw
 from starlette.types import Receive
 
-from proxy.asgi import read_body
-from proxy.errors import BadRequest, BodyTooLarge
-from proxy.threads import parsed
-from store import nesting
+from ratchet.proxy.asgi import read_body
+from ratchet.proxy.errors import BadRequest, BodyTooLarge
+from ratchet.proxy.threads import parsed
+from ratchet.store import nesting
 
 _LARGE = 256 * 1024  # bytes; larger bodies are looked at in a thread
 _LISTS = {"messages": "most_messages", "input": "most_messages", "tools": "most_tools"}

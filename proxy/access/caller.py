@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from proxy.access.limits import Meter
+from ratchet.proxy.access.limits import Meter
 
 
 class Caller(msgspec.Struct, frozen=True):

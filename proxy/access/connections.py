@@ -26,8 +26,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from proxy.asgi import GONE
-from proxy.errors import ClientLeft, openai_error
+from ratchet.proxy.asgi import GONE
+from ratchet.proxy.errors import ClientLeft, openai_error
 
 log = logging.getLogger("ratchet.proxy")
 

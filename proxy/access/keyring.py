@@ -22,15 +22,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from proxy.access.caller import Caller
-from proxy.access.limits import Meter
-from proxy.errors import NotReady, StartError
-from proxy.settings import KEYS_VARIABLE, ProxySettings, is_loopback
-from proxy.vitals import Vitals
-from store import Store
-from store.errors import StoreError
-from store.records import Key
-from store.states import KeyScope
+from ratchet.proxy.access.caller import Caller
+from ratchet.proxy.access.limits import Meter
+from ratchet.proxy.errors import NotReady, StartError
+from ratchet.proxy.settings import KEYS_VARIABLE, ProxySettings, is_loopback
+from ratchet.proxy.vitals import Vitals
+from ratchet.store import Store
+from ratchet.store.errors import StoreError
+from ratchet.store.records import Key
+from ratchet.store.states import KeyScope
 
 log = logging.getLogger("ratchet.proxy")
 

@@ -18,13 +18,13 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from proxy.access.caller import NOBODY, OPERATOR, Caller
-from proxy.access.keyring import KeyRing
-from proxy.access.limits import metered
-from proxy.asgi import CALLER, KEY_ID, header, headers_of
-from proxy.errors import Forbidden, WrongKey
-from proxy.settings import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, hash_key, is_loopback
-from store.owners import UNCHECKED
+from ratchet.proxy.access.caller import NOBODY, OPERATOR, Caller
+from ratchet.proxy.access.keyring import KeyRing
+from ratchet.proxy.access.limits import metered
+from ratchet.proxy.asgi import CALLER, KEY_ID, header, headers_of
+from ratchet.proxy.errors import Forbidden, WrongKey
+from ratchet.proxy.settings import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, hash_key, is_loopback
+from ratchet.store.owners import UNCHECKED
 
 PREFIX = "rk-"  # by which a leaked key is recognised
 

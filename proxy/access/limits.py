@@ -19,9 +19,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from proxy import lax
-from proxy.asgi import Headers
-from proxy.errors import RateLimited
+from ratchet.proxy import lax
+from ratchet.proxy.asgi import Headers
+from ratchet.proxy.errors import RateLimited
 
 HOLD = "ratchet.hold"  # where the scope has the Hold of a call whose key has limits
 

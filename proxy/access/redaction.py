@@ -16,13 +16,13 @@ from typing import Any
 
 import msgspec
 
-from proxy.access.patterns import Patterns
-from proxy.dialects.dialect import LARGE, Asked, Dialect, Kept
-from proxy.linking.leaf import Leaf, Sequence32
-from proxy.shapes import Shape
-from proxy.threads import parsed
-from store import messages as canon
-from store.records import REDACTED, CallBegun, CallEnded, Feedback
+from ratchet.proxy.access.patterns import Patterns
+from ratchet.proxy.dialects.dialect import LARGE, Asked, Dialect, Kept
+from ratchet.proxy.linking.leaf import Leaf, Sequence32
+from ratchet.proxy.shapes import Shape
+from ratchet.proxy.threads import parsed
+from ratchet.store import messages as canon
+from ratchet.store.records import REDACTED, CallBegun, CallEnded, Feedback
 
 _encode = msgspec.json.Encoder(order="sorted").encode
 _object = msgspec.json.Decoder(dict[str, Any]).decode

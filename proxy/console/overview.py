@@ -11,16 +11,16 @@ from typing import Any
 
 import msgspec
 
-from store import Store
-from store.records import Policy, Round
-from store.remembered import Remembered
-from store.reporting.canary import canary_scores, held
-from store.reporting.learning import plain
-from store.reporting.movement import movement_of
-from store.reporting.reasons import DROPPED
-from store.reporting.relative import is_relative, report_of
-from store.states import PolicyState
-from store.works import WorkNoted
+from ratchet.store import Store
+from ratchet.store.records import Policy, Round
+from ratchet.store.remembered import Remembered
+from ratchet.store.reporting.canary import canary_scores, held
+from ratchet.store.reporting.learning import plain
+from ratchet.store.reporting.movement import movement_of
+from ratchet.store.reporting.reasons import DROPPED
+from ratchet.store.reporting.relative import is_relative, report_of
+from ratchet.store.states import PolicyState
+from ratchet.store.works import WorkNoted
 
 _ROUNDS = 50
 _DECISIONS = 5

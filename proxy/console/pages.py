@@ -12,9 +12,9 @@ from pathlib import Path
 
 from starlette.types import Receive, Scope, Send
 
-from proxy.asgi import Headers, header, send_bytes
-from proxy.errors import MethodNotAllowed, NotFound
-from proxy.routing import no_route
+from ratchet.proxy.asgi import Headers, header, send_bytes
+from ratchet.proxy.errors import MethodNotAllowed, NotFound
+from ratchet.proxy.routing import no_route
 
 MOUNT = "/ui"
 _FOLDER = Path(__file__).parent / "static"

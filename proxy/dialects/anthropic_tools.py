@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from proxy.dialects import inner
-from proxy.dialects.inner import Json
-from proxy.errors import BadRequest
+from ratchet.proxy.dialects import inner
+from ratchet.proxy.dialects.inner import Json
+from ratchet.proxy.errors import BadRequest
 
 _TEXT = {"type": "string"}
 _LINES = {"type": "array", "items": {"type": "integer"}, "description": "the first and the last line to show"}

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from proxy.capture import Capture
-from proxy.errors import ProxyError, UpstreamBroke
+from ratchet.proxy.capture import Capture
+from ratchet.proxy.errors import ProxyError, UpstreamBroke
 
 Event = dict[str, Any]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from proxy import request
-from proxy.capture import Capture
-from proxy.dialects.dialect import Asked, asked, read_body_with, told_policy
-from proxy.dialects.vllm_words import in_vllms_words
-from proxy.errors import ProxyError, to_openai_error
-from proxy.request import ChatRequest
-from proxy.shapes import OPENAI
-from store.records import CallBegun
+from ratchet.proxy import request
+from ratchet.proxy.capture import Capture
+from ratchet.proxy.dialects.dialect import Asked, asked, read_body_with, told_policy
+from ratchet.proxy.dialects.vllm_words import in_vllms_words
+from ratchet.proxy.errors import ProxyError, to_openai_error
+from ratchet.proxy.request import ChatRequest
+from ratchet.proxy.shapes import OPENAI
+from ratchet.store.records import CallBegun
 
 PATH = "/v1/chat/completions"
 

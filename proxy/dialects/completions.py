@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from proxy import lax, request
-from proxy.capture import Answered, Capture
-from proxy.dialects.chat import PlainVoice
-from proxy.dialects.dialect import Asked, read_body_with, told_policy
-from proxy.errors import BadRequest
-from proxy.request import ChatRequest
-from proxy.shapes import OPENAI
-from store import messages as canon
+from ratchet.proxy import lax, request
+from ratchet.proxy.capture import Answered, Capture
+from ratchet.proxy.dialects.chat import PlainVoice
+from ratchet.proxy.dialects.dialect import Asked, read_body_with, told_policy
+from ratchet.proxy.errors import BadRequest
+from ratchet.proxy.request import ChatRequest
+from ratchet.proxy.shapes import OPENAI
+from ratchet.store import messages as canon
 
 PATH = "/v1/completions"
 

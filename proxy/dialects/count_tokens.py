@@ -12,20 +12,20 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from proxy.access.bounds import Bounds, read_json
-from proxy.asgi import JSON, KEY_ID, headers_of, send_bytes, send_json
-from proxy.dialects import inner, messages_request
-from proxy.dialects.dialect import read_body_with
-from proxy.disconnect import Watch
-from proxy.errors import BadRequest, UpstreamBroke
-from proxy.linking import identity
-from proxy.policy import PolicyBook
-from proxy.shapes import ANTHROPIC
-from proxy.tuning.rollouts import Plan, Rollouts
-from proxy.upstreams.pool import Pool, Replica
-from proxy.upstreams.upstream import Upstream
-from store.records import family_of
-from store.swapping import with_prompt
+from ratchet.proxy.access.bounds import Bounds, read_json
+from ratchet.proxy.asgi import JSON, KEY_ID, headers_of, send_bytes, send_json
+from ratchet.proxy.dialects import inner, messages_request
+from ratchet.proxy.dialects.dialect import read_body_with
+from ratchet.proxy.disconnect import Watch
+from ratchet.proxy.errors import BadRequest, UpstreamBroke
+from ratchet.proxy.linking import identity
+from ratchet.proxy.policy import PolicyBook
+from ratchet.proxy.shapes import ANTHROPIC
+from ratchet.proxy.tuning.rollouts import Plan, Rollouts
+from ratchet.proxy.upstreams.pool import Pool, Replica
+from ratchet.proxy.upstreams.upstream import Upstream
+from ratchet.store.records import family_of
+from ratchet.store.swapping import with_prompt
 
 PATH = "/tokenize"
 

@@ -11,12 +11,12 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from proxy.capture import Capture
-from proxy.errors import BadRequest, ProxyError
-from proxy.request import ChatRequest
-from proxy.shapes import Shape
-from proxy.threads import parsed
-from store.records import CallBegun, MessageNode
+from ratchet.proxy.capture import Capture
+from ratchet.proxy.errors import BadRequest, ProxyError
+from ratchet.proxy.request import ChatRequest
+from ratchet.proxy.shapes import Shape
+from ratchet.proxy.threads import parsed
+from ratchet.store.records import CallBegun, MessageNode
 
 LARGE = 256 * 1024  # bytes; larger bodies are read in a thread
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from proxy import lax, request
-from proxy.errors import BadRequest
-from proxy.request import ChatRequest
+from ratchet.proxy import lax, request
+from ratchet.proxy.errors import BadRequest
+from ratchet.proxy.request import ChatRequest
 
 _PASSED = (
     "seed", "min_p", "top_k", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop",

@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 
-from proxy.capture import Capture
-from proxy.dialects import chat, inner, messages_request
-from proxy.dialects.blocks import Block, Event, Kind, Teller, TellingVoice
-from proxy.dialects.dialect import Asked, asked, read_body_with, told_policy
-from proxy.errors import ProxyError
-from proxy.shapes import ANTHROPIC
-from store.records import CallBegun
+from ratchet.proxy.capture import Capture
+from ratchet.proxy.dialects import chat, inner, messages_request
+from ratchet.proxy.dialects.blocks import Block, Event, Kind, Teller, TellingVoice
+from ratchet.proxy.dialects.dialect import Asked, asked, read_body_with, told_policy
+from ratchet.proxy.errors import ProxyError
+from ratchet.proxy.shapes import ANTHROPIC
+from ratchet.store.records import CallBegun
 
 _DELTAS = {
     Kind.THOUGHT: ("thinking_delta", "thinking"),

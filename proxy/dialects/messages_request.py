@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from proxy import lax
-from proxy.dialects import anthropic_tools, inner
-from proxy.dialects.inner import Json
-from proxy.errors import BadRequest
-from proxy.request import ChatRequest
+from ratchet.proxy import lax
+from ratchet.proxy.dialects import anthropic_tools, inner
+from ratchet.proxy.dialects.inner import Json
+from ratchet.proxy.errors import BadRequest
+from ratchet.proxy.request import ChatRequest
 
 UNREADABLE = "unreadable_arguments"  # the one member of an `input` that stands for arguments that are not JSON
 

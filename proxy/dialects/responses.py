@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from proxy import lax
-from proxy.access.bounds import Bounds
-from proxy.capture import Capture
-from proxy.dialects import chat, inner, responses_request
-from proxy.dialects.blocks import TellingVoice
-from proxy.dialects.dialect import Asked, asked, read_body_with
-from proxy.dialects.inner import Json
-from proxy.dialects.responses_memory import ResponseMemory, Turn
-from proxy.dialects.responses_teller import ResponseTeller
-from proxy.shapes import OPENAI
-from store.records import CallBegun
+from ratchet.proxy import lax
+from ratchet.proxy.access.bounds import Bounds
+from ratchet.proxy.capture import Capture
+from ratchet.proxy.dialects import chat, inner, responses_request
+from ratchet.proxy.dialects.blocks import TellingVoice
+from ratchet.proxy.dialects.dialect import Asked, asked, read_body_with
+from ratchet.proxy.dialects.inner import Json
+from ratchet.proxy.dialects.responses_memory import ResponseMemory, Turn
+from ratchet.proxy.dialects.responses_teller import ResponseTeller
+from ratchet.proxy.shapes import OPENAI
+from ratchet.store.records import CallBegun
 
 
 class Responses:

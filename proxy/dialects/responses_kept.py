@@ -14,18 +14,18 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from proxy.asgi import KEY_ID, PATH, send_json
-from proxy.dialects.blocks import as_delta
-from proxy.dialects.inner import Json
-from proxy.dialects.responses_memory import ANSWER_SECONDS, is_recent
-from proxy.dialects.responses_request import INPUT
-from proxy.dialects.responses_teller import ResponseTeller, response_id
-from proxy.errors import BadRequest, Forbidden, NotFound, NotReady, UpstreamBroke
-from proxy.recording.others import Lookups
-from store import Store
-from store.errors import StoreError, UnknownRecord
-from store.records import REDACTED, Call, CallBegun
-from store.states import CallState
+from ratchet.proxy.asgi import KEY_ID, PATH, send_json
+from ratchet.proxy.dialects.blocks import as_delta
+from ratchet.proxy.dialects.inner import Json
+from ratchet.proxy.dialects.responses_memory import ANSWER_SECONDS, is_recent
+from ratchet.proxy.dialects.responses_request import INPUT
+from ratchet.proxy.dialects.responses_teller import ResponseTeller, response_id
+from ratchet.proxy.errors import BadRequest, Forbidden, NotFound, NotReady, UpstreamBroke
+from ratchet.proxy.recording.others import Lookups
+from ratchet.store import Store
+from ratchet.store.errors import StoreError, UnknownRecord
+from ratchet.store.records import REDACTED, Call, CallBegun
+from ratchet.store.states import CallState
 
 PREFIX = "/responses/"
 _ITEMS = "/input_items"

@@ -20,16 +20,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-from proxy.dialects.blocks import as_delta
-from proxy.dialects.inner import Json
-from proxy.dialects.responses_teller import ResponseTeller, response_id
-from proxy.errors import NotFound, NotReady
-from proxy.recording.others import Lookups
-from proxy.shares import Shares
-from store import Store
-from store.errors import StoreError, StoreUnavailable, UnknownRecord
-from store.ids import moment
-from store.records import REDACTED, CallBegun
+from ratchet.proxy.dialects.blocks import as_delta
+from ratchet.proxy.dialects.inner import Json
+from ratchet.proxy.dialects.responses_teller import ResponseTeller, response_id
+from ratchet.proxy.errors import NotFound, NotReady
+from ratchet.proxy.recording.others import Lookups
+from ratchet.proxy.shares import Shares
+from ratchet.store import Store
+from ratchet.store.errors import StoreError, StoreUnavailable, UnknownRecord
+from ratchet.store.ids import moment
+from ratchet.store.records import REDACTED, CallBegun
 
 ANSWER_SECONDS = 3.0  # for other proxies to ship a response that a client has already
 _RECENT = 60.0  # seconds in which they usually have, however busy

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects import inner
-from proxy.dialects.inner import Json
-from proxy.errors import BadRequest
-from proxy.request import ChatRequest
+from ratchet.proxy.dialects import inner
+from ratchet.proxy.dialects.inner import Json
+from ratchet.proxy.errors import BadRequest
+from ratchet.proxy.request import ChatRequest
 
 _REFUSED = ("background", "conversation", "prompt")
 _CLIENT_RUN = ("computer", "computer_use_preview", "local_shell", "shell", "apply_patch")  # by what only OpenAI's know

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.blocks import Block, Event, Kind, Teller
-from proxy.dialects.dialect import told_policy
-from proxy.dialects.inner import Json
-from proxy.errors import ProxyError
-from store.records import CallBegun
+from ratchet.proxy.dialects.blocks import Block, Event, Kind, Teller
+from ratchet.proxy.dialects.dialect import told_policy
+from ratchet.proxy.dialects.inner import Json
+from ratchet.proxy.errors import ProxyError
+from ratchet.store.records import CallBegun
 
 _ECHOED: Json = {
     "instructions": None,

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from proxy import request
-from proxy.errors import BadRequest
-from proxy.request import ChatRequest
+from ratchet.proxy import request
+from ratchet.proxy.errors import BadRequest
+from ratchet.proxy.request import ChatRequest
 
 _raws = msgspec.json.Decoder(list[Raw])
 _encode = msgspec.json.Encoder().encode

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from proxy import lax
-from proxy.exact import repairs
-from proxy.exact.scale_out import (
+from ratchet.proxy import lax
+from ratchet.proxy.exact import repairs
+from ratchet.proxy.exact.scale_out import (
     Ended,
     Fields,
     Refused,
@@ -26,8 +26,8 @@ from proxy.exact.scale_out import (
     request_for_derender,
     whole_body,
 )
-from proxy.request import ChatRequest, value
-from proxy.upstreams.answer import Answer
+from ratchet.proxy.request import ChatRequest, value
+from ratchet.proxy.upstreams.answer import Answer
 
 _encode = msgspec.json.Encoder().encode
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import Raw
 
-from proxy.errors import UpstreamBroke, UpstreamError
-from proxy.exact.scale_out import Ended, Generated, generated
-from proxy.sse import DONE, Events
-from proxy.upstreams.answer import Answer
+from ratchet.proxy.errors import UpstreamBroke, UpstreamError
+from ratchet.proxy.exact.scale_out import Ended, Generated, generated
+from ratchet.proxy.sse import DONE, Events
+from ratchet.proxy.upstreams.answer import Answer
 
 _MOST_WAITING = 4096  # events read ahead
 

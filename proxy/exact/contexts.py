@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 
-from proxy.exact.splice import NOTHING, Context
-from proxy.linking.leaf import Leaf, Sequence32
-from proxy.threads import looked_up_for_call
-from store import Store
-from store.errors import StoreError
-from store.records import OTHER, CallEnded
-from store.tokens import sampled_spans, sequences
+from ratchet.proxy.exact.splice import NOTHING, Context
+from ratchet.proxy.linking.leaf import Leaf, Sequence32
+from ratchet.proxy.threads import looked_up_for_call
+from ratchet.store import Store
+from ratchet.store.errors import StoreError
+from ratchet.store.records import OTHER, CallEnded
+from ratchet.store.tokens import sampled_spans, sequences
 
 log = logging.getLogger("ratchet.proxy")
 

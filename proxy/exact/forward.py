@@ -17,35 +17,27 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from proxy import lax, request
-from proxy.dialects.chat import PATH
-from proxy.errors import UpstreamError
-from proxy.exact import templates
-from proxy.exact.answers import Wanted, whole
-from proxy.exact.contexts import Contexts
-from proxy.exact.scale_out import (
-    GENERATE,
-    Fields,
-    NotOffered,
-    Refused,
-    Rendered,
-    ScaleOut,
-    generate_body,
-)
-from proxy.exact.splice import Context, Fork, Spliced, splice
-from proxy.exact.stream import Pace, StreamedAnswer
-from proxy.exact.templates import Templates
-from proxy.exchange import Exchange
-from proxy.linking.leaf import Leaf
-from proxy.observing.metrics import Metrics
-from proxy.policy import PolicyBook
-from proxy.request import ChatRequest
-from proxy.threads import parsed
-from proxy.upstreams.answer import Answer
-from proxy.upstreams.connection import HttpAnswer
-from proxy.upstreams.forward import Forwarder
-from proxy.upstreams.pool import Pool, Replica
-from proxy.upstreams.upstream import Upstream
+from ratchet.proxy import lax, request
+from ratchet.proxy.dialects.chat import PATH
+from ratchet.proxy.errors import UpstreamError
+from ratchet.proxy.exact import templates
+from ratchet.proxy.exact.answers import Wanted, whole
+from ratchet.proxy.exact.contexts import Contexts
+from ratchet.proxy.exact.scale_out import GENERATE, Fields, NotOffered, Refused, Rendered, ScaleOut, generate_body
+from ratchet.proxy.exact.splice import Context, Fork, Spliced, splice
+from ratchet.proxy.exact.stream import Pace, StreamedAnswer
+from ratchet.proxy.exact.templates import Templates
+from ratchet.proxy.exchange import Exchange
+from ratchet.proxy.linking.leaf import Leaf
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.policy import PolicyBook
+from ratchet.proxy.request import ChatRequest
+from ratchet.proxy.threads import parsed
+from ratchet.proxy.upstreams.answer import Answer
+from ratchet.proxy.upstreams.connection import HttpAnswer
+from ratchet.proxy.upstreams.forward import Forwarder
+from ratchet.proxy.upstreams.pool import Pool, Replica
+from ratchet.proxy.upstreams.upstream import Upstream
 
 log = logging.getLogger("ratchet.proxy")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from proxy.exact.scale_out import Ended
+from ratchet.proxy.exact.scale_out import Ended
 
 TOOL_ID = "chatcmpl-tool-"
 _TEXTS = ("content", "reasoning")  # in the order in which a stop string is looked for

@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from msgspec import Raw
 
-from proxy.errors import UpstreamBroke, UpstreamError
-from proxy.upstreams.answer import Answer
+from ratchet.proxy.errors import UpstreamBroke, UpstreamError
+from ratchet.proxy.upstreams.answer import Answer
 
 RENDER = "/v1/chat/completions/render"
 GENERATE = "/inference/v1/generate"

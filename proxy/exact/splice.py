@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from store.records import unpack_ids
+from ratchet.store.records import unpack_ids
 
 GENERATION_PROMPT = 16  # ids at the end of a prompt that open the answer; a template may write them otherwise later
 

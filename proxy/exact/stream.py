@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from proxy.exact import repairs
-from proxy.exact.answers import Wanted
-from proxy.exact.arrivals import Arrivals, Batch
-from proxy.exact.scale_out import Ended, Refused, ScaleOut, piece_body
-from proxy.observing.metrics import Metrics
-from proxy.upstreams.answer import Answer
+from ratchet.proxy.exact import repairs
+from ratchet.proxy.exact.answers import Wanted
+from ratchet.proxy.exact.arrivals import Arrivals, Batch
+from ratchet.proxy.exact.scale_out import Ended, Refused, ScaleOut, piece_body
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.upstreams.answer import Answer
 
 _encode = msgspec.json.Encoder().encode
 _SHARE = 3.0  # of a replica's time, parts without derender to one with it

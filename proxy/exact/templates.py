@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Raw
 
-from proxy.exact.scale_out import Fields, Rendered, ScaleOut
-from proxy.exact.splice import Fork, first_after_change, tail_after_change
+from ratchet.proxy.exact.scale_out import Fields, Rendered, ScaleOut
+from ratchet.proxy.exact.splice import Fork, first_after_change, tail_after_change
 
 _MOST_TEMPLATES = 256
 _MOST_KINDS = 256  # of one template

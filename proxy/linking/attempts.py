@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from proxy.linking.leaf import Attempt, Link
-from proxy.shares import Shares
+from ratchet.proxy.linking.leaf import Attempt, Link
+from ratchet.proxy.shares import Shares
 
 RETRIED_WITHIN = 120.0
 RESENT_WITHIN = 60.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable
 from typing import Generic, TypeVar
 
-from proxy.linking.leaf import Leaf
+from ratchet.proxy.linking.leaf import Leaf
 
 _MOST_EQUAL = 4_096
 

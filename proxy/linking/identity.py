@@ -8,11 +8,11 @@ from hashlib import blake2b
 
 from starlette.types import Scope
 
-from proxy.asgi import CALLER, TRAJECTORY
-from proxy.errors import BadRequest
-from proxy.linking.leaf import Attempt, Evidence
-from proxy.request import ChatRequest
-from proxy.tuning.rollouts import Plan
+from ratchet.proxy.asgi import CALLER, TRAJECTORY
+from ratchet.proxy.errors import BadRequest
+from ratchet.proxy.linking.leaf import Attempt, Evidence
+from ratchet.proxy.request import ChatRequest
+from ratchet.proxy.tuning.rollouts import Plan
 
 _ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:~@+=-]{1,100}")  # "." and "..": no URL leads to them
 _NO_ID = re.compile(r"[^A-Za-z0-9._:~@+=-]")

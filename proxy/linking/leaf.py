@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from proxy.linking.traces import NO_TRACES, Traces
-from store.records import OTHER
+from ratchet.proxy.linking.traces import NO_TRACES, Traces
+from ratchet.store.records import OTHER
 
 
 class Sequence32(msgspec.Struct, frozen=True):

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from proxy.linking.by_name import ByName
-from proxy.linking.leaf import Leaf
-from proxy.linking.quote_index import QuoteIndex
-from proxy.linking.traces import is_telling
+from ratchet.proxy.linking.by_name import ByName
+from ratchet.proxy.linking.leaf import Leaf
+from ratchet.proxy.linking.quote_index import QuoteIndex
+from ratchet.proxy.linking.traces import is_telling
 
 
 class Leaves:

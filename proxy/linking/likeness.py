@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from proxy.linking.leaf import Leaf
-from proxy.linking.leaves import Leaves
-from store import messages as canon
+from ratchet.proxy.linking.leaf import Leaf
+from ratchet.proxy.linking.leaves import Leaves
+from ratchet.store import messages as canon
 
 BY_IDS, BY_ANSWER = "tool_ids", "answer"
 _MOST_PLACES = 64  # messages of ours that are looked at, from the end

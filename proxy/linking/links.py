@@ -23,20 +23,20 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from proxy.errors import BadRequest
-from proxy.linking import likeness, quotes
-from proxy.linking.attempts import RESENT_WITHIN, RETRIED_WITHIN, Attempts
-from proxy.linking.leaf import Attempt, Evidence, Leaf, Link, Sequence32
-from proxy.linking.leaves import Leaves
-from proxy.linking.names import names
-from proxy.linking.pins import Pins
-from proxy.linking.restored import restored_attempt, restored_leaf
-from proxy.linking.sizes import RUN_BYTES, size_of
-from proxy.shares import Shares
-from store import messages as canon
-from store.ids import new_id
-from store.owners import may_share, owner
-from store.records import CallBegun, OpenAttempt, OpenLeaf, family_of
+from ratchet.proxy.errors import BadRequest
+from ratchet.proxy.linking import likeness, quotes
+from ratchet.proxy.linking.attempts import RESENT_WITHIN, RETRIED_WITHIN, Attempts
+from ratchet.proxy.linking.leaf import Attempt, Evidence, Leaf, Link, Sequence32
+from ratchet.proxy.linking.leaves import Leaves
+from ratchet.proxy.linking.names import names
+from ratchet.proxy.linking.pins import Pins
+from ratchet.proxy.linking.restored import restored_attempt, restored_leaf
+from ratchet.proxy.linking.sizes import RUN_BYTES, size_of
+from ratchet.proxy.shares import Shares
+from ratchet.store import messages as canon
+from ratchet.store.ids import new_id
+from ratchet.store.owners import may_share, owner
+from ratchet.store.records import CallBegun, OpenAttempt, OpenLeaf, family_of
 
 _MOST_LEAVES = 2_000  # of one run
 _PASSED_OVER = 64  # runs with a call under way, at once

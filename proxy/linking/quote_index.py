@@ -15,9 +15,9 @@ from hashlib import blake2b
 from json import JSONDecodeError, JSONDecoder
 from typing import TypeVar
 
-from proxy.linking.by_name import ByName
-from proxy.linking.leaf import Leaf
-from proxy.linking.traces import ANCHOR, DIGEST_BYTES, STEPS, Quote
+from ratchet.proxy.linking.by_name import ByName
+from ratchet.proxy.linking.leaf import Leaf
+from ratchet.proxy.linking.traces import ANCHOR, DIGEST_BYTES, STEPS, Quote
 
 Standing = dict[bytes, int]  # by digest: the length of words that stand at a place
 

@@ -14,12 +14,12 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from proxy.linking.leaf import Leaf
-from proxy.linking.leaves import Leaves
-from proxy.linking.likeness import Fits, choose, shared_runs
-from proxy.linking.quote_index import TooMuchWork, Work
-from proxy.linking.traces import LEAST, PROMPT
-from store import messages as canon
+from ratchet.proxy.linking.leaf import Leaf
+from ratchet.proxy.linking.leaves import Leaves
+from ratchet.proxy.linking.likeness import Fits, choose, shared_runs
+from ratchet.proxy.linking.quote_index import TooMuchWork, Work
+from ratchet.proxy.linking.traces import LEAST, PROMPT
+from ratchet.store import messages as canon
 
 _MOST_TEXT = 150_000  # characters that are looked at, of the latest messages
 _ID = re.compile(r"(?:chatcmpl-tool-|call_|toolu_)[A-Za-z0-9]{9,}")

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from proxy.linking.leaf import Attempt, Leaf, Link, Sequence32
-from proxy.linking.traces import NO_TRACES, Traces, traces
-from store import messages as canon
-from store.records import OpenAttempt, OpenLeaf
+from ratchet.proxy.linking.leaf import Attempt, Leaf, Link, Sequence32
+from ratchet.proxy.linking.traces import NO_TRACES, Traces, traces
+from ratchet.store import messages as canon
+from ratchet.store.records import OpenAttempt, OpenLeaf
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.linking.leaf import Leaf
+from ratchet.proxy.linking.leaf import Leaf
 
 RUN_BYTES = 650  # of a trajectory without its answers
 _LEAF = 850  # of an answer with the names that every answer has

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from store import messages as canon
+from ratchet.store import messages as canon
 
 LEAST = 32  # characters that nobody writes twice by chance
 ANCHOR = 24  # of them, the first, by which a quote is looked up

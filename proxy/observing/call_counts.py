@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from proxy.observing.metrics import Metrics
-from proxy.observing.timing import Timing
-from store.records import CallEnded
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.observing.timing import Timing
+from ratchet.store.records import CallEnded
 
 _REASONS = (
     "no token ids",

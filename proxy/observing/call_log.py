@@ -13,9 +13,9 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from proxy.observing.logs import FIELDS
-from proxy.observing.timing import Timing
-from store.records import CallEnded
+from ratchet.proxy.observing.logs import FIELDS
+from ratchet.proxy.observing.timing import Timing
+from ratchet.store.records import CallEnded
 
 log = logging.getLogger("ratchet.calls")
 

@@ -12,13 +12,13 @@ import time
 
 from starlette.types import Receive, Scope, Send
 
-from proxy.asgi import send_json
-from proxy.policy import PolicyBook
-from proxy.recording.journal import Journal
-from proxy.recording.shipper import Shipper
-from proxy.upstreams.pool import Replica
-from proxy.upstreams.probes import Probes
-from proxy.vitals import Vitals
+from ratchet.proxy.asgi import send_json
+from ratchet.proxy.policy import PolicyBook
+from ratchet.proxy.recording.journal import Journal
+from ratchet.proxy.recording.shipper import Shipper
+from ratchet.proxy.upstreams.pool import Replica
+from ratchet.proxy.upstreams.probes import Probes
+from ratchet.proxy.vitals import Vitals
 
 
 class Health:

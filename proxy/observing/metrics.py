@@ -16,10 +16,10 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
-from proxy.asgi import send_bytes
-from proxy.errors import ProxyError
-from proxy.observing import logs
-from proxy.observing.store_health import StoreHealth
+from ratchet.proxy.asgi import send_bytes
+from ratchet.proxy.errors import ProxyError
+from ratchet.proxy.observing import logs
+from ratchet.proxy.observing.store_health import StoreHealth
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, of when it was made
 

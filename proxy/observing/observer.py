@@ -9,13 +9,13 @@ import logging
 import time
 from collections.abc import Mapping
 
-from proxy.exchange import Exchange
-from proxy.linking import identity
-from proxy.observing import call_log
-from proxy.observing.call_counts import CallCounts
-from proxy.observing.metrics import Metrics
-from proxy.observing.timing import Timing
-from proxy.observing.tracing import Spans
+from ratchet.proxy.exchange import Exchange
+from ratchet.proxy.linking import identity
+from ratchet.proxy.observing import call_log
+from ratchet.proxy.observing.call_counts import CallCounts
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.observing.timing import Timing
+from ratchet.proxy.observing.tracing import Spans
 
 log = logging.getLogger("ratchet.proxy")
 

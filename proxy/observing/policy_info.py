@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from store.records import Policy
-from store.states import PolicyState
+from ratchet.store.records import Policy
+from ratchet.store.states import PolicyState
 
 _SHOWN = (PolicyState.CANDIDATE, PolicyState.CANARY, PolicyState.LIVE)
 

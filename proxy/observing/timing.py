@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Self
 
-from store.records import CallEnded
+from ratchet.store.records import CallEnded
 
 
 class Timing(NamedTuple):

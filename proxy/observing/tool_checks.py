@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from store import Store
-from store.records import CallBegun, CallEnded, CallRecord
-from store.states import CallState, ToolOutcome
-from store.tool_records import ToolAnswer, ToolCall
+from ratchet.store import Store
+from ratchet.store.records import CallBegun, CallEnded, CallRecord
+from ratchet.store.states import CallState, ToolOutcome
+from ratchet.store.tool_records import ToolAnswer, ToolCall
 
 if TYPE_CHECKING:
-    from proxy.observing.toolset import Toolset
+    from ratchet.proxy.observing.toolset import Toolset
 
 log = logging.getLogger("ratchet.proxy")
 
@@ -87,7 +87,7 @@ class ToolChecks:
         )
 
     def _toolset(self, begun: CallBegun) -> Toolset:
-        from proxy.observing.toolset import Toolset  # with JSON Schema, which only a process that checks needs
+        from ratchet.proxy.observing.toolset import Toolset  # with JSON Schema, which only a process that checks needs
 
         name = begun.tools_hash
         known = self._toolsets.get(name)
@@ -109,7 +109,7 @@ def _beginning(record: CallRecord) -> CallBegun:
 
 def _answers(begun: CallBegun) -> Iterator[ToolAnswer]:
     """Return what the last turn of a prompt says came of the tool calls of the call that it continues."""
-    from proxy.observing.tool_results import result_of
+    from ratchet.proxy.observing.tool_results import result_of
 
     if begun.parent_call is None:
         return

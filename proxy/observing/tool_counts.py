@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from proxy.observing.metrics import Metrics
-from proxy.observing.tool_checks import ToolCount
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.observing.tool_checks import ToolCount
 
 OTHER = "other"
 _MOST_NAMES = 100

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from store.states import ToolResult
+from ratchet.store.states import ToolResult
 
 _READ = 2_000  # characters at the beginning
 _LARGEST = 64 * 1024  # bytes of JSON that is taken apart

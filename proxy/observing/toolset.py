@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 from jsonschema.exceptions import ValidationError
 
-from proxy.observing.bounded_schema import BoundedSchema, TooCostly
-from store.states import ToolOutcome
+from ratchet.proxy.observing.bounded_schema import BoundedSchema, TooCostly
+from ratchet.store.states import ToolOutcome
 
 Judged = tuple[ToolOutcome, str | None]
 

@@ -18,17 +18,17 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from proxy.errors import StartError
-from proxy.linking import identity
-from proxy.observing.timing import Timing
-from store.records import OTHER, CallEnded
+from ratchet.proxy.errors import StartError
+from ratchet.proxy.linking import identity
+from ratchet.proxy.observing.timing import Timing
+from ratchet.store.records import OTHER, CallEnded
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
-    from proxy.exchange import Exchange
+    from ratchet.proxy.exchange import Exchange
 
 log = logging.getLogger("ratchet.proxy")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from store import Store
+from ratchet.store import Store
 
 log = logging.getLogger("ratchet.proxy")
 

@@ -14,8 +14,8 @@ import queue
 import threading
 from pathlib import Path
 
-from proxy.recording.segments import MAGIC, records_end, sync_folder, write_all
-from proxy.vitals import Vitals
+from ratchet.proxy.recording.segments import MAGIC, records_end, sync_folder, write_all
+from ratchet.proxy.vitals import Vitals
 
 log = logging.getLogger("ratchet.proxy")
 

@@ -15,11 +15,11 @@ from typing import Protocol
 
 import msgspec
 
-from proxy.observing.tool_checks import ToolChecks, ToolCount
-from proxy.recording.segments import read_segment
-from store import Store
-from store.errors import SchemaMismatch, StoreUnavailable
-from store.records import CallBegun, CallEnded, Feedback, Shipment
+from ratchet.proxy.observing.tool_checks import ToolChecks, ToolCount
+from ratchet.proxy.recording.segments import read_segment
+from ratchet.store import Store
+from ratchet.store.errors import SchemaMismatch, StoreUnavailable
+from ratchet.store.records import CallBegun, CallEnded, Feedback, Shipment
 
 DEAD_LETTERS = "dead-letters.jsonl"
 _BATCH_BYTES = 4 * 2**20

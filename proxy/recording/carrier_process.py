@@ -5,7 +5,7 @@ store's address. Promises: the child ends when the pipe closes, so also when the
 that died is started again with the next piece; what it was carrying then is carried again. It yields to the serving
 process where both want the same core.
 
-    python -m proxy.recording.carrier_process FORMAT LEVEL      (of its log; started by the proxy)
+    python -m ratchet.proxy.recording.carrier_process FORMAT LEVEL      (of its log; started by the proxy)
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from typing import IO, Any
 
 import msgspec
 
-from proxy.large_blocks import give_back
-from proxy.observing import logs
-from proxy.recording.carrier import Carried, Piece, Porter
-from store import Store
-from store.database import connect
-from store.errors import SchemaMismatch, StoreError, StoreUnavailable
+import ratchet
+from ratchet.proxy.large_blocks import give_back
+from ratchet.proxy.observing import logs
+from ratchet.proxy.recording.carrier import Carried, Piece, Porter
+from ratchet.store import Store
+from ratchet.store.database import connect
+from ratchet.store.errors import SchemaMismatch, StoreError, StoreUnavailable
 
 log = logging.getLogger("ratchet.proxy")
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(ratchet.__file__).parents[1]
 _HEAD = struct.Struct("<I")
 _NICENESS = 5  # calls are served first; what waits meanwhile is safe in the journal
 COLLECT = (10_000, 10, 10)  # collections by default are 8% of a batch; at five times less than this memory grows

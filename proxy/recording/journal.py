@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from proxy.errors import NotReady, StartError
-from proxy.observing.metrics import Metrics
-from proxy.recording.bell import Bell
-from proxy.recording.blank import Blanks, adopt
-from proxy.recording.segments import (
+from ratchet.proxy.errors import NotReady, StartError
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.recording.bell import Bell
+from ratchet.proxy.recording.blank import Blanks, adopt
+from ratchet.proxy.recording.segments import (
     MAGIC,
     frame,
     read_position,
@@ -41,8 +41,8 @@ from proxy.recording.segments import (
     sync_folder,
     write_all,
 )
-from proxy.vitals import Vitals
-from store.records import Shipment
+from ratchet.proxy.vitals import Vitals
+from ratchet.store.records import Shipment
 
 log = logging.getLogger("ratchet.proxy")
 

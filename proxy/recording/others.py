@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from proxy import threads
-from proxy.errors import NotReady, TooManyWaiting
-from proxy.recording.shipper import Shipper
-from store import Store
-from store.records import Door
+from ratchet.proxy import threads
+from ratchet.proxy.errors import NotReady, TooManyWaiting
+from ratchet.proxy.recording.shipper import Shipper
+from ratchet.store import Store
+from ratchet.store.records import Door
 
 MOST_WAITING = 64  # requests of one key
 _MOST_IN_ALL = 1024

@@ -17,17 +17,17 @@ from typing import Any
 
 import msgspec
 
-from proxy.access.redaction import Redactor
-from proxy.capture import Capture
-from proxy.dialects.dialect import Asked
-from proxy.linking.leaf import Leaf, Link, Sequence32
-from proxy.linking.traces import Traces, traces
-from proxy.observing.metrics import Metrics
-from proxy.recording.journal import Journal
-from proxy.recording.known import Known
-from store import messages as canon
-from store.records import OTHER, CallBegun, CallEnded, Choice, MessageNode
-from store.states import CallState
+from ratchet.proxy.access.redaction import Redactor
+from ratchet.proxy.capture import Capture
+from ratchet.proxy.dialects.dialect import Asked
+from ratchet.proxy.linking.leaf import Leaf, Link, Sequence32
+from ratchet.proxy.linking.traces import Traces, traces
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.recording.journal import Journal
+from ratchet.proxy.recording.known import Known
+from ratchet.store import messages as canon
+from ratchet.store.records import OTHER, CallBegun, CallEnded, Choice, MessageNode
+from ratchet.store.states import CallState
 
 log = logging.getLogger("ratchet.proxy")
 

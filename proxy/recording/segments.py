@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from store.records import Shipment
+from ratchet.store.records import Shipment
 
 MAGIC = b"RATCHET1"
 _HEAD = struct.Struct("<II")

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import msgspec
 
-from proxy.observing.metrics import Metrics
-from proxy.observing.tool_counts import ToolCounts
-from proxy.recording.bell import Bell
-from proxy.recording.carrier import DEAD_LETTERS, Carried, Carrier, Piece
-from proxy.recording.journal import Journal, Written
-from proxy.recording.segments import (
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.observing.tool_counts import ToolCounts
+from ratchet.proxy.recording.bell import Bell
+from ratchet.proxy.recording.carrier import DEAD_LETTERS, Carried, Carrier, Piece
+from ratchet.proxy.recording.journal import Journal, Written
+from ratchet.proxy.recording.segments import (
     Position,
     next_frame,
     read_position,
@@ -33,9 +33,9 @@ from proxy.recording.segments import (
     segment_path,
     write_position,
 )
-from proxy.vitals import Vitals
-from store import Store
-from store.errors import SchemaMismatch, StoreUnavailable
+from ratchet.proxy.vitals import Vitals
+from ratchet.store import Store
+from ratchet.store.errors import SchemaMismatch, StoreUnavailable
 
 log = logging.getLogger("ratchet.proxy")
 

@@ -19,13 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
-from proxy.errors import NotReady
-from store import Store
-from store.errors import StoreError, UnknownRecord
-from store.owners import may_share
-from store.records import SHADOW
-from store.shadows import PREFIX as SHADOWS
-from store.tuning_records import Prompt
+from ratchet.proxy.errors import NotReady
+from ratchet.store import Store
+from ratchet.store.errors import StoreError, UnknownRecord
+from ratchet.store.owners import may_share
+from ratchet.store.records import SHADOW
+from ratchet.store.shadows import PREFIX as SHADOWS
+from ratchet.store.tuning_records import Prompt
 
 PREFIX = "roll_"
 _PLANNED = (PREFIX, f"{SHADOWS}_")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import msgspec
 from msgspec import Raw
 
-from proxy.request import ChatRequest
-from store.swapping import beginning, has_system_prompt
-from store.tuning_records import Prompt
+from ratchet.proxy.request import ChatRequest
+from ratchet.store.swapping import beginning, has_system_prompt
+from ratchet.store.tuning_records import Prompt
 
 _raws = msgspec.json.Decoder(list[Raw])
 _encode = msgspec.json.Encoder().encode

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 
-from proxy.errors import UpstreamError
-from proxy.observing.metrics import Metrics
-from proxy.policy import PolicyBook
-from proxy.upstreams.answer import Answer
-from proxy.upstreams.upstream import Upstream
-from store.records import BASE_VERSION
+from ratchet.proxy.errors import UpstreamError
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.policy import PolicyBook
+from ratchet.proxy.upstreams.answer import Answer
+from ratchet.proxy.upstreams.upstream import Upstream
+from ratchet.store.records import BASE_VERSION
 
 log = logging.getLogger("ratchet.proxy")
 

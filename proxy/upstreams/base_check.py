@@ -22,12 +22,12 @@ from typing import Any
 
 import msgspec
 
-from proxy.errors import UpstreamError
-from proxy.upstreams.pool import Replica
-from proxy.upstreams.upstream import Upstream
-from proxy.vitals import Vitals
-from store import Store, fingerprints
-from store.errors import StoreError
+from ratchet.proxy.errors import UpstreamError
+from ratchet.proxy.upstreams.pool import Replica
+from ratchet.proxy.upstreams.upstream import Upstream
+from ratchet.proxy.vitals import Vitals
+from ratchet.store import Store, fingerprints
+from ratchet.store.errors import StoreError
 
 log = logging.getLogger("ratchet.proxy")
 

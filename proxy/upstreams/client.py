@@ -18,9 +18,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from proxy.errors import UpstreamBroke, UpstreamError, UpstreamUnreachable
-from proxy.upstreams.connection import Connection, Dropped, HttpAnswer, Limits
-from store.credentials import credentials, without_credentials
+from ratchet.proxy.errors import UpstreamBroke, UpstreamError, UpstreamUnreachable
+from ratchet.proxy.upstreams.connection import Connection, Dropped, HttpAnswer, Limits
+from ratchet.store.credentials import credentials, without_credentials
 
 _KEEP_ALIVE = 4.0  # seconds; vLLM closes idle connections after 5: ours must be the shorter time
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import httptools
 
-from proxy.errors import UpstreamBroke, UpstreamError, UpstreamTimeout
+from ratchet.proxy.errors import UpstreamBroke, UpstreamError, UpstreamTimeout
 
 _MOST_WAITING = 2**20  # bytes of a stream's body that nobody has taken yet
 _MOST_STATUS = 599

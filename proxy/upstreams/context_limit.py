@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from proxy.errors import ContextOverflow
-from proxy.request import ChatRequest
+from ratchet.proxy.errors import ContextOverflow
+from ratchet.proxy.request import ChatRequest
 
 # How vLLM says it: in its renderers, before sampling, and in its engine; and how earlier releases and others do.
 _LIMIT = re.compile(r"maximum (?:context|model) length(?: is| of)? \(?(\d+)|context length is only (\d+)")

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from proxy.exchange import Exchange
-from proxy.observing.metrics import Metrics
-from proxy.policy import PolicyBook
-from proxy.upstreams.adapters import Adapters
-from proxy.upstreams.answer import Answer
-from proxy.upstreams.connection import HttpAnswer
-from proxy.upstreams.context_limit import known_overflow, longest_context
-from proxy.upstreams.pool import Pool, Replica
-from proxy.upstreams.upstream import Upstream
-from store.records import OTHER
+from ratchet.proxy.exchange import Exchange
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.policy import PolicyBook
+from ratchet.proxy.upstreams.adapters import Adapters
+from ratchet.proxy.upstreams.answer import Answer
+from ratchet.proxy.upstreams.connection import HttpAnswer
+from ratchet.proxy.upstreams.context_limit import known_overflow, longest_context
+from ratchet.proxy.upstreams.pool import Pool, Replica
+from ratchet.proxy.upstreams.upstream import Upstream
+from ratchet.store.records import OTHER
 
 
 class Forwarder(Protocol):

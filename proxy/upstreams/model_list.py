@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from proxy.errors import StartError
+from ratchet.proxy.errors import StartError
 
 _REFERENCE = "os.environ/"
 _OPENAI = "https://api.openai.com/v1"

@@ -11,17 +11,17 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import SecretStr
 
-from proxy.errors import UpstreamError
-from proxy.exchange import Exchange
-from proxy.observing.metrics import Metrics
-from proxy.upstreams.breaker import Breaker
-from proxy.upstreams.connection import HttpAnswer
-from proxy.upstreams.model_list import ModelEntry, key_of
-from proxy.upstreams.plain import plain_body
-from proxy.upstreams.pool import Pool, Replica
-from proxy.upstreams.probes import Probes
-from proxy.upstreams.upstream import Upstream
-from proxy.vitals import Vitals
+from ratchet.proxy.errors import UpstreamError
+from ratchet.proxy.exchange import Exchange
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.upstreams.breaker import Breaker
+from ratchet.proxy.upstreams.connection import HttpAnswer
+from ratchet.proxy.upstreams.model_list import ModelEntry, key_of
+from ratchet.proxy.upstreams.plain import plain_body
+from ratchet.proxy.upstreams.pool import Pool, Replica
+from ratchet.proxy.upstreams.probes import Probes
+from ratchet.proxy.upstreams.upstream import Upstream
+from ratchet.proxy.vitals import Vitals
 
 _REFUSED = (401, 403)
 

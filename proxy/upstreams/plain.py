@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from proxy.request import ChatRequest
+from ratchet.proxy.request import ChatRequest
 
 _VLLM_ONLY = (
     "chat_template_kwargs", "ignore_eos", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids",

@@ -21,10 +21,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
 from typing import Generic, TypeVar
 
-from proxy.errors import UpstreamBroke, UpstreamError, UpstreamTimeout, UpstreamUnreachable
-from proxy.observing.metrics import Metrics
-from proxy.upstreams.breaker import Breaker
-from proxy.upstreams.connection import HttpAnswer
+from ratchet.proxy.errors import UpstreamBroke, UpstreamError, UpstreamTimeout, UpstreamUnreachable
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.upstreams.breaker import Breaker
+from ratchet.proxy.upstreams.connection import HttpAnswer
 
 log = logging.getLogger("ratchet.proxy")
 

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
-from proxy.errors import UpstreamError, UpstreamTimeout, UpstreamUnreachable
-from proxy.upstreams.breaker import State
-from proxy.upstreams.pool import Pool, Replica
-from proxy.vitals import Vitals
+from ratchet.proxy.errors import UpstreamError, UpstreamTimeout, UpstreamUnreachable
+from ratchet.proxy.upstreams.breaker import State
+from ratchet.proxy.upstreams.pool import Pool, Replica
+from ratchet.proxy.vitals import Vitals
 
 _PATIENCE = 2.0  # seconds for an answer
 _MOST_SILENT = 3

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from proxy.errors import UpstreamBroke, UpstreamError
-from proxy.upstreams.client import Client
-from proxy.upstreams.connection import HttpAnswer, Limits
-from store.credentials import without_credentials
+from ratchet.proxy.errors import UpstreamBroke, UpstreamError
+from ratchet.proxy.upstreams.client import Client
+from ratchet.proxy.upstreams.connection import HttpAnswer, Limits
+from ratchet.store.credentials import without_credentials
 
 _JSON = {"content-type": "application/json"}
 

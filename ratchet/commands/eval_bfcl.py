@@ -12,10 +12,10 @@ from ratchet import options
 
 if TYPE_CHECKING:
     from ratchet.settings import Settings
-    from store import Store
-    from trainer.bfcl.evaluation import Asked
-    from trainer.tuning.comparison import Ranking
-    from trainer.tuning.results import TuningResult
+    from ratchet.store import Store
+    from ratchet.trainer.bfcl.evaluation import Asked
+    from ratchet.trainer.tuning.comparison import Ranking
+    from ratchet.trainer.tuning.results import TuningResult
 
 
 @click.command()
@@ -56,8 +56,8 @@ def bfcl(
     Example:
       ratchet eval bfcl mail@0 mail@7 --category simple_python --limit 100
     """
-    from trainer.bfcl import VERSION
-    from trainer.bfcl.environment import find, set_up
+    from ratchet.trainer.bfcl import VERSION
+    from ratchet.trainer.bfcl.environment import find, set_up
 
     settings = options.running_settings_of(context, {"project": project, "store": store, "model": model})
     folder = environment or settings.folder.absolute() / "environments" / f"bfcl-{VERSION}"
@@ -74,7 +74,7 @@ def bfcl(
     with options.opened_store(settings.store_url) as opened:
         found, ranked = _evaluate(opened, settings, versions or _both(opened, settings.model), python, asked, proxy)
     if as_json:
-        from trainer.tuning.results import plain
+        from ratchet.trainer.tuning.results import plain
 
         options.emit(plain(found))
     else:
@@ -82,7 +82,7 @@ def bfcl(
 
 
 def _asked(given: dict[str, Any]) -> Asked:
-    from trainer.bfcl.evaluation import CATEGORIES, Asked
+    from ratchet.trainer.bfcl.evaluation import CATEGORIES, Asked
 
     categories = given["categories"] or ("simple_python",)
     for name in categories:
@@ -109,11 +109,11 @@ def _evaluate(
     import msgspec
 
     from ratchet.terminal import bars
+    from ratchet.trainer.bfcl.evaluation import ask, ranking, result
+    from ratchet.trainer.tuning.prices import prices_of
+    from ratchet.trainer.tuning.results import plain
     from ratchet.tuning import first_key, proxy_of
     from ratchet.tuning_hold import Hold
-    from trainer.bfcl.evaluation import ask, ranking, result
-    from trainer.tuning.prices import prices_of
-    from trainer.tuning.results import plain
 
     base_url = f"{(proxy or proxy_of(settings)).rstrip('/').removesuffix('/v1')}/v1"
     began = time.monotonic()

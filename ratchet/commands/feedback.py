@@ -12,8 +12,8 @@ import click
 from ratchet import options
 
 if TYPE_CHECKING:
-    from store import Store
-    from store.records import Transcript
+    from ratchet.store import Store
+    from ratchet.store.records import Transcript
 
 _PAGE = 1000
 
@@ -63,8 +63,8 @@ def add(
 
     import msgspec
 
-    from proxy.access.caller import OPERATOR
-    from proxy.feedback import read_feedback
+    from ratchet.proxy.access.caller import OPERATOR
+    from ratchet.proxy.feedback import read_feedback
 
     named: dict[str, Any] = {"response_id": response, "call_id": call, "trajectory_id": trajectory}
     body = named | {"comment": comment, "demonstration": demonstration, "end_user": end_user, "value": _value(value)}
@@ -132,7 +132,7 @@ def export(context: click.Context, /, form: str, out: str, limit: int, as_json: 
     """
     import msgspec
 
-    from trainer import preferences
+    from ratchet.trainer import preferences
 
     settings = options.running_settings_of(context, given)
     alias, held_out = settings.model, Counter[str]()
@@ -155,7 +155,7 @@ def export(context: click.Context, /, form: str, out: str, limit: int, as_json: 
 
 def _learnable(found: Iterable[Transcript], share: float, left_out: Counter[str]) -> Iterator[Transcript]:
     """Yield the trajectories of tasks that are not set aside for evaluation; count the others."""
-    from trainer.held_out import is_set_aside
+    from ratchet.trainer.held_out import is_set_aside
 
     for one in found:
         if is_set_aside(one.trajectory, share):
@@ -179,7 +179,7 @@ def _spoken_of(store: Store, alias: str, limit: int) -> Iterator[Transcript]:
 
 def _judged_groups(store: Store, alias: str, limit: int, held_out: float) -> Iterator[list[tuple[Transcript, float]]]:
     """Return the members of the newest groups with the scores that count; none of a held-out task."""
-    from trainer.held_out import is_held_out
+    from ratchet.trainer.held_out import is_held_out
 
     page = store.groups.page(min(limit, _PAGE))
     while page and limit > 0:

@@ -11,7 +11,7 @@ from ratchet import options
 from ratchet.tables import print_records
 
 if TYPE_CHECKING:
-    from store.records import Group, Verdict
+    from ratchet.store.records import Group, Verdict
 
 _COLUMNS = ("group", "formed (UTC)", "state", "members", "scores", "compared by")
 

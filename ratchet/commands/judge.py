@@ -15,10 +15,10 @@ from ratchet.tuning import judge_of
 
 if TYPE_CHECKING:
     from ratchet.settings import Settings
-    from store.tuning_records import Rollout
-    from trainer.judges import Judge
-    from trainer.judges.calibration import Calibration
-    from trainer.judges.lint_answers import Stage
+    from ratchet.store.tuning_records import Rollout
+    from ratchet.trainer.judges import Judge
+    from ratchet.trainer.judges.calibration import Calibration
+    from ratchet.trainer.judges.lint_answers import Stage
 
 NOT_EXAMINED = 3  # exit code where the lint could ask the judge nothing that it reads
 _SHOWN = 10  # trajectories that moved the farthest
@@ -137,8 +137,8 @@ def lint(context: click.Context, /, as_json: bool, **given: Any) -> int:
     """
     import dataclasses
 
-    from trainer.judges.lint import Outcome
-    from trainer.judges.lint import lint as try_to_fool
+    from ratchet.trainer.judges.lint import Outcome
+    from ratchet.trainer.judges.lint import lint as try_to_fool
 
     asked = {name: given.pop(name) for name in ("task", "question", "right", "wrong", "trajectory", "tool")}
     settings = _settings(context, given)
@@ -163,7 +163,7 @@ def lint(context: click.Context, /, as_json: bool, **given: Any) -> int:
 
 def _stage(settings: Settings, asked: dict[str, Any]) -> Stage:
     """Return the trajectory whose answer is replaced. Raises JudgeError, UnknownRecord, UsageError."""
-    from trainer.judges.lint_answers import Place, made_up, recorded
+    from ratchet.trainer.judges.lint_answers import Place, made_up, recorded
 
     place = Place.read(asked["tool"])
     if asked["trajectory"] is None:
@@ -192,7 +192,7 @@ def rescore(context: click.Context, /, limit: int, as_json: bool, **given: Any) 
     """
     from tqdm import tqdm
 
-    from trainer.judges.rescore import compare
+    from ratchet.trainer.judges.rescore import compare
 
     settings = _settings(context, given)
     compared = []
@@ -252,8 +252,8 @@ def calibrate(
     """
     from tqdm import tqdm
 
-    from trainer.judges.calibration import Asked
-    from trainer.judges.calibration import calibrate as hold_against
+    from ratchet.trainer.judges.calibration import Asked
+    from ratchet.trainer.judges.calibration import calibrate as hold_against
 
     settings = _settings(context, given)
     truth_settings = _settings(context, given | {"judge": truth_given})

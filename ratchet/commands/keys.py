@@ -44,9 +44,9 @@ def create(
     Example:
       ratchet keys create --name crawler --requests-per-minute 600 --tokens-per-minute 200000
     """
-    from proxy.access.keys import new_key
-    from proxy.settings import hash_key
-    from store.states import KeyScope
+    from ratchet.proxy.access.keys import new_key
+    from ratchet.proxy.settings import hash_key
+    from ratchet.store.states import KeyScope
 
     key = new_key()
     with options.running_store(context, create=True, store=store, project=project) as opened:

@@ -11,9 +11,9 @@ from ratchet import options
 from ratchet.commands.policies_export import export
 
 if TYPE_CHECKING:
-    from store.decisions import Decision
-    from store.records import Policy
-    from store.tuning_records import Prompt
+    from ratchet.store.decisions import Decision
+    from ratchet.store.records import Policy
+    from ratchet.store.tuning_records import Prompt
 
 _NAMED = click.argument("alias", metavar="ALIAS[@VERSION]")
 _BY_HAND = click.option("--reason", required=True, help="Why; it is kept with the decision.")
@@ -85,7 +85,7 @@ def show(
       ratchet policies show mail 7
     """
     from ratchet.status import canary_line
-    from store.reporting.canary import canary_scores
+    from ratchet.store.reporting.canary import canary_scores
 
     alias, version = _named(alias, version)
     with options.running_store(context, store=store, project=project) as opened:

@@ -11,8 +11,8 @@ import click
 from ratchet import options
 
 if TYPE_CHECKING:
-    from store import Store
-    from store.records import Policy
+    from ratchet.store import Store
+    from ratchet.store.records import Policy
 
 _NAMED = re.compile(r"(?P<alias>[^@/\s]+)@(?P<version>\d+)")
 _FOLDER = click.Path(path_type=Path)
@@ -55,9 +55,9 @@ def export(
         raise click.UsageError("give one of --merged DIR, for a whole model, and --adapter DIR, for the adapter alone")
     from ratchet.running.engine import check_model
     from ratchet.status import versions
-    from trainer.publishing.evidence import gather
-    from trainer.publishing.exported import export_adapter, export_merged
-    from trainer.publishing.model_card import model_card
+    from ratchet.trainer.publishing.evidence import gather
+    from ratchet.trainer.publishing.exported import export_adapter, export_merged
+    from ratchet.trainer.publishing.model_card import model_card
 
     if folder.exists():
         raise click.UsageError(f"{folder} is there already: name a new folder")

@@ -137,7 +137,7 @@ def status(
 
 def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
     from ratchet import learning
-    from store.reporting.learning import plain
+    from ratchet.store.reporting.learning import plain
 
     found = learning.read(settings)
     if as_json:
@@ -189,7 +189,7 @@ def _examination(
 ) -> Iterator[Finding]:
     if given["workflow"] is None and task is None:
         from ratchet import doctor as proving
-        from trainer.devices import pinned
+        from ratchet.trainer.devices import pinned
 
         own = {"project": given["project"], "base_model": base_model, "trainer.judge": given["judge"]}
         settings = options.running_settings_of(context, own)

@@ -49,8 +49,8 @@ def proxy(
     settings = options.settings_of(context, values)
     derived: dict[str, Any] = {"upstreams": upstreams, "journal": journal}
     own = settings.proxy_settings(**{key: value for key, value in derived.items() if value})
-    from proxy.observing import logs
-    from proxy.server import serve
+    from ratchet.proxy.observing import logs
+    from ratchet.proxy.server import serve
 
     logs.set_up(own.log_format, own.log_level)
     return serve(own, lambda url: click.echo(f"base_url: {url}/v1   model: {own.model}", err=True))
@@ -84,15 +84,15 @@ def trainer(
     settings = options.settings_of(context, values)
     if not settings.has_judge:
         raise click.UsageError("no judge is named: give --judge module:function or a YAML file, or set trainer.judge")
-    from proxy.observing import logs
+    from ratchet.proxy.observing import logs
     from ratchet.running.engine import check_model
-    from trainer.devices import pinned
+    from ratchet.trainer.devices import pinned
 
     derived: dict[str, Any] = {"vllm": vllm} if vllm else {}
     own = settings.trainer_settings(base_model=check_model(settings.base_model), **derived)
     os.environ.update(pinned(own.devices))  # before anything imports torch
     logs.set_up(own.log_format, own.log_level, _above_bars if sys.stderr.isatty() else None)
-    from trainer.process import run
+    from ratchet.trainer.process import run
 
     return run(own)
 

@@ -11,10 +11,10 @@ from ratchet.commands.export import export
 from ratchet.moments import Age, Moment
 
 if TYPE_CHECKING:
-    from store import Store
-    from store.deletion import Deletion
-    from store.inheritance import Inheritor
-    from store.listing import Chosen
+    from ratchet.store import Store
+    from ratchet.store.deletion import Deletion
+    from ratchet.store.inheritance import Inheritor
+    from ratchet.store.listing import Chosen
 
 _SHOWN = 20
 
@@ -46,8 +46,8 @@ def migrate(context: click.Context, store: str | None, project: str | None) -> N
     Example:
       ratchet store migrate --store postgresql://ratchet@db/ratchet
     """
-    from store.database import HEAD, connect, schema_version
-    from store.database import migrate as bring_to_head
+    from ratchet.store.database import HEAD, connect, schema_version
+    from ratchet.store.database import migrate as bring_to_head
 
     engine = connect(store_url_of(context, store, project))
     before = schema_version(engine)
@@ -70,8 +70,8 @@ def verify(context: click.Context, store: str | None, project: str | None, as_js
     """
     import msgspec
 
+    from ratchet.store.verification import verify as look_at_everything
     from ratchet.terminal import bars
-    from store.verification import verify as look_at_everything
 
     with bars() as told:
         found = look_at_everything(store_url_of(context, store, project), told)
@@ -113,7 +113,7 @@ def prune(
     """
     import time
 
-    from store.listing import Chosen
+    from ratchet.store.listing import Chosen
 
     chosen = Chosen(still_since=time.time() - older_than, trained=False if keep_trained else None)
     why = f"prune: still for {older_than:g} s" + (", not trained" if keep_trained else "")
@@ -160,7 +160,7 @@ def forget(
     Example:
       ratchet store forget --key key_01J8 --dry-run
     """
-    from store.listing import Chosen
+    from ratchet.store.listing import Chosen
 
     given = {"key": key, "task": task, "tag": tag, "until": before}
     if not trajectories and all(value is None for value in given.values()):
@@ -181,7 +181,7 @@ def forget(
 
 def _reject(store: Store, *, as_json: bool) -> None:
     """Take every version that holds something deleted out of service."""
-    from store.inheritance import take_out
+    from ratchet.store.inheritance import take_out
 
     for alias, rejected in take_out(store.policies, store.deletions.inherited(), by=options.person()).items():
         if not as_json:

@@ -11,7 +11,7 @@ import click
 from ratchet import options
 
 if TYPE_CHECKING:
-    from trainer.tuning.imported_tasks import ImportedTasks
+    from ratchet.trainer.tuning.imported_tasks import ImportedTasks
 
 
 @click.group()
@@ -40,8 +40,8 @@ def preview(context: click.Context, source: str, split: str, count: int, project
     """
     import json
 
-    from trainer.tuning.task_files import ending
-    from trainer.tuning.tasks import TaskSet
+    from ratchet.trainer.tuning.task_files import ending
+    from ratchet.trainer.tuning.tasks import TaskSet
 
     # A file needs no settings, which take longer to read than its rows.
     is_file = bool(ending(Path(source))) and Path(source).is_file()
@@ -80,7 +80,7 @@ def import_(
 
     from tqdm import tqdm
 
-    from trainer.tuning.tasks import TaskSet
+    from ratchet.trainer.tuning.tasks import TaskSet
 
     opened = TaskSet.open(source)
     if test_share is not None:
@@ -121,7 +121,7 @@ def list_(context: click.Context, project: str | None, as_json: bool) -> None:
 
 
 def _imported(context: click.Context, project: str | None) -> ImportedTasks:
-    from trainer.tuning.imported_tasks import ImportedTasks
+    from ratchet.trainer.tuning.imported_tasks import ImportedTasks
 
     return ImportedTasks(options.settings_of(context, {"project": project}).state.tasks)
 

@@ -12,8 +12,8 @@ from ratchet.commands.filters import filters
 from ratchet.tables import print_records
 
 if TYPE_CHECKING:
-    from store import Store
-    from store.records import Call, Trajectory, Transcript, Verdict
+    from ratchet.store import Store
+    from ratchet.store.records import Call, Trajectory, Transcript, Verdict
 
 _COLUMNS = ("trajectory", "opened (UTC)", "version", "state", "calls", "score", "task")
 
@@ -53,7 +53,7 @@ def list_trajectories(
       ratchet trajectories list --state dropped --limit 5
       ratchet trajectories list --task math/17 --json
     """
-    from store.listing import Chosen
+    from ratchet.store.listing import Chosen
 
     with options.running_store(context, store=store, project=project) as opened:
         found = opened.trajectories.page(limit, before, chosen=Chosen(**chosen))
@@ -115,14 +115,14 @@ def show(context: click.Context, trajectory_id: str, store: str | None, project:
 
 def _record(store: Store, found: Transcript, verdict: Verdict | None) -> dict[str, Any]:
     """Return what `ratchet store export` writes of a trajectory, without its group's advantage."""
-    from trainer.exports import Exported, trajectory_record
+    from ratchet.trainer.exports import Exported, trajectory_record
 
     return trajectory_record(Exported(found, store.trajectories.context_calls(found), verdict, None))
 
 
 def _lines(found: Transcript, verdict: Verdict | None) -> Iterator[str]:
     from ratchet.moments import moment_told
-    from trainer.exports import chat
+    from ratchet.trainer.exports import chat
 
     run = found.trajectory
     yield f"{run.id}  {run.alias}@{run.version}  {run.state}  opened {moment_told(run.opened_at)}  {run.purpose}"

@@ -10,7 +10,7 @@ import click
 from ratchet import options
 
 if TYPE_CHECKING:
-    from trainer.tuning.lessons import Learned
+    from ratchet.trainer.tuning.lessons import Learned
 
 
 @click.command()
@@ -36,9 +36,9 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
       ratchet tune lessons --reflection-url http://127.0.0.1:8001 --reflection-model big --dry-run
       ratchet tune lessons --reflection-url http://127.0.0.1:8001 --reflection-model big
     """
+    from ratchet.trainer.judges.language_model import LanguageModel
+    from ratchet.trainer.tuning.lessons import check, learn, on_trial
     from ratchet.tuning_hold import Hold
-    from trainer.judges.language_model import LanguageModel
-    from trainer.tuning.lessons import check, learn, on_trial
 
     settings = options.running_settings_of(context, _named(given))
     tuner, alias = settings.tuner_settings(), settings.model

@@ -44,9 +44,9 @@ def report(
       ratchet tune report --png gains.png
     """
     from ratchet import tuning_report
-    from trainer.errors import TuningError
-    from trainer.tuning.report import missing
-    from trainer.tuning.report import report as made
+    from ratchet.trainer.errors import TuningError
+    from ratchet.trainer.tuning.report import missing
+    from ratchet.trainer.tuning.report import report as made
 
     with options.running_store(context, store=store, project=project) as opened:
         live, newest = opened.policies.live(), opened.tunings.page(limit=_MOST)

@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
 
-from store import Store
-from store.records import Call, Round
-from store.states import CallState, PolicyState, RoundState
+from ratchet.store import Store
+from ratchet.store.records import Call, Round
+from ratchet.store.states import CallState, PolicyState, RoundState
 
 
 @dataclass(frozen=True, slots=True)

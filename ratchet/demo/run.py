@@ -30,9 +30,9 @@ from ratchet.running.leftovers import end_leftovers
 from ratchet.running.project_lock import ProjectLock
 from ratchet.running.supervisor import Supervisor
 from ratchet.settings import SECRETS, Settings, load
+from ratchet.store import Store, open_store
+from ratchet.trainer.settling import is_settled
 from ratchet.tuning import first_key
-from store import Store, open_store
-from trainer.settling import is_settled
 
 EXAMPLE = "examples.email_search"
 TINY = Path("examples/email_search/ratchet.yaml")

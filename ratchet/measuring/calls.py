@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.errors import UpstreamError
-from proxy.upstreams.answer import Answer
-from proxy.upstreams.client import Client
+from ratchet.proxy.errors import UpstreamError
+from ratchet.proxy.upstreams.answer import Answer
+from ratchet.proxy.upstreams.client import Client
 
 _WORDS = ("find", "the", "mail", "about", "a", "budget", "of", "spring", "and", "say", "who", "sent", "it", "when")
 _USAGE = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')

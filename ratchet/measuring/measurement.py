@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 import uvloop
 
-from proxy.upstreams.client import Client
-from proxy.upstreams.connection import Limits
 from ratchet.errors import MeasurementFailed
 from ratchet.measuring.calls import Block, Shape, Way, block
 from ratchet.measuring.figures import Added, WayFigures, added, figures
+from ratchet.proxy.upstreams.client import Client
+from ratchet.proxy.upstreams.connection import Limits
 
 STRAIGHT, WITH_IDS, PROXIED = "straight", "straight, ids and logprobs", "through the proxy"
 IDS: dict[str, Any] = {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from ratchet.errors import OtherBaseModel
 from ratchet.running import engine
 from ratchet.settings import Settings
-from store import Store
-from store.base_models import BaseModel
-from store.listing import Chosen
-from trainer.base_files import bytes_to_read, digests, model_folder
+from ratchet.store import Store
+from ratchet.store.base_models import BaseModel
+from ratchet.store.listing import Chosen
+from ratchet.trainer.base_files import bytes_to_read, digests, model_folder
 
 _SHOWN = 12  # characters of a digest
 _SLOW = 2_000_000_000  # bytes from which on reading is announced

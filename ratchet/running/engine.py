@@ -25,7 +25,7 @@ from typing import Any
 from ratchet.errors import EngineMissing, ModelMissing, SettingsError
 from ratchet.running.secrecy import shown_arguments, shown_variables
 from ratchet.settings import STRICT_TOOL_CALLING, Settings, VllmSettings
-from trainer.devices import VARIABLE, pinned
+from ratchet.trainer.devices import VARIABLE, pinned
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 # What vLLM on CPU loads as a plugin of its own kind: base and adapted requests in one batch, set right.

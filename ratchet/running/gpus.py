@@ -11,7 +11,7 @@ import subprocess
 from dataclasses import dataclass
 
 from ratchet.errors import GpuBusy
-from trainer.devices import VARIABLE
+from ratchet.trainer.devices import VARIABLE
 
 _TIMEOUT = 20.0  # seconds
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from ratchet.folders import ROOMS
 from ratchet.running.events import Event
-from store import Store
-from store.errors import StoreError
+from ratchet.store import Store
+from ratchet.store.errors import StoreError
 
 
 def name_of(room: str) -> str:

@@ -21,7 +21,7 @@ from ratchet.running import engine, gpus, ports
 from ratchet.running.judge_check import check_judge
 from ratchet.running.secrecy import has_password, shown_arguments, shown_store, shown_variables
 from ratchet.settings import OTHER_VARIABLES, PREFIX, Settings
-from trainer.devices import pinned
+from ratchet.trainer.devices import pinned
 
 _PROBE_TIMEOUT = 3.0  # seconds
 _DRAIN = 4.0  # seconds that running calls get when `up` stops

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from proxy.access import keyring
 from ratchet import __version__, hub
 from ratchet.errors import RoomDied, RoomSlow
+from ratchet.proxy.access import keyring
 from ratchet.running import base_model, engine, interrupts, room_alarms, rooms
 from ratchet.running.child import Child
 from ratchet.running.events import Event, ignore
@@ -127,7 +127,7 @@ class Supervisor:
 
     def watch(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Keep the rooms up until `stopped` says so. Raises RoomDied where one that is needed dies again and again."""
-        from store import open_store
+        from ratchet.store import open_store
 
         url = self.settings.store_url
         alarms = room_alarms.RoomAlarms(lambda: open_store(url, create=False), self._on_event)
@@ -162,7 +162,7 @@ class Supervisor:
 
     def _prepare_store(self) -> None:
         """Make the schema and version 0 before the rooms look at either. Raises OtherBaseModel, ProxyError."""
-        from store import open_store
+        from ratchet.store import open_store
 
         store = open_store(self.settings.store_url)
         try:
@@ -174,7 +174,7 @@ class Supervisor:
             store.close()
 
     def _check_base(self) -> None:
-        from store import open_store
+        from ratchet.store import open_store
 
         store = open_store(self.settings.store_url, create=False)
         try:

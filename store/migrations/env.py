@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from store.schema import metadata
+from ratchet.store.schema import metadata
 
 context.configure(
     connection=context.config.attributes["connection"],

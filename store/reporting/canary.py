@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from store.states import PolicyAction, PolicyState
+from ratchet.store.states import PolicyAction, PolicyState
 
 if TYPE_CHECKING:
-    from store import Store
+    from ratchet.store import Store
 
 
 def canary_scores(store: Store, alias: str) -> dict[str, Any] | None:

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from store.records import PastScore, Record
-from store.reporting.intervals import Sums, interval, interval_of, squared_error, sums_of
-from store.reporting.missing import more_scores, notes
-from store.reporting.movement import Movement
+from ratchet.store.records import PastScore, Record
+from ratchet.store.reporting.intervals import Sums, interval, interval_of, squared_error, sums_of
+from ratchet.store.reporting.missing import more_scores, notes
+from ratchet.store.reporting.movement import Movement
 
 ENOUGH = 30  # scores on each side
 RELATIVE = (

@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from store.reporting.movement import Movement, nothing_moves
+from ratchet.store.reporting.movement import Movement, nothing_moves
 
 if TYPE_CHECKING:
-    from store.reporting.learning import FamilyReport, Gain, Side, VersionScore
+    from ratchet.store.reporting.learning import FamilyReport, Gain, Side, VersionScore
 
 MOST = 100_000  # scores; more than this decide nothing that anybody waits for
 

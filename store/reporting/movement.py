@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from store.states import RoundState
+from ratchet.store.states import RoundState
 
 if TYPE_CHECKING:
-    from store import Store
+    from ratchet.store import Store
 
 TOO_SMALL = 1e-4  # nats a token: below it no gain was ever seen, and in bf16 it is what rounding alone reads as
 TOO_LARGE = 0.05  # nats a token; healthy rounds of tiny policies stayed below 0.03, collapsing ones had 0.1 to 0.4

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from store.reporting.learning import LearningReport, learning_report, relative_report
-from store.reporting.movement import lately
+from ratchet.store.reporting.learning import LearningReport, learning_report, relative_report
+from ratchet.store.reporting.movement import lately
 
 if TYPE_CHECKING:
-    from store import Store
+    from ratchet.store import Store
 
 _KIND = "judge"
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 
-from store import schema
-from store.database import connect, ensure_schema, read
-from store.prompts import prompts
-from store.rollouts import rollouts
-from store.shadows import shadows
-from store.verification import calls, learning, messages, tuning
-from store.verification.finding import Finding, Page
+from ratchet.store import schema
+from ratchet.store.database import connect, ensure_schema, read
+from ratchet.store.prompts import prompts
+from ratchet.store.rollouts import rollouts
+from ratchet.store.shadows import shadows
+from ratchet.store.verification import calls, learning, messages, tuning
+from ratchet.store.verification.finding import Finding, Page
 
 _MOST_KEPT = 1_000  # findings
 _Told = Callable[[str, int, int], None]  # table, rows looked at now, rows in all

@@ -7,12 +7,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from store import schema
-from store.blocks import digests
-from store.columns import unsqueeze_ids
-from store.states import CallState
-from store.verification.finding import Finding, Page
-from store.verification.messages import known, undecoded
+from ratchet.store import schema
+from ratchet.store.blocks import digests
+from ratchet.store.columns import unsqueeze_ids
+from ratchet.store.states import CallState
+from ratchet.store.verification.finding import Finding, Page
+from ratchet.store.verification.messages import known, undecoded
 
 _BACKUP = "restore it from a backup"
 _UNTRAINED = "its tokens will not be trained; restore it from a backup to have them"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from store.records import Record
+from ratchet.store.records import Record
 
 Page = Sequence[Any]  # rows of one table
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from store import schema
-from store.states import GroupState, RoundState, TrajectoryState
-from store.verification.finding import Finding, Page
-from store.verification.messages import known
+from ratchet.store import schema
+from ratchet.store.states import GroupState, RoundState, TrajectoryState
+from ratchet.store.verification.finding import Finding, Page
+from ratchet.store.verification.messages import known
 
 _DROP = "delete it with `ratchet store forget`, or restore the store from a backup"
 _MEMBERS = {

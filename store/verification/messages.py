@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from store import schema
-from store.columns import Body, Ids, unpack_body
-from store.messages import ROOT, is_intact, is_intact_toolset
-from store.records import MessageNode
-from store.verification.finding import Finding, Page
+from ratchet.store import schema
+from ratchet.store.columns import Body, Ids, unpack_body
+from ratchet.store.messages import ROOT, is_intact, is_intact_toolset
+from ratchet.store.records import MessageNode
+from ratchet.store.verification.finding import Finding, Page
 
 _LOST = "restore it from a backup; transcripts through it are cut off, tokens are not touched"
 _LEFT = "nothing is lost: the next `ratchet store prune` deletes it"

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import sqlalchemy as sa
 
-from store import schema
-from store.prompts import prompt_id
-from store.shadows import shadows
-from store.states import TrajectoryState
-from store.verification.finding import Finding, Page
+from ratchet.store import schema
+from ratchet.store.prompts import prompt_id
+from ratchet.store.shadows import shadows
+from ratchet.store.states import TrajectoryState
+from ratchet.store.verification.finding import Finding, Page
 
 
 def check_prompts(_: sa.Connection, page: Page) -> Iterator[Finding]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from store import open_store
-from store.records import Call, Transcript
+from ratchet.store import open_store
+from ratchet.store.records import Call, Transcript
 from tests.clients.table import CLIENTS, Client
 from tests.clients.witness import Seen, Witness
 from tests.proxy.conftest import Proxy, running

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from store.records import unpack_ids, unpack_logprobs
-from store.states import CallState
+from ratchet.store.records import unpack_ids, unpack_logprobs
+from ratchet.store.states import CallState
 from tests.clients.conftest import Bench
 from tests.clients.scenario import ANSWER, LOOP, SYSTEM
 from tests.clients.table import CLIENTS, Client

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Send
 
-from store import Store, open_store
+from ratchet.store import Store, open_store
+from ratchet.trainer.bfcl.environment import find
 from tests.clients.program import HOME, SKIP
 from tests.proxy.conftest import Proxy, running
 from tests.proxy.scripted_vllm import Json, ScriptedVllm, tool_text
 from tests.proxy.servers import served
 from tests.ratchet.project import Project
-from trainer.bfcl.environment import find
 
 ENVIRONMENT = HOME / "bfcl"
 BROKEN = "simple_python_0"

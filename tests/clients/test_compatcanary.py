@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from store import open_store
+from ratchet.store import open_store
 from tests.clients.program import Program
 from tests.proxy.conftest import running
 from tests.proxy.scripted_vllm import ScriptedVllm

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from store.records import Transcript, Verdict
+from ratchet.store.records import Transcript, Verdict
+from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.judges import Judge
+from ratchet.trainer.judges.make import make_judge
+from ratchet.trainer.judges.settings import read_spec
 from tests.clients.program import HOME, SKIP
 from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.trainer.test_ruler import member
-from trainer.errors import JudgeError
-from trainer.judges import Judge
-from trainer.judges.make import make_judge
-from trainer.judges.settings import read_spec
 
 OWN = "tests.clients.own_graders"
 STRINGS = "openjudge.graders.text.string_match:StringMatchGrader"

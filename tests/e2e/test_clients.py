@@ -11,8 +11,8 @@ from examples.email_search.mailbox import Mailbox, synthetic_mails
 from examples.email_search.prompt import opening
 from examples.email_search.tasks import Task, make_tasks
 from examples.email_search.tools import ACCEPTED, TOOLS, call_tool
-from store import Store, open_store
-from store.records import Call
+from ratchet.store import Store, open_store
+from ratchet.store.records import Call
 from tests.clients.table import CLIENTS, Client
 from tests.ratchet.project import Project, wait_for
 

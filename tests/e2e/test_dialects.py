@@ -15,7 +15,7 @@ import pytest
 
 from examples.email_search.prompt import opening
 from examples.email_search.tools import TOOLS
-from store import open_store
+from ratchet.store import open_store
 from tests.ratchet.project import Project, wait_for
 
 SYSTEM, QUESTION = (message["content"] for message in opening("Where is the picnic that Alice wrote about?", 6))

@@ -14,9 +14,9 @@ import httpx
 import openai
 import pytest
 
-from store import open_store
-from store.records import Call, unpack_ids
-from store.tokens import sampled_spans, sequences
+from ratchet.store import open_store
+from ratchet.store.records import Call, unpack_ids
+from ratchet.store.tokens import sampled_spans, sequences
 from tests.e2e.engine import vllm
 from tests.e2e.rewriting_model import TOOL, Model, make
 from tests.proxy.conftest import Proxy, running

@@ -12,12 +12,12 @@ import pytest
 
 from examples.email_search.prompt import opening
 from examples.email_search.tools import TOOLS
-from store import open_store
-from store.states import ShadowState, TrajectoryState
+from ratchet.store import open_store
+from ratchet.store.states import ShadowState, TrajectoryState
+from ratchet.trainer.settings import TrainerSettings
 from tests.proxy.servers import ProxyProcess, eventually
 from tests.ratchet.project import Project
 from tests.trainer.test_shadows import Line, runs
-from trainer.settings import TrainerSettings
 
 
 @pytest.mark.e2e

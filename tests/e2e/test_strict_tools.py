@@ -14,13 +14,13 @@ import httpx
 import pytest
 
 from examples.email_search.tools import TOOLS
-from proxy.dialects.chat import Chat
-from proxy.tool_grammar import noted
-from store import open_store
-from store.records import TOOL_GRAMMAR
+from ratchet.proxy.dialects.chat import Chat
+from ratchet.proxy.tool_grammar import noted
+from ratchet.store import open_store
+from ratchet.store.records import TOOL_GRAMMAR
+from ratchet.trainer.learning.rows import why_untrainable
 from tests.e2e.conftest import POLICY
 from tests.ratchet.project import ROOT, Project, wait_for
-from trainer.learning.rows import why_untrainable
 
 STRICT: Any = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
 ASKED: dict[str, dict[str, Any]] = {

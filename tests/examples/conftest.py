@@ -11,7 +11,7 @@ import pytest
 from examples.email_search.__main__ import main
 from examples.email_search.mailbox import DATABASE, Mailbox
 from examples.email_search.tasks import Task, read_tasks
-from store import open_store
+from ratchet.store import open_store
 from tests.examples.player import Messages, Player, Script
 from tests.proxy.conftest import Proxy, running
 from tests.proxy.servers import served

@@ -16,8 +16,8 @@ from examples.email_search.agent import Rollout
 from examples.email_search.mailbox import DATABASE, Mailbox
 from examples.email_search.progress import metrics
 from examples.email_search.tasks import read_tasks
+from ratchet.trainer.progress import RunningMeans
 from tests.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
-from trainer.progress import RunningMeans
 
 ROOT = Path(__file__).parents[2]
 ALWAYS_OSLO = '{"answer": "Oslo"}'

@@ -19,19 +19,19 @@ import pytest
 from examples.math.calculator import SCHEMA, calculate
 from examples.math.judge import NoTaskError, judge
 from examples.math.problems import SIZES, is_held_out, task_set
+from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.settings import TrainerSettings
+from ratchet.trainer.tuning.rollouts import Job, RolloutRunner
+from ratchet.trainer.tuning.settings import TunerSettings
+from ratchet.trainer.tuning.tasks import TaskSet
+from ratchet.trainer.tuning.workflow import load_workflow
 from tests.clients.program import Program
 from tests.examples.player import Messages, Script, calls, says, text_of
 from tests.proxy.conftest import Proxy
 from tests.proxy.servers import eventually
 from tests.trainer.scripted_engine import Faithful, ScriptedEngine
 from tests.trainer.tiny import build_tiny_model
-from trainer.daemon import Daemon
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.settings import TrainerSettings
-from trainer.tuning.rollouts import Job, RolloutRunner
-from trainer.tuning.settings import TunerSettings
-from trainer.tuning.tasks import TaskSet
-from trainer.tuning.workflow import load_workflow
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "math"

@@ -17,11 +17,11 @@ from examples.planner.problems import SIZES, task_set
 from examples.planner.prompt import PLANNER
 from examples.planner.workflow import workflow
 from ratchet.settings import load
+from ratchet.trainer.casting import Casting
+from ratchet.trainer.crediting.roles import ANOTHER_ROLE, Roles
+from ratchet.trainer.learning.rows import build_rows
 from tests.examples.player import Messages, Script, calls, says, text_of
 from tests.proxy.conftest import Proxy
-from trainer.casting import Casting
-from trainer.crediting.roles import ANOTHER_ROLE, Roles
-from trainer.learning.rows import build_rows
 
 FOLDER = Path(__file__).parents[2] / "examples" / "planner"
 TASK = {"id": "test/0", "question": "What is 20 plus 30, minus 8?", "answer": "42"}

@@ -18,11 +18,11 @@ from examples.production.__main__ import main
 from examples.production.figures import figures, gain, wilson
 from examples.production.stream import Counter, Served, say, serve
 from examples.production.users import DOWN, UP, USUAL, Habits, Thumb, thumbs, visits
-from store.states import TrajectoryState
+from ratchet.store.states import TrajectoryState
+from ratchet.trainer.judges.feedback import FeedbackJudge
+from ratchet.trainer.judges.settings import FeedbackSpec
 from tests.examples.player import Messages, Script, calls
 from tests.proxy.conftest import Proxy
-from trainer.judges.feedback import FeedbackJudge
-from trainer.judges.settings import FeedbackSpec
 
 Play = Callable[[Callable[[Messages], Script]], Proxy]
 FOLDER = Path(__file__).parents[2] / "examples" / "production"

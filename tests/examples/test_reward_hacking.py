@@ -21,18 +21,18 @@ from examples.email_search.tasks import Task, read_tasks
 from examples.reward_hacking import judge as fooled
 from examples.reward_hacking import second
 from examples.reward_hacking.teacher import EVERYTHING, answer, teaching
-from store import open_store
-from store.reporting.canary import held
-from store.states import PolicyAction, PolicyState
+from ratchet.store import open_store
+from ratchet.store.reporting.canary import held
+from ratchet.store.states import PolicyAction, PolicyState
+from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.judges.function import FunctionJudge
+from ratchet.trainer.judges.lint import Outcome, lint
+from ratchet.trainer.judges.lint_answers import Place, made_up
+from ratchet.trainer.settings import TrainerSettings
 from tests.examples.player import Messages, Script, calls, says
 from tests.proxy.conftest import Proxy, running
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually, served
-from trainer.daemon import Daemon
-from trainer.judges.function import FunctionJudge
-from trainer.judges.lint import Outcome, lint
-from trainer.judges.lint_answers import Place, made_up
-from trainer.settings import TrainerSettings
 
 JUDGE = "examples.reward_hacking.judge:judge"
 SECOND = "examples.reward_hacking.second:judge"

@@ -14,16 +14,16 @@ from pydantic import ValidationError
 from starlette.types import Receive, Send
 
 from examples.email_search.tasks import Task, read_tasks
-from store import Store, open_store
-from store.states import RolloutState, TuningState
+from ratchet.store import Store, open_store
+from ratchet.store.states import RolloutState, TuningState
+from ratchet.trainer.errors import EvaluationStopped, TuningError
+from ratchet.trainer.gating.gate_settings import GateSettings
+from ratchet.trainer.gating.workflow_evaluation import WorkflowEvaluator
+from ratchet.trainer.judges.function import FunctionJudge
 from tests.examples.player import Messages, Script, calls, says
 from tests.proxy.conftest import running
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import served
-from trainer.errors import EvaluationStopped, TuningError
-from trainer.gating.gate_settings import GateSettings
-from trainer.gating.workflow_evaluation import WorkflowEvaluator
-from trainer.judges.function import FunctionJudge
 
 TASKS = 12
 

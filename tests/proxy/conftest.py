@@ -12,10 +12,10 @@ import openai
 import pytest
 from starlette.types import ASGIApp
 
-from proxy.app import create_app
-from proxy.settings import ProxySettings
-from proxy.upstreams.upstream import Upstream
-from store import Store, open_store
+from ratchet.proxy.app import create_app
+from ratchet.proxy.settings import ProxySettings
+from ratchet.proxy.upstreams.upstream import Upstream
+from ratchet.store import Store, open_store
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually, served
 

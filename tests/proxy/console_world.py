@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from store import Store
-from store.ids import new_id
-from store.records import Exchange, Feedback, Verdict
+from ratchet.store import Store
+from ratchet.store.ids import new_id
+from ratchet.store.records import Exchange, Feedback, Verdict
 from tests.records import answered_trajectory, begun, ended, tool_call
 
 ALIAS = "agent"

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from store.fingerprints import requests
+from ratchet.store.fingerprints import requests
 
 _ASKED = {part: body for part, (_, body) in requests("").items()}
 

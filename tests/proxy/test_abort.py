@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from store import Store
-from store.records import unpack_ids
-from store.states import CallState
+from ratchet.store import Store
+from ratchet.store.records import unpack_ids
+from ratchet.store.states import CallState
 from tests.proxy.conftest import Proxy
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import ProxyProcess, eventually, leave

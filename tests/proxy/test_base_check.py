@@ -10,12 +10,12 @@ from typing import Any
 
 import httpx
 
-from proxy.errors import UpstreamError
-from proxy.upstreams.base_check import BaseCheck
-from proxy.upstreams.breaker import Breaker
-from proxy.upstreams.pool import Replica
-from proxy.upstreams.upstream import Upstream
-from store import Store
+from ratchet.proxy.errors import UpstreamError
+from ratchet.proxy.upstreams.base_check import BaseCheck
+from ratchet.proxy.upstreams.breaker import Breaker
+from ratchet.proxy.upstreams.pool import Replica
+from ratchet.proxy.upstreams.upstream import Upstream
+from ratchet.store import Store
 from tests.ports import free_port
 from tests.proxy.conftest import Proxy, running
 from tests.proxy.scripted_base import BaseModel

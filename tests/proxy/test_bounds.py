@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from proxy.access.bounds import Bounds
-from proxy.errors import BodyTooLarge
-from store import nesting
-from store.messages import link_key
+from ratchet.proxy.access.bounds import Bounds
+from ratchet.proxy.errors import BodyTooLarge
+from ratchet.store import nesting
+from ratchet.store.messages import link_key
 from tests.proxy.conftest import Start
 from tests.proxy.scripted_vllm import ScriptedVllm
 

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.observing.call_log import logfmt, note
-from proxy.observing.logs import JsonLines
-from proxy.observing.timing import Timing
+from ratchet.proxy.observing.call_log import logfmt, note
+from ratchet.proxy.observing.logs import JsonLines
+from ratchet.proxy.observing.timing import Timing
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.servers import ProxyProcess, eventually
 from tests.records import begun, ended

@@ -12,11 +12,11 @@ import msgspec
 import psutil
 import pytest
 
-from proxy.recording.carrier import DEAD_LETTERS, Piece
-from proxy.recording.carrier_process import CarrierProcess
-from proxy.recording.segments import MAGIC, frame
-from store import Store
-from store.errors import StoreError
+from ratchet.proxy.recording.carrier import DEAD_LETTERS, Piece
+from ratchet.proxy.recording.carrier_process import CarrierProcess
+from ratchet.proxy.recording.segments import MAGIC, frame
+from ratchet.store import Store
+from ratchet.store.errors import StoreError
 from tests import records
 from tests.proxy.servers import ProxyProcess, eventually, spoil
 

@@ -10,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
-from store import open_store
-from store.records import Call, unpack_ids, unpack_logprobs
-from store.states import CallState
+from ratchet.store import open_store
+from ratchet.store.records import Call, unpack_ids, unpack_logprobs
+from ratchet.store.states import CallState
 from tests.proxy.conftest import Proxy, Start, running
 from tests.proxy.scripted_vllm import END, ScriptedVllm, logprob, render
 from tests.proxy.servers import eventually, leave, served

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from proxy.errors import UpstreamBroke, UpstreamTimeout, UpstreamUnreachable
-from proxy.upstreams.client import Client
-from proxy.upstreams.connection import Limits
+from ratchet.proxy.errors import UpstreamBroke, UpstreamTimeout, UpstreamUnreachable
+from ratchet.proxy.upstreams.client import Client
+from ratchet.proxy.upstreams.connection import Limits
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from store.records import Call, unpack_ids, unpack_logprobs
-from store.states import CallState
+from ratchet.store.records import Call, unpack_ids, unpack_logprobs
+from ratchet.store.states import CallState
 from tests.proxy.conftest import Proxy
 from tests.proxy.scripted_vllm import END, ScriptedVllm, logprob
 

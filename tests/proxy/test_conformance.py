@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from store import Store
+from ratchet.store import Store
 from tests.proxy.conftest import running
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import served

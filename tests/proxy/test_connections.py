@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from store import open_store
+from ratchet.store import open_store
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import ProxyProcess, eventually
 

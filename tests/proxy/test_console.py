@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from proxy.access.keys import new_key
-from proxy.console.pages import _FOLDER
-from proxy.settings import hash_key
-from store import Store, open_store
+from ratchet.proxy.access.keys import new_key
+from ratchet.proxy.console.pages import _FOLDER
+from ratchet.proxy.settings import hash_key
+from ratchet.store import Store, open_store
 from tests.proxy import console_world
 from tests.proxy.browser import Browser, BrowserFailed, Page, program
 from tests.proxy.conftest import Proxy, Start, running

@@ -8,7 +8,7 @@ import anthropic
 import openai
 import pytest
 
-from proxy.upstreams.context_limit import read_overflow
+from ratchet.proxy.upstreams.context_limit import read_overflow
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.scripted_vllm import ScriptedVllm, render
 

@@ -10,9 +10,9 @@ import httpx
 import openai
 import pytest
 
-from store import Store, open_store
-from store.listing import Chosen
-from store.verification import verify
+from ratchet.store import Store, open_store
+from ratchet.store.listing import Chosen
+from ratchet.store.verification import verify
 from tests.proxy.conftest import Proxy
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import ProxyProcess, eventually

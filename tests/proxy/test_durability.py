@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.recording.segments import records_end
-from store import Store, open_store
-from store.states import CallState
+from ratchet.proxy.recording.segments import records_end
+from ratchet.store import Store, open_store
+from ratchet.store.states import CallState
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.servers import ProxyProcess, eventually, leave, spoil
 

@@ -14,13 +14,13 @@ import msgspec
 import openai
 import pytest
 
-from proxy.exact.contexts import Contexts
-from proxy.exact.splice import Context
-from proxy.linking.leaf import Leaf, Sequence32
-from proxy.settings import ProxySettings
-from store import Store
-from store.records import Call, CallBegun, CallEnded, Choice, pack_ids
-from store.states import CallState
+from ratchet.proxy.exact.contexts import Contexts
+from ratchet.proxy.exact.splice import Context
+from ratchet.proxy.linking.leaf import Leaf, Sequence32
+from ratchet.proxy.settings import ProxySettings
+from ratchet.store import Store
+from ratchet.store.records import Call, CallBegun, CallEnded, Choice, pack_ids
+from ratchet.store.states import CallState
 from tests.proxy.conftest import Proxy, Start, running
 from tests.proxy.scripted_scale_out import DERENDER, DETOKENIZE, GENERATE, RENDER, ScriptedScaleOut
 from tests.proxy.servers import eventually, leave, served

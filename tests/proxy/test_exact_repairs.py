@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from proxy.exact import repairs
-from proxy.exact.scale_out import Ended
+from ratchet.proxy.exact import repairs
+from ratchet.proxy.exact.scale_out import Ended
 
 
 def piece(text_end: str | None = None, stop: int | str | None = None) -> Ended:

@@ -11,9 +11,9 @@ import anthropic
 import httpx
 import pytest
 
-from store import Store, open_store
-from store.records import Door
-from store.states import KeyScope
+from ratchet.store import Store, open_store
+from ratchet.store.records import Door
+from ratchet.store.states import KeyScope
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.servers import ProxyProcess, eventually
 from tests.proxy.test_keys import ask, bearer, made

@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from proxy.errors import StartError
-from proxy.observing.metrics import Metrics
-from proxy.recording.bell import Bell
-from proxy.recording.carrier import DEAD_LETTERS, Carried, Piece, Porter
-from proxy.recording.journal import ALARM, Journal
-from proxy.recording.segments import (
+from ratchet.proxy.errors import StartError
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.recording.bell import Bell
+from ratchet.proxy.recording.carrier import DEAD_LETTERS, Carried, Piece, Porter
+from ratchet.proxy.recording.journal import ALARM, Journal
+from ratchet.proxy.recording.segments import (
     MAGIC,
     Position,
     frame,
@@ -26,10 +26,10 @@ from proxy.recording.segments import (
     segment_path,
     write_position,
 )
-from proxy.recording.shipper import Shipper
-from store import Store
-from store.records import CallBegun, CallEnded
-from store.states import CallState
+from ratchet.proxy.recording.shipper import Shipper
+from ratchet.store import Store
+from ratchet.store.records import CallBegun, CallEnded
+from ratchet.store.states import CallState
 from tests import records
 from tests.proxy.servers import eventually
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from proxy.observing.metrics import Metrics
-from proxy.recording.bell import Bell
-from proxy.recording.journal import Journal
-from proxy.recording.segments import MAGIC, Position, segment_path, write_position
-from store import Store
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.recording.bell import Bell
+from ratchet.proxy.recording.journal import Journal
+from ratchet.proxy.recording.segments import MAGIC, Position, segment_path, write_position
+from ratchet.store import Store
 from tests.proxy.servers import eventually
 from tests.proxy.test_journal import pair, shipping
 

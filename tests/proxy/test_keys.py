@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from proxy.access.keys import new_key
-from proxy.errors import StartError
-from proxy.server import serve
-from proxy.settings import ProxySettings, hash_key
-from store import Store
-from store.database import connect
-from store.records import Key
-from store.states import KeyScope
+from ratchet.proxy.access.keys import new_key
+from ratchet.proxy.errors import StartError
+from ratchet.proxy.server import serve
+from ratchet.proxy.settings import ProxySettings, hash_key
+from ratchet.store import Store
+from ratchet.store.database import connect
+from ratchet.store.records import Key
+from ratchet.store.states import KeyScope
 from tests.proxy.conftest import Proxy, Start, running
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually

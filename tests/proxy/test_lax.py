@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from proxy import lax
+from ratchet.proxy import lax
 from tests.proxy.conftest import Proxy
 from tests.proxy.scripted_vllm import ScriptedVllm
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from proxy.access.limits import Bucket, Hold, Meter, estimate
-from proxy.settings import hash_key
-from store import Store
+from ratchet.proxy.access.limits import Bucket, Hold, Meter, estimate
+from ratchet.proxy.settings import hash_key
+from ratchet.store import Store
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually, leave

@@ -8,13 +8,13 @@ from typing import Any
 import openai
 import pytest
 
-from proxy.errors import BadRequest
-from proxy.linking.leaf import Attempt, Evidence, Leaf, Link, Sequence32
-from proxy.linking.links import Links
-from proxy.linking.traces import traces
-from store import messages as canon
-from store.records import OpenLeaf, pack_ids, unpack_ids
-from store.states import CallState
+from ratchet.proxy.errors import BadRequest
+from ratchet.proxy.linking.leaf import Attempt, Evidence, Leaf, Link, Sequence32
+from ratchet.proxy.linking.links import Links
+from ratchet.proxy.linking.traces import traces
+from ratchet.store import messages as canon
+from ratchet.store.records import OpenLeaf, pack_ids, unpack_ids
+from ratchet.store.states import CallState
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.scripted_vllm import ScriptedVllm, render
 from tests.proxy.servers import eventually

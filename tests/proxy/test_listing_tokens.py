@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from proxy.operator import MOST_TOKENS
-from store import Store
+from ratchet.proxy.operator import MOST_TOKENS
+from ratchet.store import Store
 from tests.proxy.conftest import Proxy
 from tests.records import begun, ended
 

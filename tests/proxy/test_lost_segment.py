@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from store import Store, open_store
+from ratchet.store import Store, open_store
 from tests.proxy.servers import ProxyProcess, eventually
 from tests.records import TOOLS
 

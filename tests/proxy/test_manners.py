@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from proxy.inflate import inflated
+from ratchet.proxy.inflate import inflated
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.scripted_vllm import ScriptedVllm
 

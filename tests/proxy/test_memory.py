@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from proxy.recording.known import Known
+from ratchet.proxy.recording.known import Known
 from tests.proxy.servers import ProxyProcess, eventually
 
 BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}

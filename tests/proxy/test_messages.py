@@ -9,8 +9,8 @@ from typing import Any
 import anthropic
 import pytest
 
-from store.records import Call, unpack_ids
-from store.states import CallState
+from ratchet.store.records import Call, unpack_ids
+from ratchet.store.states import CallState
 from tests.proxy.conftest import Proxy
 from tests.proxy.scripted_vllm import END, ScriptedVllm, render
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from store.records import Verdict
+from ratchet.store.records import Verdict
 from tests.proxy.conftest import Proxy
 from tests.records import answered_trajectory, judged_group
 

@@ -12,10 +12,10 @@ import pydantic
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from proxy.errors import StartError
-from proxy.settings import ProxySettings
-from proxy.upstreams.model_list import ModelEntry
-from store.records import Call
+from ratchet.proxy.errors import StartError
+from ratchet.proxy.settings import ProxySettings
+from ratchet.proxy.upstreams.model_list import ModelEntry
+from ratchet.store.records import Call
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import served

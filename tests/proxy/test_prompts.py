@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from store import Store
-from store.records import Policy, unpack_ids
-from store.swapping import with_prompt
-from store.tuning_records import Rollout
+from ratchet.store import Store
+from ratchet.store.records import Policy, unpack_ids
+from ratchet.store.swapping import with_prompt
+from ratchet.store.tuning_records import Rollout
 from tests.proxy.conftest import Proxy, running
 from tests.proxy.scripted_scale_out import ScriptedScaleOut
 from tests.proxy.scripted_vllm import ScriptedVllm, render

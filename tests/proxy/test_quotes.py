@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from proxy.linking import quotes
-from proxy.linking.by_name import ByName
-from proxy.linking.leaf import Leaf, Sequence32
-from proxy.linking.leaves import Leaves
-from proxy.linking.likeness import choose, shared_runs
-from proxy.linking.links import Links
-from proxy.linking.quote_index import QuoteIndex, TooMuchWork, Work
-from proxy.linking.traces import ANCHOR, LEAST, Traces, quote_of
-from store import messages as canon
+from ratchet.proxy.linking import quotes
+from ratchet.proxy.linking.by_name import ByName
+from ratchet.proxy.linking.leaf import Leaf, Sequence32
+from ratchet.proxy.linking.leaves import Leaves
+from ratchet.proxy.linking.likeness import choose, shared_runs
+from ratchet.proxy.linking.links import Links
+from ratchet.proxy.linking.quote_index import QuoteIndex, TooMuchWork, Work
+from ratchet.proxy.linking.traces import ANCHOR, LEAST, Traces, quote_of
+from ratchet.store import messages as canon
 from tests.proxy.test_linking import USER, Message, answered, asked
 
 PIECES = [

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from proxy.access.patterns import BUILT_IN, Patterns
-from proxy.settings import ProxySettings
-from store import Store
+from ratchet.proxy.access.patterns import BUILT_IN, Patterns
+from ratchet.proxy.settings import ProxySettings
+from ratchet.store import Store
 from tests.proxy.conftest import Proxy, Start, running
 from tests.proxy.scripted_vllm import ScriptedVllm
 

@@ -8,9 +8,9 @@ from typing import Any
 import openai
 import pytest
 
-from store import Store
-from store.records import Call, unpack_ids
-from store.states import CallState
+from ratchet.store import Store
+from ratchet.store.records import Call, unpack_ids
+from ratchet.store.states import CallState
 from tests.proxy.conftest import Proxy, running
 from tests.proxy.scripted_vllm import END, ScriptedVllm
 from tests.proxy.servers import eventually

@@ -7,11 +7,11 @@ import gc
 
 import pytest
 
-from proxy.dialects.responses_memory import ResponseMemory, Turn
-from proxy.dialects.responses_teller import response_id
-from proxy.errors import NotFound
-from proxy.recording.others import Lookups
-from store import Store
+from ratchet.proxy.dialects.responses_memory import ResponseMemory, Turn
+from ratchet.proxy.dialects.responses_teller import response_id
+from ratchet.proxy.errors import NotFound
+from ratchet.proxy.recording.others import Lookups
+from ratchet.store import Store
 from tests.records import answered_trajectory, begun
 
 LIMIT = 50_000

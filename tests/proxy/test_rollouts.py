@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from proxy.tuning.rollouts import Rollouts
-from store import Store
-from store.database import connect
-from store.errors import UnknownRecord
-from store.ids import new_id
-from store.tuning_records import Rollout
+from ratchet.proxy.tuning.rollouts import Rollouts
+from ratchet.store import Store
+from ratchet.store.database import connect
+from ratchet.store.errors import UnknownRecord
+from ratchet.store.ids import new_id
+from ratchet.store.tuning_records import Rollout
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually, served

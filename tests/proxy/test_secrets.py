@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.settings import ProxySettings, hash_key
-from store import open_store
-from store.states import KeyScope
+from ratchet.proxy.settings import ProxySettings, hash_key
+from ratchet.store import open_store
+from ratchet.store.states import KeyScope
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import ProxyProcess, eventually, served

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from proxy.errors import StartError
-from proxy.server import serve
-from proxy.settings import ProxySettings, hash_key
+from ratchet.proxy.errors import StartError
+from ratchet.proxy.server import serve
+from ratchet.proxy.settings import ProxySettings, hash_key
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import ROOT
@@ -185,8 +185,9 @@ def test_the_proxy_imports_no_torch_and_less_of_its_own_than_of_its_libraries() 
     libraries = "fastapi, httpx, prometheus_client, sqlalchemy.dialects.postgresql, sqlalchemy.dialects.sqlite, uvicorn"
     program = (
         f"import sys, time; import {libraries}; libraries = time.process_time(); "
-        "import proxy.app, proxy.server; own = time.process_time() - libraries; "
-        "import proxy.operator; print(own / libraries); sys.exit('torch' in sys.modules or 'trainer' in sys.modules)"
+        "import ratchet.proxy.app, ratchet.proxy.server; own = time.process_time() - libraries; "
+        "import ratchet.proxy.operator; print(own / libraries); "
+        "sys.exit('torch' in sys.modules or 'ratchet.trainer' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert float(done.stdout) < 1.0  # both in one process: a busy machine slows both

@@ -13,18 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from proxy.dialects.responses_memory import ResponseMemory
-from proxy.dialects.responses_teller import response_id
-from proxy.errors import NotFound
-from proxy.linking.attempts import RETRIED_WITHIN, Attempts
-from proxy.linking.leaf import Attempt, Leaf, Link, Sequence32
-from proxy.linking.links import Links
-from proxy.linking.traces import traces
-from proxy.recording.others import Lookups
-from proxy.settings import ProxySettings, hash_key
-from proxy.shares import Shares
-from store import Store, ids
-from store import messages as canon
+from ratchet.proxy.dialects.responses_memory import ResponseMemory
+from ratchet.proxy.dialects.responses_teller import response_id
+from ratchet.proxy.errors import NotFound
+from ratchet.proxy.linking.attempts import RETRIED_WITHIN, Attempts
+from ratchet.proxy.linking.leaf import Attempt, Leaf, Link, Sequence32
+from ratchet.proxy.linking.links import Links
+from ratchet.proxy.linking.traces import traces
+from ratchet.proxy.recording.others import Lookups
+from ratchet.proxy.settings import ProxySettings, hash_key
+from ratchet.proxy.shares import Shares
+from ratchet.store import Store, ids
+from ratchet.store import messages as canon
 from tests.proxy.conftest import Start
 from tests.proxy.servers import eventually
 from tests.proxy.test_linking import NEXT, USER, Message, asked, tool_reply

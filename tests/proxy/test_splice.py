@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from proxy.exact.splice import NOTHING, Context, Fork, first_after_change, splice, tail_after_change
-from proxy.exact.templates import Template
-from store.records import pack_ids, unpack_ids
+from ratchet.proxy.exact.splice import NOTHING, Context, Fork, first_after_change, splice, tail_after_change
+from ratchet.proxy.exact.templates import Template
+from ratchet.store.records import pack_ids, unpack_ids
 
 END = 99  # ends a turn
 USER, ANSWER = 1, 2  # begin one

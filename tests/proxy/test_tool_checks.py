@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.observing.metrics import Metrics
-from proxy.observing.tool_checks import ToolChecks, ToolCount
-from proxy.observing.tool_counts import ToolCounts
-from proxy.observing.tool_results import result_of
-from proxy.observing.toolset import Toolset
-from store import Store
-from store.states import CallState, ToolOutcome
-from store.tool_records import ToolTally
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.observing.tool_checks import ToolChecks, ToolCount
+from ratchet.proxy.observing.tool_counts import ToolCounts
+from ratchet.proxy.observing.tool_results import result_of
+from ratchet.proxy.observing.toolset import Toolset
+from ratchet.store import Store
+from ratchet.store.states import CallState, ToolOutcome
+from ratchet.store.tool_records import ToolTally
 from tests.proxy.conftest import Proxy
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import served

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from proxy.settings import ProxySettings
-from store.records import Call
+from ratchet.proxy.settings import ProxySettings
+from ratchet.store.records import Call
+from ratchet.trainer.learning.rows import why_untrainable
 from tests.proxy.conftest import Proxy, Start
-from trainer.learning.rows import why_untrainable
 
 USER: Any = [{"role": "user", "content": "hi"}]
 HELD = "constrained tool calls"

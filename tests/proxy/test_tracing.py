@@ -13,9 +13,9 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from starlette.types import Receive, Scope, Send
 
-from proxy.errors import StartError
-from proxy.observing.tracing import spans_for
-from store import Store
+from ratchet.proxy.errors import StartError
+from ratchet.proxy.observing.tracing import spans_for
+from ratchet.store import Store
 from tests.proxy.conftest import Start, running
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually, served

@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.observing.metrics import Metrics
-from proxy.upstreams.breaker import Breaker, State
-from proxy.upstreams.pool import Pool, Replica
-from proxy.upstreams.probes import Probes
-from store import Store
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.upstreams.breaker import Breaker, State
+from ratchet.proxy.upstreams.pool import Pool, Replica
+from ratchet.proxy.upstreams.probes import Probes
+from ratchet.store import Store
 from tests.proxy.conftest import Proxy, Start
 from tests.proxy.raw_upstream import http, raw_upstream
 from tests.proxy.scripted_vllm import ScriptedVllm

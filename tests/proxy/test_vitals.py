@@ -15,12 +15,12 @@ import pytest
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from proxy.access.connections import Connection, Connections
-from proxy.errors import NotReady
-from proxy.observing.metrics import Metrics
-from proxy.recording.bell import Bell
-from proxy.recording.journal import Journal
-from proxy.vitals import Vitals
+from ratchet.proxy.access.connections import Connection, Connections
+from ratchet.proxy.errors import NotReady
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.recording.bell import Bell
+from ratchet.proxy.recording.journal import Journal
+from ratchet.proxy.vitals import Vitals
 from tests import records
 from tests.proxy.servers import ROOT, eventually
 

@@ -17,14 +17,14 @@ import psutil
 import pytest
 import sqlalchemy as sa
 
-from proxy.observing.metrics import Metrics
-from proxy.recording.bell import Bell
-from proxy.recording.carrier import Carried, Piece, Porter
-from proxy.recording.journal import Journal
-from proxy.recording.others import MOST_WAITING
-from proxy.recording.shipper import Shipper
-from store import Store
-from store.ids import new_id
+from ratchet.proxy.observing.metrics import Metrics
+from ratchet.proxy.recording.bell import Bell
+from ratchet.proxy.recording.carrier import Carried, Piece, Porter
+from ratchet.proxy.recording.journal import Journal
+from ratchet.proxy.recording.others import MOST_WAITING
+from ratchet.proxy.recording.shipper import Shipper
+from ratchet.store import Store
+from ratchet.store.ids import new_id
 from tests import records
 from tests.proxy.conftest import Proxy
 from tests.proxy.servers import ProxyProcess, eventually

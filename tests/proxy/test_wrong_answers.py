@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from store import open_store
-from store.states import CallState
+from ratchet.store import open_store
+from ratchet.store.states import CallState
 from tests.proxy.conftest import Proxy, running
 from tests.proxy.raw_upstream import RawUpstream, http, raw_upstream, stream
 

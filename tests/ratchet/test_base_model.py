@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from store import open_store
+from ratchet.store import open_store
 from tests.ratchet.project import Project
 from tests.ratchet.test_up import finish
 from tests.records import begun, ended

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ratchet.batch_proof import prove_batches
+from ratchet.trainer.publishing.engine import Replica
 from tests.proxy.servers import served
 from tests.ratchet.mixing_engine import MixingEngine
-from trainer.publishing.engine import Replica
 
 PROBES = [(1, 2, 3), (4, 5)]
 

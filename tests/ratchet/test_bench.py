@@ -13,8 +13,8 @@ from starlette.types import Receive, Send
 from ratchet.cli import run
 from ratchet.measuring.calls import Block, Call
 from ratchet.measuring.figures import added, figures, interval
+from ratchet.store import Store, open_store
 from ratchet.terminal import Lines
-from store import Store, open_store
 from tests.proxy.conftest import running
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually, served

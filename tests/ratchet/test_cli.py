@@ -18,11 +18,11 @@ import pytest
 from ratchet.cli import cli
 from ratchet.doctor import keys_wanted
 from ratchet.running import pidfile
-from store import open_store
-from store.columns import pack_hash
-from store.database import HEAD
-from store.records import Door
-from store.states import KeyScope
+from ratchet.store import open_store
+from ratchet.store.columns import pack_hash
+from ratchet.store.database import HEAD
+from ratchet.store.records import Door
+from ratchet.store.states import KeyScope
 from tests.ratchet.project import ROOT, Project
 
 HEAVY = ("torch", "transformers", "trl", "peft", "vllm", "matplotlib")
@@ -50,7 +50,7 @@ def test_help_answers_in_under_half_a_second() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["ratchet.cli", "proxy.server", "store", "ratchet.settings", "ratchet.running.supervisor"]
+    "module", ["ratchet.cli", "ratchet.proxy.server", "ratchet.store", "ratchet.settings", "ratchet.running.supervisor"]
 )
 def test_light_modules_import_nothing_heavy(module: str) -> None:
     script = f"import sys, {module}; print(*(name for name in {HEAVY} if name in sys.modules))"
@@ -171,7 +171,7 @@ def test_a_trainer_without_judge_says_how_to_name_one(project: Project) -> None:
 def test_a_trainers_log_can_be_json_as_the_proxys_is(project: Project) -> None:
     trainer = project.run("trainer", "--judge", "nowhere:judge", RATCHET_TRAINER__LOG_FORMAT="json")
     (line,) = (json.loads(told) for told in trainer.stdout.splitlines() if "trainer_stopped" in told)
-    assert (line["level"], line["logger"]) == ("ERROR", "trainer.process")
+    assert (line["level"], line["logger"]) == ("ERROR", "ratchet.trainer.process")
 
 
 def test_a_doctor_without_a_project_says_what_it_could_not_prove(project: Project) -> None:

@@ -10,8 +10,8 @@ import pytest
 from ratchet.errors import GpuBusy, SettingsError
 from ratchet.running import engine, gpus, rooms
 from ratchet.settings import load
+from ratchet.trainer.devices import VARIABLE
 from tests.ratchet.project import Project
-from trainer.devices import VARIABLE
 
 JUDGE = "tests.trainer.tuning.judges:exact"
 Environments = dict[str, dict[str, str]]

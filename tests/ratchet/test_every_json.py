@@ -17,9 +17,9 @@ import pytest
 
 import ratchet.cli
 from ratchet.cli import run
-from store import open_store
-from store.records import Feedback
-from store.tuning_records import Rollout
+from ratchet.store import open_store
+from ratchet.store.records import Feedback
+from ratchet.store.tuning_records import Rollout
 from tests.ratchet.test_prompt_promotion import ended
 from tests.records import judged_group
 from tests.trainer.scripted_judge_model import ScriptedJudgeModel

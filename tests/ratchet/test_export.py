@@ -12,8 +12,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
-from store import open_store
-from store.records import unpack_ids, unpack_logprobs
+from ratchet.store import open_store
+from ratchet.store.records import unpack_ids, unpack_logprobs
 from tests.ratchet.project import Project
 from tests.records import QUESTION, begun, ended, judged_group, tool_call
 

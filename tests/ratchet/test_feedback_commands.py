@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from store import Store, open_store
-from store.records import Verdict
+from ratchet.store import Store, open_store
+from ratchet.store.records import Verdict
 from tests.ratchet.project import Project
 from tests.records import answered_trajectory, judged_group
 

@@ -12,8 +12,8 @@ import pytest
 from ratchet import status
 from ratchet.running import pidfile
 from ratchet.settings import load
-from store import open_store
-from store.records import Door
+from ratchet.store import open_store
+from ratchet.store.records import Door
 from tests.ratchet.project import Project
 from tests.records import judged_group
 

@@ -10,9 +10,9 @@ import pytest
 
 from ratchet.doctor import Finding
 from ratchet.judge_proof import proof
-from store import Store, open_store
+from ratchet.store import Store, open_store
+from ratchet.trainer.judges.function import FunctionJudge
 from tests.records import answered_trajectory
-from trainer.judges.function import FunctionJudge
 
 CODE = """
 def half(response):

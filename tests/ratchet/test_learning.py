@@ -6,8 +6,8 @@ import json
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from store import open_store
-from store.records import Verdict
+from ratchet.store import open_store
+from ratchet.store.records import Verdict
 from tests.ratchet.project import Project
 from tests.records import answered_trajectory, judged_group
 

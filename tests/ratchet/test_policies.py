@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from store import Store, open_store
+from ratchet.store import Store, open_store
+from ratchet.trainer.publishing import checkpoint
 from tests.ratchet.project import Project
 from tests.records import judged_group
-from trainer.publishing import checkpoint
 
 
 @pytest.fixture

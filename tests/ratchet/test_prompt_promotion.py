@@ -9,8 +9,8 @@ import click
 import pytest
 
 from ratchet.prompt_tuning import candidate
-from store import Store, open_store
-from store.states import PolicyState
+from ratchet.store import Store, open_store
+from ratchet.store.states import PolicyState
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 from ratchet import addresses
 from ratchet.errors import SettingsError
 from ratchet.settings import Settings, load
-from trainer.judges.settings import FunctionSpec
-from trainer.tuning.imported_tasks import ImportedTasks
-from trainer.tuning.tasks import TaskSet
+from ratchet.trainer.judges.settings import FunctionSpec
+from ratchet.trainer.tuning.imported_tasks import ImportedTasks
+from ratchet.trainer.tuning.tasks import TaskSet
 
 
 def read(tmp_path: Path, text: str, **environ: str) -> Settings:

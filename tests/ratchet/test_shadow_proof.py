@@ -8,13 +8,13 @@ import pytest
 
 from ratchet.settings import Settings
 from ratchet.shadow_proof import prove_shadows, wants_shadows
-from store import open_store
+from ratchet.store import open_store
+from ratchet.trainer.shadowing.caller import KEY_VARIABLE
 from tests.proxy.conftest import running
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually, served
 from tests.proxy.test_keys import made
 from tests.trainer.scripted_engine import ScriptedEngine
-from trainer.shadowing.caller import KEY_VARIABLE
 
 SETTINGS = Settings.model_validate({"trainer": {"shadow": {"samples": 2}}})
 

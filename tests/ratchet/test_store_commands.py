@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from store import open_store
+from ratchet.store import open_store
 from tests.ratchet.project import Project
 from tests.records import answered_trajectory, judged_group
 

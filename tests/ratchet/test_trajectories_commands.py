@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from store import open_store
+from ratchet.store import open_store
 from tests.ratchet.project import Project
 from tests.records import QUESTION, begun, ended, judged_group, tool_call
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from store import Store, open_store
-from store.states import PolicyState
+from ratchet.store import Store, open_store
+from ratchet.store.states import PolicyState
+from ratchet.trainer.tuning.results import read
 from tests.proxy.conftest import Proxy, running
 from tests.proxy.servers import eventually, served
 from tests.ratchet.project import Project
@@ -23,7 +24,6 @@ from tests.trainer.tuning import prompt_world
 from tests.trainer.tuning.prompted_vllm import PromptedVllm
 from tests.trainer.tuning.scripted_reflection_model import ScriptedReflectionModel
 from tests.trainer.tuning.test_prompt_mipro import mipro_python
-from trainer.tuning.results import read
 
 ROOT = Path(__file__).parents[2]
 AGENT = "tests.trainer.tuning.world_agent"
@@ -175,6 +175,8 @@ def test_mipro_finds_it_too_through_the_same_command(circle: Circle) -> None:
 
 
 def test_the_light_environment_of_the_command_has_no_torch() -> None:
-    program = "import sys; import ratchet.prompt_tuning, trainer.tuning.prompt_run; print('torch' in sys.modules)"
+    program = (
+        "import sys; import ratchet.prompt_tuning, ratchet.trainer.tuning.prompt_run; print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"

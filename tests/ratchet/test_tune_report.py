@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from store import open_store
+from ratchet.store import open_store
+from ratchet.trainer.tuning.comparison import compare
+from ratchet.trainer.tuning.prices import UNKNOWN, Spent
+from ratchet.trainer.tuning.results import Method, TuningResult, plain, task_set
 from tests.ratchet.project import Project
-from trainer.tuning.comparison import compare
-from trainer.tuning.prices import UNKNOWN, Spent
-from trainer.tuning.results import Method, TuningResult, plain, task_set
 
 TASKS = [f"task{number}" for number in range(12)]
 

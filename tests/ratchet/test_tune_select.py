@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from store import Store, open_store
-from store.states import RolloutState
+from ratchet.store import Store, open_store
+from ratchet.store.states import RolloutState
+from ratchet.trainer.tuning.results import read
 from tests.proxy.conftest import running
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually, served
 from tests.ratchet.project import Project
 from tests.trainer.tuning.scripted_models import ScriptedModels, entry
-from trainer.tuning.results import read
 
 MODELS = ("right-95", "right-90", "right-20", "crash")
 PRICES = {

@@ -10,7 +10,7 @@ import pytest
 from ratchet.cli import run
 from ratchet.running.last_run import adopt
 from ratchet.settings import load
-from store import open_store
+from ratchet.store import open_store
 from tests.ratchet.project import Project
 from tests.trainer.tiny import build_tiny_model
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from ratchet.store import Store, open_store
+from ratchet.store.errors import ForbiddenChange, StoreUnavailable
+from ratchet.store.states import TuningState
+from ratchet.store.tuning_records import Tuning
+from ratchet.store.tunings import Tunings
+from ratchet.trainer.errors import LeaseLost
 from ratchet.tuning_hold import Hold
-from store import Store, open_store
-from store.errors import ForbiddenChange, StoreUnavailable
-from store.states import TuningState
-from store.tuning_records import Tuning
-from store.tunings import Tunings
 from tests.ratchet.project import ROOT, Project
-from trainer.errors import LeaseLost
 
 
 class AwayAtTheEnd(Tunings):

@@ -13,9 +13,9 @@ import pytest
 
 from ratchet import settings as project_settings
 from ratchet.doctor import Finding
+from ratchet.store import open_store
+from ratchet.store.states import TrajectoryState
 from ratchet.workflow_doctor import examine, task_of
-from store import open_store
-from store.states import TrajectoryState
 from tests.proxy.conftest import Proxy, running
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import served

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from store import Store, fingerprints
-from store.records import BASE_VERSION
+from ratchet.store import Store, fingerprints
+from ratchet.store.records import BASE_VERSION
 from tests.records import begun, ended
 
 FILES = {"config": "c", "weights": "w", "tokenizer": "t", "chat_template": "x"}

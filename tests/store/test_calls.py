@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from store import Store
-from store.errors import UnknownRecord
-from store.records import unpack_ids, unpack_logprobs
-from store.states import CallState, TrajectoryState
+from ratchet.store import Store
+from ratchet.store.errors import UnknownRecord
+from ratchet.store.records import unpack_ids, unpack_logprobs
+from ratchet.store.states import CallState, TrajectoryState
 from tests.records import QUESTION, TOOLS, answered_trajectory, begun, ended, tool_call
 
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from store.columns import pack_body, pack_hash, squeeze_ids, unpack_body, unpack_hash, unsqueeze_ids
-from store.messages import path
-from store.records import pack_ids
+from ratchet.store.columns import pack_body, pack_hash, squeeze_ids, unpack_body, unpack_hash, unsqueeze_ids
+from ratchet.store.messages import path
+from ratchet.store.records import pack_ids
 
 
 @pytest.mark.parametrize("text", ["", path([{"role": "user"}])[0].hash, "b2:short", "b2:" + "G" * 32, "b2:" + "A" * 32])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from store import Store
-from store.records import CallBegun
+from ratchet.store import Store
+from ratchet.store.records import CallBegun
 from tests import records
 
 REPLY = {"role": "assistant", "content": "Oslo"}

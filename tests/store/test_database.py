@@ -17,10 +17,10 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-import store.database as database
-from store import open_store
-from store.errors import SchemaMismatch, StoreError, StoreMissing, StoreUnavailable
-from store.schema import metadata
+import ratchet.store.database as database
+from ratchet.store import open_store
+from ratchet.store.errors import SchemaMismatch, StoreError, StoreMissing, StoreUnavailable
+from ratchet.store.schema import metadata
 
 ROOT = Path(__file__).parents[2]
 

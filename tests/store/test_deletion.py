@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
-from store import Store, schema
-from store.database import connect
-from store.errors import ForbiddenChange, UnknownRecord
-from store.inheritance import take_out
-from store.listing import Chosen
-from store.records import Door, Exchange, Feedback, Verdict
-from store.states import GroupState, TrajectoryState
-from store.verification import verify
+from ratchet.store import Store, schema
+from ratchet.store.database import connect
+from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.inheritance import take_out
+from ratchet.store.listing import Chosen
+from ratchet.store.records import Door, Exchange, Feedback, Verdict
+from ratchet.store.states import GroupState, TrajectoryState
+from ratchet.store.verification import verify
 from tests.records import QUESTION, answered_trajectory, begun, ended, judged_group, tool_call
 
 SECRET = "the patient's name is Ada Lovelace"

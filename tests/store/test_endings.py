@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from store import Store
+from ratchet.store import Store
 from tests.records import begun, ended
 
 SYSTEM = {"role": "system", "content": "Plan."}

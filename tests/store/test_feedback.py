@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from store import Store
-from store.lineage import descendants
-from store.records import Feedback
+from ratchet.store import Store
+from ratchet.store.lineage import descendants
+from ratchet.store.records import Feedback
 from tests.records import begun, ended, judged_group
 
 REPLY = {"role": "assistant", "content": "Oslo"}

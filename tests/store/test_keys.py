@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
-from store import Store
-from store.errors import UnknownRecord
-from store.states import KeyScope, TrajectoryState
+from ratchet.store import Store
+from ratchet.store.errors import UnknownRecord
+from ratchet.store.states import KeyScope, TrajectoryState
 from tests.records import begun
 
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from store import Store
-from store.records import PastScore, Verdict
-from store.reporting.learning import LearningReport, tallies
-from store.reporting.learning import learning_report as report_on
+from ratchet.store import Store
+from ratchet.store.records import PastScore, Verdict
+from ratchet.store.reporting.learning import LearningReport, tallies
+from ratchet.store.reporting.learning import learning_report as report_on
 from tests.records import judged_group
 
 

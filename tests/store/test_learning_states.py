@@ -7,10 +7,10 @@ import time
 import pytest
 import sqlalchemy as sa
 
-from store import Store
-from store.errors import ForbiddenChange, UnknownRecord
-from store.records import Door, Verdict
-from store.states import CallState, GroupState, PolicyState, RoundState, TrajectoryState
+from ratchet.store import Store
+from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.records import Door, Verdict
+from ratchet.store.states import CallState, GroupState, PolicyState, RoundState, TrajectoryState
 from tests.records import answered_trajectory, begun, ended, judged_group, tool_call
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from store import Store
-from store.database import connect
-from store.errors import UnknownRecord
-from store.listing import FEW, Chosen, besides_tag, page_ids
+from ratchet.store import Store
+from ratchet.store.database import connect
+from ratchet.store.errors import UnknownRecord
+from ratchet.store.listing import FEW, Chosen, besides_tag, page_ids
 from tests.records import answered_trajectory
 
 RUNS: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from store.messages import is_intact, is_intact_toolset, link_keys, path, tools_hash
+from ratchet.store.messages import is_intact, is_intact_toolset, link_keys, path, tools_hash
 from tests.records import QUESTION, tool_call
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from store import database, open_store, schema
-from store.messages import path
-from store.records import CallBegun, pack_ids
-from store.verification import verify
+from ratchet.store import database, open_store, schema
+from ratchet.store.messages import path
+from ratchet.store.records import CallBegun, pack_ids
+from ratchet.store.verification import verify
 from tests.records import QUESTION, TOOLS, begun, ended
 
 REPLY = {"role": "assistant", "content": "Oslo, since the letter says so. " * 5}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from store import Store
-from store.records import PastScore
-from store.reporting.learning import LearningReport, learning_report, tallies
-from store.reporting.movement import Movement, collapse_reason, lately, movement_of, nothing_moves
+from ratchet.store import Store
+from ratchet.store.records import PastScore
+from ratchet.store.reporting.learning import LearningReport, learning_report, tallies
+from ratchet.store.reporting.movement import Movement, collapse_reason, lately, movement_of, nothing_moves
 
 
 def exact(version: int, right: int, count: int, tasks: int = 20) -> list[PastScore]:

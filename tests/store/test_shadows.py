@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from store import Store
-from store.errors import ForbiddenChange, UnknownRecord
-from store.listing import Chosen
-from store.records import SHADOW, Verdict
-from store.states import ShadowState, TrajectoryState
-from store.verification import verify
+from ratchet.store import Store
+from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.listing import Chosen
+from ratchet.store.records import SHADOW, Verdict
+from ratchet.store.states import ShadowState, TrajectoryState
+from ratchet.store.verification import verify
 from tests.records import answered_trajectory
 
 

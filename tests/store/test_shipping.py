@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from store import Store, open_store
-from store.errors import StoreError
-from store.listing import Chosen
-from store.records import CallEnded, Shipment, Verdict, pack_ids
-from store.states import CallState, TrajectoryState
-from store.verification import verify
+from ratchet.store import Store, open_store
+from ratchet.store.errors import StoreError
+from ratchet.store.listing import Chosen
+from ratchet.store.records import CallEnded, Shipment, Verdict, pack_ids
+from ratchet.store.states import CallState, TrajectoryState
+from ratchet.store.verification import verify
 from tests.records import QUESTION, answered_trajectory, begun, ended, tool_call
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from store import Store
-from store.schema import calls
-from store.states import ToolOutcome, ToolResult
-from store.tool_records import ToolAnswer, ToolCall
+from ratchet.store import Store
+from ratchet.store.schema import calls
+from ratchet.store.states import ToolOutcome, ToolResult
+from ratchet.store.tool_records import ToolAnswer, ToolCall
 from tests.records import answered_trajectory
 
 

@@ -9,16 +9,16 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from store import Store, schema
-from store.database import connect, write
-from store.errors import ForbiddenChange, UnfitRecord, UnknownRecord
-from store.listing import Chosen
-from store.prompts import prompts
-from store.records import Policy
-from store.rollouts import rollouts
-from store.states import PolicyState, PromptMode, RolloutState, TuningState
-from store.tuning_records import Rollout, TaskRow
-from store.verification import verify
+from ratchet.store import Store, schema
+from ratchet.store.database import connect, write
+from ratchet.store.errors import ForbiddenChange, UnfitRecord, UnknownRecord
+from ratchet.store.listing import Chosen
+from ratchet.store.prompts import prompts
+from ratchet.store.records import Policy
+from ratchet.store.rollouts import rollouts
+from ratchet.store.states import PolicyState, PromptMode, RolloutState, TuningState
+from ratchet.store.tuning_records import Rollout, TaskRow
+from ratchet.store.verification import verify
 from tests.records import answered_trajectory, begun, judged_group
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from store import Store, open_store, schema
-from store.database import connect
-from store.verification import verify
+from ratchet.store import Store, open_store, schema
+from ratchet.store.database import connect
+from ratchet.store.verification import verify
 from tests.records import answered_trajectory, begun, ended, judged_group, tool_call
 
 calls, choices, messages, runs = schema.calls, schema.choices, schema.messages, schema.trajectories

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from store import Store
+from ratchet.store import Store
 from tests.records import begun, ended
 from tests.trainer import judge_samples
 

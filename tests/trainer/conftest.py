@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from store import Store, open_store
+from ratchet.store import Store, open_store
 from tests.trainer import judge_samples
 from tests.trainer.scripted_engine import Faithful, ScriptedEngine
 from tests.trainer.tiny import build_tiny_model
 
 if TYPE_CHECKING:
-    from trainer.daemon import Daemon
+    from ratchet.trainer.daemon import Daemon
 
 
 @pytest.fixture(scope="session")
@@ -48,9 +48,9 @@ def engine() -> Iterator[ScriptedEngine]:
 def make_daemon(
     store: Store, engine: ScriptedEngine, tiny_model: Path, tmp_path: Path
 ) -> Iterator[Callable[..., Daemon]]:
-    from trainer.daemon import Daemon
-    from trainer.learning.learner_settings import LearnerSettings
-    from trainer.settings import TrainerSettings
+    from ratchet.trainer.daemon import Daemon
+    from ratchet.trainer.learning.learner_settings import LearnerSettings
+    from ratchet.trainer.settings import TrainerSettings
 
     made: list[Daemon] = []
 

@@ -6,8 +6,8 @@ import json
 import logging
 import sys
 
-from trainer.process import run
-from trainer.settings import TrainerSettings
+from ratchet.trainer.process import run
+from ratchet.trainer.settings import TrainerSettings
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)

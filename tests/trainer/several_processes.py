@@ -22,13 +22,13 @@ from typing import Any
 
 import psutil
 
+from ratchet.trainer.errors import RowError, TrainerError
+from ratchet.trainer.learning import together
+from ratchet.trainer.learning.learner import Learner, RoundReport
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.tokens import TokenRow
 from tests.ports import free_port
 from tests.trainer.tiny import build_row, build_rows
-from trainer.errors import RowError, TrainerError
-from trainer.learning import together
-from trainer.learning.learner import Learner, RoundReport
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.tokens import TokenRow
 
 # Three micro-batches and more: one process has fewer of them than the other.
 SETTINGS = LearnerSettings(threads=1, token_budget=120, steps_per_round=2, loss="grpo", kl=0.01)
@@ -148,6 +148,6 @@ def main(model: str, folder: Path, cases: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    from trainer.learning import lora  # noqa: F401 - with all that it imports, before the forks
+    from ratchet.trainer.learning import lora  # noqa: F401 - with all that it imports, before the forks
 
     main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

@@ -7,8 +7,14 @@ import statistics
 
 import pytest
 
-from trainer.crediting.advantage import LARGEST_SINGLE, group_advantages, has_signal, over_the_round, single_advantage
-from trainer.errors import ScoreError
+from ratchet.trainer.crediting.advantage import (
+    LARGEST_SINGLE,
+    group_advantages,
+    has_signal,
+    over_the_round,
+    single_advantage,
+)
+from ratchet.trainer.errors import ScoreError
 
 
 def test_advantages_are_the_papers_normalised_scores() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from store import Store
+from ratchet.store import Store
+from ratchet.trainer.assembly import Assembly
+from ratchet.trainer.casting import Casting
+from ratchet.trainer.crediting.baseline import ScoreBook
+from ratchet.trainer.crediting.roles import Roles
+from ratchet.trainer.settings import TrainerSettings
 from tests import records
-from trainer.assembly import Assembly
-from trainer.casting import Casting
-from trainer.crediting.baseline import ScoreBook
-from trainer.crediting.roles import Roles
-from trainer.settings import TrainerSettings
 
 
 def test_a_trajectory_whose_messages_were_lost_is_put_aside_and_the_others_are_grouped(store: Store) -> None:

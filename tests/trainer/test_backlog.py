@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from store import Store, schema
-from store.database import write
-from store.records import Group, Verdict
-from store.states import GroupState, PolicyState, TrajectoryState
+from ratchet.store import Store, schema
+from ratchet.store.database import write
+from ratchet.store.records import Group, Verdict
+from ratchet.store.states import GroupState, PolicyState, TrajectoryState
+from ratchet.trainer.backlog import STALE, Backlog
+from ratchet.trainer.settings import TrainerSettings
 from tests.trainer.agents import agents_work
-from trainer.backlog import STALE, Backlog
-from trainer.settings import TrainerSettings
 
 A_ROUND = 16  # groups
 

@@ -7,13 +7,13 @@ import statistics
 
 import pytest
 
-from store import Store
-from store.records import PastScore
+from ratchet.store import Store
+from ratchet.store.records import PastScore
+from ratchet.trainer.crediting.baseline import MOST_REMEMBERED, SHRINKAGE, ScoreBook
+from ratchet.trainer.crediting.credit import Credit, past
+from ratchet.trainer.judges.function import FunctionJudge
+from ratchet.trainer.scorekeeper import Scorekeeper
 from tests.trainer.agents import agents_work
-from trainer.crediting.baseline import MOST_REMEMBERED, SHRINKAGE, ScoreBook
-from trainer.crediting.credit import Credit, past
-from trainer.judges.function import FunctionJudge
-from trainer.scorekeeper import Scorekeeper
 
 
 def scored(name: str, score: float, at: float, family: str = "mail", cohort: str = "c") -> PastScore:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from store.records import Verdict
-from trainer.judges.calibration import Asked, calibrate, differences, kendall
+from ratchet.store.records import Verdict
+from ratchet.trainer.judges.calibration import Asked, calibrate, differences, kendall
 
 
 def verdicts(scores: Mapping[str, float | None]) -> list[Verdict]:

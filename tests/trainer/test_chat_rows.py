@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from ratchet.trainer.errors import RowError
+from ratchet.trainer.learning.chat_rows import ChatRows, Conversation
+from ratchet.trainer.learning.policy_model import load_tokenizer
 from tests.trainer.tiny import build_tokenizer
-from trainer.errors import RowError
-from trainer.learning.chat_rows import ChatRows, Conversation
-from trainer.learning.policy_model import load_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "email_search" / "policy"
 CALL = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"query": "tent"}'}}

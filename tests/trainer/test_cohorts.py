@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from store import Store
-from store.records import Trajectory, Verdict
-from store.states import TrajectoryState
+from ratchet.store import Store
+from ratchet.store.records import Trajectory, Verdict
+from ratchet.store.states import TrajectoryState
+from ratchet.trainer.assembly import Assembly
+from ratchet.trainer.casting import Casting
+from ratchet.trainer.cohorts import likeness, plan_cohorts
+from ratchet.trainer.crediting.advantage import cohort_advantages, has_signal
+from ratchet.trainer.crediting.baseline import ScoreBook
+from ratchet.trainer.crediting.credit import Credit, past
+from ratchet.trainer.crediting.roles import Roles
+from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.settings import TrainerSettings
 from tests.records import begun, ended
 from tests.trainer import judge_samples
 from tests.trainer.test_grouping import run
-from trainer.assembly import Assembly
-from trainer.casting import Casting
-from trainer.cohorts import likeness, plan_cohorts
-from trainer.crediting.advantage import cohort_advantages, has_signal
-from trainer.crediting.baseline import ScoreBook
-from trainer.crediting.credit import Credit, past
-from trainer.crediting.roles import Roles
-from trainer.daemon import Daemon
-from trainer.settings import TrainerSettings
 
 
 def cohorts(alone: Sequence[Trajectory], now: float = 61.0, **changes: Any) -> tuple[list[tuple[str, ...]], set[str]]:

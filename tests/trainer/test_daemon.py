@@ -10,23 +10,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from store import Store
-from store.errors import StoreUnavailable
-from store.records import Policy
-from store.rounds import Rounds
-from store.states import GroupState, RoundState, ToolResult, TrajectoryState
-from store.tuning_records import Rollout
+from ratchet.store import Store
+from ratchet.store.errors import StoreUnavailable
+from ratchet.store.records import Policy
+from ratchet.store.rounds import Rounds
+from ratchet.store.states import GroupState, RoundState, ToolResult, TrajectoryState
+from ratchet.store.tuning_records import Rollout
+from ratchet.trainer.crediting.credit import Credit
+from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.errors import CheckpointDamaged, OutOfMemory, TrainingDiverged
+from ratchet.trainer.learning.learner import RoundReport
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.tokens import TokenRow
+from ratchet.trainer.publishing.checkpoint import newest_complete
+from ratchet.trainer.school import Pupil, School
 from tests.trainer.agents import agents_work
 from tests.trainer.scripted_engine import ScriptedEngine
 from tests.trainer.tool_records import tool_called
-from trainer.crediting.credit import Credit
-from trainer.daemon import Daemon
-from trainer.errors import CheckpointDamaged, OutOfMemory, TrainingDiverged
-from trainer.learning.learner import RoundReport
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.tokens import TokenRow
-from trainer.publishing.checkpoint import newest_complete
-from trainer.school import Pupil, School
 
 
 class OutageAtCommit(Rounds):

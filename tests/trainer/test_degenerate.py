@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trainer.errors import JudgeError, SettingError
-from trainer.judges.answer import AnswerJudge
-from trainer.judges.function import FunctionJudge
-from trainer.judges.settings import AnswerSpec
-from trainer.settings import TrainerSettings
+from ratchet.trainer.errors import JudgeError, SettingError
+from ratchet.trainer.judges.answer import AnswerJudge
+from ratchet.trainer.judges.function import FunctionJudge
+from ratchet.trainer.judges.settings import AnswerSpec
+from ratchet.trainer.settings import TrainerSettings
 
 SHORT = {"kind": "conduct", "rule": "short", "most": 1}
 RANKS = {"kind": "ruler", "base_url": "http://127.0.0.1:1", "model": "m"}

@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from store import Store
-from store.states import PolicyState, TrajectoryState
+from ratchet.store import Store
+from ratchet.store.states import PolicyState, TrajectoryState
+from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.gating.evaluation import summary
+from ratchet.trainer.held_out import is_held_out
 from tests.trainer import judge_samples
 from tests.trainer.agents import agents_work
 from tests.trainer.scripted_engine import ScriptedEngine
 from tests.trainer.turns import until
-from trainer.daemon import Daemon
-from trainer.gating.evaluation import summary
-from trainer.held_out import is_held_out
 
 GATE = {"held_out": 0.3, "evaluation_samples": 2}
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from store import Store
-from store.states import PolicyAction, PolicyState, TrajectoryState
+from ratchet.store import Store
+from ratchet.store.states import PolicyAction, PolicyState, TrajectoryState
+from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.errors import TuningError
+from ratchet.trainer.gating.evaluation import Evaluated, Evaluation
+from ratchet.trainer.gating.evaluations import KIND, Evaluations
 from tests.trainer.agents import agents_work
 from tests.trainer.scripted_engine import ScriptedEngine
 from tests.trainer.test_evaluation import GATE, answering, ready_to_train, tasks
 from tests.trainer.turns import until
-from trainer.daemon import Daemon
-from trainer.errors import TuningError
-from trainer.gating.evaluation import Evaluated, Evaluation
-from trainer.gating.evaluations import KIND, Evaluations
 
 UNMOVED = {"kind": "function", "function": "tests.trainer.judge_samples:unmoved"}
 EVALUATED = Evaluated(Evaluation(10, 0, 0.6, 0.5, 0.1, 0.05, 0.15))

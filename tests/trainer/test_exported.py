@@ -11,18 +11,18 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from store import Store
-from store.records import Policy
+from ratchet.store import Store
+from ratchet.store.records import Policy
+from ratchet.trainer.errors import CheckpointDamaged, CheckpointExists
+from ratchet.trainer.learning.learner import Learner
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.publishing.evidence import gather
+from ratchet.trainer.publishing.exported import export_adapter, export_merged
+from ratchet.trainer.publishing.model_card import model_card
+from ratchet.trainer.tuning.comparison import compare
+from ratchet.trainer.tuning.results import TuningResult, plain, task_set
 from tests.records import judged_group
 from tests.trainer.tiny import build_rows
-from trainer.errors import CheckpointDamaged, CheckpointExists
-from trainer.learning.learner import Learner
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.publishing.evidence import gather
-from trainer.publishing.exported import export_adapter, export_merged
-from trainer.publishing.model_card import model_card
-from trainer.tuning.comparison import compare
-from trainer.tuning.results import TuningResult, plain, task_set
 
 
 @pytest.fixture(scope="module")

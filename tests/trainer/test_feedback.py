@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from store import Store
-from store.records import Feedback, Transcript
-from store.states import GroupState, TrajectoryState
+from ratchet.store import Store
+from ratchet.store.records import Feedback, Transcript
+from ratchet.store.states import GroupState, TrajectoryState
+from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.grouping import NO_FEEDBACK
+from ratchet.trainer.judges.feedback import FeedbackJudge, votes_of
+from ratchet.trainer.judges.make import make_judge
+from ratchet.trainer.judges.patience import Patience, patience_of
+from ratchet.trainer.judges.settings import FeedbackSpec, read_spec
 from tests.records import answered_trajectory
 from tests.trainer import judge_samples
 from tests.trainer.agents import agents_work
-from trainer.daemon import Daemon
-from trainer.grouping import NO_FEEDBACK
-from trainer.judges.feedback import FeedbackJudge, votes_of
-from trainer.judges.make import make_judge
-from trainer.judges.patience import Patience, patience_of
-from trainer.judges.settings import FeedbackSpec, read_spec
 
 DAY = 86_400.0
 WAITING: Any = {"kind": "feedback", "within_seconds": 100.0}

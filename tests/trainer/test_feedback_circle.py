@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import openai
 
-from store.states import TrajectoryState
+from ratchet.store.states import TrajectoryState
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually
 from tests.trainer.whole_circle import all_shipped, proxy_before, trainer_of

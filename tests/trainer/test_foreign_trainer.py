@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from ratchet.cli import run
-from store import Store
+from ratchet.store import Store
 from tests.records import answered_trajectory, judged_group
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "storage.md"

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from trainer.gating.gate import Action, GateRules, decide
-from trainer.gating.sequential import boundary, difference
+from ratchet.trainer.gating.gate import Action, GateRules, decide
+from ratchet.trainer.gating.sequential import boundary, difference
 
 
 def stream(rate: float, count: int, seed: int) -> list[float]:

@@ -6,11 +6,11 @@ import random
 import time
 from collections.abc import Callable
 
-from store import Store
-from store.states import PolicyAction, PolicyState
+from ratchet.store import Store
+from ratchet.store.states import PolicyAction, PolicyState
+from ratchet.trainer.daemon import Daemon
 from tests.trainer import judge_samples
 from tests.trainer.agents import agents_work
-from trainer.daemon import Daemon
 
 GATE = {"enabled": True, "share": 0.25, "min_samples": 10, "max_samples": 60, "margin": 0.1}
 

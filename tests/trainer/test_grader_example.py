@@ -13,13 +13,13 @@ import httpx
 import msgspec
 import pytest
 
-from store.records import Transcript
+from ratchet.store.records import Transcript
+from ratchet.trainer.judges.grader import GraderJudge
+from ratchet.trainer.judges.settings import GraderSpec
 from tests import house
 from tests.ports import free_port
 from tests.ratchet.project import wait_for
 from tests.trainer.test_ruler import member
-from trainer.judges.grader import GraderJudge
-from trainer.judges.settings import GraderSpec
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ratchet.trainer.judges.make import make_judge
+from ratchet.trainer.judges.settings import read_spec
 from tests.trainer.test_ruler import member
-from trainer.judges.make import make_judge
-from trainer.judges.settings import read_spec
 
 BEGUN = '{"parameters": [], "needed": [], "mode": "pointwise", "source": "x"}'
 

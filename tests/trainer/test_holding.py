@@ -8,12 +8,12 @@ from collections.abc import Callable
 from click.testing import CliRunner
 
 from ratchet.cli import cli
-from store import Store
-from store.reporting.canary import held
-from store.states import PolicyAction, PolicyState
+from ratchet.store import Store
+from ratchet.store.reporting.canary import held
+from ratchet.store.states import PolicyAction, PolicyState
+from ratchet.trainer.daemon import Daemon
 from tests.trainer.agents import agents_work
 from tests.trainer.turns import until
-from trainer.daemon import Daemon
 
 CONTRARY = {"kind": "function", "function": "tests.trainer.judge_samples:contrary"}
 AGREEING = {"kind": "function", "function": "tests.trainer.judge_samples:scripted"}

@@ -17,15 +17,15 @@ import openai
 import pytest
 
 from ratchet.status import lines
-from store import Store
+from ratchet.store import Store
+from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.judges.pictures import Pictures
 from tests.proxy.conftest import Proxy, running
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import served
 from tests.trainer import judge_samples
 from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.trainer.test_ruler import judge, member, shown
-from trainer.daemon import Daemon
-from trainer.judges.pictures import Pictures
 
 
 def png(shade: int) -> bytes:

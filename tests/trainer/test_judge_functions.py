@@ -10,18 +10,18 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from store import Store
-from store.records import Transcript
-from store.states import ToolOutcome, ToolResult
-from store.tool_records import ToolAnswer, ToolCall
+from ratchet.store import Store
+from ratchet.store.records import Transcript
+from ratchet.store.states import ToolOutcome, ToolResult
+from ratchet.store.tool_records import ToolAnswer, ToolCall
+from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.judges import Judge
+from ratchet.trainer.judges.make import make_judge
+from ratchet.trainer.judges.opinion import NO_RETURN
+from ratchet.trainer.judges.settings import read_spec
 from tests.records import answered_trajectory
 from tests.trainer.scripted_judge_model import ScriptedJudgeModel
 from tests.trainer.test_rules import answers, made, member
-from trainer.errors import JudgeError
-from trainer.judges import Judge
-from trainer.judges.make import make_judge
-from trainer.judges.opinion import NO_RETURN
-from trainer.judges.settings import read_spec
 
 CODE = """
 import argparse, asyncio, functools, sys

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from store.records import Transcript
+from ratchet.store.records import Transcript
+from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.judges import Judge
+from ratchet.trainer.judges.answer import contains, numeric
+from ratchet.trainer.judges.lint import Mark, Outcome, Report, lint
+from ratchet.trainer.judges.lint_answers import Place, made_up, recorded
+from ratchet.trainer.judges.make import make_judge
+from ratchet.trainer.judges.settings import read_spec
 from tests.trainer.test_rules import answers, made, member
-from trainer.errors import JudgeError
-from trainer.judges import Judge
-from trainer.judges.answer import contains, numeric
-from trainer.judges.lint import Mark, Outcome, Report, lint
-from trainer.judges.lint_answers import Place, made_up, recorded
-from trainer.judges.make import make_judge
-from trainer.judges.settings import read_spec
 
 CODE = """
 import json
@@ -123,7 +123,7 @@ def test_a_recorded_trajectory_gives_its_own_answer_where_it_stands(judge: Any) 
 
 
 def test_what_the_tools_came_to_stays_with_the_recorded_trajectory(judge: Any, store: Any) -> None:
-    from store.states import ToolResult
+    from ratchet.store.states import ToolResult
     from tests.records import answered_trajectory
     from tests.trainer.tool_records import tool_called
 

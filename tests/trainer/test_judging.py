@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from store import Store
-from store.records import Group
-from store.states import GroupState
+from ratchet.store import Store
+from ratchet.store.records import Group
+from ratchet.store.states import GroupState
+from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.judges.function import FunctionJudge
+from ratchet.trainer.judges.make import make_judge
+from ratchet.trainer.judges.settings import read_spec
+from ratchet.trainer.scorekeeper import Scorekeeper, flat_groups
 from tests.records import answered_trajectory
 from tests.trainer import judge_samples
-from trainer.errors import JudgeError
-from trainer.judges.function import FunctionJudge
-from trainer.judges.make import make_judge
-from trainer.judges.settings import read_spec
-from trainer.scorekeeper import Scorekeeper, flat_groups
 
 HERE = "tests.trainer.judge_samples"
 

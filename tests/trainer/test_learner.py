@@ -15,8 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.tiny import VOCABULARY, build_row, build_rows
-from trainer.errors import (
+from ratchet.trainer.errors import (
     CheckpointDamaged,
     CheckpointMismatch,
     ModelNotFound,
@@ -27,11 +26,12 @@ from trainer.errors import (
     TrainerError,
     TrainingDiverged,
 )
-from trainer.learning.learner import Learner, RoundReport
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.objectives import OBJECTIVES
-from trainer.learning.tokens import TokenRow
-from trainer.publishing import checkpoint
+from ratchet.trainer.learning.learner import Learner, RoundReport
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.objectives import OBJECTIVES
+from ratchet.trainer.learning.tokens import TokenRow
+from ratchet.trainer.publishing import checkpoint
+from tests.trainer.tiny import VOCABULARY, build_row, build_rows
 
 SETTINGS = LearnerSettings(learning_rate=1e-3, steps_per_round=2, threads=1)
 
@@ -333,7 +333,9 @@ def test_a_setting_out_of_range_is_refused_by_name(field: str, value: object) ->
 
 
 def test_importing_the_learner_does_not_import_torch() -> None:
-    modules = "trainer.learning.learner, trainer.publishing.checkpoint, trainer.crediting.advantage"
+    modules = (
+        "ratchet.trainer.learning.learner, ratchet.trainer.publishing.checkpoint, ratchet.trainer.crediting.advantage"
+    )
     script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
@@ -344,7 +346,7 @@ def test_a_learner_writes_nothing_outside_its_folders(tiny_model: Path, tmp_path
     elsewhere.mkdir()
     script = (
         "import sys; from pathlib import Path; from tests.trainer.tiny import build_rows\n"
-        "from trainer.learning.learner import Learner, LearnerSettings\n"
+        "from ratchet.trainer.learning.learner import Learner, LearnerSettings\n"
         "learner = Learner(sys.argv[1], LearnerSettings(threads=1), workdir=Path(sys.argv[2]) / 'work')\n"
         "learner.train_round(build_rows(2)); learner.save(Path(sys.argv[2]) / '0001')\n"
         "sys.exit('vllm' in sys.modules)\n"

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.learning_rate import (
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.learning_rate import (
     ROUNDING,
     Bounds,
     RateState,

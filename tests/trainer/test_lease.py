@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from store import Store
-from store.errors import StoreUnavailable
-from store.leases import Leases
-from trainer.errors import LeaseHeld, LeaseLost
-from trainer.lease import Lease
+from ratchet.store import Store
+from ratchet.store.errors import StoreUnavailable
+from ratchet.store.leases import Leases
+from ratchet.trainer.errors import LeaseHeld, LeaseLost
+from ratchet.trainer.lease import Lease
 
 
 class AwayAtFirst(Leases):

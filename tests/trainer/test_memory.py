@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from store import Store
-from store.records import Verdict
-from store.states import RoundState, TrajectoryState
+from ratchet.store import Store
+from ratchet.store.records import Verdict
+from ratchet.store.states import RoundState, TrajectoryState
+from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.errors import OutOfMemory
+from ratchet.trainer.learning.learner import Learner, RoundReport
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.tokens import TokenRow, split_by_budget
+from ratchet.trainer.progress import Progress, Standing
+from ratchet.trainer.settings import TrainerSettings
 from tests.trainer.agents import agents_work
 from tests.trainer.scripted_engine import ScriptedEngine
 from tests.trainer.test_round_size import Noting
 from tests.trainer.tiny import build_rows
-from trainer.daemon import Daemon
-from trainer.errors import OutOfMemory
-from trainer.learning.learner import Learner, RoundReport
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.tokens import TokenRow, split_by_budget
-from trainer.progress import Progress, Standing
-from trainer.settings import TrainerSettings
 
 
 class Cramped(Noting):

@@ -9,16 +9,16 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from store import Store
-from store.states import ToolResult
+from ratchet.store import Store
+from ratchet.store.states import ToolResult
+from ratchet.trainer.errors import SettingError
+from ratchet.trainer.gating.sequential import Difference
+from ratchet.trainer.metrics import Metrics
+from ratchet.trainer.sentinel.settings import SentinelSettings
+from ratchet.trainer.sentinel.watch import Sentinel
 from tests import house
 from tests.records import answered_trajectory, judged_group
 from tests.trainer.tool_records import tool_called
-from trainer.errors import SettingError
-from trainer.gating.sequential import Difference
-from trainer.metrics import Metrics
-from trainer.sentinel.settings import SentinelSettings
-from trainer.sentinel.watch import Sentinel
 
 
 def told(metrics: Metrics) -> dict[tuple[str, ...], float]:

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from store import Store
+from ratchet.store import Store
+from ratchet.trainer.crediting.credit import Credit
+from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.learning.learner import Learner, RoundReport
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.tokens import TokenRow
+from ratchet.trainer.school import School
 from tests.trainer.agents import agents_work
 from tests.trainer.tiny import build_row, build_rows
-from trainer.crediting.credit import Credit
-from trainer.daemon import Daemon
-from trainer.learning.learner import Learner, RoundReport
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.tokens import TokenRow
-from trainer.school import School
 
 SETTINGS = LearnerSettings(steps_per_round=2, threads=1)
 

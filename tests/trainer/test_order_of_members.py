@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from store.records import Transcript
+from ratchet.store.records import Transcript
+from ratchet.trainer.gating.evaluation import compared_by
+from ratchet.trainer.gating.second_opinion import ask
+from ratchet.trainer.judges.both_orders import compares, in_both_orders
+from ratchet.trainer.judges.composite import CompositeJudge, Part
+from ratchet.trainer.judges.function import FunctionJudge
+from ratchet.trainer.judges.language_model import LanguageModel
+from ratchet.trainer.judges.ruler import RulerJudge
+from ratchet.trainer.judges.settings import RulerSpec
 from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.trainer.test_ruler import member, shown
-from trainer.gating.evaluation import compared_by
-from trainer.gating.second_opinion import ask
-from trainer.judges.both_orders import compares, in_both_orders
-from trainer.judges.composite import CompositeJudge, Part
-from trainer.judges.function import FunctionJudge
-from trainer.judges.language_model import LanguageModel
-from trainer.judges.ruler import RulerJudge
-from trainer.judges.settings import RulerSpec
 
 TASKS = 50
 WORTH = {"candidate": 0.5, "live": 0.5}

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from store import Store
+from ratchet.store import Store
+from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.errors import NoLearningSignal
+from ratchet.trainer.learning import preference
+from ratchet.trainer.learning.learner import Learner
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.tokens import TokenRow
 from tests.trainer.agents import agents_work
 from tests.trainer.test_loss_contract import Computed, backward, disturb, double, reference_logprobs
 from tests.trainer.tiny import build_row
-from trainer.daemon import Daemon
-from trainer.errors import NoLearningSignal
-from trainer.learning import preference
-from trainer.learning.learner import Learner
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.tokens import TokenRow
 
 BETA = 0.3
 

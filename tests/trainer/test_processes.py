@@ -19,13 +19,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from store import Store, open_store
+from ratchet.store import Store, open_store
+from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.learning.learner import Learner
+from ratchet.trainer.learning.learner_settings import LearnerSettings
 from tests.trainer.agents import agents_work
 from tests.trainer.scripted_engine import Faithful, ScriptedEngine
 from tests.trainer.several_processes import learn
-from trainer.daemon import Daemon
-from trainer.learning.learner import Learner
-from trainer.learning.learner_settings import LearnerSettings
 
 ROOT = Path(__file__).parents[2]
 # What the process that meets an error says of it, and the other one too.

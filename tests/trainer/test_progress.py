@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from store import Store, open_store
-from store.database import connect
-from trainer.metrics import Metrics
-from trainer.monitors.standings import StoredStandings
-from trainer.progress import Bars, Lines, Progress, RunningMeans, Standing, for_a_person
+from ratchet.store import Store, open_store
+from ratchet.store.database import connect
+from ratchet.trainer.metrics import Metrics
+from ratchet.trainer.monitors.standings import StoredStandings
+from ratchet.trainer.progress import Bars, Lines, Progress, RunningMeans, Standing, for_a_person
 
 
 class Clock:

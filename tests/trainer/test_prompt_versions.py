@@ -11,10 +11,21 @@ from typing import Any
 import pytest
 
 from benchmarks.scripted_school import ScriptedPupil
-from store import Store, open_store
-from store.errors import ForbiddenChange
-from store.records import Policy
-from store.states import PolicyAction, PolicyState
+from ratchet.store import Store, open_store
+from ratchet.store.errors import ForbiddenChange
+from ratchet.store.records import Policy
+from ratchet.store.states import PolicyAction, PolicyState
+from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.held_out import is_held_out
+from ratchet.trainer.judges.language_model import LanguageModel
+from ratchet.trainer.judges.settings import ModelSpec
+from ratchet.trainer.publishing.candidates import next_candidate
+from ratchet.trainer.publishing.engine import Replica
+from ratchet.trainer.publishing.publisher import Publisher
+from ratchet.trainer.settings import TrainerSettings
+from ratchet.trainer.staleness import oldest_fresh
+from ratchet.trainer.tuning.lesson_settings import LessonSettings
+from ratchet.trainer.tuning.lessons import learn, on_trial
 from tests.proxy.conftest import Proxy, running
 from tests.proxy.servers import eventually, served
 from tests.records import judged_group
@@ -25,17 +36,6 @@ from tests.trainer.prompted_vllm import PromptedVllm
 from tests.trainer.scripted_engine import ScriptedEngine
 from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.trainer.test_publishing import beat, candidate, honest, publish
-from trainer.daemon import Daemon
-from trainer.held_out import is_held_out
-from trainer.judges.language_model import LanguageModel
-from trainer.judges.settings import ModelSpec
-from trainer.publishing.candidates import next_candidate
-from trainer.publishing.engine import Replica
-from trainer.publishing.publisher import Publisher
-from trainer.settings import TrainerSettings
-from trainer.staleness import oldest_fresh
-from trainer.tuning.lesson_settings import LessonSettings
-from trainer.tuning.lessons import learn, on_trial
 
 GATE: dict[str, Any] = {"enabled": True, "share": 0.5, "min_samples": 6, "max_samples": 60, "margin": 0.1, "jump": None}
 MESSAGES = [{"role": "system", "content": "Be nice."}, {"role": "user", "content": "hi"}]

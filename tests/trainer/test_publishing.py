@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from store import Store
-from store.records import Door, Policy
-from store.states import PolicyState
+from ratchet.store import Store
+from ratchet.store.records import Door, Policy
+from ratchet.store.states import PolicyState
+from ratchet.trainer.errors import AdapterRefused, EngineUnreachable
+from ratchet.trainer.publishing.engine import Replica
+from ratchet.trainer.publishing.publisher import Publisher
+from ratchet.trainer.shadowing.idleness import Load, load_of
 from tests.records import judged_group
 from tests.trainer.scripted_engine import ScriptedEngine
-from trainer.errors import AdapterRefused, EngineUnreachable
-from trainer.publishing.engine import Replica
-from trainer.publishing.publisher import Publisher
-from trainer.shadowing.idleness import Load, load_of
 
 PROBES = [(1, 2, last) for last in range(16)]
 

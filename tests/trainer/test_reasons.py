@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 from ratchet import workflow_doctor
-from store.deletion import MEMBER_GONE
-from store.reporting import reasons
-from store.states import CallState
+from ratchet.store.deletion import MEMBER_GONE
+from ratchet.store.reporting import reasons
+from ratchet.store.states import CallState
+from ratchet.trainer import backlog, grouping, school, scorekeeper
+from ratchet.trainer.learning import rows
 from tests import house
-from trainer import backlog, grouping, school, scorekeeper
-from trainer.learning import rows
 
 
 def test_every_reason_of_a_drop_is_explained() -> None:

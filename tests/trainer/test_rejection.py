@@ -9,16 +9,16 @@ from pathlib import Path
 import msgspec
 import torch
 
-from store import Store
+from ratchet.store import Store
+from ratchet.trainer.crediting.credit import Credit
+from ratchet.trainer.learning.correction import kept
+from ratchet.trainer.learning.learner import RoundReport
+from ratchet.trainer.learning.micro_batches import collate
+from ratchet.trainer.learning.tokens import TokenRow
+from ratchet.trainer.school import School
 from tests.records import judged_group
 from tests.trainer.test_round_size import Noting
 from tests.trainer.tiny import build_row
-from trainer.crediting.credit import Credit
-from trainer.learning.correction import kept
-from trainer.learning.learner import RoundReport
-from trainer.learning.micro_batches import collate
-from trainer.learning.tokens import TokenRow
-from trainer.school import School
 
 
 def left(off: float, ages: Sequence[int | None], limit: float | None = 2.0) -> list[bool]:

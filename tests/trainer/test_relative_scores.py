@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from proxy.console.overview import Overview
-from store import Store
-from store.records import Verdict
-from store.reporting.learning import RELATIVE
-from store.reporting.relative import is_relative, note_judge, report_of
+from ratchet.proxy.console.overview import Overview
+from ratchet.store import Store
+from ratchet.store.records import Verdict
+from ratchet.store.reporting.learning import RELATIVE
+from ratchet.store.reporting.relative import is_relative, note_judge, report_of
+from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.judges.settings import only_ranks, read_spec
+from ratchet.trainer.publishing.evidence import gather
 from tests.records import answered_trajectory, judged_group
 from tests.trainer.agents import agents_work
 from tests.trainer.test_warm_start import search
-from trainer.daemon import Daemon
-from trainer.judges.settings import only_ranks, read_spec
-from trainer.publishing.evidence import gather
 
 RULER = {"kind": "ruler", "base_url": "http://127.0.0.1:9/v1", "model": "big"}
 RULE = "tests.trainer.judge_samples:scripted"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from store.records import PastScore, Policy
-from store.states import PolicyState
-from trainer.publishing import checkpoint
-from trainer.publishing.retention import best_first, retained
+from ratchet.store.records import PastScore, Policy
+from ratchet.store.states import PolicyState
+from ratchet.trainer.publishing import checkpoint
+from ratchet.trainer.publishing.retention import best_first, retained
 
 
 def policy(version: int, state: PolicyState = PolicyState.RETIRED) -> Policy:

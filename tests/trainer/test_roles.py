@@ -10,19 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from store import Store
-from store.records import Call, Verdict, pack_logprobs, unpack_ids
+from ratchet.store import Store
+from ratchet.store.records import Call, Verdict, pack_logprobs, unpack_ids
+from ratchet.trainer.casting import Casting
+from ratchet.trainer.crediting.credit import Credit
+from ratchet.trainer.crediting.roles import ANOTHER_ROLE, OTHER_ROLE, Roles
+from ratchet.trainer.learning.rows import build_rows
 from tests.records import begun, ended, judged_group
 from tests.trainer import judge_samples
 from tests.trainer.agents import agents_work
 from tests.trainer.test_rows import call, choice
-from trainer.casting import Casting
-from trainer.crediting.credit import Credit
-from trainer.crediting.roles import ANOTHER_ROLE, OTHER_ROLE, Roles
-from trainer.learning.rows import build_rows
 
 if TYPE_CHECKING:
-    from trainer.daemon import Daemon
+    from ratchet.trainer.daemon import Daemon
 
 PLAN = [{"role": "system", "content": "You plan the work."}, {"role": "user", "content": "Build it."}]
 WORK: list[dict[str, Any]] = [{"role": "system", "content": [{"type": "text", "text": "You do one step."}]}, *PLAN[1:]]

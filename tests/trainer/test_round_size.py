@@ -12,18 +12,18 @@ import pytest
 
 from ratchet.next_round import line, next_round
 from ratchet.settings import Settings
-from store import Store
-from store.records import Group
-from store.states import GroupState
+from ratchet.store import Store
+from ratchet.store.records import Group
+from ratchet.store.states import GroupState
+from ratchet.trainer.crediting.credit import Credit
+from ratchet.trainer.learning.learner import Learner, RoundReport
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.tokens import TokenRow
+from ratchet.trainer.round_size import RoundSize
+from ratchet.trainer.school import School
 from tests.records import judged_group
 from tests.trainer.test_backlog import backlog
 from tests.trainer.tiny import build_row, build_rows
-from trainer.crediting.credit import Credit
-from trainer.learning.learner import Learner, RoundReport
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.tokens import TokenRow
-from trainer.round_size import RoundSize
-from trainer.school import School
 
 
 class Noting:

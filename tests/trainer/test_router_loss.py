@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ratchet.trainer.learning.learner import Learner, RoundReport
+from ratchet.trainer.learning.learner_settings import LearnerSettings
 from tests.trainer.tiny import VOCABULARY, build_row, build_tokenizer
-from trainer.learning.learner import Learner, RoundReport
-from trainer.learning.learner_settings import LearnerSettings
 
 
 def build_experts(folder: Path, coefficient: float) -> Path:

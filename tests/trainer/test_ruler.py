@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from store.records import Trajectory, Transcript
-from store.states import TrajectoryState
+from ratchet.store.records import Trajectory, Transcript
+from ratchet.store.states import TrajectoryState
+from ratchet.trainer.judges import Judgement
+from ratchet.trainer.judges.fitting import fitted
+from ratchet.trainer.judges.language_model import LanguageModel, found_json, urls_of
+from ratchet.trainer.judges.ruler import RulerJudge, common_prefix, ranked, scores_of, with_plain_ids
+from ratchet.trainer.judges.settings import RulerSpec
 from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
-from trainer.judges import Judgement
-from trainer.judges.fitting import fitted
-from trainer.judges.language_model import LanguageModel, found_json, urls_of
-from trainer.judges.ruler import RulerJudge, common_prefix, ranked, scores_of, with_plain_ids
-from trainer.judges.settings import RulerSpec
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "ruler_email_group.json").read_text())
 Message = dict[str, Any]

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from store.records import Trajectory, Transcript
-from store.states import TrajectoryState
+from ratchet.store.records import Trajectory, Transcript
+from ratchet.store.states import TrajectoryState
+from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.judges import Judge
+from ratchet.trainer.judges.answer import contains, exact, last_number, numeric
+from ratchet.trainer.judges.make import make_judge
+from ratchet.trainer.judges.next_state import evidence
+from ratchet.trainer.judges.settings import read_spec
 from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
-from trainer.errors import JudgeError
-from trainer.judges import Judge
-from trainer.judges.answer import contains, exact, last_number, numeric
-from trainer.judges.make import make_judge
-from trainer.judges.next_state import evidence
-from trainer.judges.settings import read_spec
 
 Message = dict[str, Any]
 

@@ -8,18 +8,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from store import Store
-from store.records import Transcript
+from ratchet.store import Store
+from ratchet.store.records import Transcript
+from ratchet.trainer.judges import Judgement
+from ratchet.trainer.judges.function import FunctionJudge
+from ratchet.trainer.judges.opinion import Opinion
+from ratchet.trainer.scorekeeper import Scorekeeper
+from ratchet.trainer.sentinel.agreement import Heard, agreement
+from ratchet.trainer.sentinel.second_judge import SecondJudge, in_sample
+from ratchet.trainer.sentinel.settings import SentinelSettings
+from ratchet.trainer.sentinel.watch import Sentinel
 from tests.records import answered_trajectory
 from tests.trainer import judge_samples
-from trainer.judges import Judgement
-from trainer.judges.function import FunctionJudge
-from trainer.judges.opinion import Opinion
-from trainer.scorekeeper import Scorekeeper
-from trainer.sentinel.agreement import Heard, agreement
-from trainer.sentinel.second_judge import SecondJudge, in_sample
-from trainer.sentinel.settings import SentinelSettings
-from trainer.sentinel.watch import Sentinel
 
 SETTINGS = SentinelSettings(every_seconds=1.0)
 

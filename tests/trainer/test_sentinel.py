@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from store.records import Round, Trajectory, Transcript
-from store.states import RoundState, ToolOutcome, ToolResult, TrajectoryState
-from store.tool_records import ToolCall
+from ratchet.store.records import Round, Trajectory, Transcript
+from ratchet.store.states import RoundState, ToolOutcome, ToolResult, TrajectoryState
+from ratchet.store.tool_records import ToolCall
+from ratchet.trainer.sentinel import Finding
+from ratchet.trainer.sentinel.change import change, share_change
+from ratchet.trainer.sentinel.conduct import Conduct, conduct, occurs
+from ratchet.trainer.sentinel.drift import coverage, drift, needless_tool_calls, resource_coverage
+from ratchet.trainer.sentinel.last_rounds import last_rounds
+from ratchet.trainer.sentinel.resources import names_in
+from ratchet.trainer.sentinel.settings import SentinelSettings
+from ratchet.trainer.sentinel.tool_health import ToolPast, tool_health
 from tests.records import TOOLS
-from trainer.sentinel import Finding
-from trainer.sentinel.change import change, share_change
-from trainer.sentinel.conduct import Conduct, conduct, occurs
-from trainer.sentinel.drift import coverage, drift, needless_tool_calls, resource_coverage
-from trainer.sentinel.last_rounds import last_rounds
-from trainer.sentinel.resources import names_in
-from trainer.sentinel.settings import SentinelSettings
-from trainer.sentinel.tool_health import ToolPast, tool_health
 
 SETTINGS = SentinelSettings()
 OK, ERROR, EMPTY = ToolResult.OK, ToolResult.ERROR, ToolResult.EMPTY

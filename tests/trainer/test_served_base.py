@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from store import Store, fingerprints
-from store.states import PolicyState
+from ratchet.store import Store, fingerprints
+from ratchet.store.states import PolicyState
+from ratchet.trainer.base_files import DIGESTS, check_files
+from ratchet.trainer.errors import OtherBaseModel
 from tests.trainer.scripted_engine import ScriptedEngine
-from trainer.base_files import DIGESTS, check_files
-from trainer.errors import OtherBaseModel
 
 if TYPE_CHECKING:
-    from trainer.daemon import Daemon
+    from ratchet.trainer.daemon import Daemon
 
 
 class KnownBase(ScriptedEngine):

@@ -15,9 +15,9 @@ import httpx
 
 from benchmarks.school_parts import Part
 from benchmarks.scripted_school import read_weights
-from store import Store, open_store
-from store.records import SHADOW
-from store.states import ShadowState, TrajectoryState
+from ratchet.store import Store, open_store
+from ratchet.store.records import SHADOW
+from ratchet.store.states import ShadowState, TrajectoryState
 from tests.ports import free_port
 from tests.proxy.servers import ProxyProcess, eventually
 

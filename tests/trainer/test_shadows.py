@@ -13,11 +13,19 @@ import httpx
 import openai
 import pytest
 
-from store import Store
-from store.errors import ForbiddenChange
-from store.listing import Chosen
-from store.records import Trajectory
-from store.states import TrajectoryState
+from ratchet.store import Store
+from ratchet.store.errors import ForbiddenChange
+from ratchet.store.listing import Chosen
+from ratchet.store.records import Trajectory
+from ratchet.store.states import TrajectoryState
+from ratchet.trainer.assembly import Assembly
+from ratchet.trainer.casting import Casting
+from ratchet.trainer.crediting.baseline import ScoreBook
+from ratchet.trainer.crediting.roles import Roles
+from ratchet.trainer.settings import TrainerSettings
+from ratchet.trainer.shadowing import asking
+from ratchet.trainer.shadowing.caller import KEY_VARIABLE
+from ratchet.trainer.shadowing.idleness import Load, load_of
 from tests.proxy.conftest import Proxy, running
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually, served
@@ -25,14 +33,6 @@ from tests.proxy.test_keys import bearer, made
 from tests.records import TOOLS, answered_trajectory, begun, ended
 from tests.trainer.scripted_engine import ScriptedEngine
 from tests.trainer.whole_circle import all_shipped, proxy_before, trainer_of
-from trainer.assembly import Assembly
-from trainer.casting import Casting
-from trainer.crediting.baseline import ScoreBook
-from trainer.crediting.roles import Roles
-from trainer.settings import TrainerSettings
-from trainer.shadowing import asking
-from trainer.shadowing.caller import KEY_VARIABLE
-from trainer.shadowing.idleness import Load, load_of
 
 QUESTION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},

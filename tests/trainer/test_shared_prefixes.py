@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from ratchet.trainer.learning import model_pass
+from ratchet.trainer.learning.learner import Learner
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.shared_prefixes import together, tree
+from ratchet.trainer.learning.tokens import TokenRow
 from tests.trainer.test_loss_contract import WORST_RELATIVE_ERROR, backward, build_trainer, disturb
 from tests.trainer.tiny import VOCABULARY, build_row, build_tokenizer
-from trainer.learning import model_pass
-from trainer.learning.learner import Learner
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.shared_prefixes import together, tree
-from trainer.learning.tokens import TokenRow
 
 BUDGET = 400
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from store import Store
-from store.records import Transcript
-from store.trajectories import Trajectories
+from ratchet.store import Store
+from ratchet.store.records import Transcript
+from ratchet.store.trajectories import Trajectories
+from ratchet.trainer.transcripts import Transcripts
 from tests.records import answered_trajectory, begun, ended
-from trainer.transcripts import Transcripts
 
 
 class CountingReads(Trajectories):

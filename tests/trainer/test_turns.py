@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from store import Store
-from store.records import Verdict
-from store.states import CallState
+from ratchet.store import Store
+from ratchet.store.records import Verdict
+from ratchet.store.states import CallState
+from ratchet.trainer.crediting.turns import turn_advantages
+from ratchet.trainer.learning.rows import build_rows
 from tests.trainer.agents import agents_work
 from tests.trainer.test_roles import verdicts
 from tests.trainer.test_rows import call, choice
-from trainer.crediting.turns import turn_advantages
-from trainer.learning.rows import build_rows
 
 if TYPE_CHECKING:
-    from trainer.daemon import Daemon
+    from ratchet.trainer.daemon import Daemon
 
 
 def said(*turns: list[float]) -> list[Verdict]:

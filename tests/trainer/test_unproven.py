@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from store import Store
-from store.records import Policy
-from store.states import PolicyState
+from ratchet.store import Store
+from ratchet.store.records import Policy
+from ratchet.store.states import PolicyState
+from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.metrics import Metrics
+from ratchet.trainer.publishing.probes import contexts
+from ratchet.trainer.publishing.retention import retained
+from ratchet.trainer.staleness import oldest_fresh
 from tests.trainer.agents import agents_work
 from tests.trainer.scripted_engine import Faithful, ScriptedEngine
 from tests.trainer.tiny import build_row
-from trainer.daemon import Daemon
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.metrics import Metrics
-from trainer.publishing.probes import contexts
-from trainer.publishing.retention import retained
-from trainer.staleness import oldest_fresh
 
 
 def coarse(exact: Faithful) -> Callable[[str, Sequence[int]], float]:

@@ -10,24 +10,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from store import Store
-from store.records import OTHER, Feedback
-from store.states import PolicyState, RoundState, TrajectoryState, TuningState
-from store.tuning_records import Rollout, Tuning
+from ratchet.store import Store
+from ratchet.store.records import OTHER, Feedback
+from ratchet.store.states import PolicyState, RoundState, TrajectoryState, TuningState
+from ratchet.store.tuning_records import Rollout, Tuning
+from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.held_out import is_held_out
+from ratchet.trainer.judges.make import make_judge
+from ratchet.trainer.judges.settings import FunctionSpec
+from ratchet.trainer.learning.chat_rows import ChatRows
+from ratchet.trainer.warm_start.general import mixed
+from ratchet.trainer.warm_start.imitable import COLLECTED, Imitable, Search
+from ratchet.trainer.warm_start.imitation import story_of
+from ratchet.trainer.warm_start.settings import WarmStartSettings
 from tests.records import QUESTION, begun, ended, tool_call
 from tests.trainer import judge_samples
 from tests.trainer.agents import agents_work
 from tests.trainer.scripted_engine import ScriptedEngine
 from tests.trainer.tiny import build_rows, build_tokenizer
-from trainer.daemon import Daemon
-from trainer.held_out import is_held_out
-from trainer.judges.make import make_judge
-from trainer.judges.settings import FunctionSpec
-from trainer.learning.chat_rows import ChatRows
-from trainer.warm_start.general import mixed
-from trainer.warm_start.imitable import COLLECTED, Imitable, Search
-from trainer.warm_start.imitation import story_of
-from trainer.warm_start.settings import WarmStartSettings
 
 SFT: dict[str, Any] = {"least": 2, "batch": 2, "epochs": 3, "learning_rate": 1e-2}
 

@@ -6,13 +6,13 @@ import logging
 
 import pytest
 
-from store import Store
-from store.states import ToolResult
+from ratchet.store import Store
+from ratchet.store.states import ToolResult
+from ratchet.trainer.sentinel.conduct import conduct
+from ratchet.trainer.sentinel.settings import SentinelSettings
+from ratchet.trainer.sentinel.watch import Sentinel
 from tests.records import answered_trajectory, begun, ended
 from tests.trainer import tool_records
-from trainer.sentinel.conduct import conduct
-from trainer.sentinel.settings import SentinelSettings
-from trainer.sentinel.watch import Sentinel
 
 EAGER = SentinelSettings(every_seconds=1.0)
 

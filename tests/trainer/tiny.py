@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.learning.tokens import TokenRow
+from ratchet.trainer.learning.tokens import TokenRow
 
 VOCABULARY = 512
 ASSISTANT = "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"

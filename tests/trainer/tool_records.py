@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from store import Store
-from store.states import ToolOutcome, ToolResult
-from store.tool_records import ToolAnswer, ToolCall
+from ratchet.store import Store
+from ratchet.store.states import ToolOutcome, ToolResult
+from ratchet.store.tool_records import ToolAnswer, ToolCall
 
 
 def tool_called(store: Store, name: str, result: ToolResult, times: int = 50, alias: str = "agent") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from trainer.daemon import Daemon
+from ratchet.trainer.daemon import Daemon
 
 
 def until(daemon: Daemon, now: float, holds: Callable[[], bool], most: int = 400) -> float:

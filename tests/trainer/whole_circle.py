@@ -10,13 +10,13 @@ from typing import Any
 
 import httpx
 
-from store import Store, open_store
+from ratchet.store import Store, open_store
+from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.settings import TrainerSettings
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import ProxyProcess, eventually, served
 from tests.trainer.scripted_engine import Faithful, ScriptedEngine
-from trainer.daemon import Daemon
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.settings import TrainerSettings
 
 # The scripted vLLM's logprobs are not the tiny model's: its rows would rightly be rejected.
 LEARNER = LearnerSettings(learning_rate=1e-2, reject_ratio_beyond=None)

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trainer.bfcl import PACKAGE, VERSION
-from trainer.errors import TrainerError
+from ratchet.trainer.bfcl import PACKAGE, VERSION
+from ratchet.trainer.errors import TrainerError
 
 _REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 

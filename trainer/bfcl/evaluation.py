@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 
-from trainer.bfcl import PACKAGE, VERSION
-from trainer.bfcl.environment import EvaluationUnready
-from trainer.tuning.comparison import Compared, Marks, Missing, Ranking, Verdict, rank
-from trainer.tuning.prices import Prices, Spent
-from trainer.tuning.results import TuningResult, task_set
+from ratchet.trainer.bfcl import PACKAGE, VERSION
+from ratchet.trainer.bfcl.environment import EvaluationUnready
+from ratchet.trainer.tuning.comparison import Compared, Marks, Missing, Ranking, Verdict, rank
+from ratchet.trainer.tuning.prices import Prices, Spent
+from ratchet.trainer.tuning.results import TuningResult, task_set
 
 PROGRAM = Path(__file__).with_name("program.py")
 # What is in the package and needs neither network nor a second model.

@@ -17,7 +17,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from trainer.errors import ScoreError
+from ratchet.trainer.errors import ScoreError
 
 CREDITS = ("grpo", "dr_grpo", "rloo", "reinforce++")
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from store.records import PastScore
+from ratchet.store.records import PastScore
 
 HALF_LIFE = 64.0  # scores
 SHRINKAGE = 4.0  # scores

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from store.records import SHADOW, PastScore, Trajectory, Verdict
-from trainer.crediting.advantage import (
+from ratchet.store.records import SHADOW, PastScore, Trajectory, Verdict
+from ratchet.trainer.crediting.advantage import (
     NO_VARIANCE,
     cohort_advantages,
     group_advantages,
@@ -22,8 +22,8 @@ from trainer.crediting.advantage import (
     over_the_round,
     single_advantage,
 )
-from trainer.crediting.baseline import ScoreBook
-from trainer.crediting.turns import Turns, turn_advantages
+from ratchet.trainer.crediting.baseline import ScoreBook
+from ratchet.trainer.crediting.turns import Turns, turn_advantages
 
 
 @dataclass(frozen=True, slots=True)

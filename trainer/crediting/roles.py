@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from store.records import Call
+from ratchet.store.records import Call
 
 ANOTHER_ROLE = "another role"  # why tokens are left out
 OTHER_ROLE = "other_role"  # why a trajectory is put aside

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from store.records import Verdict
-from trainer.crediting.advantage import group_advantages
+from ratchet.store.records import Verdict
+from ratchet.trainer.crediting.advantage import group_advantages
 
 _PREFIX = "turn:"
 

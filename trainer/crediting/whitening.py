@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trainer.crediting.advantage import NO_VARIANCE
-from trainer.learning.tokens import TokenRow
+from ratchet.trainer.crediting.advantage import NO_VARIANCE
+from ratchet.trainer.learning.tokens import TokenRow
 
 
 def whiten(rows: Sequence[TokenRow]) -> list[TokenRow]:

@@ -22,14 +22,14 @@ from typing import Any
 
 import msgspec
 
-from store import Store
-from store.records import Call, Policy, Transcript
-from store.reporting.intervals import interval
-from store.swapping import with_prompt
-from trainer.grouping import HELD_OUT
-from trainer.judges import Judge
-from trainer.judges.both_orders import in_both_orders
-from trainer.publishing.engine import Replica
+from ratchet.store import Store
+from ratchet.store.records import Call, Policy, Transcript
+from ratchet.store.reporting.intervals import interval
+from ratchet.store.swapping import with_prompt
+from ratchet.trainer.grouping import HELD_OUT
+from ratchet.trainer.judges import Judge
+from ratchet.trainer.judges.both_orders import in_both_orders
+from ratchet.trainer.publishing.engine import Replica
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from typing import Protocol
 
 import msgspec
 
-from store import Store
-from store.records import Policy
-from trainer.errors import EngineError, EngineUnreachable, EvaluationStopped, TuningError
-from trainer.gating.evaluation import Evaluated
-from trainer.publishing.candidates import name_of
+from ratchet.store import Store
+from ratchet.store.records import Policy
+from ratchet.trainer.errors import EngineError, EngineUnreachable, EvaluationStopped, TuningError
+from ratchet.trainer.gating.evaluation import Evaluated
+from ratchet.trainer.publishing.candidates import name_of
 
 log = logging.getLogger(__name__)
 

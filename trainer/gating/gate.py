@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from trainer.gating.sequential import Difference, difference
+from ratchet.trainer.gating.sequential import Difference, difference
 
 
 class Action(StrEnum):

@@ -6,8 +6,8 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from trainer.gating.gate import GateRules
-from trainer.judges.settings import JudgeSpec
+from ratchet.trainer.gating.gate import GateRules
+from ratchet.trainer.judges.settings import JudgeSpec
 
 
 class GateSettings(BaseModel):

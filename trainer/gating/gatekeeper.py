@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import logging
 
-from store import Store
-from store.errors import ForbiddenChange
-from store.records import PastScore, Policy
-from store.states import PolicyAction, PolicyState
-from trainer.gating.gate import Action, Decision, decide
-from trainer.gating.gate_settings import GateSettings
-from trainer.gating.holding import Doubts, evidence_of, hold, no_doubts, objection, release
-from trainer.gating.second_opinion import SecondOpinions
-from trainer.judges import Judge
-from trainer.metrics import Metrics
-from trainer.publishing.candidates import name_of
+from ratchet.store import Store
+from ratchet.store.errors import ForbiddenChange
+from ratchet.store.records import PastScore, Policy
+from ratchet.store.states import PolicyAction, PolicyState
+from ratchet.trainer.gating.gate import Action, Decision, decide
+from ratchet.trainer.gating.gate_settings import GateSettings
+from ratchet.trainer.gating.holding import Doubts, evidence_of, hold, no_doubts, objection, release
+from ratchet.trainer.gating.second_opinion import SecondOpinions
+from ratchet.trainer.judges import Judge
+from ratchet.trainer.metrics import Metrics
+from ratchet.trainer.publishing.candidates import name_of
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from store import Store
-from store.records import Policy
-from trainer.publishing.candidates import name_of
-from trainer.sentinel import Finding
+from ratchet.store import Store
+from ratchet.store.records import Policy
+from ratchet.trainer.publishing.candidates import name_of
+from ratchet.trainer.sentinel import Finding
 
 log = logging.getLogger(__name__)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 
-from store import Store
-from trainer.gating.evaluation import PromptEvaluator
-from trainer.gating.evaluations import Evaluations
-from trainer.gating.workflow_evaluation import WorkflowEvaluator
-from trainer.judges import Judge
-from trainer.judges.make import make_judge
-from trainer.publishing.engine import Replica
-from trainer.settings import TrainerSettings
+from ratchet.store import Store
+from ratchet.trainer.gating.evaluation import PromptEvaluator
+from ratchet.trainer.gating.evaluations import Evaluations
+from ratchet.trainer.gating.workflow_evaluation import WorkflowEvaluator
+from ratchet.trainer.judges import Judge
+from ratchet.trainer.judges.make import make_judge
+from ratchet.trainer.publishing.engine import Replica
+from ratchet.trainer.settings import TrainerSettings
 
 
 def make_evaluations(settings: TrainerSettings, store: Store, replica: Replica) -> Evaluations | None:

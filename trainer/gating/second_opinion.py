@@ -14,10 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from store.records import PastScore, Transcript
-from trainer.gating.sequential import Difference
-from trainer.judges import Judge
-from trainer.judges.both_orders import in_both_orders
+from ratchet.store.records import PastScore, Transcript
+from ratchet.trainer.gating.sequential import Difference
+from ratchet.trainer.judges import Judge
+from ratchet.trainer.judges.both_orders import in_both_orders
 
 _Z = statistics.NormalDist().inv_cdf(0.975)
 

@@ -15,24 +15,24 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from store import Store
-from store.records import Policy, Transcript
-from store.states import RolloutState, TuningState
-from store.tuning_records import Rollout, Tuning
-from trainer.errors import TuningError
-from trainer.gating.evaluation import Evaluated, Evaluation, Sides, compared_by
-from trainer.gating.gate_settings import GateSettings
-from trainer.judges import Judge
-from trainer.publishing.candidates import name_of
-from trainer.publishing.publisher import DOOR_SILENCE
-from trainer.tuning.comparison import Compared
-from trainer.tuning.prices import Prices
-from trainer.tuning.rollouts import RolloutRunner, counting
-from trainer.tuning.scoring import Scorer
-from trainer.tuning.select_model import ModelSelector, Request
-from trainer.tuning.settings import TunerSettings
-from trainer.tuning.tasks import Task, TaskSet
-from trainer.tuning.workflow import load_workflow
+from ratchet.store import Store
+from ratchet.store.records import Policy, Transcript
+from ratchet.store.states import RolloutState, TuningState
+from ratchet.store.tuning_records import Rollout, Tuning
+from ratchet.trainer.errors import TuningError
+from ratchet.trainer.gating.evaluation import Evaluated, Evaluation, Sides, compared_by
+from ratchet.trainer.gating.gate_settings import GateSettings
+from ratchet.trainer.judges import Judge
+from ratchet.trainer.publishing.candidates import name_of
+from ratchet.trainer.publishing.publisher import DOOR_SILENCE
+from ratchet.trainer.tuning.comparison import Compared
+from ratchet.trainer.tuning.prices import Prices
+from ratchet.trainer.tuning.rollouts import RolloutRunner, counting
+from ratchet.trainer.tuning.scoring import Scorer
+from ratchet.trainer.tuning.select_model import ModelSelector, Request
+from ratchet.trainer.tuning.settings import TunerSettings
+from ratchet.trainer.tuning.tasks import Task, TaskSet
+from ratchet.trainer.tuning.workflow import load_workflow
 
 GATE = "gate"  # what a run's config says whose it is
 _NEWEST = 50  # runs looked at

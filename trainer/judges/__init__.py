@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from store.records import Exchange, Transcript, Verdict
+from ratchet.store.records import Exchange, Transcript, Verdict
 
 __all__ = ["Judge", "Judgement"]
 

@@ -22,12 +22,12 @@ from typing import Any
 
 import msgspec
 
-from store.records import Transcript, Verdict
-from trainer.errors import JudgeError
-from trainer.judges import Judgement, opinion
-from trainer.judges.opinion import Opinion, response_of
-from trainer.judges.settings import AnswerSpec
-from trainer.judges.stated import LIMITS, is_stated
+from ratchet.store.records import Transcript, Verdict
+from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.judges import Judgement, opinion
+from ratchet.trainer.judges.opinion import Opinion, response_of
+from ratchet.trainer.judges.settings import AnswerSpec
+from ratchet.trainer.judges.stated import LIMITS, is_stated
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _EDGES = " \t\n.,;:!?\"'`*()[]{}$"

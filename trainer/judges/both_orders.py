@@ -12,8 +12,8 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from store.records import Transcript, Verdict
-from trainer.judges import Judge, Judgement
+from ratchet.store.records import Transcript, Verdict
+from ratchet.trainer.judges import Judge, Judgement
 
 
 @runtime_checkable

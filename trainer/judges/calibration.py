@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from store.records import Verdict
+from ratchet.store.records import Verdict
 
 _Z = 1.96  # 95%
 

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from store.records import Transcript, Verdict
-from trainer.judges import Judge, Judgement
-from trainer.judges.both_orders import compares
-from trainer.judges.opinion import Opinion, version_of
+from ratchet.store.records import Transcript, Verdict
+from ratchet.trainer.judges import Judge, Judgement
+from ratchet.trainer.judges.both_orders import compares
+from ratchet.trainer.judges.opinion import Opinion, version_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from store.records import Transcript
-from trainer.judges import Judgement
-from trainer.judges.opinion import Opinion, last_answer, version_of
-from trainer.judges.outcomes import share_of_good
-from trainer.judges.settings import ConductSpec
+from ratchet.store.records import Transcript
+from ratchet.trainer.judges import Judgement
+from ratchet.trainer.judges.opinion import Opinion, last_answer, version_of
+from ratchet.trainer.judges.outcomes import share_of_good
+from ratchet.trainer.judges.settings import ConductSpec
 
 
 class ConductJudge:

@@ -13,10 +13,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from store.records import Feedback, Transcript
-from trainer.judges import Judgement
-from trainer.judges.opinion import Opinion, version_of
-from trainer.judges.settings import DROP, FeedbackSpec
+from ratchet.store.records import Feedback, Transcript
+from ratchet.trainer.judges import Judgement
+from ratchet.trainer.judges.opinion import Opinion, version_of
+from ratchet.trainer.judges.settings import DROP, FeedbackSpec
 
 _NAME = "feedback"
 _WORDS_MOST = 1000  # characters of comments in an explanation

@@ -24,13 +24,13 @@ from typing import Any
 
 import msgspec
 
-from store.records import Transcript, Verdict
-from trainer.entry_points import NotCallable, NotImportable, Wanted, is_async, load, to_call, wanted
-from trainer.errors import JudgeError
-from trainer.exits import exited, failing_exits
-from trainer.judges import Judgement
-from trainer.judges.opinion import Opinion, read, response_of, version_of
-from trainer.judges.outcomes import tool_outcomes
+from ratchet.store.records import Transcript, Verdict
+from ratchet.trainer.entry_points import NotCallable, NotImportable, Wanted, is_async, load, to_call, wanted
+from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.exits import exited, failing_exits
+from ratchet.trainer.judges import Judgement
+from ratchet.trainer.judges.opinion import Opinion, read, response_of, version_of
+from ratchet.trainer.judges.outcomes import tool_outcomes
 
 PARAMETERS = ("trajectory", "response", "task", "tool_outcomes")
 

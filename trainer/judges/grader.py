@@ -18,11 +18,11 @@ from typing import Any
 import httpx
 import msgspec
 
-from store.records import Transcript, Verdict
-from trainer.judges import Judgement
-from trainer.judges.opinion import Opinion, read, response_of, version_of
-from trainer.judges.outcomes import tool_outcomes
-from trainer.judges.settings import GraderSpec
+from ratchet.store.records import Transcript, Verdict
+from ratchet.trainer.judges import Judgement
+from ratchet.trainer.judges.opinion import Opinion, read, response_of, version_of
+from ratchet.trainer.judges.outcomes import tool_outcomes
+from ratchet.trainer.judges.settings import GraderSpec
 
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 _LONGEST_PAUSE = 30.0  # seconds

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from store.ids import new_id
-from store.records import Exchange
-from trainer.errors import JudgeUnanswered
-from trainer.judges.settings import ModelSpec
+from ratchet.store.ids import new_id
+from ratchet.store.records import Exchange
+from ratchet.trainer.errors import JudgeUnanswered
+from ratchet.trainer.judges.settings import ModelSpec
 
 _T = TypeVar("_T")
 _LONGEST_PAUSE = 30.0  # seconds

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from store.records import Transcript, Verdict
-from trainer.judges import Judge
-from trainer.judges.lint_answers import Stage
-from trainer.judges.opinion import NO_RETURN
+from ratchet.store.records import Transcript, Verdict
+from ratchet.trainer.judges import Judge
+from ratchet.trainer.judges.lint_answers import Stage
+from ratchet.trainer.judges.opinion import NO_RETURN
 
 MARGIN = 0.05  # of the score
 

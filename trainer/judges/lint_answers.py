@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from store.records import Returned, Trajectory, Transcript
-from store.states import ToolOutcome, TrajectoryState
-from store.tool_records import ToolCall
-from trainer.errors import JudgeError
-from trainer.judges.opinion import last_answer
-from trainer.tuning.tasks import content_id
+from ratchet.store.records import Returned, Trajectory, Transcript
+from ratchet.store.states import ToolOutcome, TrajectoryState
+from ratchet.store.tool_records import ToolCall
+from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.judges.opinion import last_answer
+from ratchet.trainer.tuning.tasks import content_id
 
 _ARGUMENT = "answer"  # of a tool that is named without one
 

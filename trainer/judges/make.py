@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainer.judges import Judge
-from trainer.judges.answer import AnswerJudge
-from trainer.judges.composite import CompositeJudge, Part
-from trainer.judges.conduct import ConductJudge
-from trainer.judges.feedback import FeedbackJudge
-from trainer.judges.function import FunctionJudge
-from trainer.judges.grader import GraderJudge
-from trainer.judges.language_model import LanguageModel
-from trainer.judges.next_state import NextStateJudge
-from trainer.judges.openjudge import OpenJudgeJudge
-from trainer.judges.reward import RewardJudge
-from trainer.judges.ruler import RulerJudge
-from trainer.judges.settings import (
+from ratchet.trainer.judges import Judge
+from ratchet.trainer.judges.answer import AnswerJudge
+from ratchet.trainer.judges.composite import CompositeJudge, Part
+from ratchet.trainer.judges.conduct import ConductJudge
+from ratchet.trainer.judges.feedback import FeedbackJudge
+from ratchet.trainer.judges.function import FunctionJudge
+from ratchet.trainer.judges.grader import GraderJudge
+from ratchet.trainer.judges.language_model import LanguageModel
+from ratchet.trainer.judges.next_state import NextStateJudge
+from ratchet.trainer.judges.openjudge import OpenJudgeJudge
+from ratchet.trainer.judges.reward import RewardJudge
+from ratchet.trainer.judges.ruler import RulerJudge
+from ratchet.trainer.judges.settings import (
     AnswerSpec,
     CompositeSpec,
     ConductSpec,

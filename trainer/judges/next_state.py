@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from store.records import Transcript, Verdict
-from trainer.errors import JudgeUnanswered
-from trainer.judges import Judgement
-from trainer.judges.fitting import fitted
-from trainer.judges.language_model import Interview, LanguageModel
-from trainer.judges.opinion import Opinion, version_of
-from trainer.judges.pictures import Pictures
-from trainer.judges.settings import NextStateSpec
+from ratchet.store.records import Transcript, Verdict
+from ratchet.trainer.errors import JudgeUnanswered
+from ratchet.trainer.judges import Judgement
+from ratchet.trainer.judges.fitting import fitted
+from ratchet.trainer.judges.language_model import Interview, LanguageModel
+from ratchet.trainer.judges.opinion import Opinion, version_of
+from ratchet.trainer.judges.pictures import Pictures
+from ratchet.trainer.judges.settings import NextStateSpec
 
 _WORTH: Mapping[str, float] = {"good": 1.0, "neutral": 0.5, "bad": 0.0}
 _CHARACTERS_A_TOKEN = 3.0

@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from store.records import Transcript, Verdict
-from trainer.errors import JudgeError
-from trainer.judges import Judgement
-from trainer.judges.opinion import Opinion, response_of, version_of
-from trainer.judges.settings import OpenJudgeSpec
+from ratchet.store.records import Transcript, Verdict
+from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.judges import Judgement
+from ratchet.trainer.judges.opinion import Opinion, response_of, version_of
+from ratchet.trainer.judges.settings import OpenJudgeSpec
 
 _PROGRAM = Path(__file__).with_name("openjudge_program.py")
 _START = 120.0  # seconds that a grader's imports may take

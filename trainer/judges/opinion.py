@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeGuard
 
-from store.records import Transcript, Verdict
+from ratchet.store.records import Transcript, Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from store.records import Transcript
-from store.states import ToolOutcome, ToolResult
-from store.tool_records import ToolCall
+from ratchet.store.records import Transcript
+from ratchet.store.states import ToolOutcome, ToolResult
+from ratchet.store.tool_records import ToolCall
 
 _UNFIT = frozenset(ToolOutcome) - {ToolOutcome.VALID, ToolOutcome.UNCHECKED}
 _FAILED = (ToolResult.ERROR, ToolResult.TIMEOUT)

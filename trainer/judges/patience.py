@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.judges.settings import DROP, CompositeSpec, FeedbackSpec, JudgeSpec
+from ratchet.trainer.judges.settings import DROP, CompositeSpec, FeedbackSpec, JudgeSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from store.records import Verdict
+from ratchet.store.records import Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from store.records import Transcript, Verdict
-from trainer.judges import Judgement
-from trainer.judges.opinion import Opinion, version_of
-from trainer.judges.settings import RewardSpec
+from ratchet.store.records import Transcript, Verdict
+from ratchet.trainer.judges import Judgement
+from ratchet.trainer.judges.opinion import Opinion, version_of
+from ratchet.trainer.judges.settings import RewardSpec
 
 
 class RewardJudge:

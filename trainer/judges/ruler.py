@@ -17,15 +17,15 @@ from typing import Any
 
 import msgspec
 
-from store import messages as canon
-from store.records import Transcript
-from trainer.errors import JudgeUnanswered
-from trainer.judges import Judgement
-from trainer.judges.fitting import fitted
-from trainer.judges.language_model import Interview, LanguageModel, Message
-from trainer.judges.opinion import Opinion, version_of
-from trainer.judges.pictures import Pictures
-from trainer.judges.settings import RulerSpec
+from ratchet.store import messages as canon
+from ratchet.store.records import Transcript
+from ratchet.trainer.errors import JudgeUnanswered
+from ratchet.trainer.judges import Judgement
+from ratchet.trainer.judges.fitting import fitted
+from ratchet.trainer.judges.language_model import Interview, LanguageModel, Message
+from ratchet.trainer.judges.opinion import Opinion, version_of
+from ratchet.trainer.judges.pictures import Pictures
+from ratchet.trainer.judges.settings import RulerSpec
 
 _CHARACTERS_A_TOKEN = 3.0  # cautious: English has four
 _NAME = "ruler"

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from trainer.entry_points import ENTRY_POINT
+from ratchet.trainer.entry_points import ENTRY_POINT
 
 _NAMED_IN_A_MODULE = re.compile(r"[\w.]+:\w+")
 DROP: Final = "drop"

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.errors import RowError
-from trainer.learning.tokens import TokenRow
+from ratchet.trainer.errors import RowError
+from ratchet.trainer.learning.tokens import TokenRow
 
 _PASSED_ON = ("role", "name", "tool_call_id", "reasoning_content")
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.learning.micro_batches import Micro
+from ratchet.trainer.learning.micro_batches import Micro
 
 _OLD = 8  # versions: a row that is this old, the one that it was sampled from included, may be off by the whole limit
 

@@ -20,21 +20,21 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from trainer.crediting.whitening import whiten
-from trainer.errors import NoLearningSignal, OutOfMemory, RowError, SettingError
-from trainer.learning import preference
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.learning_rate import RoundMoved, every
-from trainer.learning.tokens import TokenRow
-from trainer.progress import TRAINING, Progress
-from trainer.publishing import checkpoint
+from ratchet.trainer.crediting.whitening import whiten
+from ratchet.trainer.errors import NoLearningSignal, OutOfMemory, RowError, SettingError
+from ratchet.trainer.learning import preference
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.learning_rate import RoundMoved, every
+from ratchet.trainer.learning.tokens import TokenRow
+from ratchet.trainer.progress import TRAINING, Progress
+from ratchet.trainer.publishing import checkpoint
 
 if TYPE_CHECKING:
     import torch
 
-    from trainer.learning.loss import StepNumbers
-    from trainer.learning.micro_batches import Micro
-    from trainer.learning.movement import Moved
+    from ratchet.trainer.learning.loss import StepNumbers
+    from ratchet.trainer.learning.micro_batches import Micro
+    from ratchet.trainer.learning.movement import Moved
 
     Steps = tuple[list[list[Micro]], list[StepNumbers], list[float]]  # micro-batches, steps, losses of taken steps
 __all__ = ["Learner", "LearnerSettings", "RoundReport"]
@@ -121,7 +121,7 @@ class Learner:
 
         import torch
 
-        from trainer.learning import learner_state, lora
+        from ratchet.trainer.learning import learner_state, lora
 
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -269,7 +269,7 @@ class Learner:
         `save` made. Raises RowError for a sequence that does not fit the model, CheckpointDamaged, CheckpointMismatch.
         """
         if isinstance(adapter, Path):
-            from trainer.learning import learner_state
+            from ratchet.trainer.learning import learner_state
 
             with learner_state.lent(self._trainer, adapter):
                 return self.score(rows)
@@ -294,7 +294,7 @@ class Learner:
         Of several processes the first one writes. Raises CheckpointExists or CheckpointUnwritable; nothing half-written
         is left.
         """
-        from trainer.learning import learner_state
+        from ratchet.trainer.learning import learner_state
 
         try:
             if self._trainer.accelerator.is_main_process:
@@ -310,7 +310,7 @@ class Learner:
         Adapter and optimiser are put in place; the base model is neither read again nor held twice. Raises SettingError
         for settings that another adapter or base model would need, CheckpointDamaged or CheckpointMismatch.
         """
-        from trainer.learning import learner_state
+        from ratchet.trainer.learning import learner_state
 
         for field in _BUILT_IN:
             if getattr(settings, field) != getattr(self._settings, field):

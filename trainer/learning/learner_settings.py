@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.errors import SettingError
-from trainer.learning.learning_rate import AUTO
-from trainer.learning.objectives import OBJECTIVES, Objective
+from ratchet.trainer.errors import SettingError
+from ratchet.trainer.learning.learning_rate import AUTO
+from ratchet.trainer.learning.objectives import OBJECTIVES, Objective
 
 # What the base model's weights can be held in while it is not trained.
 QUANTIZATIONS = ("none", "nf4")

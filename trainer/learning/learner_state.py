@@ -27,11 +27,11 @@ import safetensors.torch
 import torch
 from peft import get_peft_model_state_dict
 
-from trainer.errors import CheckpointDamaged, CheckpointMismatch
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.loss import RecordedGRPOTrainer
-from trainer.learning.objectives import OBJECTIVES
-from trainer.publishing import checkpoint
+from ratchet.trainer.errors import CheckpointDamaged, CheckpointMismatch
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.loss import RecordedGRPOTrainer
+from ratchet.trainer.learning.objectives import OBJECTIVES
+from ratchet.trainer.publishing import checkpoint
 
 FOLDER = checkpoint.STATE
 

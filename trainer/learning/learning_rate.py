@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from trainer.learning.learner_settings import LearnerSettings
+    from ratchet.trainer.learning.learner_settings import LearnerSettings
 
 AUTO: Literal["auto"] = "auto"
 

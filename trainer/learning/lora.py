@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from peft import LoraConfig
 
-from trainer.errors import SettingError
-from trainer.learning import policy_model
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.learning_rate import Steering
-from trainer.learning.loss import RecordedGRPOTrainer, loss_of
-from trainer.learning.trl_without_vllm import GRPOConfig
+from ratchet.trainer.errors import SettingError
+from ratchet.trainer.learning import policy_model
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.learning_rate import Steering
+from ratchet.trainer.learning.loss import RecordedGRPOTrainer, loss_of
+from ratchet.trainer.learning.trl_without_vllm import GRPOConfig
 
 # Processes of one run wait for each other as long as it takes: between rounds there may be hours without traffic.
 _PATIENCE = 30 * 24 * 3600  # seconds

@@ -34,15 +34,15 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import LoraConfig
 
-from trainer.errors import TrainingDiverged
-from trainer.learning import correction, movement
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.learning_rate import Steering, every
-from trainer.learning.micro_batches import Micro, batched, blank, collate, split, weigh
-from trainer.learning.model_pass import ModelPass, Scored, worth_of_a_token
-from trainer.learning.objectives import Objective
-from trainer.learning.tokens import TokenRow
-from trainer.learning.trl_without_vllm import GRPOConfig, GRPOTrainer
+from ratchet.trainer.errors import TrainingDiverged
+from ratchet.trainer.learning import correction, movement
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.learning_rate import Steering, every
+from ratchet.trainer.learning.micro_batches import Micro, batched, blank, collate, split, weigh
+from ratchet.trainer.learning.model_pass import ModelPass, Scored, worth_of_a_token
+from ratchet.trainer.learning.objectives import Objective
+from ratchet.trainer.learning.tokens import TokenRow
+from ratchet.trainer.learning.trl_without_vllm import GRPOConfig, GRPOTrainer
 
 
 @dataclass(frozen=True, slots=True)

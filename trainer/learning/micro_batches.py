@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from trainer.learning.objectives import Objective
-from trainer.learning.shared_prefixes import Tree, together, tree
-from trainer.learning.tokens import TokenRow, split_by_budget
+from ratchet.trainer.learning.objectives import Objective
+from ratchet.trainer.learning.shared_prefixes import Tree, together, tree
+from ratchet.trainer.learning.tokens import TokenRow, split_by_budget
 
 Micro = dict[str, torch.Tensor]
 

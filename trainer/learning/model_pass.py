@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainer.learning.micro_batches import Micro
+from ratchet.trainer.learning.micro_batches import Micro
 
 
 @dataclass(frozen=True, slots=True)

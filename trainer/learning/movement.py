@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.learning.micro_batches import Micro
+from ratchet.trainer.learning.micro_batches import Micro
 
 _MOST_GAP = 20.0  # nats; a larger one is as far as anything can go, and its exponential no number
 

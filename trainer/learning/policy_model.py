@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from trainer.errors import ModelNotFound, NotAModel, SettingError
+from ratchet.trainer.errors import ModelNotFound, NotAModel, SettingError
 
 
 def load(

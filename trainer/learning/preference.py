@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from trainer.learning.tokens import TokenRow
+from ratchet.trainer.learning.tokens import TokenRow
 
 
 @dataclass(frozen=True, slots=True)

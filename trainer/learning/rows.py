@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from store.records import TOOL_GRAMMAR, Call, Choice, unpack_ids, unpack_logprobs
-from store.states import CallState
-from trainer.crediting.roles import ANOTHER_ROLE, Roles
-from trainer.learning.tokens import TokenRow
+from ratchet.store.records import TOOL_GRAMMAR, Call, Choice, unpack_ids, unpack_logprobs
+from ratchet.store.states import CallState
+from ratchet.trainer.crediting.roles import ANOTHER_ROLE, Roles
+from ratchet.trainer.learning.tokens import TokenRow
 
 _Key = tuple[str, int]  # call id, choice index
 

@@ -19,10 +19,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ProcessLost, TrainerError
-from trainer.learning.learner import Learner, RoundReport
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.tokens import TokenRow
+from ratchet.trainer.errors import ProcessLost, TrainerError
+from ratchet.trainer.learning.learner import Learner, RoundReport
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.tokens import TokenRow
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.errors import RowError
+from ratchet.trainer.errors import RowError
 
 # Engines round: a certain token may come back as +1e-7. Anything larger is no logprob.
 LOGPROB_TOLERANCE = 1e-3

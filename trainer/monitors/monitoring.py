@@ -17,11 +17,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from store import Store
-from store.errors import StoreError
-from trainer.errors import SettingError
-from trainer.monitors import Monitor
-from trainer.monitors.points import Cursor, newer
+from ratchet.store import Store
+from ratchet.store.errors import StoreError
+from ratchet.trainer.errors import SettingError
+from ratchet.trainer.monitors import Monitor
+from ratchet.trainer.monitors.points import Cursor, newer
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ _CURSOR = "cursor.json"
 
 def open_monitor(name: MonitorName, folder: Path, alias: str) -> Monitor:
     """Return a monitor that writes into the folder."""
-    from trainer.monitors.tensorboard import TensorBoardMonitor
-    from trainer.monitors.weights_and_biases import WandbMonitor
+    from ratchet.trainer.monitors.tensorboard import TensorBoardMonitor
+    from ratchet.trainer.monitors.weights_and_biases import WandbMonitor
 
     return TensorBoardMonitor(folder) if name == "tensorboard" else WandbMonitor(folder, alias)
 

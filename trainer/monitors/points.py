@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from store import Store
-from store.decisions import Decision
-from store.records import Round
-from store.states import RoundState
-from trainer.monitors import Point
+from ratchet.store import Store
+from ratchet.store.decisions import Decision
+from ratchet.store.records import Round
+from ratchet.store.states import RoundState
+from ratchet.trainer.monitors import Point
 
 _MOST = 1000  # rounds or decisions of one look
 _SETTINGS = "settings"

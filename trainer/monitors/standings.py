@@ -10,9 +10,9 @@ import logging
 import time
 from collections.abc import Callable
 
-from store import Store
-from store.errors import StoreError
-from trainer.progress import Standing
+from ratchet.store import Store
+from ratchet.store.errors import StoreError
+from ratchet.trainer.progress import Standing
 
 log = logging.getLogger(__name__)
 

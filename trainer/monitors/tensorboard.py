@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.monitors import Point
+from ratchet.trainer.monitors import Point
 
 
 class TensorBoardMonitor:

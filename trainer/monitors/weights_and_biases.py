@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.monitors import Point
+from ratchet.trainer.monitors import Point
 
 OFFLINE = "offline"
 _INIT_TIMEOUT = 15.0  # seconds that a server gets to answer; the end of the process waits for it too

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from store import Store
-from store.errors import ForbiddenChange
-from store.records import Policy
-from store.states import PolicyState
+from ratchet.store import Store
+from ratchet.store.errors import ForbiddenChange
+from ratchet.store.records import Policy
+from ratchet.store.states import PolicyState
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
-from trainer.errors import CheckpointExists, CheckpointUnwritable
+from ratchet.trainer.errors import CheckpointExists, CheckpointUnwritable
 
 MANIFEST = "manifest.json"
 STATE = "learner"  # the part of a checkpoint that only training goes on from

@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 
-from store import fingerprints
-from store.credentials import credentials, without_credentials
-from trainer.errors import AdapterRefused, EngineUnreachable
+from ratchet.store import fingerprints
+from ratchet.store.credentials import credentials, without_credentials
+from ratchet.trainer.errors import AdapterRefused, EngineUnreachable
 
 
 class Replica:

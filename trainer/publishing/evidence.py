@@ -13,15 +13,15 @@ from typing import Any
 
 import msgspec
 
-from store import Store
-from store.decisions import Decision
-from store.lineage import Trained
-from store.records import Policy
-from store.reporting.learning import LearningReport, learning_report, relative_report, tallies
-from store.reporting.relative import is_relative
-from store.states import TuningState
-from store.tuning_records import Prompt, Tuning
-from trainer.tuning.results import TuningResult, read
+from ratchet.store import Store
+from ratchet.store.decisions import Decision
+from ratchet.store.lineage import Trained
+from ratchet.store.records import Policy
+from ratchet.store.reporting.learning import LearningReport, learning_report, relative_report, tallies
+from ratchet.store.reporting.relative import is_relative
+from ratchet.store.states import TuningState
+from ratchet.store.tuning_records import Prompt, Tuning
+from ratchet.trainer.tuning.results import TuningResult, read
 
 _SCORES = 100_000  # newest ones that the gain is made of
 _TUNINGS = 1000  # newest ones that are looked through

@@ -10,8 +10,8 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.errors import CheckpointDamaged
-from trainer.publishing import checkpoint
+from ratchet.trainer.errors import CheckpointDamaged
+from ratchet.trainer.publishing import checkpoint
 
 CARD = "README.md"
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
@@ -58,7 +58,7 @@ def _merged(base_model: str, adapter: Path, dtype: Literal["auto", "float32"]) -
     import torch
     from peft import PeftModel
 
-    from trainer.learning import policy_model
+    from ratchet.trainer.learning import policy_model
 
     base, tokenizer = policy_model.load(base_model, dtype="auto" if dtype == "auto" else torch.float32)
     model: Any = PeftModel.from_pretrained(base, str(adapter))

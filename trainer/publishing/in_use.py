@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from store import Store
-from trainer.publishing.publisher import DOOR_SILENCE
+from ratchet.store import Store
+from ratchet.trainer.publishing.publisher import DOOR_SILENCE
 
 _COMPARED_WITHIN = 3600.0  # seconds that a version is kept for a rollout that was planned on it and has not ended
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from store.records import Round
-from store.reporting.learning import Gain
-from store.reporting.reasons import LEFT_OUT
-from store.tuning_records import Prompt
-from trainer.publishing.evidence import Evidence
+from ratchet.store.records import Round
+from ratchet.store.reporting.learning import Gain
+from ratchet.store.reporting.reasons import LEFT_OUT
+from ratchet.store.tuning_records import Prompt
+from ratchet.trainer.publishing.evidence import Evidence
 
 _MOST_ROWS = 30  # of one table
 _WARM_START = "warm_start"  # key of a round's metrics

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from trainer.learning.tokens import TokenRow
+from ratchet.trainer.learning.tokens import TokenRow
 
 ROWS = 12
 _CONTEXTS = 48

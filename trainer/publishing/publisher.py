@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Protocol
 
-from store import Store
-from store.records import BASE_VERSION, Policy
-from store.states import PolicyState
-from trainer.errors import AdapterRefused
-from trainer.gating.evaluations import Evaluations
-from trainer.gating.holding import Doubts, evidence_of, hold, no_doubts, objection
-from trainer.publishing.candidates import is_learnt, name_of
-from trainer.publishing.engine import Replica
-from trainer.publishing.proof import Answer, Outcome, Proof, prove
+from ratchet.store import Store
+from ratchet.store.records import BASE_VERSION, Policy
+from ratchet.store.states import PolicyState
+from ratchet.trainer.errors import AdapterRefused
+from ratchet.trainer.gating.evaluations import Evaluations
+from ratchet.trainer.gating.holding import Doubts, evidence_of, hold, no_doubts, objection
+from ratchet.trainer.publishing.candidates import is_learnt, name_of
+from ratchet.trainer.publishing.engine import Replica
+from ratchet.trainer.publishing.proof import Answer, Outcome, Proof, prove
 
 log = logging.getLogger(__name__)
 

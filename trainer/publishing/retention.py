@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from statistics import fmean
 
-from store.records import BASE_VERSION, PastScore, Policy
-from store.states import PolicyState
+from ratchet.store.records import BASE_VERSION, PastScore, Policy
+from ratchet.store.states import PolicyState
 
 _SERVING = (PolicyState.LIVE, PolicyState.CANARY, PolicyState.CANDIDATE)
 _LEAST = 16  # scores that make a version comparable

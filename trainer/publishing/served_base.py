@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from store import Store, fingerprints
-from trainer.errors import EngineError
-from trainer.publishing.engine import Replica
+from ratchet.store import Store, fingerprints
+from ratchet.trainer.errors import EngineError
+from ratchet.trainer.publishing.engine import Replica
 
 log = logging.getLogger(__name__)
 

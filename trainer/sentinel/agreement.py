@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.judges.calibration import differences, kendall
-from trainer.sentinel import Finding
-from trainer.sentinel.settings import SentinelSettings
+from ratchet.trainer.judges.calibration import differences, kendall
+from ratchet.trainer.sentinel import Finding
+from ratchet.trainer.sentinel.settings import SentinelSettings
 
 CHECK = "second_judge"
 _METRIC = "ratchet_second_judge_tau"

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from store.records import Transcript
-from trainer.sentinel.resources import names_in
+from ratchet.store.records import Transcript
+from ratchet.trainer.sentinel.resources import names_in
 
 _CONTEXT_CHARS = 2_000_000  # of a trajectory; what comes after it is not judged
 _ARGUMENTS = 200  # of a trajectory

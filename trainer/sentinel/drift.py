@@ -9,11 +9,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from trainer.sentinel import Finding
-from trainer.sentinel.change import Change, change
-from trainer.sentinel.conduct import Conduct
-from trainer.sentinel.resources import coverage_of
-from trainer.sentinel.settings import SentinelSettings
+from ratchet.trainer.sentinel import Finding
+from ratchet.trainer.sentinel.change import Change, change
+from ratchet.trainer.sentinel.conduct import Conduct
+from ratchet.trainer.sentinel.resources import coverage_of
+from ratchet.trainer.sentinel.settings import SentinelSettings
 
 CHECKS = frozenset({"length_drift", "reasoning_drift", "made_up_arguments", "coverage", "resource_coverage"})
 _COVERED_BY = 100  # trajectories that could have used a tool or a resource, before it counts as neglected

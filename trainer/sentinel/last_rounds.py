@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from store.records import Round
-from store.reporting.reasons import left_out
-from store.states import RoundState
-from trainer.crediting.roles import ANOTHER_ROLE
-from trainer.sentinel import Finding
-from trainer.sentinel.settings import SentinelSettings
+from ratchet.store.records import Round
+from ratchet.store.reporting.reasons import left_out
+from ratchet.store.states import RoundState
+from ratchet.trainer.crediting.roles import ANOTHER_ROLE
+from ratchet.trainer.sentinel import Finding
+from ratchet.trainer.sentinel.settings import SentinelSettings
 
 CHECKS = frozenset({"mismatch", "left_out_tokens"})
 LOOKED_AT = 5  # committed rounds

@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from store import Store
-from store.observations import Observation
-from store.records import Transcript, Verdict
-from trainer.judges import Judge, Judgement
-from trainer.sentinel.agreement import Heard
+from ratchet.store import Store
+from ratchet.store.observations import Observation
+from ratchet.store.records import Transcript, Verdict
+from ratchet.trainer.judges import Judge, Judgement
+from ratchet.trainer.sentinel.agreement import Heard
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from trainer.judges.settings import JudgeSpec
+from ratchet.trainer.judges.settings import JudgeSpec
 
 
 class SentinelSettings(BaseModel):

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from store.states import ToolOutcome, ToolResult
-from store.tool_records import ToolCall
-from trainer.sentinel import Finding
-from trainer.sentinel.change import LEAST, share_change
-from trainer.sentinel.settings import SentinelSettings
+from ratchet.store.states import ToolOutcome, ToolResult
+from ratchet.store.tool_records import ToolCall
+from ratchet.trainer.sentinel import Finding
+from ratchet.trainer.sentinel.change import LEAST, share_change
+from ratchet.trainer.sentinel.settings import SentinelSettings
 
 CHECK = "tool_health"
 METRIC = "ratchet_tool_failure_share"

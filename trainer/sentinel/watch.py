@@ -12,23 +12,23 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from store import Store
-from store.errors import UnknownRecord
-from store.listing import Chosen
-from store.records import Trajectory
-from store.states import TrajectoryState
-from trainer.metrics import Metrics
-from trainer.sentinel import Finding
-from trainer.sentinel.agreement import CHECK as AGREEMENT
-from trainer.sentinel.agreement import agreement
-from trainer.sentinel.conduct import Conduct, conduct
-from trainer.sentinel.drift import CHECKS as DRIFT
-from trainer.sentinel.drift import drift, needless_tool_calls
-from trainer.sentinel.last_rounds import CHECKS as LAST_ROUNDS
-from trainer.sentinel.last_rounds import LOOKED_AT, last_rounds
-from trainer.sentinel.second_judge import SecondJudge
-from trainer.sentinel.settings import SentinelSettings
-from trainer.sentinel.tool_health import CHECK, ToolPast, tool_health
+from ratchet.store import Store
+from ratchet.store.errors import UnknownRecord
+from ratchet.store.listing import Chosen
+from ratchet.store.records import Trajectory
+from ratchet.store.states import TrajectoryState
+from ratchet.trainer.metrics import Metrics
+from ratchet.trainer.sentinel import Finding
+from ratchet.trainer.sentinel.agreement import CHECK as AGREEMENT
+from ratchet.trainer.sentinel.agreement import agreement
+from ratchet.trainer.sentinel.conduct import Conduct, conduct
+from ratchet.trainer.sentinel.drift import CHECKS as DRIFT
+from ratchet.trainer.sentinel.drift import drift, needless_tool_calls
+from ratchet.trainer.sentinel.last_rounds import CHECKS as LAST_ROUNDS
+from ratchet.trainer.sentinel.last_rounds import LOOKED_AT, last_rounds
+from ratchet.trainer.sentinel.second_judge import SecondJudge
+from ratchet.trainer.sentinel.settings import SentinelSettings
+from ratchet.trainer.sentinel.tool_health import CHECK, ToolPast, tool_health
 
 log = logging.getLogger(__name__)
 

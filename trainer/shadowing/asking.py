@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from store.records import Call, Transcript
-from trainer.learning.rows import why_untrainable
+from ratchet.store.records import Call, Transcript
+from ratchet.trainer.learning.rows import why_untrainable
 
 _NOT_SENT = ("seed", "n")
 # Whose value may be `true`; of anything else that is how too large ones stand.

@@ -15,12 +15,12 @@ from typing import Any
 
 import httpx
 
-from store import Store
-from store.shadows import Shadow
-from trainer.publishing.publisher import DOOR_SILENCE
-from trainer.shadowing import asking
-from trainer.shadowing.idleness import Load
-from trainer.shadowing.shadow_settings import ShadowSettings
+from ratchet.store import Store
+from ratchet.store.shadows import Shadow
+from ratchet.trainer.publishing.publisher import DOOR_SILENCE
+from ratchet.trainer.shadowing import asking
+from ratchet.trainer.shadowing.idleness import Load
+from ratchet.trainer.shadowing.shadow_settings import ShadowSettings
 
 KEY_VARIABLE = "RATCHET_SHADOW_API_KEY"
 _NO_KEY = "none"

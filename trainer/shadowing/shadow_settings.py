@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trainer.addresses import PlainUrl
+from ratchet.trainer.addresses import PlainUrl
 
 
 class ShadowSettings(BaseModel):

@@ -15,17 +15,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from store import Store
-from store.errors import ForbiddenChange, StoreError
-from store.listing import Chosen
-from store.records import SHADOW, Trajectory
-from store.shadows import Shadow
-from store.states import ShadowState
-from trainer.grouping import PlannedGroup
-from trainer.shadowing import asking
-from trainer.shadowing.caller import Outcome, ShadowCaller
-from trainer.shadowing.idleness import Hunger, Load
-from trainer.shadowing.shadow_settings import ShadowSettings
+from ratchet.store import Store
+from ratchet.store.errors import ForbiddenChange, StoreError
+from ratchet.store.listing import Chosen
+from ratchet.store.records import SHADOW, Trajectory
+from ratchet.store.shadows import Shadow
+from ratchet.store.states import ShadowState
+from ratchet.trainer.grouping import PlannedGroup
+from ratchet.trainer.shadowing import asking
+from ratchet.trainer.shadowing.caller import Outcome, ShadowCaller
+from ratchet.trainer.shadowing.idleness import Hunger, Load
+from ratchet.trainer.shadowing.shadow_settings import ShadowSettings
 
 log = logging.getLogger(__name__)
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import msgspec
 
-from store.records import Returned, Transcript
-from store.reporting.reasons import left_out
-from store.states import CallState, RolloutState
-from store.tuning_records import Rollout
-from trainer.crediting.roles import Roles
-from trainer.judges import Judge
-from trainer.learning.rows import build_rows
-from trainer.settings import TrainerSettings
-from trainer.tuning.scoring import NO_CALL
-from trainer.tuning.settings import TunerSettings
+from ratchet.store.records import Returned, Transcript
+from ratchet.store.reporting.reasons import left_out
+from ratchet.store.states import CallState, RolloutState
+from ratchet.store.tuning_records import Rollout
+from ratchet.trainer.crediting.roles import Roles
+from ratchet.trainer.judges import Judge
+from ratchet.trainer.learning.rows import build_rows
+from ratchet.trainer.settings import TrainerSettings
+from ratchet.trainer.tuning.scoring import NO_CALL
+from ratchet.trainer.tuning.settings import TunerSettings
 
 _LEAST_SPREAD = 1e-9
 _VALUES_TRIED = 8  # of the row, as answers that might be right

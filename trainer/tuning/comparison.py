@@ -17,7 +17,7 @@ from itertools import combinations
 
 import msgspec
 
-from store.reporting.intervals import CONFIDENCE, holm, interval, sign_flip_p
+from ratchet.store.reporting.intervals import CONFIDENCE, holm, interval, sign_flip_p
 
 
 class Missing(StrEnum):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from store.records import PastScore
+from ratchet.store.records import PastScore
 
 
 @dataclass(frozen=True, slots=True)

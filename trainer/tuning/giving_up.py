@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from trainer.errors import TooManyFailures
-from trainer.tuning.settings import TunerSettings
+from ratchet.trainer.errors import TooManyFailures
+from ratchet.trainer.tuning.settings import TunerSettings
 
 FIRST = 16  # rollouts of which one must end well, where `max_failures` says nothing
 _SHOWN = 3  # different failures

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from trainer.errors import TaskSetError, TaskSetNotFound
-from trainer.tuning.task_files import ending
-from trainer.tuning.tasks import TaskSet
+from ratchet.trainer.errors import TaskSetError, TaskSetNotFound
+from ratchet.trainer.tuning.task_files import ending
+from ratchet.trainer.tuning.tasks import TaskSet
 
 _ABOUT = "set.json"
 _REPLACED = ".replaced-"  # begins the name of a set while another one takes its place

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from store.states import PromptMode
-from store.tuning_records import Prompt
+from ratchet.store.states import PromptMode
+from ratchet.store.tuning_records import Prompt
 
 HEADER = "Lessons from earlier attempts at tasks of this kind:"
 _QUOTED = 10  # words in a row

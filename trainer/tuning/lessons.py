@@ -16,16 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from store import Store
-from store.errors import UnknownRecord
-from store.records import Policy, Transcript
-from store.states import PolicyState
-from store.tuning_records import Prompt
-from trainer.errors import JudgeUnanswered, LessonsRefused, ReflectionDown
-from trainer.judges.language_model import Interview, LanguageModel
-from trainer.tuning.failures import Failing, failing, plain
-from trainer.tuning.lesson_settings import LessonSettings
-from trainer.tuning.lesson_text import fit, lessons_of, quotable, with_lessons
+from ratchet.store import Store
+from ratchet.store.errors import UnknownRecord
+from ratchet.store.records import Policy, Transcript
+from ratchet.store.states import PolicyState
+from ratchet.store.tuning_records import Prompt
+from ratchet.trainer.errors import JudgeUnanswered, LessonsRefused, ReflectionDown
+from ratchet.trainer.judges.language_model import Interview, LanguageModel
+from ratchet.trainer.tuning.failures import Failing, failing, plain
+from ratchet.trainer.tuning.lesson_settings import LessonSettings
+from ratchet.trainer.tuning.lesson_text import fit, lessons_of, quotable, with_lessons
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.errors import WorkflowFailed
+from ratchet.trainer.errors import WorkflowFailed
 
 _PARTS = frozenset({"response", "reward", "metrics"})
 _LONGEST = 4 * 2**20  # characters of a response

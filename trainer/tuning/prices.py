@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from store.records import Exchange
+from ratchet.store.records import Exchange
 
 _NAMES = ("input_cost_per_token", "output_cost_per_token")
 

@@ -19,8 +19,8 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
-from trainer.errors import WorkflowError, WorkflowFailed
-from trainer.tuning.outcome import Outcome, outcome_of
+from ratchet.trainer.errors import WorkflowError, WorkflowFailed
+from ratchet.trainer.tuning.outcome import Outcome, outcome_of
 
 _MOST_READ = 16 * 2**20  # bytes of stdout
 _TAIL = 2000  # characters of stderr in an error

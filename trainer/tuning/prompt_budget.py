@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainer.errors import BudgetSpent
+from ratchet.trainer.errors import BudgetSpent
 
 _CHARACTERS_PER_TOKEN = 3  # of a question, when nothing was measured: on the safe side for English
 

@@ -13,8 +13,8 @@ from typing import Any
 from gepa.api import optimize
 from gepa.core.adapter import EvaluationBatch, GEPAAdapter
 
-from trainer.errors import Unanswered
-from trainer.tuning.prompt_optimizer import Evaluate, Example, Reflection, Search, carried_out, taken_up
+from ratchet.trainer.errors import Unanswered
+from ratchet.trainer.tuning.prompt_optimizer import Evaluate, Example, Reflection, Search, carried_out, taken_up
 
 log = logging.getLogger(__name__)
 

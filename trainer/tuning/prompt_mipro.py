@@ -21,8 +21,8 @@ import dspy
 import optuna
 from dspy.lm15 import Message, Request, Response, Usage
 
-from trainer.errors import ReflectionDown, SetAside, Unjudged
-from trainer.tuning.prompt_optimizer import Evaluate, Reflection, Search, carried_out, taken_up
+from ratchet.trainer.errors import ReflectionDown, SetAside, Unjudged
+from ratchet.trainer.tuning.prompt_optimizer import Evaluate, Reflection, Search, carried_out, taken_up
 
 _MOST_CANDIDATES: Final = 10
 _TRIALS_PER_CANDIDATE = 1.5

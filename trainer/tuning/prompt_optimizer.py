@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol, get_args
 
-from trainer.errors import OptimizerMissing, SetAside, TuningError
+from ratchet.trainer.errors import OptimizerMissing, SetAside, TuningError
 
 Method = Literal["gepa", "mipro"]
 METHODS: Final[tuple[str, ...]] = get_args(Method)
@@ -117,9 +117,9 @@ def make_optimizer(method: str) -> PromptOptimizer:
             f"--method {method} needs {' and '.join(missing)}: pip install 'ratchet-rl[tune-{method}]'"
         )
     if method == "gepa":
-        from trainer.tuning.prompt_gepa import Gepa
+        from ratchet.trainer.tuning.prompt_gepa import Gepa
 
         return Gepa()
-    from trainer.tuning.prompt_mipro import Mipro
+    from ratchet.trainer.tuning.prompt_mipro import Mipro
 
     return Mipro()

@@ -16,12 +16,12 @@ from typing import Any, Final
 
 import msgspec
 
-from store.records import Exchange
-from trainer.errors import JudgeUnanswered, ReflectionDown, Unanswered
-from trainer.judges.fitting import fitted
-from trainer.judges.language_model import Interview, LanguageModel, found_json
-from trainer.tuning.prompt_budget import Budget
-from trainer.tuning.prompt_optimizer import Example
+from ratchet.store.records import Exchange
+from ratchet.trainer.errors import JudgeUnanswered, ReflectionDown, Unanswered
+from ratchet.trainer.judges.fitting import fitted
+from ratchet.trainer.judges.language_model import Interview, LanguageModel, found_json
+from ratchet.trainer.tuning.prompt_budget import Budget
+from ratchet.trainer.tuning.prompt_optimizer import Example
 
 NAME: Final = "reflection"
 _CHARACTERS_PER_TOKEN = 3  # on the safe side for English

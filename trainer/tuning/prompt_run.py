@@ -14,30 +14,30 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from store import Store
-from store.records import Exchange, Verdict
-from store.tuning_records import Rollout, Tuning
-from trainer.errors import SettingError
-from trainer.judges.fitting import shortened
-from trainer.judges.language_model import LanguageModel
-from trainer.progress import Progress
-from trainer.tuning.prices import Money, Prices, Spent
-from trainer.tuning.prompt_budget import Budget
-from trainer.tuning.prompt_optimizer import make_optimizer
-from trainer.tuning.prompt_reflection import Answered, ReflectionModel
-from trainer.tuning.prompt_seed import SeedPrompt, given, serving
-from trainer.tuning.prompt_sets import Sets, Sizes, divide
-from trainer.tuning.prompt_settings import SEARCH_ROLLOUTS
-from trainer.tuning.prompt_trials import LONGEST_FEEDBACK, SEED, Trials
-from trainer.tuning.prompt_tuning import Found, Plan, PromptTuning, details
-from trainer.tuning.results import TuningResult, plain, task_set
-from trainer.tuning.rollouts import Job, RolloutRunner
-from trainer.tuning.scoring import Scorer
-from trainer.tuning.select_model import busy_seconds
-from trainer.tuning.selection import figures_of
-from trainer.tuning.settings import TunerSettings
-from trainer.tuning.task_mix import VALIDATION
-from trainer.tuning.tasks import TEST, TRAIN, Task, TaskSet
+from ratchet.store import Store
+from ratchet.store.records import Exchange, Verdict
+from ratchet.store.tuning_records import Rollout, Tuning
+from ratchet.trainer.errors import SettingError
+from ratchet.trainer.judges.fitting import shortened
+from ratchet.trainer.judges.language_model import LanguageModel
+from ratchet.trainer.progress import Progress
+from ratchet.trainer.tuning.prices import Money, Prices, Spent
+from ratchet.trainer.tuning.prompt_budget import Budget
+from ratchet.trainer.tuning.prompt_optimizer import make_optimizer
+from ratchet.trainer.tuning.prompt_reflection import Answered, ReflectionModel
+from ratchet.trainer.tuning.prompt_seed import SeedPrompt, given, serving
+from ratchet.trainer.tuning.prompt_sets import Sets, Sizes, divide
+from ratchet.trainer.tuning.prompt_settings import SEARCH_ROLLOUTS
+from ratchet.trainer.tuning.prompt_trials import LONGEST_FEEDBACK, SEED, Trials
+from ratchet.trainer.tuning.prompt_tuning import Found, Plan, PromptTuning, details
+from ratchet.trainer.tuning.results import TuningResult, plain, task_set
+from ratchet.trainer.tuning.rollouts import Job, RolloutRunner
+from ratchet.trainer.tuning.scoring import Scorer
+from ratchet.trainer.tuning.select_model import busy_seconds
+from ratchet.trainer.tuning.selection import figures_of
+from ratchet.trainer.tuning.settings import TunerSettings
+from ratchet.trainer.tuning.task_mix import VALIDATION
+from ratchet.trainer.tuning.tasks import TEST, TRAIN, Task, TaskSet
 
 PROMPT_TUNING = "prompt tuning"  # the work that progress is told of: rollouts of the budget
 _MOST_ROWS = 20_000  # of a split that are looked at

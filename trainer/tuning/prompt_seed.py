@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from store import Store
-from store.records import Transcript
-from trainer.errors import SeedUnknown
-from trainer.tuning.prompt_trials import text_of
+from ratchet.store import Store
+from ratchet.store.records import Transcript
+from ratchet.trainer.errors import SeedUnknown
+from ratchet.trainer.tuning.prompt_trials import text_of
 
 Mode = Literal["replace", "append"]
 

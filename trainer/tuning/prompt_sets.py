@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from trainer.errors import TaskSetTooSmall
+from ratchet.trainer.errors import TaskSetTooSmall
 
 LEAST_TRAIN: Final = 3
 LEAST_VALIDATION: Final = 3

@@ -6,8 +6,8 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trainer.tuning.prompt_optimizer import Method
-from trainer.tuning.prompt_sets import LEAST_HELD_OUT, LEAST_TRAIN, LEAST_VALIDATION
+from ratchet.trainer.tuning.prompt_optimizer import Method
+from ratchet.trainer.tuning.prompt_sets import LEAST_HELD_OUT, LEAST_TRAIN, LEAST_VALIDATION
 
 SEARCH_ROLLOUTS: Final = 300  # of a search that no number is given for
 

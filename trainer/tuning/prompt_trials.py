@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from store import Store
-from store.records import Transcript
-from store.states import RolloutState
-from store.tuning_records import Rollout
-from trainer.errors import PromptRefused, Unjudged
-from trainer.judges.fitting import shortened
-from trainer.tuning.comparison import Mark, Missing
-from trainer.tuning.prompt_budget import Budget
-from trainer.tuning.prompt_optimizer import Example
-from trainer.tuning.rollouts import Job
-from trainer.tuning.tasks import Task
+from ratchet.store import Store
+from ratchet.store.records import Transcript
+from ratchet.store.states import RolloutState
+from ratchet.store.tuning_records import Rollout
+from ratchet.trainer.errors import PromptRefused, Unjudged
+from ratchet.trainer.judges.fitting import shortened
+from ratchet.trainer.tuning.comparison import Mark, Missing
+from ratchet.trainer.tuning.prompt_budget import Budget
+from ratchet.trainer.tuning.prompt_optimizer import Example
+from ratchet.trainer.tuning.rollouts import Job
+from ratchet.trainer.tuning.tasks import Task
 
 SEED = "seed"  # the candidate that is served as the agent came
 _LONGEST_TASK = 2_000  # characters of a task, as a reflection model is shown it

@@ -15,16 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from store import Store
-from trainer.errors import BudgetSpent, BudgetTooSmall, TooManyFailures, Unjudged
-from trainer.judges.fitting import shortened
-from trainer.tuning.comparison import Compared, compare
-from trainer.tuning.comparison import Verdict as Shown
-from trainer.tuning.prompt_budget import Budget
-from trainer.tuning.prompt_optimizer import PromptOptimizer, Reflection, Search
-from trainer.tuning.prompt_seed import PROBES, Mode, SeedPrompt, captured
-from trainer.tuning.prompt_sets import Sets
-from trainer.tuning.prompt_trials import SEED, Trials, Tried
+from ratchet.store import Store
+from ratchet.trainer.errors import BudgetSpent, BudgetTooSmall, TooManyFailures, Unjudged
+from ratchet.trainer.judges.fitting import shortened
+from ratchet.trainer.tuning.comparison import Compared, compare
+from ratchet.trainer.tuning.comparison import Verdict as Shown
+from ratchet.trainer.tuning.prompt_budget import Budget
+from ratchet.trainer.tuning.prompt_optimizer import PromptOptimizer, Reflection, Search
+from ratchet.trainer.tuning.prompt_seed import PROBES, Mode, SeedPrompt, captured
+from ratchet.trainer.tuning.prompt_sets import Sets
+from ratchet.trainer.tuning.prompt_trials import SEED, Trials, Tried
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from store.records import Policy
-from store.states import TuningState
-from store.tuning_records import Tuning
-from trainer.tuning.comparison import Compared, Verdict
-from trainer.tuning.prices import Spent
-from trainer.tuning.results import TaskSetUsed, TuningResult, read
+from ratchet.store.records import Policy
+from ratchet.store.states import TuningState
+from ratchet.store.tuning_records import Tuning
+from ratchet.trainer.tuning.comparison import Compared, Verdict
+from ratchet.trainer.tuning.prices import Spent
+from ratchet.trainer.tuning.results import TaskSetUsed, TuningResult, read
 
 METHODS: Mapping[str, tuple[str, str]] = {  # kind -> what people call it, and the command that runs it
     "select-model": ("Model selection", "ratchet tune select-model"),

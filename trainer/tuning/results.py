@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from trainer.tuning.comparison import Compared
-from trainer.tuning.prices import Spent
+from ratchet.trainer.tuning.comparison import Compared
+from ratchet.trainer.tuning.prices import Spent
 
 Method = Literal["select-model", "prompt", "weights", "eval", "reflexion"]
 

@@ -22,17 +22,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from store import Store
-from store.ids import new_id
-from store.states import RolloutState
-from store.tuning_records import Rollout, TaskRow
-from trainer.errors import WorkflowFailed
-from trainer.exits import failing_exits
-from trainer.progress import Progress, Work
-from trainer.tuning.giving_up import Beginning, Failures
-from trainer.tuning.settings import TunerSettings
-from trainer.tuning.tasks import Task
-from trainer.tuning.workflow import Workflow
+from ratchet.store import Store
+from ratchet.store.ids import new_id
+from ratchet.store.states import RolloutState
+from ratchet.store.tuning_records import Rollout, TaskRow
+from ratchet.trainer.errors import WorkflowFailed
+from ratchet.trainer.exits import failing_exits
+from ratchet.trainer.progress import Progress, Work
+from ratchet.trainer.tuning.giving_up import Beginning, Failures
+from ratchet.trainer.tuning.settings import TunerSettings
+from ratchet.trainer.tuning.tasks import Task
+from ratchet.trainer.tuning.workflow import Workflow
 
 _Written = TypeVar("_Written")
 

@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from store import Store
-from store.errors import UnknownRecord
-from store.records import Transcript, Verdict
-from store.states import CallState, RolloutState
-from store.tuning_records import Rollout
-from trainer.judges import Judge, Judgement
-from trainer.judges.both_orders import in_both_orders
-from trainer.progress import Progress, Work
-from trainer.publishing.publisher import DOOR_SILENCE
-from trainer.tuning.prices import Spent, spent_on_judging
+from ratchet.store import Store
+from ratchet.store.errors import UnknownRecord
+from ratchet.store.records import Transcript, Verdict
+from ratchet.store.states import CallState, RolloutState
+from ratchet.store.tuning_records import Rollout
+from ratchet.trainer.judges import Judge, Judgement
+from ratchet.trainer.judges.both_orders import in_both_orders
+from ratchet.trainer.progress import Progress, Work
+from ratchet.trainer.publishing.publisher import DOOR_SILENCE
+from ratchet.trainer.tuning.prices import Spent, spent_on_judging
 
 SCORES = "scores"  # the work that progress is told of
 WORKFLOW = "workflow"  # who gave the score where that is the workflow itself

@@ -18,17 +18,17 @@ from typing import Any, Literal
 import httpx
 import msgspec
 
-from store import Store
-from store.states import RolloutState
-from store.tuning_records import Rollout, Tuning
-from trainer.errors import TuningError
-from trainer.tuning.comparison import ScoreRange
-from trainer.tuning.prices import Prices
-from trainer.tuning.results import TuningResult, plain, task_set
-from trainer.tuning.rollouts import Job, RolloutRunner, counting, left
-from trainer.tuning.scoring import Scorer
-from trainer.tuning.selection import Policy, Selection, select, spent_on
-from trainer.tuning.tasks import Task
+from ratchet.store import Store
+from ratchet.store.states import RolloutState
+from ratchet.store.tuning_records import Rollout, Tuning
+from ratchet.trainer.errors import TuningError
+from ratchet.trainer.tuning.comparison import ScoreRange
+from ratchet.trainer.tuning.prices import Prices
+from ratchet.trainer.tuning.results import TuningResult, plain, task_set
+from ratchet.trainer.tuning.rollouts import Job, RolloutRunner, counting, left
+from ratchet.trainer.tuning.scoring import Scorer
+from ratchet.trainer.tuning.selection import Policy, Selection, select, spent_on
+from ratchet.trainer.tuning.tasks import Task
 
 _PATIENCE = 30.0  # seconds for the proxy's list of models
 

@@ -16,10 +16,10 @@ from typing import Literal
 
 import msgspec
 
-from store.states import RolloutState
-from store.tuning_records import Rollout
-from trainer.tuning.comparison import Mark, Missing, Ranking, ScoreRange, Standing, rank, within_best
-from trainer.tuning.prices import Prices, Spent
+from ratchet.store.states import RolloutState
+from ratchet.store.tuning_records import Rollout
+from ratchet.trainer.tuning.comparison import Mark, Missing, Ranking, ScoreRange, Standing, rank, within_best
+from ratchet.trainer.tuning.prices import Prices, Spent
 
 Policy = Literal["best", "cheapest"]
 

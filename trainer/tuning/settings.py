@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trainer.addresses import PlainUrl
-from trainer.judges.settings import ModelSpec
-from trainer.tuning.lesson_settings import LessonSettings
-from trainer.tuning.prompt_settings import PromptSettings
+from ratchet.trainer.addresses import PlainUrl
+from ratchet.trainer.judges.settings import ModelSpec
+from ratchet.trainer.tuning.lesson_settings import LessonSettings
+from ratchet.trainer.tuning.prompt_settings import PromptSettings
 
 
 class TunerSettings(BaseModel):

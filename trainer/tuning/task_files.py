@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.errors import RowBroken, TaskSetNotFound, TuningError
+from ratchet.trainer.errors import RowBroken, TaskSetNotFound, TuningError
 
 Row = Mapping[str, Any]
 Numbered = tuple[int, Row]

@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer.errors import TaskSetError, TaskSetNotFound, TuningError
-from trainer.tuning.task_files import Numbered, checked
+from ratchet.trainer.errors import TaskSetError, TaskSetNotFound, TuningError
+from ratchet.trainer.tuning.task_files import Numbered, checked
 
 _PATIENCE = 5.0  # seconds
 

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
-from trainer.errors import TaskSetError, TaskSetTooSmall
-from trainer.tuning.tasks import TRAIN, Task, TaskSet
+from ratchet.trainer.errors import TaskSetError, TaskSetTooSmall
+from ratchet.trainer.tuning.tasks import TRAIN, Task, TaskSet
 
 VALIDATION = ("validation", "valid", "val", "dev")  # splits that are one
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import SplitNotFound, TaskSetEmpty, TaskSetError, TaskSetNotFound
-from trainer.tuning.task_files import READERS, Numbered, ending, read_rows
-from trainer.tuning.task_hub import HubSet
+from ratchet.trainer.errors import SplitNotFound, TaskSetEmpty, TaskSetError, TaskSetNotFound
+from ratchet.trainer.tuning.task_files import READERS, Numbered, ending, read_rows
+from ratchet.trainer.tuning.task_hub import HubSet
 
 log = logging.getLogger(__name__)
 

@@ -26,21 +26,21 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from store import Store
-from store.errors import ForbiddenChange
-from store.states import PolicyState, TuningState
-from store.tuning_records import Rollout, Tuning
-from trainer.errors import TuningError
-from trainer.progress import Progress
-from trainer.settings import TrainerSettings
-from trainer.settling import is_settled
-from trainer.tuning.comparison import Compared, Verdict, compare, rank
-from trainer.tuning.rollouts import Job, RolloutRunner, counting, left
-from trainer.tuning.scoring import Scorer
-from trainer.tuning.selection import marks_of
-from trainer.tuning.task_mix import Family, TaskMix
-from trainer.tuning.tasks import TEST, Task
-from trainer.tuning.weights_plan import (
+from ratchet.store import Store
+from ratchet.store.errors import ForbiddenChange
+from ratchet.store.states import PolicyState, TuningState
+from ratchet.store.tuning_records import Rollout, Tuning
+from ratchet.trainer.errors import TuningError
+from ratchet.trainer.progress import Progress
+from ratchet.trainer.settings import TrainerSettings
+from ratchet.trainer.settling import is_settled
+from ratchet.trainer.tuning.comparison import Compared, Verdict, compare, rank
+from ratchet.trainer.tuning.rollouts import Job, RolloutRunner, counting, left
+from ratchet.trainer.tuning.scoring import Scorer
+from ratchet.trainer.tuning.selection import marks_of
+from ratchet.trainer.tuning.task_mix import Family, TaskMix
+from ratchet.trainer.tuning.tasks import TEST, Task
+from ratchet.trainer.tuning.weights_plan import (  # fmt: skip
     BASELINE,
     LIVE,
     ROUNDS,
@@ -52,9 +52,9 @@ from trainer.tuning.weights_plan import (
     plain,
     plan_of,
     progress_of,
-)  # fmt: skip
-from trainer.warm_start.imitable import COLLECTED
-from trainer.warm_start.imitation import story_of
+)
+from ratchet.trainer.warm_start.imitable import COLLECTED
+from ratchet.trainer.warm_start.imitation import story_of
 
 _Value = TypeVar("_Value")
 

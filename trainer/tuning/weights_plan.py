@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from store.tuning_records import Tuning
-from trainer.errors import TuningError
-from trainer.tuning.comparison import Compared
-from trainer.tuning.tasks import TEST
-from trainer.warm_start.settings import WarmStartSettings
+from ratchet.store.tuning_records import Tuning
+from ratchet.trainer.errors import TuningError
+from ratchet.trainer.tuning.comparison import Compared
+from ratchet.trainer.tuning.tasks import TEST
+from ratchet.trainer.warm_start.settings import WarmStartSettings
 
 BASELINE, WARM_START, ROUNDS = "baseline", "warm_start", "rounds"  # the stages, in order
 VALIDATION = "validation"  # the split that decides when to stop and what is best

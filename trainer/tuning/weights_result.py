@@ -7,17 +7,17 @@ from typing import Any
 
 import msgspec
 
-from store import Store
-from store.tuning_records import Rollout, Tuning
-from trainer.settings import TrainerSettings
-from trainer.tuning.comparison import Compared, Verdict
-from trainer.tuning.prices import Prices, Spent
-from trainer.tuning.results import TuningResult, task_set
-from trainer.tuning.rollouts import counting
-from trainer.tuning.selection import commonest, spent_on
-from trainer.tuning.tasks import TEST
-from trainer.tuning.weights import WeightsTuning, rewards
-from trainer.tuning.weights_plan import LIVE, plan_of
+from ratchet.store import Store
+from ratchet.store.tuning_records import Rollout, Tuning
+from ratchet.trainer.settings import TrainerSettings
+from ratchet.trainer.tuning.comparison import Compared, Verdict
+from ratchet.trainer.tuning.prices import Prices, Spent
+from ratchet.trainer.tuning.results import TuningResult, task_set
+from ratchet.trainer.tuning.rollouts import counting
+from ratchet.trainer.tuning.selection import commonest, spent_on
+from ratchet.trainer.tuning.tasks import TEST
+from ratchet.trainer.tuning.weights import WeightsTuning, rewards
+from ratchet.trainer.tuning.weights_plan import LIVE, plan_of
 
 
 def result_of(

@@ -25,11 +25,11 @@ from collections.abc import Callable, Mapping
 from shutil import which
 from typing import Any, Protocol
 
-from trainer.entry_points import ENTRY_POINT, NotCallable, NotImportable, is_async, load, to_call, wanted
-from trainer.errors import WorkflowError, WorkflowFailed
-from trainer.exits import exited
-from trainer.tuning.outcome import Outcome, outcome_of
-from trainer.tuning.programs import ProgramWorkflow
+from ratchet.trainer.entry_points import ENTRY_POINT, NotCallable, NotImportable, is_async, load, to_call, wanted
+from ratchet.trainer.errors import WorkflowError, WorkflowFailed
+from ratchet.trainer.exits import exited
+from ratchet.trainer.tuning.outcome import Outcome, outcome_of
+from ratchet.trainer.tuning.programs import ProgramWorkflow
 
 __all__ = ["PARAMETERS", "FunctionWorkflow", "Outcome", "Workflow", "load_workflow"]
 

@@ -15,10 +15,10 @@ from hashlib import blake2b
 from statistics import fmean
 from typing import Any, Protocol
 
-from trainer.errors import RowError, WarmStartRefused
-from trainer.learning.chat_rows import ChatRows, Conversation
-from trainer.learning.tokens import TokenRow
-from trainer.warm_start.settings import WarmStartSettings
+from ratchet.trainer.errors import RowError, WarmStartRefused
+from ratchet.trainer.learning.chat_rows import ChatRows, Conversation
+from ratchet.trainer.learning.tokens import TokenRow
+from ratchet.trainer.warm_start.settings import WarmStartSettings
 
 
 class Scorer(Protocol):

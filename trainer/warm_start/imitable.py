@@ -21,21 +21,21 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from store import Store
-from store.errors import UnknownRecord
-from store.listing import Chosen
-from store.records import OTHER, Transcript, cohort_of
-from store.states import CallState, RolloutState
-from trainer import preferences
-from trainer.casting import Casting
-from trainer.crediting.roles import Roles
-from trainer.errors import RowError
-from trainer.held_out import is_held_out, is_set_aside
-from trainer.judges import Judge
-from trainer.learning.chat_rows import ChatRows, Conversation
-from trainer.learning.rows import ALL_ROLES, TakenAnswers, build_rows
-from trainer.learning.tokens import TokenRow
-from trainer.warm_start.settings import OWN, SHOWN, WarmStartSettings
+from ratchet.store import Store
+from ratchet.store.errors import UnknownRecord
+from ratchet.store.listing import Chosen
+from ratchet.store.records import OTHER, Transcript, cohort_of
+from ratchet.store.states import CallState, RolloutState
+from ratchet.trainer import preferences
+from ratchet.trainer.casting import Casting
+from ratchet.trainer.crediting.roles import Roles
+from ratchet.trainer.errors import RowError
+from ratchet.trainer.held_out import is_held_out, is_set_aside
+from ratchet.trainer.judges import Judge
+from ratchet.trainer.learning.chat_rows import ChatRows, Conversation
+from ratchet.trainer.learning.rows import ALL_ROLES, TakenAnswers, build_rows
+from ratchet.trainer.learning.tokens import TokenRow
+from ratchet.trainer.warm_start.settings import OWN, SHOWN, WarmStartSettings
 
 COLLECTED = "collected"  # the candidate's name of rollouts at training tasks that are only there to be imitated
 

@@ -15,20 +15,20 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from store import Store
-from store.records import Policy
-from trainer.crediting.roles import Roles
-from trainer.errors import LearningError, WarmStartRefused
-from trainer.judges import Judge
-from trainer.learning.chat_rows import ChatRows
-from trainer.learning.learner import RoundReport
-from trainer.learning.learner_settings import LearnerSettings
-from trainer.learning.rows import ALL_ROLES
-from trainer.learning.tokens import TokenRow
-from trainer.school import Pupil, School
-from trainer.warm_start.general import GeneralRows, general_rows, mean_loss, mixed
-from trainer.warm_start.imitable import Imitable, Search
-from trainer.warm_start.settings import WarmStartSettings
+from ratchet.store import Store
+from ratchet.store.records import Policy
+from ratchet.trainer.crediting.roles import Roles
+from ratchet.trainer.errors import LearningError, WarmStartRefused
+from ratchet.trainer.judges import Judge
+from ratchet.trainer.learning.chat_rows import ChatRows
+from ratchet.trainer.learning.learner import RoundReport
+from ratchet.trainer.learning.learner_settings import LearnerSettings
+from ratchet.trainer.learning.rows import ALL_ROLES
+from ratchet.trainer.learning.tokens import TokenRow
+from ratchet.trainer.school import Pupil, School
+from ratchet.trainer.warm_start.general import GeneralRows, general_rows, mean_loss, mixed
+from ratchet.trainer.warm_start.imitable import Imitable, Search
+from ratchet.trainer.warm_start.settings import WarmStartSettings
 
 log = logging.getLogger(__name__)
 

@@ -14,18 +14,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from store import Store
-from store.states import TuningState
-from store.tuning_records import Tuning
-from trainer.crediting.roles import Roles
-from trainer.errors import LearningError, RowError, SettingError, TuningError
-from trainer.judges.make import make_judge
-from trainer.judges.settings import only_ranks
-from trainer.learning.chat_rows import ChatRows
-from trainer.settings import TrainerSettings
-from trainer.tuning.tasks import TaskSet
-from trainer.warm_start.imitation import Material, gather, story_of
-from trainer.warm_start.settings import WarmStartSettings
+from ratchet.store import Store
+from ratchet.store.states import TuningState
+from ratchet.store.tuning_records import Tuning
+from ratchet.trainer.crediting.roles import Roles
+from ratchet.trainer.errors import LearningError, RowError, SettingError, TuningError
+from ratchet.trainer.judges.make import make_judge
+from ratchet.trainer.judges.settings import only_ranks
+from ratchet.trainer.learning.chat_rows import ChatRows
+from ratchet.trainer.settings import TrainerSettings
+from ratchet.trainer.tuning.tasks import TaskSet
+from ratchet.trainer.warm_start.imitation import Material, gather, story_of
+from ratchet.trainer.warm_start.settings import WarmStartSettings
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class WarmStarts:
             wanted = WarmStartSettings.model_validate(asked.config[WARM_START])
         except ValidationError as wrong:
             raise SettingError(f"tuning {asked.id}: warm_start: {wrong.errors()[0]['msg']}") from wrong
-        from trainer.learning.policy_model import load_tokenizer
+        from ratchet.trainer.learning.policy_model import load_tokenizer
 
         chat = ChatRows(load_tokenizer(self._settings.base_model))
         judge = make_judge(self._settings.judge, os.environ)

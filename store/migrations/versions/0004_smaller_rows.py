@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-from store.columns import pack_hash, squeeze_ids
+from ratchet.store.columns import pack_hash, squeeze_ids
 
 revision = "0004"
 down_revision = "0003"

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from store import Store, open_store
-from store.tuning_records import Tuning
+from ratchet.store import Store, open_store
+from ratchet.store.tuning_records import Tuning
+from ratchet.trainer.tuning.rollouts import Job, RolloutRunner
+from ratchet.trainer.tuning.settings import TunerSettings
+from ratchet.trainer.tuning.tasks import Task, TaskSet
+from ratchet.trainer.tuning.workflow import load_workflow
 from tests.proxy.conftest import Proxy, running, scripted, vllm
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.trainer.tuning.scripted_reflection_model import ScriptedReflectionModel
-from trainer.tuning.rollouts import Job, RolloutRunner
-from trainer.tuning.settings import TunerSettings
-from trainer.tuning.tasks import Task, TaskSet
-from trainer.tuning.workflow import load_workflow
 
 WORKFLOWS = "tests.trainer.tuning.workflows"
 ALIAS = "agent"

@@ -11,13 +11,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ratchet.trainer.judges.language_model import LanguageModel
+from ratchet.trainer.judges.settings import ModelSpec
+from ratchet.trainer.tuning.prompt_budget import Budget
+from ratchet.trainer.tuning.prompt_optimizer import make_optimizer
+from ratchet.trainer.tuning.prompt_reflection import ReflectionModel
 from tests.trainer.tuning import prompt_world
 from tests.trainer.tuning.prompt_fakes import WorldEvaluate, search
-from trainer.judges.language_model import LanguageModel
-from trainer.judges.settings import ModelSpec
-from trainer.tuning.prompt_budget import Budget
-from trainer.tuning.prompt_optimizer import make_optimizer
-from trainer.tuning.prompt_reflection import ReflectionModel
 
 NOBODY = "http://127.0.0.1:9/v1"  # where nothing answers
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
+from ratchet.trainer.errors import BudgetSpent, Unjudged
+from ratchet.trainer.tuning.prompt_optimizer import Example, Search
 from tests.trainer.tuning import prompt_world
-from trainer.errors import BudgetSpent, Unjudged
-from trainer.tuning.prompt_optimizer import Example, Search
 
 TASKS = {f"task{n:02d}": row for n, row in enumerate(prompt_world.rows(18))}
 TRAIN, VALIDATION = tuple(TASKS)[:9], tuple(TASKS)[9:]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from store.records import Trajectory, Transcript
-from store.states import TrajectoryState
+from ratchet.store.records import Trajectory, Transcript
+from ratchet.store.states import TrajectoryState
+from ratchet.trainer.judges.function import FunctionJudge
+from ratchet.trainer.tuning.checkup import of_judge
 from tests.records import TOOLS
-from trainer.judges.function import FunctionJudge
-from trainer.tuning.checkup import of_judge
 
 _TOOLS = (
     *TOOLS,

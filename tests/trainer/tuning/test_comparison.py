@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from trainer.tuning.comparison import Mark, Marks, Missing, ScoreRange, Verdict, compare, rank
+from ratchet.trainer.tuning.comparison import Mark, Marks, Missing, ScoreRange, Verdict, compare, rank
 
 FAILED, UNJUDGED = Missing.FAILED, Missing.UNJUDGED
 

@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from store import Store, open_store
-from store.listing import Chosen
-from store.records import PastScore, Verdict
-from store.states import PolicyState, PromptMode
-from store.tuning_records import Prompt
+from ratchet.store import Store, open_store
+from ratchet.store.listing import Chosen
+from ratchet.store.records import PastScore, Verdict
+from ratchet.store.states import PolicyState, PromptMode
+from ratchet.store.tuning_records import Prompt
+from ratchet.trainer.errors import LessonsRefused, ReflectionDown
+from ratchet.trainer.judges.language_model import LanguageModel
+from ratchet.trainer.judges.settings import ModelSpec
+from ratchet.trainer.tuning.failures import failing
+from ratchet.trainer.tuning.lesson_settings import LessonSettings
+from ratchet.trainer.tuning.lesson_text import HEADER, fit, lessons_of, quotable, with_lessons
+from ratchet.trainer.tuning.lessons import Learned, learn, on_trial
 from tests.ratchet.project import Project
 from tests.records import begun, ended
 from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
-from trainer.errors import LessonsRefused, ReflectionDown
-from trainer.judges.language_model import LanguageModel
-from trainer.judges.settings import ModelSpec
-from trainer.tuning.failures import failing
-from trainer.tuning.lesson_settings import LessonSettings
-from trainer.tuning.lesson_text import HEADER, fit, lessons_of, quotable, with_lessons
-from trainer.tuning.lessons import Learned, learn, on_trial
 
 SETTINGS = LessonSettings(least=2)
 GOOD = says({"diagnosis": "It guesses.", "lessons": ["Search before you answer.", "Check the date."]})

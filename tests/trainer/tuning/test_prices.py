@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from store.records import Exchange
-from trainer.tuning.prices import FREE, UNKNOWN, Money, Spent, prices_of, spent_on_judging
+from ratchet.store.records import Exchange
+from ratchet.trainer.tuning.prices import FREE, UNKNOWN, Money, Spent, prices_of, spent_on_judging
 
 PRICED = {"input_cost_per_token": 2e-6, "output_cost_per_token": 8e-6}
 AS_TEXT = {name: str(price) for name, price in PRICED.items()}  # as YAML reads 2e-6

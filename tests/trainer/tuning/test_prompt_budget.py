@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.errors import BudgetSpent
-from trainer.tuning.prompt_budget import Budget
+from ratchet.trainer.errors import BudgetSpent
+from ratchet.trainer.tuning.prompt_budget import Budget
 
 
 def test_no_rollout_begins_beyond_the_limit_and_a_set_is_not_begun_in_part() -> None:

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from ratchet.trainer.errors import BudgetSpent, OptimizerMissing, ReflectionDown, TuningError
+from ratchet.trainer.judges.language_model import LanguageModel
+from ratchet.trainer.judges.settings import ModelSpec
+from ratchet.trainer.tuning.prompt_budget import Budget
+from ratchet.trainer.tuning.prompt_optimizer import make_optimizer
+from ratchet.trainer.tuning.prompt_reflection import ReflectionModel
 from tests.trainer.tuning import prompt_world
 from tests.trainer.tuning.prompt_fakes import TRAIN, VALIDATION, WorldEvaluate, search
 from tests.trainer.tuning.scripted_reflection_model import ScriptedReflectionModel
-from trainer.errors import BudgetSpent, OptimizerMissing, ReflectionDown, TuningError
-from trainer.judges.language_model import LanguageModel
-from trainer.judges.settings import ModelSpec
-from trainer.tuning.prompt_budget import Budget
-from trainer.tuning.prompt_optimizer import make_optimizer
-from trainer.tuning.prompt_reflection import ReflectionModel
 
 ROOT = Path(__file__).parents[3]
 
@@ -111,7 +111,7 @@ def test_a_reflection_model_that_stumbles_costs_one_proposal(reflection_server: 
 def test_a_missing_extra_is_told_with_its_pip_command() -> None:
     program = (
         "import sys; sys.modules['gepa'] = None; sys.modules['dspy'] = None\n"
-        "from trainer.tuning.prompt_optimizer import make_optimizer\n"
+        "from ratchet.trainer.tuning.prompt_optimizer import make_optimizer\n"
         "for method in ('gepa', 'mipro'):\n"
         "    try: make_optimizer(method)\n"
         "    except Exception as error: print(type(error).__name__, error)\n"

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from store import Store
-from store.records import Transcript
+from ratchet.store import Store
+from ratchet.store.records import Transcript
+from ratchet.trainer.errors import SeedUnknown
+from ratchet.trainer.tuning.prompt_seed import captured, given, serving, system_prompt
 from tests.records import begun, ended
-from trainer.errors import SeedUnknown
-from trainer.tuning.prompt_seed import captured, given, serving, system_prompt
 
 Seen = Callable[..., Transcript]
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.errors import TaskSetTooSmall
-from trainer.tuning.prompt_sets import LEAST_HELD_OUT, LEAST_TRAIN, LEAST_VALIDATION, Sizes, divide
+from ratchet.trainer.errors import TaskSetTooSmall
+from ratchet.trainer.tuning.prompt_sets import LEAST_HELD_OUT, LEAST_TRAIN, LEAST_VALIDATION, Sizes, divide
 
 
 @dataclass(frozen=True)

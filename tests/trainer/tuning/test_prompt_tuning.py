@@ -8,23 +8,23 @@ from typing import Any
 
 import pytest
 
-from store import Store
-from store.states import RolloutState
+from ratchet.store import Store
+from ratchet.store.states import RolloutState
+from ratchet.trainer.errors import BudgetTooSmall, TooManyFailures, Unjudged
+from ratchet.trainer.judges.language_model import LanguageModel
+from ratchet.trainer.judges.settings import ModelSpec
+from ratchet.trainer.tuning.prompt_budget import Budget
+from ratchet.trainer.tuning.prompt_optimizer import make_optimizer
+from ratchet.trainer.tuning.prompt_reflection import ReflectionModel
+from ratchet.trainer.tuning.prompt_seed import given
+from ratchet.trainer.tuning.prompt_sets import Sizes, divide
+from ratchet.trainer.tuning.prompt_trials import Trials
+from ratchet.trainer.tuning.prompt_tuning import Found, Plan, PromptTuning
+from ratchet.trainer.tuning.rollouts import Job, planned_for
 from tests.records import answered_trajectory
 from tests.trainer.tuning import prompt_world
 from tests.trainer.tuning.scripted_reflection_model import ScriptedReflectionModel
 from tests.trainer.tuning.world_rollouts import TOKENS, Killed, WorldRollouts, tasks
-from trainer.errors import BudgetTooSmall, TooManyFailures, Unjudged
-from trainer.judges.language_model import LanguageModel
-from trainer.judges.settings import ModelSpec
-from trainer.tuning.prompt_budget import Budget
-from trainer.tuning.prompt_optimizer import make_optimizer
-from trainer.tuning.prompt_reflection import ReflectionModel
-from trainer.tuning.prompt_seed import given
-from trainer.tuning.prompt_sets import Sizes, divide
-from trainer.tuning.prompt_trials import Trials
-from trainer.tuning.prompt_tuning import Found, Plan, PromptTuning
-from trainer.tuning.rollouts import Job, planned_for
 
 TASKS = tasks(60)
 SETS = divide(TASKS[:30], TASKS[30:], Sizes(), seed=1)

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ratchet.store.records import Policy
+from ratchet.store.states import PolicyState, TuningKind, TuningState
+from ratchet.store.tuning_records import Tuning
+from ratchet.trainer.tuning.comparison import Compared, Missing, Verdict, compare
+from ratchet.trainer.tuning.prices import UNKNOWN, Money, Spent
+from ratchet.trainer.tuning.report import Report, report
+from ratchet.trainer.tuning.results import TuningResult, plain, task_set
 from ratchet.tuning_report import effect_cells
-from store.records import Policy
-from store.states import PolicyState, TuningKind, TuningState
-from store.tuning_records import Tuning
-from trainer.tuning.comparison import Compared, Missing, Verdict, compare
-from trainer.tuning.prices import UNKNOWN, Money, Spent
-from trainer.tuning.report import Report, report
-from trainer.tuning.results import TuningResult, plain, task_set
 
 TASKS = [f"task{number}" for number in range(10)]
 

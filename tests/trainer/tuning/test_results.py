@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from trainer.tuning.comparison import compare
-from trainer.tuning.prices import UNKNOWN, Spent
-from trainer.tuning.results import TuningResult, fingerprint, plain, read, task_set
+from ratchet.trainer.tuning.comparison import compare
+from ratchet.trainer.tuning.prices import UNKNOWN, Spent
+from ratchet.trainer.tuning.results import TuningResult, fingerprint, plain, read, task_set
 
 
 def test_a_result_is_read_back_as_it_was_written() -> None:

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from store import Store
-from store.states import RolloutState
-from store.tuning_records import Rollout, Tuning
+from ratchet.store import Store
+from ratchet.store.states import RolloutState
+from ratchet.store.tuning_records import Rollout, Tuning
+from ratchet.trainer.errors import TooManyFailures
+from ratchet.trainer.progress import Progress, Standing
+from ratchet.trainer.tuning.outcome import Outcome
+from ratchet.trainer.tuning.rollouts import Job, RolloutRunner, counting, left, planned_for, told
+from ratchet.trainer.tuning.settings import TunerSettings
+from ratchet.trainer.tuning.tasks import Task
 from tests.proxy.conftest import Proxy
 from tests.trainer.tuning.conftest import jobs_of
-from trainer.errors import TooManyFailures
-from trainer.progress import Progress, Standing
-from trainer.tuning.outcome import Outcome
-from trainer.tuning.rollouts import Job, RolloutRunner, counting, left, planned_for, told
-from trainer.tuning.settings import TunerSettings
-from trainer.tuning.tasks import Task
 
 Make = Callable[..., RolloutRunner]
 

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from store import Store
-from store.records import Door, Transcript
-from store.states import RolloutState
-from store.tuning_records import Rollout, Tuning
+from ratchet.store import Store
+from ratchet.store.records import Door, Transcript
+from ratchet.store.states import RolloutState
+from ratchet.store.tuning_records import Rollout, Tuning
+from ratchet.trainer.judges import Judge, Judgement
+from ratchet.trainer.judges.make import make_judge
+from ratchet.trainer.judges.opinion import Opinion
+from ratchet.trainer.judges.settings import read_spec
+from ratchet.trainer.tuning.rollouts import RolloutRunner
+from ratchet.trainer.tuning.scoring import NO_CALL, NO_JUDGE, Scorer
+from ratchet.trainer.tuning.tasks import Task
 from tests.proxy.conftest import Proxy
 from tests.trainer.tuning.conftest import ALIAS, jobs_of
-from trainer.judges import Judge, Judgement
-from trainer.judges.make import make_judge
-from trainer.judges.opinion import Opinion
-from trainer.judges.settings import read_spec
-from trainer.tuning.rollouts import RolloutRunner
-from trainer.tuning.scoring import NO_CALL, NO_JUDGE, Scorer
-from trainer.tuning.tasks import Task
 
 Make = Callable[..., RolloutRunner]
 

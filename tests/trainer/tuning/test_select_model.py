@@ -10,23 +10,23 @@ from typing import Any
 
 import pytest
 
-from store import Store
-from store.states import RolloutState
+from ratchet.store import Store
+from ratchet.store.states import RolloutState
+from ratchet.trainer.errors import TuningError
+from ratchet.trainer.judges.function import FunctionJudge
+from ratchet.trainer.tuning.comparison import Verdict
+from ratchet.trainer.tuning.prices import prices_of
+from ratchet.trainer.tuning.results import read
+from ratchet.trainer.tuning.rollouts import RolloutRunner
+from ratchet.trainer.tuning.scoring import Scorer
+from ratchet.trainer.tuning.select_model import ModelSelector, Request, check_prices, jobs_of, known_models, resolved
+from ratchet.trainer.tuning.selection import Selection
+from ratchet.trainer.tuning.settings import TunerSettings
+from ratchet.trainer.tuning.tasks import Task, TaskSet
+from ratchet.trainer.tuning.workflow import load_workflow
 from tests.proxy.conftest import Proxy
 from tests.proxy.servers import served
 from tests.trainer.tuning.scripted_models import ScriptedModels, entry
-from trainer.errors import TuningError
-from trainer.judges.function import FunctionJudge
-from trainer.tuning.comparison import Verdict
-from trainer.tuning.prices import prices_of
-from trainer.tuning.results import read
-from trainer.tuning.rollouts import RolloutRunner
-from trainer.tuning.scoring import Scorer
-from trainer.tuning.select_model import ModelSelector, Request, check_prices, jobs_of, known_models, resolved
-from trainer.tuning.selection import Selection
-from trainer.tuning.settings import TunerSettings
-from trainer.tuning.tasks import Task, TaskSet
-from trainer.tuning.workflow import load_workflow
 
 TASKS = 40
 PRICED = {"input_cost_per_token": 1e-6, "output_cost_per_token": 1e-6}

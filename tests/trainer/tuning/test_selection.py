@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from store.states import RolloutState
-from store.tuning_records import Rollout
-from trainer.tuning.prices import Money, Price, Prices
-from trainer.tuning.selection import Selection, select
+from ratchet.store.states import RolloutState
+from ratchet.store.tuning_records import Rollout
+from ratchet.trainer.tuning.prices import Money, Price, Prices
+from ratchet.trainer.tuning.selection import Selection, select
 
 PRICES = Prices({"large": Price(10e-6, 10e-6), "small": Price(1e-6, 1e-6)})
 NONE = Prices({})

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import TaskSetError
-from trainer.tuning.task_mix import TaskMix, parse_families
+from ratchet.trainer.errors import TaskSetError
+from ratchet.trainer.tuning.task_mix import TaskMix, parse_families
 
 
 def task_file(folder: Path, name: str, count: int) -> Path:

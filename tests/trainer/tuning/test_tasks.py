@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from trainer.errors import RowBroken, SplitNotFound, TaskSetEmpty, TaskSetError, TaskSetNotFound
-from trainer.tuning.imported_tasks import ImportedTasks
-from trainer.tuning.tasks import TaskSet, content_id
+from ratchet.trainer.errors import RowBroken, SplitNotFound, TaskSetEmpty, TaskSetError, TaskSetNotFound
+from ratchet.trainer.tuning.imported_tasks import ImportedTasks
+from ratchet.trainer.tuning.tasks import TaskSet, content_id
 
 ROWS = [{"question": "What is 2 + 2?", "answer": "4"}, {"question": "What is 5 * 6?", "answer": "30"}]
 

@@ -10,28 +10,28 @@ from typing import Any
 
 import pytest
 
-from store import Store
-from store.states import PolicyState, RolloutState, TuningState
-from store.tuning_records import Tuning
+from ratchet.store import Store
+from ratchet.store.states import PolicyState, RolloutState, TuningState
+from ratchet.store.tuning_records import Tuning
+from ratchet.trainer.errors import TuningError
+from ratchet.trainer.judges.make import make_judge
+from ratchet.trainer.judges.settings import FunctionSpec
+from ratchet.trainer.settings import TrainerSettings
+from ratchet.trainer.tuning.comparison import Verdict
+from ratchet.trainer.tuning.prices import Prices
+from ratchet.trainer.tuning.results import plain as plain_result
+from ratchet.trainer.tuning.results import read
+from ratchet.trainer.tuning.rollouts import RolloutRunner
+from ratchet.trainer.tuning.scoring import Scorer
+from ratchet.trainer.tuning.settings import TunerSettings
+from ratchet.trainer.tuning.task_mix import parse_families
+from ratchet.trainer.tuning.weights import WeightsTuning
+from ratchet.trainer.tuning.weights_plan import LIVE, WeightsPlan, config_of
+from ratchet.trainer.tuning.weights_result import result_of
+from ratchet.trainer.tuning.workflow import load_workflow
 from tests.proxy.conftest import Proxy
 from tests.trainer.tuning import scripted_versions
 from tests.trainer.tuning.conftest import ALIAS
-from trainer.errors import TuningError
-from trainer.judges.make import make_judge
-from trainer.judges.settings import FunctionSpec
-from trainer.settings import TrainerSettings
-from trainer.tuning.comparison import Verdict
-from trainer.tuning.prices import Prices
-from trainer.tuning.results import plain as plain_result
-from trainer.tuning.results import read
-from trainer.tuning.rollouts import RolloutRunner
-from trainer.tuning.scoring import Scorer
-from trainer.tuning.settings import TunerSettings
-from trainer.tuning.task_mix import parse_families
-from trainer.tuning.weights import WeightsTuning
-from trainer.tuning.weights_plan import LIVE, WeightsPlan, config_of
-from trainer.tuning.weights_result import result_of
-from trainer.tuning.workflow import load_workflow
 
 AGENT = "tests.trainer.tuning.scripted_versions:agent"
 TASKS, ATTEMPTS = 3, 2

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from ratchet.trainer.errors import WorkflowError, WorkflowFailed
+from ratchet.trainer.tuning.outcome import Outcome, outcome_of
+from ratchet.trainer.tuning.workflow import load_workflow
 from tests.proxy.servers import eventually
-from trainer.errors import WorkflowError, WorkflowFailed
-from trainer.tuning.outcome import Outcome, outcome_of
-from trainer.tuning.workflow import load_workflow
 
 HERE = "tests.trainer.tuning.workflows"
 TASK = {"question": "2 + 2?", "answer": "4"}

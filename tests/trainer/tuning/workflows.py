@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 
-from trainer.tuning.outcome import Outcome
+from ratchet.trainer.tuning.outcome import Outcome
 
 
 async def ask(task: dict[str, Any], *, base_url: str, api_key: str, model: str) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from store import Store
-from store.tuning_records import Rollout
+from ratchet.store import Store
+from ratchet.store.tuning_records import Rollout
+from ratchet.trainer.tuning.rollouts import Job, planned_for
+from ratchet.trainer.tuning.tasks import Task, content_id
 from tests.trainer.tuning import prompt_world
-from trainer.tuning.rollouts import Job, planned_for
-from trainer.tuning.tasks import Task, content_id
 
 TOKENS = 30  # of a rollout
 Answer = Callable[[str, str], str]
