@@ -106,7 +106,7 @@ def test_the_unit_gives_up_longer_to_stop_than_up_takes() -> None:
 
 def test_the_console_is_in_the_wheel() -> None:
     """As setuptools gathers it: the pages are no modules, and a wheel without them serves 404."""
-    told = PYPROJECT["tool"]["setuptools"]["package-data"]["proxy.console"]
+    told = PYPROJECT["tool"]["setuptools"]["package-data"]["ratchet.proxy.console"]
     pages = ROOT / "proxy" / "console"
     packed = {path.relative_to(pages) for pattern in told for path in pages.glob(pattern)}
     assert packed == {path.relative_to(pages) for path in pages.rglob("*") if path.is_file() and path.suffix != ".py"
