@@ -34,7 +34,15 @@ from tests.ports import free_port
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ("email_search", "math", "planner")
 _QUICK = 8  # rounds
-_SHOWN = ("learning_rate", "approx_kl", "approx_kl_target", "gap_abs_mean", "gap_good_mean", "entropy", "reward")
+_SHOWN = (
+    "learning_rate",
+    "approx_kl",
+    "approx_kl_target",
+    "logprob_change_abs_mean",
+    "logprob_change_positive_mean",
+    "entropy",
+    "reward",
+)
 
 
 class Run:

@@ -64,7 +64,7 @@ class Campaign:
         self._server = server
         self._folder = folder
         self._random = random.Random(seed)
-        self._values = {"upstreams": [vllm_url], "port": _free_port(), "segment_bytes": 2**18}
+        self._values = {"upstreams": [vllm_url], "port": _free_port(), "journal_segment_bytes": 2**18}
         self._values["store"] = self.url = server.url if server else str(self._database / "store.db")
         self.outcome = Outcome("postgresql" if server else "sqlite")
         self.load = Load(f"http://127.0.0.1:{self._values['port']}", seed=seed)

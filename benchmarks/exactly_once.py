@@ -79,7 +79,9 @@ class Campaign:
         self._parts = {name: Part(name, str(port), folder / f"{name}.log") for name, port in ports.items()}
         vllm = f"http://127.0.0.1:{ports['vllm']}"
         eventually(lambda: _answers(ports["vllm"]) and _answers(ports["grader"]), 30)
-        self._proxy = ProxyProcess(folder, upstreams=[vllm], store=self.url, port=_free_port(), breaker_seconds=0.5)
+        self._proxy = ProxyProcess(
+            folder, upstreams=[vllm], store=self.url, port=_free_port(), breaker_reset_seconds=0.5
+        )
         eventually(lambda: httpx.get(self._proxy.url + "/health/ready", timeout=5).status_code == 200, 30)
         trainer = json.dumps(self._trainer_settings(vllm, f"http://127.0.0.1:{ports['grader']}"))
         self._parts |= {name: Part("trainer", trainer, folder / f"{name}.log") for name in ("first", "second")}
@@ -90,9 +92,9 @@ class Campaign:
         return {
             "store": self.url, "model": ALIAS, "base_model": "scripted", "vllm": [vllm],
             "checkpoints": str(self._checkpoints), "judge": {"kind": "http", "url": grader, "timeout_seconds": 5.0},
-            "judge_retry_seconds": 0.5, "seal_after_idle_seconds": 0.5, "group_size": 2, "groups_per_round": 8,
+            "judge_retry_seconds": 0.5, "seal_after_idle_seconds": 0.5, "num_generations": 2, "groups_per_round": 8,
             "group_wait_seconds": 3600.0, "round_wait_seconds": 1.0, "max_staleness": 10**6,
-            "lease_seconds": _LEASE_SECONDS, "poll_seconds": 0.05, "keep_folders": _KEPT,
+            "lease_seconds": _LEASE_SECONDS, "poll_interval_seconds": 0.05, "keep_checkpoints": _KEPT,
         }  # fmt: skip
 
     def has_begun(self) -> bool:

@@ -98,9 +98,9 @@ class Campaign:
             operator_hashes=[hash_key(self.operator.encode())],
             max_linking_bytes=2**20,
             max_linking_bytes_per_key=2**19,
-            body_limit=8 * 2**20,
-            read_timeout=1.0,
-            request_timeout=20.0,
+            max_body_bytes=8 * 2**20,
+            read_timeout_seconds=1.0,
+            request_timeout_seconds=20.0,
             store=store,
         )
         self.url = self._proxy.url

@@ -73,9 +73,9 @@ class ScriptedPupil:
         self.learn(names)
         tokens = sum(row.tokens_trained for row in rows)
         return RoundReport(
-            loss=0.0, grad_norm=0.0, entropy=0.0, clip_share=0.0, tokens_trained=tokens,
-            rows=len(rows), optimiser_steps=1, step=self.step, logprob_abs_diff_mean=0.0, logprob_abs_diff_max=0.0,
-            tokens_compared=0, importance_truncated_share=0.0, seconds=_STEP_SECONDS, weight_change=float(len(names)),
+            loss=0.0, grad_norm=0.0, entropy=0.0, clip_ratio=0.0, tokens_trained=tokens,
+            rows=len(rows), optimizer_steps=1, step=self.step, logprob_abs_diff_mean=0.0, logprob_abs_diff_max=0.0,
+            tokens_compared=0, importance_clipped_ratio=0.0, seconds=_STEP_SECONDS, weight_change=float(len(names)),
         )  # fmt: skip
 
     def learn(self, names: Sequence[str]) -> None:

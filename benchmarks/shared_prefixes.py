@@ -28,7 +28,7 @@ from tests.trainer.tiny import VOCABULARY, build_tokenizer
 
 TINY_SHAPES = ((500, 50), (500, 150), (500, 500), (1000, 150), (1000, 500), (2000, 150), (2000, 500))
 WIDE_SHAPES = ((500, 150), (500, 500), (1000, 150))
-SETTINGS = LearnerSettings(threads=1, token_budget=8192, reject_ratio_beyond=None)
+SETTINGS = LearnerSettings(threads=1, token_budget=8192, sequence_mask_threshold=None)
 WHATEVER_IT_COSTS = 1e12
 
 

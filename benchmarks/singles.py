@@ -6,10 +6,10 @@ Users arrive at random times at a steady rate, so that vLLM has idle moments. Ea
 real vLLM with the tiny policy, then the same 150 held-out questions under the live version; under version 0, which all
 share, they are asked in the first way alone.
 
-    none       singles: drop: what waiting alone comes to
-    baseline   singles: baseline
-    cohort     singles: cohort
-    shadow     singles: drop, shadow.samples: 3
+    none       ungrouped: drop: what waiting alone comes to
+    baseline   ungrouped: baseline
+    cohort     ungrouped: cohort
+    shadow     ungrouped: drop, resample.samples: 3
     ranked     likewise, and the judge is RULER, asking a scripted model that is wrong about 15% of the answers
 
     python -m benchmarks.singles [--ways none,baseline,shadow] [--calls 350] [--rate 5] [--seed 1] [--gate 0]
@@ -52,7 +52,7 @@ from ratchet.trainer.settling import is_settled
 
 _AT_ONCE = 32  # held-out calls
 _SETTLE = 15.0  # seconds, for the last round after the last call
-_SHADOW = {"samples": 3, "calls_per_minute": 6000, "at_once": 8, "busy_above": 4, "wait_seconds": 10.0}
+_SHADOW = {"samples": 3, "calls_per_minute": 6000, "at_once": 8, "max_running_requests": 4, "wait_seconds": 10.0}
 _WAYS: Mapping[str, dict[str, Any]] = {
     "none": {},
     "baseline": {"singles": "baseline"},
@@ -152,7 +152,7 @@ def settings_of(way: str, folder: Path, seed: int, url: str, held_out_share: flo
     if way == "ranked":
         judged = {"kind": "ruler", "base_url": url, "model": "scripted"}
     trainer: dict[str, Any] = {
-        "judge": judged, "group_size": 8, "group_wait_seconds": 1.0, "groups_per_round": 8, "max_staleness": 3,
+        "judge": judged, "num_generations": 8, "group_wait_seconds": 1.0, "groups_per_round": 8, "max_staleness": 3,
         "gate": {"held_out": held_out_share, "evaluation_prompts": 16, "evaluation_samples": 2},
     } | _WAYS[way]  # fmt: skip
     values: dict[tuple[str, ...], tuple[str, Any]] = {
@@ -173,7 +173,7 @@ def run(way: str, calls: int, rate: float, seed: int, folder: Path, share: float
     """Run one way; return the calls under version 0, unless they are `known`, and the figures."""
     with ranking_model(found) as url, contextlib.ExitStack() as rooms:
         settings = settings_of(way, folder, seed, url, share)
-        settings.state.make(min_free_mb=0)
+        settings.state.make(min_free_disk_mb=0)
         began = time.monotonic()
         supervisor = rooms.enter_context(started(settings, say=lambda text: None))
         base_url, alias = supervisor.plan.base_url, settings.model
@@ -206,7 +206,7 @@ def _settle(store: Store, settings: Settings) -> None:
     trainer = settings.trainer_settings()
     until = time.monotonic() + _SETTLE
     while time.monotonic() < until and not is_settled(
-        store, settings.model, group_size=trainer.group_size, groups_per_round=trainer.groups_per_round
+        store, settings.model, num_generations=trainer.num_generations, groups_per_round=trainer.groups_per_round
     ):
         time.sleep(0.5)
 

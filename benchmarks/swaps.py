@@ -175,7 +175,7 @@ def run(folder: Path, swaps: int, pause: float, steady: float, agents: int = 8, 
         proxy = ProxyProcess(folder, upstreams=[vllm])
         eventually(lambda: httpx.get(proxy.url + "/health/ready", timeout=5).status_code == 200, 30)
         store, replica = open_store(str(folder / "store.db")), Replica(vllm)
-        publisher = Publisher(store, [replica], alias=ALIAS, tolerance=0.01, keep_loaded=2)
+        publisher = Publisher(store, [replica], alias=ALIAS, tolerance=0.01, keep_loaded_adapters=2)
         traffic, took = Agents(proxy.url, agents), []
         try:
             for number in range(swaps):

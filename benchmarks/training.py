@@ -32,7 +32,7 @@ from ratchet.trainer.learning.rows import build_rows
 from ratchet.trainer.learning.tokens import TokenRow, split_by_budget
 from tests.trainer.tiny import build_row, build_tiny_model
 
-SETTINGS = LearnerSettings(learning_rate=1e-4, threads=1, token_budget=2048, reject_ratio_beyond=None)
+SETTINGS = LearnerSettings(learning_rate=1e-4, threads=1, token_budget=2048, sequence_mask_threshold=None)
 KL = 0.01
 
 

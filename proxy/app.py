@@ -81,7 +81,9 @@ def create_app(
 
     metrics, bell, vitals = Metrics(), Bell(), vitals or Vitals()
     links = Links(settings.idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes_per_key)
-    journal = Journal(settings.journal, settings.journal_limit, settings.segment_bytes, metrics, bell, vitals)
+    journal = Journal(
+        settings.journal, settings.max_journal_bytes, settings.journal_segment_bytes, metrics, bell, vitals
+    )
     redactor = Redactor(Patterns(settings.redact, settings.redact_patterns)) if settings.redacts else None
     recorder = Recorder(journal, metrics, strict=settings.capture == "strict", redactor=redactor)
     shipper = Shipper(
@@ -95,19 +97,21 @@ def create_app(
         vitals,
     )
     lookups = Lookups(store, shipper)
-    remembered = ResponseMemory(store, lookups, settings.max_response_bytes, settings.max_response_bytes_per_key)
+    remembered = ResponseMemory(
+        store, lookups, settings.max_conversation_bytes, settings.max_conversation_bytes_per_key
+    )
     responses = Responses(remembered, settings.bounds)
-    failures, cool_off = settings.breaker_failures, settings.breaker_seconds
+    failures, cool_off = settings.breaker_failure_threshold, settings.breaker_reset_seconds
     replicas = [Replica(replica, Breaker(failures, cool_off)) for replica in upstream.urls]
     pool = Pool(replicas, metrics, settings.affinity_slack)
     others = OtherModels(
         settings.model_list,
         settings.model_keys,
         metrics,
-        request_timeout=settings.request_timeout,
-        connect_timeout=settings.connect_timeout,
-        stream_idle_timeout=settings.stream_idle_timeout,
-        answer_limit=settings.answer_limit,
+        request_timeout_seconds=settings.request_timeout_seconds,
+        connect_timeout_seconds=settings.connect_timeout_seconds,
+        stream_idle_timeout_seconds=settings.stream_idle_timeout_seconds,
+        max_upstream_response_bytes=settings.max_upstream_response_bytes,
         failures=failures,
         cool_off=cool_off,
         vitals=vitals,
@@ -118,7 +122,7 @@ def create_app(
         upstream,
         metrics,
         url,
-        pins=lambda now: links.pins(now, settings.pin_idle_seconds),
+        pins=lambda now: links.pins(now, settings.version_pin_seconds),
         shipped_until=shipper.shipped_until,
         others=others.names,
         vitals=vitals,
@@ -131,12 +135,12 @@ def create_app(
     observer = Observer(metrics, spans, logs_calls=settings.log_calls)
     direct = ReplicaForwarder(book, upstream, pool, metrics)
     base = BaseCheck(settings.model, store, upstream, direct.look, vitals=vitals)
-    probes = Probes(pool, base.look, min(settings.probe_seconds, cool_off), vitals)
+    probes = Probes(pool, base.look, min(settings.probe_interval_seconds, cool_off), vitals)
     own: Forwarder = direct
     rollouts = Rollouts(store)
     contexts = None
     if settings.exact_context != "off":
-        contexts = Contexts(store, settings.exact_context_bytes)
+        contexts = Contexts(store, settings.max_exact_context_bytes)
         own = ExactForwarder(own, book, upstream, pool, contexts, metrics, insisted=settings.exact_context == "on")
     forwarder = ByModel(own, others)
 
@@ -149,7 +153,7 @@ def create_app(
     models = Models(book)
     pages: dict[tuple[str, str], ASGIApp] = {("GET", "/"): front} if settings.console else {}
     console: dict[str, ASGIApp] = {MOUNT: Console()} if settings.console else {}
-    health = Health(book, probes, journal, shipper, settings.most_lag, vitals)
+    health = Health(book, probes, journal, shipper, settings.max_lag_seconds, vitals)
     metrics.lag_seconds.set_function(health.lag)
     desk = FeedbackDesk(store, journal, lookups, redactor, metrics)
     routes = Routes(
@@ -172,17 +176,17 @@ def create_app(
         rest=PassThrough(book, upstream, pool, others, metrics, settings.bounds),
     )
     ring = KeyRing(settings, store, vitals)
-    inflate = Inflate(routes, settings.body_limit)
-    bodies = Bodies(inflate, settings.max_request_bytes, settings.max_request_bytes_per_key)
-    app: ASGIApp = Errors(Keys(bodies, ring, settings.web_origins), count=metrics.refused)
+    inflate = Inflate(routes, settings.max_body_bytes)
+    bodies = Bodies(inflate, settings.max_inflight_request_bytes, settings.max_inflight_request_bytes_per_key)
+    app: ASGIApp = Errors(Keys(bodies, ring, settings.allowed_origins), count=metrics.refused)
     metrics.held_bytes("linking", lambda: links.bytes)
     metrics.held_bytes("responses", lambda: remembered.size)
     metrics.held_bytes("requests", lambda: bodies.bytes)
-    if settings.web_origins:
+    if settings.allowed_origins:
         from starlette.middleware.cors import CORSMiddleware
 
         app = CORSMiddleware(
-            app, settings.web_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"], max_age=600
+            app, settings.allowed_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"], max_age=600
         )
     memory = Memory(links, store, settings.idle_seconds)
     watching = [] if spans is None else [spans]

@@ -62,7 +62,7 @@ def replaying(body: bytes, receive: Receive) -> Receive:
 
 
 def _too_large(limit: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the request body is larger than {limit} bytes (the proxy's setting body_limit)")
+    return BodyTooLarge(f"the request body is larger than {limit} bytes (the proxy's setting max_body_bytes)")
 
 
 def header(scope: Scope, name: bytes) -> str | None:

@@ -318,7 +318,7 @@ class Endpoint:
         if exchange.over:  # recorded as answered, but the answer did not go out
             self._links.unanswered(exchange.opened.link, exchange.attempt, time.time())
         else:
-            exchange.failure = "client_left" if left else "stopped"
+            exchange.failure = "client_disconnected" if left else "stopped"
             status, reason = (499, "the client left") if left else (503, "the proxy was stopped")
             self._end(exchange, CallState.ABORTED, status, reason)
 

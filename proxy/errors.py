@@ -89,7 +89,7 @@ class MethodNotAllowed(ProxyError):
 
 
 class BodyTooLarge(ProxyError):
-    """The body is above the `body_limit` setting."""
+    """The body is above the `max_body_bytes` setting."""
 
     status = 413
     kind = "invalid_request_error"
@@ -158,12 +158,12 @@ class UpstreamUnreachable(UpstreamError):
 class UpstreamBroke(UpstreamError):
     """vLLM's answer broke off, or is not what vLLM answers."""
 
-    code = "upstream_broke"
+    code = "upstream_disconnected"
     may_have_begun = True
 
 
 class UpstreamTimeout(UpstreamError):
-    """vLLM did not answer within the `request_timeout` setting."""
+    """vLLM did not answer within the `request_timeout_seconds` setting."""
 
     status = 504
     code = "upstream_timeout"

@@ -24,9 +24,9 @@ _KNOWN = ("gzip", "x-gzip", "deflate")
 class Inflate:
     """The layer; a request without `content-encoding` passes through untouched."""
 
-    def __init__(self, app: ASGIApp, body_limit: int) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
-        self._body_limit = body_limit
+        self._body_limit = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         encoding = header(scope, b"content-encoding")
@@ -72,7 +72,7 @@ def _member(packed: bytes, at: int, most: int) -> tuple[int, bytes]:
             raise BadRequest(f"the compressed body cannot be read: {error}") from error
         most -= len(part)
         if most < 0:
-            raise BodyTooLarge("the body is larger than the proxy's setting body_limit once it is uncompressed")
+            raise BodyTooLarge("the body is larger than the proxy's setting max_body_bytes once it is uncompressed")
         parts.append(part)
         at += len(piece) - len(reader.unused_data)
         if not piece and not reader.eof:

@@ -34,7 +34,7 @@ class Errors:
         try:
             await self._app(scope, receive, watched)
         except ClientLeft:
-            log.info("event=client_left path=%r", scope["path"])
+            log.info("event=client_disconnected path=%r", scope["path"])
         except ProxyError as error:
             self._count(error)
             if started:

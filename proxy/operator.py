@@ -218,7 +218,7 @@ def _add_policies(api: FastAPI, store: Store) -> None:
         learnt = {(one.alias, one.version) for one in store.deletions.inherited()}
         names = [((policy.alias, policy.version), policy) for policy in store.policies.all(alias)]
         return _page(
-            [_plain(one) | {"decision": decided.get(name), "learnt_deleted": name in learnt} for name, one in names]
+            [_plain(one) | {"decision": decided.get(name), "trained_on_deleted": name in learnt} for name, one in names]
         )
 
     @api.get("/policies/{version}/decisions")

@@ -1,7 +1,7 @@
 """Runs one proxy until it is told to stop: what `ratchet proxy` calls.
 
-SIGTERM, SIGINT and SIGHUP make it unready, stop the listening (after `drain_delay`), let running calls end
-(`drain_timeout`), then write, ship and close; a second signal does not wait for the delay, and a third, SIGINT, for
+SIGTERM, SIGINT and SIGHUP make it unready, stop the listening (after `drain_delay_seconds`), let running calls end
+(`drain_timeout_seconds`), then write, ship and close; a second signal does not wait for the delay, and a third, SIGINT, for
 nothing. Where a part of it dies (`vitals.py`), it ends in the same way a moment later, with 1 for its status. The port
 is taken before anything else, so that a busy one is an error with a remedy.
 """
@@ -56,16 +56,16 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
     key = settings.upstream_key.get_secret_value() if settings.upstream_key else None
     upstream = Upstream(
         settings.upstreams,
-        settings.request_timeout,
-        settings.connect_timeout,
+        settings.request_timeout_seconds,
+        settings.connect_timeout_seconds,
         key,
-        settings.stream_idle_timeout,
-        settings.answer_limit,
+        settings.stream_idle_timeout_seconds,
+        settings.max_upstream_response_bytes,
     )
     carrier = CarrierProcess(settings.store, settings.log_format, settings.log_level)
     vitals = Vitals()
     app = create_app(settings, store, upstream, url, carrier, vitals)
-    connections = Connections(settings.most_connections, settings.read_timeout, settings.write_timeout)
+    connections = Connections(settings.max_connections, settings.read_timeout_seconds, settings.write_timeout_seconds)
     server = _Server(
         uvicorn.Config(
             app,
@@ -78,16 +78,16 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
             proxy_headers=False,  # nothing here asks for the client's address
             server_header=False,
             timeout_keep_alive=75,  # longer than the clients' pools keep connections
-            timeout_graceful_shutdown=int(settings.drain_timeout) + 1,
+            timeout_graceful_shutdown=int(settings.drain_timeout_seconds) + 1,
             backlog=2048,
         ),
         app,
         connections,
         vitals,
         lambda: _started(url, on_listening),
-        settings.drain_delay,
+        settings.drain_delay_seconds,
     )
-    _open_files(2 * settings.most_connections + _OTHER_FILES)
+    _open_files(2 * settings.max_connections + _OTHER_FILES)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every malformed request: a flood
     handlers = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
@@ -116,18 +116,18 @@ class _Server(uvicorn.Server):
         connections: Connections,
         vitals: Vitals,
         on_started: Callable[[], None],
-        drain_delay: float,
+        drain_delay_seconds: float,
     ) -> None:
         super().__init__(config)
         self._lifespan = app
         self._connections = connections
         self._vitals = vitals
         self._on_started = on_started
-        self._drain_delay = drain_delay
+        self._drain_delay = drain_delay_seconds
         self._told = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Be unready at once, and stop after `drain_delay`; a second signal does not wait for that."""
+        """Be unready at once, and stop after `drain_delay_seconds`; a second signal does not wait for that."""
         self._lifespan.on_stop()
         if self._told or not self._drain_delay or not self.started:
             super().handle_exit(sig, frame)
@@ -182,9 +182,7 @@ def _open_files(wanted: int) -> None:
     if soft not in (resource.RLIM_INFINITY, most) and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < wanted:
-        log.warning(
-            "event=few_files most=%d wanted=%d remedy='raise ulimit -n or lower most_connections'", most, wanted
-        )
+        log.warning("event=few_files most=%d wanted=%d remedy='raise ulimit -n or lower max_connections'", most, wanted)
 
 
 def _listen(host: str, port: int) -> socket.socket:

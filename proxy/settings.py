@@ -36,12 +36,12 @@ class ProxySettings(BaseModel):
     port: int = Field(default=8000, ge=0, le=65535)  # 0 takes any free port
     capture: Literal["strict", "relaxed"] = "strict"
     exact_context: Literal["off", "on", "auto"] = "auto"  # continue on the sampled ids; auto: where vLLM offers it
-    exact_context_bytes: int = Field(default=16 * 2**20, ge=2**16)  # ids of open answers kept in memory
+    max_exact_context_bytes: int = Field(default=16 * 2**20, ge=2**16)  # ids of open answers kept in memory
     key_hashes: frozenset[str] = frozenset()  # SHA-256 hex of agents' keys, beside those in the store
     operator_hashes: frozenset[str] = frozenset()  # those that open /api, beside those in the store
     requests_per_minute: int | None = Field(default=None, ge=1)  # of a key without a limit of its own
     tokens_per_minute: int | None = Field(default=None, ge=1)  # of a key without a limit of its own
-    web_origins: tuple[str, ...] = ()  # of web pages whose scripts may call, with a key; "*": any
+    allowed_origins: tuple[str, ...] = ()  # of web pages whose scripts may call, with a key; "*": any
     console: bool = True  # the operator's pages under /ui
     redact: tuple[str, ...] = ()  # names of built-in patterns
     redact_patterns: dict[str, str] = Field(default_factory=dict)  # further ones: name -> pattern of RE2
@@ -50,46 +50,50 @@ class ProxySettings(BaseModel):
     model_list: tuple[ModelEntry, ...] = ()  # other models by name
     model_keys: dict[str, SecretStr] = Field(default_factory=dict)  # theirs, by variable
     idle_seconds: float = Field(default=900.0, gt=0)  # an open trajectory is forgotten after this much silence
-    pin_idle_seconds: float = Field(default=30.0, gt=0)  # a trajectory holds its version for this long
+    version_pin_seconds: float = Field(default=30.0, gt=0)  # a trajectory holds its version for this long
     max_linking_bytes: int = Field(default=256 * 2**20, ge=2**16)  # what linking remembers of open trajectories
     max_linking_bytes_per_key: int = Field(default=128 * 2**20, ge=2**16)  # the same, of one key's
-    max_response_bytes: int = Field(default=256 * 2**20, ge=2**16)  # conversations that previous_response_id stands for
-    max_response_bytes_per_key: int = Field(default=128 * 2**20, ge=2**16)  # the same, of one key's
-    max_request_bytes: int = Field(default=2**30, ge=2**16)  # bodies of the requests under way
-    max_request_bytes_per_key: int = Field(default=512 * 2**20, ge=2**16)  # the same, of one key's
-    most_connections: int = Field(default=4096, ge=1)
-    read_timeout: float = Field(default=30.0, gt=0)  # for a request to arrive; more for large ones
-    write_timeout: float = Field(default=60.0, gt=0)  # for a client to read on
-    body_limit: int = Field(default=64 * 2**20, ge=1024)
-    most_messages: int = Field(default=10_000, ge=1)  # in one request
-    most_tools: int = Field(default=1_000, ge=1)
-    most_depth: int = Field(default=100, ge=8, le=200)  # levels of JSON; what reads it again has the stack for these
-    most_values: int = Field(default=2_000_000, ge=1000)  # of JSON
-    journal_limit: int = Field(default=4 * 2**30, ge=2**16)  # all segments together
-    segment_bytes: int = Field(default=8 * 2**20, ge=2**12)
-    request_timeout: float = Field(default=600.0, gt=0)  # for a whole answer; of a stream, for its beginning
-    stream_idle_timeout: float = Field(default=300.0, gt=0)  # of silence in a stream
-    answer_limit: int = Field(default=256 * 2**20, ge=1024)  # bytes of an answer that does not stream
-    connect_timeout: float = Field(default=5.0, gt=0)
-    most_lag: float = Field(default=300.0, gt=0)  # seconds that the store may be behind before an alarm
-    breaker_failures: int = Field(default=3, ge=1)  # in a row; then calls go to other replicas
-    breaker_seconds: float = Field(default=5.0, gt=0)  # then the replica is probed
-    probe_seconds: float = Field(default=5.0, gt=0)  # between looks at a replica
+    max_conversation_bytes: int = Field(
+        default=256 * 2**20, ge=2**16
+    )  # conversations that previous_response_id stands for
+    max_conversation_bytes_per_key: int = Field(default=128 * 2**20, ge=2**16)  # the same, of one key's
+    max_inflight_request_bytes: int = Field(default=2**30, ge=2**16)  # bodies of the requests under way
+    max_inflight_request_bytes_per_key: int = Field(default=512 * 2**20, ge=2**16)  # the same, of one key's
+    max_connections: int = Field(default=4096, ge=1)
+    read_timeout_seconds: float = Field(default=30.0, gt=0)  # for a request to arrive; more for large ones
+    write_timeout_seconds: float = Field(default=60.0, gt=0)  # for a client to read on
+    max_body_bytes: int = Field(default=64 * 2**20, ge=1024)
+    max_messages: int = Field(default=10_000, ge=1)  # in one request
+    max_tools: int = Field(default=1_000, ge=1)
+    max_json_depth: int = Field(
+        default=100, ge=8, le=200
+    )  # levels of JSON; what reads it again has the stack for these
+    max_json_values: int = Field(default=2_000_000, ge=1000)  # of JSON
+    max_journal_bytes: int = Field(default=4 * 2**30, ge=2**16)  # all segments together
+    journal_segment_bytes: int = Field(default=8 * 2**20, ge=2**12)
+    request_timeout_seconds: float = Field(default=600.0, gt=0)  # for a whole answer; of a stream, for its beginning
+    stream_idle_timeout_seconds: float = Field(default=300.0, gt=0)  # of silence in a stream
+    max_upstream_response_bytes: int = Field(default=256 * 2**20, ge=1024)  # bytes of an answer that does not stream
+    connect_timeout_seconds: float = Field(default=5.0, gt=0)
+    max_lag_seconds: float = Field(default=300.0, gt=0)  # seconds that the store may be behind before an alarm
+    breaker_failure_threshold: int = Field(default=3, ge=1)  # in a row; then calls go to other replicas
+    breaker_reset_seconds: float = Field(default=5.0, gt=0)  # then the replica is probed
+    probe_interval_seconds: float = Field(default=5.0, gt=0)  # between looks at a replica
     affinity_slack: int = Field(default=16, ge=1)  # more calls than the least busy replica: others take the rest
     log_calls: bool = True  # one line per call, without content
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     otlp_endpoint: str | None = None  # base URL of the OpenTelemetry collector that gets a span per call
     keep_alive_seconds: float = Field(default=15.0, ge=0)  # of silence in a stream before a comment; 0: none
-    drain_delay: float = Field(default=0.0, ge=0)  # at stop: not ready, but still serving
-    drain_timeout: float = Field(default=30.0, gt=0)  # at stop: for running calls to end
+    drain_delay_seconds: float = Field(default=0.0, ge=0)  # at stop: not ready, but still serving
+    drain_timeout_seconds: float = Field(default=30.0, gt=0)  # at stop: for running calls to end
 
     @field_validator("upstreams")
     @classmethod
     def _plain_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(plain_url(url) for url in urls)
 
-    @field_validator("web_origins")
+    @field_validator("allowed_origins")
     @classmethod
     def _bare_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
         for origin in origins:
@@ -131,7 +135,7 @@ class ProxySettings(BaseModel):
     @property
     def bounds(self) -> Bounds:
         """What a request's JSON may hold."""
-        return Bounds(self.body_limit, self.most_messages, self.most_tools, self.most_depth, self.most_values)
+        return Bounds(self.max_body_bytes, self.max_messages, self.max_tools, self.max_json_depth, self.max_json_values)
 
     @property
     def redacts(self) -> bool:
@@ -141,20 +145,20 @@ class ProxySettings(BaseModel):
     @model_validator(mode="after")
     def _journal_holds_segments(self) -> Self:
         # Only whole segments can be given free: in a smaller journal the first one would fill it.
-        if self.journal_limit < 4 * self.segment_bytes:
+        if self.max_journal_bytes < 4 * self.journal_segment_bytes:
             raise ValueError(
-                f"journal_limit {self.journal_limit} is less than four segments of segment_bytes "
-                f"{self.segment_bytes}: raise journal_limit or lower segment_bytes"
+                f"max_journal_bytes {self.max_journal_bytes} is less than four segments of journal_segment_bytes "
+                f"{self.journal_segment_bytes}: raise max_journal_bytes or lower journal_segment_bytes"
             )
         return self
 
     @model_validator(mode="after")
     def _a_body_fits(self) -> Self:
-        for name in ("max_request_bytes", "max_request_bytes_per_key"):
-            if getattr(self, name) < self.body_limit:
+        for name in ("max_inflight_request_bytes", "max_inflight_request_bytes_per_key"):
+            if getattr(self, name) < self.max_body_bytes:
                 raise ValueError(
-                    f"{name} {getattr(self, name)} is less than body_limit {self.body_limit}, so that a body of that "
-                    f"size is never taken: raise {name} or lower body_limit"
+                    f"{name} {getattr(self, name)} is less than max_body_bytes {self.max_body_bytes}, so that a body of that "
+                    f"size is never taken: raise {name} or lower max_body_bytes"
                 )
         return self
 

@@ -67,8 +67,8 @@ class StateFolder:
         """Held by `ratchet up` as long as it lives."""
         return self.root / "run" / "up.lock"
 
-    def make(self, *, min_free_mb: int) -> None:
-        """Make the folders. Raises DiskFull where fewer than `min_free_mb` megabytes are free or writing fails."""
+    def make(self, *, min_free_disk_mb: int) -> None:
+        """Make the folders. Raises DiskFull where fewer than `min_free_disk_mb` megabytes are free or writing fails."""
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.root.chmod(0o700)
@@ -82,8 +82,8 @@ class StateFolder:
                 f"the state folder {self.root} cannot be made: {error.strerror} ({error.filename}); {remedy} `folder` "
                 "(RATCHET_FOLDER) to one that this user may write"
             ) from error
-        if free < min_free_mb * 1_000_000:
+        if free < min_free_disk_mb * 1_000_000:
             raise DiskFull(
-                f"the disk of {self.root} has {free // 1_000_000} MB free and {min_free_mb} MB are wanted "
-                "(min_free_mb): free the disk, or set `folder` to another one"
+                f"the disk of {self.root} has {free // 1_000_000} MB free and {min_free_disk_mb} MB are wanted "
+                "(min_free_disk_mb): free the disk, or set `folder` to another one"
             )

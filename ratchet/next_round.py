@@ -22,14 +22,14 @@ def next_round(store: Store, settings: Settings) -> dict[str, Any] | None:
 
     wanted, least, after, size = (
         _setting(settings, name)
-        for name in ("groups_per_round", "round_least_groups", "round_wait_seconds", "group_size")
+        for name in ("groups_per_round", "min_groups_per_round", "round_wait_seconds", "num_generations")
     )
     judged = store.groups.judged(settings.model, limit=_SEEN, newest_first=True)
     undecided = [one for one in store.policies.all(settings.model) if one.state in _UNDECIDED]
     return {
         "groups": RoundSize(wanted, size).weight(judged),
         "groups_per_round": wanted,
-        "round_least_groups": least,
+        "min_groups_per_round": least,
         "round_wait_seconds": after,
         "to_judge": len(store.groups.ready(settings.model, float("inf"), limit=_SEEN)),
         "undecided": [f"{one.served_name} ({one.state})" for one in undecided],
@@ -40,7 +40,7 @@ def line(waits: dict[str, Any]) -> str:
     """Return it for people."""
     parts = [
         f"{waits['groups']:g} of {waits['groups_per_round']} groups judged; with fewer it begins after "
-        f"{waits['round_wait_seconds']:g} s, never with fewer than {waits['round_least_groups']}"
+        f"{waits['round_wait_seconds']:g} s, never with fewer than {waits['min_groups_per_round']}"
     ]
     if waits["to_judge"]:
         parts.append(f"{waits['to_judge']} groups wait for the judge")

@@ -22,8 +22,8 @@ alias = click.option("--model", metavar="ALIAS", help="Name that agents give as 
 proxy_url = click.option("--proxy", metavar="URL", help="Proxy to go through.  [default: the running project's]")
 tasks = click.option("--tasks", metavar="SOURCE", help="Task set: an imported name, a folder, a file or a hub name.")
 split = click.option("--split", metavar="NAME", help="Split of the task set.")
-test_share = click.option(
-    "--test-share",
+test_size = click.option(
+    "--test-size",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
     help="Share of a task set with one split that is held out.",
 )

@@ -107,7 +107,7 @@ def candidate(store: Store, name: str, *, anyway: bool = False) -> str:
     if details["prompt_id"] is None:
         raise click.UsageError(f"run {name} found no other prompt than the one that it began from")
     if details["verdict"] != "better" and not anyway:
-        raise click.UsageError(f"run {name}: {details['verdict']}, {details['why']}; --anyway promotes it all the same")
+        raise click.UsageError(f"run {name}: {details['verdict']}, {details['why']}; --force promotes it all the same")
     evidence = {"tuning": name, "verdict": details["verdict"], "gain": (run.result or {}).get("gain")}
     policy = store.policies.with_prompt(run.alias, details["prompt_id"], evidence)
     return f"{policy.alias}@{policy.version}"
@@ -158,7 +158,7 @@ def _ran(bench: tuning.Bench, name: str, *, resume: bool = False) -> Outcome:
             tasks=bench.task_set(bench.source()),
             runner=bench.runner,
             scorer=bench.scorer,
-            reflection_key=os.environ.get(reflection.key_variable) if reflection is not None else None,
+            reflection_key=os.environ.get(reflection.api_key_env) if reflection is not None else None,
             prices=bench.prices,
             progress=bench.progress,
             tell=lambda line: click.echo(options.printable(line), err=True),

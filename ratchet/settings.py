@@ -35,7 +35,7 @@ SECRETS = frozenset(
         "RATCHET_GRADER_SECRET",
         "RATCHET_JUDGE_API_KEY",
         "RATCHET_OPERATOR_KEYS",
-        "RATCHET_SHADOW_API_KEY",
+        "RATCHET_RESAMPLE_API_KEY",
         "RATCHET_UPSTREAM_API_KEY",
     }
 )
@@ -58,7 +58,7 @@ class VllmSettings(BaseModel):
     dtype: str = Field("auto", description="number type of the weights, as vLLM's --dtype")
     max_model_len: int | None = Field(None, ge=1, description="longest context in tokens; null: the model's own")
     max_num_seqs: int | None = Field(None, ge=1, description="calls generated at once; null: vLLM's own")
-    max_lora_rank: int | None = Field(None, ge=1, description="largest LoRA rank; null: fits trainer.learner.rank")
+    max_lora_rank: int | None = Field(None, ge=1, description="largest LoRA rank; null: fits trainer.learner.lora_r")
     max_loras: int = Field(4, ge=2, description="adapter versions that can serve in one batch")
     gpu_memory_utilization: float = Field(
         0.5, gt=0, le=1, description="share of GPU memory for vLLM; the trainer needs the rest"
@@ -70,7 +70,7 @@ class VllmSettings(BaseModel):
     tool_call_parser: str = Field(
         "auto", description="vLLM's --tool-call-parser; auto: by the model's family; none: off"
     )
-    start_timeout: float = Field(900.0, gt=0, description="seconds until vLLM must be ready")
+    start_timeout_seconds: float = Field(900.0, gt=0, description="seconds until vLLM must be ready")
     enforce_strict_tool_calling: bool = Field(
         False, description="hold the calls of `strict` tools to a grammar; such calls are then not trained"
     )
@@ -130,7 +130,7 @@ class Settings(BaseModel):
     )
     base_model: str | None = Field(None, description="folder or hub name of the model that learns")
     store: str | None = Field(None, description="database URL; null: SQLite in the state folder")
-    min_free_mb: int = Field(500, ge=0, description="`up` refuses to start with less free disk than this")
+    min_free_disk_mb: int = Field(500, ge=0, description="`up` refuses to start with less free disk than this")
     restarts: int = Field(
         5, ge=0, description="how often `up` starts a room again that died, within ten minutes; 0: never"
     )
@@ -283,6 +283,6 @@ def _check_load_is_told(settings: Settings) -> None:
     wanted = (settings.trainer.get("shadow") or {}).get("samples")
     if wanted and "--disable-log-stats" in settings.vllm.extra_args:
         raise SettingsError(
-            "trainer.shadow.samples: shadow calls wait for an idle vLLM, and with --disable-log-stats it does not tell "
-            "whether it is; take that out of vllm.extra_args, or set trainer.shadow.samples to 0"
+            "trainer.resample.samples: shadow calls wait for an idle vLLM, and with --disable-log-stats it does not tell "
+            "whether it is; take that out of vllm.extra_args, or set trainer.resample.samples to 0"
         )

@@ -1,6 +1,6 @@
 """Whether shadow calls can be made: vLLM tells how busy it is, and the proxy lets the trainer's own key in.
 
-A proof of `ratchet doctor` where `trainer.shadow.samples` asks for shadows. Asks for nothing that costs a token.
+A proof of `ratchet doctor` where `trainer.resample.samples` asks for shadows. Asks for nothing that costs a token.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def collect(settings: Settings) -> dict[str, Any]:
         "project": settings.project,
         "running": bool(running),
         "ready": bool(running.get("ready")),
-        "without_folder": whereabouts.without_folder(settings.state),
+        "orphaned_pid": whereabouts.orphaned_pid(settings.state),
         "base_url": running.get("base_url"),
         "console": running.get("console"),
         "vllm_url": running.get("vllm_url"),
@@ -51,7 +51,7 @@ def collect(settings: Settings) -> dict[str, Any]:
         "versions": {"ratchet": __version__, **versions()},
         "store": _store(settings),
         "other_projects": others(settings),
-        "others_up": [name for name in others(settings) if _is_up(settings, name)],
+        "other_projects_up": [name for name in others(settings) if _is_up(settings, name)],
     }
 
 
@@ -107,7 +107,7 @@ def _store(settings: Settings) -> dict[str, Any] | None:
         "trajectories": {str(state): count for state, count in store.trajectories.counts().items()},
         "dropped": store.trajectories.drop_counts(),
         "dropped_groups": store.groups.drop_counts(settings.model),
-        "left_out_tokens": _left_out(rounds),
+        "untrained_tokens": _left_out(rounds),
         "shadows": {str(state): count.shadows for state, count in store.shadows.counts(settings.model).items()},
         "rounds": {str(state): sum(r.state is state for r in rounds) for state in sorted({r.state for r in rounds})},
         "next_round": next_round(store, settings),
@@ -157,14 +157,14 @@ def canary_line(scores: dict[str, Any]) -> str:
 def lines(status: dict[str, Any]) -> list[str]:
     """Return the status for people."""
     text = [f"project {status['project']}: {'up' if status['ready'] else 'starting' if status['running'] else 'down'}"]
-    if (pid := status["without_folder"]) is not None:
+    if (pid := status["orphaned_pid"]) is not None:
         text = [
             f"project {status['project']}: up (pid {pid}), but its state folder was deleted while it ran: agents are "
             "answered, nothing reaches the store; `ratchet down` ends it"
         ]
-    if status["others_up"] and not status["running"]:
+    if status["other_projects_up"] and not status["running"]:
         text.append(
-            f"  up is     {', '.join(status['others_up'])}: look there with --project NAME, or its --config FILE"
+            f"  up is     {', '.join(status['other_projects_up'])}: look there with --project NAME, or its --config FILE"
         )
     if status["base_url"]:
         text.append(f"  base_url  {status['base_url']}")
@@ -190,7 +190,7 @@ def lines(status: dict[str, Any]) -> list[str]:
         text.append(f"  dropped       {count} {reason}" + (f": {DROPPED[reason]}" if reason in DROPPED else ""))
     if store["dropped_groups"]:
         text.append("  dropped groups  " + _counts(store["dropped_groups"]))
-    for reason, count in sorted(store["left_out_tokens"].items(), key=lambda item: -item[1]):
+    for reason, count in sorted(store["untrained_tokens"].items(), key=lambda item: -item[1]):
         known = f": {LEFT_OUT[reason]}" if reason in LEFT_OUT else ""
         text.append(f"  left out      {count} tokens {reason}{known}")
     if store["shadows"]:

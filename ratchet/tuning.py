@@ -31,7 +31,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _OPTIONS = (
     options.tasks,
-    options.test_share,
+    options.test_size,
     options.workflow,
     options.judge,
     options.attempts,
@@ -57,7 +57,7 @@ def rollout_options(command: _Command) -> _Command:
 
 def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
     """Return the settings of the running project, with the options that `rollout_options` gave laid over them."""
-    tuner = ("tasks", "test_share", "workflow", "attempts", "concurrency", "seed")
+    tuner = ("tasks", "test_size", "workflow", "attempts", "concurrency", "seed")
     names = {"judge": "trainer.judge", "proxy": "tuner.proxy_url"} | {name: f"tuner.{name}" for name in tuner}
     return options.running_settings_of(context, {names.get(key, key): value for key, value in given.items()})
 
@@ -112,7 +112,7 @@ def task_set_of(settings: Settings, source: str) -> TaskSet:
 
     tuner = settings.tuner_settings()
     found = ImportedTasks(settings.state.tasks).open(source)
-    return found if tuner.test_share is None else found.split(1 - tuner.test_share, tuner.seed)
+    return found if tuner.test_size is None else found.split(1 - tuner.test_size, tuner.seed)
 
 
 @contextmanager

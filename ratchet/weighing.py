@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ratchet.trainer.tuning.weights_plan import WeightsPlan
     from ratchet.tuning import Bench
 
-_TUNER = ("workflow", "concurrency", "seed", "test_share")
+_TUNER = ("workflow", "concurrency", "seed", "test_size")
 _PLANNED = (
     "rounds", "tasks_per_round", "eval_every", "eval_tasks", "validation_tasks", "eval_attempts", "eval_workflow",
     "patience", "collect",
@@ -32,7 +32,7 @@ _PLANNED = (
 def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
     """Return the project's settings with the command's options laid over them. Raises SettingsError."""
     names = {name: f"tuner.{name}" for name in _TUNER}
-    names |= {"judge": "trainer.judge", "attempts": "trainer.group_size"}
+    names |= {"judge": "trainer.judge", "attempts": "trainer.num_generations"}
     settings = options.running_settings_of(context, {names.get(name, name): value for name, value in given.items()})
     if not settings.has_judge:
         raise click.UsageError("no judge is named: give --judge, or set trainer.judge in ratchet.yaml")
@@ -120,7 +120,7 @@ def _plan(settings: Settings, own: dict[str, Any]) -> WeightsPlan:
     tuner, trainer = settings.tuner_settings(), settings.trainer_settings(base_model=settings.base_model)
     families = own["families"] or ((tuner.tasks,) if tuner.tasks else ())
     given = {name: own[name] for name in _PLANNED if own[name] is not None}
-    values = given | {"families": families, "workflow": tuner.workflow, "attempts": trainer.group_size}
+    values = given | {"families": families, "workflow": tuner.workflow, "attempts": trainer.num_generations}
     try:
         return WeightsPlan(**values, seed=tuner.seed, warm_start=_warm_start(own))
     except ValidationError as wrong:
@@ -169,11 +169,11 @@ def _check_group_size(settings: Settings) -> None:
 
     if not read_running(settings.state):
         return
-    usual = TrainerSettings.model_fields["group_size"].default
-    running = (last_run.read(settings).get("trainer") or {}).get("group_size", usual)
-    asked = settings.trainer_settings(base_model=settings.base_model).group_size
+    usual = TrainerSettings.model_fields["num_generations"].default
+    running = (last_run.read(settings).get("trainer") or {}).get("num_generations", usual)
+    asked = settings.trainer_settings(base_model=settings.base_model).num_generations
     if asked != running:
         raise click.UsageError(
-            f"--attempts {asked}: the trainer that runs compares {running} attempts at a task (trainer.group_size): "
+            f"--attempts {asked}: the trainer that runs compares {running} attempts at a task (trainer.num_generations): "
             f"give --attempts {running}, or stop the project, and the rooms are started for this run"
         )

@@ -130,7 +130,7 @@ def _reasons(
     trainer = settings.trainer_settings(
         base_model=settings.base_model or "unset", judge=settings.trainer.get("judge") or "unset:unset"
     )
-    roles = Roles(trainer.roles, trainer.role_prompts)
+    roles = Roles(trainer.roles, trainer.role_patterns)
     longest = max((_seconds(one) for one in rollouts), default=0.0)
     with tuning.judge_of(settings) as judge:
         return [

@@ -45,8 +45,8 @@ class Assembly:
         self._casting = casting
         self._patience = patience_of(settings.judge)
         self._shadowing = Shadowing(
-            store, settings.model, settings.shadow,
-            least=settings.group_least,
+            store, settings.model, settings.resample,
+            least=settings.min_group_size,
             key=os.environ.get(KEY_VARIABLE),
             load=partial(load_of, settings.vllm, upstream_key),
         )  # fmt: skip
@@ -85,11 +85,11 @@ class Assembly:
             ripe_at=spoken,
             abandoned=self._store.rollouts.abandoned(names),
             cut_off=self._store.trajectories.cut_off(names) if names else frozenset(),
-            size=settings.group_size,
-            least=settings.group_least,
+            size=settings.num_generations,
+            least=settings.min_group_size,
             wait_seconds=settings.group_wait_seconds,
             now=now,
-            held_out={run.id for run in waiting if is_held_out(run.group_key, settings.gate.held_out)},
+            held_out={run.id for run in waiting if is_held_out(run.group_key, settings.release.held_out)},
             other_role=self._casting.without([run for run in waiting if run.purpose == "live"]),
             under_way=self._store.trajectories.under_way(settings.model, waiting),
         )
@@ -103,14 +103,14 @@ class Assembly:
     def _cohorts(self, alone: list[Trajectory], now: float) -> tuple[list[PlannedGroup], set[str]]:
         """Return the cohorts that singles make, and who waits for one."""
         settings = self._settings
-        if settings.singles != "cohort" or not alone:
+        if settings.ungrouped != "cohort" or not alone:
             return [], set()
         return plan_cohorts(
             alone,
             keys={run.id: likeness(run, self._prompt(run.root_node)) for run in alone},
-            settled=self._book.ready(settings.single_least),
-            size=settings.group_size,
-            least=settings.group_least,
+            settled=self._book.ready(settings.min_baseline_samples),
+            size=settings.num_generations,
+            least=settings.min_group_size,
             wait_seconds=2 * settings.group_wait_seconds,  # they have waited once for attempts at the same
             now=now,
         )

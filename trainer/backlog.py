@@ -2,7 +2,7 @@
 
 Consumes ready and judged groups. Promises that the newest come first, for the judge as for a round, so that where more
 arrives than can be trained the rest grows stale, not what is used; that what is too old is dropped before a judge is
-asked about it; and that a group which lost members is compared only where `group_least` are left. Does not train.
+asked about it; and that a group which lost members is compared only where `min_group_size` are left. Does not train.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ratchet.trainer.settings import TrainerSettings
 from ratchet.trainer.staleness import oldest_fresh
 
 STALE = "stale"
-TOO_FEW_LEFT = "too_few_left"  # its other members were dropped after it was formed
+TOO_FEW_LEFT = "group_too_small"  # its other members were dropped after it was formed
 _LEAST_SEEN = 200  # groups looked at in one turn
 _STALE_ALARM = 4  # rounds' worth of groups
 
@@ -28,9 +28,9 @@ class Backlog:
     def __init__(self, store: Store, settings: TrainerSettings) -> None:
         self._store = store
         self._settings = settings
-        self._size = RoundSize(settings.groups_per_round, settings.group_size)
+        self._size = RoundSize(settings.groups_per_round, settings.num_generations)
         self._alias = settings.model
-        self._most = max(_LEAST_SEEN, 2 * settings.groups_per_round * settings.group_size)
+        self._most = max(_LEAST_SEEN, 2 * settings.groups_per_round * settings.num_generations)
         self._alarm_at = _STALE_ALARM * settings.groups_per_round
         # groups in a row that were too old
         self._stale = len(store.groups.dropped_since_judged(self._alias, STALE, self._alarm_at))
@@ -62,7 +62,7 @@ class Backlog:
         """Whether groups that count for `weight`, the first of them judged `waited` seconds ago, start a round."""
         settings = self._settings
         late = waited >= settings.round_wait_seconds
-        return weight >= (settings.round_least_groups if late else settings.groups_per_round)
+        return weight >= (settings.min_groups_per_round if late else settings.groups_per_round)
 
     def newest(self, judged: Sequence[Group]) -> list[Group]:
         """Return the newest of `judged` that make a round."""
@@ -77,7 +77,7 @@ class Backlog:
 
     def _comparable(self, groups: Sequence[Group]) -> list[Group]:
         """Drop the groups that have lost so many members that nothing is left to compare; return the others."""
-        least = self._settings.group_least
+        least = self._settings.min_group_size
         few = [group for group in groups if len(group.members) < min(least, group.formed_of)]
         for group in few:
             self._store.groups.drop(group.id, TOO_FEW_LEFT)

@@ -66,5 +66,5 @@ class Casting:
                 self._alarm,
                 f"the last {self._in_vain} trajectories hold no call of the roles that train "
                 f"({', '.join(self.roles.train)}); the last one's roles: {roles}; have agents send x-ratchet-role, or "
-                "set trainer.role_prompts",
+                "set trainer.role_patterns",
             )

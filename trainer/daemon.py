@@ -7,8 +7,8 @@
     score        ready groups          judged groups, drops, alarms   the judge; the newest first, none too old
     rehear       late feedback         further verdicts               the judge
     warm start   good trajectories     a committed round, candidate   a tuning that asks for it
-    watch        the newest of all     alarms, doubts                 sentinel.every_seconds
-    train        judged groups         a committed round, candidate   groups_per_round, or round_least_groups for
+    watch        the newest of all     alarms, doubts                 sentinel.interval_seconds
+    train        judged groups         a committed round, candidate   groups_per_round, or min_groups_per_round for
                                                                       round_wait_seconds; that nothing holds training
     publish      the newest candidate  live, canary, held, unproven,  vLLM
                                        rejected
@@ -105,12 +105,12 @@ class Daemon:
         self._patience = patience_of(settings.judge)
         self._judge_version, self._relative = judging.judge.version, only_ranks(settings.judge)
         note_judge(store, settings.model, self._judge_version, relative=self._relative)
-        self._transcripts = Transcripts(store, most=4 * settings.groups_per_round * settings.group_size)
-        self._casting = Casting(store, settings.model, Roles(settings.roles, settings.role_prompts))
+        self._transcripts = Transcripts(store, most=4 * settings.groups_per_round * settings.num_generations)
+        self._casting = Casting(store, settings.model, Roles(settings.roles, settings.role_patterns))
         self._memory = Memory(store, settings.model, settings.learner)
         self._school = School(
             store, settings.model, settings.checkpoints, judging.credit, self._transcripts, casting=self._casting,
-            size=RoundSize(settings.groups_per_round, settings.group_size), memory=self._memory,
+            size=RoundSize(settings.groups_per_round, settings.num_generations), memory=self._memory,
             mask_truncated=settings.mask_truncated_completions,
         )  # fmt: skip
         self._assembly = Assembly(store, settings, self._casting, judging.credit.book, upstream_key)
@@ -172,7 +172,7 @@ class Daemon:
                     raise
                 worked = False
             if not worked:
-                self._stop.wait(self.settings.poll_seconds)
+                self._stop.wait(self.settings.poll_interval_seconds)
 
     def turn(self, now: float) -> bool:
         """Do everything that is due once; return whether there was anything."""
@@ -294,8 +294,8 @@ class Daemon:
             self._store.policies.all(alias),
             pinned=in_use,
             best=self._best(),
-            newest=settings.keep_folders,
-            states=settings.keep_states,
+            newest=settings.keep_checkpoints,
+            states=settings.keep_optimizer_states,
         )
         for old in self._store.policies.all(alias):  # first the mark, so that nobody promotes what is half gone
             if old.version not in kept.folders and old.adapter and old.pruned_at is None:

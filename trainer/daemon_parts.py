@@ -56,7 +56,12 @@ def make_judging(settings: TrainerSettings, store: Store, progress: Progress) ->
     second = _second_judge(settings, store, judge)
     book = ScoreBook(store.groups.scored(settings.model, judge.version))
     credit = Credit(
-        settings.credit, settings.family_scale, settings.single_least, settings.roles, book, settings.turn_weight
+        settings.advantage_estimator,
+        settings.scale_advantages_by_family,
+        settings.min_baseline_samples,
+        settings.roles,
+        book,
+        settings.turn_weight,
     )
     scorekeeper = Scorekeeper(
         store,
@@ -68,7 +73,7 @@ def make_judging(settings: TrainerSettings, store: Store, progress: Progress) ->
         progress=progress,
         second=second,
         flat=flat_groups(store, settings.model),
-        least=settings.group_least,
+        least=settings.min_group_size,
     )
     rehearing = Rehearing(
         store,
@@ -85,7 +90,7 @@ def make_releasing(
     settings: TrainerSettings, store: Store, replicas: Sequence[Replica], judging: Judging, metrics: Metrics
 ) -> Releasing:
     """Return who releases the versions of an alias."""
-    gate, alias = settings.gate, settings.model
+    gate, alias = settings.release, settings.model
     evaluations = make_evaluations(settings, store, replicas[0])
     sentinel = Sentinel(settings.sentinel, store, alias, metrics, judging.second)
     publisher = Publisher(
@@ -93,7 +98,7 @@ def make_releasing(
         replicas,
         alias=alias,
         tolerance=settings.proof_tolerance,
-        keep_loaded=settings.keep_loaded,
+        keep_loaded_adapters=settings.keep_loaded_adapters,
         share=gate.share if gate.enabled else None,
         evaluations=evaluations,
         jump=gate.jump,
@@ -109,4 +114,4 @@ def _second_judge(settings: TrainerSettings, store: Store, first: Judge) -> Seco
     if not watched.second_judge:
         return None
     judge = make_judge(watched.second_judge, os.environ)
-    return SecondJudge(judge, watched.second_judge_share, store, settings.model, first.version)
+    return SecondJudge(judge, watched.second_judge_sample_rate, store, settings.model, first.version)

@@ -58,58 +58,58 @@ def _judge(settings: TrainerSettings) -> str | None:
 
 
 def _least_group(settings: TrainerSettings) -> str | None:
-    if settings.group_least <= settings.group_size:
+    if settings.min_group_size <= settings.num_generations:
         return None
     return (
-        f"group_least {settings.group_least} is more than group_size {settings.group_size}: lower it, or no smaller "
+        f"min_group_size {settings.min_group_size} is more than num_generations {settings.num_generations}: lower it, or no smaller "
         "group is ever compared"
     )
 
 
 def _least_round(settings: TrainerSettings) -> str | None:
-    if settings.round_least_groups <= settings.groups_per_round:
+    if settings.min_groups_per_round <= settings.groups_per_round:
         return None
     return (
-        f"round_least_groups {settings.round_least_groups} is more than groups_per_round {settings.groups_per_round}: "
+        f"min_groups_per_round {settings.min_groups_per_round} is more than groups_per_round {settings.groups_per_round}: "
         "lower it, or raise groups_per_round"
     )
 
 
 def _single_least(settings: TrainerSettings) -> str | None:
-    if settings.singles == "drop" or settings.single_least <= MOST_REMEMBERED:
+    if settings.ungrouped == "drop" or settings.min_baseline_samples <= MOST_REMEMBERED:
         return None
     return (
-        f"single_least {settings.single_least} is more than the {MOST_REMEMBERED} scores of a task family that are "
+        f"min_baseline_samples {settings.min_baseline_samples} is more than the {MOST_REMEMBERED} scores of a task family that are "
         "remembered: no single would ever have a baseline; lower it, 16 is usual"
     )
 
 
 def _rank_of_one(settings: TrainerSettings) -> str | None:
-    if settings.singles == "drop" or not only_ranks(settings.judge):
+    if settings.ungrouped == "drop" or not only_ranks(settings.judge):
         return None
     return (
-        f"singles: {settings.singles} compares scores of different times and tasks, and the judge only ranks the "
+        f"singles: {settings.ungrouped} compares scores of different times and tasks, and the judge only ranks the "
         "members of one group: a single is best and worst of its own; take a judge that scores each answer by "
-        "itself, or singles: drop, with shadow.samples where single-call prompts shall learn (docs/singles.md)"
+        "itself, or ungrouped: drop, with resample.samples where single-call prompts shall learn (docs/singles.md)"
     )
 
 
 def _few_shadows(settings: TrainerSettings) -> str | None:
-    if not 0 < settings.shadow.samples < settings.group_least - 1:
+    if not 0 < settings.resample.samples < settings.min_group_size - 1:
         return None
     return (
-        f"shadow.samples {settings.shadow.samples} and the original are fewer than group_least "
-        f"{settings.group_least}: they would never be compared; take {settings.group_least - 1} shadow.samples or more"
+        f"resample.samples {settings.resample.samples} and the original are fewer than min_group_size "
+        f"{settings.min_group_size}: they would never be compared; take {settings.min_group_size - 1} resample.samples or more"
     )
 
 
 def _unheard_shadows(settings: TrainerSettings) -> str | None:
-    what = _needs_a_listener(settings.judge) if settings.shadow.samples else None
+    what = _needs_a_listener(settings.judge) if settings.resample.samples else None
     if what is None:
         return None
     return (
-        f"shadow.samples asks for answers that nobody sees, and {what}: they could never be scored; take a judge that "
-        "reads the answer itself, or shadow.samples: 0"
+        f"resample.samples asks for answers that nobody sees, and {what}: they could never be scored; take a judge that "
+        "reads the answer itself, or resample.samples: 0"
     )
 
 
@@ -143,10 +143,10 @@ def _rate(settings: TrainerSettings) -> str | None:
 
 def _target(settings: TrainerSettings) -> str | None:
     learner = settings.learner
-    if learner.target_kl is None or (learner.learning_rate == AUTO and learner.loss != "sft"):
+    if learner.target_kl is None or (learner.learning_rate == AUTO and learner.loss_type != "sft"):
         return None
     return (
-        f"learner.target_kl has no effect with learning_rate {learner.learning_rate} and loss {learner.loss}: it "
+        f"learner.target_kl has no effect with learning_rate {learner.learning_rate} and loss {learner.loss_type}: it "
         "steers learning_rate auto, and sft imitates at a fixed rate; leave it out, or set learning_rate: auto"
     )
 
@@ -173,11 +173,11 @@ def _clip(settings: TrainerSettings) -> str | None:
 
 
 def _no_pairs(settings: TrainerSettings) -> str | None:
-    if settings.learner.loss != "dpo" or settings.singles == "drop":
+    if settings.learner.loss_type != "dpo" or settings.ungrouped == "drop":
         return None
     return (
-        f"learner.loss dpo compares the best and the worst of a group, and singles: {settings.singles} has no two "
-        "answers to one prompt: take loss apo_zero_unpaired, or singles: drop, with shadow.samples where single-call "
+        f"learner.loss_type dpo compares the best and the worst of a group, and singles: {settings.ungrouped} has no two "
+        "answers to one prompt: take loss apo_zero_unpaired, or ungrouped: drop, with resample.samples where single-call "
         "prompts shall learn"
     )
 
@@ -185,7 +185,9 @@ def _no_pairs(settings: TrainerSettings) -> str | None:
 def _turns_of_whole_answers(settings: TrainerSettings) -> str | None:
     if not settings.turn_weight or not settings.learner.objective.preference:
         return None
-    return f"turn_weight has no effect with loss {settings.learner.loss}, which compares whole answers: set it to 0"
+    return (
+        f"turn_weight has no effect with loss {settings.learner.loss_type}, which compares whole answers: set it to 0"
+    )
 
 
 def _without_effect(settings: TrainerSettings) -> str | None:
@@ -194,7 +196,7 @@ def _without_effect(settings: TrainerSettings) -> str | None:
     looked_at = {
         "epsilon_low": objective.ratio != "none" and objective.shape == "clip",
         "epsilon_high": objective.ratio != "none",
-        "entropy_top_share": objective.ratio != "none",
+        "top_entropy_quantile": objective.ratio != "none",
         "dr_grpo_length": objective.mean == "length",
         "preference_beta": objective.preference,
     }
@@ -202,7 +204,7 @@ def _without_effect(settings: TrainerSettings) -> str | None:
     idle = [name for name, used in looked_at.items() if not used and getattr(learner, name) != getattr(usual, name)]
     if not idle:
         return None
-    return f"learner.{idle[0]} has no effect with loss {learner.loss}: leave it out, or take a loss that has it"
+    return f"learner.{idle[0]} has no effect with loss {learner.loss_type}: leave it out, or take a loss that has it"
 
 
 _CHECKS: tuple[Callable[[TrainerSettings], str | None], ...] = (

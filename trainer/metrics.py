@@ -31,31 +31,34 @@ _SUBJECT_CHARS = 64
 
 # What findings are shown as: metric -> help, and whether it has a tool as subject.
 _FOUND = {
-    "ratchet_tool_failure_share": ("Share of a tool's newest fitting calls that failed", True),
-    "ratchet_tool_use_share": ("Share of the trajectories that were offered a tool and used it", True),
-    "ratchet_resource_use_share": ("Share of the often shown files, addresses and ids that tool calls name", False),
+    "ratchet_tool_failure_ratio": ("Share of a tool's newest fitting calls that failed", True),
+    "ratchet_tool_use_ratio": ("Share of the trajectories that were offered a tool and used it", True),
+    "ratchet_resource_use_ratio": ("Share of the often shown files, addresses and ids that tool calls name", False),
     "ratchet_trajectory_tokens": ("Sampled tokens per trajectory", False),
     "ratchet_reasoning_tokens_per_action": ("Reasoning tokens per tool call or answer", False),
     "ratchet_actions_per_trajectory": ("Tool calls and answers per trajectory", False),
-    "ratchet_made_up_argument_share": ("Share of tool arguments that occur nowhere in their context", False),
-    "ratchet_needless_tool_calls": ("Tool calls per trajectory on tasks that are solved without any", False),
+    "ratchet_hallucinated_argument_ratio": ("Share of tool arguments that occur nowhere in their context", False),
+    "ratchet_unnecessary_tool_calls": ("Tool calls per trajectory on tasks that are solved without any", False),
     "ratchet_second_judge_tau": ("Kendall's tau between the first and the second judge", False),
     "ratchet_logprob_mismatch_nats": ("Mean |trainer - engine| logprob of the last rounds", False),
-    "ratchet_left_out_token_share": ("Share of sampled tokens that the last rounds did not train", False),
+    "ratchet_untrained_token_ratio": ("Share of sampled tokens that the last rounds did not train", False),
 }
 
 # What the newest committed round is shown as: metric -> (key of its metrics, help).
 _ROUND = {
     "ratchet_round_reward": ("reward", "Mean score of the newest round's trajectories"),
     "ratchet_round_loss": ("loss", "Loss of the newest round"),
-    "ratchet_round_gradient_norm": ("grad_norm", "Gradient norm of the newest round, before clipping"),
+    "ratchet_round_grad_norm": ("grad_norm", "Gradient norm of the newest round, before clipping"),
     "ratchet_round_entropy_nats": ("entropy", "Entropy of the policy at the trained tokens"),
-    "ratchet_round_clip_share": ("clip_share", "Share of trained tokens that the clip silenced"),
+    "ratchet_round_clip_ratio": ("clip_ratio", "Share of trained tokens that the clip silenced"),
     "ratchet_round_tokens": ("tokens_trained", "Tokens that the newest round trained"),
     "ratchet_round_seconds": ("seconds", "Time that the newest round's steps took"),
     "ratchet_round_learning_rate": ("learning_rate", "Learning rate of the newest round's steps"),
     "ratchet_round_approx_kl_nats": ("approx_kl", "Mean k3 by which the newest round moved the policy"),
-    "ratchet_round_good_gap_nats": ("gap_good_mean", "Mean change of log p of tokens with a positive advantage"),
+    "ratchet_round_logprob_change_positive_nats": (
+        "logprob_change_positive_mean",
+        "Mean change of log p of tokens with a positive advantage",
+    ),
 }
 
 
@@ -65,7 +68,7 @@ class Metrics:
     def __init__(self, alias: str, store: Store | None = None) -> None:
         self._alias = alias
         self.registry = registry = CollectorRegistry()
-        self._held = Gauge("ratchet_training_held", "1 while no step is taken", ["alias"], registry=registry)
+        self._held = Gauge("ratchet_training_paused", "1 while no step is taken", ["alias"], registry=registry)
         self._held.labels(alias).set(0)
         self._found = {
             name: Gauge(name, said, ["alias", "tool"] if by_tool else ["alias"], registry=registry)
@@ -74,12 +77,14 @@ class Metrics:
         self._round = {name: Gauge(name, said, ["alias"], registry=registry) for name, (_, said) in _ROUND.items()}
         self._rounds = Counter("ratchet_rounds", "Rounds by their end", ["alias", "state"], registry=registry)
         self._left_out = Counter(
-            "ratchet_tokens_dropped", "Sampled tokens of trained trajectories without loss", ["alias", "reason"],
+            "ratchet_untrained_tokens", "Sampled tokens of trained trajectories without loss", ["alias", "reason"],
             registry=registry,
         )  # fmt: skip
         works = ["alias", "work"]
-        self._done = Gauge("ratchet_progress_done", "Items of a long work that are done", works, registry=registry)
-        self._total = Gauge("ratchet_progress_total", "Items of a long work", works, registry=registry)
+        self._done = Gauge(
+            "ratchet_progress_items_done", "Items of a long work that are done", works, registry=registry
+        )
+        self._total = Gauge("ratchet_progress_items", "Items of a long work", works, registry=registry)
         self._pace = Gauge("ratchet_progress_seconds_per_item", "Seconds an item took so far", works, registry=registry)
         self._eta = Gauge("ratchet_progress_eta_seconds", "Seconds left at this pace", works, registry=registry)
         self._mean = Gauge(
@@ -87,11 +92,11 @@ class Metrics:
             registry=registry,
         )  # fmt: skip
         self._scores = Gauge(
-            "ratchet_gate_scores", "Scores of the canary, and of the live version beside it", ["alias", "side"],
+            "ratchet_release_scores", "Scores of the canary, and of the live version beside it", ["alias", "side"],
             registry=registry,
         )  # fmt: skip
         self._difference = Gauge(
-            "ratchet_gate_difference", "Mean score of the canary, less the live one's", ["alias", "bound"],
+            "ratchet_release_difference", "Mean score of the canary, less the live one's", ["alias", "bound"],
             registry=registry,
         )  # fmt: skip
         self._evaluating = Gauge(
@@ -190,12 +195,12 @@ class _Stored(Collector):
         for reason, count in self._store.groups.drop_counts(self._alias).items():
             told["ratchet_groups_dropped"].add_metric([self._alias, reason], count)
         for alarm in self._store.alarms.standing():
-            told["ratchet_alarm_standing"].add_metric([alarm.name], 1)
+            told["ratchet_alarm_active"].add_metric([alarm.name], 1)
         counts = self._store.shadows.counts(self._alias)
         for state in (state for state in counts if state in (ShadowState.ANSWERED, ShadowState.FAILED)):
-            told["ratchet_shadow_calls"].add_metric([self._alias, str(state)], counts[state].shadows)
+            told["ratchet_resample_calls"].add_metric([self._alias, str(state)], counts[state].shadows)
         if ShadowState.ANSWERED in counts:
-            told["ratchet_shadow_tokens"].add_metric([self._alias], counts[ShadowState.ANSWERED].tokens)
+            told["ratchet_resample_tokens"].add_metric([self._alias], counts[ShadowState.ANSWERED].tokens)
 
     def _read_policies(self, told: Mapping[str, _Family]) -> None:
         live = self._store.policies.live().get(self._alias)
@@ -204,7 +209,7 @@ class _Stored(Collector):
         unproven = len(self._store.policies.unproven(self._alias))
         told["ratchet_unproven_versions"].add_metric([self._alias], unproven)
         held = self._store.policies.held(self._alias)
-        told["ratchet_promotion_held"].add_metric([self._alias], int(held is not None))
+        told["ratchet_release_pending_approval"].add_metric([self._alias], int(held is not None))
         for action, count in self._store.decisions.counts(self._alias).items():
             told["ratchet_policy_decisions"].add_metric([self._alias, str(action)], count)
 
@@ -213,12 +218,12 @@ def _families() -> dict[str, _Family]:
     families: tuple[_Family, ...] = (
         CounterMetricFamily("ratchet_trajectories_dropped", "Trajectories that were put aside", labels=["reason"]),
         CounterMetricFamily("ratchet_groups_dropped", "Groups that were put aside", labels=["alias", "reason"]),
-        GaugeMetricFamily("ratchet_alarm_standing", "1 for every alarm that is not cleared", labels=["name"]),
-        CounterMetricFamily("ratchet_shadow_calls", "Shadow calls by their end", labels=["alias", "state"]),
-        CounterMetricFamily("ratchet_shadow_tokens", "Tokens of answered shadow calls", labels=["alias"]),
+        GaugeMetricFamily("ratchet_alarm_active", "1 for every alarm that is not cleared", labels=["name"]),
+        CounterMetricFamily("ratchet_resample_calls", "Shadow calls by their end", labels=["alias", "state"]),
+        CounterMetricFamily("ratchet_resample_tokens", "Tokens of answered shadow calls", labels=["alias"]),
         GaugeMetricFamily("ratchet_live_version", "Version that is live", labels=["alias"]),
         GaugeMetricFamily("ratchet_unproven_versions", "Versions too near to the live one to prove", labels=["alias"]),
-        GaugeMetricFamily("ratchet_promotion_held", "1 while a version waits for a person", labels=["alias"]),
+        GaugeMetricFamily("ratchet_release_pending_approval", "1 while a version waits for a person", labels=["alias"]),
         CounterMetricFamily("ratchet_policy_decisions", "Decisions about versions", labels=["alias", "action"]),
     )
     return {family.name: family for family in families}

@@ -20,11 +20,11 @@ class RoundSize:
     """The groups that make a whole round, and the members that make a whole group."""
 
     groups_per_round: int
-    group_size: int
+    num_generations: int
 
     def weight(self, groups: Sequence[Group]) -> float:
         """Return how many groups these count for: a single is one member of one."""
-        return sum(1.0 if len(group.members) > 1 else 1.0 / self.group_size for group in groups)
+        return sum(1.0 if len(group.members) > 1 else 1.0 / self.num_generations for group in groups)
 
     def rate_scale(self, groups: Sequence[Group]) -> float:
         """Return the share of the learning rate that a round of these groups takes, at most 1."""

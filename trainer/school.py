@@ -208,7 +208,7 @@ class School:
         self._watch_for_collapse(candidate, report)
         log.info(
             "event=round_committed round=%s policy=%s@%d groups=%d rows=%d tokens=%d reward=%.3f loss=%.4f "
-            "mismatch_nats=%.5f moved_nats=%.2g rate=%.2g seconds=%.1f",
+            "max_mismatch_nats=%.5f moved_nats=%.2g rate=%.2g seconds=%.1f",
             held.id, self._alias, candidate.version, len(groups), report.rows, report.tokens_trained,
             self._reward(groups)["reward"], report.loss, report.logprob_abs_diff_mean,
             report.approx_kl, report.learning_rate, report.seconds,

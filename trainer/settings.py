@@ -41,8 +41,8 @@ class TrainerSettings(BaseModel):
         5.0, ge=0, description="pause before a failed judge is asked again; it grows fourfold"
     )
     seal_after_idle_seconds: float = Field(60.0, gt=0, description="a trajectory this still is complete")
-    group_size: int = Field(8, ge=2, description="attempts at one task that are compared with each other")
-    group_least: int = Field(2, ge=2, description="smallest group that is worth comparing")
+    num_generations: int = Field(8, ge=2, description="attempts at one task that are compared with each other")
+    min_group_size: int = Field(2, ge=2, description="smallest group that is worth comparing")
     group_wait_seconds: float = Field(
         300.0,
         gt=0,
@@ -59,32 +59,40 @@ class TrainerSettings(BaseModel):
         True, description="answers that were cut off at their longest (finish reason `length`) carry no loss"
     )
     roles: tuple[str, ...] = Field((), description="roles of a multi-agent system that train; empty: all")
-    role_prompts: dict[str, str] = Field(
+    role_patterns: dict[str, str] = Field(
         default_factory=dict,
         description="pattern in the system prompt by role, for calls without x-ratchet-role; the first that fits",
     )
-    family_scale: bool = Field(False, description="scale the advantages of each task family to the same spread")
+    scale_advantages_by_family: bool = Field(
+        False, description="scale the advantages of each task family to the same spread"
+    )
     singles: Literal["drop", "baseline", "cohort"] = Field(
         "drop",
         description="what has no company: drop it, compare it with its task family's past (baseline), or, while that "
         "is too short, with others of the same system prompt and tools (cohort)",
     )
-    single_least: int = Field(16, ge=2, description="earlier scores of a task family that make a baseline")
+    min_baseline_samples: int = Field(16, ge=2, description="earlier scores of a task family that make a baseline")
     groups_per_round: int = Field(16, ge=1, description="groups with a learning signal that start a round")
     round_wait_seconds: float = Field(600.0, gt=0, description="a round starts with fewer groups after this long")
-    round_least_groups: int = Field(
-        1, ge=1, description="but never with fewer than this; a single counts 1 / group_size of a group"
+    min_groups_per_round: int = Field(
+        1, ge=1, description="but never with fewer than this; a single counts 1 / num_generations of a group"
     )
     max_staleness: int = Field(8, ge=0, description="groups sampled more versions ago than this are dropped")
     no_signal_alarm: int = Field(5, ge=1, description="groups in a row without variance that raise an alarm")
     proof_tolerance: float = Field(
         0.1, gt=0, description="mean |served - trainer| logprob, nats, beyond which a swap is refused"
     )
-    keep_loaded: int = Field(2, ge=0, description="retired versions that stay loaded in vLLM")
-    keep_folders: int = Field(8, ge=1, description="newest versions that stay on disk, beside the live and best ones")
-    keep_states: int = Field(2, ge=1, description="newest, and best, versions that keep their optimiser state on disk")
+    keep_loaded_adapters: int = Field(2, ge=0, description="retired versions that stay loaded in vLLM")
+    keep_checkpoints: int = Field(
+        8, ge=1, description="newest versions that stay on disk, beside the live and best ones"
+    )
+    keep_optimizer_states: int = Field(
+        2, ge=1, description="newest, and best, versions that keep their optimiser state on disk"
+    )
     lease_seconds: float = Field(30.0, gt=0, description="another trainer takes over this long after this one died")
-    poll_seconds: float = Field(0.25, gt=0, description="pause between looks at the store when there is no work")
+    poll_interval_seconds: float = Field(
+        0.25, gt=0, description="pause between looks at the store when there is no work"
+    )
     devices: Devices = Field(
         None, description="GPUs that the trainer sees: 0, or 0,1, or UUIDs; null: as CUDA_VISIBLE_DEVICES says"
     )
@@ -120,13 +128,13 @@ class TrainerSettings(BaseModel):
                     raise ValueError(f"unknown setting {name}; known: {', '.join(sorted(_LEARNER_FIELDS))}")
         return value
 
-    @field_validator("group_size", "group_least", mode="before")
+    @field_validator("num_generations", "min_group_size", mode="before")
     @classmethod
     def _more_than_one(cls, value: Any) -> Any:
         if value == 1:
             raise ValueError(
                 "1 member has nothing to be compared with, so that every advantage would be 0: take 2 or more; for "
-                "traffic where nobody tries a task twice set singles: baseline"
+                "traffic where nobody tries a task twice set ungrouped: baseline"
             )
         return value
 
@@ -135,14 +143,14 @@ class TrainerSettings(BaseModel):
         reason = why_nothing_is_learnt(self)
         if reason is not None:
             raise ValueError(reason)
-        if self.keep_folders <= self.keep_loaded:
+        if self.keep_checkpoints <= self.keep_loaded_adapters:
             raise ValueError(
-                f"keep_folders {self.keep_folders} must be more than keep_loaded {self.keep_loaded}: vLLM reads the "
+                f"keep_checkpoints {self.keep_checkpoints} must be more than keep_loaded_adapters {self.keep_loaded_adapters}: vLLM reads the "
                 "folder of what it has loaded"
             )
         return self
 
-    @field_validator("role_prompts")
+    @field_validator("role_patterns")
     @classmethod
     def _are_patterns(cls, prompts: dict[str, str]) -> dict[str, str]:
         for role, pattern in prompts.items():

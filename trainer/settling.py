@@ -11,12 +11,12 @@ from ratchet.store import Store
 from ratchet.store.states import PolicyState, RoundState
 
 
-def is_settled(store: Store, alias: str, *, group_size: int, groups_per_round: int) -> bool:
+def is_settled(store: Store, alias: str, *, num_generations: int, groups_per_round: int) -> bool:
     """Return whether nothing is open, and nothing that waits is enough for a group, a verdict, a round or a swap."""
     waiting = store.trajectories.counts()
     return (
         waiting["open"] == 0
-        and waiting["sealed"] < group_size
+        and waiting["sealed"] < num_generations
         and not store.groups.ready(alias, time.time())
         and len(store.groups.judged(alias)) < groups_per_round
         and not any(policy.state is PolicyState.CANDIDATE for policy in store.policies.all(alias))

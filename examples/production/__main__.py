@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m examples.production", description="A stream of simulated users.")
     parser.add_argument("--model", default=os.environ.get("OPENAI_MODEL"), help="model name (default: OPENAI_MODEL)")
     parser.add_argument("--users", type=int, default=2400, help="users to serve")
-    parser.add_argument("--at-once", type=int, default=24, help="users served side by side")
+    parser.add_argument("--concurrency", type=int, default=24, help="users served side by side")
     parser.add_argument("--seed", type=int, default=0, help="seed of the users and of what they say")
     parser.add_argument("--silent", type=float, default=USUAL.silent, help="share of users who say nothing")
     parser.add_argument("--mistaken", type=float, default=USUAL.mistaken, help="share of thumbs that are wrong")

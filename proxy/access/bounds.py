@@ -21,7 +21,7 @@ from ratchet.proxy.threads import parsed
 from ratchet.store import nesting
 
 _LARGE = 256 * 1024  # bytes; larger bodies are looked at in a thread
-_LISTS = {"messages": "most_messages", "input": "most_messages", "tools": "most_tools"}
+_LISTS = {"messages": "max_messages", "input": "max_messages", "tools": "max_tools"}
 
 _fields = msgspec.json.Decoder(dict[str, Raw])
 _elements = msgspec.json.Decoder(list[Raw])
@@ -29,31 +29,31 @@ _elements = msgspec.json.Decoder(list[Raw])
 
 @dataclass(slots=True, frozen=True)
 class Bounds:
-    """The settings of the same names; `body` is bytes, `body_limit`."""
+    """The settings of the same names; `body` is bytes, `max_body_bytes`."""
 
     body: int
-    most_messages: int
-    most_tools: int
-    most_depth: int
-    most_values: int
+    max_messages: int
+    max_tools: int
+    max_json_depth: int
+    max_json_values: int
 
     def check(self, body: bytes) -> None:
         """Raise BadRequest or BodyTooLarge where the JSON in a body holds more than it may."""
         opened = body.count(b"{") + body.count(b"[")
-        least = min(self.most_depth, self.most_messages, self.most_tools)
-        if opened <= least and len(body) <= self.most_values:
+        least = min(self.max_json_depth, self.max_messages, self.max_tools)
+        if opened <= least and len(body) <= self.max_json_values:
             return
         bare = nesting.outside_strings(body)
         opened = bare.count(b"{") + bare.count(b"[")
-        self._hold("most_values", opened + bare.count(b","), "JSON values")
-        if opened > self.most_depth:
-            self._hold("most_depth", nesting.depth(bare), "levels of JSON")
+        self._hold("max_json_values", opened + bare.count(b","), "JSON values")
+        if opened > self.max_json_depth:
+            self._hold("max_json_depth", nesting.depth(bare), "levels of JSON")
         if opened > least:
             self._check_lists(body)
 
     def check_messages(self, count: int) -> None:
         """Raise BadRequest where a conversation that is put together has more messages than it may."""
-        self._hold("most_messages", count, "messages")
+        self._hold("max_messages", count, "messages")
 
     def _check_lists(self, body: bytes) -> None:
         """Count what the lists hold that have a limit; of what cannot be read, its own reader tells."""
@@ -71,9 +71,9 @@ class Bounds:
         if found <= most:
             return
         told = f"the request holds {found} {what}, and at most {most} are taken (the proxy's setting {setting})"
-        if setting == "most_values":
+        if setting == "max_json_values":
             raise BodyTooLarge(told, code="too_many_values")
-        code = {"most_depth": "json_too_deep", "most_tools": "too_many_tools"}.get(setting, "too_many_messages")
+        code = {"max_json_depth": "json_too_deep", "max_tools": "too_many_tools"}.get(setting, "too_many_messages")
         raise BadRequest(told, param=what if what in _LISTS else None, code=code)
 
 

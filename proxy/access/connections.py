@@ -1,13 +1,13 @@
 """What one connection may cost: uvicorn's HTTP protocol with bounds on its head, its pace and its number.
 
 Promises: a request's head, and whatever else is not body, takes at most `MOST_HEAD` bytes (431); a request has to come
-at a pace of `LEAST_PACE` bytes a second after `read_timeout` (408); a client that does not read its answer holds it for
-`write_timeout` at most, in a buffer of uvicorn's size, and then counts as having left; above `most` connections a new
+at a pace of `LEAST_PACE` bytes a second after `read_timeout_seconds` (408); a client that does not read its answer holds it for
+`write_timeout_seconds` at most, in a buffer of uvicorn's size, and then counts as having left; above `most` connections a new
 one is told 503 and closed. A refusal on this level closes the connection. The cost per request is a few comparisons:
 one task looks at the open connections every second, there is no timer per request. An answer of known length goes out
 in one write, head and body. An answer whose client has left is not taken for sent: its last message raises ClientLeft.
 
-Does not bound bodies (`asgi.read_body`) or how long an answer takes (`request_timeout`).
+Does not bound bodies (`asgi.read_body`) or how long an answer takes (`request_timeout_seconds`).
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class _Phase(Enum):
 class Connections:
     """The connections of one server, and their bounds."""
 
-    def __init__(self, most: int, read_timeout: float, write_timeout: float) -> None:
+    def __init__(self, most: int, read_timeout_seconds: float, write_timeout_seconds: float) -> None:
         self.most = most
-        self.read_timeout = read_timeout
-        self.write_timeout = write_timeout
+        self.read_timeout_seconds = read_timeout_seconds
+        self.write_timeout_seconds = write_timeout_seconds
         self._open: set[Connection] = set()
 
     @property
@@ -106,7 +106,7 @@ class Connections:
         """End the connections that are too slow, for ever."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(min(_EVERY, self.read_timeout / 4, self.write_timeout / 4))
+            await asyncio.sleep(min(_EVERY, self.read_timeout_seconds / 4, self.write_timeout_seconds / 4))
             now = loop.time()
             for connection in list(self._open):
                 self._check(connection, now)
@@ -141,7 +141,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if not self._doors.enter(self):
-            self._refuse(503, f"this proxy has its most_connections ({self._doors.most}) open; try again", again=True)
+            self._refuse(503, f"this proxy has its max_connections ({self._doors.most}) open; try again", again=True)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._doors.leave(self)
@@ -194,7 +194,7 @@ class Connection(HttpToolsProtocol):
 
     def check(self, now: float) -> None:
         """End the connection where its client is too slow."""
-        if self._stalled_at is not None and now - self._stalled_at > self._doors.write_timeout:
+        if self._stalled_at is not None and now - self._stalled_at > self._doors.write_timeout_seconds:
             line = self.transport.get_extra_info("socket")
             line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)  # the kernel's buffer goes with it
             self.transport.abort()
@@ -206,11 +206,11 @@ class Connection(HttpToolsProtocol):
             self._lingers_since = self._lingers_since or now
             if now - self._lingers_since > _LINGER:
                 self.transport.close()
-        elif now - self._since > self._doors.read_timeout + self._got / LEAST_PACE:
+        elif now - self._since > self._doors.read_timeout_seconds + self._got / LEAST_PACE:
             if self._phase is _Phase.WAITING:
                 self.transport.close()
             else:
-                self._refuse(408, "the request did not come within the proxy's read_timeout", again=True)
+                self._refuse(408, "the request did not come within the proxy's read_timeout_seconds", again=True)
 
     def _wait(self) -> None:
         self._phase, self._since = _Phase.WAITING, self.loop.time()

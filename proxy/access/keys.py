@@ -2,7 +2,7 @@
 
 Without keys everyone on this machine may come in, but no web page: a browser that was led here by a name of
 somebody else's, or by a page of another origin, is refused, whatever it sends. The proxy's own pages may come in, and
-to the agents' routes those of this machine that `web_origins` names. With keys the operator API needs its own.
+to the agents' routes those of this machine that `allowed_origins` names. With keys the operator API needs its own.
 
 A key may carry the id of a trajectory: `KEY:ID` is KEY, and says that the call belongs to ID, for agents that can
 be given an API key each and nothing else. Where no keys are needed, only a key that begins with `rk-` is read so:
@@ -43,10 +43,10 @@ def new_key() -> str:
 class Keys:
     """Refuses unknown API keys and puts the caller into the scope. Keys are never kept, only hashes."""
 
-    def __init__(self, app: ASGIApp, ring: KeyRing, web_origins: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, ring: KeyRing, allowed_origins: Collection[str]) -> None:
         self._app = app
         self._ring = ring
-        self._pages = frozenset(origin for origin in web_origins if _is_ours(origin))
+        self._pages = frozenset(origin for origin in allowed_origins if _is_ours(origin))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
@@ -145,7 +145,7 @@ def _refuse_web_pages(scope: Scope, named: Collection[str]) -> None:
     if not _is_own(scope) and header(scope, b"origin") not in named:
         raise Forbidden(
             f"without API keys the proxy answers no web page of another origin, not {_page(scope)}: set "
-            f"{KEYS_VARIABLE} and send a key, or name a page of this machine in the proxy's setting web_origins"
+            f"{KEYS_VARIABLE} and send a key, or name a page of this machine in the proxy's setting allowed_origins"
         )
 
 

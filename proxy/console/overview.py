@@ -31,7 +31,7 @@ _SHOWN = (
     "loss",
     "grad_norm",
     "entropy",
-    "clip_share",
+    "clip_ratio",
     "tokens_trained",
     "seconds",
     "approx_kl",

@@ -22,7 +22,7 @@ from ratchet.proxy.vitals import Vitals
 
 
 class Health:
-    """The three endpoints. `most_lag`: seconds that the store may be behind."""
+    """The three endpoints. `max_lag_seconds`: seconds that the store may be behind."""
 
     def __init__(
         self,
@@ -30,14 +30,14 @@ class Health:
         probes: Probes[Replica],
         journal: Journal,
         shipper: Shipper,
-        most_lag: float,
+        max_lag_seconds: float,
         vitals: Vitals,
     ) -> None:
         self._book = book
         self._probes = probes
         self._journal = journal
         self._shipper = shipper
-        self._most_lag = most_lag
+        self._most_lag = max_lag_seconds
         self._vitals = vitals
         self._started_at = time.time()
         self._stopping = False
@@ -70,7 +70,7 @@ class Health:
             "journal_bytes": self._journal.bytes,
             "unshipped_records": self._shipper.backlog,
             "lag_seconds": round(lag, 3),
-            "most_lag_seconds": self._most_lag,
+            "max_lag_seconds": self._most_lag,
         }
         await send_json(send, 503 if behind else 200, told)
 

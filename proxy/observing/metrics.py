@@ -39,7 +39,7 @@ class Metrics:
         )
         self.errors = Counter("ratchet_errors", "Failed requests by class of error", ["class"], registry=registry)
         self.under_way = 0  # captured calls; a plain number, since every call changes it twice
-        Gauge("ratchet_calls_under_way", "Captured calls that have not ended", registry=registry).set_function(
+        Gauge("ratchet_calls_in_flight", "Captured calls that have not ended", registry=registry).set_function(
             lambda: self.under_way
         )
         self.call_seconds = Histogram(
@@ -47,11 +47,11 @@ class Metrics:
             registry=registry,
         )  # fmt: skip
         self.first_token_seconds = Histogram(
-            "ratchet_first_token_seconds", "From request to the first token of a streamed answer", ["alias"],
+            "ratchet_time_to_first_token_seconds", "From request to the first token of a streamed answer", ["alias"],
             buckets=_CALL_BUCKETS, registry=registry,
         )  # fmt: skip
         self.inter_token_seconds = Histogram(
-            "ratchet_inter_token_seconds", "Mean time between the tokens of a streamed call", ["alias"],
+            "ratchet_inter_token_latency_seconds", "Mean time between the tokens of a streamed call", ["alias"],
             buckets=_TOKEN_BUCKETS, registry=registry,
         )  # fmt: skip
         self.overhead_seconds = Histogram(
@@ -72,7 +72,7 @@ class Metrics:
             "ratchet_links", "Calls by how their trajectory was found", ["linked_by"], registry=registry
         )
         self.trajectories = Gauge("ratchet_trajectories_open", "Trajectories remembered for linking", registry=registry)
-        self._held = Gauge("ratchet_held_bytes", "Bytes that are held, estimated", ["what"], registry=registry)
+        self._held = Gauge("ratchet_memory_bytes", "Bytes that are held, estimated", ["what"], registry=registry)
         self.live_version = Gauge("ratchet_policy_version", "Version of new trajectories", ["alias"], registry=registry)
         self.upstream_errors = Counter(
             "ratchet_upstream_errors", "Upstream failures that the proxy saw", ["kind"], registry=registry
@@ -87,7 +87,7 @@ class Metrics:
             "ratchet_upstream_in_flight", "Calls whose answers have not ended", ["upstream"], registry=registry
         )
         self.canary_share = Gauge(
-            "ratchet_canary_share", "Share of new trajectories for the canary", ["alias"], registry=registry
+            "ratchet_canary_ratio", "Share of new trajectories for the canary", ["alias"], registry=registry
         )
         self.canary_trajectories = Counter(
             "ratchet_canary_trajectories",

@@ -69,7 +69,7 @@ class Journal:
         self,
         folder: Path,
         most_bytes: int,
-        segment_bytes: int,
+        journal_segment_bytes: int,
         metrics: Metrics,
         bell: Bell,
         vitals: Vitals | None = None,
@@ -82,7 +82,7 @@ class Journal:
         self.lost = 0  # those given up
         self.fresh = threading.Event()  # set when there is something to ship
         self._most_bytes = most_bytes
-        self._segment_bytes = segment_bytes
+        self._segment_bytes = journal_segment_bytes
         self._metrics = metrics
         self._bell = bell
         self._taken: list[_Entry] = []  # not handed to the writer yet
@@ -95,7 +95,7 @@ class Journal:
         self._file = -1
         self._path = ""
         self._unsynced = False  # whether the current segment has records that no sync followed
-        self._blanks = Blanks(folder, segment_bytes, vitals)
+        self._blanks = Blanks(folder, journal_segment_bytes, vitals)
         self._written: dict[int, Written] = {}  # the segments that are there
         self._place = threading.Lock()  # guards number, file, written and bytes, which the shipper reads
         self._lock = -1
@@ -234,7 +234,7 @@ class Journal:
             self._bell.ring(
                 ALARM,
                 f"the journal {self.folder} cannot be written: {error}; calls go on, their records wait in memory: "
-                f"free space on that disk or raise journal_limit",
+                f"free space on that disk or raise max_journal_bytes",
             )
             self._close()
             self._hold(frames)

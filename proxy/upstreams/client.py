@@ -32,10 +32,10 @@ class Client:
     """
 
     def __init__(
-        self, limits: Limits, connect_timeout: float, secret: Mapping[str, str] = MappingProxyType({})
+        self, limits: Limits, connect_timeout_seconds: float, secret: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         self._limits = limits
-        self._connect_timeout = connect_timeout
+        self._connect_timeout = connect_timeout_seconds
         self._secret = secret
         self._origins: dict[str, _Origin] = {}
 
@@ -98,10 +98,10 @@ class _Origin:
     `url` may be shown; the one that it is made of may hold a password.
     """
 
-    def __init__(self, url: str, connect_timeout: float) -> None:
+    def __init__(self, url: str, connect_timeout_seconds: float) -> None:
         self.url = without_credentials(url)
         self._target = _Target.of(url)
-        self._connect_timeout = connect_timeout
+        self._connect_timeout = connect_timeout_seconds
         self._kept: deque[Connection] = deque()
         self._open: set[Connection] = set()
 

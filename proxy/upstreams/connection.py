@@ -138,7 +138,7 @@ class HttpAnswer:
                 self._paused = True
                 self._connection.pause()
         elif self._waiting > self._limits.size:
-            most = f"{self._limits.size} bytes (the proxy's setting answer_limit)"
+            most = f"{self._limits.size} bytes (the proxy's setting max_upstream_response_bytes)"
             self._fail(UpstreamBroke(f"the answer of upstream {self.url} is larger than {most}"))
             self._connection.abort()
 
@@ -171,11 +171,13 @@ class HttpAnswer:
             self._timer = self._loop.call_later(left, self._look)
             return
         silent = f"said nothing for {self._limits.idle:g} s in the middle of its stream"
-        self._fail(UpstreamTimeout(f"upstream {self.url} {silent} (the proxy's setting stream_idle_timeout)"))
+        self._fail(UpstreamTimeout(f"upstream {self.url} {silent} (the proxy's setting stream_idle_timeout_seconds)"))
         self._connection.abort()
 
     def _expire(self) -> None:
-        self._fail(UpstreamTimeout(f"upstream {self.url} did not answer in time (the proxy's setting request_timeout)"))
+        self._fail(
+            UpstreamTimeout(f"upstream {self.url} did not answer in time (the proxy's setting request_timeout_seconds)")
+        )
         self._connection.abort()
 
     def _fail(self, error: UpstreamError) -> None:

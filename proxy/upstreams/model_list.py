@@ -33,7 +33,7 @@ class LitellmParams(BaseModel):
     model: str = Field(min_length=1)
     api_base: str | None = None
     api_key: str | None = None  # os.environ/NAME
-    timeout: float | None = Field(default=None, gt=0)  # seconds of a whole call; null: request_timeout
+    timeout: float | None = Field(default=None, gt=0)  # seconds of a whole call; null: request_timeout_seconds
     input_cost_per_token: float | None = Field(default=None, ge=0)  # a price; model_info may hold it as well
     output_cost_per_token: float | None = Field(default=None, ge=0)
 

@@ -62,10 +62,10 @@ class OtherModels:
         keys: Mapping[str, SecretStr],
         metrics: Metrics,
         *,
-        request_timeout: float,
-        connect_timeout: float,
-        stream_idle_timeout: float,
-        answer_limit: int,
+        request_timeout_seconds: float,
+        connect_timeout_seconds: float,
+        stream_idle_timeout_seconds: float,
+        max_upstream_response_bytes: int,
         failures: int,
         cool_off: float,
         vitals: Vitals | None = None,
@@ -74,9 +74,12 @@ class OtherModels:
         self._pools: dict[str, Pool[Deployment]] = {}
         named: dict[str, list[Deployment]] = {}
         for entry in entries:
-            seconds = entry.litellm_params.timeout or request_timeout
+            seconds = entry.litellm_params.timeout or request_timeout_seconds
             client = self._clients.setdefault(
-                seconds, Upstream((), seconds, connect_timeout, None, stream_idle_timeout, answer_limit)
+                seconds,
+                Upstream(
+                    (), seconds, connect_timeout_seconds, None, stream_idle_timeout_seconds, max_upstream_response_bytes
+                ),
             )
             deployment = Deployment(entry, key_of(entry, keys), client, Breaker(failures, cool_off))
             named.setdefault(entry.model_name, []).append(deployment)

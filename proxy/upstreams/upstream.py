@@ -26,17 +26,21 @@ class Upstream:
     def __init__(
         self,
         urls: Sequence[str],
-        request_timeout: float = 600.0,
-        connect_timeout: float = 5.0,
+        request_timeout_seconds: float = 600.0,
+        connect_timeout_seconds: float = 5.0,
         key: str | None = None,
-        stream_idle_timeout: float = 300.0,
-        answer_limit: int = 256 * 2**20,
+        stream_idle_timeout_seconds: float = 300.0,
+        max_upstream_response_bytes: int = 256 * 2**20,
     ) -> None:
         # A password in a URL goes to its server alone: everything else here knows the URL without it.
         self.urls = tuple(map(without_credentials, urls))
         self._key = {"authorization": f"Bearer {key}"} if key else {}
-        limits = Limits(request_timeout, min(stream_idle_timeout, request_timeout), answer_limit)
-        self._client = Client(limits, connect_timeout, dict(zip(self.urls, urls, strict=True)))
+        limits = Limits(
+            request_timeout_seconds,
+            min(stream_idle_timeout_seconds, request_timeout_seconds),
+            max_upstream_response_bytes,
+        )
+        self._client = Client(limits, connect_timeout_seconds, dict(zip(self.urls, urls, strict=True)))
         self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def start(self) -> None:

@@ -14,16 +14,16 @@ import click
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Rounds of training tasks.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=32, show_default=True, help="Agents at once.")
-@click.option("--heldout-tasks", type=click.IntRange(min=1), default=150, show_default=True, help="Unseen tasks.")
-@click.option("--heldout-attempts", type=click.IntRange(min=1), default=2, show_default=True, help="Tries of each.")
+@click.option("--held-out-tasks", type=click.IntRange(min=1), default=150, show_default=True, help="Unseen tasks.")
+@click.option("--held-out-attempts", type=click.IntRange(min=1), default=2, show_default=True, help="Tries of each.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Where state goes.  [default: .ratchet]")
 def demo(
     seed: int,
     model: str | None,
     rounds: int,
     concurrency: int,
-    heldout_tasks: int,
-    heldout_attempts: int,
+    held_out_tasks: int,
+    held_out_attempts: int,
     folder: Path | None,
 ) -> int:
     """Watch an agent that knows nothing of Ratchet get better, on the real vLLM.
@@ -43,8 +43,8 @@ def demo(
             base_model=model,
             rounds=rounds,
             concurrency=concurrency,
-            heldout_tasks=heldout_tasks,
-            heldout_attempts=heldout_attempts,
+            held_out_tasks=held_out_tasks,
+            held_out_attempts=held_out_attempts,
             folder=folder,
         )
     )

@@ -52,7 +52,7 @@ def list_policies(
             [
                 _plain(one)
                 | _last_decision(decided.get((one.alias, one.version)))
-                | {"learnt_deleted": (one.alias, one.version) in learnt}
+                | {"trained_on_deleted": (one.alias, one.version) in learnt}
                 for one in found
             ]
         )

@@ -83,5 +83,5 @@ def _exportable(store: Store, name: str) -> tuple[Policy, Path]:
         prompt = f" with the system prompt {policy.prompt_id}" if policy.prompt_id else ""
         raise click.UsageError(f"{name} has no adapter: it is the base model{prompt or ' as it is'}")
     if policy.pruned_at is not None:
-        raise click.UsageError(f"{name} was pruned: its folder is gone (trainer.keep_folders)")
+        raise click.UsageError(f"{name} was pruned: its folder is gone (trainer.keep_checkpoints)")
     return policy, Path(policy.adapter)

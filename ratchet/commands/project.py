@@ -198,7 +198,7 @@ def _examination(
         return
     from ratchet import tuning, workflow_doctor
 
-    settings = tuning.settings_of(context, given | {"tasks": None, "test_share": None, "seed": None})
+    settings = tuning.settings_of(context, given | {"tasks": None, "test_size": None, "seed": None})
     asked = task or settings.tuner_settings().tasks
     if asked is None:
         raise click.UsageError("the workflow needs a task to work on: give --task JSON or a file, or set tuner.tasks")

@@ -54,7 +54,7 @@ def preview(context: click.Context, source: str, split: str, count: int, project
 @click.argument("source")
 @click.option("--name", help="What the set is called.  [default: the source's own name]")
 @click.option("--replace", is_flag=True, help="Put it in the place of a set of that name.")
-@options.test_share
+@options.test_size
 @options.seed
 @options.project
 @options.as_json
@@ -64,7 +64,7 @@ def import_(
     source: str,
     name: str | None,
     replace: bool,
-    test_share: float | None,
+    test_size: float | None,
     seed: int | None,
     project: str | None,
     as_json: bool,
@@ -74,7 +74,7 @@ def import_(
     \b
     Example:
       ratchet tasks import my_dataset --name sums
-      ratchet tasks import questions.csv --test-share 0.2
+      ratchet tasks import questions.csv --test-size 0.2
     """
     import dataclasses
 
@@ -83,8 +83,8 @@ def import_(
     from ratchet.trainer.tuning.tasks import TaskSet
 
     opened = TaskSet.open(source)
-    if test_share is not None:
-        opened = opened.split(1 - test_share, seed or 0)
+    if test_size is not None:
+        opened = opened.split(1 - test_size, seed or 0)
     with tqdm(unit=" tasks", mininterval=0.5, leave=False, disable=not sys.stderr.isatty()) as bar:
         made = _imported(context, project).add(opened, name or opened.name, replace=replace, on_row=bar.update)
     if as_json:

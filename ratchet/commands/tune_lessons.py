@@ -45,7 +45,7 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
     if tuner.reflection is None:
         raise click.UsageError("no language model is named: give --reflection-url and --reflection-model, or set "
                                "tuner.reflection")  # fmt: skip
-    model = LanguageModel(tuner.reflection, os.environ.get(tuner.reflection.key_variable))
+    model = LanguageModel(tuner.reflection, os.environ.get(tuner.reflection.api_key_env))
     version = run = None
     try:
         with options.opened_store(settings.store_url) as store:

@@ -72,7 +72,7 @@ def prompt(
 
 @click.command("promote")
 @click.argument("run", metavar="ID")
-@click.option("--anyway", is_flag=True, help="Also where it is not shown to be better.")
+@click.option("--force", is_flag=True, help="Also where it is not shown to be better.")
 @options.store_url
 @options.project
 @options.as_json

@@ -38,7 +38,7 @@ _OWN = (
 )
 @click.option("--resume", metavar="ID", help="Go on with a run that was stopped or killed.")
 @click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the learning curve into this file.")
-@options.test_share
+@options.test_size
 @options.workflow
 @options.judge
 @options.attempts

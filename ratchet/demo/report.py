@@ -49,11 +49,11 @@ def result(figures: Figures) -> dict[str, Any]:
     """Return the figures as result.json holds them."""
     seconds = {name: round(value, 2) for name, value in figures.seconds.items()}
     flat = {
-        "heldout_tasks": figures.after.tasks,
-        "heldout_success_before": figures.before.success,
-        "heldout_success_after": figures.after.success,
-        "heldout_greedy_before": figures.before.greedy_success,
-        "heldout_greedy_after": figures.after.greedy_success,
+        "held_out_tasks": figures.after.tasks,
+        "held_out_success_before": figures.before.success,
+        "held_out_success_after": figures.after.success,
+        "held_out_greedy_before": figures.before.greedy_success,
+        "held_out_greedy_after": figures.after.greedy_success,
         "learned": figures.learned,
         "seconds_total": seconds.pop("total"),
         "seconds_by_stage": seconds,

@@ -50,8 +50,8 @@ class DemoOptions:
     tasks_per_round: int = 16
     attempts: int = 8
     concurrency: int = 32
-    heldout_tasks: int = 150
-    heldout_attempts: int = 2  # at temperature 1; the greedy run tries each task once
+    held_out_tasks: int = 150
+    held_out_attempts: int = 2  # at temperature 1; the greedy run tries each task once
     folder: Path | None = None  # of the state of all projects
     changes: Mapping[tuple[str, ...], Any] = field(default_factory=dict)  # settings that an experiment sets, by path
 
@@ -116,7 +116,7 @@ class Demo:
         engine.check_installed(settings)
         engine.check_model(settings.base_model)
         is_new = not self.folder.exists()
-        state.make(min_free_mb=settings.min_free_mb)
+        state.make(min_free_disk_mb=settings.min_free_disk_mb)
         lock = self._lock()
         if is_new:
             return lock
@@ -126,7 +126,7 @@ class Demo:
         self.folder.rename(last.root)  # the last run is kept, the one before it goes
         pidfile.remove(last.pid("up"))
         lock.release()
-        state.make(min_free_mb=settings.min_free_mb)
+        state.make(min_free_disk_mb=settings.min_free_disk_mb)
         return self._lock()
 
     def _lock(self) -> ProjectLock:
@@ -145,8 +145,8 @@ class Demo:
     def _evaluate(self, supervisor: Supervisor, name: str, model: str) -> Evaluation:
         """Run the held-out tasks at temperature 1, as the agent samples, and greedily beside it."""
         files = {"sampled": self.folder / f"{name}_sampled.jsonl", "greedy": self.folder / f"{name}_greedy.jsonl"}
-        common = ["test", "--tasks", str(self._options.heldout_tasks), "--concurrency", str(self._options.concurrency)]
-        sampled = [*common, "--attempts", str(self._options.heldout_attempts), "--out", str(files["sampled"])]
+        common = ["test", "--tasks", str(self._options.held_out_tasks), "--concurrency", str(self._options.concurrency)]
+        sampled = [*common, "--attempts", str(self._options.held_out_attempts), "--out", str(files["sampled"])]
         greedy = [*common, "--temperature", "0", "--out", str(files["greedy"])]
         for arguments in (sampled, greedy):
             self._agent(arguments, model, supervisor)
@@ -176,7 +176,10 @@ class Demo:
     def _is_settled(self, store: Store) -> bool:
         trainer = self._settings.trainer_settings()
         return is_settled(
-            store, self._settings.model, group_size=trainer.group_size, groups_per_round=trainer.groups_per_round
+            store,
+            self._settings.model,
+            num_generations=trainer.num_generations,
+            groups_per_round=trainer.groups_per_round,
         )
 
     def _agent(self, arguments: list[str], model: str, supervisor: Supervisor | None = None) -> None:

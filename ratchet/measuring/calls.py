@@ -110,7 +110,7 @@ async def _call(client: Client, way: Way, data: bytes) -> Call:
         finally:
             answer.close()
     except UpstreamError as error:
-        return Call(failure=str(error).replace(" (the proxy's setting request_timeout)", "")[:_LONGEST_REASON])
+        return Call(failure=str(error).replace(" (the proxy's setting request_timeout_seconds)", "")[:_LONGEST_REASON])
 
 
 async def _read(answer: Answer, began: float) -> Call:

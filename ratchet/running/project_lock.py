@@ -27,7 +27,7 @@ class ProjectLock:
             self._file.close()
             self._file = None
             raise already_running(state) from None
-        if whereabouts.without_folder(state) is not None:
+        if whereabouts.orphaned_pid(state) is not None:
             self._file.close()
             self._file = None
             raise already_running(state)
@@ -50,7 +50,7 @@ def already_running(state: StateFolder) -> AlreadyRunning:
     """Return the error that names who holds a project, and what to do."""
     holder, project = whereabouts.running(state), state.root.name
     pid = f"pid {holder.pid}" if holder else "another process"
-    if whereabouts.without_folder(state) is not None:
+    if whereabouts.orphaned_pid(state) is not None:
         pid = f"{pid}, whose state folder was deleted while it ran"
     return AlreadyRunning(
         f"project {project} is already up ({pid}): use it, stop it with `ratchet down --project {project}`, "

@@ -36,7 +36,7 @@ class Room:
     command: tuple[str, ...]
     environment: Mapping[str, str]
     ready: Callable[[], bool]
-    start_timeout: float
+    start_timeout_seconds: float
     grace: float
     heading: str = ""  # the first line of its log
 
@@ -118,8 +118,8 @@ def _with_ports(settings: Settings) -> tuple[Settings, list[str]]:
         "proxy": {
             **settings.proxy,
             "port": proxy_port,
-            "drain_timeout": min(proxy.drain_timeout, _DRAIN),
-            "drain_delay": 0.0,
+            "drain_timeout_seconds": min(proxy.drain_timeout_seconds, _DRAIN),
+            "drain_delay_seconds": 0.0,
         },
     }
     return settings.model_copy(update=changes), notes
@@ -132,7 +132,7 @@ def _vllm_room(settings: Settings, vllm: engine.Engine, url: str) -> Room:
         command=vllm.arguments,
         environment={name: value for name, value in environment.items() if name not in OTHER_VARIABLES},
         ready=lambda: _answers(f"{url}/health"),
-        start_timeout=settings.vllm.start_timeout,
+        start_timeout_seconds=settings.vllm.start_timeout_seconds,
         grace=8.0,
         heading=f"command: {vllm}",
     )
@@ -144,7 +144,7 @@ def _proxy_room(settings: Settings, url: str, config: Path) -> Room:
         command=(sys.executable, "-m", "ratchet", "--config", str(config), "proxy"),
         environment=_for_a_room(settings),
         ready=lambda: _answers(f"{url}/health/ready"),
-        start_timeout=settings.vllm.start_timeout,
+        start_timeout_seconds=settings.vllm.start_timeout_seconds,
         grace=_DRAIN + 4.0,
     )
 
@@ -156,7 +156,7 @@ def _trainer_room(settings: Settings, config: Path) -> Room:
         command=(sys.executable, "-m", *_launcher(settings), "ratchet", "--config", str(config), "trainer"),
         environment=_for_a_room(settings) | pinned(settings.trainer_devices),
         ready=lambda: _TRAINER_READY in log.read_bytes(),
-        start_timeout=settings.vllm.start_timeout,
+        start_timeout_seconds=settings.vllm.start_timeout_seconds,
         grace=10.0,
     )
 

@@ -86,7 +86,7 @@ class Supervisor:
         """
         engine.check_installed(self.settings)
         model = engine.check_model(self.settings.base_model)
-        self.state.make(min_free_mb=self.settings.min_free_mb)
+        self.state.make(min_free_disk_mb=self.settings.min_free_disk_mb)
         if self._lock is None:
             self._lock = ProjectLock(self.state)
         if not engine.is_folder(model):
@@ -194,10 +194,10 @@ class Supervisor:
                 if child.room.ready():
                     waiting.remove(child)
                     self._on_event(Event("ready", child.room.name, seconds=seconds))
-                elif seconds > child.room.start_timeout:
+                elif seconds > child.room.start_timeout_seconds:
                     raise RoomSlow(
-                        f"{child.room.name} was not ready within {child.room.start_timeout:.0f} s "
-                        f"(vllm.start_timeout). Its log is {child.log}; it ends with:\n{child.tail()}"
+                        f"{child.room.name} was not ready within {child.room.start_timeout_seconds:.0f} s "
+                        f"(vllm.start_timeout_seconds). Its log is {child.log}; it ends with:\n{child.tail()}"
                     )
                 else:
                     self._on_event(Event("waiting", child.room.name, seconds=seconds))

@@ -53,7 +53,7 @@ def run_detached(settings: Settings, arguments: Sequence[str]) -> dict[str, Any]
     state = settings.state
     if whereabouts.running(state) is not None:
         raise already_running(state)
-    state.make(min_free_mb=settings.min_free_mb)
+    state.make(min_free_disk_mb=settings.min_free_disk_mb)
     interrupts.install()
     log = state.log("up")
     with log.open("wb") as output:
@@ -100,7 +100,7 @@ def down(settings: Settings) -> list[str]:
     Where the state folder was deleted meanwhile, the `up` that is known outside of it is ended, with all its rooms.
     """
     state = settings.state
-    lost = whereabouts.without_folder(state)
+    lost = whereabouts.orphaned_pid(state)
     rooms = [name for name in ("vllm", "proxy", "trainer") if pidfile.running(state.pid(name))]
     pids = {name: birth.pid for name in rooms if (birth := pidfile.read(state.pid(name)))}
     supervisor = end_supervisor(state, within=_SUPERVISOR_TIME)

@@ -113,10 +113,10 @@ class Upkeep:
             self._on_event(Event("back", child.room.name, seconds=seconds))
             self._alarm(child.room.name, None)
             return True
-        if seconds < child.room.start_timeout:
+        if seconds < child.room.start_timeout_seconds:
             return False
         child.finish_stop(time.monotonic() + child.room.grace)
-        return self._died(child, kept, f"was not ready within {child.room.start_timeout:.0f} s", now)
+        return self._died(child, kept, f"was not ready within {child.room.start_timeout_seconds:.0f} s", now)
 
     def _died(self, child: Child, kept: _Kept, ending: str, now: float) -> bool:
         child.finish_stop(time.monotonic() + child.room.grace)

@@ -38,7 +38,7 @@ def running(state: StateFolder) -> psutil.Process | None:
     return pidfile.running(file) if file is not None else None
 
 
-def without_folder(state: StateFolder) -> int | None:
+def orphaned_pid(state: StateFolder) -> int | None:
     """Return the pid of an `up` whose state folder was deleted while it ran; None where there is none."""
     process = running(state)
     return process.pid if process is not None and pidfile.running(state.pid("up")) is None else None

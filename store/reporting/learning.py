@@ -25,7 +25,7 @@ from ratchet.store.reporting.movement import Movement
 ENOUGH = 30  # scores on each side
 RELATIVE = (
     "the judge's scores are relative: they rank the members of one group, and their mean is the same for good and for "
-    "bad versions; compare versions with trainer.gate.held_out, `ratchet eval`, or a judge that scores each answer by "
+    "bad versions; compare versions with trainer.release.held_out, `ratchet eval`, or a judge that scores each answer by "
     "itself"
 )
 ALL = "all"

@@ -1,7 +1,7 @@
 """How far rounds moved the policy, in words: too small to be seen, healthy, too large; and what to do.
 
 The figures are those of a round's metrics (docs/training.md, "The learning rate"): `approx_kl` is the mean k3 of the
-round's steps at its trained tokens, in nats a token, `gap_good_mean` the mean change of log p where the advantage was
+round's steps at its trained tokens, in nats a token, `logprob_change_positive_mean` the mean change of log p where the advantage was
 positive. Rounds from before they were measured say nothing.
 """
 
@@ -69,7 +69,7 @@ def movement_of(metrics: Mapping[str, Any], version: int | None = None) -> Movem
     return Movement(
         version=version,
         k3=float(metrics["approx_kl"]),
-        good_gap=float(metrics["gap_good_mean"]),
+        good_gap=float(metrics["logprob_change_positive_mean"]),
         rate=float(metrics["learning_rate"]),
         numbers=str(metrics["numbers"]),
         scale=float(metrics.get("rate_scale", 1.0)),
@@ -89,7 +89,7 @@ def collapse_reason(moved: Movement) -> str:
     return (
         f"its steps made its good answers less likely ({moved.good_gap:+.3f} nats a token at rate {moved.rate:.2g}), "
         "and rounds like this end in collapse: lower trainer.learner.learning_rate, or set it to auto with a lower "
-        "trainer.learner.target_kl; trainer.learner.kl (0.01) holds the policy near the base model; `ratchet policies "
+        "trainer.learner.target_kl; trainer.learner.beta (0.01) holds the policy near the base model; `ratchet policies "
         "rollback` goes back"
     )
 

@@ -20,7 +20,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str, 
     folder = tmp_path_factory.mktemp("state")
     command = [
         sys.executable, "-m", "ratchet", "demo", "--seed", "3", "--rounds", ROUNDS,
-        "--heldout-tasks", "60", "--heldout-attempts", "2", "--folder", str(folder),
+        "--held-out-tasks", "60", "--held-out-attempts", "2", "--folder", str(folder),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     said = done.stdout + done.stderr
@@ -31,9 +31,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str, 
 @pytest.mark.e2e
 def test_an_unmodified_agent_gets_better_on_tasks_that_it_has_never_seen(demo: Any) -> None:
     code, said, result, _ = demo
-    assert result["heldout_tasks"] == 60
-    assert result["heldout_success_before"] <= 0.45
-    assert result["heldout_success_after"] > result["heldout_success_before"] + 0.15, said[-4000:]
+    assert result["held_out_tasks"] == 60
+    assert result["held_out_success_before"] <= 0.45
+    assert result["held_out_success_after"] > result["held_out_success_before"] + 0.15, said[-4000:]
     assert (code, result["learned"]) == (0, True)
 
 

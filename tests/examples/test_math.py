@@ -170,10 +170,10 @@ async def test_what_agentscope_did_in_rollouts_is_judged_and_trained_into_a_vers
         vllm=(engine.url,),
         checkpoints=tmp_path / "checkpoints",
         judge="examples.math.judge:judge",
-        group_size=2,
+        num_generations=2,
         groups_per_round=1,
         # The scripted vLLM's logprobs are not this model's: its rows would rightly be rejected.
-        learner=LearnerSettings(learning_rate=1e-2, reject_ratio_beyond=None),
+        learner=LearnerSettings(learning_rate=1e-2, sequence_mask_threshold=None),
     )
     daemon = Daemon(settings, proxy.store, threading.Event())
     engine.scorer = Faithful(engine, lambda: daemon.learner)

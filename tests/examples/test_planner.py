@@ -50,7 +50,7 @@ async def test_both_roles_are_in_one_trajectory_and_only_the_planners_tokens_are
     assert response == "The answer is 42"
     proxy.settled()
     settings = load(FOLDER / "ratchet.yaml").trainer_settings()
-    casting = Casting(proxy.store, "agent", Roles(settings.roles, settings.role_prompts))
+    casting = Casting(proxy.store, "agent", Roles(settings.roles, settings.role_patterns))
     recorded = proxy.store.trajectories.read("roll_1")
     named = casting.named(proxy.store.trajectories.context_calls(recorded))
     assert [call.role for call in named] == ["planner", *["worker"] * 2, "planner", *["worker"] * 2, "planner"]

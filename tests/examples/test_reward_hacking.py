@@ -73,7 +73,7 @@ def proxy(home: Path, tmp_path: Path) -> Iterator[Proxy]:
         held = store.rounds.start("agent", 0)
         store.rounds.commit(held.id, version=1, checkpoint=str(folder), groups=[], metrics={})
         store.policies.canary("agent", 1, 0.5)
-        eventually(lambda: 'ratchet_canary_share{alias="agent"} 0.5' in made.http.get("/metrics").text)
+        eventually(lambda: 'ratchet_canary_ratio{alias="agent"} 0.5' in made.http.get("/metrics").text)
         yield made
 
 
@@ -85,9 +85,9 @@ def settings(folder: Path) -> TrainerSettings:
         "vllm": ("http://127.0.0.1:9",),
         "checkpoints": folder / "checkpoints",
         "judge": JUDGE,
-        "group_size": 2,
+        "num_generations": 2,
         "seal_after_idle_seconds": 0.5,
-        "sentinel": {"second_judge": SECOND, "second_judge_share": 1.0, "every_seconds": 0.5},
+        "sentinel": {"second_judge": SECOND, "second_judge_sample_rate": 1.0, "interval_seconds": 0.5},
         "gate": GATE,
     }
     return TrainerSettings(**values)

@@ -120,12 +120,12 @@ async def test_an_evaluation_that_was_cut_off_goes_on_where_it_was(
             raise EvaluationStopped("the trainer ends")
 
     with pytest.raises(EvaluationStopped):
-        await asyncio.to_thread(evaluate, store, evaluator(evaluation_at_once=2), kill)
+        await asyncio.to_thread(evaluate, store, evaluator(evaluation_concurrency=2), kill)
     (run,) = store.tunings.page("eval")
     done = {one.id for one in store.rollouts.of(run.id) if one.state is RolloutState.ENDED}
     assert run.state is TuningState.RUNNING
     assert 15 <= len(done) <= 20
-    found = await asyncio.to_thread(evaluate, store, evaluator(evaluation_at_once=2))
+    found = await asyncio.to_thread(evaluate, store, evaluator(evaluation_concurrency=2))
     assert found.run == run.id
     assert done <= {one.id for one in store.rollouts.of(run.id) if one.state is RolloutState.ENDED}
     ended = [one for one in store.rollouts.of(run.id) if one.state is RolloutState.ENDED]

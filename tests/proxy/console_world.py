@@ -65,7 +65,12 @@ def _train(store: Store, version: int, group: str, reward: float) -> None:
         "loss": 0.01,
         "seconds": 3.5,
     }
-    metrics |= {"approx_kl": 0.004, "approx_kl_tokens": 900, "gap_good_mean": 0.002, "learning_rate": 2e-3}
+    metrics |= {
+        "approx_kl": 0.004,
+        "approx_kl_tokens": 900,
+        "logprob_change_positive_mean": 0.002,
+        "learning_rate": 2e-3,
+    }
     metrics |= {"numbers": "fp32"}
     store.rounds.commit(told.id, version=version + 1, checkpoint=f"c/{version + 1}", groups=[group], metrics=metrics)
     if version < 4:

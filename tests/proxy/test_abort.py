@@ -98,7 +98,7 @@ def test_a_client_that_leaves_a_quick_call_has_no_answer_and_its_retry_goes_on_i
         for number in range(10):
             body = {"model": "agent", "messages": [{"role": "user", "content": f"{number} #wait=0.01"}]}
             leave(f"{process.url}/v1/chat/completions", body | {"stream": number % 2 == 1}, lambda: True)
-            eventually(lambda: "ratchet_calls_under_way 0.0" in client.get("/metrics").text)
+            eventually(lambda: "ratchet_calls_in_flight 0.0" in client.get("/metrics").text)
             time.sleep(0.05)
             again = client.post("/v1/chat/completions", json=body, headers={"authorization": "Bearer k"})
             assert again.status_code == 200

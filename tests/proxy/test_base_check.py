@@ -22,7 +22,7 @@ from tests.proxy.scripted_base import BaseModel
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import eventually, served
 
-QUICK: dict[str, Any] = {"probe_seconds": 0.05, "breaker_seconds": 0.05}
+QUICK: dict[str, Any] = {"probe_interval_seconds": 0.05, "breaker_reset_seconds": 0.05}
 
 
 def other() -> ScriptedVllm:

@@ -14,7 +14,7 @@ from tests.proxy.conftest import Start
 from tests.proxy.scripted_vllm import ScriptedVllm
 
 USER: Any = {"role": "user", "content": "hi"}
-BOUNDS = Bounds(body=10**6, most_messages=40, most_tools=20, most_depth=10, most_values=2000)
+BOUNDS = Bounds(body=10**6, max_messages=40, max_tools=20, max_json_depth=10, max_json_values=2000)
 
 
 def deep(levels: int) -> Any:
@@ -44,7 +44,7 @@ def test_brackets_within_texts_count_for_nothing() -> None:
 @pytest.mark.parametrize("shape", [b'{"x":%s}', b'{"messages":[],"x":%s}'])
 def test_a_flat_list_of_very_many_values_is_refused_before_it_is_read(shape: bytes) -> None:
     BOUNDS.check(shape % (b"[" + b"1," * 1900 + b"1]"))
-    with pytest.raises(BodyTooLarge, match="most_values"):
+    with pytest.raises(BodyTooLarge, match="max_json_values"):
         BOUNDS.check(shape % (b"[" + b"1," * 2100 + b"1]"))
 
 
@@ -67,23 +67,23 @@ ROUTES: dict[str, Any] = {
 def test_json_that_is_too_deep_is_refused_in_every_dialect_by_the_settings_name(
     start: Start, vllm: ScriptedVllm, path: str
 ) -> None:
-    proxy = start(most_depth=20)
+    proxy = start(max_json_depth=20)
     for name in ("tools", "metadata", "stop", "unknown"):
         answer = proxy.http.post(path, json={**ROUTES[path], name: deep(30)})
         error = answer.json()["error"]
         assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
         assert "31 levels of JSON" in error["message"]
         assert "at most 20" in error["message"]
-        assert "most_depth" in error["message"]
+        assert "max_json_depth" in error["message"]
         assert (answer.json().get("type") == "error") == path.startswith("/v1/messages")
     assert vllm.calls == []
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
-@pytest.mark.parametrize("setting", ["most_messages", "most_tools"])
+@pytest.mark.parametrize("setting", ["max_messages", "max_tools"])
 def test_too_many_messages_or_tools_are_refused_by_the_settings_name(start: Start, path: str, setting: str) -> None:
     proxy = start(**{setting: 3})
-    name = "tools" if setting == "most_tools" else "input" if "responses" in path else "messages"
+    name = "tools" if setting == "max_tools" else "input" if "responses" in path else "messages"
     answer = proxy.http.post(path, json={**ROUTES[path], name: [USER] * 4})
     assert answer.status_code == 400
     assert setting in answer.json()["error"]["message"]
@@ -93,14 +93,14 @@ def test_too_many_messages_or_tools_are_refused_by_the_settings_name(start: Star
 
 
 def test_a_conversation_of_responses_is_bounded_as_a_whole(start: Start) -> None:
-    proxy = start(most_messages=3)
+    proxy = start(max_messages=3)
     first = proxy.http.post("/v1/responses", json=ROUTES["/v1/responses"]).json()["id"]
     follow = {"model": "agent", "input": "more", "previous_response_id": first}
     second = proxy.http.post("/v1/responses", json=follow)
     assert second.status_code == 200
     third = proxy.http.post("/v1/responses", json={**follow, "previous_response_id": second.json()["id"]})
     assert third.status_code == 400
-    assert "most_messages" in third.json()["error"]["message"]
+    assert "max_messages" in third.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("extra", [{"max_tokens": 10**30}, {"logit_bias": {"5": -(10**25)}}, {"seed": 2**64}])

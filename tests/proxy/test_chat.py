@@ -25,7 +25,7 @@ def door(scripted: tuple[ScriptedVllm, str], tmp_path_factory: pytest.TempPathFa
     """One proxy for all of this module."""
     folder = tmp_path_factory.mktemp("door")
     store = open_store(str(folder / "store.db"))
-    with running(scripted[1], store, folder, body_limit=2**20) as proxy:
+    with running(scripted[1], store, folder, max_body_bytes=2**20) as proxy:
         yield proxy
     store.close()
 
@@ -256,7 +256,7 @@ def test_an_upstream_that_is_gone_is_named(start: Start, vllm: ScriptedVllm) -> 
         (b'{"model": "agent", "messages": []}', 400, "empty"),
         (b'{"model": "agent", "messages": ["x"]}', 400, "messages"),
         (b'{"model": "agent", "messages": [{"role": "assistant", "tool_calls": 5}]}', 400, "wrong kind"),
-        (b'{"model": "agent", "messages": [' + b"[" * 3000, 400, "most_depth"),
+        (b'{"model": "agent", "messages": [' + b"[" * 3000, 400, "max_json_depth"),
         (b'{"model": 5, "messages": []}', 400, "model"),
         (b"\xff\xfe", 400, "not a JSON object"),
         (b'{"messages": []}', 400, "model"),

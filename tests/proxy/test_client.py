@@ -50,7 +50,7 @@ async def server(talk: Talk) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def client() -> AsyncIterator[Client]:
-    opened = Client(Limits(whole=2.0, idle=0.3, size=2**20), connect_timeout=1.0)
+    opened = Client(Limits(whole=2.0, idle=0.3, size=2**20), connect_timeout_seconds=1.0)
     yield opened
     opened.close()
     await asyncio.sleep(0)
@@ -170,7 +170,7 @@ async def test_silence_ends_with_a_time_out(client: Client) -> None:
         await reader.read()
 
     async with server(talk) as url:
-        with pytest.raises(UpstreamTimeout, match="request_timeout"):
+        with pytest.raises(UpstreamTimeout, match="request_timeout_seconds"):
             await got(client, url)
 
 
@@ -267,7 +267,7 @@ async def test_a_stream_that_hangs_is_let_go_after_its_idle_time(client: Client)
         await reader.read()
 
     async with server(talk) as url:
-        with pytest.raises(UpstreamTimeout, match=r"said nothing for 0\.3 s.*stream_idle_timeout"):
+        with pytest.raises(UpstreamTimeout, match=r"said nothing for 0\.3 s.*stream_idle_timeout_seconds"):
             await read_on(client, url)
 
 
@@ -295,5 +295,5 @@ async def test_an_answer_that_is_read_whole_has_a_bound(client: Client) -> None:
                 await writer.drain()
 
     async with server(talk) as url:
-        with pytest.raises(UpstreamBroke, match=r"larger than 1048576 bytes .*answer_limit"):
+        with pytest.raises(UpstreamBroke, match=r"larger than 1048576 bytes .*max_upstream_response_bytes"):
             await got(client, url)

@@ -19,7 +19,7 @@ from ratchet.store import open_store
 from tests.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.servers import ProxyProcess, eventually
 
-LIMITS: Any = {"read_timeout": 0.5, "write_timeout": 0.5, "most_connections": 20, "body_limit": 4096}
+LIMITS: Any = {"read_timeout_seconds": 0.5, "write_timeout_seconds": 0.5, "max_connections": 20, "max_body_bytes": 4096}
 PATH = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 
@@ -136,7 +136,7 @@ def test_a_request_that_comes_too_slowly_is_ended(
         assert time.monotonic() < until, "the connection was never closed"
     if status and said:
         assert said.startswith(b"HTTP/1.1 %d " % status)
-        assert b"read_timeout" in said
+        assert b"read_timeout_seconds" in said
 
 
 def test_one_connection_too_many_is_told_so_and_there_is_room_again_afterwards(proxy: ProxyProcess) -> None:
@@ -147,7 +147,7 @@ def test_one_connection_too_many_is_told_so_and_there_is_room_again_afterwards(p
             line.settimeout(0.2)
             with contextlib.suppress(TimeoutError, ConnectionResetError):
                 told.append(line.recv(4096))
-        assert sum(b" 503 " in said and b"most_connections" in said for said in told) >= 5
+        assert sum(b" 503 " in said and b"max_connections" in said for said in told) >= 5
     eventually(lambda: httpx.get(f"{proxy.url}/v1/models").status_code == 200)
 
 

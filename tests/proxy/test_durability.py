@@ -106,7 +106,7 @@ def test_a_stop_lets_running_calls_end_and_ships_them(
 
 
 def test_a_drain_is_unready_then_refuses_while_running_streams_end(vllm_url: str, tmp_path: Path, store: Store) -> None:
-    process = ProxyProcess(tmp_path, upstreams=[vllm_url], drain_delay=1.0)
+    process = ProxyProcess(tmp_path, upstreams=[vllm_url], drain_delay_seconds=1.0)
     eventually(lambda: ready(process.url))
     body = BODY | {"messages": [{"role": "user", "content": "#tokens=120 #delay=0.05"}], "stream": True}
     with ThreadPoolExecutor(2) as pool:
@@ -127,7 +127,7 @@ def test_a_drain_is_unready_then_refuses_while_running_streams_end(vllm_url: str
 def test_a_call_that_a_stop_cut_off_is_told_apart_from_one_whose_client_left(
     vllm_url: str, tmp_path: Path, store: Store
 ) -> None:
-    process = ProxyProcess(tmp_path, upstreams=[vllm_url], drain_timeout=0.1)
+    process = ProxyProcess(tmp_path, upstreams=[vllm_url], drain_timeout_seconds=0.1)
     eventually(lambda: ready(process.url))
     url = process.url + "/v1/chat/completions"
     slow = BODY | {"messages": [{"role": "user", "content": "#tokens=2000 #delay=0.03"}]}

@@ -49,8 +49,8 @@ async def journal(tmp_path: Path) -> AsyncIterator[Open]:
     """Open journals in one folder; all are stopped with the test."""
     opened: list[Journal] = []
 
-    def begin(most_bytes: int = 2**20, segment_bytes: int = 2**16, folder: str = "journal") -> Journal:
-        opened.append(Journal(tmp_path / folder, most_bytes, segment_bytes, Metrics(), Bell()))
+    def begin(most_bytes: int = 2**20, journal_segment_bytes: int = 2**16, folder: str = "journal") -> Journal:
+        opened.append(Journal(tmp_path / folder, most_bytes, journal_segment_bytes, Metrics(), Bell()))
         return opened[-1]
 
     yield begin
@@ -144,7 +144,7 @@ async def test_a_commit_is_on_disk_when_it_resolves(journal: Open) -> None:
 
 
 async def test_a_segments_blocks_are_written_before_its_records(journal: Open) -> None:
-    opened = journal(segment_bytes=2**14)
+    opened = journal(journal_segment_bytes=2**14)
     await opened.start()
     path = segment_path(opened.folder, 1)
     assert await opened.commit(pair("a")[1])
@@ -218,7 +218,7 @@ async def test_one_folder_belongs_to_one_proxy(journal: Open) -> None:
 
 
 async def test_segments_are_shipped_and_deleted(journal: Open, store: Store) -> None:
-    opened = journal(segment_bytes=4096)
+    opened = journal(journal_segment_bytes=4096)
     await opened.start()
     shipper = shipping(opened, store)
     await shipper.start()
@@ -336,7 +336,7 @@ async def test_what_can_never_be_shipped_is_counted_lost_and_told(journal: Open,
 
 
 async def test_a_small_journal_is_emptied_by_shipping(journal: Open, store: Store) -> None:
-    opened = journal(most_bytes=6000, segment_bytes=2**20)
+    opened = journal(most_bytes=6000, journal_segment_bytes=2**20)
     await opened.start()
     shipper = shipping(opened, store)
     await shipper.start()

@@ -218,7 +218,7 @@ PREFLIGHT = {
 
 def test_a_page_whose_origin_is_named_may_call_with_a_key_and_read_the_answer(start: Start, store: Store) -> None:
     key, _ = made(store)
-    proxy = start(web_origins=(PAGE,))
+    proxy = start(allowed_origins=(PAGE,))
     asked = proxy.http.options("/v1/chat/completions", headers=PREFLIGHT)
     assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, PAGE)
     assert "x-stainless-lang" in asked.headers["access-control-allow-headers"]
@@ -237,11 +237,11 @@ def test_no_page_is_let_in_unless_it_is_named(start: Start) -> None:
 
 
 def test_without_keys_a_named_page_is_refused_all_the_same(start: Start) -> None:
-    proxy = start(web_origins=("*",))
+    proxy = start(allowed_origins=("*",))
     assert proxy.http.post("/v1/chat/completions", json=BODY, headers={"origin": PAGE}).status_code == 403
 
 
 @pytest.mark.parametrize("origin", ["app.example.com", "https://app.example.com/", "https://a.example/page", ""])
 def test_what_is_no_origin_is_told(tmp_path: Path, origin: str) -> None:
     with pytest.raises(ValueError, match="is no origin"):
-        ProxySettings(upstreams=("http://a",), model="m", store="-", journal=tmp_path, web_origins=(origin,))
+        ProxySettings(upstreams=("http://a",), model="m", store="-", journal=tmp_path, allowed_origins=(origin,))

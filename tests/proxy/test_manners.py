@@ -98,16 +98,16 @@ def test_a_compressed_body_is_read_and_recorded(proxy: Proxy, encoding: str, pac
 
 
 def test_a_compressed_body_cannot_be_a_bomb_and_a_broken_one_is_named(start: Start) -> None:
-    proxy = start(body_limit=100_000)
+    proxy = start(max_body_bytes=100_000)
     bomb = post(proxy, gzip.compress(b" " * 50_000_000), "gzip")
-    assert (bomb.status_code, "body_limit" in bomb.text) == (413, True)
+    assert (bomb.status_code, "max_body_bytes" in bomb.text) == (413, True)
     whole_body = json.dumps(BODY | {"user": "x" * 50_000}).encode()
     whole = gzip.compress(json.dumps(BODY).encode())
     assert "ends too early" in post(proxy, whole[:-4], "gzip").text
     members = [gzip.compress(part) for part in (whole_body[:9], b"", whole_body[9:4_000], whole_body[4_000:])]
     assert post(proxy, b"".join(members) + b"\0" * 100, "gzip").status_code == 200
     assert "ends too early" in post(proxy, b"".join(members)[:-4], "gzip").text
-    assert "body_limit" in post(proxy, gzip.compress(b" " * 30_000_000) * 3, "gzip").text
+    assert "max_body_bytes" in post(proxy, gzip.compress(b" " * 30_000_000) * 3, "gzip").text
     assert inflated(gzip.compress(b"") * 100_000 + gzip.compress(b"x"), 10) == b"x"  # in a moment
     assert post(proxy, b"{}", "gzip").status_code == 400
     foreign = post(proxy, b"x", "zstd")

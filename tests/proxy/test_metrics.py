@@ -53,23 +53,29 @@ def test_calls_are_counted_by_alias_dialect_and_end(proxy: Proxy) -> None:
     assert value(proxy, "ratchet_links_total", linked_by="root") == 4
     assert value(proxy, "ratchet_call_duration_seconds_count", alias="agent") == 4
     assert value(proxy, "ratchet_overhead_seconds_count") == 4
-    assert value(proxy, "ratchet_calls_under_way") == 0
+    assert value(proxy, "ratchet_calls_in_flight") == 0
 
 
 def test_a_stream_is_measured_from_its_first_token_to_its_last(proxy: Proxy) -> None:
     with proxy.http.stream("POST", CALL, json=asking("#tokens=10 #delay=0.02", stream=True)) as answer:
         assert answer.read().endswith(b"data: [DONE]\n\n")
-    mean = value(proxy, "ratchet_inter_token_seconds_sum")
-    assert value(proxy, "ratchet_inter_token_seconds_count") == 1
+    mean = value(proxy, "ratchet_inter_token_latency_seconds_sum")
+    assert value(proxy, "ratchet_inter_token_latency_seconds_count") == 1
     assert 0.015 < mean < 0.2, "11 tokens, 20 ms apart"
-    assert 0 < value(proxy, "ratchet_first_token_seconds_sum") < value(proxy, "ratchet_call_duration_seconds_sum")
+    assert (
+        0 < value(proxy, "ratchet_time_to_first_token_seconds_sum") < value(proxy, "ratchet_call_duration_seconds_sum")
+    )
     assert value(proxy, "ratchet_tokens_total", alias="agent", kind="completion") == 11
 
 
 def test_an_answer_in_one_piece_has_no_time_between_tokens(proxy: Proxy) -> None:
     proxy.http.post(CALL, json=asking("#tokens=10"))
     assert value(proxy, "ratchet_call_duration_seconds_count") == 1
-    assert value(proxy, "ratchet_inter_token_seconds_count") == value(proxy, "ratchet_first_token_seconds_count") == 0
+    assert (
+        value(proxy, "ratchet_inter_token_latency_seconds_count")
+        == value(proxy, "ratchet_time_to_first_token_seconds_count")
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +83,7 @@ def test_an_answer_in_one_piece_has_no_time_between_tokens(proxy: Proxy) -> None
     [
         (asking("#status=503"), CALL, "status_5xx"),
         (asking("#status=400"), CALL, "status_4xx"),
-        (asking("#tokens=9 #cut=3", stream=True), CALL, "upstream_broke"),
+        (asking("#tokens=9 #cut=3", stream=True), CALL, "upstream_disconnected"),
         (asking("#tokens=9 #fault=3", stream=True), CALL, "stream_error"),
         ({"model": "agent"}, CALL, "bad_request"),
         ({**asking("hi"), "model": "other"}, CALL, "not_found"),
@@ -86,7 +92,7 @@ def test_an_answer_in_one_piece_has_no_time_between_tokens(proxy: Proxy) -> None
     ],
 )
 def test_failures_are_counted_by_class(start: Start, body: dict[str, Any], path: str, error: str) -> None:
-    proxy = start(body_limit=4096)
+    proxy = start(max_body_bytes=4096)
     proxy.http.post(path, json=body)
     assert value(proxy, "ratchet_errors_total") == value(proxy, "ratchet_errors_total", **{"class": error}) == 1
 
@@ -94,12 +100,12 @@ def test_failures_are_counted_by_class(start: Start, body: dict[str, Any], path:
 def test_a_client_that_leaves_is_an_error_of_its_own_class(proxy: Proxy) -> None:
     with proxy.http.stream("POST", CALL, json=asking("#tokens=500 #delay=0.02", stream=True)) as answer:
         next(answer.iter_bytes())
-    eventually(lambda: value(proxy, "ratchet_errors_total", **{"class": "client_left"}) == 1)
+    eventually(lambda: value(proxy, "ratchet_errors_total", **{"class": "client_disconnected"}) == 1)
     assert value(proxy, "ratchet_calls_total", state="aborted") == 1
 
 
 def test_lag_is_the_age_of_what_is_not_shipped(start: Start, tmp_path: Path) -> None:
-    proxy = start(most_lag=1.0)
+    proxy = start(max_lag_seconds=1.0)
     proxy.http.post(CALL, json=asking("hi"))
     proxy.settled()
     assert value(proxy, "ratchet_journal_lag_seconds") == 0

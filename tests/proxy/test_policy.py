@@ -77,7 +77,7 @@ def test_a_canary_gets_its_share_of_new_trajectories_by_their_ids_and_keeps_them
         return {name: answer.headers["x-ratchet-policy"] for name, answer in zip(names, answers, strict=True)}
 
     def share() -> str:
-        return next(line for line in proxy.http.get("/metrics").text.splitlines() if "ratchet_canary_share{" in line)
+        return next(line for line in proxy.http.get("/metrics").text.splitlines() if "ratchet_canary_ratio{" in line)
 
     candidate(proxy, 1)
     first = [f"a{n}" for n in range(200)]
@@ -147,7 +147,7 @@ def test_models_lists_the_alias_and_every_version(proxy: Proxy) -> None:
 
 
 def test_the_trainer_sees_when_a_version_has_drained(start: Start) -> None:
-    proxy = start(pin_idle_seconds=2)
+    proxy = start(version_pin_seconds=2)
     proxy.agent().chat.completions.create(model="agent", messages=[{"role": "user", "content": "hi"}])
     door = eventually(
         lambda: [d for d in proxy.store.doors.open("agent", time.time() - 2) if d.pins == {"agent@0": 1}]

@@ -219,7 +219,7 @@ def test_a_version_with_a_prompt_is_a_canary_and_asked_for_by_name_like_any(prox
     prompt = proxy.store.prompts.remember(PROMPT)
     made = proxy.store.policies.with_prompt("agent", prompt.id, {})
     proxy.store.policies.canary("agent", made.version, 0.5)
-    eventually(lambda: 'ratchet_canary_share{alias="agent"} 0.5' in proxy.http.get("/metrics").text)
+    eventually(lambda: 'ratchet_canary_ratio{alias="agent"} 0.5' in proxy.http.get("/metrics").text)
     seen: dict[str, set[str]] = {}
     for number in range(40):
         body = {"model": "agent", "messages": [USER]}

@@ -36,9 +36,9 @@ def test_a_body_of_no_told_length_is_refused_at_the_limit(proxy: Proxy) -> None:
 
 @pytest.mark.parametrize("path", AGENTS)
 def test_no_agents_route_takes_a_body_above_body_limit(start: Start, path: str) -> None:
-    proxy = start(body_limit=4096)
+    proxy = start(max_body_bytes=4096)
     answer = proxy.http.post(f"/v1/{path}", content=b" " * 5000, headers={"content-type": "application/json"})
-    assert (answer.status_code, "body_limit" in answer.json()["error"]["message"]) == (413, True)
+    assert (answer.status_code, "max_body_bytes" in answer.json()["error"]["message"]) == (413, True)
 
 
 WRONG: list[tuple[str, str, dict[str, Any], str]] = [

@@ -124,7 +124,7 @@ def test_a_rollout_reaches_its_helper_model_whatever_model_is_planned(
 def test_what_is_measured_begins_on_the_live_version_and_what_is_trained_on_may_be_a_canarys(proxy: Proxy) -> None:
     candidate(proxy, 1)
     proxy.store.policies.canary("agent", 1, 0.999)
-    eventually(lambda: 'ratchet_canary_share{alias="agent"} 0.999' in proxy.http.get("/metrics").text)
+    eventually(lambda: 'ratchet_canary_ratio{alias="agent"} 0.999' in proxy.http.get("/metrics").text)
     prompt = proxy.store.prompts.remember("Candidate 7.")
     said = [say(proxy, plan(proxy.store, **more)) for more in ({}, {"purpose": "eval"}, {"prompt_id": prompt.id})]
     assert [answer.headers["x-ratchet-policy"] for answer in said] == ["agent@1", "agent@0", "agent@0"]

@@ -226,7 +226,7 @@ def test_a_password_in_an_upstreams_url_reaches_the_upstream_and_is_shown_nowher
 ) -> None:
     guarded, shown = Guarded(vllm), []
     with served(guarded) as url:
-        proxy = start(upstreams=(url.replace("//", f"//{IN_A_URL}"),), request_timeout=2.0, log_level="debug")
+        proxy = start(upstreams=(url.replace("//", f"//{IN_A_URL}"),), request_timeout_seconds=2.0, log_level="debug")
         for path, body in DIALECTS.items():
             for words in ("hi", "#status=500", "#html", "#fault=2", "#cut=1", "#wait=3"):
                 with contextlib.suppress(httpx.RemoteProtocolError):

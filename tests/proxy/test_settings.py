@@ -29,7 +29,7 @@ VALUES: Any = {"upstreams": ("http://127.0.0.1:1",), "model": "agent", "store": 
         ({"upstreams": ()}, "upstreams"),
         ({"captur": "strict"}, "captur"),
         ({"capture": "maybe"}, "capture"),
-        ({"journal_limit": 2**16}, "raise journal_limit or lower segment_bytes"),
+        ({"max_journal_bytes": 2**16}, "raise max_journal_bytes or lower journal_segment_bytes"),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_remedy(change: Any, says: str) -> None:
@@ -153,7 +153,7 @@ def test_the_proxys_own_pages_and_programs_come_in_without_keys(proxy: Proxy) ->
 
 def test_without_keys_a_local_page_that_is_named_may_call_models_and_never_speaks_as_operator(start: Start) -> None:
     page = {"origin": "http://localhost:3000", "sec-fetch-site": "same-site"}
-    proxy = start(web_origins=(page["origin"], "https://app.example.com"))
+    proxy = start(allowed_origins=(page["origin"], "https://app.example.com"))
     body = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
     answer = proxy.http.post("/v1/chat/completions", json=body, headers=page)
     assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, page["origin"])

@@ -155,12 +155,12 @@ def ask(url: str, key: str, size: int, wait: str = "") -> httpx.Response:
 def test_bodies_under_way_are_bounded_per_key_and_in_all(start: Start) -> None:
     hashes = frozenset(hash_key(key.encode()) for key in ("a", "b", "c"))
     proxy = start(
-        key_hashes=hashes, body_limit=600_000, max_request_bytes=1_400_000, max_request_bytes_per_key=700_000,
+        key_hashes=hashes, max_body_bytes=600_000, max_inflight_request_bytes=1_400_000, max_inflight_request_bytes_per_key=700_000,
         exact_context="off",
     )  # fmt: skip
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(ask, proxy.url, key, 480_000, "#wait=3") for key in ("a", "b")]
-        metric = 'ratchet_held_bytes{what="requests"}'
+        metric = 'ratchet_memory_bytes{what="requests"}'
         eventually(lambda: float(_sample(proxy.url, metric)) > 960_000)
         own, others = ask(proxy.url, "a", 300_000), ask(proxy.url, "c", 500_000)
         assert (own.status_code, own.json()["error"]["code"], own.headers["retry-after"]) == (
@@ -168,9 +168,9 @@ def test_bodies_under_way_are_bounded_per_key_and_in_all(start: Start) -> None:
             "too_many_bytes",
             "1",
         )
-        assert "max_request_bytes_per_key" in own.json()["error"]["message"]
+        assert "max_inflight_request_bytes_per_key" in own.json()["error"]["message"]
         assert (others.status_code, others.headers["retry-after"]) == (503, "1")
-        assert "max_request_bytes)" in others.json()["error"]["message"]
+        assert "max_inflight_request_bytes)" in others.json()["error"]["message"]
         assert ask(proxy.url, "c", 1_000).status_code == 200
         assert {one.result().status_code for one in waiting} == {200}
     eventually(lambda: float(_sample(proxy.url, metric)) == 0)
@@ -183,8 +183,10 @@ def _sample(url: str, name: str) -> str:
 
 
 def test_a_limit_below_the_largest_body_is_refused_with_both_names() -> None:
-    with pytest.raises(ValueError, match=r"max_request_bytes_per_key 100000 is less than body_limit 200000"):
+    with pytest.raises(
+        ValueError, match=r"max_inflight_request_bytes_per_key 100000 is less than max_body_bytes 200000"
+    ):
         ProxySettings(
             upstreams=("http://127.0.0.1:1",), model="agent", store="s", journal="j",
-            body_limit=200_000, max_request_bytes_per_key=100_000,
+            max_body_bytes=200_000, max_inflight_request_bytes_per_key=100_000,
         )  # fmt: skip

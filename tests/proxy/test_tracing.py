@@ -150,7 +150,7 @@ def test_a_failed_call_is_a_failed_span(collector: tuple[Collector, str], start:
     proxy.http.post("/v1/completions", json={"model": "agent", "prompt": "#tokens=9 #cut=3", "stream": True})
     spans = eventually(lambda: len(collector[0].spans) == 2 and collector[0].spans)
     assert [span.status.code for span in spans] == [2, 2]
-    assert [attributes(span)["error.type"] for span in spans] == ["status_5xx", "upstream_broke"]
+    assert [attributes(span)["error.type"] for span in spans] == ["status_5xx", "upstream_disconnected"]
     assert spans[1].name == "text_completion agent"
 
 

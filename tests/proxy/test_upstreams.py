@@ -136,7 +136,7 @@ def test_what_the_model_itself_answers_is_not_asked_twice(
 def test_a_request_that_ends_its_replica_is_offered_to_one_other_at_most(start: Start, kept: bool) -> None:
     with contextlib.ExitStack() as stack:
         replicas = [stack.enter_context(raw_upstream()) for _ in range(4)]
-        proxy = start(upstreams=tuple(replica.url for replica in replicas), breaker_failures=1000)
+        proxy = start(upstreams=tuple(replica.url for replica in replicas), breaker_failure_threshold=1000)
         if kept:  # each has answered, over a connection that stays
             for replica in replicas:
                 replica.answer, replica.keeps = http(b"{}", status=400), True
@@ -145,14 +145,14 @@ def test_a_request_that_ends_its_replica_is_offered_to_one_other_at_most(start: 
         for replica in replicas:
             replica.answer, replica.keeps, replica.posts = b"", False, 0
         answer = proxy.http.post("/v1/chat/completions", json=body("poison"))
-        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_broke")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_disconnected")
         assert sum(replica.posts > 0 for replica in replicas) == 2
-        retries = 'ratchet_upstream_retries_total{reason="upstream_broke"} 1.0'
+        retries = 'ratchet_upstream_retries_total{reason="upstream_disconnected"} 1.0'
         assert retries in proxy.http.get("/metrics").text
 
 
 def test_a_request_that_was_not_begun_is_offered_on_freely(start: Start, vllm_url: str) -> None:
-    proxy = start(upstreams=("http://127.0.0.1:9", "http://127.0.0.1:10", vllm_url), breaker_failures=1000)
+    proxy = start(upstreams=("http://127.0.0.1:9", "http://127.0.0.1:10", vllm_url), breaker_failure_threshold=1000)
     answers = [proxy.http.post("/v1/chat/completions", json=body(f"{n}")) for n in range(12)]
     assert [answer.status_code for answer in answers] == [200] * 12
 
@@ -184,7 +184,9 @@ def test_a_call_to_replicas_that_are_known_to_be_down_is_told_when_they_are_aske
     start: Start, store: Store
 ) -> None:
     store.policies.register_base("agent", "base")
-    proxy = start(ready=False, upstreams=("http://127.0.0.1:9",), breaker_failures=100, breaker_seconds=600)
+    proxy = start(
+        ready=False, upstreams=("http://127.0.0.1:9",), breaker_failure_threshold=100, breaker_reset_seconds=600
+    )
     answers = [proxy.http.post("/v1/chat/completions", json=body()) for _ in range(100)]
     assert {answer.status_code for answer in answers} == {502}
     assert "retry-after" not in answers[0].headers
@@ -195,7 +197,7 @@ def test_a_call_to_replicas_that_are_known_to_be_down_is_told_when_they_are_aske
 def test_readiness_is_told_from_the_latest_look_and_asks_no_replica(
     start: Start, vllm: ScriptedVllm, vllm_url: str
 ) -> None:
-    proxy = start(probe_seconds=600.0, breaker_seconds=600.0)
+    proxy = start(probe_interval_seconds=600.0, breaker_reset_seconds=600.0)
     looks = len(vllm.paths)
     for _ in range(100):
         ready = proxy.http.get("/health/ready")
@@ -207,7 +209,13 @@ def test_asking_for_readiness_opens_no_breaker_of_a_replica_that_is_slow(start: 
     store.policies.register_base("agent", "base")
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections and says nothing
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        proxy = start(ready=False, upstreams=(url,), probe_seconds=600.0, breaker_seconds=600.0, breaker_failures=1)
+        proxy = start(
+            ready=False,
+            upstreams=(url,),
+            probe_interval_seconds=600.0,
+            breaker_reset_seconds=600.0,
+            breaker_failure_threshold=1,
+        )
         for _ in range(200):
             ready = proxy.http.get("/health/ready")
             assert ready.status_code == 503
@@ -268,7 +276,7 @@ def test_a_replica_killed_in_mid_load_fails_only_streams_that_had_begun_and_come
 ) -> None:
     replicas = [VllmProcess(), VllmProcess()]
     try:
-        proxy = start(upstreams=tuple(replica.url for replica in replicas), breaker_seconds=0.3)
+        proxy = start(upstreams=tuple(replica.url for replica in replicas), breaker_reset_seconds=0.3)
         promote(proxy, 1)
         load = Load(proxy.url)
         with ThreadPoolExecutor(8) as threads:
@@ -290,7 +298,7 @@ def test_a_replica_killed_in_mid_load_fails_only_streams_that_had_begun_and_come
         assert set(load.whole) == {200}
         cut = [text for text in load.streams if not text.endswith("data: [DONE]\n\n")]
         assert len(cut) <= 8, "only those under way at the kill"
-        assert all("chat.completion.chunk" in text and "upstream_broke" in text for text in cut)
+        assert all("chat.completion.chunk" in text and "upstream_disconnected" in text for text in cut)
         assert httpx.get(replicas[0].url + "/v1/models").json()["data"][1]["id"] == "agent@1"
         in_flight = f'ratchet_upstream_in_flight{{upstream="{replicas[0].url}"}} 0.0'
         assert in_flight in proxy.http.get("/metrics").text

@@ -53,7 +53,11 @@ def test_a_part_that_dies_ends_the_process_loudly_and_live_says_so_meanwhile(
     part: str, tmp_path: Path, vllm_url: str
 ) -> None:
     settings = {"upstreams": [vllm_url], "model": "agent", "port": 0}
-    settings |= {"journal": str(tmp_path / "journal"), "store": str(tmp_path / "store.db"), "segment_bytes": 2**12}
+    settings |= {
+        "journal": str(tmp_path / "journal"),
+        "store": str(tmp_path / "store.db"),
+        "journal_segment_bytes": 2**12,
+    }
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         [sys.executable, "-c", _PROXY, json.dumps(settings)], cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe

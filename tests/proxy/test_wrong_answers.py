@@ -51,7 +51,7 @@ def upstream() -> Iterator[RawUpstream]:
 def proxy(upstream: RawUpstream, migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     folder = tmp_path_factory.mktemp("proxy")
     store = open_store(str(folder / "store.db"))
-    with running(upstream.url, store, folder, breaker_failures=10**6, request_timeout=5.0) as one:
+    with running(upstream.url, store, folder, breaker_failure_threshold=10**6, request_timeout_seconds=5.0) as one:
         yield one
     store.close()
 

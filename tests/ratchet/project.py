@@ -51,7 +51,7 @@ class Project:
         (model / "tokenizer.json").write_text("{}")
         self.content: dict[str, Any] = {
             "base_model": str(model),
-            "min_free_mb": 1,
+            "min_free_disk_mb": 1,
             "vllm": {"command": [sys.executable, str(SCRIPTED_VLLM)], "port": free_port()},
             "proxy": {"port": free_port()},
         }

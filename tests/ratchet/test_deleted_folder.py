@@ -20,7 +20,7 @@ def test_a_project_whose_folder_was_deleted_is_named_refused_and_ended(project: 
     shutil.rmtree(project.folder / ".ratchet")
     told = project.run("status").stdout
     assert f"project default: up (pid {up.pid}), but its state folder was deleted while it ran" in told
-    assert json.loads(project.run("status", "--json").stdout)["without_folder"] == up.pid
+    assert json.loads(project.run("status", "--json").stdout)["orphaned_pid"] == up.pid
     second = project.run("up")
     assert second.returncode == 1
     assert f"already up (pid {up.pid}, whose state folder was deleted while it ran)" in second.stdout
@@ -31,7 +31,7 @@ def test_a_project_whose_folder_was_deleted_is_named_refused_and_ended(project: 
     up.communicate(timeout=30)
     assert not [pid for pid in pids if is_alive(pid)]
     assert project.run("down").stdout == "project default: nothing was running\n"
-    assert not json.loads(project.run("status", "--json").stdout)["without_folder"]
+    assert not json.loads(project.run("status", "--json").stdout)["orphaned_pid"]
 
 
 def test_a_folder_of_another_user_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +40,7 @@ def test_a_folder_of_another_user_is_not_believed(tmp_path: Path, monkeypatch: p
     whereabouts.write(state)
     (folder,) = tmp_path.glob("ratchet-*")
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert whereabouts.without_folder(state) is not None
+    assert whereabouts.orphaned_pid(state) is not None
     folder.chmod(0o777)  # anybody could have written it
     assert whereabouts.running(state) is None
     whereabouts.write(state)

@@ -45,7 +45,7 @@ def test_the_report_says_what_is_missing_and_that_rounds_move_nothing(project: P
     scored(project, 0, 0.5, 40)
     scored(project, 1, 0.5, 40)
     store = open_store(str(project.folder / "s.db"))
-    still = {"approx_kl": 2e-8, "approx_kl_tokens": 900, "gap_good_mean": 0.0, "learning_rate": 1e-5}
+    still = {"approx_kl": 2e-8, "approx_kl_tokens": 900, "logprob_change_positive_mean": 0.0, "learning_rate": 1e-5}
     for version in range(3):
         held = store.rounds.start("policy", version)
         store.rounds.commit(

@@ -21,7 +21,7 @@ def test_a_running_process_is_found(tmp_path: Path) -> None:
 
 def test_a_recycled_pid_is_not_the_process_that_was_recorded(tmp_path: Path) -> None:
     state = StateFolder(tmp_path)
-    state.make(min_free_mb=0)
+    state.make(min_free_disk_mb=0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         birth = pidfile.write(state.pid("vllm"), other.pid)
         assert birth is not None

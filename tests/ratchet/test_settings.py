@@ -38,7 +38,7 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
         ("prject: a", {}, "ratchet.yaml: unknown key prject; the nearest known key is project"),
         ("proxy: {prt: 1}", {}, "unknown key proxy.prt; the nearest known key is proxy.port"),
         ("trainer: {learner: {lerning_rate: 1}}", {}, "the nearest known key is trainer.learner.learning_rate"),
-        ("trainer: {rank: 4}", {}, "unknown key trainer.rank; the nearest known key is trainer.learner.rank"),
+        ("trainer: {rank: 4}", {}, "unknown key trainer.rank; the nearest known key is trainer.learner.lora_r"),
         ("proxy: {store: a.db}", {}, "unknown key proxy.store; the nearest known key is store"),
         ("proxy: 8000", {}, "proxy is a section"),
         ("vllm: {port: {a: 1}}", {}, "vllm.port: input should be a valid integer"),
@@ -54,7 +54,7 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
         ("", {"RATCHET_API_KEY": "x"}, "variable RATCHET_API_KEY is not known; did you mean RATCHET_API_KEYS?"),
         ("", {"RATCHET_PROXY": "1"}, "names a section"),
         ("", {"RATCHET_PROXY_PORT": "9000"}, "the nearest variable is RATCHET_PROXY__PORT, with two underscores"),
-        ("", {"RATCHET_TRAINER_LEARNER_RANK": "9"}, "the nearest variable is RATCHET_TRAINER__LEARNER__RANK"),
+        ("", {"RATCHET_TRAINER_LEARNER_LORA_R": "9"}, "the nearest variable is RATCHET_TRAINER__LEARNER__LORA_R"),
         ("port: 9000", {}, "the nearest known keys are proxy.port, vllm.port"),
         ("store: mysql://u:secret@db/x", {}, "mysql is not supported; use sqlite:///PATH or postgresql://"),
         ("store: /nosuch/dir/x.db", {}, "there is no folder /nosuch/dir; make it (mkdir -p /nosuch/dir)"),
@@ -98,7 +98,7 @@ def test_lists_and_mappings_can_be_given_by_variable(tmp_path: Path) -> None:
 def test_learner_settings_reach_the_trainer(tmp_path: Path) -> None:
     settings = read(tmp_path, "trainer: {judge: a.b:c, learner: {rank: 4, learning_rate: 1e-3}}")
     trainer = settings.trainer_settings(base_model="m")
-    assert (trainer.learner.rank, trainer.learner.learning_rate) == (4, 1e-3)
+    assert (trainer.learner.lora_r, trainer.learner.learning_rate) == (4, 1e-3)
     assert trainer.judge == FunctionSpec(function="a.b:c")
     assert trainer.vllm == ("http://127.0.0.1:8001",)
 

@@ -74,7 +74,7 @@ def test_versions_that_learnt_what_is_deleted_are_marked_and_can_be_rejected(pro
     done = project.run("store", "forget", "b", "--reject-policies", "--yes", "--store", url)
     assert "rejected: agent@1; agent@0 is live" in done.stdout
     plain = json.loads(project.run("policies", "list", "--json", "--store", url).stdout)
-    assert [(one["state"], one["learnt_deleted"]) for one in plain] == [("live", False), ("rejected", True)]
+    assert [(one["state"], one["trained_on_deleted"]) for one in plain] == [("live", False), ("rejected", True)]
 
 
 @pytest.mark.parametrize("words", [("--older-than", "soon"), ("--older-than", "30")])

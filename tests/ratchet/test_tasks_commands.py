@@ -62,7 +62,7 @@ def test_an_imported_set_is_listed_and_previewed_by_its_name(project: Project, f
 
 def test_one_split_is_divided_at_the_import(project: Project) -> None:
     (project.folder / "q.csv").write_text("q\n" + "".join(f"{number}\n" for number in range(50)))
-    made = json.loads(project.run("tasks", "import", "q.csv", "--test-share", "0.2", "--json").stdout)
+    made = json.loads(project.run("tasks", "import", "q.csv", "--test-size", "0.2", "--json").stdout)
     assert made["name"] == "q"
     assert sum(made["splits"].values()) == 50
     assert 3 < made["splits"]["test"] < 20

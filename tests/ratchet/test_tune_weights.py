@@ -62,7 +62,7 @@ def test_it_starts_the_rooms_where_nothing_runs_and_leaves_a_result_and_no_proce
         (("--warm-start", "own", "--sft", "epoch=2"), "warm_start.epoch"),
         (("--warm-start", "own", "--warm-start", "own"), "names one twice"),
         (("--resume", "tun_1", "--tasks", "x"), "leave them out"),
-        (("--attempts", "1"), "group_size"),
+        (("--attempts", "1"), "num_generations"),
         (("--tasks", "./nowhere"), "./nowhere"),
     ],
 )
@@ -96,7 +96,7 @@ def test_without_a_judge_or_tasks_it_says_what_to_give(
 def test_the_judge_that_a_project_was_started_with_judges_where_no_other_is_named(project: Project) -> None:
     file = project.state / "run" / "settings.yaml"
     file.parent.mkdir(parents=True)
-    file.write_text(json.dumps({"trainer": {"judge": JUDGE, "group_size": 4}}))
+    file.write_text(json.dumps({"trainer": {"judge": JUDGE, "num_generations": 4}}))
     settings = load(project.folder / "ratchet.yaml", {("folder",): ("--folder", str(project.folder / ".ratchet"))}, {})
     assert adopt(settings).trainer == {"judge": JUDGE}
     own = settings.model_copy(update={"trainer": {"judge": "mine:judge"}})

@@ -254,10 +254,10 @@ def test_a_busy_port_that_was_chosen_names_who_holds_it(project: Project) -> Non
 
 
 def test_a_full_disk_is_told_before_anything_starts(project: Project) -> None:
-    project.write(min_free_mb=10**9)
+    project.write(min_free_disk_mb=10**9)
     up = project.run("up")
     assert up.returncode == 1
-    assert "min_free_mb" in up.stdout
+    assert "min_free_disk_mb" in up.stdout
     assert not (project.state / "run" / "vllm.pid").exists()
 
 
@@ -268,7 +268,7 @@ def test_a_full_disk_is_told_before_anything_starts(project: Project) -> None:
         ({"base_model": "./nowhere"}, "there is no such folder"),
         ({"base_model": "."}, "it has no config.json"),
         ({"base_model": None}, "give --base-model"),
-        ({"trainer": {"learner": {"rnk": 4}}}, "the nearest known key is trainer.learner.rank"),
+        ({"trainer": {"learner": {"rnk": 4}}}, "the nearest known key is trainer.learner.lora_r"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_remedy(project: Project, change: dict[str, object], told: str) -> None:

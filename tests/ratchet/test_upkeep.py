@@ -29,7 +29,7 @@ class Kept:
 
     def __init__(self, folder: Path) -> None:
         self.state = StateFolder(folder)
-        self.state.make(min_free_mb=0)
+        self.state.make(min_free_disk_mb=0)
         self.children: list[Child] = []
         self.events: list[Event] = []
         self.alarms: list[tuple[str, str | None]] = []

@@ -101,7 +101,13 @@ def test_a_movement_is_said_with_what_it_means(k3: float, numbers: str, means: s
 
 
 def test_a_small_round_that_was_meant_to_take_a_small_step_is_not_called_too_small() -> None:
-    figures = {"approx_kl": 3e-5, "approx_kl_tokens": 9, "gap_good_mean": 0.0, "learning_rate": 2e-4, "numbers": "fp32"}
+    figures = {
+        "approx_kl": 3e-5,
+        "approx_kl_tokens": 9,
+        "logprob_change_positive_mean": 0.0,
+        "learning_rate": 2e-4,
+        "numbers": "fp32",
+    }
     sizes = [found.size for scale in (1.0, 0.1) if (found := movement_of(figures | {"rate_scale": scale})) is not None]
     assert sizes == ["too small", "healthy"]
 
@@ -115,7 +121,13 @@ def test_the_last_rounds_are_read_from_the_store_and_older_ones_say_nothing(stor
     store.policies.register_base("agent", "agent")
     figures: list[dict[str, Any]] = [
         {},
-        {"approx_kl": 0.004, "approx_kl_tokens": 9, "gap_good_mean": 0.1, "learning_rate": 2e-3, "numbers": "fp32"},
+        {
+            "approx_kl": 0.004,
+            "approx_kl_tokens": 9,
+            "logprob_change_positive_mean": 0.1,
+            "learning_rate": 2e-3,
+            "numbers": "fp32",
+        },
     ]
     for version, metrics in enumerate(figures, 1):
         held = store.rounds.start("agent", version - 1)

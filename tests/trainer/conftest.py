@@ -62,9 +62,9 @@ def make_daemon(
             "vllm": (engine.url,),
             "checkpoints": tmp_path / "checkpoints",
             "judge": "tests.trainer.judge_samples:scripted",
-            "group_size": 2,
+            "num_generations": 2,
             "groups_per_round": 2,
-            "learner": LearnerSettings(learning_rate=1e-2, reject_ratio_beyond=None),
+            "learner": LearnerSettings(learning_rate=1e-2, sequence_mask_threshold=None),
         }
         daemon = Daemon(TrainerSettings(**(values | changes)), store, threading.Event())
         made.append(daemon)

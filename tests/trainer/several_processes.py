@@ -73,7 +73,14 @@ def learn(model: str, folder: Path) -> int:
     reports = [learner.train_round(build_rows(count, seed=count)) for count in (7, 3)]
     learner.save(folder / "0001")
     names = ["loss", "grad_norm", "tokens_trained", "entropy", "tokens_compared", "logprob_abs_diff_mean"]
-    names += ["rows_rejected", "weight_change", "learning_rate", "approx_kl", "gap_abs_mean", "gap_good_mean"]
+    names += [
+        "rows_rejected",
+        "weight_change",
+        "learning_rate",
+        "approx_kl",
+        "logprob_change_abs_mean",
+        "logprob_change_positive_mean",
+    ]
     found = {name: [getattr(report, name) for report in reports] for name in names}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     return 0

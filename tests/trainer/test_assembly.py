@@ -22,7 +22,7 @@ def test_a_trajectory_whose_messages_were_lost_is_put_aside_and_the_others_are_g
         store.calls.ship([records.ended(begun, {"role": "assistant", "content": name})])
         store.trajectories.seal(name, 2.0)
     settings = TrainerSettings(
-        store="s", model="agent", base_model="b", vllm=("http://127.0.0.1:1",), checkpoints="c", group_size=2,
+        store="s", model="agent", base_model="b", vllm=("http://127.0.0.1:1",), checkpoints="c", num_generations=2,
         judge="tests.trainer.judge_samples:scripted", group_wait_seconds=1.0,
     )  # fmt: skip
     assembly = Assembly(store, settings, Casting(store, "agent", Roles()), ScoreBook(), None)

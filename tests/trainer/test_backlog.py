@@ -24,7 +24,7 @@ A_ROUND = 16  # groups
 def backlog(store: Store, **changes: Any) -> Backlog:
     values: dict[str, Any] = {
         "store": "s", "model": "agent", "base_model": "b", "vllm": ("http://127.0.0.1:1",), "checkpoints": Path("c"),
-        "judge": "a:b", "group_size": 2, "groups_per_round": A_ROUND,
+        "judge": "a:b", "num_generations": 2, "groups_per_round": A_ROUND,
     }  # fmt: skip
     return Backlog(store, TrainerSettings(**(values | changes)))
 
@@ -110,4 +110,4 @@ def test_a_group_that_lost_its_company_is_neither_judged_nor_trained(store: Stor
     store.groups.drop_rejected("agent", "rolled_back")
     assert store.policies.get("agent", 1).state is PolicyState.REJECTED
     assert [one.id for one in waiting.judged()] == [single.id]  # what was formed as a single stays one
-    assert store.groups.get(group.id).drop_reason == "too_few_left"
+    assert store.groups.get(group.id).drop_reason == "group_too_small"

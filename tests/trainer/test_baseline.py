@@ -70,7 +70,7 @@ def test_the_baseline_leaves_the_expected_gradient_alone() -> None:
 
 def test_a_single_that_waits_long_for_its_round_keeps_what_it_was_compared_with(store: Store) -> None:
     book = ScoreBook([scored(f"old{n}", float(n % 2), float(n), family="task:mail") for n in range(40)])
-    credit = Credit("dr_grpo", single_least=16, book=book)
+    credit = Credit("dr_grpo", min_baseline_samples=16, book=book)
     agents_work(store, "mail/1", [1.0])
     store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
     group = store.groups.form("k", "agent", ["mail/1-0"], now=101.0)

@@ -101,7 +101,7 @@ def assembly(store: Store, tmp_path: Path) -> Iterator[Callable[[ScoreBook], Ass
     def make(book: ScoreBook) -> Assembly:
         settings = TrainerSettings(
             store="x", model="agent", base_model="base", vllm=("http://127.0.0.1:1",), checkpoints=tmp_path,
-            judge="a:b", singles="cohort", single_least=2, group_size=3, group_wait_seconds=0.01,
+            judge="a:b", singles="cohort", min_baseline_samples=2, num_generations=3, group_wait_seconds=0.01,
         )  # fmt: skip
         made.append(Assembly(store, settings, Casting(store, "agent", Roles()), book, None))
         return made[-1]
@@ -137,7 +137,7 @@ def test_a_family_without_a_past_is_learnt_from_at_once(store: Store, make_daemo
     for number in range(4):
         single(store, number, "good" if number % 2 else "bad")
     daemon = make_daemon(
-        singles="cohort", group_size=4, groups_per_round=1, group_wait_seconds=0.01, seal_after_idle_seconds=0.1
+        singles="cohort", num_generations=4, groups_per_round=1, group_wait_seconds=0.01, seal_after_idle_seconds=0.1
     )
     until = time.monotonic() + 60
     while not store.rounds.newest_committed("agent"):

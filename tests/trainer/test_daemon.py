@@ -245,10 +245,10 @@ def test_gathering_judging_and_training_are_followed(store: Store, make_daemon: 
     def told(name: str, work: str, **labels: str) -> float | None:
         return daemon.metrics.registry.get_sample_value(name, {"alias": "agent", "work": work, **labels})
 
-    assert told("ratchet_progress_done", "training") == told("ratchet_progress_total", "training") == 4
-    assert told("ratchet_progress_done", "judging") == 1
+    assert told("ratchet_progress_items_done", "training") == told("ratchet_progress_items", "training") == 4
+    assert told("ratchet_progress_items_done", "judging") == 1
     assert told("ratchet_progress_mean", "judging", metric="reward") == 0.75
-    assert (told("ratchet_progress_done", "gathering"), told("ratchet_progress_total", "gathering")) == (1, 2)
+    assert (told("ratchet_progress_items_done", "gathering"), told("ratchet_progress_items", "gathering")) == (1, 2)
     assert told("ratchet_progress_mean", "gathering", metric="tokens") == 3
 
 
@@ -257,11 +257,11 @@ def test_while_a_tool_is_sick_no_step_is_taken_and_what_was_judged_waits(
 ) -> None:
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [0.0, 1.0])
-    daemon = make_daemon(sentinel={"every_seconds": 1.0})
+    daemon = make_daemon(sentinel={"interval_seconds": 1.0})
     tool_called(store, "a-0", ToolResult.TIMEOUT)
     daemon.turn(1000.0)
     assert [len(store.groups.judged("agent")), store.rounds.page("agent")] == [2, []]
-    assert "training_held:agent" in {alarm.name for alarm in store.alarms.standing()}
+    assert "training_paused:agent" in {alarm.name for alarm in store.alarms.standing()}
     tool_called(store, "b-1", ToolResult.OK)
     daemon.turn(1001.0)
     assert store.policies.live()["agent"].version == 1
@@ -338,7 +338,7 @@ def test_a_candidate_that_a_dead_trainer_left_is_published_by_the_next(
 def test_singles_are_compared_with_what_their_family_scored_before(
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
-    daemon = make_daemon(singles="baseline", single_least=3, groups_per_round=1, group_wait_seconds=1.0)
+    daemon = make_daemon(singles="baseline", min_baseline_samples=3, groups_per_round=1, group_wait_seconds=1.0)
     for number, score in enumerate([0.0, 1.0, 0.0, 1.0, 0.0]):
         agents_work(store, f"mail/{number}", [score])
         daemon.turn(1000.0 + number)
@@ -376,7 +376,7 @@ def test_without_a_baseline_setting_singles_are_dropped_with_the_reason(
 def test_a_version_that_is_being_compared_keeps_its_folder_until_that_is_over(
     store: Store, make_daemon: Callable[..., Daemon], tmp_path: Path
 ) -> None:
-    daemon = make_daemon(keep_folders=1, keep_states=1, keep_loaded=0)
+    daemon = make_daemon(keep_checkpoints=1, keep_optimizer_states=1, keep_loaded_adapters=0)
     tuning = store.tunings.begin("select-model", "agent", {})
     for number, moment in enumerate((1000.0, 2000.0, 3000.0)):
         agents_work(store, f"a{number}", [0.0, 1.0], version=number)

@@ -26,7 +26,11 @@ def test_thumbs_alone_make_a_version_and_a_late_one_names_it(tiny_model: Path, t
         all_shipped(proxy)  # a call may take longer to reach the store than feedback waits for it
         say(proxy, response_id=liked, value="up", end_user="ann")
         told = say(proxy, response_id=disliked, value="down", comment="no", end_user="bob")
-        by_thumbs: dict[str, Any] = {"judge": {"kind": "feedback"}, "seal_after_idle_seconds": 0.2, "group_size": 2}
+        by_thumbs: dict[str, Any] = {
+            "judge": {"kind": "feedback"},
+            "seal_after_idle_seconds": 0.2,
+            "num_generations": 2,
+        }
         with trainer_of(tmp_path, tiny_model, **by_thumbs) as (daemon, store, engine):
             eventually(lambda: daemon.turn(time.time()) and store.rounds.newest_committed("agent"), 30)
             assert {run.state for run in store.trajectories.page()} == {TrajectoryState.TRAINED}

@@ -128,7 +128,7 @@ def test_a_second_judge_that_sees_it_too_lets_it_pass(store: Store, make_daemon:
 def test_a_canary_without_traffic_goes_back_when_its_time_is_over(
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
-    daemon = make_daemon(gate=GATE | {"patience_seconds": 50.0})
+    daemon = make_daemon(gate=GATE | {"deadline_seconds": 50.0})
     now = first_canary(store, daemon)
     daemon.turn(now + 10.0)
     assert store.policies.get("agent", 1).state is PolicyState.CANARY

@@ -17,7 +17,7 @@ from tests.trainer.turns import until
 
 CONTRARY = {"kind": "function", "function": "tests.trainer.judge_samples:contrary"}
 AGREEING = {"kind": "function", "function": "tests.trainer.judge_samples:scripted"}
-SENTINEL = {"second_judge": CONTRARY, "second_judge_share": 1.0, "every_seconds": 0.5}
+SENTINEL = {"second_judge": CONTRARY, "second_judge_sample_rate": 1.0, "interval_seconds": 0.5}
 GATE = {"enabled": True, "share": 0.25, "min_samples": 10, "max_samples": 60, "margin": 0.1, "jump": None}
 
 
@@ -119,7 +119,7 @@ def test_a_canary_that_its_own_second_judge_likes_is_held_by_the_sentinels(
 
 
 def test_it_is_only_an_alarm_where_one_says_so(store: Store, make_daemon: Callable[..., Daemon]) -> None:
-    daemon = make_daemon(sentinel=SENTINEL | {"hold_promotion": False}, groups_per_round=24)
+    daemon = make_daemon(sentinel=SENTINEL | {"block_release": False}, groups_per_round=24)
     now = disagreeing(store, daemon, time.time())
     until(daemon, now, lambda: store.policies.live()["agent"].version == 1, most=200)
     assert store.policies.held("agent") is None

@@ -160,12 +160,12 @@ def test_an_image_too_large_to_be_shown_is_described() -> None:
 
 def test_the_status_names_images_among_what_was_left_out() -> None:
     store: dict[str, Any] = {
-        "trajectories": {}, "dropped": {}, "dropped_groups": {}, "left_out_tokens": {"image": 12}, "shadows": {},
+        "trajectories": {}, "dropped": {}, "dropped_groups": {}, "untrained_tokens": {"image": 12}, "shadows": {},
         "rounds": {}, "live": None, "canary": None, "held": [], "decisions": [], "alarms": [], "proxies": [],
         "next_round": None, "moved": None, "base_model": None,
     }  # fmt: skip
     status = {
         "project": "p", "running": True, "ready": True, "base_url": None, "console": None, "rooms": {}, "versions": {},
-        "others_up": [], "other_projects": [], "without_folder": None, "store": store,
+        "other_projects_up": [], "other_projects": [], "orphaned_pid": None, "store": store,
     }  # fmt: skip
     assert "12 tokens image: images are recorded and judged, never trained" in "\n".join(lines(status))

@@ -117,12 +117,12 @@ def test_the_reports_numbers_are_those_computed_by_hand(make_learner: LearnerMak
     losses = [-advantage * (min(math.exp(gap), 2.0) if ok else 1.0) for advantage, gap, ok in tokens]
     report = learner.train_round(rows)
     assert report.loss == pytest.approx(sum(losses) / len(losses), rel=1e-4)
-    assert (report.rows, report.optimiser_steps, report.step) == (4, 1, 1)
+    assert (report.rows, report.optimizer_steps, report.step) == (4, 1, 1)
     assert (report.tokens_trained, report.tokens_compared) == (len(tokens), len(gaps))
     assert report.logprob_abs_diff_mean == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)
     assert report.logprob_abs_diff_max == pytest.approx(max(gaps), rel=1e-4)
-    assert report.importance_truncated_share == sum(weight > 2.0 for weight in weights) / len(weights)
-    assert report.clip_share == 0.0  # the first step of a round starts at ratio 1
+    assert report.importance_clipped_ratio == sum(weight > 2.0 for weight in weights) / len(weights)
+    assert report.clip_ratio == 0.0  # the first step of a round starts at ratio 1
     assert math.log(VOCABULARY) * 0.9 < report.entropy < math.log(VOCABULARY)
     assert report.grad_norm > 0
     assert 0 < report.seconds < 60
@@ -219,15 +219,15 @@ def test_later_steps_of_a_round_are_clipped_against_its_first_policy(make_learne
     learner = make_learner(replace(SETTINGS, learning_rate=0.1, steps_per_round=4))
     row = build_row(1, advantage=1.0)
     report = learner.train_round([row] * 4)
-    assert report.optimiser_steps == 4
-    assert 0.1 < report.clip_share < 0.75
-    assert learner.train_round([row] * 2).optimiser_steps == 2
+    assert report.optimizer_steps == 4
+    assert 0.1 < report.clip_ratio < 0.75
+    assert learner.train_round([row] * 2).optimizer_steps == 2
 
 
 def test_every_loss_raises_the_odds_of_what_was_good(make_learner: LearnerMaker) -> None:
     rows = [build_row(1, advantage=1.0, group="g"), build_row(2, advantage=-1.0, group="g")]
     for name in OBJECTIVES:
-        learner = make_learner(replace(SETTINGS, loss=name, steps_per_round=1, reject_ratio_beyond=None))
+        learner = make_learner(replace(SETTINGS, loss=name, steps_per_round=1, sequence_mask_threshold=None))
         before = learner.score(rows)[0]
         assert learner.train_round(rows if name != "sft" else rows[:1]).weight_change > 0
         assert trained_sum(rows[0], learner.score(rows)[0]) > trained_sum(rows[0], before)
@@ -316,10 +316,10 @@ def test_a_missing_model_and_a_folder_that_is_none_are_told_apart(tmp_path: Path
         ("loss", "ppo"),
         ("epsilon_low", 1.5),
         ("kl", -0.1),
-        ("truncate_importance_at", 0.5),
-        ("reject_ratio_beyond", 1.0),
-        ("entropy_bonus", -1.0),
-        ("entropy_top_share", 0.0),
+        ("vllm_importance_sampling_clip_max", 0.5),
+        ("sequence_mask_threshold", 1.0),
+        ("entropy_coef", -1.0),
+        ("top_entropy_quantile", 0.0),
         ("dr_grpo_length", 0),
         ("quantization", "int2"),
         ("steps_per_round", 0),

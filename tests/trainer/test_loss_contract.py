@@ -29,19 +29,19 @@ from tests.trainer.tiny import build_row
 
 GROUP_SIZES = (4, 3, 2)
 WORST_RELATIVE_ERROR = 2e-5
-PLAIN: dict[str, Any] = {"truncate_importance_at": None, "reject_ratio_beyond": None}
+PLAIN: dict[str, Any] = {"vllm_importance_sampling_clip_max": None, "sequence_mask_threshold": None}
 
 CASES = [
     *({"loss": name} for name in OBJECTIVES if OBJECTIVES[name].ratio != "none"),
     *({"loss": name, "kl": 0.05} for name in OBJECTIVES if OBJECTIVES[name].ratio != "none"),
-    *({"loss": name, "reject_ratio_beyond": 1.1} for name in OBJECTIVES if OBJECTIVES[name].ratio != "none"),
-    {"loss": "dapo", "reject_ratio_beyond": 1.1, "kl": 0.05, "entropy_bonus": 0.01},
+    *({"loss": name, "sequence_mask_threshold": 1.1} for name in OBJECTIVES if OBJECTIVES[name].ratio != "none"),
+    {"loss": "dapo", "sequence_mask_threshold": 1.1, "kl": 0.05, "entropy_coef": 0.01},
     {"loss": "dr_grpo", "dr_grpo_length": 7},
     {"loss": "cispo", "epsilon_high": 1.1},
-    {"loss": "gspo", "epsilon_low": 0.05, "epsilon_high": 0.05, "entropy_bonus": 0.01},
-    {"loss": "grpo", "entropy_bonus": 0.01},
-    {"loss": "dapo", "entropy_top_share": 0.2},
-    {"loss": "grpo", "entropy_top_share": 0.2, "kl": 0.05, "reject_ratio_beyond": 1.1},
+    {"loss": "gspo", "epsilon_low": 0.05, "epsilon_high": 0.05, "entropy_coef": 0.01},
+    {"loss": "grpo", "entropy_coef": 0.01},
+    {"loss": "dapo", "top_entropy_quantile": 0.2},
+    {"loss": "grpo", "top_entropy_quantile": 0.2, "kl": 0.05, "sequence_mask_threshold": 1.1},
     {"loss": "sft"},
     {"loss": "sft", "kl": 0.05},
     {"loss": "dapo", **PLAIN},
@@ -91,7 +91,7 @@ def test_loss_and_gradient_equal_the_formulas(
         sum(rejected),
         sum(row.tokens_trained for row, out in zip(rows, rejected, strict=True) if not out),
     )
-    if settings.reject_ratio_beyond == 1.1:
+    if settings.sequence_mask_threshold == 1.1:
         assert 0 < sum(rejected) < len(rows)
     assert ours.relative_error(expected) < WORST_RELATIVE_ERROR
 
@@ -161,7 +161,7 @@ def test_the_size_of_micro_batches_does_not_change_the_gradient(name: str, tiny_
 
 def test_a_rejected_row_is_as_if_it_had_never_been_there(tiny_model: Path, tmp_path: Path) -> None:
     for name in OBJECTIVES:
-        trainer = build_trainer(LearnerSettings(loss=name, reject_ratio_beyond=2.0), tiny_model, tmp_path)
+        trainer = build_trainer(LearnerSettings(loss=name, sequence_mask_threshold=2.0), tiny_model, tmp_path)
         rows = build_groups(trainer)
         sampled = tuple((lp - 3.0) * m for lp, m in zip(rows[2].logprobs, rows[2].mask, strict=True))
         foreign = replace(rows[2], logprobs=sampled)
@@ -245,14 +245,14 @@ def reference(
     """The loss as the papers write it, over the rows of one optimiser step, and which rows are rejected."""
     rejected = [is_rejected(row, start.logprobs, settings) for row, start in zip(rows, old, strict=True)]
     kept = [(row, start) for row, start, out in zip(rows, old, rejected, strict=True) if not out]
-    least = entropy_threshold(kept, settings.entropy_top_share)
+    least = entropy_threshold(kept, settings.top_entropy_quantile)
     n_tokens = sum(row.tokens_trained for row, _ in kept)
     total = torch.zeros((), dtype=torch.float64)
     for row, start in kept:
         token_losses = reference_row(model, row, start, settings, least)  # (T - 1,)
-        if settings.loss in ("grpo", "gspo"):
+        if settings.loss_type in ("grpo", "gspo"):
             total = total + token_losses.sum() / row.tokens_trained / len(kept)
-        elif settings.loss == "dr_grpo":
+        elif settings.loss_type == "dr_grpo":
             total = total + token_losses.sum() / settings.dr_grpo_length / len(kept)
         else:
             total = total + token_losses.sum() / n_tokens
@@ -261,8 +261,8 @@ def reference(
 
 
 def is_rejected(row: TokenRow, old: torch.Tensor, settings: LearnerSettings) -> bool:
-    limit, mask = settings.reject_ratio_beyond, torch.tensor(row.mask[1:]).bool()
-    if limit is None or not row.importance or settings.loss == "sft":
+    limit, mask = settings.sequence_mask_threshold, torch.tensor(row.mask[1:]).bool()
+    if limit is None or not row.importance or settings.loss_type == "sft":
         return False
     geometric_mean = float((old - torch.tensor(row.logprobs[1:]))[mask].mean().exp())
     return not 1 / limit <= geometric_mean <= limit
@@ -282,25 +282,25 @@ def entropy_threshold(rows: Sequence[tuple[TokenRow, AtStart]], share: float) ->
 def reference_row(model: Any, row: TokenRow, start: AtStart, settings: LearnerSettings, least: float) -> torch.Tensor:
     mask = torch.tensor(row.mask[1:], dtype=torch.float64)  # (T - 1,)
     new, entropy = reference_scores(model, row)
-    old = new.detach() if settings.loss == "sft" else start.logprobs
+    old = new.detach() if settings.loss_type == "sft" else start.logprobs
     advantage = torch.tensor(row.advantages[1:] if row.advantages else [row.advantage] * len(new), dtype=torch.float64)
     weight = torch.ones_like(new)
-    if settings.truncate_importance_at is not None and row.importance and settings.loss != "sft":
-        weight = (old - torch.tensor(row.logprobs[1:])).exp().clamp(max=settings.truncate_importance_at)
+    if settings.vllm_importance_sampling_clip_max is not None and row.importance and settings.loss_type != "sft":
+        weight = (old - torch.tensor(row.logprobs[1:])).exp().clamp(max=settings.vllm_importance_sampling_clip_max)
     low, high = settings.clip
     ratio = (new - old).exp()
-    if settings.loss == "gspo":
+    if settings.loss_type == "gspo":
         ratio = (((new - old) * mask).sum() / mask.sum()).exp() * torch.ones_like(new)
-    if settings.loss == "sft":
+    if settings.loss_type == "sft":
         token_loss = -advantage * new
-    elif settings.loss == "cispo":
+    elif settings.loss_type == "cispo":
         token_loss = -ratio.clamp(max=high).detach() * advantage * new
     else:
         token_loss = -torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
     token_loss = token_loss * weight * (start.entropies > least)
-    if settings.kl:
+    if settings.beta:
         with torch.no_grad(), model.disable_adapter():
             base = reference_logprobs(model, row)
-        token_loss = token_loss + settings.kl * ratio * ((base - new).exp() - (base - new) - 1)
-    token_loss = token_loss - settings.entropy_bonus * entropy
+        token_loss = token_loss + settings.beta * ratio * ((base - new).exp() - (base - new) - 1)
+    token_loss = token_loss - settings.entropy_coef * entropy
     return token_loss * mask

@@ -53,7 +53,7 @@ def make_cramped(store: Store, engine: ScriptedEngine, tmp_path: Path) -> Iterat
     def make(pupil: Cramped, **changes: Any) -> Daemon:
         values: dict[str, Any] = {
             "store": "s", "model": "agent", "base_model": "b", "vllm": (engine.url,), "judge": {"kind": "workflow"},
-            "checkpoints": tmp_path / "checkpoints", "group_size": 2, "groups_per_round": 1,
+            "checkpoints": tmp_path / "checkpoints", "num_generations": 2, "groups_per_round": 1,
         }  # fmt: skip
         settings = TrainerSettings(**(values | changes))
         daemon = Daemon(settings, store, threading.Event(), make_pupil=lambda given, folder: pupil)

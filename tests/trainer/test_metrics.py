@@ -41,19 +41,19 @@ def test_findings_rounds_drops_and_alarms_are_told(store: Store) -> None:
     store.rounds.commit(held.id, version=1, checkpoint="x", groups=[group.id], metrics=numbers)
     tool_called(store, "a", ToolResult.TIMEOUT)
     metrics = Metrics("agent", store)
-    watching = Sentinel(SentinelSettings(every_seconds=1.0), store, "agent", metrics)
+    watching = Sentinel(SentinelSettings(interval_seconds=1.0), store, "agent", metrics)
     watching.look(1.0)
     watching.look(2.0)
     found = told(metrics)
-    assert found["ratchet_training_held", "agent"] == 1
-    assert found["ratchet_tool_failure_share", "agent", "search"] == 1
-    assert found["ratchet_alarm_standing", "training_held:agent"] == 1
+    assert found["ratchet_training_paused", "agent"] == 1
+    assert found["ratchet_tool_failure_ratio", "agent", "search"] == 1
+    assert found["ratchet_alarm_active", "training_paused:agent"] == 1
     assert found["ratchet_trajectories_dropped_total", "no_variance"] == 2
     assert found["ratchet_groups_dropped_total", "agent", "no_variance"] == 1
     assert found["ratchet_rounds_total", "agent", "committed"] == 1
-    assert found["ratchet_tokens_dropped_total", "agent", "greedy"] == 7
+    assert found["ratchet_untrained_tokens_total", "agent", "greedy"] == 7
     assert found["ratchet_round_reward", "agent"] == 0.5
-    assert found["ratchet_left_out_token_share", "agent"] == 0.7
+    assert found["ratchet_untrained_token_ratio", "agent"] == 0.7
 
 
 def test_what_the_gate_sees_and_decides_is_told(store: Store) -> None:
@@ -67,14 +67,14 @@ def test_what_the_gate_sees_and_decides_is_told(store: Store) -> None:
     metrics.gate(20, 30, Difference(0.5, 0.25, 0.75, 20, 30))
     metrics.evaluating(True)
     found = told(metrics)
-    assert (found["ratchet_live_version", "agent"], found["ratchet_promotion_held", "agent"]) == (1, 1)
+    assert (found["ratchet_live_version", "agent"], found["ratchet_release_pending_approval", "agent"]) == (1, 1)
     assert found["ratchet_policy_decisions_total", "hold", "agent"] == 1
     assert found["ratchet_policy_decisions_total", "canary", "agent"] == 1
-    assert found["ratchet_gate_scores", "agent", "canary"] == 20
-    assert found["ratchet_gate_difference", "agent", "low"] == 0.25
+    assert found["ratchet_release_scores", "agent", "canary"] == 20
+    assert found["ratchet_release_difference", "agent", "low"] == 0.25
     assert found["ratchet_evaluation_running", "agent"] == 1
     metrics.gate()
-    assert not [name for name, *_ in told(metrics) if name == "ratchet_gate_difference"]
+    assert not [name for name, *_ in told(metrics) if name == "ratchet_release_difference"]
 
 
 def test_what_is_no_longer_found_is_no_longer_shown(store: Store) -> None:
@@ -83,14 +83,14 @@ def test_what_is_no_longer_found_is_no_longer_shown(store: Store) -> None:
     metrics = Metrics("agent", store)
     Sentinel(SentinelSettings(), store, "agent", metrics).look(1.0)
     metrics.found((), held=False)
-    assert not [name for name, *_ in told(metrics) if name == "ratchet_tool_failure_share"]
+    assert not [name for name, *_ in told(metrics) if name == "ratchet_tool_failure_ratio"]
 
 
 def test_a_store_that_is_away_leaves_the_rest(store: Store, tmp_path: Path) -> None:
     metrics = Metrics("agent", store)
     store.close()
     (tmp_path / "store.db").rename(tmp_path / "away.db")
-    assert told(metrics) == {("ratchet_training_held", "agent"): 0}
+    assert told(metrics) == {("ratchet_training_paused", "agent"): 0}
 
 
 def test_a_port_that_is_taken_is_refused_by_name() -> None:

@@ -71,7 +71,7 @@ def test_tensorboard_draws_rounds_and_decisions_by_version(store: Store, tmp_pat
     assert curve(read, "round/reward") == [(1, 0.5), (2, 0.75)]
     assert curve(read, "round/kl") == [(1, 0.01), (2, 0.01)]
     assert curve(read, "round/families/math/reward") == [(1, 0.75), (2, 0.75)]
-    assert curve(read, "left_out_tokens/greedy") == [(1, 10), (2, 10)]
+    assert curve(read, "untrained_tokens/greedy") == [(1, 10), (2, 10)]
     assert curve(read, "round/tokens_per_trajectory") == [(1, 10), (2, 10)]
     assert curve(read, "decision/proof/worst") == [(1, 0.001), (2, 0.001)]
     assert not [name for name in read.Tags()["scalars"] if "settings" in name]

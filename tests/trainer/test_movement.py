@@ -31,7 +31,7 @@ class Collapsing(Learner):
 
     def train_round(self, rows: Sequence[TokenRow], *how: Any) -> RoundReport:
         found = super().train_round(rows, *how)
-        return replace(found, gap_good_mean=-0.05 if found.step < 3 else 0.01)
+        return replace(found, logprob_change_positive_mean=-0.05 if found.step < 3 else 0.01)
 
 
 @pytest.fixture
@@ -91,8 +91,8 @@ def test_the_movement_is_the_one_computed_by_hand(loss: str, steps: int, make_le
     good = [gap for advantage, gap in gaps if advantage > 0]
     assert report.approx_kl_tokens == len(gaps)
     assert report.approx_kl == pytest.approx(sum(math.exp(g) - 1 - g for _, g in gaps) / len(gaps), rel=1e-2)
-    assert report.gap_abs_mean == pytest.approx(sum(abs(g) for _, g in gaps) / len(gaps), rel=1e-3)
-    assert report.gap_good_mean == pytest.approx(sum(good) / len(good), rel=1e-3)
+    assert report.logprob_change_abs_mean == pytest.approx(sum(abs(g) for _, g in gaps) / len(gaps), rel=1e-3)
+    assert report.logprob_change_positive_mean == pytest.approx(sum(good) / len(good), rel=1e-3)
     assert report.approx_kl > 1e-5
 
 

@@ -33,7 +33,14 @@ def model() -> Iterator[ScriptedJudgeModel]:
 
 @pytest.fixture
 def ruler(model: ScriptedJudgeModel) -> Iterator[RulerJudge]:
-    spec = RulerSpec(kind="ruler", base_url=model.url, model="big", price_in=1.0, price_out=1.0, attempts=1)
+    spec = RulerSpec(
+        kind="ruler",
+        base_url=model.url,
+        model="big",
+        input_cost_per_million=1.0,
+        output_cost_per_million=1.0,
+        attempts=1,
+    )
     made = RulerJudge(spec, LanguageModel(spec, None))
     yield made
     made.close()

@@ -90,7 +90,7 @@ def test_what_is_preferred_becomes_likelier_than_what_is_not(loss: str, tiny_mod
     disliked = sum(gain for gain, row in zip(gained, rows, strict=True) if row.advantage < 0)
     assert liked > disliked + 1.0
     assert reports[-1].loss < reports[0].loss
-    assert reports[0].optimiser_steps == 2
+    assert reports[0].optimizer_steps == 2
 
 
 def test_only_the_best_and_the_worst_of_a_group_are_compared() -> None:

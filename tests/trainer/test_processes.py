@@ -64,7 +64,7 @@ def trainer_settings(model: Path, engine: ScriptedEngine, folder: Path, learner:
     return json.dumps(
         {
             "store": str(folder / "together.db"), "model": "agent", "base_model": str(model), "vllm": [engine.url],
-            "checkpoints": str(folder / "together" / "checkpoints"), "group_size": 3, "groups_per_round": 2,
+            "checkpoints": str(folder / "together" / "checkpoints"), "num_generations": 3, "groups_per_round": 2,
             "judge": "tests.trainer.judges_by_number:scripted", "seal_after_idle_seconds": 1,
             "lease_seconds": 3, "learner": learner,
         }
@@ -117,7 +117,7 @@ def test_two_processes_learn_what_one_does(together: Path, tiny_model: Path, tmp
 
 def test_two_processes_measure_one_movement_and_step_by_one_rate(together: Path) -> None:
     one, other = (json.loads((together / f"{rank}.json").read_text()) for rank in (0, 1))
-    for name in ("learning_rate", "approx_kl", "gap_abs_mean", "gap_good_mean"):
+    for name in ("learning_rate", "approx_kl", "logprob_change_abs_mean", "logprob_change_positive_mean"):
         assert one[name] == other[name], name
     first, second = one["learning_rate"]
     assert first != second  # it was steered
@@ -229,7 +229,7 @@ def test_the_trainer_in_two_processes_makes_the_version_that_one_makes(
 ) -> None:
     for task, scores in WORK.items():
         agents_work(store, task, scores)
-    make_daemon(group_size=3, learner=LearnerSettings(**LEARNER)).turn(1000.0)
+    make_daemon(num_generations=3, learner=LearnerSettings(**LEARNER)).turn(1000.0)
     alone, together = (rounds.newest_committed("agent") for rounds in (store.rounds, story.store.rounds))
     assert alone is not None
     assert together is not None

@@ -107,8 +107,8 @@ def test_prometheus_gets_the_same_numbers() -> None:
     def told(name: str, **labels: str) -> float | None:
         return metrics.registry.get_sample_value(name, {"alias": "agent", "work": "judging", **labels})
 
-    assert told("ratchet_progress_done") == 4
-    assert told("ratchet_progress_total") == 20
+    assert told("ratchet_progress_items_done") == 4
+    assert told("ratchet_progress_items") == 20
     assert told("ratchet_progress_seconds_per_item") == 2.5
     assert told("ratchet_progress_eta_seconds") == 40
     assert told("ratchet_progress_mean", metric="reward") == 0.5

@@ -71,7 +71,7 @@ def make(
         settings = TrainerSettings(
             store=store_url, model="agent", base_model=str(tmp_path), vllm=(vllm[1],), checkpoints=tmp_path / "c",
             judge="tests.trainer.prompted_vllm:judged", seal_after_idle_seconds=0.01, group_wait_seconds=0.01,
-            round_wait_seconds=1e9, groups_per_round=1000, group_size=2, gate=gate,
+            round_wait_seconds=1e9, groups_per_round=1000, num_generations=2, gate=gate,
         )  # fmt: skip
         made.append(Daemon(settings, store, threading.Event(), make_pupil=ScriptedPupil))
         return made[-1]
@@ -188,7 +188,7 @@ def engine() -> Iterator[ScriptedEngine]:
 @pytest.fixture
 def publisher(local: Store, engine: ScriptedEngine) -> Iterator[Publisher]:
     replica = Replica(engine.url)
-    yield Publisher(local, [replica], alias="agent", tolerance=0.05, keep_loaded=0)
+    yield Publisher(local, [replica], alias="agent", tolerance=0.05, keep_loaded_adapters=0)
     replica.close()
 
 

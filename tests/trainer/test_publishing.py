@@ -40,7 +40,7 @@ def engines() -> Iterator[list[ScriptedEngine]]:
 @pytest.fixture
 def publisher(store: Store, engines: list[ScriptedEngine]) -> Iterator[Publisher]:
     replicas = [Replica(engine.url) for engine in engines]
-    yield Publisher(store, replicas, alias="agent", tolerance=0.05, keep_loaded=0)
+    yield Publisher(store, replicas, alias="agent", tolerance=0.05, keep_loaded_adapters=0)
     for replica in replicas:
         replica.close()
 
@@ -118,7 +118,7 @@ def test_a_refused_adapter_keeps_the_engines_own_words(
 
 def test_an_engine_that_is_away_leaves_the_candidate_for_later(store: Store) -> None:
     replica = Replica("http://127.0.0.1:1")
-    publisher = Publisher(store, [replica], alias="agent", tolerance=0.05, keep_loaded=0)
+    publisher = Publisher(store, [replica], alias="agent", tolerance=0.05, keep_loaded_adapters=0)
     policy = candidate(store, 1)
     with pytest.raises(EngineUnreachable, match="does not answer"):
         publish(publisher, policy)
@@ -142,7 +142,7 @@ def test_an_old_version_is_unloaded_only_when_no_door_needs_it(
 
 def test_the_newest_old_versions_stay_loaded(store: Store, engines: list[ScriptedEngine]) -> None:
     replica = Replica(engines[0].url)
-    publisher = Publisher(store, [replica], alias="agent", tolerance=0.05, keep_loaded=2)
+    publisher = Publisher(store, [replica], alias="agent", tolerance=0.05, keep_loaded_adapters=2)
     for version, left in ((1, []), (2, []), (3, []), (4, ["agent@1"])):
         publish(publisher, candidate(store, version))
         beat(store, live=version)

@@ -151,7 +151,7 @@ def test_trajectories_without_a_role_that_trains_are_put_aside_and_grouped_with_
 def test_traffic_without_the_role_is_an_alarm_that_names_the_remedy_until_it_speaks(
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
-    roles: dict[str, Any] = {"roles": ["planner"], "role_prompts": {"planner": "You plan"}}
+    roles: dict[str, Any] = {"roles": ["planner"], "role_patterns": {"planner": "You plan"}}
     agents_work(store, "a", [0.0] * 20)
     make_daemon(**roles).turn(999.0)
     assert store.alarms.standing() == []
@@ -160,7 +160,7 @@ def test_traffic_without_the_role_is_an_alarm_that_names_the_remedy_until_it_spe
     daemon.turn(1000.0)
     (alarm,) = store.alarms.standing()
     assert alarm.name == "no_role:agent"
-    assert "trainer.role_prompts" in alarm.reason
+    assert "trainer.role_patterns" in alarm.reason
     agents_work(store, "b", [0.0, 1.0], messages=PLAN)
     daemon.turn(1001.0)
     assert store.alarms.standing() == []
@@ -168,7 +168,7 @@ def test_traffic_without_the_role_is_an_alarm_that_names_the_remedy_until_it_spe
 
 def test_a_pattern_that_is_none_is_refused_with_its_role(make_daemon: Callable[..., Daemon]) -> None:
     with pytest.raises(ValidationError, match="the pattern of role planner is no regular expression"):
-        make_daemon(role_prompts={"planner": "("})
+        make_daemon(role_patterns={"planner": "("})
 
 
 def test_logprobs_of_context_are_never_those_of_another_role() -> None:

@@ -60,7 +60,7 @@ def group(members: int) -> Group:
 
 
 def test_many_small_rounds_add_as_much_noise_as_one_whole_round_of_the_same_samples() -> None:
-    size = RoundSize(groups_per_round=16, group_size=8)
+    size = RoundSize(groups_per_round=16, num_generations=8)
     assert size.rate_scale([group(8)] * 16) == size.rate_scale([group(8)] * 40) == 1.0
     for count in (1, 2, 4, 8):
         rounds = 16 // count
@@ -69,7 +69,7 @@ def test_many_small_rounds_add_as_much_noise_as_one_whole_round_of_the_same_samp
 
 
 def test_a_round_begins_whole_or_late_and_never_below_its_least(store: Store) -> None:
-    waiting = backlog(store, round_wait_seconds=600.0, round_least_groups=2)
+    waiting = backlog(store, round_wait_seconds=600.0, min_groups_per_round=2)
     assert [waiting.makes_a_round(*case) for case in ((16.0, 0.0), (15.5, 599.0), (2.0, 600.0), (1.875, 1e9))] == [
         True, False, True, False,
     ]  # fmt: skip
@@ -81,7 +81,7 @@ def test_a_round_takes_the_step_that_its_trained_groups_are_worth(store: Store, 
         verdicts = store.groups.verdicts(one.members).values()
         store.groups.rescore([msgspec.structs.replace(verdict, judged_at=10.0) for verdict in verdicts])
     learner = Noting(unfit=["d1", "d2"])
-    school = School(store, "agent", tmp_path, Credit(), size=RoundSize(groups_per_round=12, group_size=2))
+    school = School(store, "agent", tmp_path, Credit(), size=RoundSize(groups_per_round=12, num_generations=2))
     candidate = school.hold_round(learner, groups, 0)
     assert candidate is not None
     assert learner.scales == [0.5]  # of three groups of twelve: the fourth held nothing to train
@@ -100,7 +100,7 @@ def test_a_scaled_round_moves_the_weights_less_and_leaves_the_rate_alone(tiny_mo
 
 
 def test_one_vote_does_not_move_the_policy_as_a_whole_round_does(tiny_model: Path, tmp_path: Path) -> None:
-    size = RoundSize(groups_per_round=2, group_size=8)
+    size = RoundSize(groups_per_round=2, num_generations=8)
     settings = LearnerSettings(learning_rate=1e-3, threads=1)
     one, many = (Learner(str(tiny_model), settings, workdir=tmp_path / name) for name in "ab")
     vote = one.train_round([build_row(1, advantage=1.0)], size.rate_scale([group(1)])).weight_change
@@ -110,7 +110,7 @@ def test_one_vote_does_not_move_the_policy_as_a_whole_round_does(tiny_model: Pat
 
 def test_status_says_what_the_next_round_waits_for(store: Store) -> None:
     judged_group(store, ["a", "b"], [0.0, 1.0])
-    settings = Settings(model="agent", trainer={"judge": "a:b", "groups_per_round": 12, "round_least_groups": 3})
+    settings = Settings(model="agent", trainer={"judge": "a:b", "groups_per_round": 12, "min_groups_per_round": 3})
     waits = next_round(store, settings)
     assert waits is not None
     assert line(waits) == "1 of 12 groups judged; with fewer it begins after 600 s, never with fewer than 3"

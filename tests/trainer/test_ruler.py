@@ -56,8 +56,8 @@ def judge(model: ScriptedJudgeModel, **changes: Any) -> RulerJudge:
         "kind": "ruler",
         "base_url": model.url,
         "model": "big",
-        "price_in": 2.0,
-        "price_out": 10.0,
+        "input_cost_per_million": 2.0,
+        "output_cost_per_million": 10.0,
     }
     spec = RulerSpec(**(values | changes))
     _made.append(RulerJudge(spec, LanguageModel(spec, "sk-judge-secret", sleep=lambda _: None)))
@@ -211,7 +211,7 @@ def test_the_whole_exchange_is_kept_with_its_price_and_without_the_key(model: Sc
 
 def test_an_unknown_price_is_unknown(model: ScriptedJudgeModel) -> None:
     model.answers = [by_content({"Oslo": 1.0, "Rome": 0.0})]
-    assert judge(model, price_in=None).judge("g", two()).verdicts[0].cost is None
+    assert judge(model, input_cost_per_million=None).judge("g", two()).verdicts[0].cost is None
 
 
 def test_what_an_agent_wrote_cannot_speak_as_the_judges_question(model: ScriptedJudgeModel) -> None:

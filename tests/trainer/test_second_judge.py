@@ -21,7 +21,7 @@ from ratchet.trainer.sentinel.watch import Sentinel
 from tests.records import answered_trajectory
 from tests.trainer import judge_samples
 
-SETTINGS = SentinelSettings(every_seconds=1.0)
+SETTINGS = SentinelSettings(interval_seconds=1.0)
 
 
 class Contrary:

@@ -16,7 +16,7 @@ from ratchet.store.tool_records import ToolCall
 from ratchet.trainer.sentinel import Finding
 from ratchet.trainer.sentinel.change import change, share_change
 from ratchet.trainer.sentinel.conduct import Conduct, conduct, occurs
-from ratchet.trainer.sentinel.drift import coverage, drift, needless_tool_calls, resource_coverage
+from ratchet.trainer.sentinel.drift import coverage, drift, unnecessary_tool_calls, resource_coverage
 from ratchet.trainer.sentinel.last_rounds import last_rounds
 from ratchet.trainer.sentinel.resources import names_in
 from ratchet.trainer.sentinel.settings import SentinelSettings
@@ -61,13 +61,13 @@ def test_failures_that_begin_with_a_version_are_told_and_do_not_hold() -> None:
 
 def test_a_tool_that_was_always_flaky_is_no_alarm() -> None:
     (found,), _ = tool_health(calls([ERROR, OK] * 300), SETTINGS)
-    assert found == Finding("tool_health", "ratchet_tool_failure_share", "search", 0.5)
+    assert found == Finding("tool_health", "ratchet_tool_failure_ratio", "search", 0.5)
 
 
 def test_a_tool_that_never_works_holds_without_any_past() -> None:
     (found,), _ = tool_health(calls([ToolResult.TIMEOUT] * 50), SETTINGS)
     assert found.holds
-    assert "raise tool_failure_share" in str(found.reason)
+    assert "raise max_tool_failure_rate" in str(found.reason)
 
 
 def test_a_few_failures_say_nothing() -> None:
@@ -84,7 +84,7 @@ def test_what_the_policy_did_wrong_does_not_count_against_the_tool() -> None:
 
 def test_a_long_sickness_does_not_become_its_own_past() -> None:
     sick = calls([ERROR] * 2000)
-    settings = SentinelSettings(tool_failure_share=1.0)
+    settings = SentinelSettings(max_tool_failure_rate=1.0)
     milder = calls([ERROR, ERROR, ERROR, OK] * 500)
     assert tool_health(milder, settings)[0][0].reason is None  # nothing else is known
     kept = {"search": ToolPast(failures=5, calls=100, same_versions=True)}
@@ -179,7 +179,7 @@ def test_healthy_traffic_has_numbers_and_no_alarm() -> None:
     assert [found.reason for found in findings] == [None] * len(findings)
     assert {found.metric for found in findings} == {
         "ratchet_trajectory_tokens", "ratchet_reasoning_tokens_per_action", "ratchet_actions_per_trajectory",
-        "ratchet_made_up_argument_share", "ratchet_tool_use_share", "ratchet_resource_use_share",
+        "ratchet_hallucinated_argument_ratio", "ratchet_tool_use_ratio", "ratchet_resource_use_ratio",
     }  # fmt: skip
 
 
@@ -204,10 +204,10 @@ def test_reasoning_that_vanishes_is_drift() -> None:
 
 
 def test_arguments_that_are_made_up_more_and_more_are_an_alarm() -> None:
-    found = one(drift(conducts(300) + conducts(64, made_up=2), SETTINGS), "made_up_arguments")
+    found = one(drift(conducts(300) + conducts(64, made_up=2), SETTINGS), "hallucinated_arguments")
     assert found.value == 0.5
     assert "50% of tool arguments occur nowhere in their context, before 0%" in str(found.reason)
-    assert one(drift(conducts(364, made_up=2), SETTINGS), "made_up_arguments").reason is None
+    assert one(drift(conducts(364, made_up=2), SETTINGS), "hallucinated_arguments").reason is None
 
 
 def test_a_tool_that_nobody_uses_is_neglected_once_enough_could_have() -> None:
@@ -231,14 +231,14 @@ def test_files_that_nobody_opens_are_neglected_once_enough_were_shown_them() -> 
 
     assert found(*seen(99, 0)).reason is None
     neglected = found(*seen(300, 1))
-    assert (neglected.check, neglected.metric) == ("resource_coverage", "ratchet_resource_use_share")
+    assert (neglected.check, neglected.metric) == ("resource_coverage", "ratchet_resource_use_ratio")
     assert neglected.value == pytest.approx(0.05)
     assert "19 of 20 files" in str(neglected.reason)
     assert "and 14 more" in str(neglected.reason)
-    assert "resource_coverage_least" in str(neglected.reason)
+    assert "min_resource_coverage" in str(neglected.reason)
     assert found(*seen(300, 2)).reason is None
     assert found(*conducts(300, shown=frozenset(sorted(FILES)[:4]))).reason is None, "four tell nothing"
-    assert resource_coverage(seen(300, 0), SentinelSettings(resource_coverage_least=0.0)).reason is None
+    assert resource_coverage(seen(300, 0), SentinelSettings(min_resource_coverage=0.0)).reason is None
 
 
 def test_a_trajectory_is_shown_and_opens_what_is_written_like_a_resource() -> None:
@@ -272,10 +272,10 @@ def test_tools_called_where_none_is_needed_are_counted() -> None:
     easy[0] = dataclasses.replace(easy[0], tool_calls=0)
     hard = [dataclasses.replace(told, trajectory_id=f"h{told.trajectory_id}") for told in conducts(4, cohort="hard")]
     scores = {"t0": 1.0, "t1": 1.0, "t2": 0.0, "t3": 0.0, "ht0": 1.0, "ht1": 0.0, "ht2": 0.0, "ht3": 0.0}
-    found = needless_tool_calls(easy + hard, scores)
+    found = unnecessary_tool_calls(easy + hard, scores)
     assert found is not None
     assert found.value == 9 / 4
-    assert needless_tool_calls(hard, scores) is None
+    assert unnecessary_tool_calls(hard, scores) is None
 
 
 # --- rounds -------------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def test_trainer_and_engine_that_disagree_are_an_alarm() -> None:
 
 
 def test_tokens_that_are_mostly_left_out_are_an_alarm_with_the_reasons() -> None:
-    found = one(last_rounds(rounds(2, untrained_tokens={"greedy": 300, "aborted": 1}), SETTINGS), "left_out_tokens")
+    found = one(last_rounds(rounds(2, untrained_tokens={"greedy": 300, "aborted": 1}), SETTINGS), "untrained_tokens")
     assert "75% of the sampled tokens of the last 2 rounds were not trained" in str(found.reason)
     assert "600 tokens greedy (sampled at temperature 0" in str(found.reason)
 

@@ -37,7 +37,7 @@ def school(folder: Path) -> Iterator[tuple[Part, ProxyProcess, Store]]:
         "checkpoints": str(folder / "checkpoints"), "judge_retry_seconds": 0.2,
         "judge": {"kind": "http", "url": f"http://127.0.0.1:{ports['grader']}", "timeout_seconds": 5.0},
         "seal_after_idle_seconds": 0.1, "group_wait_seconds": 0.1, "groups_per_round": 2, "round_wait_seconds": 0.5,
-        "max_staleness": 10**6, "lease_seconds": 1.0, "poll_seconds": 0.02,
+        "max_staleness": 10**6, "lease_seconds": 1.0, "poll_interval_seconds": 0.02,
         "shadow": {"samples": SAMPLES, "calls_per_minute": 10_000, "at_once": 2},
     }  # fmt: skip
     parts.append(trainer := Part("trainer", json.dumps(settings), folder / "trainer.log"))
@@ -85,7 +85,7 @@ def test_kills_of_the_trainer_ask_for_nothing_twice_and_train_nothing_twice(tmp_
         weights = Counter(read_weights(Path(newest.checkpoint or "")) if newest else [])
         assert weights == dict.fromkeys(trained, 1)
         # What was on its way when the trainer died is no whole answer, or came after the others had been compared.
-        assert {run.drop_reason for run in shadows.values()} <= {None, "shadow_alone", "shadow_unlike"}
+        assert {run.drop_reason for run in shadows.values()} <= {None, "resample_unmatched", "resample_prompt_mismatch"}
 
 
 def _goes_on(store: Store, done: int) -> bool:

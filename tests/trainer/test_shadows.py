@@ -180,7 +180,7 @@ def test_nothing_is_asked_while_vllm_has_other_work(
         assert len(vllm.calls) == asked
         trainer.assembly.close()
         engine.load = (3, 0)
-        line(proxy, busy_above=3).until(lambda: store.trajectories.get(name).state is TrajectoryState.GROUPED)
+        line(proxy, max_running_requests=3).until(lambda: store.trajectories.get(name).state is TrajectoryState.GROUPED)
         assert store.alarms.standing() == []
 
 
@@ -220,7 +220,7 @@ def test_what_a_killed_trainer_asked_for_is_never_asked_for_again_and_the_rest_g
         assert len(vllm.calls) == 3
         assert "stopped while it was asked" in (store.shadows.get(asked.id).failure or "")
         answered_trajectory(store, asked.id, purpose="shadow")  # it had gone out, and comes after all
-        trainer.until(lambda: store.trajectories.get(asked.id).drop_reason == "shadow_alone")
+        trainer.until(lambda: store.trajectories.get(asked.id).drop_reason == "resample_unmatched")
 
 
 def test_an_answer_to_other_prompt_tokens_is_not_compared(
@@ -232,13 +232,13 @@ def test_an_answer_to_other_prompt_tokens_is_not_compared(
         store.calls.ship([ended(start, {"role": "assistant", "content": "so"}, messages=QUESTION)])
         trainer = line(proxy)
         trainer.until(lambda: store.trajectories.get("traj_1").drop_reason == "single")
-        assert [run.drop_reason for run in runs(store)] == ["shadow_unlike"] * 2
+        assert [run.drop_reason for run in runs(store)] == ["resample_prompt_mismatch"] * 2
 
 
 def test_a_prompt_that_is_held_out_is_not_asked_again(store: Store, tmp_path: Path, engine: ScriptedEngine) -> None:
     with door(store, tmp_path) as (proxy, vllm):
         settings = settings_of(tmp_path, engine, proxy.url)
-        gate = settings.gate.model_copy(update={"held_out": 0.999999})
+        gate = settings.release.model_copy(update={"held_out": 0.999999})
         trainer = Line(store, settings.model_copy(update={"gate": gate}))
         name = ask(proxy)
         trainer.until(lambda: dropped_as(store, name, "held_out"))
@@ -303,11 +303,11 @@ def test_shadows_are_planned_once(store: Store) -> None:
 def test_the_load_of_all_replicas_counts_and_silence_is_no_idleness(engine: ScriptedEngine) -> None:
     engine.load = (2, 1)
     assert load_of([engine.url, engine.url], None) == Load(4, 2)
-    assert Load(3, 0).spare(own=2, busy_above=1)
-    assert not Load(3, 0).spare(own=1, busy_above=1)
-    assert not Load(0, 1).spare(own=1, busy_above=9)
+    assert Load(3, 0).spare(own=2, max_running_requests=1)
+    assert not Load(3, 0).spare(own=1, max_running_requests=1)
+    assert not Load(0, 1).spare(own=1, max_running_requests=9)
     silent = load_of([engine.url, "http://127.0.0.1:1"], None)
-    assert not silent.spare(own=0, busy_above=9)
+    assert not silent.spare(own=0, max_running_requests=9)
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -63,7 +63,7 @@ def gradient(settings: LearnerSettings, model: Path, folder: Path, *, shared: bo
         *({"loss": name} for name in ("dapo", "gspo", "dr_grpo", "cispo", "sft")),
         {"loss": "grpo", "kl": 0.05},
         {"loss": "grpo", "kl": 0.05, "steps_per_round": 2},
-        {"loss": "dapo", "entropy_bonus": 0.01, "entropy_top_share": 0.3},
+        {"loss": "dapo", "entropy_coef": 0.01, "top_entropy_quantile": 0.3},
         {"loss": "dapo", "gradient_checkpointing": True},
     ],
     ids=lambda chosen: "-".join(map(str, chosen.values())),
@@ -71,7 +71,7 @@ def gradient(settings: LearnerSettings, model: Path, folder: Path, *, shared: bo
 def test_loss_and_gradient_are_those_of_the_rows_apart(
     chosen: dict[str, Any], tiny_model: Path, tmp_path: Path
 ) -> None:
-    settings = LearnerSettings(max_grad_norm=0, reject_ratio_beyond=1.03, **chosen)
+    settings = LearnerSettings(max_grad_norm=0, sequence_mask_threshold=1.03, **chosen)
     apart, alone = gradient(settings, tiny_model, tmp_path, shared=False)
     ours, numbers = gradient(settings, tiny_model, tmp_path, shared=True)
     assert ours.relative_error(apart) < WORST_RELATIVE_ERROR

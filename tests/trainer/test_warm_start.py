@@ -63,7 +63,7 @@ def test_good_trajectories_are_imitated_and_the_version_is_proven_and_live(
     agents_work(store, "b", [1.0, 0.0])
     daemon.turn(1000.0)
     assert store.policies.live()["agent"].version == 1
-    tuning = ask(store, general=str(general_file(tmp_path)), general_share=0.5)
+    tuning = ask(store, general=str(general_file(tmp_path)), general_ratio=0.5)
     daemon.turn(2000.0)
     live = store.policies.live()["agent"]
     assert live.version == 2
@@ -137,7 +137,7 @@ def test_a_warm_start_that_forgets_too_much_is_refused_and_leaves_no_version(
     daemon = make_daemon()
     agents_work(store, "a", [1.0, 1.0])
     daemon.turn(1000.0)
-    chat = {"general": str(general_file(tmp_path)), "general_share": 0.0, "most_forgetting": 0.01}
+    chat = {"general": str(general_file(tmp_path)), "general_ratio": 0.0, "max_loss_increase": 0.01}
     tuning = ask(store, learning_rate=0.1, epochs=10, **chat)
     daemon.turn(2000.0)
     assert "general loss rose" in (store.tunings.get(tuning.id).error or "")
@@ -234,7 +234,7 @@ def test_of_a_task_the_best_few_are_taken(store: Store, make_daemon: Callable[..
     agents_work(store, "a", [0.6, 1.0, 0.9, 0.0])
     agents_work(store, "b", [0.7, 0.7])
     make_daemon(groups_per_round=100).turn(1000.0)
-    found = search(store, sources=("own",), per_task=2)
+    found = search(store, sources=("own",), max_per_task=2)
     assert set(found.scores) == {"a-1", "a-2", "b-0", "b-1"}
     assert found.left_out == {"score below 0.5": 1, "more of the same task": 1}
 
@@ -292,8 +292,8 @@ def test_general_rows_are_so_large_a_share_as_was_asked_or_all_there_are(share: 
     ("wrong", "words"),
     [
         ({"sources": ["own", "own"]}, "names one twice"),
-        ({"most_forgetting": 0.1}, "set `general`"),
-        ({"general_share": 1.0}, "less than 1"),
+        ({"max_loss_increase": 0.1}, "set `general`"),
+        ({"general_ratio": 1.0}, "less than 1"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any], words: str) -> None:

@@ -14,7 +14,7 @@ from ratchet.trainer.sentinel.watch import Sentinel
 from tests.records import answered_trajectory, begun, ended
 from tests.trainer import tool_records
 
-EAGER = SentinelSettings(every_seconds=1.0)
+EAGER = SentinelSettings(interval_seconds=1.0)
 
 
 def tool_called(store: Store, name: str, result: ToolResult, times: int = 50, alias: str = "agent") -> None:
@@ -33,9 +33,9 @@ def test_a_sick_tool_holds_training_and_a_mended_one_lets_it_go_on(
     tool_called(store, "a2", ToolResult.TIMEOUT)
     assert watching.look(2.0)
     standing = {alarm.name: alarm.reason for alarm in store.alarms.standing()}
-    assert set(standing) == {"tool_health:agent", "training_held:agent"}
-    assert standing["training_held:agent"].startswith("no step is taken, collecting and judging go on: tool 'search'")
-    assert "event=training_held" in caplog.text
+    assert set(standing) == {"tool_health:agent", "training_paused:agent"}
+    assert standing["training_paused:agent"].startswith("no step is taken, collecting and judging go on: tool 'search'")
+    assert "event=training_paused" in caplog.text
     tool_called(store, "a3", ToolResult.OK)
     assert not watching.look(3.0)
     assert store.alarms.standing() == []
@@ -43,7 +43,7 @@ def test_a_sick_tool_holds_training_and_a_mended_one_lets_it_go_on(
 
 
 def test_it_looks_no_oftener_than_it_is_told_to(store: Store) -> None:
-    watching = Sentinel(SentinelSettings(every_seconds=30.0), store, "agent")
+    watching = Sentinel(SentinelSettings(interval_seconds=30.0), store, "agent")
     watching.look(1.0)
     tool_called(store, "a1", ToolResult.TIMEOUT)
     assert not watching.look(30.0)
@@ -88,7 +88,7 @@ def test_an_alarm_of_drift_is_not_cleared_before_the_window_is_known_again(store
     store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
     for check in ("length_drift", "mismatch"):
         store.alarms.raise_(f"{check}:agent", "an earlier trainer saw it")
-    watching = Sentinel(SentinelSettings(every_seconds=30.0, coverage_least=0.0), store, "agent")
+    watching = Sentinel(SentinelSettings(interval_seconds=30.0, min_coverage=0.0), store, "agent")
     watching.look(1.0)
     assert {alarm.name for alarm in store.alarms.standing()} == {"length_drift:agent"}
     for turn in range(4):

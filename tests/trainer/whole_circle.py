@@ -19,7 +19,7 @@ from tests.proxy.servers import ProxyProcess, eventually, served
 from tests.trainer.scripted_engine import Faithful, ScriptedEngine
 
 # The scripted vLLM's logprobs are not the tiny model's: its rows would rightly be rejected.
-LEARNER = LearnerSettings(learning_rate=1e-2, reject_ratio_beyond=None)
+LEARNER = LearnerSettings(learning_rate=1e-2, sequence_mask_threshold=None)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Credit: from the verdicts of a group, or of a single, to advantages. The only place that knows which is which.
 
 A group is compared with itself. A cohort, which is a group of different tasks, has each member compared with the mean
-of the others. A single is compared with the running baseline of its task family; until the family has `single_least`
+of the others. A single is compared with the running baseline of its task family; until the family has `min_baseline_samples`
 earlier scores there is none, and the single only adds its own. Where roles train apart, a group's verdicts may score
 each of them: a component that has the role's name is that role's score.
 """
@@ -32,7 +32,7 @@ class Credit:
 
     name: str = "grpo"
     by_family: bool = False
-    single_least: int = 16
+    min_baseline_samples: int = 16
     roles: tuple[str, ...] = ()  # that train, where they were chosen
     book: ScoreBook = field(default_factory=ScoreBook)
     turn_weight: float = 0.0
@@ -60,7 +60,7 @@ class Credit:
         """
         if len(members) != 1 or verdicts[0].baseline_mean is not None:
             return list(verdicts)
-        found = self.book.baseline(past(members[0], verdicts[0]), self.single_least)
+        found = self.book.baseline(past(members[0], verdicts[0]), self.min_baseline_samples)
         if found is None:
             return list(verdicts)
         return [msgspec.structs.replace(verdicts[0], baseline_mean=found.mean, baseline_std=found.std)]

@@ -22,7 +22,7 @@ class GateSettings(BaseModel):
     alpha: float = Field(0.05, gt=0, lt=0.5, description="chance of a false alarm, however often one looks")
     margin: float = Field(0.02, ge=0, description="mean score that a canary may be worse by and still be promoted")
     jump: float | None = Field(0.5, gt=0, description="a larger gain is too good and waits for a person; null: none is")
-    patience_seconds: float = Field(86400.0, gt=0, description="a canary that is not promoted by then is rolled back")
+    deadline_seconds: float = Field(86400.0, gt=0, description="a canary that is not promoted by then is rolled back")
     held_out: float = Field(0.0, ge=0, le=0.5, description="share of tasks that are set aside for evaluation")
     evaluation_prompts: int = Field(32, ge=5, description="held-out prompts or tasks that a candidate is tried with")
     evaluation_samples: int = Field(4, ge=1, description="answers of each version to each of them")
@@ -36,12 +36,12 @@ class GateSettings(BaseModel):
     proxy_url: str | None = Field(
         None, description="proxy that its calls go through, without /v1; null: one that serves the alias"
     )
-    evaluation_at_once: int = Field(8, ge=1, le=1024, description="rollouts of the evaluation at the same time")
+    evaluation_concurrency: int = Field(8, ge=1, le=1024, description="rollouts of the evaluation at the same time")
     evaluation_timeout_seconds: float = Field(600.0, gt=0, description="a rollout that takes longer has failed")
     second_judge: JudgeSpec | None = Field(
         None, description="asked before a promotion; one that disagrees holds it; null: the sentinel's"
     )
-    second_pairs: int = Field(20, ge=4, description="pairs of a canary's and a live trajectory that it is given")
+    second_judge_pairs: int = Field(20, ge=4, description="pairs of a canary's and a live trajectory that it is given")
 
     @model_validator(mode="after")
     def _can_decide(self) -> Self:

@@ -50,7 +50,7 @@ class Gatekeeper:
         self._alias = alias
         self._settings = settings
         self._judge_version = judge_version
-        self._second = SecondOpinions(second, settings.second_pairs, store.trajectories.read) if second else None
+        self._second = SecondOpinions(second, settings.second_judge_pairs, store.trajectories.read) if second else None
         self._doubts = doubts
         self._metrics = metrics or Metrics(alias)
         self._looked_at = 0.0
@@ -88,7 +88,7 @@ class Gatekeeper:
         since = min((one.decided_at for one in told if one.action is PolicyAction.CANARY), default=canary.created_at)
         scores = self._store.groups.rewards(self._alias, self._judge_version, canary.version)
         beside = self._store.groups.rewards(self._alias, self._judge_version, live.version, since)
-        late = now - since > self._settings.patience_seconds
+        late = now - since > self._settings.deadline_seconds
         decision = decide([one.score for one in scores], [one.score for one in beside], self._settings.rules(), late)
         self._metrics.gate(len(scores), len(beside), decision.found)
         held = bool(told) and told[0].action is PolicyAction.HOLD

@@ -16,7 +16,7 @@ from ratchet.trainer.settings import TrainerSettings
 
 def make_evaluations(settings: TrainerSettings, store: Store, replica: Replica) -> Evaluations | None:
     """Return what tries candidates; None where nothing is held out. Raises WorkflowError, TaskSetError, JudgeError."""
-    gate = settings.gate
+    gate = settings.release
     if gate.workflow is None and not gate.held_out:
         return None
     judge, second = make_judge(settings.judge, os.environ), make_second_judge(settings)
@@ -36,5 +36,5 @@ def make_evaluations(settings: TrainerSettings, store: Store, replica: Replica) 
 
 def make_second_judge(settings: TrainerSettings) -> Judge | None:
     """Return the gate's second judge, else one of the sentinel's kind; None where neither is named."""
-    asked = settings.gate.second_judge or settings.sentinel.second_judge
+    asked = settings.release.second_judge or settings.sentinel.second_judge
     return make_judge(asked, os.environ) if asked else None

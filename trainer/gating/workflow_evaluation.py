@@ -108,7 +108,7 @@ class WorkflowEvaluator:
     def _tuner(self) -> TunerSettings:
         settings = self._settings
         return TunerSettings(
-            concurrency=settings.evaluation_at_once, timeout_seconds=settings.evaluation_timeout_seconds
+            concurrency=settings.evaluation_concurrency, timeout_seconds=settings.evaluation_timeout_seconds
         )
 
     def _check_measured(self, request: Request, made: Sequence[Rollout]) -> None:

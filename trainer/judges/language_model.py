@@ -165,7 +165,7 @@ class LanguageModel:
         usage = _usage(answer) if status == 200 else {}
         taken, given = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
         spec = self.spec
-        priced = spec.price_in is not None and spec.price_out is not None
+        priced = spec.input_cost_per_million is not None and spec.output_cost_per_million is not None
         return Exchange(
             id=new_id("exch"),
             group_id=interview.group_id,
@@ -177,7 +177,9 @@ class LanguageModel:
             problem=None if status == 200 else f"status {status}: {answer[:500]}" if status else answer[:500],
             prompt_tokens=taken,
             completion_tokens=given,
-            cost=(taken * (spec.price_in or 0.0) + given * (spec.price_out or 0.0)) / 1e6 if priced else None,
+            cost=(taken * (spec.input_cost_per_million or 0.0) + given * (spec.output_cost_per_million or 0.0)) / 1e6
+            if priced
+            else None,
             latency=seconds,
             asked_at=self._clock(),
         )

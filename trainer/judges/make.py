@@ -41,7 +41,7 @@ def make_judge(spec: JudgeSpec, environ: Mapping[str, str]) -> Judge:
     if isinstance(spec, FeedbackSpec):
         return FeedbackJudge(spec)
     if isinstance(spec, GraderSpec):
-        return GraderJudge(spec, environ.get(spec.secret_variable))
+        return GraderJudge(spec, environ.get(spec.secret_env))
     if isinstance(spec, OpenJudgeSpec):
         return OpenJudgeJudge(spec, environ)
     if isinstance(spec, RewardSpec):
@@ -53,5 +53,5 @@ def make_judge(spec: JudgeSpec, environ: Mapping[str, str]) -> Judge:
                 for part in spec.parts
             ]
         )
-    model = LanguageModel(spec, environ.get(spec.key_variable))
+    model = LanguageModel(spec, environ.get(spec.api_key_env))
     return NextStateJudge(spec, model) if isinstance(spec, NextStateSpec) else RulerJudge(spec, model)

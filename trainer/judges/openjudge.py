@@ -101,7 +101,7 @@ class OpenJudgeJudge:
         spec = self._spec
         python = str(spec.python or sys.executable)
         kept = {name: value for name, value in self._environ.items() if not name.startswith(("RATCHET_", "PYTHON"))}
-        if key := self._environ.get(spec.key_variable):
+        if key := self._environ.get(spec.api_key_env):
             kept["OPENAI_API_KEY"] = key
         try:
             self._process = subprocess.Popen(

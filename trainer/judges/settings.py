@@ -1,7 +1,7 @@
 """What a judge is told, by kind; parsed once at the door. Unknown names are errors; no key stands here.
 
 Keys come from the environment: RATCHET_JUDGE_API_KEY for language models, RATCHET_GRADER_SECRET for HTTP graders, or
-the variable that `key_variable` names.
+the variable that `api_key_env` names.
 """
 
 from __future__ import annotations
@@ -117,14 +117,18 @@ class ModelSpec(_Spec):
 
     base_url: str = Field(description="base URL, with or without /v1; this project's own proxy will do")
     model: str = Field(min_length=1, description="the model's name there")
-    key_variable: str = Field("RATCHET_JUDGE_API_KEY", pattern=r"^[A-Z][A-Z0-9_]*$", description="variable of the key")
+    api_key_env: str = Field("RATCHET_JUDGE_API_KEY", pattern=r"^[A-Z][A-Z0-9_]*$", description="variable of the key")
     timeout_seconds: float = Field(120.0, gt=0, description="longest wait for one answer")
     attempts: int = Field(3, ge=1, le=10, description="tries until an answer is usable; each is told what was wrong")
     context_tokens: int = Field(32_000, ge=512, description="room for the question; longer messages are cut")
     images: int = Field(0, ge=0, le=64, description="images that it is shown, where it can see; others are described")
     temperature: float | None = Field(None, ge=0, description="sampling temperature; null leaves it to the model")
-    price_in: float | None = Field(None, ge=0, description="price of a million prompt tokens; null: unknown")
-    price_out: float | None = Field(None, ge=0, description="price of a million completion tokens; null: unknown")
+    input_cost_per_million: float | None = Field(
+        None, ge=0, description="price of a million prompt tokens; null: unknown"
+    )
+    output_cost_per_million: float | None = Field(
+        None, ge=0, description="price of a million completion tokens; null: unknown"
+    )
     at_once: int = Field(4, ge=1, le=64, description="groups judged at the same time")
 
     @field_validator("base_url")
@@ -154,7 +158,7 @@ class GraderSpec(_Spec):
 
     kind: Literal["http"]
     url: str = Field(pattern=r"^https?://", description="where the trajectory is POSTed as JSON")
-    secret_variable: str = Field(
+    secret_env: str = Field(
         "RATCHET_GRADER_SECRET", pattern=r"^[A-Z][A-Z0-9_]*$", description="variable of the secret that signs requests"
     )
     timeout_seconds: float = Field(60.0, gt=0, description="longest wait for one answer")
@@ -175,7 +179,7 @@ class OpenJudgeSpec(_Spec):
     worst: float = Field(0.0, description="the grader's score that counts 0")
     best: float = Field(1.0, description="the grader's score that counts 1")
     python: Path | None = Field(None, description="Python of the environment with py-openjudge; null: this one")
-    key_variable: str = Field("RATCHET_JUDGE_API_KEY", pattern=r"^[A-Z][A-Z0-9_]*$", description="variable of the key")
+    api_key_env: str = Field("RATCHET_JUDGE_API_KEY", pattern=r"^[A-Z][A-Z0-9_]*$", description="variable of the key")
     timeout_seconds: float = Field(120.0, gt=0, description="longest wait for the scores of one group")
 
     @model_validator(mode="after")
@@ -223,7 +227,7 @@ class CompositeSpec(_Spec):
 
     kind: Literal["composite"]
     parts: tuple[PartSpec, ...] = Field(min_length=1, description="the parts")
-    least_gap: float = Field(
+    min_gap: float = Field(
         1.0, gt=0, description="smallest difference between a success and a failure in the weighted mean, conduct apart"
     )
 
@@ -240,7 +244,7 @@ class CompositeSpec(_Spec):
             conduct = f" and the weights on conduct to {swing:g}" if swing else ""
             raise ValueError(
                 f"the penalties add up to {taken:g}{conduct}, so that a success could rank below a failure: keep them "
-                f"under {gap:g}" + (", or make conduct a penalty" if swing else " (least_gap)")
+                f"under {gap:g}" + (", or make conduct a penalty" if swing else " (min_gap)")
             )
         return self
 
@@ -250,9 +254,9 @@ class CompositeSpec(_Spec):
             kind: sum(part.weight or 0.0 for part in self.parts if _is_conduct(part) is kind) for kind in (True, False)
         }
         if not weights[False]:
-            return self.least_gap, 0.0  # conduct is all that is asked for
+            return self.min_gap, 0.0  # conduct is all that is asked for
         swing = weights[True] / (weights[True] + weights[False])
-        return self.least_gap * (1.0 - swing), swing
+        return self.min_gap * (1.0 - swing), swing
 
 
 def _is_conduct(part: PartSpec) -> bool:

@@ -52,12 +52,12 @@ class RoundReport:
 
     loss, grad_norm            means over the round's optimiser steps; the norm is before clipping
     entropy                    of the policy at the trained tokens, mean in nats
-    clip_share                 of the trained tokens, those that the ratio's clip silenced
-    tokens_trained, rows, optimiser_steps  counts
+    clip_ratio                 of the trained tokens, those that the ratio's clip silenced
+    tokens_trained, rows, optimizer_steps  counts
     step                       optimiser steps since the first round
     logprob_abs_diff_mean/max  |trainer - engine| over the compared tokens, before the first step
     tokens_compared            trained tokens of rows with `importance`; 0 makes the two above 0 without meaning
-    importance_truncated_share of the compared tokens, those whose importance weight met its cap
+    importance_clipped_ratio of the compared tokens, those whose importance weight met its cap
     seconds                    wall time of the round
     weight_change              L2 norm of what was added to the LoRA parameters
     kl                         to the base model at the trained tokens, mean in nats; 0 where `kl` is not set
@@ -67,23 +67,23 @@ class RoundReport:
     approx_kl                  how far the steps moved the policy: mean k3 at trained tokens, nats a token
     approx_kl_target           what `approx_kl` is steered to, or would be where the rate is fixed
     approx_kl_tokens           trained tokens that were looked at for it
-    gap_abs_mean               |log p after - log p before the steps|, mean over the same tokens
-    gap_good_mean              the same with its sign, mean over those with a positive advantage
+    logprob_change_abs_mean               |log p after - log p before the steps|, mean over the same tokens
+    logprob_change_positive_mean              the same with its sign, mean over those with a positive advantage
     numbers                    that the model computes in: bf16 or fp32
     """
 
     loss: float
     grad_norm: float
     entropy: float
-    clip_share: float
+    clip_ratio: float
     tokens_trained: int
     rows: int
-    optimiser_steps: int
+    optimizer_steps: int
     step: int
     logprob_abs_diff_mean: float
     logprob_abs_diff_max: float
     tokens_compared: int
-    importance_truncated_share: float
+    importance_clipped_ratio: float
     seconds: float
     weight_change: float
     kl: float = 0.0
@@ -93,8 +93,8 @@ class RoundReport:
     approx_kl: float = 0.0
     approx_kl_target: float = 0.0
     approx_kl_tokens: int = 0
-    gap_abs_mean: float = 0.0
-    gap_good_mean: float = 0.0
+    logprob_change_abs_mean: float = 0.0
+    logprob_change_positive_mean: float = 0.0
     numbers: str = "fp32"
 
 
@@ -194,15 +194,15 @@ class Learner:
             loss=fmean(losses),
             grad_norm=sum(step.grad_norm for step in taken) / len(taken),
             entropy=entropy,
-            clip_share=sum(step.clipped_sum for step in taken) / tokens,
+            clip_ratio=sum(step.clipped_sum for step in taken) / tokens,
             tokens_trained=tokens,
             rows=len(given),
-            optimiser_steps=len(taken),
+            optimizer_steps=len(taken),
             step=self._step,
             logprob_abs_diff_mean=gap.total / max(gap.tokens, 1),
             logprob_abs_diff_max=gap.largest,
             tokens_compared=gap.tokens,
-            importance_truncated_share=gap.truncated / max(gap.tokens, 1),
+            importance_clipped_ratio=gap.truncated / max(gap.tokens, 1),
             seconds=self._clock() - began,
             weight_change=self._distance_from(before),
             kl=sum(step.kl_sum for step in taken) / tokens,
@@ -224,8 +224,8 @@ class Learner:
             "approx_kl": moved.k3,
             "approx_kl_target": aimed,
             "approx_kl_tokens": moved.tokens,
-            "gap_abs_mean": moved.absolute,
-            "gap_good_mean": moved.good,
+            "logprob_change_abs_mean": moved.absolute,
+            "logprob_change_positive_mean": moved.good,
             "numbers": steering.numbers,
         }
 
@@ -338,7 +338,7 @@ class Learner:
             return f"no advantage other than 0 was left in any step of the round's {rows} rows"
         return (
             f"{rejected} of the round's {rows} rows were rejected, and the others have no advantage: over whole rows "
-            f"the engine's probabilities are more than {self._settings.reject_ratio_beyond} times off the trainer's; "
+            f"the engine's probabilities are more than {self._settings.sequence_mask_threshold} times off the trainer's; "
             "check that base_model is what vLLM serves, with --logprobs-mode processed_logprobs, or lower max_staleness"
         )
 

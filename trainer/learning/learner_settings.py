@@ -35,12 +35,12 @@ class LearnerSettings:
                                  `epsilon_high` is the largest weight itself; None = the loss's usual value
     dr_grpo_length               tokens that dr_grpo divides each row's sum by; a constant, such as the longest answer
     kl                           weight of the KL penalty towards the base model, 0 = none
-    entropy_bonus                weight of the policy's entropy at the trained tokens, which is raised; 0 = none
-    entropy_top_share            share of a step's tokens, those of highest entropy, that carry the policy gradient
+    entropy_coef                weight of the policy's entropy at the trained tokens, which is raised; 0 = none
+    top_entropy_quantile            share of a step's tokens, those of highest entropy, that carry the policy gradient
     preference_beta              for dpo and apo_zero_unpaired: how dear it is to leave the base model
     max_grad_norm                the gradient is scaled down to this norm, 0 = never
-    truncate_importance_at       cap of the weight trainer / engine probability of a token, None = no correction
-    reject_ratio_beyond          a row is left out where the geometric mean of trainer / engine probability over its
+    vllm_importance_sampling_clip_max       cap of the weight trainer / engine probability of a token, None = no correction
+    sequence_mask_threshold          a row is left out where the geometric mean of trainer / engine probability over its
                                  tokens is above this or below 1 / this, None = never; this holds for rows of 7 versions
                                  ago, a row of k versions ago has its (1 + k) / 8th power: 1.09 for a fresh one
     steps_per_round              optimiser steps that a round's rows are split into, shuffled by seed and step
@@ -66,12 +66,12 @@ class LearnerSettings:
     epsilon_high: float | None = None
     dr_grpo_length: int = 1024
     kl: float = 0.0
-    entropy_bonus: float = 0.0
-    entropy_top_share: float = 1.0
+    entropy_coef: float = 0.0
+    top_entropy_quantile: float = 1.0
     preference_beta: float = 0.1
     max_grad_norm: float = 1.0
-    truncate_importance_at: float | None = 2.0
-    reject_ratio_beyond: float | None = 2.0
+    vllm_importance_sampling_clip_max: float | None = 2.0
+    sequence_mask_threshold: float | None = 2.0
     steps_per_round: int = 1
     token_budget: int = 8192
     max_length: int | None = None
@@ -98,14 +98,16 @@ class LearnerSettings:
             self._require("epsilon_high", 0 < high < math.inf, "above 0, such as 0.28, or null")
         self._require("dr_grpo_length", self.dr_grpo_length >= 1, "at least 1, such as 1024")
         self._require("kl", 0 <= self.kl < math.inf, "0 or more")
-        self._require("entropy_bonus", 0 <= self.entropy_bonus < math.inf, "0 or more, such as 0.001")
-        self._require("entropy_top_share", 0 < self.entropy_top_share <= 1, "above 0 and at most 1, such as 0.2")
+        self._require("entropy_coef", 0 <= self.entropy_coef < math.inf, "0 or more, such as 0.001")
+        self._require("top_entropy_quantile", 0 < self.top_entropy_quantile <= 1, "above 0 and at most 1, such as 0.2")
         self._require("preference_beta", 0 < self.preference_beta < math.inf, "above 0, such as 0.1")
         self._require("max_grad_norm", self.max_grad_norm >= 0, "0 (no limit) or more")
-        cap = self.truncate_importance_at
-        self._require("truncate_importance_at", cap is None or 1 <= cap < math.inf, "None or at least 1, such as 2.0")
-        limit = self.reject_ratio_beyond
-        self._require("reject_ratio_beyond", limit is None or 1 < limit < math.inf, "None or above 1, such as 2.0")
+        cap = self.vllm_importance_sampling_clip_max
+        self._require(
+            "vllm_importance_sampling_clip_max", cap is None or 1 <= cap < math.inf, "None or at least 1, such as 2.0"
+        )
+        limit = self.sequence_mask_threshold
+        self._require("sequence_mask_threshold", limit is None or 1 < limit < math.inf, "None or above 1, such as 2.0")
         self._require("quantization", self.quantization in QUANTIZATIONS, f"one of {', '.join(QUANTIZATIONS)}")
         self._require("steps_per_round", self.steps_per_round >= 1, "at least 1")
         self._require("token_budget", self.token_budget >= 1, "at least 1, such as 8192")

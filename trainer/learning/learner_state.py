@@ -84,7 +84,7 @@ def read(trainer: RecordedGRPOTrainer, settings: LearnerSettings, folder: Path) 
     if not checkpoint.complete(folder) or not (inner / "state.json").is_file():
         raise CheckpointDamaged(
             f"{folder} is not a complete checkpoint of a learner (older ones keep only their adapter, see "
-            "trainer.keep_states); resume from another one"
+            "trainer.keep_optimizer_states); resume from another one"
         )
     state = json.loads((inner / "state.json").read_text())
     _check_settings(settings, state["settings"], folder)
@@ -95,7 +95,7 @@ def read(trainer: RecordedGRPOTrainer, settings: LearnerSettings, folder: Path) 
             f"{folder} holds the adapter of another base model: its layers differ; resume it there"
         )
     _fill(parameters, weights)
-    if _is_imitation(settings.loss) == _is_imitation(str(state["settings"]["loss"])):
+    if _is_imitation(settings.loss_type) == _is_imitation(str(state["settings"]["loss"])):
         trainer.optimizer.load_state_dict(_read_torch(inner / "optimizer.pt"))
     trainer.lr_scheduler.load_state_dict(_read_torch(inner / "scheduler.pt"))
     trainer.steering.restore(state.get("rate"))

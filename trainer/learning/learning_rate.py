@@ -138,7 +138,7 @@ class Steering:
 
     def adopt(self, settings: LearnerSettings) -> None:
         """Begin anew with other settings."""
-        self.steers = settings.learning_rate == AUTO and settings.loss != "sft"
+        self.steers = settings.learning_rate == AUTO and settings.loss_type != "sft"
         self._target_kl = settings.target_kl
         rate = settings.learning_rate
         self._state = RateState(self.bounds.start if isinstance(rate, str) else rate)

@@ -60,7 +60,7 @@ def _arguments(settings: LearnerSettings, output_dir: Path, on_cpu: bool, learni
         lr_scheduler_type="constant",
         epsilon=low,
         epsilon_high=high,
-        beta=settings.kl,
+        beta=settings.beta,
         use_bias_correction_kl=True,  # times the ratio: else its gradient is not that of the reverse KL
         gradient_checkpointing=settings.gradient_checkpointing,
         seed=settings.seed,

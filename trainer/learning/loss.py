@@ -134,7 +134,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
         self._objective = settings.objective
         self.loss_type, self.importance_sampling_level = loss_of(settings.objective)
         self.epsilon_low, self.epsilon_high = settings.clip
-        self.beta = settings.kl
+        self.beta = settings.beta
         self.steering.adopt(settings)
 
     def _prepared(self) -> tuple[Any, Any, Any]:
@@ -228,7 +228,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
 
     def mismatch(self, micros: Sequence[Micro]) -> correction.Mismatch:
         """How far the engine's logprobs lie from this policy's, over the micro-batches of all processes."""
-        own = correction.mismatch(micros, self._settings.truncate_importance_at)
+        own = correction.mismatch(micros, self._settings.vllm_importance_sampling_clip_max)
         numbers = torch.tensor([[own.total, own.largest, own.tokens, own.truncated]], device=self.accelerator.device)
         every = self.accelerator.gather(numbers)  # (processes, 4)
         total, _, tokens, truncated = every.sum(0).tolist()
@@ -263,10 +263,10 @@ class RecordedGRPOTrainer(GRPOTrainer):
         self.accelerator: Any = _Alone(together)
         try:
             loss: torch.Tensor = super().compute_loss(model, inputs, *args, **kwargs)
-            if self._settings.entropy_bonus:
+            if self._settings.entropy_coef:
                 assert self._seen is not None
                 bonus = (self._seen.entropy * inputs["tool_mask"]).sum() / inputs["num_items_in_batch"]  # ()
-                loss = loss - self._settings.entropy_bonus * bonus * self.accelerator.num_processes
+                loss = loss - self._settings.entropy_coef * bonus * self.accelerator.num_processes
         finally:
             self._micro = None
             self.accelerator = together
@@ -300,7 +300,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
         """Whether the policy at the round's start must be computed before the loss is."""
         if self._objective.ratio == "none":
             return False
-        return not only_step or self._settings.entropy_top_share < 1
+        return not only_step or self._settings.top_entropy_quantile < 1
 
     def _begin_with_own(self, micro: Micro) -> torch.Tensor:
         """Take the policy at this moment as the one at the round's start; returns its entropies, (N, T)."""
@@ -312,8 +312,10 @@ class RecordedGRPOTrainer(GRPOTrainer):
         """Fix what follows from the policy at the round's start: weights, rejections, and what a token weighs."""
         micro["old_per_token_logps"] = logprobs  # (N, T)
         corrected = self._objective.ratio != "none"
-        kept = correction.kept(micro, self._settings.reject_ratio_beyond if corrected else None)  # (N, 1)
-        weight = correction.importance_weight(micro, self._settings.truncate_importance_at if corrected else None)
+        kept = correction.kept(micro, self._settings.sequence_mask_threshold if corrected else None)  # (N, 1)
+        weight = correction.importance_weight(
+            micro, self._settings.vllm_importance_sampling_clip_max if corrected else None
+        )
         micro["advantages"] = torch.where(kept, micro["advantages"] * weight, 0.0)  # (N, T)
         if self.beta:
             # TRL has read the weights by now where this is the training pass itself.
@@ -326,7 +328,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
 
     def _narrow(self, micros: Sequence[Micro], entropies: Sequence[torch.Tensor]) -> None:
         """Leave the policy gradient to the tokens of highest entropy (Wang et al. 2025, "Beyond the 80/20 rule")."""
-        share = self._settings.entropy_top_share
+        share = self._settings.top_entropy_quantile
         if share == 1:
             return
         own = [e[m["trained"] & m["kept"]].float().cpu() for e, m in zip(entropies, micros, strict=True)]

@@ -46,7 +46,7 @@ def _ended(rounds: Sequence[Round]) -> list[Round]:
 def _round(one: Round) -> Point:
     values = dict(numbers({key: value for key, value in one.metrics.items() if key != "untrained_tokens"}, "round"))
     left_out = one.metrics.get("untrained_tokens") or {}
-    values |= dict(numbers(left_out, "left_out_tokens"))
+    values |= dict(numbers(left_out, "untrained_tokens"))
     if trajectories := values.get("round/trajectories"):
         sampled = values.get("round/tokens_trained", 0.0) + sum(left_out.values())
         values["round/tokens_per_trajectory"] = sampled / trajectories

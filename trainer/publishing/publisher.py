@@ -59,7 +59,7 @@ class Publisher:
         *,
         alias: str,
         tolerance: float,
-        keep_loaded: int,
+        keep_loaded_adapters: int,
         share: float | None = None,
         evaluations: Evaluations | None = None,
         jump: float | None = None,
@@ -69,7 +69,7 @@ class Publisher:
         self._replicas = replicas
         self._alias = alias
         self._tolerance = tolerance
-        self._keep_loaded = keep_loaded
+        self._keep_loaded = keep_loaded_adapters
         self._share = share
         self._evaluations = evaluations
         self._jump = jump
@@ -161,7 +161,7 @@ class Publisher:
         """Unload old versions that nobody needs any more; return their names.
 
         A version goes when every open door serves a newer one, none has a trajectory pinned to it, and it is not among
-        the newest `keep_loaded` old ones; no version goes whose adapter another one needs.
+        the newest `keep_loaded_adapters` old ones; no version goes whose adapter another one needs.
         """
         policies = self._store.policies.all(self._alias)
         if not self._store.policies.unproven(self._alias):  # also where they were rolled back

@@ -33,10 +33,10 @@ def agreement(heard: Sequence[Heard], judge: str, settings: SentinelSettings) ->
     if tau is None:
         return []
     reason = None
-    if len(told) >= _LEAST_GROUPS and tau < settings.agreement_least:
+    if len(told) >= _LEAST_GROUPS and tau < settings.min_agreement:
         reason = (
             f"second judge {judge} orders the members of the last {len(told)} groups otherwise (Kendall's tau "
-            f"{tau:+.2f}, at least {settings.agreement_least:g} is wanted; newest group {heard[-1].group_id}): one of "
+            f"{tau:+.2f}, at least {settings.min_agreement:g} is wanted; newest group {heard[-1].group_id}): one of "
             "the two is fooled; compare them with `ratchet judge calibrate`"
         )
     return [Finding(CHECK, _METRIC, "", tau, reason, doubts=reason is not None)]

@@ -15,7 +15,7 @@ from ratchet.trainer.sentinel.conduct import Conduct
 from ratchet.trainer.sentinel.resources import coverage_of
 from ratchet.trainer.sentinel.settings import SentinelSettings
 
-CHECKS = frozenset({"length_drift", "reasoning_drift", "made_up_arguments", "coverage", "resource_coverage"})
+CHECKS = frozenset({"length_drift", "reasoning_drift", "hallucinated_arguments", "coverage", "resource_coverage"})
 _COVERED_BY = 100  # trajectories that could have used a tool or a resource, before it counts as neglected
 _RESOURCES = 5  # fewer tell nothing of how many are neglected
 
@@ -52,30 +52,30 @@ def coverage(conducts: Sequence[Conduct], settings: SentinelSettings) -> list[Fi
         offered = [one for one in conducts if tool in one.offered]
         share = sum(tool in one.used for one in offered) / len(offered)
         reason = None
-        if len(offered) >= _COVERED_BY and share < settings.coverage_least:
+        if len(offered) >= _COVERED_BY and share < settings.min_coverage:
             reason = (
                 f"tool {tool!r} was used in {share:.1%} of the last {len(offered)} trajectories that were offered it: "
                 "no task needs it, or the policy has unlearnt it"
             )
-        findings.append(Finding("coverage", "ratchet_tool_use_share", tool, share, reason))
+        findings.append(Finding("coverage", "ratchet_tool_use_ratio", tool, share, reason))
     return findings
 
 
 def resource_coverage(conducts: Sequence[Conduct], settings: SentinelSettings) -> Finding:
     """Return the share of the files and other named resources that were shown often, and that tool calls named."""
-    found = coverage_of(conducts, _COVERED_BY, settings.coverage_least)
+    found = coverage_of(conducts, _COVERED_BY, settings.min_coverage)
     reason = None
-    if found.shown >= _RESOURCES and found.share < settings.resource_coverage_least:
+    if found.shown >= _RESOURCES and found.share < settings.min_resource_coverage:
         reason = (
             f"{len(found.neglected)} of {found.shown} files, addresses or ids that {_COVERED_BY} or more of the last "
             f"{len(conducts)} trajectories were shown are named in hardly any tool call ({found.told()}): no task "
             "needs them, or the policy looks at a few alone; add tasks about them, look at what the judge rewards, or "
-            "lower resource_coverage_least"
+            "lower min_resource_coverage"
         )
-    return Finding("resource_coverage", "ratchet_resource_use_share", "", found.share, reason)
+    return Finding("resource_coverage", "ratchet_resource_use_ratio", "", found.share, reason)
 
 
-def needless_tool_calls(conducts: Sequence[Conduct], scores: Mapping[str, float]) -> Finding | None:
+def unnecessary_tool_calls(conducts: Sequence[Conduct], scores: Mapping[str, float]) -> Finding | None:
     """Return the mean number of tool calls on tasks that an attempt without any solved as well as the best one."""
     cohorts: dict[str, list[Conduct]] = {}
     for one in conducts:
@@ -85,7 +85,7 @@ def needless_tool_calls(conducts: Sequence[Conduct], scores: Mapping[str, float]
     if not solvable:
         return None
     mean = statistics.fmean(one.tool_calls for members in solvable for one in members)
-    return Finding("needless_tool_calls", "ratchet_needless_tool_calls", "", mean)
+    return Finding("unnecessary_tool_calls", "ratchet_unnecessary_tool_calls", "", mean)
 
 
 def _solved_without_tools(members: Sequence[Conduct], scores: Mapping[str, float]) -> bool:
@@ -99,12 +99,12 @@ def _made_up(past: Sequence[Conduct], recent: Sequence[Conduct], settings: Senti
     now = statistics.fmean(shares[1]) if shares[1] else 0.0
     found = change(shares[0], shares[1])
     reason = None
-    if found and found.after - found.before >= settings.made_up_rise and found.sigmas >= settings.sigmas:
+    if found and found.after - found.before >= settings.max_hallucination_increase and found.sigmas >= settings.sigmas:
         reason = (
             f"{found.after:.0%} of tool arguments occur nowhere in their context, before {found.before:.0%}: "
             "the policy makes them up; look at what the judge rewards"
         )
-    return Finding("made_up_arguments", "ratchet_made_up_argument_share", "", now, reason)
+    return Finding("hallucinated_arguments", "ratchet_hallucinated_argument_ratio", "", now, reason)
 
 
 def _ratio_drift(

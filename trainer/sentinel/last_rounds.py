@@ -12,7 +12,7 @@ from ratchet.trainer.crediting.roles import ANOTHER_ROLE
 from ratchet.trainer.sentinel import Finding
 from ratchet.trainer.sentinel.settings import SentinelSettings
 
-CHECKS = frozenset({"mismatch", "left_out_tokens"})
+CHECKS = frozenset({"mismatch", "untrained_tokens"})
 LOOKED_AT = 5  # committed rounds
 
 
@@ -27,7 +27,7 @@ def _mismatch(held: Sequence[Round], settings: SentinelSettings) -> Finding:
     gaps = [one.metrics.get("logprob_abs_diff_mean", 0.0) for one in held]
     mean = sum(gap * count for gap, count in zip(gaps, tokens, strict=True)) / max(1, sum(tokens))
     reason = None
-    if mean >= settings.mismatch_nats:
+    if mean >= settings.max_mismatch_nats:
         reason = (
             f"the trainer's logprobs differ from the engine's by {mean:.3f} nats (mean of {sum(tokens)} tokens of "
             f"the last {len(held)} rounds): check that both run the same weights, dtype and "
@@ -44,8 +44,8 @@ def _left_out(held: Sequence[Round], settings: SentinelSettings) -> Finding:
     trained = sum(one.metrics.get("tokens_trained", 0) for one in held)
     share = untrained.total() / max(1, untrained.total() + trained)
     reason = None
-    if share >= settings.left_out_share:
+    if share >= settings.max_untrained_ratio:
         reason = (
             f"{share:.0%} of the sampled tokens of the last {len(held)} rounds were not trained; {left_out(untrained)}"
         )
-    return Finding("left_out_tokens", "ratchet_left_out_token_share", "", share, reason)
+    return Finding("untrained_tokens", "ratchet_untrained_token_ratio", "", share, reason)

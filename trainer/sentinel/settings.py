@@ -14,53 +14,53 @@ class SentinelSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    every_seconds: float = Field(30.0, gt=0, description="pause between looks")
+    interval_seconds: float = Field(30.0, gt=0, description="pause between looks")
     window: int = Field(512, ge=32, le=1000, description="newest trajectories that are looked at")
     recent: int = Field(64, ge=8, description="the newest of those, held against the others")
     sigmas: float = Field(4.0, gt=0, description="standard errors that a change must exceed to count")
     hold: bool = Field(True, description="whether sick tools hold training back; false: they are only an alarm")
     tool_calls: int = Field(50, ge=10, description="newest results of a tool, held against its earlier ones")
-    tool_failure_share: float = Field(
+    max_tool_failure_rate: float = Field(
         0.95,
         gt=0,
         le=1,
         description="share of a tool's newest calls that fail from which it is sick, whatever its past",
     )
-    tool_failure_rise: float = Field(
+    max_tool_failure_increase: float = Field(
         0.3, gt=0, le=1, description="rise of that share over the tool's own past from which it is sick"
     )
     length_ratio: float = Field(2.0, gt=1, description="growth or fall of sampled tokens per trajectory that is drift")
     reasoning_ratio: float = Field(3.0, gt=1, description="growth or fall of reasoning tokens per action that is drift")
-    made_up_rise: float = Field(
+    max_hallucination_increase: float = Field(
         0.2, gt=0, le=1, description="rise of the share of tool arguments that occur nowhere in their context"
     )
-    coverage_least: float = Field(
+    min_coverage: float = Field(
         0.01,
         ge=0,
         le=1,
         description="a tool is neglected below this share of the trajectories that could use it; 0: off",
     )
-    resource_coverage_least: float = Field(
+    min_resource_coverage: float = Field(
         0.1,
         ge=0,
         le=1,
         description="share of shown files, addresses and ids that tool calls name, below which it is an alarm; 0: off",
     )
-    mismatch_nats: float = Field(
+    max_mismatch_nats: float = Field(
         0.1, gt=0, description="mean |trainer - engine| logprob of the last rounds that is a mismatch, nats"
     )
-    left_out_share: float = Field(
+    max_untrained_ratio: float = Field(
         0.5, gt=0, le=1, description="share of sampled tokens that the last rounds could not train"
     )
 
     second_judge: JudgeSpec | None = Field(
         None, description="asked about a sample of the groups and compared with the first; its scores never count"
     )
-    hold_promotion: bool = Field(
+    block_release: bool = Field(
         True, description="whether a second judge that disagrees holds promotion; false: it is only an alarm"
     )
-    second_judge_share: float = Field(0.1, gt=0, le=1, description="share of the groups that it is asked about")
-    agreement_least: float = Field(
+    second_judge_sample_rate: float = Field(0.1, gt=0, le=1, description="share of the groups that it is asked about")
+    min_agreement: float = Field(
         0.2, ge=-1, le=1, description="Kendall's tau between the two judges below which it is an alarm"
     )
 

@@ -19,7 +19,7 @@ from ratchet.trainer.sentinel.change import LEAST, share_change
 from ratchet.trainer.sentinel.settings import SentinelSettings
 
 CHECK = "tool_health"
-METRIC = "ratchet_tool_failure_share"
+METRIC = "ratchet_tool_failure_ratio"
 _FITTING = (ToolOutcome.VALID, ToolOutcome.UNCHECKED)
 
 
@@ -77,11 +77,11 @@ def _finding(tool: str, recent: Sequence[ToolCall], past: ToolPast, settings: Se
     classes = Counter(str(call.result) for call in recent if _fails(call))
     told = ", ".join(f"{count} {name}" for name, count in classes.most_common())
     failing = f"tool {tool!r} failed in {failures} of its last {len(recent)} calls ({told})"
-    if len(recent) >= settings.tool_calls and share >= settings.tool_failure_share:
-        return Finding(CHECK, METRIC, tool, share, f"{failing}: mend the tool, or raise tool_failure_share", True)
+    if len(recent) >= settings.tool_calls and share >= settings.max_tool_failure_rate:
+        return Finding(CHECK, METRIC, tool, share, f"{failing}: mend the tool, or raise max_tool_failure_rate", True)
     if (
         risen is not None
-        and risen.after - risen.before >= settings.tool_failure_rise
+        and risen.after - risen.before >= settings.max_tool_failure_increase
         and risen.sigmas >= settings.sigmas
     ):
         before = f"{failing}, before in {risen.before:.0%}"

@@ -2,7 +2,7 @@
 
 Promises: a look costs a bounded amount of reading (the newest tool calls and rounds, and of the window's trajectories
 those that it has not read before, a few at a time); an alarm clears at the first look that finds its cause gone; what
-holds training is an alarm of its own, `training_held`; what holds promotion is the gate's. Never raises for what it
+holds training is an alarm of its own, `training_paused`; what holds promotion is the gate's. Never raises for what it
 finds. Does not stop collecting, grouping or judging.
 """
 
@@ -23,7 +23,7 @@ from ratchet.trainer.sentinel.agreement import CHECK as AGREEMENT
 from ratchet.trainer.sentinel.agreement import agreement
 from ratchet.trainer.sentinel.conduct import Conduct, conduct
 from ratchet.trainer.sentinel.drift import CHECKS as DRIFT
-from ratchet.trainer.sentinel.drift import drift, needless_tool_calls
+from ratchet.trainer.sentinel.drift import drift, unnecessary_tool_calls
 from ratchet.trainer.sentinel.last_rounds import CHECKS as LAST_ROUNDS
 from ratchet.trainer.sentinel.last_rounds import LOOKED_AT, last_rounds
 from ratchet.trainer.sentinel.second_judge import SecondJudge
@@ -32,7 +32,7 @@ from ratchet.trainer.sentinel.tool_health import CHECK, ToolPast, tool_health
 
 log = logging.getLogger(__name__)
 
-HELD = "training_held"
+HELD = "training_paused"
 TOOL_PAST = "tool_past"  # kind of the observations that say what a sick tool is compared with
 _OWN = frozenset({CHECK, HELD, AGREEMENT, *DRIFT, *LAST_ROUNDS})
 _TOOL_CALLS = 2_000  # newest ones of the alias
@@ -68,7 +68,7 @@ class Sentinel:
 
     def look(self, now: float) -> bool:
         """Look where it is time to; return whether training should wait."""
-        if self._looked_at is None or now - self._looked_at >= self._settings.every_seconds:
+        if self._looked_at is None or now - self._looked_at >= self._settings.interval_seconds:
             self._looked_at = now
             self.findings = tuple(self._look())
             self._tell(self.findings)
@@ -79,7 +79,7 @@ class Sentinel:
 
     def doubts(self) -> list[Finding]:
         """Return what of the last look says that a person should see a version before it is promoted."""
-        return [found for found in self.findings if found.doubts] if self._settings.hold_promotion else []
+        return [found for found in self.findings if found.doubts] if self._settings.block_release else []
 
     def _look(self) -> list[Finding]:
         rounds = self._store.rounds.page(self._alias, limit=_ABANDONED * LOOKED_AT)
@@ -87,7 +87,7 @@ class Sentinel:
         conducts = self._newest_conducts()
         if not self._whole:  # what is not known yet tells of no change, and of the end of none
             conducts = []
-        needless = needless_tool_calls(conducts, self._scores([one.trajectory_id for one in conducts]))
+        needless = unnecessary_tool_calls(conducts, self._scores([one.trajectory_id for one in conducts]))
         return [
             *self._tool_health(),
             *drift(conducts, self._settings),
@@ -151,7 +151,7 @@ class Sentinel:
         for check in sorted({found.check for found in findings} | wrong.keys() | (standing - unseen)):
             self._alarm(check, wrong.get(check, []), check in standing)
         if bool(holds) != self.holding:
-            log.warning("event=%s reason=%r", "training_held" if holds else "training_resumed", _joined(holds))
+            log.warning("event=%s reason=%r", "training_paused" if holds else "training_resumed", _joined(holds))
         self.holding = bool(holds)
         self._standing = set(wrong) | unseen
 

@@ -22,7 +22,7 @@ from ratchet.trainer.shadowing import asking
 from ratchet.trainer.shadowing.idleness import Load
 from ratchet.trainer.shadowing.shadow_settings import ShadowSettings
 
-KEY_VARIABLE = "RATCHET_SHADOW_API_KEY"
+KEY_VARIABLE = "RATCHET_RESAMPLE_API_KEY"
 _NO_KEY = "none"
 _LONGEST_REASON = 500  # characters
 
@@ -62,7 +62,7 @@ class ShadowCaller:
         if load.unknown is not None:
             return Outcome(busy=True, failure=load.unknown)
         own = min(before, self._under_way)
-        if not load.spare(own, self._settings.busy_above):
+        if not load.spare(own, self._settings.max_running_requests):
             return Outcome(busy=True, others=load.running - own)
         failure, tokens = self._asked(shadow)
         if failure is None:
@@ -78,7 +78,7 @@ class ShadowCaller:
         if call is None:
             return "the trajectory went on meanwhile", 0
         if (url := self._proxy(shadow.alias)) is None:
-            return f"no proxy serves {shadow.alias} now; set trainer.shadow.proxy_url", 0
+            return f"no proxy serves {shadow.alias} now; set trainer.resample.proxy_url", 0
         prompt = self._store.trajectories.path(call.prompt_node)
         content = asking.body(shadow.alias, call, prompt, recorded.tools)
         headers = {"x-ratchet-role": call.role} if call.role else {}

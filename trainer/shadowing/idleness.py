@@ -27,9 +27,9 @@ class Load:
     waiting: int = 0
     unknown: str | None = None
 
-    def spare(self, own: int, busy_above: int) -> bool:
+    def spare(self, own: int, max_running_requests: int) -> bool:
         """Return whether a further call takes nobody's place; `own` of the running calls count for nothing."""
-        return self.unknown is None and self.waiting == 0 and self.running - own <= busy_above
+        return self.unknown is None and self.waiting == 0 and self.running - own <= max_running_requests
 
 
 class Hunger:
@@ -53,13 +53,13 @@ class Hunger:
         """Return for how long there was no idle moment."""
         return 0.0 if self._since is None else now - self._since
 
-    def told(self, busy_above: int) -> str:
+    def told(self, max_running_requests: int) -> str:
         """Return what was seen, with the remedy."""
         few, many = min(self._others, default=0), max(self._others, default=0)
         seen = f"vLLM ran {few} to {many} other calls at {len(self._others)} looks"
-        if many <= busy_above:
+        if many <= max_running_requests:
             return f"{seen}, with others waiting: it has no time to spare; add a replica, or ask for fewer shadows"
-        return f"{seen}, and trainer.shadow.busy_above is {busy_above}: set it to {many}, or wait for less traffic"
+        return f"{seen}, and trainer.resample.max_running_requests is {max_running_requests}: set it to {many}, or wait for less traffic"
 
 
 def load_of(urls: Sequence[str], key: str | None, timeout: float = 2.0) -> Load:

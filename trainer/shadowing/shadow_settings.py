@@ -1,4 +1,4 @@
-"""The settings of shadow re-sampling, section `trainer.shadow`: off unless `samples` says how many."""
+"""The settings of shadow re-sampling, section `trainer.resample`: off unless `samples` says how many."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ShadowSettings(BaseModel):
         None, ge=1, description="most tokens of shadow calls in a minute, prompts included; null: no limit"
     )
     at_once: int = Field(2, ge=1, le=64, description="shadow calls at the same time")
-    busy_above: int = Field(
+    max_running_requests: int = Field(
         0, ge=0, description="no shadow call begins while vLLM runs more other calls than this, or any waits"
     )
     wait_seconds: float = Field(

@@ -29,8 +29,8 @@ from ratchet.trainer.shadowing.shadow_settings import ShadowSettings
 
 log = logging.getLogger(__name__)
 
-ALONE = "shadow_alone"  # what it was to be compared with has gone, or there were too few like it
-UNLIKE = "shadow_unlike"  # not one whole answer to the very tokens of the original's prompt
+ALONE = "resample_unmatched"  # what it was to be compared with has gone, or there were too few like it
+UNLIKE = "resample_prompt_mismatch"  # not one whole answer to the very tokens of the original's prompt
 _MINUTE = 60.0
 _BUSY_PAUSE = 0.5  # seconds until a busy vLLM is looked at again
 _FAILURES = 3  # in a row that are an alarm
@@ -171,7 +171,7 @@ class Shadowing:
         hungry = self._hunger.seconds(now)
         if 2 * hungry >= self._settings.wait_seconds:  # later, what waits now is given up
             reason = f"no shadow call found an idle moment for {hungry:.0f} s"
-            self._store.alarms.raise_(alarm, f"{reason}: {self._hunger.told(self._settings.busy_above)}")
+            self._store.alarms.raise_(alarm, f"{reason}: {self._hunger.told(self._settings.max_running_requests)}")
 
     def _up_to_date(self, planned: Sequence[Shadow], now: float) -> list[Shadow]:
         """Give up what nobody asks for any more; return the others, and those that are over."""
@@ -191,11 +191,11 @@ class Shadowing:
         if one.state is ShadowState.ASKED:
             return "the trainer was stopped while it was asked for"
         if not self._settings.samples:
-            return "shadow re-sampling was switched off (trainer.shadow.samples)"
+            return "shadow re-sampling was switched off (trainer.resample.samples)"
         if one.version != live:
             return f"version {one.version} is not live any more"
         if now - one.planned_at > self._settings.wait_seconds:
-            return f"vLLM was not idle for {self._settings.wait_seconds:g} s (trainer.shadow.wait_seconds)"
+            return f"vLLM was not idle for {self._settings.wait_seconds:g} s (trainer.resample.wait_seconds)"
         return None
 
     def _join(self, original: str, among: list[Shadow], shipped_until: float, company: Company) -> None:

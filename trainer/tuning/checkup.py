@@ -167,12 +167,14 @@ def of_scores(rollouts: Sequence[Rollout]) -> Iterator[Reason]:
 
 def of_settings(trainer: TrainerSettings, tuner: TunerSettings, seconds: float) -> Iterator[Reason]:
     """Yield why attempts that take so many seconds each would not become a group."""
-    waits = trainer.group_size / tuner.concurrency * seconds
+    waits = trainer.num_generations / tuner.concurrency * seconds
     if waits > trainer.group_wait_seconds:
         seen = (
-            f"{trainer.group_size} attempts (trainer.group_size) of {seconds:.0f} s, {tuner.concurrency} at a time, "
+            f"{trainer.num_generations} attempts (trainer.num_generations) of {seconds:.0f} s, {tuner.concurrency} at a time, "
             f"take {waits:.0f} s, and a group waits {trainer.group_wait_seconds:g} s"
         )
-        yield Reason("groups", seen, "raise --concurrency or trainer.group_wait_seconds, or lower trainer.group_size")
+        yield Reason(
+            "groups", seen, "raise --concurrency or trainer.group_wait_seconds, or lower trainer.num_generations"
+        )
     if tuner.max_failures == 0:
         yield Reason("settings", "tuner.max_failures 0 stops at the first failed rollout", "raise it, or leave it out")

@@ -21,7 +21,7 @@ class TunerSettings(BaseModel):
     tasks: str | None = Field(
         None, description="task set: an imported name, a folder, a file, or a name of the Hugging Face hub"
     )
-    test_share: float | None = Field(
+    test_size: float | None = Field(
         None, gt=0, lt=1, description="share of a task set with one split that is held out as test; null: it has both"
     )
     proxy_url: PlainUrl | None = Field(

@@ -102,9 +102,9 @@ class TaskSet:
         Raises TaskSetError where the set is split already.
         """
         if len(self._rows_of) != 1:
-            raise TaskSetError(f"task set {self.name} has the splits {', '.join(self.splits())}: no --test-share")
+            raise TaskSetError(f"task set {self.name} has the splits {', '.join(self.splits())}: no --test-size")
         if not 0 < train_share < 1:
-            raise TaskSetError(f"--test-share {1 - train_share:g}: it must lie between 0 and 1")
+            raise TaskSetError(f"--test-size {1 - train_share:g}: it must lie between 0 and 1")
         (rows,) = self._rows_of.values()
         salt = f"{seed}:"
 
@@ -119,7 +119,7 @@ class TaskSet:
         if split not in self._rows_of:
             raise SplitNotFound(
                 f"task set {self.name} has no split {split!r}; it has {', '.join(self.splits())}"
-                + ("; --test-share 0.2 makes a test split of one" if len(self._rows_of) == 1 else "")
+                + ("; --test-size 0.2 makes a test split of one" if len(self._rows_of) == 1 else "")
             )
 
     def _tasks(self, split: str, on_duplicate: Callable[[int, int], None] | None) -> Iterator[Task]:

@@ -297,10 +297,10 @@ class WeightsTuning:
         """Wait until the trainer has done what it can, at most as long as is allowed."""
         self._tell(f"after {self._so_far.rounds} rounds: waiting for the trainer to learn from them")
         until = time.monotonic() + self._plan.settle_seconds
-        size, groups = self._trainer.group_size, self._trainer.groups_per_round
+        size, groups = self._trainer.num_generations, self._trainer.groups_per_round
         while time.monotonic() < until:
             await self._pause()
-            if is_settled(self._store, self._alias, group_size=size, groups_per_round=groups):
+            if is_settled(self._store, self._alias, num_generations=size, groups_per_round=groups):
                 return
 
     async def _pause(self) -> None:

@@ -34,7 +34,7 @@ def result_of(
     rollouts = counting(made)
     ours = [] if so_far.warm_start is None else ["SFT"]
     if so_far.rounds:
-        ours.append(f"{trainer.credit} with {trainer.learner.loss}, {so_far.rounds} rounds")
+        ours.append(f"{trainer.advantage_estimator} with {trainer.learner.loss_type}, {so_far.rounds} rounds")
     notes = so_far.notes if is_measured else (*so_far.notes, f"{tuning.alias}@{final} was not evaluated")
     return TuningResult(
         method="weights",

@@ -8,7 +8,7 @@
     a model  another model's trajectories, judged now          rendered with the policy's chat template
 
 Promises: what was evaluated or is held out is never imitated, be it a version's or another model's; every trajectory
-that is left out is counted with its reason; of a task at most `per_task` are taken, the best first. Changes nothing in
+that is left out is counted with its reason; of a task at most `max_per_task` are taken, the best first. Changes nothing in
 the store.
 """
 
@@ -78,7 +78,7 @@ class Search:
         relative: bool = False,
     ) -> None:
         self._store = store
-        self._relative = relative  # the judge only ranks: `least_score` means nothing, the best of each group are taken
+        self._relative = relative  # the judge only ranks: `min_score` means nothing, the best of each group are taken
         self._held_out = held_out
         self._alias = alias
         self._casting = Casting(store, alias, roles)
@@ -191,7 +191,7 @@ class Search:
 
     def _good(self, found: Imitable, scored: Iterable[tuple[str, str, float]]) -> list[tuple[str, float]]:
         """Return (trajectory, score) of those that are good enough, the best of each task; the newest come first."""
-        least, most = -math.inf if self._relative else self._settings.least_score, self._settings.per_task
+        least, most = -math.inf if self._relative else self._settings.min_score, self._settings.max_per_task
         by_task: dict[str, list[tuple[str, float]]] = defaultdict(list)
         for cohort, name, score in scored:
             if is_held_out(cohort, self._held_out):

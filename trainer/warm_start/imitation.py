@@ -62,10 +62,10 @@ def gather(
         reasons = ", ".join(f"{reason}: {count}" for reason, count in good.left_out.most_common()) or "none were found"
         raise WarmStartRefused(
             f"{len(good.scores)} trajectories to imitate from {', '.join(settings.sources)}, {settings.least} are "
-            f"needed ({reasons}): lower least_score or `least`, or let the agent work first"
+            f"needed ({reasons}): lower min_score or `least`, or let the agent work first"
         )
     kept = general_rows(general, chat, settings) if settings.general is not None else GeneralRows()
-    return Material(good, kept, tuple(mixed(good.rows, kept.learnt, settings.general_share, settings.seed)))
+    return Material(good, kept, tuple(mixed(good.rows, kept.learnt, settings.general_ratio, settings.seed)))
 
 
 def learner_settings(settings: WarmStartSettings, learner: LearnerSettings, rows: int) -> LearnerSettings:
@@ -76,8 +76,8 @@ def learner_settings(settings: WarmStartSettings, learner: LearnerSettings, rows
         epsilon_low=None,
         epsilon_high=None,
         kl=0.0,
-        entropy_bonus=0.0,
-        entropy_top_share=1.0,
+        entropy_coef=0.0,
+        top_entropy_quantile=1.0,
         learning_rate=settings.learning_rate or learner.learning_rate,
         steps_per_round=-(-rows // settings.batch),
     )
@@ -143,11 +143,11 @@ def story_of(store: Store, alias: str, tuning_id: str) -> tuple[int, Mapping[str
 
 
 def _check_forgetting(before: float | None, after: float | None, settings: WarmStartSettings) -> None:
-    limit = settings.most_forgetting
+    limit = settings.max_loss_increase
     if limit is not None and before is not None and after is not None and after - before > limit:
         raise WarmStartRefused(
-            f"the held-out general loss rose from {before:.4f} to {after:.4f} nats, more than most_forgetting "
-            f"{limit:g}: raise general_share, or lower epochs or learning_rate"
+            f"the held-out general loss rose from {before:.4f} to {after:.4f} nats, more than max_loss_increase "
+            f"{limit:g}: raise general_ratio, or lower epochs or learning_rate"
         )
 
 
@@ -179,7 +179,7 @@ def _metrics(material: Material, reports: Sequence[RoundReport], story: Mapping[
     """Return the metrics of the round: those of its last epoch, with the sums of all."""
     scores = [score for score in material.good.scores.values() if score is not None]
     return dataclasses.asdict(reports[-1]) | {
-        "optimiser_steps": sum(report.optimiser_steps for report in reports),
+        "optimizer_steps": sum(report.optimizer_steps for report in reports),
         "tokens_trained": sum(report.tokens_trained for report in reports),
         "seconds": sum(report.seconds for report in reports),
         "groups": 0,

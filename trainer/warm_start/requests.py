@@ -71,7 +71,7 @@ class WarmStarts:
                 wanted,
                 _general(wanted),
                 tuning_id=asked.id,
-                roles=Roles(self._settings.roles, self._settings.role_prompts),
+                roles=Roles(self._settings.roles, self._settings.role_patterns),
                 held_out=self._settings.gate.held_out,
                 relative=only_ranks(self._settings.judge),
             )

@@ -20,17 +20,17 @@ class WarmStartSettings(BaseModel):
         description="own: the policy's good trajectories; shown: demonstrations of feedback; else the name of another "
         "model whose trajectories were recorded",
     )
-    least_score: float = Field(0.5, description="score from which on a trajectory is good enough to be imitated")
+    min_score: float = Field(0.5, description="score from which on a trajectory is good enough to be imitated")
     least: int = Field(16, ge=1, description="fewer trajectories than this are refused")
     most: int = Field(2000, ge=1, description="the newest so many of each source are looked at")
-    per_task: int = Field(4, ge=1, description="the best so many trajectories of a task are taken")
+    max_per_task: int = Field(4, ge=1, description="the best so many trajectories of a task are taken")
     general: str | None = Field(
         None, description="general chat data mixed in: a task set whose rows hold `messages` (and `tools`)"
     )
     general_split: str = Field("train", description="split of it that is read")
-    general_share: float = Field(0.2, ge=0, lt=1, description="share of general conversations among all")
+    general_ratio: float = Field(0.2, ge=0, lt=1, description="share of general conversations among all")
     general_held_out: int = Field(64, ge=1, description="general conversations that are only measured")
-    most_forgetting: float | None = Field(
+    max_loss_increase: float | None = Field(
         None, gt=0, description="nats per token that the held-out general loss may rise by; null: only shown"
     )
     epochs: int = Field(2, ge=1, description="times that each row is learnt from")
@@ -42,8 +42,8 @@ class WarmStartSettings(BaseModel):
     def _sound(self) -> Self:
         if len(set(self.sources)) < len(self.sources):
             raise ValueError(f"sources names one twice: {', '.join(self.sources)}")
-        if self.most_forgetting is not None and self.general is None:
-            raise ValueError("most_forgetting is measured on general data: set `general` as well")
+        if self.max_loss_increase is not None and self.general is None:
+            raise ValueError("max_loss_increase is measured on general data: set `general` as well")
         return self
 
     @property

@@ -22,7 +22,7 @@ function row(one) {
   const told = one.decision;
   return h("tr", {},
     h("td", {}, h("a", { href: `#/versions/${encodeURIComponent(one.alias)}/${one.version}` }, `@${one.version}`)),
-    h("td", {}, h("span", { class: `tag ${one.state}` }, one.state), one.learnt_deleted ? h("small", { class: "bad" }, "learnt what was deleted") : null),
+    h("td", {}, h("span", { class: `tag ${one.state}` }, one.state), one.trained_on_deleted ? h("small", { class: "bad" }, "learnt what was deleted") : null),
     h("td", { class: "num" }, one.share ? percent(one.share, 0) : NONE), h("td", {}, ago(one.created_at)),
     h("td", { class: "wrap" }, told ? [h("span", { class: `tag ${told.action}` }, told.action), ` ${told.reason} `, h("span", { class: "dim" }, told.by)] : NONE));
 }
@@ -53,7 +53,7 @@ function head(one, live, refresh) {
         : h("button", { type: "button", class: "danger", on: { click: () => decide(one, "rollback", live, refresh) } }, "Go back to it …"))),
     h("dl", { class: "facts" }, fact("state", h("span", { class: `tag ${one.state}` }, one.state)), one.share ? fact("share of new trajectories", percent(one.share, 0)) : null,
       fact("served as", h("code", {}, one.served_name)), fact("made", ago(one.created_at)), one.round_id ? fact("by round", h("code", {}, one.round_id)) : null,
-      one.pruned_at ? fact("its folder was deleted", ago(one.pruned_at)) : null, one.learnt_deleted ? fact("note", "learnt what was deleted since") : null));
+      one.pruned_at ? fact("its folder was deleted", ago(one.pruned_at)) : null, one.trained_on_deleted ? fact("note", "learnt what was deleted since") : null));
 }
 
 const WORDS = {

@@ -176,7 +176,7 @@ def test_one_split_is_divided_by_content_and_no_task_is_in_both(tmp_path: Path) 
 
 
 def test_a_set_with_splits_is_not_divided_again(folder: Path) -> None:
-    with pytest.raises(TaskSetError, match="has the splits train, test: no --test-share"):
+    with pytest.raises(TaskSetError, match="has the splits train, test: no --test-size"):
         TaskSet.open(folder).split()
 
 
