@@ -24,7 +24,7 @@ import psutil
 
 from benchmarks.wire_load import Target
 from benchmarks.wire_upstream import MODEL
-from tests.proxy.servers import ROOT, ProxyProcess
+from tests.harness.proxy.servers import ROOT, ProxyProcess
 
 LITELLM = "litellm[proxy]>=1.100,!=1.107.0"  # 1.107.0: reported as compromised
 _HOME = Path(sys.prefix) / "bench" / "litellm"

@@ -21,9 +21,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from examples.email_search.judge import judge
+from ratchet.demo.email_search.judge import judge
 from ratchet.demo.run import Demo, DemoOptions
-from ratchet.running import interrupts
+from ratchet.supervisor import signals
 
 NOISE = 0.15  # of the attempts are called the other way round
 _JITTER = 0.05  # a model never gives two attempts quite the same score
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path(".ratchet/credit"))
     chosen = parser.parse_args()
-    interrupts.install()
+    signals.install()
     with ranking_model() as url:
         for way in chosen.ways.split(","):
             figures = Demo(options(way, url, chosen.rounds, chosen.seed, chosen.folder)).play()

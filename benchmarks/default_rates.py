@@ -26,10 +26,10 @@ from typing import Any
 
 import yaml
 
-from ratchet.running import interrupts
-from ratchet.store import open_store
 from ratchet.store.states import RoundState
-from tests.ports import free_port
+from ratchet.store.store import open_store
+from ratchet.supervisor import signals
+from tests.harness.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ("email_search", "math", "planner")
@@ -66,7 +66,7 @@ class Run:
         if example == "email_search":
             home = str(folder / "mail")
             self._environ |= {"EMAIL_SEARCH_HOME": home}
-            made = [sys.executable, "-m", "examples.email_search", "build-db", "--home", home]
+            made = [sys.executable, "-m", "ratchet.demo.email_search", "build-db", "--home", home]
             subprocess.run(made, cwd=ROOT, env=self._environ, check=True, capture_output=True)
             self._own = ["--tasks", home]
 
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--folder", type=Path)
     chosen = parser.parse_args(arguments)
-    interrupts.install()
+    signals.install()
     folder = chosen.folder or Path(tempfile.mkdtemp(prefix="default-rates-"))
     rounds, every, attempts = chosen.rounds, max(1, chosen.rounds // 2), chosen.eval_attempts
     if chosen.quick:

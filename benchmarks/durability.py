@@ -30,12 +30,13 @@ import sqlalchemy as sa
 from benchmarks.campaign import tell
 from benchmarks.databases import Postgres, postgres_server
 from benchmarks.load import Load
-from ratchet.store import open_store, schema
-from ratchet.store.database import connect, read
+from ratchet.store.db import schema
+from ratchet.store.db.engine import connect, read
 from ratchet.store.records import unpack_ids
 from ratchet.store.states import CallState
-from ratchet.store.verification import verify
-from tests.proxy.servers import ProxyProcess, VllmProcess, eventually
+from ratchet.store.store import open_store
+from ratchet.store.verify import verify
+from tests.harness.proxy.servers import ProxyProcess, VllmProcess, eventually
 
 _HOW = ("the proxy alone", "the proxy and its shipper", "the shipper alone")
 

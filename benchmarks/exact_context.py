@@ -21,19 +21,19 @@ from typing import Any
 
 import msgspec
 
-from ratchet.proxy import request
-from ratchet.proxy.capture import Capture
 from ratchet.proxy.dialects.chat import PATH
-from ratchet.proxy.exact.answers import Wanted, whole
 from ratchet.proxy.exact.scale_out import GENERATE, ScaleOut, generate_body
-from ratchet.proxy.exact.stream import Pace, StreamedAnswer
-from ratchet.proxy.observing.metrics import Metrics
-from ratchet.proxy.request import ChatRequest
-from ratchet.proxy.sse import DONE, Events
-from ratchet.proxy.upstreams.answer import Answer
-from ratchet.proxy.upstreams.upstream import Upstream
-from tests.e2e.engine import vllm
-from tests.e2e.rewriting_model import TOOL, Model, make
+from ratchet.proxy.exact.streamed_response import Pace, StreamedAnswer
+from ratchet.proxy.exact.whole_response import Wanted, whole
+from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.upstreams.vllm_client import Upstream
+from ratchet.proxy.wire import request_body
+from ratchet.proxy.wire.capture import Capture
+from ratchet.proxy.wire.request_body import ChatRequest
+from ratchet.proxy.wire.sse import DONE, Events
+from ratchet.proxy.wire.upstream_response import Answer
+from tests.harness.vllm.engine import vllm
+from tests.harness.vllm.rewriting_model import TOOL, Model, make
 
 Json = dict[str, Any]
 
@@ -163,7 +163,7 @@ async def compare(
         "messages": [{"role": "system", "content": "You are an agent"}, {"role": "user", "content": "Find the mail"}],
         **CASES[name],
     }  # fmt: skip
-    asked = request.read(msgspec.json.encode(body))
+    asked = request_body.read(msgspec.json.encode(body))
     plain, plain_record = await told(await both.plain(asked, served), asked)
     exact, exact_record = await told(await both.exact(asked, served), asked)
     one, other = sorted_events(plain), sorted_events(exact)
@@ -227,7 +227,7 @@ async def cost(both: Both, served: str, repeats: int) -> None:
     for prompt, length, at_once in ((300, 64, 1), (300, 256, 1), (2500, 64, 1), (2500, 256, 1), (300, 128, 8)):
         words = "Find the mail about the picnic in Paris, please. " * (prompt // 18)
         body = {"model": "m", "messages": [{"role": "user", "content": words}], "max_tokens": length, "stream": True}
-        asked = request.read(msgspec.json.encode({**body, "ignore_eos": True, **_TOOLS, "tool_choice": "auto"}))
+        asked = request_body.read(msgspec.json.encode({**body, "ignore_eos": True, **_TOOLS, "tool_choice": "auto"}))
         rounds: dict[bool, list[float]] = {False: [], True: []}
         firsts: dict[bool, list[float]] = {False: [], True: []}
         events: dict[bool, int] = {}

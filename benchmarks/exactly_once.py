@@ -33,12 +33,12 @@ from benchmarks.campaign import tell
 from benchmarks.databases import Postgres, postgres_server
 from benchmarks.school_parts import AGENTS, ALIAS, Agents, Part
 from benchmarks.scripted_school import read_weights
-from ratchet.store import Store, open_store
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.records import Group, Round, Trajectory
 from ratchet.store.states import GroupState, PolicyState, RoundState, TrajectoryState
-from ratchet.trainer.publishing import checkpoint
-from tests.proxy.servers import ProxyProcess, eventually
+from ratchet.store.store import Store, open_store
+from ratchet.trainer.adapters import checkpoint
+from tests.harness.proxy.servers import ProxyProcess, eventually
 
 _LEASE_SECONDS = 2.0
 _KEPT = 3  # newest versions on the disk

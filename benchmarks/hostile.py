@@ -43,8 +43,8 @@ from benchmarks.hostile_bodies import Asking, askings
 from benchmarks.hostile_promises import PASSWORD, abandoned_calls, foreign_pages, large_operator_bodies, with_password
 from benchmarks.hostile_upstream import Upstream
 from benchmarks.hostile_wire import Reply, SlowSenders, ask, malformed, send
-from ratchet.proxy.settings import hash_key
-from tests.proxy.servers import ProxyProcess, eventually, served
+from ratchet.proxy.api_keys import hash_key
+from tests.harness.proxy.servers import ProxyProcess, eventually, served
 
 _BAD_LINES = ("event=defect", "Traceback", "event=record_failed", "event=dead_letter", "event=tool_checks_failed")
 _CONTINUED = "continued"

@@ -22,7 +22,7 @@ import psutil
 
 from benchmarks.hostile_wire import read
 from ratchet.store.ids import new_id
-from tests.proxy.servers import ProxyProcess, eventually
+from tests.harness.proxy.servers import ProxyProcess, eventually
 
 CHAT = "/v1/chat/completions"
 _CROWD = 24  # clients at once

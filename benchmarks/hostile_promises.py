@@ -12,10 +12,10 @@ from pathlib import Path
 
 import httpx
 
-from ratchet.proxy.settings import hash_key
-from ratchet.store import open_store
+from ratchet.proxy.api_keys import hash_key
 from ratchet.store.states import KeyScope
-from tests.proxy.servers import ProxyProcess, eventually
+from ratchet.store.store import open_store
+from tests.harness.proxy.servers import ProxyProcess, eventually
 
 PASSWORD = f"pw-{secrets.token_hex(8)}"  # in the upstream's URL
 _PAGES = (

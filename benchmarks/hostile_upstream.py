@@ -10,9 +10,9 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from ratchet.proxy.asgi import JSON, replaying, send_bytes
-from tests.proxy.scripted_scale_out import DERENDER, DETOKENIZE, GENERATE, ScriptedScaleOut
-from tests.proxy.scripted_vllm import ScriptedVllm
+from ratchet.proxy.wire.asgi import JSON, replaying, send_bytes
+from tests.harness.proxy.scripted_scale_out import DERENDER, DETOKENIZE, GENERATE, ScriptedScaleOut
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
 
 _OF_TOKENS = (GENERATE, DERENDER, DETOKENIZE)  # what the proxy writes by itself
 _REFUSED = b'{"error": {"message": "not JSON", "type": "BadRequestError"}}'

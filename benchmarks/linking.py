@@ -29,10 +29,10 @@ from benchmarks.linking_dialects import DIALECT_KINDS
 from benchmarks.linking_kinds import KINDS, Kind
 from benchmarks.linking_score import Score, Stored, scores
 from benchmarks.linking_traffic import Run, Traffic
-from ratchet.store import open_store
 from ratchet.store.records import Call
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import ProxyProcess, eventually, served
+from ratchet.store.store import open_store
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import ProxyProcess, eventually, served
 
 LEAST = 0.999
 _QUICK_SHARE = 8  # of the agents, in the quick form

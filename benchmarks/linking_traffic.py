@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.linking_score import Truth
-from ratchet.store.messages import link_keys
+from ratchet.store.content.messages import link_keys
 
 Json = dict[str, Any]
 Message = dict[str, Any]

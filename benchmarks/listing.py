@@ -23,9 +23,10 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from benchmarks.databases import postgres
-from ratchet.store import Store, open_store, schema
-from ratchet.store.database import connect, write
-from ratchet.store.listing import Chosen
+from ratchet.store.calls.trajectory_filter import Chosen
+from ratchet.store.db import schema
+from ratchet.store.db.engine import connect, write
+from ratchet.store.store import Store, open_store
 
 _AIM = 0.05  # seconds
 _PAGE = 50

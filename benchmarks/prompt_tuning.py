@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.ratchet.project import ROOT, Project
-from tests.trainer.tuning.scripted_reflection_model import ScriptedReflectionModel
-from tests.trainer.tuning.test_prompt_mipro import mipro_python
+from tests.harness.cli.project import ROOT, Project
+from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
+from tests.tuner.test_prompt_mipro import mipro_python
 
-EXAMPLE = "examples.email_search"
+EXAMPLE = "ratchet.demo.email_search"
 PROPOSALS = (
     "{prompt} Search first, then read the mail that fits, then answer.",
     "{prompt} Answer with one word.",
@@ -53,7 +53,7 @@ def tuned(method: str, rollouts: int, held_out: int, seed: int, folder: Path) ->
     subprocess.run(made, cwd=ROOT, env=environ, check=True, capture_output=True)
     project = Project(folder)
     vllm = {"port": project.content["vllm"]["port"], "max_model_len": 1024, "dtype": "float32", "max_num_seqs": 64}
-    project.write(base_model=str(ROOT / "examples" / "email_search" / "policy"), vllm=vllm, model="email-agent")
+    project.write(base_model=str(ROOT / "ratchet" / "demo" / "email_search" / "policy"), vllm=vllm, model="email-agent")
     kept = {"EMAIL_SEARCH_HOME": environ["EMAIL_SEARCH_HOME"]}
     try:
         up = project.run("up", "--detach", seconds=300, **kept)

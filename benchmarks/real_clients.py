@@ -25,10 +25,10 @@ import httpx
 
 from benchmarks.real_questions import QUESTIONS, answer_to
 from tests.clients.test_compatcanary import scan
-from tests.e2e.engine import vllm
-from tests.proxy.servers import ProxyProcess, eventually
+from tests.harness.proxy.servers import ProxyProcess, eventually
+from tests.harness.vllm.engine import vllm
 
-POLICY = Path(__file__).parents[1] / "examples" / "email_search" / "policy"
+POLICY = Path(__file__).parents[1] / "ratchet" / "demo" / "email_search" / "policy"
 FORMS = ("openai-chat", "open-responses", "anthropic")
 PROFILES = ("chat", "modern")
 

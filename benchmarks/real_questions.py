@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from examples.email_search.prompt import opening
-from examples.email_search.tools import TOOLS
+from ratchet.demo.email_search.prompt import opening
+from ratchet.demo.email_search.tools import TOOLS
 
 Json = dict[str, Any]
 

@@ -9,12 +9,12 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from ratchet.trainer.learning.learner import Learner
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from ratchet.trainer.learning.tokens import TokenRow
-from tests.ratchet.project import ROOT
+from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from tests.harness.cli.project import ROOT
 
-POLICY = ROOT / "examples" / "email_search" / "policy"
+POLICY = ROOT / "ratchet" / "demo" / "email_search" / "policy"
 _IDS = (260, 480)  # of the tiny policy's words
 _TOKENS = 24
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from examples.email_search.demonstrations import MIXED, Stage, draw
-from examples.email_search.tools import TOOLS
-from ratchet.running import interrupts
+from ratchet.demo.email_search.tools import TOOLS
+from ratchet.supervisor import signals
 
-CONFIG = "examples/email_search/ratchet.yaml"
-WORKFLOW = "examples.email_search.workflow:workflow"
+CONFIG = "ratchet/demo/email_search/ratchet.yaml"
+WORKFLOW = "ratchet.demo.email_search.workflow:workflow"
 _GENERAL = 300  # conversations
 _COLLECTED = 4  # rounds
 
@@ -90,10 +90,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path)
     chosen = parser.parse_args()
-    interrupts.install()
+    signals.install()
     folder = chosen.folder or Path(tempfile.mkdtemp(prefix="recipes-"))
     home = os.environ | {"EMAIL_SEARCH_HOME": str(folder / "home")}
-    subprocess.run([sys.executable, "-m", "examples.email_search", "build-db"], env=home, check=True)
+    subprocess.run([sys.executable, "-m", "ratchet.demo.email_search", "build-db"], env=home, check=True)
     for name in chosen.recipes.split(","):
         show(name, tuned(name, folder, chosen.seed, chosen.rounds))
 

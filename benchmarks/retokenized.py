@@ -36,13 +36,13 @@ from typing import Any
 
 import torch
 
-from ratchet.pictures import pyplot
-from ratchet.trainer.crediting.advantage import group_advantages
+from ratchet.output.plots import pyplot
+from ratchet.trainer.controller.advantages.advantage import group_advantages
 from ratchet.trainer.errors import RowError
-from ratchet.trainer.learning.chat_rows import ChatRows, Conversation
-from ratchet.trainer.learning.learner import Learner
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from ratchet.trainer.learning.tokens import TokenRow
+from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.rows.chat_rows import ChatRows, Conversation
+from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.settings.learner_settings import LearnerSettings
 
 ROOMS = ("attic", "barn", "cellar", "garage", "kitchen", "loft", "office", "studio")
 KEYS = ("amber", "blue", "coral", "ebony", "gold", "hazel", "ivory", "jade")

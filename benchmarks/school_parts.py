@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.proxy.servers import ROOT
+from tests.harness.proxy.servers import ROOT
 
 ALIAS = "agent"
 AGENTS = 3

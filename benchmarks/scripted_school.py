@@ -24,13 +24,13 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from ratchet.trainer.learning.learner import RoundReport
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from ratchet.trainer.learning.tokens import TokenRow
+from ratchet.trainer.adapters import checkpoint
+from ratchet.trainer.learner_protocol import RoundReport
 from ratchet.trainer.process import run
-from ratchet.trainer.publishing import checkpoint
-from ratchet.trainer.settings import TrainerSettings
-from tests.proxy.scripted_vllm import ScriptedVllm
+from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
 
 WEIGHTS = "weights.json"
 _STEP_SECONDS = 0.1  # long enough to be killed in

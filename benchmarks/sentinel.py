@@ -17,11 +17,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ratchet.store import open_store
+from ratchet.store.records.tool_calls import ToolCall
 from ratchet.store.states import ToolResult
-from ratchet.store.tool_records import ToolCall
-from ratchet.trainer.sentinel.settings import SentinelSettings
-from ratchet.trainer.sentinel.tool_health import tool_health
+from ratchet.store.store import open_store
+from ratchet.trainer.controller.sentinel.tool_health import tool_health
+from ratchet.trainer.settings.sentinel_settings import SentinelSettings
 
 _WINDOW = 2_000
 _FIRST, _STEP, _LONGEST = 600, 100, 400  # calls

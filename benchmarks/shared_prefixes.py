@@ -20,11 +20,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.training import cpu_seconds
-from ratchet.trainer.learning import lora
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from ratchet.trainer.learning.loss import RecordedGRPOTrainer
-from ratchet.trainer.learning.tokens import TokenRow
-from tests.trainer.tiny import VOCABULARY, build_tokenizer
+from ratchet.trainer.learner import lora
+from ratchet.trainer.learner.loss import RecordedGRPOTrainer
+from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from tests.harness.trainer.tiny import VOCABULARY, build_tokenizer
 
 TINY_SHAPES = ((500, 50), (500, 150), (500, 500), (1000, 150), (1000, 500), (2000, 150), (2000, 500))
 WIDE_SHAPES = ((500, 150), (500, 500), (1000, 150))

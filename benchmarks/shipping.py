@@ -23,15 +23,15 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.storage import Writer, trajectory
-from ratchet.proxy.recording.carrier import Piece, Porter
-from ratchet.proxy.recording.carrier_process import COLLECT
-from ratchet.proxy.recording.segments import MAGIC, frame
-from ratchet.store import Store, open_store
-from ratchet.store.database import connect
+from ratchet.proxy.coordinator.shipping.store_writer import Piece, Porter
+from ratchet.proxy.coordinator.shipping.writer_process import COLLECT
+from ratchet.proxy.journal.segments import MAGIC, frame
+from ratchet.store.content.messages import node
+from ratchet.store.db.engine import connect
 from ratchet.store.ids import new_id
-from ratchet.store.messages import node
 from ratchet.store.records import CallBegun, CallEnded, Choice, Shipment, pack_ids, pack_logprobs
 from ratchet.store.states import CallState
+from ratchet.store.store import Store, open_store
 
 _AGENTS, _TURNS = 32, 20
 _LATER = 2  # batches between a beginning and its end, of calls apart

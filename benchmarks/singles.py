@@ -1,6 +1,6 @@
 """What singles learn by: nothing, a running baseline, a prompt cohort, shadows; same live calls, held-out score each.
 
-The single-call task is the first call of `examples/email_search`: a question comes in once, and one tool call goes out.
+The single-call task is the first call of `ratchet.demo.email_search`: a question comes in once, and one tool call goes out.
 It is right where its search finds the mail that tells the answer (a rule; nobody tells the trainer which task it is).
 Users arrive at random times at a steady rate, so that vLLM has idle moments. Each way is a project of its own on the
 real vLLM with the tiny policy, then the same 150 held-out questions under the live version; under version 0, which all
@@ -37,18 +37,18 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from benchmarks.credit import ranking_model
-from examples.email_search.mailbox import DATABASE, Mailbox
-from examples.email_search.prompt import opening
-from examples.email_search.tasks import FILES, Task, home, read_tasks
-from examples.email_search.tools import TOOLS
 from examples.production.figures import gain, wilson
+from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
+from ratchet.demo.email_search.prompt import opening
+from ratchet.demo.email_search.tasks import FILES, Task, home, read_tasks
+from ratchet.demo.email_search.tools import TOOLS
 from ratchet.demo.run import TINY
-from ratchet.running import interrupts
-from ratchet.running.attached import started
 from ratchet.settings import Settings, load
-from ratchet.store import Store, open_store
 from ratchet.store.states import ShadowState
-from ratchet.trainer.settling import is_settled
+from ratchet.store.store import Store, open_store
+from ratchet.supervisor import signals
+from ratchet.supervisor.attach import started
+from ratchet.trainer.controller.rounds.drained import is_settled
 
 _AT_ONCE = 32  # held-out calls
 _SETTLE = 15.0  # seconds, for the last round after the last call
@@ -257,9 +257,9 @@ def main() -> None:
     parser.add_argument("--gate", type=float, default=0.0, help="share of the prompts that candidates are evaluated on")
     parser.add_argument("--folder", type=Path, default=Path(".ratchet/singles"))
     chosen = parser.parse_args()
-    interrupts.install()
+    signals.install()
     os.environ["EMAIL_SEARCH_HOME"] = str((chosen.folder / "mail").absolute())
-    made = [sys.executable, "-m", "examples.email_search", "build-db", "--seed", str(chosen.seed)]
+    made = [sys.executable, "-m", "ratchet.demo.email_search", "build-db", "--seed", str(chosen.seed)]
     before: Sequence[Served] = []
     subprocess.run(made, check=True, stdout=subprocess.DEVNULL)
     for way in chosen.ways.split(","):

@@ -28,11 +28,11 @@ import aiohttp
 import httpx
 
 from benchmarks.scripted_school import ScriptedPupil
-from ratchet.store import Store, open_store
-from ratchet.trainer.publishing.engine import Replica
-from ratchet.trainer.publishing.publisher import Publisher
-from ratchet.trainer.settings import TrainerSettings
-from tests.proxy.servers import ProxyProcess, eventually, scripted_process
+from ratchet.store.store import Store, open_store
+from ratchet.trainer.adapters.vllm_api import Replica
+from ratchet.trainer.release.publisher import Publisher
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from tests.harness.proxy.servers import ProxyProcess, eventually, scripted_process
 
 ALIAS = "agent"
 _CALLS = 3  # of one agent's run
@@ -150,7 +150,7 @@ def _served(real: bool, folder: Path) -> Iterator[tuple[str, Pupil]]:
             yield url, ScriptedPupil(_SETTINGS, None)
         return
     from benchmarks.real_versions import POLICY, RealPupil
-    from tests.e2e.engine import vllm
+    from tests.harness.vllm.engine import vllm
 
     with vllm(POLICY, folder / "vllm.log", "--dtype", "float32", max_model_len=1024) as url:
         yield url, RealPupil(folder)

@@ -22,10 +22,10 @@ from pathlib import Path
 import yaml
 
 from benchmarks.prompt_tuning import Proposals
-from tests.ratchet.project import ROOT, Project
-from tests.trainer.tuning.scripted_reflection_model import ScriptedReflectionModel
+from tests.harness.cli.project import ROOT, Project
+from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
 
-EXAMPLE = "examples.email_search"
+EXAMPLE = "ratchet.demo.email_search"
 ALIAS = "email-agent"
 
 

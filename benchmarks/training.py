@@ -26,11 +26,11 @@ from transformers import AutoModelForCausalLM
 
 from ratchet.store.records import Call, Choice, pack_ids, pack_logprobs
 from ratchet.store.states import CallState
-from ratchet.trainer.learning.learner import Learner
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from ratchet.trainer.learning.rows import build_rows
-from ratchet.trainer.learning.tokens import TokenRow, split_by_budget
-from tests.trainer.tiny import build_row, build_tiny_model
+from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.rows.build_rows import build_rows
+from ratchet.trainer.rows.token_row import TokenRow, split_by_budget
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from tests.harness.trainer.tiny import build_row, build_tiny_model
 
 SETTINGS = LearnerSettings(learning_rate=1e-4, threads=1, token_budget=2048, sequence_mask_threshold=None)
 KL = 0.01

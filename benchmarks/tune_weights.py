@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recipes import show
-from ratchet.running import interrupts
-from ratchet.store import Store, open_store
+from ratchet.store.records.tuning import Rollout
 from ratchet.store.states import RolloutState
-from ratchet.store.tuning_records import Rollout
-from ratchet.trainer.tuning.weights_plan import LIVE
+from ratchet.store.store import Store, open_store
+from ratchet.supervisor import signals
+from ratchet.tuner.weights.weights_plan import LIVE
 
 ROOT = Path(__file__).parents[1]
 _POLL = 0.2  # seconds
@@ -44,7 +44,7 @@ class Run:
         if example == "email_search":
             home = str(folder / "mail")
             self._environ |= {"EMAIL_SEARCH_HOME": home}
-            made = [sys.executable, "-m", "examples.email_search", "build-db", "--home", home]
+            made = [sys.executable, "-m", "ratchet.demo.email_search", "build-db", "--home", home]
             subprocess.run(made, cwd=ROOT, env=self._environ, check=True, capture_output=True)
             self._own = ["--tasks", home]
         (self.project,) = {line.split()[1] for line in (ROOT / self._config[-1]).read_text().splitlines()
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--folder", type=Path)
     chosen = parser.parse_args(arguments)
-    interrupts.install()
+    signals.install()
     run = Run(chosen.example, chosen.folder or Path(tempfile.mkdtemp(prefix="tune-weights-")), chosen.python)
     began = time.monotonic()
     try:

@@ -26,12 +26,12 @@ from typing import Any
 
 import openai
 
-from ratchet.store import open_store
-from ratchet.trainer.tuning.outcome import Outcome
-from ratchet.trainer.tuning.rollouts import Job, RolloutRunner
-from ratchet.trainer.tuning.settings import TunerSettings
-from ratchet.trainer.tuning.tasks import Task, content_id
-from tests.proxy.servers import ProxyProcess, VllmProcess
+from ratchet.store.store import open_store
+from ratchet.trainer.tasks.task_set import Task, content_id
+from ratchet.tuner.rollouts.runner import Job, RolloutRunner
+from ratchet.tuner.rollouts.workflow_output import Outcome
+from ratchet.tuner.settings.tuner_settings import TunerSettings
+from tests.harness.proxy.servers import ProxyProcess, VllmProcess
 
 AT_ONCE = 32
 CALLS = 3

@@ -44,7 +44,7 @@ environment() { # NAME FILE [OPTIONS...]
 }
 
 bfcl() { # by the command that users set it up with: pip's own settings apply
-    stamp=$home/bfcl/.ratchet-$(key trainer/bfcl/requirements.txt)
+    stamp=$home/bfcl/.ratchet-$(key tuner/environments/bfcl/requirements.txt)
     if [ -f "$stamp" ]; then return 0; fi
     echo "Setting up $home/bfcl for the test of \`ratchet eval bfcl\` ..."
     "$python" -m ratchet eval bfcl --setup --environment "$home/bfcl" || failed bfcl

@@ -9,55 +9,55 @@ import time
 
 from starlette.types import ASGIApp
 
-from ratchet.proxy.access.bodies import Bodies
-from ratchet.proxy.access.keyring import KeyRing
-from ratchet.proxy.access.keys import Keys
-from ratchet.proxy.access.patterns import Patterns
-from ratchet.proxy.access.redaction import Redacting, Redactor
-from ratchet.proxy.bounded_bodies import BoundedBodies
-from ratchet.proxy.console.pages import MOUNT, Console, front
+from ratchet.proxy.coordinator.console.pages import MOUNT, Console, front
+from ratchet.proxy.coordinator.conversations.conversation_cache import ResponseMemory
+from ratchet.proxy.coordinator.conversations.stored_responses import KeptResponses
+from ratchet.proxy.coordinator.conversations.token_contexts import Contexts
+from ratchet.proxy.coordinator.health.health_endpoints import Health
+from ratchet.proxy.coordinator.keys.key_cache import KeyRing
+from ratchet.proxy.coordinator.linking.linker import Links
+from ratchet.proxy.coordinator.linking.unanswered_attempts import RETRIED_WITHIN
+from ratchet.proxy.coordinator.operator_api.body_limit import BoundedBodies
+from ratchet.proxy.coordinator.rollouts.rollout_plans import Rollouts
+from ratchet.proxy.coordinator.shipping.record_lookups import Lookups
+from ratchet.proxy.coordinator.shipping.shipper import Shipper
+from ratchet.proxy.coordinator.shipping.store_writer import Carrier, Porter
+from ratchet.proxy.coordinator.versions.base_model_check import BaseCheck
+from ratchet.proxy.coordinator.versions.policy_cache import PolicyBook
+from ratchet.proxy.dialects.anthropic_messages import Messages
 from ratchet.proxy.dialects.chat import Chat
 from ratchet.proxy.dialects.completions import Completions
-from ratchet.proxy.dialects.count_tokens import CountTokens
 from ratchet.proxy.dialects.dialect import Dialect
-from ratchet.proxy.dialects.messages import Messages
 from ratchet.proxy.dialects.responses import Responses
-from ratchet.proxy.dialects.responses_kept import KeptResponses
-from ratchet.proxy.dialects.responses_memory import ResponseMemory
-from ratchet.proxy.endpoint import Endpoint
-from ratchet.proxy.exact.contexts import Contexts
-from ratchet.proxy.exact.forward import ExactForwarder
-from ratchet.proxy.inflate import Inflate
-from ratchet.proxy.linking.attempts import RETRIED_WITHIN
-from ratchet.proxy.linking.links import Links
-from ratchet.proxy.middleware import Errors
-from ratchet.proxy.models import Models
-from ratchet.proxy.observing.health import Health
-from ratchet.proxy.observing.metrics import Metrics
-from ratchet.proxy.observing.observer import Observer
-from ratchet.proxy.observing.policy_info import PolicyInfo
-from ratchet.proxy.observing.tracing import spans_for
-from ratchet.proxy.passthrough import PassThrough
-from ratchet.proxy.policy import PolicyBook
-from ratchet.proxy.recording.bell import Bell
-from ratchet.proxy.recording.carrier import Carrier, Porter
-from ratchet.proxy.recording.journal import Journal
-from ratchet.proxy.recording.others import Lookups
-from ratchet.proxy.recording.recorder import Recorder
-from ratchet.proxy.recording.shipper import Shipper
-from ratchet.proxy.routing import Lifespan, Routes, Service
+from ratchet.proxy.journal.journal import Journal
+from ratchet.proxy.redaction.patterns import Patterns
+from ratchet.proxy.redaction.redactor import Redacting, Redactor
+from ratchet.proxy.runtime.critical_tasks import Vitals
 from ratchet.proxy.settings import ProxySettings
-from ratchet.proxy.tuning.rollouts import Rollouts
-from ratchet.proxy.upstreams.base_check import BaseCheck
-from ratchet.proxy.upstreams.breaker import Breaker
-from ratchet.proxy.upstreams.forward import ByModel, Forwarder, ReplicaForwarder
-from ratchet.proxy.upstreams.others import OtherModels
-from ratchet.proxy.upstreams.pool import Pool, Replica
-from ratchet.proxy.upstreams.probes import Probes
-from ratchet.proxy.upstreams.upstream import Upstream
-from ratchet.proxy.vitals import Vitals
-from ratchet.store import Store
+from ratchet.proxy.telemetry.alarm_queue import Bell
+from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.policy_info import PolicyInfo
+from ratchet.proxy.upstreams.circuit_breaker import Breaker
+from ratchet.proxy.upstreams.replica_pool import Pool, Replica
+from ratchet.proxy.upstreams.replica_probes import Probes
+from ratchet.proxy.upstreams.vllm_client import Upstream
+from ratchet.proxy.worker.call.observer import Observer
+from ratchet.proxy.worker.call.recorder import Recorder
+from ratchet.proxy.worker.call.tracing import spans_for
+from ratchet.proxy.worker.endpoints.call_endpoint import Endpoint
+from ratchet.proxy.worker.endpoints.count_tokens import CountTokens
+from ratchet.proxy.worker.endpoints.models import Models
+from ratchet.proxy.worker.endpoints.passthrough import PassThrough
+from ratchet.proxy.worker.forwarding.exact_forwarder import ExactForwarder
+from ratchet.proxy.worker.forwarding.forwarders import ByModel, Forwarder, ReplicaForwarder
+from ratchet.proxy.worker.forwarding.other_models import OtherModels
+from ratchet.proxy.worker.http.authentication import Keys
+from ratchet.proxy.worker.http.body_memory import Bodies
+from ratchet.proxy.worker.http.decompression import Inflate
+from ratchet.proxy.worker.http.error_middleware import Errors
+from ratchet.proxy.worker.http.routing import Lifespan, Routes, Service
 from ratchet.store.errors import StoreError
+from ratchet.store.store import Store
 
 log = logging.getLogger("ratchet.proxy")
 
@@ -76,8 +76,8 @@ def create_app(
     records into the store; without one a thread of this process does. `vitals` is told where a part of it dies.
     """
     # FastAPI and pydantic's models take a while to import; the proxy's parts do not.
-    from ratchet.proxy.feedback import BODY_LIMIT, FeedbackDesk
-    from ratchet.proxy.operator import create_operator
+    from ratchet.proxy.coordinator.operator_api.feedback import BODY_LIMIT, FeedbackDesk
+    from ratchet.proxy.coordinator.operator_api.routes import create_operator
 
     metrics, bell, vitals = Metrics(), Bell(), vitals or Vitals()
     links = Links(settings.idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes_per_key)

@@ -22,16 +22,16 @@ from types import FrameType
 
 import uvicorn
 
-from ratchet.proxy.access.connections import Connections
 from ratchet.proxy.app import create_app
+from ratchet.proxy.coordinator.shipping.writer_process import CarrierProcess
 from ratchet.proxy.errors import StartError
-from ratchet.proxy.large_blocks import give_back
-from ratchet.proxy.recording.carrier_process import CarrierProcess
-from ratchet.proxy.routing import Lifespan
+from ratchet.proxy.runtime.critical_tasks import Vitals
+from ratchet.proxy.runtime.malloc import give_back
 from ratchet.proxy.settings import ProxySettings
-from ratchet.proxy.upstreams.upstream import Upstream
-from ratchet.proxy.vitals import Vitals
-from ratchet.store import open_store
+from ratchet.proxy.upstreams.vllm_client import Upstream
+from ratchet.proxy.worker.http.connections import Connections
+from ratchet.proxy.worker.http.routing import Lifespan
+from ratchet.store.store import open_store
 
 log = logging.getLogger("ratchet.proxy")
 

@@ -5,8 +5,6 @@ API keys come from the environment only and are kept as SHA-256: a settings dump
 
 from __future__ import annotations
 
-import hashlib
-import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,12 +12,11 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from ratchet.proxy.access.bounds import Bounds
-from ratchet.proxy.upstreams.model_list import ModelEntry, keys_in
-from ratchet.store.credentials import plain_url
+from ratchet.proxy.api_keys import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, hash_key
+from ratchet.proxy.model_list import ModelEntry, keys_in
+from ratchet.proxy.wire.body_bounds import Bounds
+from ratchet.store.access.url_credentials import plain_url
 
-KEYS_VARIABLE = "RATCHET_API_KEYS"
-OPERATOR_KEYS_VARIABLE = "RATCHET_OPERATOR_KEYS"
 UPSTREAM_KEY_VARIABLE = "RATCHET_UPSTREAM_API_KEY"
 
 
@@ -127,7 +124,7 @@ class ProxySettings(BaseModel):
     @model_validator(mode="after")
     def _patterns_can_be_used(self) -> Self:
         if self.redacts:
-            from ratchet.proxy.access.patterns import Patterns
+            from ratchet.proxy.redaction.patterns import Patterns
 
             Patterns(self.redact, self.redact_patterns)
         return self
@@ -173,18 +170,3 @@ class ProxySettings(BaseModel):
             values["upstream_key"] = environ[UPSTREAM_KEY_VARIABLE]
         settings = cls(**values)
         return settings.model_copy(update={"model_keys": keys_in(environ, settings.model_list)})
-
-
-def hash_key(key: bytes) -> str:
-    """Return the SHA-256 of an API key as hex; its first 16 characters are the key's id in records."""
-    return hashlib.sha256(key).hexdigest()
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host name or address without brackets is this machine's own."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -24,14 +24,14 @@ from ratchet.commands import (
     keys,
     policies,
     project,
-    rooms,
+    services,
     store,
     tasks,
     trajectories,
     tune,
 )
+from ratchet.commands.suggestions import SuggestingGroup
 from ratchet.errors import FaceError
-from ratchet.suggestions import SuggestingGroup
 
 # The roots of the rooms' error trees: what they raise on purpose is told in one line, like our own.
 _OWN_ERRORS = {"StoreError", "ProxyError", "TrainerError"}
@@ -62,8 +62,8 @@ for command in (
     project.status,
     project.doctor,
     demo.demo,
-    rooms.proxy,
-    rooms.trainer,
+    services.proxy,
+    services.trainer,
     store.store,
     trajectories.trajectories,
     groups.groups,

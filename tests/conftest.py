@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.store import open_store
+from ratchet.store.store import open_store
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -43,11 +43,11 @@ def first_sentence(file: Path) -> str:
 
 def settings_rows() -> Iterator[tuple[str, str, str]]:
     """Yield (dotted key, default as in YAML, description) of every setting."""
-    from ratchet.layers import leaves
     from ratchet.proxy.settings import ProxySettings
     from ratchet.settings import Settings, VllmSettings, known_keys
-    from ratchet.trainer.settings import TrainerSettings
-    from ratchet.trainer.tuning.settings import TunerSettings
+    from ratchet.settings.layers import leaves
+    from ratchet.trainer.settings.trainer_settings import TrainerSettings
+    from ratchet.tuner.settings.tuner_settings import TunerSettings
 
     sections: dict[str, Any] = {
         "vllm": VllmSettings, "proxy": ProxySettings, "trainer": TrainerSettings, "tuner": TunerSettings,
@@ -65,7 +65,7 @@ def settings_rows() -> Iterator[tuple[str, str, str]]:
 
 
 def _learner_default(name: str) -> Any:
-    from ratchet.trainer.learning.learner_settings import LearnerSettings
+    from ratchet.trainer.settings.learner_settings import LearnerSettings
 
     return next(field.default for field in dataclasses.fields(LearnerSettings) if field.name == name)
 

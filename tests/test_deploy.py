@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from ratchet.folders import StateFolder
-from ratchet.running import engine
 from ratchet.settings import load
+from ratchet.settings.state_folder import StateFolder
+from ratchet.supervisor import vllm_command
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -36,7 +36,7 @@ def test_vllm_is_started_as_up_starts_it(services: dict[str, Any], tmp_path: Pat
         ("base_model",): ("x", str(tmp_path)),
         ("model",): ("x", "agent"),
     }
-    planned = engine.plan(load(None, options, {}), 8000, gpu=True)
+    planned = vllm_command.plan(load(None, options, {}), 8000, gpu=True)
     given = iter(planned.arguments[3:])
     wanted = re.findall(r"--[\w-]+(?:=(?!-)[^\s]+)?", " ".join(given).replace(" ", "=").replace("=--", " --"))
     theirs = {"--host", "--dtype", "--model", "--tool-call-parser", "--gpu-memory-utilization"}  # by image, or .env
@@ -95,7 +95,7 @@ def test_images_run_as_a_user_that_kubernetes_knows_for_no_root() -> None:
 
 
 def test_the_unit_gives_up_longer_to_stop_than_up_takes() -> None:
-    from ratchet.running.supervisor import _STOP_WITHIN
+    from ratchet.supervisor.supervisor import _STOP_WITHIN
 
     stop = re.search(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)
     assert stop is not None
@@ -106,7 +106,7 @@ def test_the_unit_gives_up_longer_to_stop_than_up_takes() -> None:
 
 def test_the_console_is_in_the_wheel() -> None:
     """As setuptools gathers it: the pages are no modules, and a wheel without them serves 404."""
-    told = PYPROJECT["tool"]["setuptools"]["package-data"]["ratchet.proxy.console"]
+    told = PYPROJECT["tool"]["setuptools"]["package-data"]["ratchet.proxy.coordinator.console"]
     pages = ROOT / "proxy" / "console"
     packed = {path.relative_to(pages) for pattern in told for path in pages.glob(pattern)}
     assert packed == {path.relative_to(pages) for path in pages.rglob("*") if path.is_file() and path.suffix != ".py"

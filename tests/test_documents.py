@@ -12,7 +12,7 @@ import click
 import pytest
 
 from ratchet.cli import cli
-from ratchet.trainer.judges.lint import tricks
+from ratchet.trainer.controller.judges.audit.lint import tricks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]

@@ -75,7 +75,7 @@ def test_an_installed_wheel_gives_vllm_on_cpus_a_plugin_that_is_there(installed:
 def test_without_its_plugin_vllm_on_cpus_is_not_started(installed: Path, tmp_path: Path) -> None:
     shutil.copytree(installed, tmp_path / "broken", ignore=shutil.ignore_patterns("ratchet_vllm_cpu*.dist-info"))
     program = (
-        "from ratchet.running.engine import check_installed\nfrom ratchet.settings import Settings\n"
+        "from ratchet.supervisor.vllm_command import check_installed\nfrom ratchet.settings import Settings\n"
         "import sys\ncheck_installed(Settings.model_validate({'vllm': {'command': [sys.executable], 'devices': ''}}))"
     )
     done = subprocess.run(

@@ -29,37 +29,39 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ratchet.store import Store
+from ratchet.store.coordination.proxies import DOOR_SILENCE
 from ratchet.store.errors import ForbiddenChange, StoreUnavailable, UnknownRecord
-from ratchet.store.reporting.relative import note_judge
+from ratchet.store.reports.relative_judges import note_judge
 from ratchet.store.states import PolicyState
-from ratchet.trainer.assembly import Assembly
-from ratchet.trainer.backlog import Backlog
-from ratchet.trainer.casting import Casting
-from ratchet.trainer.crediting.roles import Roles
-from ratchet.trainer.daemon_parts import make_judging, make_releasing
+from ratchet.store.store import Store
+from ratchet.trainer.adapters import checkpoint
+from ratchet.trainer.adapters.served_base_model import ServedBase
+from ratchet.trainer.adapters.vllm_api import Replica
+from ratchet.trainer.components import make_judging, make_releasing
+from ratchet.trainer.controller.collect.collector import Assembly
+from ratchet.trainer.controller.collect.feedback_wait import patience_of
+from ratchet.trainer.controller.collect.role_resolution import Casting
+from ratchet.trainer.controller.judging.transcript_cache import Transcripts
+from ratchet.trainer.controller.rounds.backlog import Backlog
+from ratchet.trainer.controller.rounds.memory_limit import Memory
+from ratchet.trainer.controller.rounds.round_runner import School
+from ratchet.trainer.controller.rounds.round_size import RoundSize
+from ratchet.trainer.controller.warm_start.sft_round import Imitation, learner_settings
+from ratchet.trainer.controller.warm_start.warm_start_requests import REFUSALS, WarmStarts
 from ratchet.trainer.errors import EngineUnreachable, OutOfMemory, TrainingDiverged
-from ratchet.trainer.judges.patience import patience_of
-from ratchet.trainer.judges.settings import only_ranks
-from ratchet.trainer.learning.learner import Learner
+from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.learner_protocol import Pupil
 from ratchet.trainer.lease import Lease
-from ratchet.trainer.memory import Memory
-from ratchet.trainer.metrics import Metrics
-from ratchet.trainer.monitors.standings import StoredStandings
-from ratchet.trainer.progress import GATHERING, Progress, on_this_terminal
-from ratchet.trainer.publishing import checkpoint
-from ratchet.trainer.publishing.candidates import next_candidate
-from ratchet.trainer.publishing.engine import Replica
-from ratchet.trainer.publishing.in_use import versions_in_use
-from ratchet.trainer.publishing.publisher import DOOR_SILENCE
-from ratchet.trainer.publishing.retention import best_first, retained
-from ratchet.trainer.publishing.served_base import ServedBase
-from ratchet.trainer.round_size import RoundSize
-from ratchet.trainer.school import Pupil, School
-from ratchet.trainer.settings import TrainerSettings
-from ratchet.trainer.transcripts import Transcripts
-from ratchet.trainer.warm_start.imitation import Imitation, learner_settings
-from ratchet.trainer.warm_start.requests import REFUSALS, WarmStarts
+from ratchet.trainer.observability.metrics import Metrics
+from ratchet.trainer.observability.progress import GATHERING, Progress, on_this_terminal
+from ratchet.trainer.observability.stored_progress import StoredStandings
+from ratchet.trainer.release.candidates import next_candidate
+from ratchet.trainer.release.evaluation_runner import MakeWorkflowEvaluator
+from ratchet.trainer.release.retention import best_first, retained
+from ratchet.trainer.release.versions_in_use import versions_in_use
+from ratchet.trainer.rows.roles import Roles
+from ratchet.trainer.settings.judge_specs import only_ranks
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 start = logging.getLogger("ratchet.start")  # told at any log_level: `ratchet up` waits for it
@@ -87,6 +89,7 @@ class Daemon:
         stop: threading.Event,
         upstream_key: str | None = None,
         make_pupil: MakePupil = make_learner,
+        make_workflow_evaluator: MakeWorkflowEvaluator | None = None,
     ) -> None:
         self.settings = settings
         self._make_pupil = make_pupil
@@ -114,7 +117,7 @@ class Daemon:
             mask_truncated=settings.mask_truncated_completions,
         )  # fmt: skip
         self._assembly = Assembly(store, settings, self._casting, judging.credit.book, upstream_key)
-        releasing = make_releasing(settings, store, self._replicas, judging, self.metrics)
+        releasing = make_releasing(settings, store, self._replicas, judging, self.metrics, make_workflow_evaluator)
         self._sentinel, self._evaluations = releasing.sentinel, releasing.evaluations
         self._publisher, self._gate = releasing.publisher, releasing.gate
         self._warm_starts = WarmStarts(store, settings)

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from types import TracebackType
 
-from ratchet.store import Store
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.ids import moment, new_id
+from ratchet.store.store import Store
 from ratchet.trainer.errors import LeaseHeld, LeaseLost
 
 log = logging.getLogger(__name__)

@@ -15,40 +15,47 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from ratchet.store import Store, open_store
 from ratchet.store.errors import StoreError, StoreUnavailable
-from ratchet.trainer.base_files import DIGESTS, check_files
+from ratchet.store.store import Store, open_store
+from ratchet.trainer.adapters.base_model_files import DIGESTS, check_files
 from ratchet.trainer.daemon import PAUSE_AFTER_OUTAGE, Daemon, MakePupil, make_learner
 from ratchet.trainer.errors import TrainerError
-from ratchet.trainer.learning import together
+from ratchet.trainer.learner import distributed
+from ratchet.trainer.learner_protocol import Pupil
 from ratchet.trainer.lease import Lease
-from ratchet.trainer.monitors.monitoring import check_installed, monitored
-from ratchet.trainer.school import Pupil
-from ratchet.trainer.settings import TrainerSettings
+from ratchet.trainer.observability.monitors.monitor_thread import check_installed, monitored
+from ratchet.trainer.release.evaluation_runner import MakeWorkflowEvaluator
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 
 
-def run(settings: TrainerSettings, make_pupil: MakePupil = make_learner) -> int:
+def run(
+    settings: TrainerSettings,
+    make_pupil: MakePupil = make_learner,
+    make_workflow_evaluator: MakeWorkflowEvaluator | None = None,
+) -> int:
     """Run the trainer until SIGTERM or SIGINT; return the exit code. Another trainer of the alias is waited for."""
-    if together.processes() == 1:
-        return _lead(settings, make_pupil)
-    line = together.Line()
-    if not together.is_leader():
-        return together.follow(line)
+    if distributed.processes() == 1:
+        return _lead(settings, make_pupil, make_workflow_evaluator)
+    line = distributed.Line()
+    if not distributed.is_leader():
+        return distributed.follow(line)
     try:
-        return _lead(settings, partial(_make_leading, line))
+        return _lead(settings, partial(_make_leading, line), make_workflow_evaluator)
     finally:
         line.close()
 
 
-def _make_leading(line: together.Line, settings: TrainerSettings, resume_from: Path | None) -> Pupil:
-    return together.LeadingLearner(
+def _make_leading(line: distributed.Line, settings: TrainerSettings, resume_from: Path | None) -> Pupil:
+    return distributed.LeadingLearner(
         line, settings.base_model, settings.learner, workdir=settings.checkpoints.parent, resume_from=resume_from
     )
 
 
-def _lead(settings: TrainerSettings, make_pupil: MakePupil) -> int:
+def _lead(
+    settings: TrainerSettings, make_pupil: MakePupil, make_workflow_evaluator: MakeWorkflowEvaluator | None
+) -> int:
     stop = threading.Event()
 
     def leave(signum: int, _: FrameType | None) -> None:
@@ -61,7 +68,7 @@ def _lead(settings: TrainerSettings, make_pupil: MakePupil) -> int:
         check_installed(settings.monitors)
         store = open_store(settings.store)
         with Lease(store, f"trainer:{settings.model}", settings.lease_seconds) as lease:
-            if lease.wait(stop) and (daemon := _made(settings, store, stop, make_pupil)):
+            if lease.wait(stop) and (daemon := _made(settings, store, stop, make_pupil, make_workflow_evaluator)):
                 with monitored(store, settings.model, settings.monitors, settings.checkpoints.parent / "monitors"):
                     daemon.run(lease)
                 daemon.close()
@@ -73,12 +80,20 @@ def _lead(settings: TrainerSettings, make_pupil: MakePupil) -> int:
     return 0
 
 
-def _made(settings: TrainerSettings, store: Store, stop: threading.Event, make_pupil: MakePupil) -> Daemon | None:
+def _made(
+    settings: TrainerSettings,
+    store: Store,
+    stop: threading.Event,
+    make_pupil: MakePupil,
+    make_workflow_evaluator: MakeWorkflowEvaluator | None,
+) -> Daemon | None:
     """Return the daemon, once the store answers; None where `stop` came first."""
     while not stop.is_set():
         try:
             check_files(store, settings.model, settings.base_model, settings.checkpoints.parent / DIGESTS)
-            return Daemon(settings, store, stop, os.environ.get("RATCHET_UPSTREAM_API_KEY"), make_pupil)
+            return Daemon(
+                settings, store, stop, os.environ.get("RATCHET_UPSTREAM_API_KEY"), make_pupil, make_workflow_evaluator
+            )
         except StoreUnavailable as outage:
             log.warning("event=outage reason=%r", str(outage))
             stop.wait(PAUSE_AFTER_OUTAGE)

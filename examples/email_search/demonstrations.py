@@ -12,12 +12,12 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from examples.email_search.mailbox import Mailbox, SyntheticMail, synthetic_mails
-from examples.email_search.prompt import opening
-from examples.email_search.tasks import TRAIN_PAIRS, Task, make_task
-from examples.email_search.tools import TOOLS, call_tool
-from examples.email_search.words import CITIES, JUNK_KEYWORDS, MONTHS
 from examples.tiny_policy.chat_format import Messages
+from ratchet.demo.email_search.mailbox import Mailbox, SyntheticMail, synthetic_mails
+from ratchet.demo.email_search.prompt import opening
+from ratchet.demo.email_search.tasks import TRAIN_PAIRS, Task, make_task
+from ratchet.demo.email_search.tools import TOOLS, call_tool
+from ratchet.demo.email_search.words import CITIES, JUNK_KEYWORDS, MONTHS
 
 
 @dataclass(frozen=True, slots=True)

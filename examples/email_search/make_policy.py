@@ -11,11 +11,11 @@ import random
 from collections.abc import Sequence
 
 from examples.email_search.demonstrations import GOOD, MIXED, Mix, Stage, draw, play, tools
-from examples.email_search.tasks import TEST_PAIRS, make_task
-from examples.email_search.words import ENTITIES
 from examples.tiny_policy import warm_start
 from examples.tiny_policy.chat_format import Drawn, render
 from examples.tiny_policy.warm_start import Lessons, Phase
+from ratchet.demo.email_search.tasks import TEST_PAIRS, make_task
+from ratchet.demo.email_search.words import ENTITIES
 
 CORPUS = 4000
 HELD_OUT = 48

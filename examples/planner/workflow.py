@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from examples.connections import connection
 from examples.planner.agent import Team
+from ratchet.demo.email_search.openai_client import connection
 
 
 async def workflow(task: Mapping[str, Any], *, base_url: str, api_key: str, model: str) -> str:

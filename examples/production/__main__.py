@@ -1,7 +1,7 @@
 """The stream's command line: `python -m examples.production --users 2400`.
 
 The server is the one that OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL name; the mailbox is that of
-`python -m examples.email_search build-db`.
+`python -m ratchet.demo.email_search build-db`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from examples.email_search.mailbox import DATABASE, Mailbox
-from examples.email_search.tasks import home
 from examples.production.figures import figures
 from examples.production.stream import Served, serve
 from examples.production.users import USUAL, Habits, visits
+from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
+from ratchet.demo.email_search.tasks import home
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import httpx
 from openai import AsyncOpenAI
 
-from examples.email_search.agent import TIMEOUT_SECONDS, Agent, Rollout
-from examples.email_search.mailbox import Mailbox
 from examples.production.users import USUAL, Habits, Thumb, Visit, thumbs
+from ratchet.demo.email_search.agent import TIMEOUT_SECONDS, Agent, Rollout
+from ratchet.demo.email_search.mailbox import Mailbox
 
 _RETRIES = 5  # of a thumb that the server could not take
 

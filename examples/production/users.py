@@ -11,8 +11,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from examples.email_search.mailbox import SyntheticMail, synthetic_mails
-from examples.email_search.tasks import TRAIN_PAIRS, Task, make_task
+from ratchet.demo.email_search.mailbox import SyntheticMail, synthetic_mails
+from ratchet.demo.email_search.tasks import TRAIN_PAIRS, Task, make_task
 
 UP, DOWN = "up", "down"
 

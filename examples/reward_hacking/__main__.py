@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.email_search.tasks import home, read_tasks
 from examples.reward_hacking.teacher import teaching
+from ratchet.demo.email_search.tasks import home, read_tasks
 
 CONFIG = "examples/reward_hacking/ratchet.yaml"
 ALIAS = "email-agent"
@@ -98,7 +98,7 @@ def _lint() -> None:
 
 
 def _agent(*arguments: str, **environment: str) -> None:
-    _run([sys.executable, "-m", "examples.email_search", *arguments], environment)
+    _run([sys.executable, "-m", "ratchet.demo.email_search", *arguments], environment)
 
 
 def _ratchet(*arguments: str, fine: Sequence[int] = (0,), quiet: bool = False) -> str:

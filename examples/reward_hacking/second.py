@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from examples.email_search.judge import last_words
+from ratchet.demo.email_search.judge import last_words
 
 LONGEST = 3  # words of an answer: the agent is told to be as short as possible
 

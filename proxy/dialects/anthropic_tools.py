@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ratchet.proxy.dialects import inner
-from ratchet.proxy.dialects.inner import Json
+from ratchet.proxy.dialects import inner_request
+from ratchet.proxy.dialects.inner_request import Json
 from ratchet.proxy.errors import BadRequest
 
 _TEXT = {"type": "string"}
@@ -35,7 +35,7 @@ def functions(tools: list[Json]) -> list[Json]:
         try:
             made = _function(tool)
         except (KeyError, TypeError, AttributeError) as error:
-            raise inner.unreadable(f"tools.{place}", error) from error
+            raise inner_request.unreadable(f"tools.{place}", error) from error
         found += [made] if made else []
     return found
 
@@ -43,7 +43,7 @@ def functions(tools: list[Json]) -> list[Json]:
 def _function(tool: Json) -> Json | None:
     kind = tool.get("type") or "custom"
     if kind == "custom":
-        return inner.function(tool["name"], tool.get("description"), tool["input_schema"], tool.get("strict"))
+        return inner_request.function(tool["name"], tool.get("description"), tool["input_schema"], tool.get("strict"))
     if kind.startswith(_REFUSED):
         raise BadRequest(f"tools: a tool of the type {kind} is not served here", param="tools")
     if kind.startswith("bash_"):
@@ -62,7 +62,7 @@ def _function(tool: Json) -> Json | None:
 
 
 def _of(tool: Json, description: str, parameters: Json) -> Json:
-    return inner.function(tool["name"], description, parameters, None)
+    return inner_request.function(tool["name"], description, parameters, None)
 
 
 def _bash() -> Json:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ratchet.proxy import request
-from ratchet.proxy.capture import Capture
 from ratchet.proxy.dialects.dialect import Asked, asked, read_body_with, told_policy
-from ratchet.proxy.dialects.vllm_words import in_vllms_words
+from ratchet.proxy.dialects.vllm_fields import in_vllms_words
 from ratchet.proxy.errors import ProxyError, to_openai_error
-from ratchet.proxy.request import ChatRequest
-from ratchet.proxy.shapes import OPENAI
+from ratchet.proxy.wire import request_body
+from ratchet.proxy.wire.capture import Capture
+from ratchet.proxy.wire.error_shapes import OPENAI
+from ratchet.proxy.wire.request_body import ChatRequest
 from ratchet.store.records import CallBegun
 
 PATH = "/v1/chat/completions"
@@ -27,7 +27,7 @@ class Chat:
 
 
 def _read(body: bytes) -> Asked:
-    wanted = in_vllms_words(request.read(body))
+    wanted = in_vllms_words(request_body.read(body))
     return asked(wanted, lambda begun: PlainVoice(capture_for(wanted, begun)))
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from ratchet.proxy import lax, request
-from ratchet.proxy.capture import Answered, Capture
 from ratchet.proxy.dialects.chat import PlainVoice
 from ratchet.proxy.dialects.dialect import Asked, read_body_with, told_policy
 from ratchet.proxy.errors import BadRequest
-from ratchet.proxy.request import ChatRequest
-from ratchet.proxy.shapes import OPENAI
-from ratchet.store import messages as canon
+from ratchet.proxy.wire import lax_values, request_body
+from ratchet.proxy.wire.capture import Answered, Capture
+from ratchet.proxy.wire.error_shapes import OPENAI
+from ratchet.proxy.wire.request_body import ChatRequest
+from ratchet.store.content import messages as canon
 
 PATH = "/v1/completions"
 
@@ -84,27 +84,27 @@ class TextCapture(Capture):
 
 
 def _read(body: bytes) -> Asked:
-    fields = request.fields_of(body)
-    model = request.model_in(fields)
+    fields = request_body.fields_of(body)
+    model = request_body.model_in(fields)
     if "prompt" not in fields and "prompt_embeds" not in fields:
         raise BadRequest("`prompt` is missing", param="prompt")
-    prompt = request.value(fields, "prompt")
+    prompt = request_body.value(fields, "prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-    streamed, options = request.stream_in(fields)
+    streamed, options = request_body.stream_in(fields)
     said = {"role": "prompt", "content": prompt}
     wanted = TextRequest(
         fields=fields,
         model=model,
         messages=[said],
         streamed=streamed,
-        asks_ids=request.is_true(fields, "return_token_ids"),
-        asks_logprobs=request.value(fields, "logprobs") is not None,
-        asks_usage=lax.truth(options.get("include_usage")) is True,
+        asks_ids=request_body.is_true(fields, "return_token_ids"),
+        asks_logprobs=request_body.value(fields, "logprobs") is not None,
+        asks_usage=lax_values.truth(options.get("include_usage")) is True,
         stream_options=options,
-        sampling=request.sampling_in(fields),
-        trajectory=request.trajectory_in(fields),
-        untrainable="several prompts" if several else request.untrainable_by(fields, ()),
-        echoes=request.is_true(fields, "echo"),
+        sampling=request_body.sampling_in(fields),
+        trajectory=request_body.trajectory_in(fields),
+        untrainable="several prompts" if several else request_body.untrainable_by(fields, ()),
+        echoes=request_body.is_true(fields, "echo"),
     )
     return Asked(
         request=wanted,

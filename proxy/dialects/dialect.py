@@ -11,11 +11,11 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from ratchet.proxy.capture import Capture
 from ratchet.proxy.errors import BadRequest, ProxyError
-from ratchet.proxy.request import ChatRequest
-from ratchet.proxy.shapes import Shape
-from ratchet.proxy.threads import parsed
+from ratchet.proxy.runtime.thread_pools import parsed
+from ratchet.proxy.wire.capture import Capture
+from ratchet.proxy.wire.error_shapes import Shape
+from ratchet.proxy.wire.request_body import ChatRequest
 from ratchet.store.records import CallBegun, MessageNode
 
 LARGE = 256 * 1024  # bytes; larger bodies are read in a thread

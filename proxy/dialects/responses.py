@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ratchet.proxy import lax
-from ratchet.proxy.access.bounds import Bounds
-from ratchet.proxy.capture import Capture
-from ratchet.proxy.dialects import chat, inner, responses_request
-from ratchet.proxy.dialects.blocks import TellingVoice
+from ratchet.proxy.coordinator.conversations.conversation_cache import ResponseMemory
+from ratchet.proxy.dialects import chat, inner_request, responses_request
+from ratchet.proxy.dialects.content_blocks import TellingVoice
+from ratchet.proxy.dialects.conversation import Turn
 from ratchet.proxy.dialects.dialect import Asked, asked, read_body_with
-from ratchet.proxy.dialects.inner import Json
-from ratchet.proxy.dialects.responses_memory import ResponseMemory, Turn
-from ratchet.proxy.dialects.responses_teller import ResponseTeller
-from ratchet.proxy.shapes import OPENAI
+from ratchet.proxy.dialects.inner_request import Json
+from ratchet.proxy.dialects.responses_renderer import ResponseTeller
+from ratchet.proxy.wire import lax_values
+from ratchet.proxy.wire.body_bounds import Bounds
+from ratchet.proxy.wire.capture import Capture
+from ratchet.proxy.wire.error_shapes import OPENAI
 from ratchet.store.records import CallBegun
 
 
@@ -31,7 +32,7 @@ class Responses:
 
     async def read(self, body: bytes, key_id: str | None) -> Asked:
         """Return what a request asks for. Raises BadRequest; NotFound for an unknown previous response."""
-        fields = await read_body_with(inner.decode, body)
+        fields = await read_body_with(inner_request.decode, body)
         if isinstance(fields.get("input"), list) and b"item_reference" in body:
             fields["input"] = await self._with_items(fields["input"], key_id)
         name = fields.get("previous_response_id")
@@ -56,7 +57,7 @@ class Responses:
         def voice(begun: CallBegun) -> TellingVoice:
             capture = chat.capture_for(wanted, begun)
             teller = ResponseTeller(begun, body, *names)
-            if lax.truth(body.get("store")) is False:
+            if lax_values.truth(body.get("store")) is False:
                 return TellingVoice(capture, teller)
             return RememberedVoice(capture, teller, lambda answer: self._memory.keep(begun, [*added, answer], previous))
 

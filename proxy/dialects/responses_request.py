@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from ratchet.proxy.dialects import inner
-from ratchet.proxy.dialects.inner import Json
+from ratchet.proxy.dialects import inner_request
+from ratchet.proxy.dialects.inner_request import Json
 from ratchet.proxy.errors import BadRequest
-from ratchet.proxy.request import ChatRequest
+from ratchet.proxy.wire.request_body import ChatRequest
 
 _REFUSED = ("background", "conversation", "prompt")
 _CLIENT_RUN = ("computer", "computer_use_preview", "local_shell", "shell", "apply_patch")  # by what only OpenAI's know
@@ -30,7 +30,7 @@ def read(body: Json, added: Sequence[Json], before: Sequence[Json]) -> ChatReque
     messages: list[Json] = []
     if body.get("instructions"):
         messages.append({"role": "system", "content": body["instructions"]})
-    messages = inner.with_one_system_message_first([*messages, *before, *added])
+    messages = inner_request.with_one_system_message_first([*messages, *before, *added])
     tools, choice = _tools(body), body.get("tool_choice")
     if isinstance(choice, dict) and choice["type"] == "allowed_tools":
         names = [tool.get("name") for tool in choice["tools"]]
@@ -48,12 +48,12 @@ def read(body: Json, added: Sequence[Json], before: Sequence[Json]) -> ChatReque
         "top_logprobs": body.get("top_logprobs") if _LOGPROBS in (body.get("include") or ()) else None,
         "response_format": _response_format((body.get("text") or {}).get("format") or {}),
     }
-    return inner.chat_request(body, messages, fields)
+    return inner_request.chat_request(body, messages, fields)
 
 
 def added_messages(body: Json) -> list[Json]:
     """Return the `input` as chat messages. Raises BadRequest."""
-    inner.require(body, "model", "input")
+    inner_request.require(body, "model", "input")
     for name in _REFUSED:
         if body.get(name):
             raise BadRequest(f"`{name}` is not served here", param=name)
@@ -69,7 +69,7 @@ def added_messages(body: Json) -> list[Json]:
         try:
             _add(messages, item)
         except (KeyError, TypeError, AttributeError) as error:
-            raise inner.unreadable(f"input[{place}]", error) from error
+            raise inner_request.unreadable(f"input[{place}]", error) from error
     return messages
 
 
@@ -103,11 +103,11 @@ def _add(messages: list[Json], item: Json) -> None:
             turn = _assistant(messages)
             turn["reasoning"] = turn.get("reasoning", "") + _thought(item)
         case "function_call":
-            call = inner.called(item["call_id"], item["name"], item["arguments"])
+            call = inner_request.called(item["call_id"], item["name"], item["arguments"])
             _assistant(messages).setdefault("tool_calls", []).append(call)
         case "custom_tool_call":
             arguments = msgspec.json.encode({"input": item["input"]}).decode()
-            call = inner.called(item["call_id"], item["name"], arguments)
+            call = inner_request.called(item["call_id"], item["name"], arguments)
             _assistant(messages).setdefault("tool_calls", []).append(call)
         case "function_call_output" | "custom_tool_call_output":
             _add_output(messages, item)
@@ -141,7 +141,7 @@ def _thought(item: Json) -> str:
 def _content(content: Any, role: str) -> Any:
     if isinstance(content, str):
         return content
-    parts = inner.joined([_part(part) for part in content])
+    parts = inner_request.joined([_part(part) for part in content])
     if role == "assistant" and not isinstance(parts, str):
         raise BadRequest("input: a message of the assistant holds text only", param="input")
     return parts
@@ -154,7 +154,7 @@ def _part(part: Json) -> Json:
         case "refusal":
             return {"type": "text", "text": part["refusal"]}
         case "input_image" if part.get("image_url"):
-            return inner.image(part["image_url"], part.get("detail"))
+            return inner_request.image(part["image_url"], part.get("detail"))
         case kind:
             raise BadRequest(f"input: a content part of the type {kind} is not served here", param="input")
 
@@ -165,7 +165,7 @@ def _own_tools(body: Json) -> Iterator[Json]:
         try:
             yield from tool["tools"] if tool["type"] == _NAMESPACE else (tool,)
         except (KeyError, TypeError, AttributeError) as error:
-            raise inner.unreadable(f"tools[{place}]", error) from error
+            raise inner_request.unreadable(f"tools[{place}]", error) from error
 
 
 def _tools(body: Json) -> list[Json]:
@@ -179,9 +179,9 @@ def _tools(body: Json) -> list[Json]:
                     "tools: a function's `name` stands beside its `type`, not in `function`", param="tools"
                 )
             given = (tool["name"], tool.get("description"), tool.get("parameters"), tool.get("strict"))
-            tools.append(inner.function(*given))
+            tools.append(inner_request.function(*given))
         elif tool["type"] == "custom":
-            tools.append(inner.function(tool["name"], tool.get("description"), INPUT, None))
+            tools.append(inner_request.function(tool["name"], tool.get("description"), INPUT, None))
     return tools
 
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw
 
 from ratchet.proxy.errors import UpstreamBroke, UpstreamError
-from ratchet.proxy.upstreams.answer import Answer
+from ratchet.proxy.wire.upstream_response import Answer
 
 RENDER = "/v1/chat/completions/render"
 GENERATE = "/inference/v1/generate"

@@ -9,7 +9,7 @@ import click
 from ratchet import options
 
 if TYPE_CHECKING:
-    from ratchet.measuring.calls import Shape, Way
+    from ratchet.bench.timed_calls import Shape, Way
     from ratchet.settings import Settings
 
 
@@ -47,11 +47,11 @@ def bench(
       ratchet bench --concurrency 32 --calls 320
       ratchet bench --proxy http://10.0.0.5:8000 --upstream http://10.0.0.6:8001 --model mail --json
     """
-    from ratchet.measuring import report
-    from ratchet.measuring.calls import Shape
-    from ratchet.measuring.measurement import Plan, measure
-    from ratchet.measuring.targets import cpu_of
-    from ratchet.terminal import bars
+    from ratchet.bench import bench_report
+    from ratchet.bench.measurement import Plan, measure
+    from ratchet.bench.targets import cpu_of
+    from ratchet.bench.timed_calls import Shape
+    from ratchet.output.progress_bars import bars
 
     if calls is not None and calls < concurrency * turns:
         raise click.UsageError(
@@ -66,20 +66,20 @@ def bench(
     with bars() as told:
         measured = measure(ways, shape, plan, cpu_of(ways[-1].url), told)
     if as_json:
-        options.emit(report.plain(measured))
+        options.emit(bench_report.plain(measured))
     else:
-        report.show(measured)
+        bench_report.show(measured)
     return 1 if measured.failed else 0
 
 
 def _ways(settings: Settings, proxy: str | None, upstream: str | None, upstream_model: str | None) -> tuple[Way, ...]:
     import os
 
-    from ratchet import tuning
-    from ratchet.measuring import targets
-    from ratchet.measuring.calls import Way
-    from ratchet.measuring.measurement import IDS, PROXIED, STRAIGHT, WITH_IDS
-    from ratchet.running.up import read_running
+    from ratchet.bench import targets
+    from ratchet.bench.measurement import IDS, PROXIED, STRAIGHT, WITH_IDS
+    from ratchet.bench.timed_calls import Way
+    from ratchet.supervisor.up import read_running
+    from ratchet.tuning import context as tuning
 
     proxy_url = _base(proxy or tuning.proxy_of(settings))
     vllm_url = upstream or read_running(settings.state).get("vllm_url")

@@ -12,10 +12,10 @@ from ratchet import options
 
 if TYPE_CHECKING:
     from ratchet.settings import Settings
-    from ratchet.store import Store
-    from ratchet.trainer.bfcl.evaluation import Asked
-    from ratchet.trainer.tuning.comparison import Ranking
-    from ratchet.trainer.tuning.results import TuningResult
+    from ratchet.store.store import Store
+    from ratchet.trainer.statistics.paired_comparison import Ranking
+    from ratchet.tuner.environments.bfcl.evaluation import Asked
+    from ratchet.tuner.reports.tuning_result import TuningResult
 
 
 @click.command()
@@ -56,8 +56,8 @@ def bfcl(
     Example:
       ratchet eval bfcl mail@0 mail@7 --category simple_python --limit 100
     """
-    from ratchet.trainer.bfcl import VERSION
-    from ratchet.trainer.bfcl.environment import find, set_up
+    from ratchet.tuner.environments.bfcl import VERSION
+    from ratchet.tuner.environments.bfcl.virtual_env import find, set_up
 
     settings = options.running_settings_of(context, {"project": project, "store": store, "model": model})
     folder = environment or settings.folder.absolute() / "environments" / f"bfcl-{VERSION}"
@@ -74,7 +74,7 @@ def bfcl(
     with options.opened_store(settings.store_url) as opened:
         found, ranked = _evaluate(opened, settings, versions or _both(opened, settings.model), python, asked, proxy)
     if as_json:
-        from ratchet.trainer.tuning.results import plain
+        from ratchet.tuner.reports.tuning_result import plain
 
         options.emit(plain(found))
     else:
@@ -82,7 +82,7 @@ def bfcl(
 
 
 def _asked(given: dict[str, Any]) -> Asked:
-    from ratchet.trainer.bfcl.evaluation import CATEGORIES, Asked
+    from ratchet.tuner.environments.bfcl.evaluation import CATEGORIES, Asked
 
     categories = given["categories"] or ("simple_python",)
     for name in categories:
@@ -108,12 +108,12 @@ def _evaluate(
     """Ask each version, and keep the result in the store."""
     import msgspec
 
-    from ratchet.terminal import bars
-    from ratchet.trainer.bfcl.evaluation import ask, ranking, result
-    from ratchet.trainer.tuning.prices import prices_of
-    from ratchet.trainer.tuning.results import plain
-    from ratchet.tuning import first_key, proxy_of
-    from ratchet.tuning_hold import Hold
+    from ratchet.output.progress_bars import bars
+    from ratchet.tuner.environments.bfcl.evaluation import ask, ranking, result
+    from ratchet.tuner.reports.tuning_result import plain
+    from ratchet.tuner.rollouts.prices import prices_of
+    from ratchet.tuning.context import first_key, proxy_of
+    from ratchet.tuning.run_lease import Hold
 
     base_url = f"{(proxy or proxy_of(settings)).rstrip('/').removesuffix('/v1')}/v1"
     began = time.monotonic()

@@ -21,12 +21,13 @@ def versions(
     given: dict[str, Any],
 ) -> int:
     """Compare, print, and return the exit code. Raises UsageError."""
-    from ratchet import selecting, selection_report, tuning
+    from ratchet.tuning import compare_models, selection_report
+    from ratchet.tuning import context as tuning
 
     own = {name: given.pop(name) for name in ("split", "limit", "score_range", "resume")}
     settings = tuning.settings_of(context, given)
     candidates = (against or settings.model, model or "")  # a run that is resumed has its own
-    request, found = selecting.compare(settings, selecting.Asked("eval", candidates, **own))
+    request, found = compare_models.compare(settings, compare_models.Asked("eval", candidates, **own))
     pair = found.ranking.pair(request.candidates[1], request.candidates[0])
     if as_json:
         import msgspec

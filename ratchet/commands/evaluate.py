@@ -10,7 +10,7 @@ import click
 from ratchet import options
 from ratchet.commands.eval_bfcl import bfcl
 from ratchet.commands.eval_versions import versions
-from ratchet.tuning import rollout_options
+from ratchet.tuning.context import rollout_options
 
 EVALUATIONS: tuple[click.Command, ...] = (bfcl,)
 

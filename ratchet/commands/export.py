@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.commands.filters import filters
+from ratchet.options.trajectory_filter import filters
 
 if TYPE_CHECKING:
-    from ratchet.store import Store
-    from ratchet.store.listing import Chosen
-    from ratchet.trainer.exports import Exported
+    from ratchet.store.calls.trajectory_filter import Chosen
+    from ratchet.store.store import Store
+    from ratchet.trainer.rows.trajectory_export import Exported
 
 _PAGE = 100
 
@@ -45,9 +45,9 @@ def export(
     Example:
       ratchet store export --format parquet --state trained --out trained.parquet
     """
-    from ratchet.export_files import write_lines, write_parquet
-    from ratchet.store.listing import Chosen
-    from ratchet.trainer.exports import training_records, trajectory_record
+    from ratchet.output.export_files import write_lines, write_parquet
+    from ratchet.store.calls.trajectory_filter import Chosen
+    from ratchet.trainer.rows.trajectory_export import training_records, trajectory_record
 
     if shape == "parquet" and out is None:
         raise click.UsageError("Parquet needs a file: give --out FILE")
@@ -64,7 +64,7 @@ def export(
 
 def _trainable(found: Iterable[Exported], held_out: float) -> Iterator[Exported]:
     """Yield what may have training rows, and say at the end how many may not, by reason."""
-    from ratchet.trainer.exports import why_no_rows
+    from ratchet.trainer.rows.trajectory_export import why_no_rows
 
     left_out: Counter[str] = Counter()
     for one in found:
@@ -78,9 +78,9 @@ def _trainable(found: Iterable[Exported], held_out: float) -> Iterator[Exported]
 
 def _chosen(store: Store, chosen: Chosen) -> Iterator[Exported]:
     """Yield the chosen trajectories, one at a time; one that is deleted meanwhile is left out."""
+    from ratchet.output.progress_bars import bars
     from ratchet.store.errors import UnknownRecord
-    from ratchet.terminal import bars
-    from ratchet.trainer.exports import Exported
+    from ratchet.trainer.rows.trajectory_export import Exported
 
     advantages = lru_cache(maxsize=256)(lambda group: _advantages(store, group))
     total = store.deletions.count(chosen)
@@ -102,7 +102,7 @@ def _chosen(store: Store, chosen: Chosen) -> Iterator[Exported]:
 
 def _advantages(store: Store, group_id: str) -> dict[str, float]:
     """Return the advantages of a group's members within it; none where one of them is not scored."""
-    from ratchet.trainer.crediting.advantage import group_advantages
+    from ratchet.trainer.controller.advantages.advantage import group_advantages
 
     members = store.groups.get(group_id).members
     verdicts = store.groups.verdicts(members)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
+from ratchet.output.tables import strip_control_characters
 
 if TYPE_CHECKING:
-    from ratchet.store import Store
     from ratchet.store.records import Transcript
+    from ratchet.store.store import Store
 
 _PAGE = 1000
 
@@ -63,8 +64,8 @@ def add(
 
     import msgspec
 
-    from ratchet.proxy.access.caller import OPERATOR
-    from ratchet.proxy.feedback import read_feedback
+    from ratchet.proxy.coordinator.keys.caller import OPERATOR
+    from ratchet.proxy.coordinator.operator_api.feedback import read_feedback
 
     named: dict[str, Any] = {"response_id": response, "call_id": call, "trajectory_id": trajectory}
     body = named | {"comment": comment, "demonstration": demonstration, "end_user": end_user, "value": _value(value)}
@@ -132,15 +133,15 @@ def export(context: click.Context, /, form: str, out: str, limit: int, as_json: 
     """
     import msgspec
 
-    from ratchet.trainer import preferences
+    from ratchet.trainer.rows import preference_rows
 
     settings = options.running_settings_of(context, given)
     alias, held_out = settings.model, Counter[str]()
     with options.opened_store(settings.store_url) as store:
         if form == "pairs":
-            found = preferences.pairs(_judged_groups(store, alias, limit, options.held_out(settings)))
+            found = preference_rows.pairs(_judged_groups(store, alias, limit, options.held_out(settings)))
         else:
-            make = preferences.unpaired if form == "unpaired" else preferences.shown
+            make = preference_rows.unpaired if form == "unpaired" else preference_rows.shown
             spoken = _spoken_of(store, alias, limit)
             found = make(_learnable(spoken, options.held_out(settings), held_out), store.trajectories.path)
     if held_out:
@@ -155,7 +156,7 @@ def export(context: click.Context, /, form: str, out: str, limit: int, as_json: 
 
 def _learnable(found: Iterable[Transcript], share: float, left_out: Counter[str]) -> Iterator[Transcript]:
     """Yield the trajectories of tasks that are not set aside for evaluation; count the others."""
-    from ratchet.trainer.held_out import is_set_aside
+    from ratchet.trainer.tasks.held_out import is_set_aside
 
     for one in found:
         if is_set_aside(one.trajectory, share):
@@ -179,7 +180,7 @@ def _spoken_of(store: Store, alias: str, limit: int) -> Iterator[Transcript]:
 
 def _judged_groups(store: Store, alias: str, limit: int, held_out: float) -> Iterator[list[tuple[Transcript, float]]]:
     """Return the members of the newest groups with the scores that count; none of a held-out task."""
-    from ratchet.trainer.held_out import is_held_out
+    from ratchet.trainer.tasks.held_out import is_held_out
 
     page = store.groups.page(min(limit, _PAGE))
     while page and limit > 0:
@@ -206,7 +207,7 @@ def line(said: Any, trained: tuple[str, ...]) -> str:
         "(with a demonstration)" if said.demonstration else "",
         f"trained {', '.join(trained)}" if trained else "",
     ]
-    return "  ".join(options.printable(part).replace("\n", " ") for part in parts if part)
+    return "  ".join(strip_control_characters(part).replace("\n", " ") for part in parts if part)
 
 
 def _value(text: str | None) -> float | bool | str | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.tables import print_records
+from ratchet.output.tables import print_records, strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.store.records import Group, Verdict
@@ -94,7 +94,7 @@ def show(context: click.Context, group_id: str, store: str | None, project: str 
         options.emit(_plain(group, verdicts))
         return
     for line in _lines(group, verdicts):
-        click.echo(options.printable(line))
+        click.echo(strip_control_characters(line))
 
 
 def _plain(group: Group, verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _state(group: Group) -> str:
 
 def _cells(group: Group, verdicts: Mapping[str, Verdict]) -> tuple[Any, ...]:
     from ratchet.commands.trajectories import score_told
-    from ratchet.moments import moment_told
+    from ratchet.output.tables import moment_told
 
     scores = ", ".join(score_told(verdicts.get(name)) or "-" for name in group.members)
     formed = moment_told(group.formed_at)
@@ -121,7 +121,7 @@ def _cells(group: Group, verdicts: Mapping[str, Verdict]) -> tuple[Any, ...]:
 
 def _lines(group: Group, verdicts: Mapping[str, Verdict]) -> Iterator[str]:
     from ratchet.commands.trajectories import score_told
-    from ratchet.moments import moment_told
+    from ratchet.output.tables import moment_told
 
     yield f"{group.id}  {group.alias}  {_state(group)}  formed {moment_told(group.formed_at)}"
     yield f"  compared by {compared_by(group.key)}"

@@ -11,14 +11,15 @@ import click
 
 from ratchet import options
 from ratchet.commands.feedback import line as feedback_line
-from ratchet.tuning import judge_of
+from ratchet.output.tables import strip_control_characters
+from ratchet.tuning.context import judge_of
 
 if TYPE_CHECKING:
     from ratchet.settings import Settings
-    from ratchet.store.tuning_records import Rollout
-    from ratchet.trainer.judges import Judge
-    from ratchet.trainer.judges.calibration import Calibration
-    from ratchet.trainer.judges.lint_answers import Stage
+    from ratchet.store.records.tuning import Rollout
+    from ratchet.trainer.controller.judges import Judge
+    from ratchet.trainer.controller.judges.audit.calibration import Calibration
+    from ratchet.trainer.controller.judges.audit.lint_transcripts import Stage
 
 NOT_EXAMINED = 3  # exit code where the lint could ask the judge nothing that it reads
 _SHOWN = 10  # trajectories that moved the farthest
@@ -108,10 +109,10 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
         told = _readable(exchange)
         click.echo(f"\n{told['id']}: {told['url']} status {told['status']}, {told['latency']:.1f} s")
         for message in told["request"].get("messages", ()):
-            click.echo(f"[{message.get('role')}] {options.printable(message.get('content'))}")
-        click.echo(f"[answer] {options.printable(told['answer'])}")
+            click.echo(f"[{message.get('role')}] {strip_control_characters(message.get('content'))}")
+        click.echo(f"[answer] {strip_control_characters(told['answer'])}")
         if told["problem"]:
-            click.echo(f"[not used] {options.printable(told['problem'])}")
+            click.echo(f"[not used] {strip_control_characters(told['problem'])}")
 
 
 @judge.command()
@@ -137,8 +138,8 @@ def lint(context: click.Context, /, as_json: bool, **given: Any) -> int:
     """
     import dataclasses
 
-    from ratchet.trainer.judges.lint import Outcome
-    from ratchet.trainer.judges.lint import lint as try_to_fool
+    from ratchet.trainer.controller.judges.audit.lint import Outcome
+    from ratchet.trainer.controller.judges.audit.lint import lint as try_to_fool
 
     asked = {name: given.pop(name) for name in ("task", "question", "right", "wrong", "trajectory", "tool")}
     settings = _settings(context, given)
@@ -152,18 +153,18 @@ def lint(context: click.Context, /, as_json: bool, **given: Any) -> int:
         return code
     for finding in report.findings:
         score = "-" if finding.score is None else f"{finding.score:g}"
-        why = f"  ({options.printable(finding.failure)})" if finding.failure else ""
-        answer = "" if finding.sound else f": {options.printable(repr(finding.answer))}"
+        why = f"  ({strip_control_characters(finding.failure)})" if finding.failure else ""
+        answer = "" if finding.sound else f": {strip_control_characters(repr(finding.answer))}"
         click.echo(f"{_MARKS[finding.mark]:<6} {score:>8}  {finding.trick}{answer}{why}")
     if report.limits:
-        click.echo(f"note: {options.printable(report.limits)}")
-    click.echo(options.printable(report.reason), err=bool(code))
+        click.echo(f"note: {strip_control_characters(report.limits)}")
+    click.echo(strip_control_characters(report.reason), err=bool(code))
     return code
 
 
 def _stage(settings: Settings, asked: dict[str, Any]) -> Stage:
     """Return the trajectory whose answer is replaced. Raises JudgeError, UnknownRecord, UsageError."""
-    from ratchet.trainer.judges.lint_answers import Place, made_up, recorded
+    from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, made_up, recorded
 
     place = Place.read(asked["tool"])
     if asked["trajectory"] is None:
@@ -192,7 +193,7 @@ def rescore(context: click.Context, /, limit: int, as_json: bool, **given: Any) 
     """
     from tqdm import tqdm
 
-    from ratchet.trainer.judges.rescore import compare
+    from ratchet.trainer.controller.judges.audit.rescoring import compare
 
     settings = _settings(context, given)
     compared = []
@@ -252,8 +253,8 @@ def calibrate(
     """
     from tqdm import tqdm
 
-    from ratchet.trainer.judges.calibration import Asked
-    from ratchet.trainer.judges.calibration import calibrate as hold_against
+    from ratchet.trainer.controller.judges.audit.calibration import Asked
+    from ratchet.trainer.controller.judges.audit.calibration import calibrate as hold_against
 
     settings = _settings(context, given)
     truth_settings = _settings(context, given | {"judge": truth_given})
@@ -327,13 +328,13 @@ def _rollout(rollout: Rollout | None) -> str:
     """Return what the tuner knows of a member: where it stood in its run, and the exception that ended it."""
     if rollout is None:
         return ""
-    scenario = "".join(f"  {options.printable(f'{name}={value}')}" for name, value in rollout.scenario.items())
-    failed = f"  FAILED: {options.printable(rollout.failure)}" if rollout.failure else ""
-    return f"  attempt {rollout.attempt}  step {rollout.step}  {options.printable(rollout.candidate)}{scenario}{failed}"
+    scenario = "".join(f"  {strip_control_characters(f'{name}={value}')}" for name, value in rollout.scenario.items())
+    failed = f"  FAILED: {strip_control_characters(rollout.failure)}" if rollout.failure else ""
+    return f"  attempt {rollout.attempt}  step {rollout.step}  {strip_control_characters(rollout.candidate)}{scenario}{failed}"
 
 
 def _line(verdict: Any) -> str:
     score = "failed" if verdict.score is None else f"{verdict.score:g}"
     parts = " ".join(f"{name}={value:g}" for name, value in verdict.components.items())
-    words = options.printable(verdict.failure or verdict.explanation)
+    words = strip_control_characters(verdict.failure or verdict.explanation)
     return "  ".join(part for part in (f"{score:>8}", verdict.trajectory_id, parts, words) if part)

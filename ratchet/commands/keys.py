@@ -44,8 +44,7 @@ def create(
     Example:
       ratchet keys create --name crawler --requests-per-minute 600 --tokens-per-minute 200000
     """
-    from ratchet.proxy.access.keys import new_key
-    from ratchet.proxy.settings import hash_key
+    from ratchet.proxy.api_keys import hash_key, new_key
     from ratchet.store.states import KeyScope
 
     key = new_key()

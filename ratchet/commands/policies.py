@@ -9,11 +9,12 @@ import click
 
 from ratchet import options
 from ratchet.commands.policies_export import export
+from ratchet.output.tables import strip_control_characters
 
 if TYPE_CHECKING:
-    from ratchet.store.decisions import Decision
+    from ratchet.store.policies.decisions import Decision
     from ratchet.store.records import Policy
-    from ratchet.store.tuning_records import Prompt
+    from ratchet.store.records.tuning import Prompt
 
 _NAMED = click.argument("alias", metavar="ALIAS[@VERSION]")
 _BY_HAND = click.option("--reason", required=True, help="Why; it is kept with the decision.")
@@ -84,8 +85,8 @@ def show(
     Example:
       ratchet policies show mail 7
     """
-    from ratchet.status import canary_line
-    from ratchet.store.reporting.canary import canary_scores
+    from ratchet.status.project_status import canary_line
+    from ratchet.store.reports.undecided_versions import canary_scores
 
     alias, version = _named(alias, version)
     with options.running_store(context, store=store, project=project) as opened:
@@ -190,12 +191,12 @@ def _line(policy: Policy) -> str:
 
 def _prompt_lines(prompt: Prompt, name: str) -> Iterator[str]:
     """Yield what a version's prompt says; it may be a language model's text, so nothing in it steers the terminal."""
-    yield f"{name} has prompt {prompt.id} ({prompt.mode}, by {options.printable(prompt.origin) or 'unknown'})"
+    yield f"{name} has prompt {prompt.id} ({prompt.mode}, by {strip_control_characters(prompt.origin) or 'unknown'})"
     texts = [("", prompt.text)] if prompt.text else []
     for family, text in [*texts, *sorted(prompt.families.items())]:
         if family:
-            yield f"  for {options.printable(family)}:"
-        yield from (f"    {line}" for line in options.printable(text or "(as it is)").splitlines())
+            yield f"  for {strip_control_characters(family)}:"
+        yield from (f"    {line}" for line in strip_control_characters(text or "(as it is)").splitlines())
 
 
 def _decided(decision: Decision) -> str:

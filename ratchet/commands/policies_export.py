@@ -11,8 +11,8 @@ import click
 from ratchet import options
 
 if TYPE_CHECKING:
-    from ratchet.store import Store
     from ratchet.store.records import Policy
+    from ratchet.store.store import Store
 
 _NAMED = re.compile(r"(?P<alias>[^@/\s]+)@(?P<version>\d+)")
 _FOLDER = click.Path(path_type=Path)
@@ -53,11 +53,11 @@ def export(
     name = "@".join(policy)  # `mail 7`, as the other commands about versions take it, is mail@7
     if (folder := merged or adapter) is None or (merged and adapter):
         raise click.UsageError("give one of --merged DIR, for a whole model, and --adapter DIR, for the adapter alone")
-    from ratchet.running.engine import check_model
-    from ratchet.status import versions
-    from ratchet.trainer.publishing.evidence import gather
-    from ratchet.trainer.publishing.exported import export_adapter, export_merged
-    from ratchet.trainer.publishing.model_card import model_card
+    from ratchet.status.project_status import versions
+    from ratchet.supervisor.vllm_command import check_model
+    from ratchet.trainer.learner.merged_model import export_adapter, export_merged
+    from ratchet.tuner.reports.model_card import model_card
+    from ratchet.tuner.reports.version_evidence import gather
 
     if folder.exists():
         raise click.UsageError(f"{folder} is there already: name a new folder")

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
+from ratchet.output.tables import strip_control_characters
 
 if TYPE_CHECKING:
-    from ratchet.doctor import Finding
+    from ratchet.checks.check_result import Finding
     from ratchet.settings import Settings
 
 
@@ -37,7 +38,7 @@ def up(context: click.Context, /, detach: bool, as_json: bool, vllm_port: int | 
     Example:
       ratchet up --base-model Qwen/Qwen2.5-0.5B-Instruct --judge my_agent.judge:judge
     """
-    from ratchet.running import up as starting
+    from ratchet.supervisor import up as starting
 
     values = {
         "project": given["project"],
@@ -73,7 +74,7 @@ def down(context: click.Context, project: str | None, as_json: bool) -> None:
     Example:
       ratchet down --project mail
     """
-    from ratchet.running import up as starting
+    from ratchet.supervisor import up as starting
 
     settings = options.settings_of(context, {"project": project})
     stopped = starting.down(settings)
@@ -113,11 +114,11 @@ def status(
 
     \b
     Example:
-      ratchet status --report --png learning.png
+      ratchet status --report --png learning_report.png
     """
     settings = options.running_settings_of(context, {"project": project, "store": store, "model": model})
     if tensorboard is not None:
-        from ratchet.drawing import draw_tensorboard
+        from ratchet.status.tensorboard import draw_tensorboard
 
         click.echo(f"{draw_tensorboard(settings, tensorboard)} points: tensorboard --logdir {tensorboard}")
         return
@@ -126,7 +127,7 @@ def status(
         return
     if png is not None:
         raise click.UsageError("--png draws the report: give --report with it")
-    from ratchet import status as looking
+    from ratchet.status import project_status as looking
 
     found = looking.collect(settings)
     if as_json:
@@ -136,16 +137,16 @@ def status(
 
 
 def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
-    from ratchet import learning
-    from ratchet.store.reporting.learning import plain
+    from ratchet.status import learning_report
+    from ratchet.store.reports.learning_report import plain
 
-    found = learning.read(settings)
+    found = learning_report.read(settings)
     if as_json:
         options.emit(plain(found))
     else:
-        click.echo("\n".join(learning.lines(found)))
+        click.echo("\n".join(learning_report.lines(found)))
     if png is not None:
-        learning.draw(found, png)
+        learning_report.draw(found, png)
         click.echo(f"drawn: {png}", err=True)
 
 
@@ -178,7 +179,7 @@ def doctor(context: click.Context, /, base_model: str | None, task: str | None, 
     for finding in _examination(context, base_model, task, given):
         findings.append(finding)
         if not as_json:
-            click.echo(options.printable(finding.line()))
+            click.echo(strip_control_characters(finding.line()))
     if as_json:
         options.emit([finding.as_data() for finding in findings])
     return 0 if all(finding.passed for finding in findings) else 1
@@ -188,18 +189,19 @@ def _examination(
     context: click.Context, base_model: str | None, task: str | None, given: dict[str, Any]
 ) -> Iterator[Finding]:
     if given["workflow"] is None and task is None:
-        from ratchet import doctor as proving
-        from ratchet.trainer.devices import pinned
+        from ratchet.checks import doctor as proving
+        from ratchet.trainer.settings.devices import pinned
 
         own = {"project": given["project"], "base_model": base_model, "trainer.judge": given["judge"]}
         settings = options.running_settings_of(context, own)
         os.environ.update(pinned(settings.trainer_devices))  # it learns as the trainer would
         yield from proving.examine(settings)
         return
-    from ratchet import tuning, workflow_doctor
+    from ratchet.checks import workflow_check
+    from ratchet.tuning import context as tuning
 
     settings = tuning.settings_of(context, given | {"tasks": None, "test_size": None, "seed": None})
     asked = task or settings.tuner_settings().tasks
     if asked is None:
         raise click.UsageError("the workflow needs a task to work on: give --task JSON or a file, or set tuner.tasks")
-    yield from workflow_doctor.examine(settings, workflow_doctor.task_of(asked, settings))
+    yield from workflow_check.examine(settings, workflow_check.task_of(asked, settings))

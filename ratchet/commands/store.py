@@ -8,13 +8,13 @@ import click
 
 from ratchet import options
 from ratchet.commands.export import export
-from ratchet.moments import Age, Moment
+from ratchet.options.time_types import Age, Moment
 
 if TYPE_CHECKING:
-    from ratchet.store import Store
-    from ratchet.store.deletion import Deletion
-    from ratchet.store.inheritance import Inheritor
-    from ratchet.store.listing import Chosen
+    from ratchet.store.calls.trajectory_filter import Chosen
+    from ratchet.store.deletion.affected_versions import Inheritor
+    from ratchet.store.deletion.deletion import Deletion
+    from ratchet.store.store import Store
 
 _SHOWN = 20
 
@@ -46,8 +46,8 @@ def migrate(context: click.Context, store: str | None, project: str | None) -> N
     Example:
       ratchet store migrate --store postgresql://ratchet@db/ratchet
     """
-    from ratchet.store.database import HEAD, connect, schema_version
-    from ratchet.store.database import migrate as bring_to_head
+    from ratchet.store.db.engine import HEAD, connect, schema_version
+    from ratchet.store.db.engine import migrate as bring_to_head
 
     engine = connect(store_url_of(context, store, project))
     before = schema_version(engine)
@@ -70,8 +70,8 @@ def verify(context: click.Context, store: str | None, project: str | None, as_js
     """
     import msgspec
 
-    from ratchet.store.verification import verify as look_at_everything
-    from ratchet.terminal import bars
+    from ratchet.output.progress_bars import bars
+    from ratchet.store.verify import verify as look_at_everything
 
     with bars() as told:
         found = look_at_everything(store_url_of(context, store, project), told)
@@ -113,7 +113,7 @@ def prune(
     """
     import time
 
-    from ratchet.store.listing import Chosen
+    from ratchet.store.calls.trajectory_filter import Chosen
 
     chosen = Chosen(still_since=time.time() - older_than, trained=False if keep_trained else None)
     why = f"prune: still for {older_than:g} s" + (", not trained" if keep_trained else "")
@@ -160,7 +160,7 @@ def forget(
     Example:
       ratchet store forget --key key_01J8 --dry-run
     """
-    from ratchet.store.listing import Chosen
+    from ratchet.store.calls.trajectory_filter import Chosen
 
     given = {"key": key, "task": task, "tag": tag, "until": before}
     if not trajectories and all(value is None for value in given.values()):
@@ -181,7 +181,7 @@ def forget(
 
 def _reject(store: Store, *, as_json: bool) -> None:
     """Take every version that holds something deleted out of service."""
-    from ratchet.store.inheritance import take_out
+    from ratchet.store.deletion.affected_versions import take_out
 
     for alias, rejected in take_out(store.policies, store.deletions.inherited(), by=options.person()).items():
         if not as_json:
@@ -212,7 +212,7 @@ def _delete(store: Store, chosen: list[Chosen], why: str, *, dry_run: bool, as_j
 
 
 def _with_bar(store: Store, chosen: Chosen, why: str) -> Deletion:
-    from ratchet.terminal import bars
+    from ratchet.output.progress_bars import bars
 
     total = store.deletions.count(chosen)
     with bars() as told:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
+from ratchet.output.tables import strip_control_characters
 
 if TYPE_CHECKING:
-    from ratchet.trainer.tuning.imported_tasks import ImportedTasks
+    from ratchet.tuner.tasks.imported import ImportedTasks
 
 
 @click.group()
@@ -40,8 +41,8 @@ def preview(context: click.Context, source: str, split: str, count: int, project
     """
     import json
 
-    from ratchet.trainer.tuning.task_files import ending
-    from ratchet.trainer.tuning.tasks import TaskSet
+    from ratchet.trainer.tasks.file_reader import ending
+    from ratchet.trainer.tasks.task_set import TaskSet
 
     # A file needs no settings, which take longer to read than its rows.
     is_file = bool(ending(Path(source))) and Path(source).is_file()
@@ -80,7 +81,7 @@ def import_(
 
     from tqdm import tqdm
 
-    from ratchet.trainer.tuning.tasks import TaskSet
+    from ratchet.trainer.tasks.task_set import TaskSet
 
     opened = TaskSet.open(source)
     if test_size is not None:
@@ -115,13 +116,13 @@ def list_(context: click.Context, project: str | None, as_json: bool) -> None:
         options.emit([dataclasses.asdict(one) for one in found])
         return
     for one in found:
-        click.echo(f"{one.name}  {_counts(one.splits)}  from {options.printable(one.source)}")
+        click.echo(f"{one.name}  {_counts(one.splits)}  from {strip_control_characters(one.source)}")
     if not found:
         click.echo("no task set is imported; `ratchet tasks import SOURCE --name NAME` does it", err=True)
 
 
 def _imported(context: click.Context, project: str | None) -> ImportedTasks:
-    from ratchet.trainer.tuning.imported_tasks import ImportedTasks
+    from ratchet.tuner.tasks.imported import ImportedTasks
 
     return ImportedTasks(options.settings_of(context, {"project": project}).state.tasks)
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.commands.filters import filters
-from ratchet.tables import print_records
+from ratchet.options.trajectory_filter import filters
+from ratchet.output.tables import print_records, strip_control_characters
 
 if TYPE_CHECKING:
-    from ratchet.store import Store
     from ratchet.store.records import Call, Trajectory, Transcript, Verdict
+    from ratchet.store.store import Store
 
 _COLUMNS = ("trajectory", "opened (UTC)", "version", "state", "calls", "score", "task")
 
@@ -53,7 +53,7 @@ def list_trajectories(
       ratchet trajectories list --state dropped --limit 5
       ratchet trajectories list --task math/17 --json
     """
-    from ratchet.store.listing import Chosen
+    from ratchet.store.calls.trajectory_filter import Chosen
 
     with options.running_store(context, store=store, project=project) as opened:
         found = opened.trajectories.page(limit, before, chosen=Chosen(**chosen))
@@ -76,7 +76,7 @@ def _plain(run: Trajectory, verdict: Verdict | None) -> dict[str, Any]:
 
 
 def _cells(run: Trajectory, verdict: Verdict | None) -> tuple[Any, ...]:
-    from ratchet.moments import moment_told
+    from ratchet.output.tables import moment_told
 
     state = f"{run.state}: {run.drop_reason}" if run.drop_reason else str(run.state)
     version = f"{run.alias}@{run.version}"
@@ -110,19 +110,19 @@ def show(context: click.Context, trajectory_id: str, store: str | None, project:
             options.emit(_record(opened, found, verdict))
             return
     for line in _lines(found, verdict):
-        click.echo(options.printable(line))
+        click.echo(strip_control_characters(line))
 
 
 def _record(store: Store, found: Transcript, verdict: Verdict | None) -> dict[str, Any]:
     """Return what `ratchet store export` writes of a trajectory, without its group's advantage."""
-    from ratchet.trainer.exports import Exported, trajectory_record
+    from ratchet.trainer.rows.trajectory_export import Exported, trajectory_record
 
     return trajectory_record(Exported(found, store.trajectories.context_calls(found), verdict, None))
 
 
 def _lines(found: Transcript, verdict: Verdict | None) -> Iterator[str]:
-    from ratchet.moments import moment_told
-    from ratchet.trainer.exports import chat
+    from ratchet.output.tables import moment_told
+    from ratchet.trainer.rows.trajectory_export import chat
 
     run = found.trajectory
     yield f"{run.id}  {run.alias}@{run.version}  {run.state}  opened {moment_told(run.opened_at)}  {run.purpose}"

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
+from ratchet.output.tables import strip_control_characters
 
 if TYPE_CHECKING:
-    from ratchet.trainer.tuning.lessons import Learned
+    from ratchet.tuner.prompts.lessons.reflexion import Learned
 
 
 @click.command()
@@ -36,9 +37,9 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
       ratchet tune lessons --reflection-url http://127.0.0.1:8001 --reflection-model big --dry-run
       ratchet tune lessons --reflection-url http://127.0.0.1:8001 --reflection-model big
     """
-    from ratchet.trainer.judges.language_model import LanguageModel
-    from ratchet.trainer.tuning.lessons import check, learn, on_trial
-    from ratchet.tuning_hold import Hold
+    from ratchet.trainer.controller.judges.language_model import LanguageModel
+    from ratchet.tuner.prompts.lessons.reflexion import check, learn, on_trial
+    from ratchet.tuning.run_lease import Hold
 
     settings = options.running_settings_of(context, _named(given))
     tuner, alias = settings.tuner_settings(), settings.model
@@ -86,10 +87,10 @@ def _show(learned: Learned) -> None:
     """Print the lessons; they are a language model's words, so nothing in them steers the terminal."""
     for family, said in learned.lessons.items():
         found = learned.failing[family]
-        click.echo(f"{options.printable(family)}: {found.tasks} tasks failed, mean score {found.mean:.3f}")
+        click.echo(f"{strip_control_characters(family)}: {found.tasks} tasks failed, mean score {found.mean:.3f}")
         for lesson in said:
-            click.echo(f"  - {options.printable(lesson)}")
+            click.echo(f"  - {strip_control_characters(lesson)}")
     for family, problem in learned.problems.items():
-        click.echo(f"{options.printable(family)}: no lessons: {options.printable(problem)}")
+        click.echo(f"{strip_control_characters(family)}: no lessons: {strip_control_characters(problem)}")
     cost = "" if learned.cost is None else f", cost {learned.cost:.4f}"
     click.echo(f"{learned.tokens:,} tokens{cost}")

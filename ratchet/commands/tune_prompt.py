@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from ratchet import options
-from ratchet.tuning import NOT_SHOWN, fail_unless_better, rollout_options
+from ratchet.output.tables import strip_control_characters
+from ratchet.tuning.context import NOT_SHOWN, fail_unless_better, rollout_options
 
 _METHODS = ("gepa", "mipro")
 
@@ -53,18 +54,18 @@ def prompt(
         --reflection-url http://127.0.0.1:8001 --reflection-model big --rollouts 300
       ratchet tune prompt --resume tun_01J8
     """
-    from ratchet import prompt_tuning
+    from ratchet.tuning import tune_prompt
 
     fails: bool = given.pop("fail_unless_better")
-    found = prompt_tuning.resumed(context, resume, given) if resume else prompt_tuning.begun(context, given)
-    version = prompt_tuning.promoted(context, found, given) if promote and found.better else None
+    found = tune_prompt.resumed(context, resume, given) if resume else tune_prompt.begun(context, given)
+    version = tune_prompt.promoted(context, found, given) if promote and found.better else None
     if out is not None:
         out.write_text(found.prompt)
     if as_json:
         options.emit(found.content | {"promoted": version})
         return NOT_SHOWN if fails and not found.better else 0
     for line in found.lines():
-        click.echo(options.printable(line))
+        click.echo(strip_control_characters(line))
     if promote:
         click.echo(f"candidate {version}: `ratchet policies` shows it" if version else "not promoted: it is not better")
     return NOT_SHOWN if fails and not found.better else 0
@@ -86,10 +87,10 @@ def promote_(
     Example:
       ratchet tune promote tun_01J8
     """
-    from ratchet import prompt_tuning
+    from ratchet.tuning import tune_prompt
 
     with options.running_store(context, store=store, project=project) as opened:
-        version = prompt_tuning.candidate(opened, run, anyway=anyway)
+        version = tune_prompt.candidate(opened, run, anyway=anyway)
     if as_json:
         options.emit({"run": run, "promoted": version})
     else:

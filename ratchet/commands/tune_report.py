@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from ratchet import options
+from ratchet.output.tables import strip_control_characters
 
 _MOST = 1000  # newest runs that are read
 KINDS = ("select-model", "prompt", "weights", "eval", "reflexion", "doctor")
@@ -43,10 +44,10 @@ def report(
     Example:
       ratchet tune report --png gains.png
     """
-    from ratchet import tuning_report
     from ratchet.trainer.errors import TuningError
-    from ratchet.trainer.tuning.report import missing
-    from ratchet.trainer.tuning.report import report as made
+    from ratchet.tuner.reports.report import missing
+    from ratchet.tuner.reports.report import report as made
+    from ratchet.tuning import tuning_report
 
     with options.running_store(context, store=store, project=project) as opened:
         live, newest = opened.policies.live(), opened.tunings.page(limit=_MOST)
@@ -85,8 +86,8 @@ def runs(
     """
     import msgspec
 
-    from ratchet import tuning_report
-    from ratchet.tuning_hold import LEASES
+    from ratchet.tuning import tuning_report
+    from ratchet.tuning.run_lease import LEASES
 
     with options.running_store(context, store=store, project=project) as opened:
         found = opened.tunings.page(kind=method, limit=limit)
@@ -95,6 +96,6 @@ def runs(
         options.emit([msgspec.to_builtins(one) for one in found])
         return
     for one in found:
-        click.echo(options.printable(tuning_report.run_line(one, at_work=one.id in held)))
+        click.echo(strip_control_characters(tuning_report.run_line(one, at_work=one.id in held)))
     if not found:
         click.echo("no runs yet: `ratchet tune --help` shows the methods")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.tuning import NOT_SHOWN, fail_unless_better, rollout_options
+from ratchet.tuning.context import NOT_SHOWN, fail_unless_better, rollout_options
 
 if TYPE_CHECKING:
-    from ratchet.selecting import Asked
+    from ratchet.tuning.compare_models import Asked
 
 
 @click.command("select-model")
@@ -48,13 +48,14 @@ def select_model(context: click.Context, /, png: Path | None, as_json: bool, **g
     Example:
       ratchet tune select-model --candidate policy@0 --candidate policy@3 --tasks ./tasks --workflow agent:run
     """
-    from ratchet import selecting, selection_report, tuning
+    from ratchet.tuning import compare_models, selection_report
+    from ratchet.tuning import context as tuning
 
     fails: bool = given.pop("fail_unless_better")
     names = ("candidates", "split", "limit", "policy", "within", "score_range", "resume")
-    asked = selecting.Asked("select-model", **{name: given.pop(name) for name in names})
+    asked = compare_models.Asked("select-model", **{name: given.pop(name) for name in names})
     _check(asked)
-    _, found = selecting.compare(tuning.settings_of(context, given), asked)
+    _, found = compare_models.compare(tuning.settings_of(context, given), asked)
     if as_json:
         options.emit(selection_report.plain(found))
     else:

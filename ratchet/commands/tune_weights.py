@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from ratchet import options, tuning
+from ratchet import options
+from ratchet.tuning import context as tuning
 
 _OWN = (
     "families", "rounds", "tasks_per_round", "eval_every", "eval_tasks", "validation_tasks", "eval_attempts",
@@ -64,12 +65,12 @@ def weights(context: click.Context, /, png: Path | None, as_json: bool, fail_unl
       ratchet tune weights --tasks ./tasks --workflow my_agent:run --rounds 20
       ratchet tune weights --tasks mail=./mail:3 --tasks math=./math --warm-start own --collect 4
     """
-    from ratchet import weighing, weights_report
+    from ratchet.tuning import tune_weights, weights_report
 
     own = {name: given.pop(name) for name in _OWN}
-    result = weighing.weigh(weighing.settings_of(context, given), own, quiet=as_json)
+    result = tune_weights.weigh(tune_weights.settings_of(context, given), own, quiet=as_json)
     if as_json:
-        options.emit(weighing.plain(result))
+        options.emit(tune_weights.plain(result))
     else:
         weights_report.show(result)
     if png is not None:

@@ -1,6 +1,6 @@
 """`ratchet demo`: an agent that knows nothing of Ratchet gets better, and the figures that show it.
 
-The demo is a user: it starts the rooms as `up` does, runs `examples.email_search` as separate processes with nothing
+The demo is a user: it starts the rooms as `up` does, runs `ratchet.demo.email_search` as separate processes with nothing
 but OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and reads the store. The rooms hold no branch for it.
 
 Promises: exit code 0 only if held-out success rose; whatever happens, everything that it started is stopped, and what
@@ -21,22 +21,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ratchet.demo.figures import Evaluation, Figures, read_evaluation, read_figures
+from ratchet.demo.demo_results import Evaluation, Figures, read_evaluation, read_figures
 from ratchet.errors import AlreadyRunning, DemoFailed
-from ratchet.folders import StateFolder
-from ratchet.running import engine, interrupts, pidfile
-from ratchet.running.attached import started
-from ratchet.running.leftovers import end_leftovers
-from ratchet.running.project_lock import ProjectLock
-from ratchet.running.supervisor import Supervisor
 from ratchet.settings import SECRETS, Settings, load
-from ratchet.store import Store, open_store
-from ratchet.trainer.settling import is_settled
-from ratchet.tuning import first_key
+from ratchet.settings.state_folder import StateFolder
+from ratchet.store.store import Store, open_store
+from ratchet.supervisor import pidfile, signals, vllm_command
+from ratchet.supervisor.attach import started
+from ratchet.supervisor.leftover_processes import end_leftovers
+from ratchet.supervisor.project_lock import ProjectLock
+from ratchet.supervisor.supervisor import Supervisor
+from ratchet.trainer.controller.rounds.drained import is_settled
+from ratchet.tuning.context import first_key
 
-EXAMPLE = "examples.email_search"
-TINY = Path("examples/email_search/ratchet.yaml")
-REAL = Path("examples/email_search/real_model.yaml")
+EXAMPLE = "ratchet.demo.email_search"
+_FOLDER = Path(__file__).parent / "email_search"
+TINY = _FOLDER / "ratchet.yaml"
+REAL = _FOLDER / "real_model.yaml"
+TINY_POLICY = _FOLDER / "policy"
 _SETTLE_SECONDS = 60.0  # at most, for the last round after the last rollout
 
 
@@ -58,10 +60,10 @@ class DemoOptions:
 
 def run(options: DemoOptions) -> int:
     """Run the demo; return 0 if held-out success rose, 1 if not. Raises what stopped it."""
-    interrupts.install()
+    signals.install()
     demo = Demo(options)
     figures = demo.play()
-    from ratchet.demo import report as demo_report
+    from ratchet.demo import demo_report
 
     demo_report.show(figures)
     demo_report.write(figures, demo.folder)
@@ -113,8 +115,8 @@ class Demo:
     def _take_folder(self) -> ProjectLock:
         """Put the last run aside and return the lock of a fresh folder. Nothing is moved before all checks."""
         settings, state = self._settings, self._settings.state
-        engine.check_installed(settings)
-        engine.check_model(settings.base_model)
+        vllm_command.check_installed(settings)
+        vllm_command.check_model(settings.base_model)
         is_new = not self.folder.exists()
         state.make(min_free_disk_mb=settings.min_free_disk_mb)
         lock = self._lock()
@@ -235,11 +237,9 @@ def _settings(options: DemoOptions) -> Settings:
     """Return the demo's settings; a user's own RATCHET_* variables mean his project, never this one."""
     values = {
         ("project",): ("the demo", "demo"),
-        ("base_model",): ("--model", options.base_model),
+        ("base_model",): ("--model", options.base_model or str(TINY_POLICY)),
         ("trainer", "learner", "seed"): ("--seed", options.seed),
         ("folder",): ("--folder", str(options.folder) if options.folder else None),
     } | {path: (".".join(path), value) for path, value in options.changes.items()}
     secrets = {name: value for name, value in os.environ.items() if name in SECRETS}
-    if not TINY.is_file():
-        raise DemoFailed(f"{TINY} is not here: run the demo in the folder of Ratchet's repository, as `make demo`")
     return load(TINY if options.base_model is None else REAL, values, secrets)

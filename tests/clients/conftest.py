@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import open_store
 from ratchet.store.records import Call, Transcript
-from tests.clients.table import CLIENTS, Client
-from tests.clients.witness import Seen, Witness
+from ratchet.store.store import open_store
+from tests.harness.clients.table import CLIENTS, Client
+from tests.harness.clients.witness import Seen, Witness
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import served
 from tests.proxy.conftest import Proxy, running
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import served
 
 
 @dataclass

@@ -10,9 +10,9 @@ import pytest
 from ratchet.store.records import unpack_ids, unpack_logprobs
 from ratchet.store.states import CallState
 from tests.clients.conftest import Bench
-from tests.clients.scenario import ANSWER, LOOP, SYSTEM
-from tests.clients.table import CLIENTS, Client
-from tests.proxy.scripted_vllm import END, logprob, render
+from tests.harness.clients.scenario import ANSWER, LOOP, SYSTEM
+from tests.harness.clients.table import CLIENTS, Client
+from tests.harness.proxy.scripted_vllm import END, logprob, render
 
 RUNS = [pytest.param(c, s, id=c.marker(s)[1:-1].replace(" ", "-")) for c in CLIENTS for s in c.modes]
 every_run = pytest.mark.parametrize(("client", "streamed"), RUNS)

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Send
 
-from ratchet.store import Store, open_store
-from ratchet.trainer.bfcl.environment import find
-from tests.clients.program import HOME, SKIP
+from ratchet.store.store import Store, open_store
+from ratchet.tuner.environments.bfcl.virtual_env import find
+from tests.harness.cli.project import Project
+from tests.harness.clients.program import HOME, SKIP
+from tests.harness.proxy.scripted_vllm import Json, ScriptedVllm, tool_text
+from tests.harness.proxy.servers import served
 from tests.proxy.conftest import Proxy, running
-from tests.proxy.scripted_vllm import Json, ScriptedVllm, tool_text
-from tests.proxy.servers import served
-from tests.ratchet.project import Project
 
 ENVIRONMENT = HOME / "bfcl"
 BROKEN = "simple_python_0"

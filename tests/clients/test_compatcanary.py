@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import open_store
-from tests.clients.program import Program
+from ratchet.store.store import open_store
+from tests.harness.clients.program import Program
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import served
 from tests.proxy.conftest import running
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import served
 
 SCANNER = Program("compatcanary", "node", "compatcanary/src/cli.js")
 

@@ -12,15 +12,15 @@ import msgspec
 import pytest
 
 from ratchet.store.records import Transcript, Verdict
+from ratchet.trainer.controller.judges import Judge
+from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError
-from ratchet.trainer.judges import Judge
-from ratchet.trainer.judges.make import make_judge
-from ratchet.trainer.judges.settings import read_spec
-from tests.clients.program import HOME, SKIP
-from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
+from ratchet.trainer.settings.judge_specs import read_spec
+from tests.harness.clients.program import HOME, SKIP
+from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.trainer.test_ruler import member
 
-OWN = "tests.clients.own_graders"
+OWN = "tests.harness.clients.own_graders"
 STRINGS = "openjudge.graders.text.string_match:StringMatchGrader"
 _made: list[Judge] = []
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ratchet.project import ROOT, Project, is_alive
+from tests.harness.cli.project import ROOT, Project, is_alive
 
-POLICY = ROOT / "examples" / "email_search" / "policy"
+POLICY = ROOT / "ratchet" / "demo" / "email_search" / "policy"
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     """The tiny policy, served, judged and trained by `ratchet up` as "mail"; `ratchet down` leaves nothing of it."""
     made = Project(tmp_path_factory.mktemp("mail"))
     vllm = {"port": made.content["vllm"]["port"], "max_model_len": 1024, "dtype": "float32"}
-    made.write(base_model=str(POLICY), vllm=vllm, model="mail", trainer={"judge": "examples.email_search.judge:judge"})
+    made.write(
+        base_model=str(POLICY), vllm=vllm, model="mail", trainer={"judge": "ratchet.demo.email_search.judge:judge"}
+    )
     try:
         up = made.run("up", "--detach", seconds=300)
         assert up.returncode == 0, up.stdout

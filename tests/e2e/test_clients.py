@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from examples.email_search.mailbox import Mailbox, synthetic_mails
-from examples.email_search.prompt import opening
-from examples.email_search.tasks import Task, make_tasks
-from examples.email_search.tools import ACCEPTED, TOOLS, call_tool
-from ratchet.store import Store, open_store
+from ratchet.demo.email_search.mailbox import Mailbox, synthetic_mails
+from ratchet.demo.email_search.prompt import opening
+from ratchet.demo.email_search.tasks import Task, make_tasks
+from ratchet.demo.email_search.tools import ACCEPTED, TOOLS, call_tool
 from ratchet.store.records import Call
-from tests.clients.table import CLIENTS, Client
-from tests.ratchet.project import Project, wait_for
+from ratchet.store.store import Store, open_store
+from tests.harness.cli.project import Project, wait_for
+from tests.harness.clients.table import CLIENTS, Client
 
 MOST = 96
 CHAT = {"max_tokens": MOST, "temperature": 0}

@@ -13,10 +13,10 @@ import httpx
 import openai
 import pytest
 
-from examples.email_search.prompt import opening
-from examples.email_search.tools import TOOLS
-from ratchet.store import open_store
-from tests.ratchet.project import Project, wait_for
+from ratchet.demo.email_search.prompt import opening
+from ratchet.demo.email_search.tools import TOOLS
+from ratchet.store.store import open_store
+from tests.harness.cli.project import Project, wait_for
 
 SYSTEM, QUESTION = (message["content"] for message in opening("Where is the picnic that Alice wrote about?", 6))
 GREEDY = {"temperature": 0}

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.ratchet.project import Project
+from tests.harness.cli.project import Project
 
 
 @pytest.mark.e2e

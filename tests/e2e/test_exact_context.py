@@ -14,13 +14,13 @@ import httpx
 import openai
 import pytest
 
-from ratchet.store import open_store
+from ratchet.store.content.token_sequences import sampled_spans, sequences
 from ratchet.store.records import Call, unpack_ids
-from ratchet.store.tokens import sampled_spans, sequences
-from tests.e2e.engine import vllm
-from tests.e2e.rewriting_model import TOOL, Model, make
+from ratchet.store.store import open_store
+from tests.harness.proxy.servers import eventually
+from tests.harness.vllm.engine import vllm
+from tests.harness.vllm.rewriting_model import TOOL, Model, make
 from tests.proxy.conftest import Proxy, running
-from tests.proxy.servers import eventually
 
 # What the agent says before each call, whether a tool must be called then, and what else it asks for.
 TURNS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from ratchet.running.engine import served_name
 from ratchet.settings import Settings
-from tests.e2e.engine import vllm
-from tests.ratchet.project import ROOT
+from ratchet.supervisor.vllm_command import served_name
+from tests.harness.cli.project import ROOT
+from tests.harness.vllm.engine import vllm
 
-POLICY = ROOT / "examples" / "email_search" / "policy"
+POLICY = ROOT / "ratchet" / "demo" / "email_search" / "policy"
 BASE = served_name(Settings().model)
 SLOTS = 2
 

@@ -10,13 +10,13 @@ import httpx
 import openai
 import pytest
 
-from examples.email_search.prompt import opening
-from examples.email_search.tools import TOOLS
-from ratchet.store import open_store
+from ratchet.demo.email_search.prompt import opening
+from ratchet.demo.email_search.tools import TOOLS
 from ratchet.store.states import ShadowState, TrajectoryState
-from ratchet.trainer.settings import TrainerSettings
-from tests.proxy.servers import ProxyProcess, eventually
-from tests.ratchet.project import Project
+from ratchet.store.store import open_store
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from tests.harness.cli.project import Project
+from tests.harness.proxy.servers import ProxyProcess, eventually
 from tests.trainer.test_shadows import Line, runs
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import httpx
 import pytest
 
-from examples.email_search.tools import TOOLS
+from ratchet.demo.email_search.tools import TOOLS
 from ratchet.proxy.dialects.chat import Chat
-from ratchet.proxy.tool_grammar import noted
-from ratchet.store import open_store
+from ratchet.proxy.dialects.tool_grammar import noted
 from ratchet.store.records import TOOL_GRAMMAR
-from ratchet.trainer.learning.rows import why_untrainable
+from ratchet.store.store import open_store
+from ratchet.trainer.rows.build_rows import why_untrainable
 from tests.e2e.conftest import POLICY
-from tests.ratchet.project import ROOT, Project, wait_for
+from tests.harness.cli.project import ROOT, Project, wait_for
 
 STRICT: Any = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
 ASKED: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ CASES = ASKED | {
 def held(enforced: str) -> set[str]:
     """Return the requests that vLLM's own parser holds to a grammar."""
     told = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.strict_probe", str(POLICY)], input=json.dumps(CASES), text=True, check=True,
+        [sys.executable, "-m", "tests.harness.vllm.strict_probe", str(POLICY)], input=json.dumps(CASES), text=True, check=True,
         env=os.environ | {"VLLM_ENFORCE_STRICT_TOOL_CALLING": enforced}, stdout=subprocess.PIPE, cwd=ROOT,
     )  # fmt: skip
     return {name for name, is_held in json.loads(told.stdout.splitlines()[-1]).items() if is_held}

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from examples.email_search.__main__ import main
-from examples.email_search.mailbox import DATABASE, Mailbox
-from examples.email_search.tasks import Task, read_tasks
-from ratchet.store import open_store
-from tests.examples.player import Messages, Player, Script
+from ratchet.demo.email_search.__main__ import main
+from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
+from ratchet.demo.email_search.tasks import Task, read_tasks
+from ratchet.store.store import open_store
+from tests.harness.examples.player import Messages, Player, Script
+from tests.harness.proxy.servers import served
 from tests.proxy.conftest import Proxy, running
-from tests.proxy.servers import served
 
 
 @pytest.fixture(scope="session")

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-import examples.email_search
-from examples.email_search.agent import Rollout, run_tasks, shuffled
-from examples.email_search.mailbox import DATABASE, TODAY, USER_EMAIL, Mail, Mailbox
-from examples.email_search.tasks import Task, read_tasks
-from examples.email_search.tools import TOOLS
-from tests.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
+import ratchet.demo.email_search
+from ratchet.demo.email_search.agent import Rollout, run_tasks, shuffled
+from ratchet.demo.email_search.mailbox import DATABASE, TODAY, USER_EMAIL, Mail, Mailbox
+from ratchet.demo.email_search.tasks import Task, read_tasks
+from ratchet.demo.email_search.tools import TOOLS
+from tests.harness.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
 
-PACKAGE = Path(examples.email_search.__file__).parent
+PACKAGE = Path(ratchet.demo.email_search.__file__).parent
 SDK_HEADERS = {"accept", "accept-encoding", "authorization", "connection", "content-length", "content-type", "host"}
 
 
@@ -44,7 +44,7 @@ def test_the_agent_and_all_that_it_imports_need_only_the_sdk_and_the_standard_li
         name = open_files.pop()
         seen.add(name)
         for module in imports(PACKAGE / f"{name}.py"):
-            if module.startswith("examples.email_search."):
+            if module.startswith("ratchet.demo.email_search."):
                 open_files += [module.rsplit(".", 1)[1]] if module.rsplit(".", 1)[1] not in seen else []
             else:
                 assert module.split(".")[0] in sys.stdlib_module_names | {"openai"}, module

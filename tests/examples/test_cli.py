@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from examples.email_search.__main__ import main
-from examples.email_search.agent import Rollout
-from examples.email_search.mailbox import DATABASE, Mailbox
-from examples.email_search.progress import metrics
-from examples.email_search.tasks import read_tasks
-from ratchet.trainer.progress import RunningMeans
-from tests.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
+from ratchet.demo.email_search.__main__ import main
+from ratchet.demo.email_search.agent import Rollout
+from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
+from ratchet.demo.email_search.progress import metrics
+from ratchet.demo.email_search.tasks import read_tasks
+from ratchet.trainer.observability.progress import RunningMeans
+from tests.harness.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
 
 ROOT = Path(__file__).parents[2]
 ALWAYS_OSLO = '{"answer": "Oslo"}'
@@ -116,7 +116,16 @@ def test_each_metric_has_its_own_divisor() -> None:
 def build_from_hub(tmp_path: Path, *names: str) -> subprocess.CompletedProcess[str]:
     """Runs `build-db --source hub` in a process of its own: `datasets` reads its cache folders when imported."""
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "examples.email_search", "build-db", "--source", "hub", "--home", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "ratchet.demo.email_search",
+        "build-db",
+        "--source",
+        "hub",
+        "--home",
+        str(tmp_path),
+    ]
     return subprocess.run([*command, "--dataset", *names], env=environment, capture_output=True, text=True, check=False)
 
 

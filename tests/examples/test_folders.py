@@ -11,8 +11,8 @@ import pytest
 
 from ratchet.cli import cli
 from ratchet.settings import load
-from ratchet.trainer.judges.make import make_judge
-from ratchet.trainer.tuning.tasks import TaskSet
+from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.tasks.task_set import TaskSet
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/ratchet.yaml"))

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from examples.email_search.judge import UnknownQuestionError, judge
-from examples.email_search.prompt import opening
-from examples.email_search.tasks import Task, read_tasks
-from tests.examples.scripted_model import tool_call
+from ratchet.demo.email_search.judge import UnknownQuestionError, judge
+from ratchet.demo.email_search.prompt import opening
+from ratchet.demo.email_search.tasks import Task, read_tasks
+from tests.harness.examples.scripted_model import tool_call
 
 
 @pytest.fixture(autouse=True)

@@ -20,18 +20,18 @@ from examples.math.calculator import SCHEMA, calculate
 from examples.math.judge import NoTaskError, judge
 from examples.math.problems import SIZES, is_held_out, task_set
 from ratchet.trainer.daemon import Daemon
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from ratchet.trainer.settings import TrainerSettings
-from ratchet.trainer.tuning.rollouts import Job, RolloutRunner
-from ratchet.trainer.tuning.settings import TunerSettings
-from ratchet.trainer.tuning.tasks import TaskSet
-from ratchet.trainer.tuning.workflow import load_workflow
-from tests.clients.program import Program
-from tests.examples.player import Messages, Script, calls, says, text_of
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from ratchet.trainer.tasks.task_set import TaskSet
+from ratchet.tuner.rollouts.runner import Job, RolloutRunner
+from ratchet.tuner.rollouts.workflow import load_workflow
+from ratchet.tuner.settings.tuner_settings import TunerSettings
+from tests.harness.clients.program import Program
+from tests.harness.examples.player import Messages, Script, calls, says, text_of
+from tests.harness.proxy.servers import eventually
+from tests.harness.trainer.scripted_engine import Faithful, ScriptedEngine
+from tests.harness.trainer.tiny import build_tiny_model
 from tests.proxy.conftest import Proxy
-from tests.proxy.servers import eventually
-from tests.trainer.scripted_engine import Faithful, ScriptedEngine
-from tests.trainer.tiny import build_tiny_model
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "math"

@@ -17,10 +17,10 @@ from examples.planner.problems import SIZES, task_set
 from examples.planner.prompt import PLANNER
 from examples.planner.workflow import workflow
 from ratchet.settings import load
-from ratchet.trainer.casting import Casting
-from ratchet.trainer.crediting.roles import ANOTHER_ROLE, Roles
-from ratchet.trainer.learning.rows import build_rows
-from tests.examples.player import Messages, Script, calls, says, text_of
+from ratchet.trainer.controller.collect.role_resolution import Casting
+from ratchet.trainer.rows.build_rows import build_rows
+from ratchet.trainer.rows.roles import ANOTHER_ROLE, Roles
+from tests.harness.examples.player import Messages, Script, calls, says, text_of
 from tests.proxy.conftest import Proxy
 
 FOLDER = Path(__file__).parents[2] / "examples" / "planner"

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-import examples.email_search
+import ratchet.demo.email_search
 from examples.email_search.demonstrations import MIXED, Stage, draw, tools
 from examples.email_search.make_policy import lessons
-from examples.email_search.words import ENTITIES
 from examples.tiny_policy.chat_format import render
 from examples.tiny_policy.warm_start import Shape, make_policy
+from ratchet.demo.email_search.words import ENTITIES
 
-POLICY = Path(examples.email_search.__file__).parent / "policy"
+POLICY = Path(ratchet.demo.email_search.__file__).parent / "policy"
 Messages = list[dict[str, Any]]
 
 

@@ -12,16 +12,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from examples.email_search.mailbox import DATABASE, Mailbox
-from examples.email_search.tasks import TEST_PAIRS
 from examples.production.__main__ import main
 from examples.production.figures import figures, gain, wilson
 from examples.production.stream import Counter, Served, say, serve
 from examples.production.users import DOWN, UP, USUAL, Habits, Thumb, thumbs, visits
+from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
+from ratchet.demo.email_search.tasks import TEST_PAIRS
 from ratchet.store.states import TrajectoryState
-from ratchet.trainer.judges.feedback import FeedbackJudge
-from ratchet.trainer.judges.settings import FeedbackSpec
-from tests.examples.player import Messages, Script, calls
+from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge
+from ratchet.trainer.settings.judge_specs import FeedbackSpec
+from tests.harness.examples.player import Messages, Script, calls
 from tests.proxy.conftest import Proxy
 
 Play = Callable[[Callable[[Messages], Script]], Proxy]

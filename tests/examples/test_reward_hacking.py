@@ -15,24 +15,24 @@ import pytest
 from starlette.types import Receive, Send
 
 from benchmarks.scripted_school import ScriptedPupil
-from examples.email_search.agent import run_tasks
-from examples.email_search.mailbox import DATABASE, Mailbox
-from examples.email_search.tasks import Task, read_tasks
 from examples.reward_hacking import judge as fooled
 from examples.reward_hacking import second
 from examples.reward_hacking.teacher import EVERYTHING, answer, teaching
-from ratchet.store import open_store
-from ratchet.store.reporting.canary import held
+from ratchet.demo.email_search.agent import run_tasks
+from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
+from ratchet.demo.email_search.tasks import Task, read_tasks
+from ratchet.store.reports.undecided_versions import held
 from ratchet.store.states import PolicyAction, PolicyState
+from ratchet.store.store import open_store
+from ratchet.trainer.controller.judges.audit.lint import Outcome, lint
+from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, made_up
+from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.daemon import Daemon
-from ratchet.trainer.judges.function import FunctionJudge
-from ratchet.trainer.judges.lint import Outcome, lint
-from ratchet.trainer.judges.lint_answers import Place, made_up
-from ratchet.trainer.settings import TrainerSettings
-from tests.examples.player import Messages, Script, calls, says
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from tests.harness.examples.player import Messages, Script, calls, says
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import eventually, served
 from tests.proxy.conftest import Proxy, running
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import eventually, served
 
 JUDGE = "examples.reward_hacking.judge:judge"
 SECOND = "examples.reward_hacking.second:judge"
@@ -157,7 +157,7 @@ def test_the_agents_own_judge_passes_the_lint_where_answers_are_given_by_its_too
     monkeypatch.setenv("EMAIL_SEARCH_HOME", str(home))
     task = next(one for one in read_tasks(home, "test") if one.kind == "city")
     row = json.dumps({"id": task.id, "question": task.question, "answer": task.answer})
-    judge = FunctionJudge("examples.email_search.judge:judge")
+    judge = FunctionJudge("ratchet.demo.email_search.judge:judge")
     wrong = [city for city in ("Oslo", "Paris") if city != task.answer]
     by_tool = made_up(row, task.question, task.answer, Place.read("return_final_answer.answer"))
     assert lint(judge, by_tool, wrong).outcome is Outcome.SOUND

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from examples.email_search.judge import judge
-from examples.email_search.tasks import Task
-from examples.email_search.workflow import NoAnswerError, workflow
-from tests.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
+from ratchet.demo.email_search.judge import judge
+from ratchet.demo.email_search.tasks import Task
+from ratchet.demo.email_search.workflow import NoAnswerError, workflow
+from tests.harness.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
 
 
 @pytest.fixture(autouse=True)

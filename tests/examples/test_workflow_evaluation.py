@@ -13,17 +13,17 @@ import pytest
 from pydantic import ValidationError
 from starlette.types import Receive, Send
 
-from examples.email_search.tasks import Task, read_tasks
-from ratchet.store import Store, open_store
+from ratchet.demo.email_search.tasks import Task, read_tasks
 from ratchet.store.states import RolloutState, TuningState
+from ratchet.store.store import Store, open_store
+from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.errors import EvaluationStopped, TuningError
-from ratchet.trainer.gating.gate_settings import GateSettings
-from ratchet.trainer.gating.workflow_evaluation import WorkflowEvaluator
-from ratchet.trainer.judges.function import FunctionJudge
-from tests.examples.player import Messages, Script, calls, says
+from ratchet.trainer.settings.gate_settings import GateSettings
+from ratchet.tuner.selection.release_evaluation import WorkflowEvaluator
+from tests.harness.examples.player import Messages, Script, calls, says
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import served
 from tests.proxy.conftest import running
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import served
 
 TASKS = 12
 
@@ -68,14 +68,14 @@ def evaluator(store: Store, home: Path) -> Iterator[Callable[..., WorkflowEvalua
 
     def make(**changes: Any) -> WorkflowEvaluator:
         values = {
-            "workflow": "examples.email_search.workflow:workflow",
+            "workflow": "ratchet.demo.email_search.workflow:workflow",
             "tasks": str(home),
             "proxy_url": os.environ["THE_PROXY"],
             "evaluation_prompts": TASKS,
             "evaluation_samples": 2,
         }
         judges = [
-            FunctionJudge("examples.email_search.judge:judge"),
+            FunctionJudge("ratchet.demo.email_search.judge:judge"),
             FunctionJudge("examples.reward_hacking.second:judge"),
         ]
         made.append(WorkflowEvaluator(store, "agent", GateSettings(**(values | changes)), *judges))
@@ -136,7 +136,7 @@ async def test_an_evaluation_that_was_cut_off_goes_on_where_it_was(
 async def test_an_agent_that_always_fails_measures_nothing(
     store: Store, evaluator: Callable[..., WorkflowEvaluator]
 ) -> None:
-    broken = evaluator(workflow="tests.trainer.tuning.workflows:crashes")
+    broken = evaluator(workflow="tests.harness.tuner.workflows:crashes")
     with pytest.raises(TuningError, match=r"all .*rollouts failed"):
         await asyncio.to_thread(evaluate, store, broken)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from examples.email_search.demonstrations import MIXED, Stage, draw
-from examples.email_search.mailbox import Mail, Mailbox, synthetic_mails
-from examples.email_search.tasks import TEST_PAIRS, TRAIN_PAIRS, Task, matches, read_tasks
-from examples.email_search.tools import TOOLS, call_tool
-from examples.email_search.words import ENTITIES
+from ratchet.demo.email_search.mailbox import Mail, Mailbox, synthetic_mails
+from ratchet.demo.email_search.tasks import TEST_PAIRS, TRAIN_PAIRS, Task, matches, read_tasks
+from ratchet.demo.email_search.tools import TOOLS, call_tool
+from ratchet.demo.email_search.words import ENTITIES
 
 
 def test_a_search_finds_the_mail_and_reading_it_gives_the_answer(box: Mailbox, task: Task) -> None:

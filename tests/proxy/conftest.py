@@ -14,10 +14,10 @@ from starlette.types import ASGIApp
 
 from ratchet.proxy.app import create_app
 from ratchet.proxy.settings import ProxySettings
-from ratchet.proxy.upstreams.upstream import Upstream
-from ratchet.store import Store, open_store
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import eventually, served
+from ratchet.proxy.upstreams.vllm_client import Upstream
+from ratchet.store.store import Store, open_store
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import eventually, served
 
 
 @pytest.fixture(scope="session")

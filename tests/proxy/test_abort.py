@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from ratchet.store import Store
 from ratchet.store.records import unpack_ids
 from ratchet.store.states import CallState
+from ratchet.store.store import Store
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import ProxyProcess, eventually, leave
 from tests.proxy.conftest import Proxy
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import ProxyProcess, eventually, leave
 
 TURNS = 20
 SOON = 0.1  # seconds

@@ -10,17 +10,17 @@ from typing import Any
 
 import httpx
 
+from ratchet.proxy.coordinator.versions.base_model_check import BaseCheck
 from ratchet.proxy.errors import UpstreamError
-from ratchet.proxy.upstreams.base_check import BaseCheck
-from ratchet.proxy.upstreams.breaker import Breaker
-from ratchet.proxy.upstreams.pool import Replica
-from ratchet.proxy.upstreams.upstream import Upstream
-from ratchet.store import Store
-from tests.ports import free_port
+from ratchet.proxy.upstreams.circuit_breaker import Breaker
+from ratchet.proxy.upstreams.replica_pool import Replica
+from ratchet.proxy.upstreams.vllm_client import Upstream
+from ratchet.store.store import Store
+from tests.harness.ports import free_port
+from tests.harness.proxy.scripted_base import BaseModel
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import eventually, served
 from tests.proxy.conftest import Proxy, running
-from tests.proxy.scripted_base import BaseModel
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import eventually, served
 
 QUICK: dict[str, Any] = {"probe_interval_seconds": 0.05, "breaker_reset_seconds": 0.05}
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from ratchet.proxy.access.bounds import Bounds
 from ratchet.proxy.errors import BodyTooLarge
-from ratchet.store import nesting
-from ratchet.store.messages import link_key
+from ratchet.proxy.wire.body_bounds import Bounds
+from ratchet.store.content import json_depth
+from ratchet.store.content.messages import link_key
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.conftest import Start
-from tests.proxy.scripted_vllm import ScriptedVllm
 
 USER: Any = {"role": "user", "content": "hi"}
 BOUNDS = Bounds(body=10**6, max_messages=40, max_tools=20, max_json_depth=10, max_json_values=2000)
@@ -34,7 +34,7 @@ def deep(levels: int) -> Any:
     ],
 )
 def test_depth_is_counted_outside_of_strings(text: str, depth: int) -> None:
-    assert nesting.depth(nesting.outside_strings(text.encode())) == depth
+    assert json_depth.depth(json_depth.outside_strings(text.encode())) == depth
 
 
 def test_brackets_within_texts_count_for_nothing() -> None:

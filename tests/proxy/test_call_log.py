@@ -14,12 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from ratchet.proxy.observing.call_log import logfmt, note
-from ratchet.proxy.observing.logs import JsonLines
-from ratchet.proxy.observing.timing import Timing
+from ratchet.proxy.telemetry.call_log import logfmt, note
+from ratchet.proxy.telemetry.call_timing import Timing
+from ratchet.proxy.telemetry.logs import JsonLines
+from tests.harness.proxy.servers import ProxyProcess, eventually
+from tests.harness.records import begun, ended
 from tests.proxy.conftest import Proxy, Start
-from tests.proxy.servers import ProxyProcess, eventually
-from tests.records import begun, ended
 
 CALL = "/v1/chat/completions"
 SECRET = "tell-nobody"

@@ -12,13 +12,13 @@ import msgspec
 import psutil
 import pytest
 
-from ratchet.proxy.recording.carrier import DEAD_LETTERS, Piece
-from ratchet.proxy.recording.carrier_process import CarrierProcess
-from ratchet.proxy.recording.segments import MAGIC, frame
-from ratchet.store import Store
+from ratchet.proxy.coordinator.shipping.store_writer import DEAD_LETTERS, Piece
+from ratchet.proxy.coordinator.shipping.writer_process import CarrierProcess
+from ratchet.proxy.journal.segments import MAGIC, frame
 from ratchet.store.errors import StoreError
-from tests import records
-from tests.proxy.servers import ProxyProcess, eventually, spoil
+from ratchet.store.store import Store
+from tests.harness import records
+from tests.harness.proxy.servers import ProxyProcess, eventually, spoil
 
 BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 REPLY = {"role": "assistant", "content": "Oslo"}

@@ -10,12 +10,12 @@ from typing import Any
 import openai
 import pytest
 
-from ratchet.store import open_store
 from ratchet.store.records import Call, unpack_ids, unpack_logprobs
 from ratchet.store.states import CallState
+from ratchet.store.store import open_store
+from tests.harness.proxy.scripted_vllm import END, ScriptedVllm, logprob, render
+from tests.harness.proxy.servers import eventually, leave, served
 from tests.proxy.conftest import Proxy, Start, running
-from tests.proxy.scripted_vllm import END, ScriptedVllm, logprob, render
-from tests.proxy.servers import eventually, leave, served
 
 TOOLS: Any = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
 

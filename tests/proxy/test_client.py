@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ratchet.proxy.errors import UpstreamBroke, UpstreamTimeout, UpstreamUnreachable
-from ratchet.proxy.upstreams.client import Client
-from ratchet.proxy.upstreams.connection import Limits
+from ratchet.proxy.upstreams.http_client import Client
+from ratchet.proxy.upstreams.http_connection import Limits
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

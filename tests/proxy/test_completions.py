@@ -9,8 +9,8 @@ import pytest
 
 from ratchet.store.records import Call, unpack_ids, unpack_logprobs
 from ratchet.store.states import CallState
+from tests.harness.proxy.scripted_vllm import END, ScriptedVllm, logprob
 from tests.proxy.conftest import Proxy
-from tests.proxy.scripted_vllm import END, ScriptedVllm, logprob
 
 
 def last_call(proxy: Proxy) -> Call:

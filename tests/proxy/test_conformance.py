@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import Store
+from ratchet.store.store import Store
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import served
 from tests.proxy.conftest import running
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import served
 
 # The suite leaves out its reasoning cases for models whose names it does not know.
 MODEL = "gpt-5-claude-3-5"

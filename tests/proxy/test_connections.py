@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from ratchet.store import open_store
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import ProxyProcess, eventually
+from ratchet.store.store import open_store
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import ProxyProcess, eventually
 
 LIMITS: Any = {"read_timeout_seconds": 0.5, "write_timeout_seconds": 0.5, "max_connections": 20, "max_body_bytes": 4096}
 PATH = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"

@@ -10,14 +10,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ratchet.proxy.access.keys import new_key
-from ratchet.proxy.console.pages import _FOLDER
-from ratchet.proxy.settings import hash_key
-from ratchet.store import Store, open_store
-from tests.proxy import console_world
-from tests.proxy.browser import Browser, BrowserFailed, Page, program
+from ratchet.proxy.api_keys import hash_key, new_key
+from ratchet.proxy.coordinator.console.pages import _FOLDER
+from ratchet.store.store import Store, open_store
+from tests.harness.proxy import console_world
+from tests.harness.proxy.browser import Browser, BrowserFailed, Page, program
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.conftest import Proxy, Start, running
-from tests.proxy.scripted_vllm import ScriptedVllm
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import anthropic
 import openai
 import pytest
 
-from ratchet.proxy.upstreams.context_limit import read_overflow
+from ratchet.proxy.wire.context_limit import read_overflow
+from tests.harness.proxy.scripted_vllm import ScriptedVllm, render
 from tests.proxy.conftest import Proxy, Start
-from tests.proxy.scripted_vllm import ScriptedVllm, render
 
 LONG: Any = [{"role": "user", "content": "x" * 400}]
 ASKED = len(render(LONG))

@@ -10,12 +10,12 @@ import httpx
 import openai
 import pytest
 
-from ratchet.store import Store, open_store
-from ratchet.store.listing import Chosen
-from ratchet.store.verification import verify
+from ratchet.store.calls.trajectory_filter import Chosen
+from ratchet.store.store import Store, open_store
+from ratchet.store.verify import verify
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import ProxyProcess, eventually
 from tests.proxy.conftest import Proxy
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import ProxyProcess, eventually
 
 TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}]
 TALK: list[dict[str, Any]] = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "Where?"}]

@@ -13,9 +13,9 @@ import pytest
 
 from ratchet.store.records import Call, unpack_ids, unpack_logprobs
 from ratchet.store.states import CallState
+from tests.harness.proxy.scripted_vllm import END, ScriptedVllm, logprob, render, tool_text
+from tests.harness.proxy.servers import eventually
 from tests.proxy.conftest import Proxy, Start
-from tests.proxy.scripted_vllm import END, ScriptedVllm, logprob, render, tool_text
-from tests.proxy.servers import eventually
 
 ARGUMENTS = {"q": "budget", "n": 2}
 WORDS = {
@@ -101,7 +101,7 @@ def test_a_client_that_leaves_stops_the_upstream_and_is_recorded(
 
 
 def test_a_key_is_asked_for_in_the_words_of_the_dialect(start: Start) -> None:
-    from ratchet.proxy.settings import hash_key
+    from ratchet.proxy.api_keys import hash_key
 
     proxy = start(key_hashes=frozenset({hash_key(b"good")}))
     told = {path: proxy.http.post(path, json={}).json() for path in ("/v1/messages", "/v1/responses")}

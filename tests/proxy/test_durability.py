@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from ratchet.proxy.recording.segments import records_end
-from ratchet.store import Store, open_store
+from ratchet.proxy.journal.segments import records_end
 from ratchet.store.states import CallState
+from ratchet.store.store import Store, open_store
+from tests.harness.proxy.servers import ProxyProcess, eventually, leave, spoil
 from tests.proxy.conftest import Proxy, Start
-from tests.proxy.servers import ProxyProcess, eventually, leave, spoil
 
 BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 

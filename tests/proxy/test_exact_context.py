@@ -14,16 +14,16 @@ import msgspec
 import openai
 import pytest
 
-from ratchet.proxy.exact.contexts import Contexts
+from ratchet.proxy.coordinator.conversations.token_contexts import Contexts
 from ratchet.proxy.exact.splice import Context
-from ratchet.proxy.linking.leaf import Leaf, Sequence32
+from ratchet.proxy.messages.link_records import Leaf, Sequence32
 from ratchet.proxy.settings import ProxySettings
-from ratchet.store import Store
 from ratchet.store.records import Call, CallBegun, CallEnded, Choice, pack_ids
 from ratchet.store.states import CallState
+from ratchet.store.store import Store
+from tests.harness.proxy.scripted_scale_out import DERENDER, DETOKENIZE, GENERATE, RENDER, ScriptedScaleOut
+from tests.harness.proxy.servers import eventually, leave, served
 from tests.proxy.conftest import Proxy, Start, running
-from tests.proxy.scripted_scale_out import DERENDER, DETOKENIZE, GENERATE, RENDER, ScriptedScaleOut
-from tests.proxy.servers import eventually, leave, served
 from tests.proxy.test_policy import promote
 
 FORMS = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])

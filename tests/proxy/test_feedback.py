@@ -11,11 +11,11 @@ import anthropic
 import httpx
 import pytest
 
-from ratchet.store import Store, open_store
 from ratchet.store.records import Door
 from ratchet.store.states import KeyScope
+from ratchet.store.store import Store, open_store
+from tests.harness.proxy.servers import ProxyProcess, eventually
 from tests.proxy.conftest import Proxy, Start
-from tests.proxy.servers import ProxyProcess, eventually
 from tests.proxy.test_keys import ask, bearer, made
 
 USER: Any = {"role": "user", "content": "hi"}

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from msgspec import Raw
 
-from ratchet.proxy.history import History, Said
-from ratchet.store import messages as canon
+from ratchet.proxy.wire.message_history import History, Said
+from ratchet.store.content import messages as canon
 
 
 def turns(count: int) -> list[dict[str, Any]]:

@@ -11,12 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ratchet.proxy.coordinator.shipping.shipper import Shipper
+from ratchet.proxy.coordinator.shipping.store_writer import DEAD_LETTERS, Carried, Piece, Porter
 from ratchet.proxy.errors import StartError
-from ratchet.proxy.observing.metrics import Metrics
-from ratchet.proxy.recording.bell import Bell
-from ratchet.proxy.recording.carrier import DEAD_LETTERS, Carried, Piece, Porter
-from ratchet.proxy.recording.journal import ALARM, Journal
-from ratchet.proxy.recording.segments import (
+from ratchet.proxy.journal.journal import ALARM, Journal
+from ratchet.proxy.journal.segments import (
     MAGIC,
     Position,
     frame,
@@ -26,12 +25,13 @@ from ratchet.proxy.recording.segments import (
     segment_path,
     write_position,
 )
-from ratchet.proxy.recording.shipper import Shipper
-from ratchet.store import Store
+from ratchet.proxy.telemetry.alarm_queue import Bell
+from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.store.records import CallBegun, CallEnded
 from ratchet.store.states import CallState
-from tests import records
-from tests.proxy.servers import eventually
+from ratchet.store.store import Store
+from tests.harness import records
+from tests.harness.proxy.servers import eventually
 
 REPLY = {"role": "assistant", "content": "Oslo"}
 

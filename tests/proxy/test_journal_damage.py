@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.proxy.observing.metrics import Metrics
-from ratchet.proxy.recording.bell import Bell
-from ratchet.proxy.recording.journal import Journal
-from ratchet.proxy.recording.segments import MAGIC, Position, segment_path, write_position
-from ratchet.store import Store
-from tests.proxy.servers import eventually
+from ratchet.proxy.journal.journal import Journal
+from ratchet.proxy.journal.segments import MAGIC, Position, segment_path, write_position
+from ratchet.proxy.telemetry.alarm_queue import Bell
+from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.store.store import Store
+from tests.harness.proxy.servers import eventually
 from tests.proxy.test_journal import pair, shipping
 
 

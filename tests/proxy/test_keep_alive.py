@@ -8,8 +8,8 @@ import anthropic
 import openai
 import pytest
 
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.conftest import Proxy, Start
-from tests.proxy.scripted_vllm import ScriptedVllm
 
 SLOW = "#say=a.slow.answer #wait=0.5"
 

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from ratchet.proxy.access.keys import new_key
+from ratchet.proxy.api_keys import hash_key, new_key
 from ratchet.proxy.errors import StartError
 from ratchet.proxy.server import serve
-from ratchet.proxy.settings import ProxySettings, hash_key
-from ratchet.store import Store
-from ratchet.store.database import connect
+from ratchet.proxy.settings import ProxySettings
+from ratchet.store.db.engine import connect
 from ratchet.store.records import Key
 from ratchet.store.states import KeyScope
+from ratchet.store.store import Store
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import eventually
 from tests.proxy.conftest import Proxy, Start, running
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import eventually
 
 USER: Any = {"role": "user", "content": "hi"}
 BODY: Any = {"model": "agent", "messages": [USER]}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from ratchet.proxy import lax
+from ratchet.proxy.wire import lax_values
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.conftest import Proxy
-from tests.proxy.scripted_vllm import ScriptedVllm
 
 VALUES: list[Any] = [
     None, True, False, 0, 1, 2, -1, 1.0, 0.0, -0.0, 1.5, 2.0, -3.0, 1e18, 1e300, 2**63, 2**70, float("inf"),
@@ -29,7 +29,7 @@ def by_pydantic(kind: Any, value: Any) -> Any:
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:24])
 def test_a_value_is_read_as_pydantic_reads_it(value: Any) -> None:
-    assert (lax.truth(value), lax.whole(value)) == (by_pydantic(bool, value), by_pydantic(int, value))
+    assert (lax_values.truth(value), lax_values.whole(value)) == (by_pydantic(bool, value), by_pydantic(int, value))
 
 
 HI: Any = [{"role": "user", "content": "hi"}]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from ratchet.proxy.access.limits import Bucket, Hold, Meter, estimate
-from ratchet.proxy.settings import hash_key
-from ratchet.store import Store
+from ratchet.proxy.api_keys import hash_key
+from ratchet.proxy.coordinator.limits.rate_limits import Bucket, Hold, Meter, estimate
+from ratchet.store.store import Store
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import eventually, leave
 from tests.proxy.conftest import Proxy, Start
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import eventually, leave
 from tests.proxy.test_keys import bearer, made
 
 USER: Any = {"role": "user", "content": "hi"}

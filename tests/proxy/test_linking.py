@@ -8,16 +8,16 @@ from typing import Any
 import openai
 import pytest
 
+from ratchet.proxy.coordinator.linking.linker import Links
 from ratchet.proxy.errors import BadRequest
-from ratchet.proxy.linking.leaf import Attempt, Evidence, Leaf, Link, Sequence32
-from ratchet.proxy.linking.links import Links
-from ratchet.proxy.linking.traces import traces
-from ratchet.store import messages as canon
+from ratchet.proxy.messages.link_records import Attempt, Evidence, Leaf, Link, Sequence32
+from ratchet.proxy.messages.text_fingerprints import traces
+from ratchet.store.content import messages as canon
 from ratchet.store.records import OpenLeaf, pack_ids, unpack_ids
 from ratchet.store.states import CallState
+from tests.harness.proxy.scripted_vllm import ScriptedVllm, render
+from tests.harness.proxy.servers import eventually
 from tests.proxy.conftest import Proxy, Start
-from tests.proxy.scripted_vllm import ScriptedVllm, render
-from tests.proxy.servers import eventually
 
 Message = dict[str, Any]
 USER: Message = {"role": "user", "content": "hi"}

@@ -6,10 +6,10 @@ from hashlib import blake2b
 
 import pytest
 
-from ratchet.proxy.linking.leaf import Leaf, Sequence32
-from ratchet.proxy.linking.links import Links
-from ratchet.proxy.linking.names import names
-from ratchet.store import messages as canon
+from ratchet.proxy.coordinator.linking.linker import Links
+from ratchet.proxy.coordinator.linking.trajectory_names import names
+from ratchet.proxy.messages.link_records import Leaf, Sequence32
+from ratchet.store.content import messages as canon
 from tests.proxy.test_linking import NEXT, REPLY, USER, asked
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.proxy.linking.links import Links
+from ratchet.proxy.coordinator.linking.linker import Links
 from tests.proxy.test_linking import NEXT, USER, Message, answered, asked, tool_reply
 
 LONG = "The budget of the spring meeting is 4,300, as the treasurer's second message says."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ratchet.proxy.operator import MOST_TOKENS
-from ratchet.store import Store
+from ratchet.proxy.coordinator.operator_api.routes import MOST_TOKENS
+from ratchet.store.store import Store
+from tests.harness.records import begun, ended
 from tests.proxy.conftest import Proxy
-from tests.records import begun, ended
 
 REPLY = {"role": "assistant", "content": "Oslo"}
 LONG = [7] * (MOST_TOKENS // 4)

@@ -12,7 +12,7 @@ from typing import IO, Any
 import httpx
 import pytest
 
-from tests.proxy.servers import ROOT, ProxyProcess, eventually
+from tests.harness.proxy.servers import ROOT, ProxyProcess, eventually
 
 CALL = "/v1/chat/completions"
 _PIPES: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

@@ -12,9 +12,9 @@ import httpx
 import psutil
 import pytest
 
-from ratchet.store import Store, open_store
-from tests.proxy.servers import ProxyProcess, eventually
-from tests.records import TOOLS
+from ratchet.store.store import Store, open_store
+from tests.harness.proxy.servers import ProxyProcess, eventually
+from tests.harness.records import TOOLS
 
 
 def say(http: httpx.Client, name: str, system: str) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ratchet.proxy.inflate import inflated
+from ratchet.proxy.worker.http.decompression import inflated
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.conftest import Proxy, Start
-from tests.proxy.scripted_vllm import ScriptedVllm
 
 BODY: dict[str, Any] = {"model": "agent", "messages": [{"role": "user", "content": "#say=hello"}]}
 

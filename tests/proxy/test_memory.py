@@ -11,8 +11,8 @@ import httpx
 import psutil
 import pytest
 
-from ratchet.proxy.recording.known import Known
-from tests.proxy.servers import ProxyProcess, eventually
+from ratchet.proxy.worker.call.durable_messages import Known
+from tests.harness.proxy.servers import ProxyProcess, eventually
 
 BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 

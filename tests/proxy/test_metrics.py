@@ -13,9 +13,9 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from ratchet.trainer.metrics import Metrics as TrainerMetrics
+from ratchet.trainer.observability.metrics import Metrics as TrainerMetrics
+from tests.harness.proxy.servers import ROOT, eventually
 from tests.proxy.conftest import Proxy, Start
-from tests.proxy.servers import ROOT, eventually
 
 CALL = "/v1/chat/completions"
 

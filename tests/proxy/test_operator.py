@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ratchet.store.records import Verdict
+from tests.harness.records import answered_trajectory, judged_group
 from tests.proxy.conftest import Proxy
-from tests.records import answered_trajectory, judged_group
 
 USER: Any = {"role": "user", "content": "hi"}
 

@@ -13,12 +13,12 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from ratchet.proxy.errors import StartError
+from ratchet.proxy.model_list import ModelEntry
 from ratchet.proxy.settings import ProxySettings
-from ratchet.proxy.upstreams.model_list import ModelEntry
 from ratchet.store.records import Call
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import served
 from tests.proxy.conftest import Proxy, Start
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import served
 
 KEY = "sk-judge-0123456789"
 OPENAI_FIELDS = {

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import Store
+from ratchet.store.content.prompt_substitution import with_prompt
 from ratchet.store.records import Policy, unpack_ids
-from ratchet.store.swapping import with_prompt
-from ratchet.store.tuning_records import Rollout
+from ratchet.store.records.tuning import Rollout
+from ratchet.store.store import Store
+from tests.harness.proxy.scripted_scale_out import ScriptedScaleOut
+from tests.harness.proxy.scripted_vllm import ScriptedVllm, render
+from tests.harness.proxy.servers import eventually, served
 from tests.proxy.conftest import Proxy, running
-from tests.proxy.scripted_scale_out import ScriptedScaleOut
-from tests.proxy.scripted_vllm import ScriptedVllm, render
-from tests.proxy.servers import eventually, served
 
 PROMPT = "Answer in rhymes."
 USER: dict[str, Any] = {"role": "user", "content": "hi #say=hello"}

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from ratchet.proxy.linking import quotes
-from ratchet.proxy.linking.by_name import ByName
-from ratchet.proxy.linking.leaf import Leaf, Sequence32
-from ratchet.proxy.linking.leaves import Leaves
-from ratchet.proxy.linking.likeness import choose, shared_runs
-from ratchet.proxy.linking.links import Links
-from ratchet.proxy.linking.quote_index import QuoteIndex, TooMuchWork, Work
-from ratchet.proxy.linking.traces import ANCHOR, LEAST, Traces, quote_of
-from ratchet.store import messages as canon
+from ratchet.proxy.coordinator.linking import quote_match
+from ratchet.proxy.coordinator.linking.fuzzy_match import choose, shared_runs
+from ratchet.proxy.coordinator.linking.leaf_index import Leaves
+from ratchet.proxy.coordinator.linking.leaves_by_name import ByName
+from ratchet.proxy.coordinator.linking.linker import Links
+from ratchet.proxy.coordinator.linking.quote_index import QuoteIndex, TooMuchWork, Work
+from ratchet.proxy.messages.link_records import Leaf, Sequence32
+from ratchet.proxy.messages.text_fingerprints import ANCHOR, LEAST, Traces, quote_of
+from ratchet.store.content import messages as canon
 from tests.proxy.test_linking import USER, Message, answered, asked
 
 PIECES = [
@@ -121,7 +121,7 @@ def test_the_index_finds_what_a_plain_search_finds(seed: int) -> None:
         known = known[4:]
         messages = prompt_of(rng, [words for one in said for words, _ in one])
         keys = canon.link_keys(messages)
-        leaf, by_assistant, _ = quotes.quoted(leaves, messages, keys, lambda leaf: True)
+        leaf, by_assistant, _ = quote_match.quoted(leaves, messages, keys, lambda leaf: True)
         wanted = plainly(known, messages, keys)
         assert (leaf, by_assistant if leaf else False) == (wanted[0], wanted[1] if wanted[0] else False)
         found += leaf is not None
@@ -204,7 +204,7 @@ def test_a_prompt_that_repeats_how_we_begin_without_end_is_no_evidence_and_soon_
     leaves = Leaves()
     leaves.add(leaf_of(1, [('"' * 4000, False)], random.Random(0)))
     prompt = [{"role": "user", "content": '"' * 140_000}]
-    assert quotes.quoted(leaves, prompt, canon.link_keys(prompt), lambda leaf: True)[0] is None
+    assert quote_match.quoted(leaves, prompt, canon.link_keys(prompt), lambda leaf: True)[0] is None
 
 
 def test_under_one_name_the_oldest_are_forgotten_first() -> None:

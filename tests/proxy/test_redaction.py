@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ratchet.proxy.access.patterns import BUILT_IN, Patterns
+from ratchet.proxy.redaction.patterns import BUILT_IN, Patterns
 from ratchet.proxy.settings import ProxySettings
-from ratchet.store import Store
+from ratchet.store.store import Store
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.conftest import Proxy, Start, running
-from tests.proxy.scripted_vllm import ScriptedVllm
 
 EVERY = Patterns(BUILT_IN, {"badge": r"EMP-\d{6}"})
 MAIL = "jane.roe@example.org"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.proxy.feedback import BODY_LIMIT
+from ratchet.proxy.coordinator.operator_api.feedback import BODY_LIMIT
 from tests.proxy.conftest import Proxy, Start
 
 SECRET = "sesame-7f3a"

@@ -8,12 +8,12 @@ from typing import Any
 import openai
 import pytest
 
-from ratchet.store import Store
 from ratchet.store.records import Call, unpack_ids
 from ratchet.store.states import CallState
+from ratchet.store.store import Store
+from tests.harness.proxy.scripted_vllm import END, ScriptedVllm
+from tests.harness.proxy.servers import eventually
 from tests.proxy.conftest import Proxy, running
-from tests.proxy.scripted_vllm import END, ScriptedVllm
-from tests.proxy.servers import eventually
 
 TOOLS: Any = [{"type": "function", "name": "search", "parameters": {"type": "object"}, "strict": False}]
 

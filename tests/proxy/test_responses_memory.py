@@ -7,12 +7,13 @@ import gc
 
 import pytest
 
-from ratchet.proxy.dialects.responses_memory import ResponseMemory, Turn
-from ratchet.proxy.dialects.responses_teller import response_id
+from ratchet.proxy.coordinator.conversations.conversation_cache import ResponseMemory
+from ratchet.proxy.coordinator.shipping.record_lookups import Lookups
+from ratchet.proxy.dialects.conversation import Turn
+from ratchet.proxy.dialects.responses_renderer import response_id
 from ratchet.proxy.errors import NotFound
-from ratchet.proxy.recording.others import Lookups
-from ratchet.store import Store
-from tests.records import answered_trajectory, begun
+from ratchet.store.store import Store
+from tests.harness.records import answered_trajectory, begun
 
 LIMIT = 50_000
 

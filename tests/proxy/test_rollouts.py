@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from ratchet.proxy.tuning.rollouts import Rollouts
-from ratchet.store import Store
-from ratchet.store.database import connect
+from ratchet.proxy.coordinator.rollouts.rollout_plans import Rollouts
+from ratchet.store.db.engine import connect
 from ratchet.store.errors import UnknownRecord
 from ratchet.store.ids import new_id
-from ratchet.store.tuning_records import Rollout
+from ratchet.store.records.tuning import Rollout
+from ratchet.store.store import Store
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import eventually, served
 from tests.proxy.conftest import Proxy, Start
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import eventually, served
 from tests.proxy.test_keys import bearer, made
 from tests.proxy.test_other_models import PlainServer, entry
 from tests.proxy.test_policy import candidate, promote

@@ -15,12 +15,13 @@ from typing import Any
 import httpx
 import pytest
 
-from ratchet.proxy.settings import ProxySettings, hash_key
-from ratchet.store import open_store
+from ratchet.proxy.api_keys import hash_key
+from ratchet.proxy.settings import ProxySettings
 from ratchet.store.states import KeyScope
+from ratchet.store.store import open_store
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import ProxyProcess, eventually, served
 from tests.proxy.conftest import Proxy, Start
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import ProxyProcess, eventually, served
 
 KEYS = {who: f"rk-{who}-{hashlib.sha256(who.encode()).hexdigest()}" for who in ("agent", "stored", "operator", "wrong")}
 UPSTREAM_KEY = "sk-upstream-" + hashlib.sha256(b"upstream").hexdigest()

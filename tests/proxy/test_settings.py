@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from ratchet.proxy.api_keys import hash_key
 from ratchet.proxy.errors import StartError
 from ratchet.proxy.server import serve
-from ratchet.proxy.settings import ProxySettings, hash_key
+from ratchet.proxy.settings import ProxySettings
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import ROOT
 from tests.proxy.conftest import Proxy, Start
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import ROOT
 
 VALUES: Any = {"upstreams": ("http://127.0.0.1:1",), "model": "agent", "store": "s.db", "journal": Path("j")}
 
@@ -186,7 +187,7 @@ def test_the_proxy_imports_no_torch_and_less_of_its_own_than_of_its_libraries() 
     program = (
         f"import sys, time; import {libraries}; libraries = time.process_time(); "
         "import ratchet.proxy.app, ratchet.proxy.server; own = time.process_time() - libraries; "
-        "import ratchet.proxy.operator; print(own / libraries); "
+        "import ratchet.proxy.coordinator.operator_api.routes; print(own / libraries); "
         "sys.exit('torch' in sys.modules or 'ratchet.trainer' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -13,22 +13,24 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from ratchet.proxy.dialects.responses_memory import ResponseMemory
-from ratchet.proxy.dialects.responses_teller import response_id
+from ratchet.proxy.api_keys import hash_key
+from ratchet.proxy.coordinator.conversations.conversation_cache import ResponseMemory
+from ratchet.proxy.coordinator.linking.linker import Links
+from ratchet.proxy.coordinator.linking.unanswered_attempts import RETRIED_WITHIN, Attempts
+from ratchet.proxy.coordinator.shipping.record_lookups import Lookups
+from ratchet.proxy.dialects.responses_renderer import response_id
 from ratchet.proxy.errors import NotFound
-from ratchet.proxy.linking.attempts import RETRIED_WITHIN, Attempts
-from ratchet.proxy.linking.leaf import Attempt, Leaf, Link, Sequence32
-from ratchet.proxy.linking.links import Links
-from ratchet.proxy.linking.traces import traces
-from ratchet.proxy.recording.others import Lookups
-from ratchet.proxy.settings import ProxySettings, hash_key
-from ratchet.proxy.shares import Shares
-from ratchet.store import Store, ids
-from ratchet.store import messages as canon
+from ratchet.proxy.messages.link_records import Attempt, Leaf, Link, Sequence32
+from ratchet.proxy.messages.text_fingerprints import traces
+from ratchet.proxy.runtime.byte_quotas import Shares
+from ratchet.proxy.settings import ProxySettings
+from ratchet.store import ids
+from ratchet.store.content import messages as canon
+from ratchet.store.store import Store
+from tests.harness.proxy.servers import eventually
+from tests.harness.records import begun
 from tests.proxy.conftest import Start
-from tests.proxy.servers import eventually
 from tests.proxy.test_linking import NEXT, USER, Message, asked, tool_reply
-from tests.records import begun
 
 HOSTILE, OTHER = "0123456789abcdef", "fedcba9876543210"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.shipping import carry, continuing, journal, opening
-from ratchet.store import open_store
 from ratchet.store.states import CallState
-from ratchet.store.verification import verify
+from ratchet.store.store import open_store
+from ratchet.store.verify import verify
 
 
 def test_every_call_of_the_benchmark_is_in_the_store(tmp_path: Path) -> None:

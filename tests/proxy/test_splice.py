@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from ratchet.proxy.exact.chat_templates import Template
 from ratchet.proxy.exact.splice import NOTHING, Context, Fork, first_after_change, splice, tail_after_change
-from ratchet.proxy.exact.templates import Template
 from ratchet.store.records import pack_ids, unpack_ids
 
 END = 99  # ends a turn

@@ -9,19 +9,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from ratchet.proxy.observing.metrics import Metrics
-from ratchet.proxy.observing.tool_checks import ToolChecks, ToolCount
-from ratchet.proxy.observing.tool_counts import ToolCounts
-from ratchet.proxy.observing.tool_results import result_of
-from ratchet.proxy.observing.toolset import Toolset
-from ratchet.store import Store
+from ratchet.proxy.coordinator.tool_checks.checker import ToolChecks, ToolCount
+from ratchet.proxy.coordinator.tool_checks.tool_counts import ToolCounts
+from ratchet.proxy.coordinator.tool_checks.tool_results import result_of
+from ratchet.proxy.coordinator.tool_checks.toolset import Toolset
+from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.store.records.tool_calls import ToolTally
 from ratchet.store.states import CallState, ToolOutcome
-from ratchet.store.tool_records import ToolTally
+from ratchet.store.store import Store
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import served
+from tests.harness.records import begun, ended
 from tests.proxy.conftest import Proxy
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import served
 from tests.proxy.test_metrics import value
-from tests.records import begun, ended
 
 CALL = "/v1/chat/completions"
 PARAMETERS = {

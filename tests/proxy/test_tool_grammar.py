@@ -9,7 +9,7 @@ import pytest
 
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.records import Call
-from ratchet.trainer.learning.rows import why_untrainable
+from ratchet.trainer.rows.build_rows import why_untrainable
 from tests.proxy.conftest import Proxy, Start
 
 USER: Any = [{"role": "user", "content": "hi"}]

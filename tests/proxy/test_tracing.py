@@ -14,11 +14,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.errors import StartError
-from ratchet.proxy.observing.tracing import spans_for
-from ratchet.store import Store
+from ratchet.proxy.worker.call.tracing import spans_for
+from ratchet.store.store import Store
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import eventually, served
 from tests.proxy.conftest import Start, running
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import eventually, served
 
 CALL = "/v1/chat/completions"
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"

@@ -12,15 +12,15 @@ from typing import Any
 import httpx
 import pytest
 
-from ratchet.proxy.observing.metrics import Metrics
-from ratchet.proxy.upstreams.breaker import Breaker, State
-from ratchet.proxy.upstreams.pool import Pool, Replica
-from ratchet.proxy.upstreams.probes import Probes
-from ratchet.store import Store
+from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.upstreams.circuit_breaker import Breaker, State
+from ratchet.proxy.upstreams.replica_pool import Pool, Replica
+from ratchet.proxy.upstreams.replica_probes import Probes
+from ratchet.store.store import Store
+from tests.harness.proxy.raw_upstream import http, raw_upstream
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import VllmProcess, eventually, served
 from tests.proxy.conftest import Proxy, Start
-from tests.proxy.raw_upstream import http, raw_upstream
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import VllmProcess, eventually, served
 from tests.proxy.test_policy import promote
 
 URLS = [f"http://replica-{number}" for number in range(4)]

@@ -15,14 +15,14 @@ import pytest
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from ratchet.proxy.access.connections import Connection, Connections
 from ratchet.proxy.errors import NotReady
-from ratchet.proxy.observing.metrics import Metrics
-from ratchet.proxy.recording.bell import Bell
-from ratchet.proxy.recording.journal import Journal
-from ratchet.proxy.vitals import Vitals
-from tests import records
-from tests.proxy.servers import ROOT, eventually
+from ratchet.proxy.journal.journal import Journal
+from ratchet.proxy.runtime.critical_tasks import Vitals
+from ratchet.proxy.telemetry.alarm_queue import Bell
+from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.worker.http.connections import Connection, Connections
+from tests.harness import records
+from tests.harness.proxy.servers import ROOT, eventually
 
 _PROXY = """
 import asyncio, ctypes, json, sys, threading

@@ -17,17 +17,17 @@ import psutil
 import pytest
 import sqlalchemy as sa
 
-from ratchet.proxy.observing.metrics import Metrics
-from ratchet.proxy.recording.bell import Bell
-from ratchet.proxy.recording.carrier import Carried, Piece, Porter
-from ratchet.proxy.recording.journal import Journal
-from ratchet.proxy.recording.others import MOST_WAITING
-from ratchet.proxy.recording.shipper import Shipper
-from ratchet.store import Store
+from ratchet.proxy.coordinator.shipping.record_lookups import MOST_WAITING
+from ratchet.proxy.coordinator.shipping.shipper import Shipper
+from ratchet.proxy.coordinator.shipping.store_writer import Carried, Piece, Porter
+from ratchet.proxy.journal.journal import Journal
+from ratchet.proxy.telemetry.alarm_queue import Bell
+from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.store.ids import new_id
-from tests import records
+from ratchet.store.store import Store
+from tests.harness import records
+from tests.harness.proxy.servers import ProxyProcess, eventually
 from tests.proxy.conftest import Proxy
-from tests.proxy.servers import ProxyProcess, eventually
 
 CHAT = "/v1/chat/completions"
 

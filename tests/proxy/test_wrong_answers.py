@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import open_store
 from ratchet.store.states import CallState
+from ratchet.store.store import open_store
+from tests.harness.proxy.raw_upstream import RawUpstream, http, raw_upstream, stream
 from tests.proxy.conftest import Proxy, running
-from tests.proxy.raw_upstream import RawUpstream, http, raw_upstream, stream
 
 MESSAGE = {"role": "assistant", "content": "ok"}
 CALLS: dict[str, dict[str, Any]] = {

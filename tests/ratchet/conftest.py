@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ratchet.project import Project
+from tests.harness.cli.project import Project
 
 
 @pytest.fixture(autouse=True, scope="session")

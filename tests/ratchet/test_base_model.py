@@ -6,10 +6,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from ratchet.store import open_store
-from tests.ratchet.project import Project
+from ratchet.store.store import open_store
+from tests.harness.cli.project import Project
+from tests.harness.records import begun, ended
 from tests.ratchet.test_up import finish
-from tests.records import begun, ended
 
 
 def record_something(project: Project) -> None:

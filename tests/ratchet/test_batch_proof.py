@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ratchet.batch_proof import prove_batches
-from ratchet.trainer.publishing.engine import Replica
-from tests.proxy.servers import served
-from tests.ratchet.mixing_engine import MixingEngine
+from ratchet.checks.mixed_batch_check import prove_batches
+from ratchet.trainer.adapters.vllm_api import Replica
+from tests.harness.cli.mixing_engine import MixingEngine
+from tests.harness.proxy.servers import served
 
 PROBES = [(1, 2, 3), (4, 5)]
 

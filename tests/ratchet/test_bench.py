@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Send
 
+from ratchet.bench.latency_statistics import added, figures, interval
+from ratchet.bench.timed_calls import Block, Call
 from ratchet.cli import run
-from ratchet.measuring.calls import Block, Call
-from ratchet.measuring.figures import added, figures, interval
-from ratchet.store import Store, open_store
-from ratchet.terminal import Lines
+from ratchet.output.progress_bars import Lines
+from ratchet.store.store import Store, open_store
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import eventually, served
 from tests.proxy.conftest import running
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import eventually, served
 
 
 class FailingOnce(ScriptedVllm):

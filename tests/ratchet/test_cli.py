@@ -15,15 +15,15 @@ from pathlib import Path
 import click
 import pytest
 
+from ratchet.checks.doctor import keys_wanted
 from ratchet.cli import cli
-from ratchet.doctor import keys_wanted
-from ratchet.running import pidfile
-from ratchet.store import open_store
-from ratchet.store.columns import pack_hash
-from ratchet.store.database import HEAD
+from ratchet.store.db.column_types import pack_hash
+from ratchet.store.db.engine import HEAD
 from ratchet.store.records import Door
 from ratchet.store.states import KeyScope
-from tests.ratchet.project import ROOT, Project
+from ratchet.store.store import open_store
+from ratchet.supervisor import pidfile
+from tests.harness.cli.project import ROOT, Project
 
 HEAVY = ("torch", "transformers", "trl", "peft", "vllm", "matplotlib")
 
@@ -50,7 +50,8 @@ def test_help_answers_in_under_half_a_second() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["ratchet.cli", "ratchet.proxy.server", "ratchet.store", "ratchet.settings", "ratchet.running.supervisor"]
+    "module",
+    ["ratchet.cli", "ratchet.proxy.server", "ratchet.store", "ratchet.settings", "ratchet.supervisor.supervisor"],
 )
 def test_light_modules_import_nothing_heavy(module: str) -> None:
     script = f"import sys, {module}; print(*(name for name in {HEAVY} if name in sys.modules))"

@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 
-from ratchet.running.engine import CPU_PLUGIN, plan
 from ratchet.settings import Settings
-from tests.ratchet.project import ROOT
+from ratchet.supervisor.vllm_command import CPU_PLUGIN, plan
+from tests.harness.cli.project import ROOT
 
-POLICY = ROOT / "examples" / "email_search" / "policy"
+POLICY = ROOT / "ratchet" / "demo" / "email_search" / "policy"
 # Two slots, of which the second holds an adapter; a token of it, and one without an adapter.
 PROGRAM = """
 import json

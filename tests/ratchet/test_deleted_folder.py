@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.folders import StateFolder
-from ratchet.running import whereabouts
-from tests.ratchet.project import Project, is_alive
+from ratchet.settings.state_folder import StateFolder
+from ratchet.supervisor import user_pidfile
+from tests.harness.cli.project import Project, is_alive
 
 
 def test_a_project_whose_folder_was_deleted_is_named_refused_and_ended(project: Project) -> None:
@@ -37,14 +37,14 @@ def test_a_project_whose_folder_was_deleted_is_named_refused_and_ended(project: 
 def test_a_folder_of_another_user_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     state = StateFolder(tmp_path / "state")
-    whereabouts.write(state)
+    user_pidfile.write(state)
     (folder,) = tmp_path.glob("ratchet-*")
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert whereabouts.orphaned_pid(state) is not None
+    assert user_pidfile.orphaned_pid(state) is not None
     folder.chmod(0o777)  # anybody could have written it
-    assert whereabouts.running(state) is None
-    whereabouts.write(state)
-    whereabouts.remove(state)
+    assert user_pidfile.running(state) is None
+    user_pidfile.write(state)
+    user_pidfile.remove(state)
     folder.chmod(0o700)
-    whereabouts.remove(state)
-    assert whereabouts.running(state) is None
+    user_pidfile.remove(state)
+    assert user_pidfile.running(state) is None

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ratchet.demo.report import look_further
-from ratchet.running.leftovers import kill_tree
-from tests.ratchet.project import ROOT, SCRIPTED_VLLM, wait_for
+from ratchet.demo.demo_report import look_further
+from ratchet.supervisor.leftover_processes import kill_tree
+from tests.harness.cli.project import ROOT, SCRIPTED_VLLM, wait_for
 
 
 class DemoRun:

@@ -8,19 +8,19 @@ import psutil
 import pytest
 
 from ratchet.errors import GpuBusy, SettingsError
-from ratchet.running import engine, gpus, rooms
 from ratchet.settings import load
-from ratchet.trainer.devices import VARIABLE
-from tests.ratchet.project import Project
+from ratchet.supervisor import gpu_memory, services, vllm_command
+from ratchet.trainer.settings.devices import VARIABLE
+from tests.harness.cli.project import Project
 
-JUDGE = "tests.trainer.tuning.judges:exact"
+JUDGE = "tests.harness.tuner.judges:exact"
 Environments = dict[str, dict[str, str]]
 
 
 def environments(project: Project) -> Environments:
     """What each room of the project would be started with."""
     settings = load(project.folder / "ratchet.yaml", environ={})
-    found = rooms.plan(settings, config=project.folder / "resolved.yaml").rooms
+    found = services.plan(settings, config=project.folder / "resolved.yaml").rooms
     return {room.name: dict(room.environment) for room in found}
 
 
@@ -69,8 +69,8 @@ def test_what_is_no_device_is_told(project: Project, devices: str) -> None:
 def test_hidden_gpus_are_none(project: Project) -> None:
     project.write(vllm={**project.content["vllm"], "devices": ""})
     settings = load(project.folder / "ratchet.yaml", environ={})
-    assert not engine.sees_a_gpu(settings)
-    assert "--enforce-eager" in str(engine.plan(settings, 8235))
+    assert not vllm_command.sees_a_gpu(settings)
+    assert "--enforce-eager" in str(vllm_command.plan(settings, 8235))
 
 
 @pytest.fixture
@@ -93,19 +93,19 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("devices", [None, "0", "GPU-aaa", "0,1"])
 def test_a_busy_gpu_is_reported_with_the_pid_that_holds_it(devices: str | None) -> None:
     with pytest.raises(GpuBusy, match=r"GPU 0 has 19000 of 80000 MiB free .* pid 4711 \(python, 60990 MiB\)"):
-        gpus.check_free(devices, 0.5)
+        gpu_memory.check_free(devices, 0.5)
 
 
 @pytest.mark.usefixtures("nvidia_smi")
 def test_a_gpu_with_room_is_taken() -> None:
-    gpus.check_free("1", 0.9)
-    gpus.check_free("0", 0.2)
+    gpu_memory.check_free("1", 0.9)
+    gpu_memory.check_free("0", 0.2)
 
 
 def test_several_processes_of_the_trainer_are_started_by_the_launcher(project: Project) -> None:
     project.write(trainer={"judge": JUDGE, "processes": 3})
     settings = load(project.folder / "ratchet.yaml", environ={})
-    room = rooms.plan(settings, config=project.folder / "resolved.yaml").rooms[-1]
+    room = services.plan(settings, config=project.folder / "resolved.yaml").rooms[-1]
     told = " ".join(room.command[1:])
     assert "-m accelerate.commands.launch --multi_gpu --num_processes 3" in told
     assert told.endswith("-m ratchet --config " + str(project.folder / "resolved.yaml") + " trainer")

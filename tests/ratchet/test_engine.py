@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ratchet.errors import EngineMissing, ModelMissing, SettingsError
-from ratchet.running import engine
 from ratchet.settings import Settings, load
-from tests.ratchet.project import Project
+from ratchet.supervisor import vllm_command
+from tests.harness.cli.project import Project
 
 
 def settings(base_model: str, **vllm: object) -> Settings:
@@ -38,12 +38,12 @@ def test_the_tool_parser_follows_the_template_then_the_family(
     (tmp_path / "config.json").write_text(json.dumps(config))
     if template:
         (tmp_path / "chat_template.jinja").write_text(template)
-    assert engine.tool_call_parser(str(tmp_path)) == parser
+    assert vllm_command.tool_call_parser(str(tmp_path)) == parser
 
 
 def test_a_hub_name_tells_its_family() -> None:
-    assert engine.tool_call_parser("Qwen/Qwen2.5-0.5B-Instruct") == "hermes"
-    assert engine.tool_call_parser("meta-llama/Llama-3.2-1B-Instruct") == "llama3_json"
+    assert vllm_command.tool_call_parser("Qwen/Qwen2.5-0.5B-Instruct") == "hermes"
+    assert vllm_command.tool_call_parser("meta-llama/Llama-3.2-1B-Instruct") == "llama3_json"
 
 
 def test_vllm_holds_no_tool_calls_to_a_grammar_unless_it_is_told_to_and_the_proxy_knows(project: Project) -> None:
@@ -52,7 +52,7 @@ def test_vllm_holds_no_tool_calls_to_a_grammar_unless_it_is_told_to_and_the_prox
     told = strict | {"extra_args": ["--tool-strict-level", "function"]}
     for own, variable, level in ((dict[str, Any](), "0", "off"), (strict, "1", "auto"), (told, "1", "function")):
         chosen = settings(model, **own)
-        environment = engine.plan(chosen, 8235, gpu=False).environment
+        environment = vllm_command.plan(chosen, 8235, gpu=False).environment
         assert environment["VLLM_ENFORCE_STRICT_TOOL_CALLING"] == variable
         assert chosen.proxy_settings({}).tool_strict_level == level
     elsewhere = settings(model).proxy_settings({}, upstreams=("http://127.0.0.1:1",))
@@ -62,7 +62,7 @@ def test_vllm_holds_no_tool_calls_to_a_grammar_unless_it_is_told_to_and_the_prox
 
 
 def test_the_command_allows_adapters_at_run_time_and_keeps_the_models_sampling_out(project: Project) -> None:
-    plan = engine.plan(settings(str(project.folder / "model"), max_loras=3), 8235, gpu=False)
+    plan = vllm_command.plan(settings(str(project.folder / "model"), max_loras=3), 8235, gpu=False)
     command = str(plan)
     assert command.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=True")
     for part in (
@@ -80,13 +80,13 @@ def test_the_command_allows_adapters_at_run_time_and_keeps_the_models_sampling_o
 
 
 def test_a_gpu_shares_its_memory_with_the_trainer(project: Project) -> None:
-    command = str(engine.plan(settings(str(project.folder / "model")), 8235, gpu=True))
+    command = str(vllm_command.plan(settings(str(project.folder / "model")), 8235, gpu=True))
     assert "--gpu-memory-utilization 0.5" in command
     assert "--enforce-eager" not in command
 
 
 def test_the_users_own_arguments_come_last(project: Project) -> None:
-    plan = engine.plan(settings(str(project.folder / "model"), extra_args=("--seed", "3")), 8235, gpu=False)
+    plan = vllm_command.plan(settings(str(project.folder / "model"), extra_args=("--seed", "3")), 8235, gpu=False)
     assert plan.arguments[-2:] == ("--seed", "3")
 
 
@@ -97,12 +97,12 @@ def test_the_users_own_arguments_come_last(project: Project) -> None:
 def test_a_folder_that_is_no_model_is_told_by_what_it_lacks(project: Project, missing: str, told: str) -> None:
     (project.folder / "model" / missing).unlink()
     with pytest.raises(ModelMissing, match=told):
-        engine.check_model(str(project.folder / "model"))
+        vllm_command.check_model(str(project.folder / "model"))
 
 
 def test_a_vllm_that_cannot_be_started_is_told(project: Project) -> None:
     with pytest.raises(EngineMissing, match=r"vllm\.command: /nowhere/vllm was not found"):
-        engine.check_installed(settings(str(project.folder / "model"), command=("/nowhere/vllm",)))
+        vllm_command.check_installed(settings(str(project.folder / "model"), command=("/nowhere/vllm",)))
 
 
 @pytest.mark.parametrize("name", ["./models/mine", "~/no-such-model", "/no/such/model", "models/mine"])
@@ -110,14 +110,14 @@ def test_what_looks_like_a_path_must_be_there(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     with pytest.raises(ModelMissing, match="there is no such folder, looked for at /"):
-        engine.check_model(name)
-    assert engine.check_model("other/mine") == "other/mine"
+        vllm_command.check_model(name)
+    assert vllm_command.check_model("other/mine") == "other/mine"
 
 
 def test_on_few_cores_the_engine_binds_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert engine.unbound_threads(2) == {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    assert engine.unbound_threads(64) == {}
+    assert vllm_command.unbound_threads(2) == {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    assert vllm_command.unbound_threads(64) == {}
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
-    assert engine.unbound_threads(2) == {}
+    assert vllm_command.unbound_threads(2) == {}

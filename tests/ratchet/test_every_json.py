@@ -17,13 +17,13 @@ import pytest
 
 import ratchet.cli
 from ratchet.cli import run
-from ratchet.store import open_store
 from ratchet.store.records import Feedback
-from ratchet.store.tuning_records import Rollout
+from ratchet.store.records.tuning import Rollout
+from ratchet.store.store import open_store
+from tests.harness.records import judged_group
+from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel
 from tests.ratchet.test_prompt_promotion import ended
-from tests.records import judged_group
-from tests.trainer.scripted_judge_model import ScriptedJudgeModel
-from tests.trainer.tuning.test_lessons import GOOD, tried
+from tests.tuner.test_lessons import GOOD, tried
 
 HERE = Path(__file__).parent
 

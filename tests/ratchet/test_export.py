@@ -12,10 +12,10 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
-from ratchet.store import open_store
 from ratchet.store.records import unpack_ids, unpack_logprobs
-from tests.ratchet.project import Project
-from tests.records import QUESTION, begun, ended, judged_group, tool_call
+from ratchet.store.store import open_store
+from tests.harness.cli.project import Project
+from tests.harness.records import QUESTION, begun, ended, judged_group, tool_call
 
 REPLIES = [tool_call(), {"role": "assistant", "content": "Oslo"}]
 

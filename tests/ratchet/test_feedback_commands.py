@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import Store, open_store
 from ratchet.store.records import Verdict
-from tests.ratchet.project import Project
-from tests.records import answered_trajectory, judged_group
+from ratchet.store.store import Store, open_store
+from tests.harness.cli.project import Project
+from tests.harness.records import answered_trajectory, judged_group
 
 STORE = ("--store", "said.db")
 

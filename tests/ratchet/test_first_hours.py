@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ratchet import status
-from ratchet.running import pidfile
 from ratchet.settings import load
-from ratchet.store import open_store
+from ratchet.status import project_status
 from ratchet.store.records import Door
-from tests.ratchet.project import Project
-from tests.records import judged_group
+from ratchet.store.store import open_store
+from ratchet.supervisor import pidfile
+from tests.harness.cli.project import Project
+from tests.harness.records import judged_group
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,13 @@ def test_a_process_that_has_just_ended_is_told_to_be_coming_back(
     rooms = {"vllm": 1, "proxy": 1}
     record = {"pid": os.getpid(), "ready": True, "rooms": rooms, "died": {}}
     (run / "running.json").write_text(json.dumps(record))
-    found = status.collect(load(project.folder / "ratchet.yaml", environ={}))
+    found = project_status.collect(load(project.folder / "ratchet.yaml", environ={}))
     assert found["rooms"]["vllm"]["state"] == "restarting"
     assert found["rooms"]["trainer"]["state"] == "stopped"  # it was never started
-    assert any("has ended; `ratchet up` starts it again" in line for line in status.lines(found))
+    assert any("has ended; `ratchet up` starts it again" in line for line in project_status.lines(found))
     given_up = {"vllm": {"count": 6, "reason": "no memory", "given_up": True}}
     (run / "running.json").write_text(json.dumps(record | {"died": given_up}))
-    found = status.collect(load(project.folder / "ratchet.yaml", environ={}))
+    found = project_status.collect(load(project.folder / "ratchet.yaml", environ={}))
     assert found["rooms"]["vllm"]["state"] == "stopped"
     (run / "up.pid").unlink()
 

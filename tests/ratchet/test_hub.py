@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.ports import free_port
-from tests.ratchet.project import Project
+from tests.harness.cli.project import Project
+from tests.harness.ports import free_port
 
 ANSWERS = {"acme/gated": (401, "GatedRepo"), "acme/empty": (404, "EntryNotFound"), "acme/right": (200, "")}
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import Store, open_store
 from ratchet.store.records import Group, Verdict
-from ratchet.store.tuning_records import Rollout
-from tests.ratchet.project import Project
-from tests.records import answered_trajectory
-from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
+from ratchet.store.records.tuning import Rollout
+from ratchet.store.store import Store, open_store
+from tests.harness.cli.project import Project
+from tests.harness.records import answered_trajectory
+from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 
 CAREFUL = "def judge(response):\n    return float(response.strip() == 'Oslo')\n"
 FOOLED = "def judge(response):\n    return float('Oslo' in response)\n"
@@ -77,8 +77,8 @@ def test_show_prints_what_was_asked_and_heard_and_cannot_steer_the_terminal(proj
         done = project.run("judge", "try", "t1", "t2", "--judge", "ruler.json", "--store", "judged.db")
     assert done.returncode == 0, done.stdout
     assert "\x1b" not in done.stdout
-    from ratchet.trainer.judges.make import make_judge
-    from ratchet.trainer.judges.settings import read_spec
+    from ratchet.trainer.controller.judges.make_judge import make_judge
+    from ratchet.trainer.settings.judge_specs import read_spec
 
     with ScriptedJudgeModel().running() as model:
         model.answers = [

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.doctor import Finding
-from ratchet.judge_proof import proof
-from ratchet.store import Store, open_store
-from ratchet.trainer.judges.function import FunctionJudge
-from tests.records import answered_trajectory
+from ratchet.checks.check_result import Finding
+from ratchet.checks.judge_quality_check import proof
+from ratchet.store.store import Store, open_store
+from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
+from tests.harness.records import answered_trajectory
 
 CODE = """
 def half(response):

@@ -6,10 +6,10 @@ import json
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ratchet.store import open_store
 from ratchet.store.records import Verdict
-from tests.ratchet.project import Project
-from tests.records import answered_trajectory, judged_group
+from ratchet.store.store import open_store
+from tests.harness.cli.project import Project
+from tests.harness.records import answered_trajectory, judged_group
 
 
 def scored(project: Project, version: int, score: float, count: int) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.ratchet.project import ROOT, is_alive, wait_for
+from tests.harness.cli.project import ROOT, is_alive, wait_for
 
 LEASH = ROOT / "ratchet" / "running" / "leash.py"
 READY = "print('ready', flush=True)"

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ratchet.folders import StateFolder
-from ratchet.running import pidfile
-from ratchet.running.leftovers import end_leftovers
+from ratchet.settings.state_folder import StateFolder
+from ratchet.supervisor import pidfile
+from ratchet.supervisor.leftover_processes import end_leftovers
 
 
 def test_a_running_process_is_found(tmp_path: Path) -> None:

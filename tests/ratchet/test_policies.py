@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.store import Store, open_store
-from ratchet.trainer.publishing import checkpoint
-from tests.ratchet.project import Project
-from tests.records import judged_group
+from ratchet.store.store import Store, open_store
+from ratchet.trainer.adapters import checkpoint
+from tests.harness.cli.project import Project
+from tests.harness.records import judged_group
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from ratchet.errors import PortBusy
-from ratchet.running import ports
+from ratchet.supervisor import ports
 
 
 def test_a_default_port_that_is_busy_moves_to_the_next_free_one() -> None:

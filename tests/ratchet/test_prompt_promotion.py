@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 import pytest
 
-from ratchet.prompt_tuning import candidate
-from ratchet.store import Store, open_store
 from ratchet.store.states import PolicyState
+from ratchet.store.store import Store, open_store
+from ratchet.tuning.tune_prompt import candidate
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import stat
 
 import pytest
 
-from ratchet.running import rooms, secrecy
-from ratchet.settings import load
-from tests.ratchet.project import Project
+from ratchet.settings import load, masking
+from ratchet.supervisor import services
+from tests.harness.cli.project import Project
 
 
 @pytest.mark.parametrize(
@@ -24,28 +24,28 @@ from tests.ratchet.project import Project
     ],
 )
 def test_only_the_password_of_a_store_is_hidden(url: str, shown: str) -> None:
-    assert secrecy.shown_store(url) == shown
-    assert secrecy.has_password(url) == (url != shown)
+    assert masking.shown_store(url) == shown
+    assert masking.has_password(url) == (url != shown)
 
 
 def test_variables_are_hidden_by_their_name() -> None:
     given = {"HF_TOKEN": "a", "aws_secret_access_key": "b", "DB_PASSWORD": "c", "TOKENIZERS_PARALLELISM": "false"}
-    assert set(secrecy.shown_variables(given).values()) == {"***", "false"}
+    assert set(masking.shown_variables(given).values()) == {"***", "false"}
 
 
 def test_secret_arguments_are_hidden_and_others_are_not() -> None:
     given = ["--api-key", "a", "b", "--hf-token=c", "--max-num-batched-tokens", "8", "--tokenizer", "t"]
     hidden = ["--api-key", "***", "***", "--hf-token=***", "--max-num-batched-tokens", "8", "--tokenizer", "t"]
-    assert list(secrecy.shown_arguments(given)) == hidden
+    assert list(masking.shown_arguments(given)) == hidden
 
 
 def test_the_stores_password_reaches_the_rooms_by_variable_and_no_file(project: Project) -> None:
     settings = load(project.folder / "ratchet.yaml", {("store",): ("--store", "postgresql://u:pw9@db/p")}, {})
-    plan = rooms.plan(settings, config=project.folder / "settings.yaml")
+    plan = services.plan(settings, config=project.folder / "settings.yaml")
     by_name = {room.name: room.environment for room in plan.rooms}
     assert by_name["proxy"]["RATCHET_STORE"] == "postgresql://u:pw9@db/p"
     assert "RATCHET_STORE" not in by_name["vllm"]
-    rooms.write_resolved(plan.settings, project.folder / "settings.yaml")
+    services.write_resolved(plan.settings, project.folder / "settings.yaml")
     written = project.folder / "settings.yaml"
     assert "pw9" not in written.read_text()
     again = load(written, environ=by_name["proxy"])

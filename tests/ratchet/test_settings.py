@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ratchet import addresses
+from ratchet import urls
 from ratchet.errors import SettingsError
 from ratchet.settings import Settings, load
-from ratchet.trainer.judges.settings import FunctionSpec
-from ratchet.trainer.tuning.imported_tasks import ImportedTasks
-from ratchet.trainer.tuning.tasks import TaskSet
+from ratchet.trainer.settings.judge_specs import FunctionSpec
+from ratchet.trainer.tasks.task_set import TaskSet
+from ratchet.tuner.tasks.imported import ImportedTasks
 
 
 def read(tmp_path: Path, text: str, **environ: str) -> Settings:
@@ -112,8 +112,8 @@ def test_an_ipv6_address_is_bracketed_wherever_it_stands_in_a_url(tmp_path: Path
     settings = read(tmp_path, "vllm: {host: '::1'}")
     assert settings.proxy_settings({}).upstreams == ("http://[::1]:8001",)
     assert settings.trainer_settings(base_model="m", judge="a:b").vllm == ("http://[::1]:8001",)
-    assert addresses.url("::", 80) == "http://[::1]:80"
-    assert addresses.url("0.0.0.0", 80) == "http://127.0.0.1:80"
+    assert urls.url("::", 80) == "http://[::1]:80"
+    assert urls.url("0.0.0.0", 80) == "http://127.0.0.1:80"
 
 
 def test_shadows_are_refused_beside_a_vllm_that_does_not_tell_whether_it_is_idle(tmp_path: Path) -> None:

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from ratchet.checks.resampling_check import prove_shadows, wants_shadows
 from ratchet.settings import Settings
-from ratchet.shadow_proof import prove_shadows, wants_shadows
-from ratchet.store import open_store
-from ratchet.trainer.shadowing.caller import KEY_VARIABLE
+from ratchet.store.store import open_store
+from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import eventually, served
+from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.proxy.conftest import running
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import eventually, served
 from tests.proxy.test_keys import made
-from tests.trainer.scripted_engine import ScriptedEngine
 
 SETTINGS = Settings.model_validate({"trainer": {"shadow": {"samples": 2}}})
 

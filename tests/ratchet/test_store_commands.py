@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.store import open_store
-from tests.ratchet.project import Project
-from tests.records import answered_trajectory, judged_group
+from ratchet.store.store import open_store
+from tests.harness.cli.project import Project
+from tests.harness.records import answered_trajectory, judged_group
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ratchet.project import Project
-from tests.ratchet.scripted_data_hub import hub_with
+from tests.harness.cli.project import Project
+from tests.harness.cli.scripted_data_hub import hub_with
 
 ROWS = [{"question": "What is 2 + 2?", "answer": "4"}, {"question": "What is 5 * 6?", "answer": "30"}]
 SHOWN = """\

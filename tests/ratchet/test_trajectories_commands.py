@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from ratchet.store import open_store
-from tests.ratchet.project import Project
-from tests.records import QUESTION, begun, ended, judged_group, tool_call
+from ratchet.store.store import open_store
+from tests.harness.cli.project import Project
+from tests.harness.records import QUESTION, begun, ended, judged_group, tool_call
 
 
 @pytest.fixture

@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import Store, open_store
 from ratchet.store.states import PolicyState
-from ratchet.trainer.tuning.results import read
+from ratchet.store.store import Store, open_store
+from ratchet.tuner.reports.tuning_result import read
+from tests.harness.cli.project import Project
+from tests.harness.proxy.servers import eventually, served
+from tests.harness.tuner import prompt_world
+from tests.harness.tuner.prompted_vllm import PromptedVllm
+from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
 from tests.proxy.conftest import Proxy, running
-from tests.proxy.servers import eventually, served
-from tests.ratchet.project import Project
-from tests.trainer.tuning import prompt_world
-from tests.trainer.tuning.prompted_vllm import PromptedVllm
-from tests.trainer.tuning.scripted_reflection_model import ScriptedReflectionModel
-from tests.trainer.tuning.test_prompt_mipro import mipro_python
+from tests.tuner.test_prompt_mipro import mipro_python
 
 ROOT = Path(__file__).parents[2]
-AGENT = "tests.trainer.tuning.world_agent"
+AGENT = "tests.harness.tuner.world_agent"
 
 
 @dataclass
@@ -176,7 +176,7 @@ def test_mipro_finds_it_too_through_the_same_command(circle: Circle) -> None:
 
 def test_the_light_environment_of_the_command_has_no_torch() -> None:
     program = (
-        "import sys; import ratchet.prompt_tuning, ratchet.trainer.tuning.prompt_run; print('torch' in sys.modules)"
+        "import sys; import ratchet.prompt_tuning, ratchet.tuner.prompts.prompt_run; print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import open_store
-from ratchet.trainer.tuning.comparison import compare
-from ratchet.trainer.tuning.prices import UNKNOWN, Spent
-from ratchet.trainer.tuning.results import Method, TuningResult, plain, task_set
-from tests.ratchet.project import Project
+from ratchet.store.store import open_store
+from ratchet.trainer.statistics.paired_comparison import compare
+from ratchet.tuner.reports.tuning_result import Method, TuningResult, plain, task_set
+from ratchet.tuner.rollouts.prices import UNKNOWN, Spent
+from tests.harness.cli.project import Project
 
 TASKS = [f"task{number}" for number in range(12)]
 

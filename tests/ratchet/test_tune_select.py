@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import Store, open_store
 from ratchet.store.states import RolloutState
-from ratchet.trainer.tuning.results import read
+from ratchet.store.store import Store, open_store
+from ratchet.tuner.reports.tuning_result import read
+from tests.harness.cli.project import Project
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import eventually, served
+from tests.harness.tuner.scripted_models import ScriptedModels, entry
 from tests.proxy.conftest import running
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import eventually, served
-from tests.ratchet.project import Project
-from tests.trainer.tuning.scripted_models import ScriptedModels, entry
 
 MODELS = ("right-95", "right-90", "right-20", "crash")
 PRICES = {
@@ -43,8 +43,8 @@ class Circle:
 
     def arguments(self, judge: str = "exact", **given: Any) -> list[str]:
         options = {
-            "tasks": "sums", "workflow": "tests.trainer.tuning.workflows:ask",
-            "judge": f"tests.trainer.tuning.judges:{judge}", **given,
+            "tasks": "sums", "workflow": "tests.harness.tuner.workflows:ask",
+            "judge": f"tests.harness.tuner.judges:{judge}", **given,
         }  # fmt: skip
         words = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items()]
         return [word for pair in words for word in pair]
@@ -105,7 +105,7 @@ def test_an_evaluation_of_two_ends_with_what_it_shows(circle: Circle) -> None:
     worse = circle.project.run("eval", "--model", "policy@0", "--against", "right-95", *arguments)
     assert worse.returncode == 4, worse.stdout
     nothing = circle.project.run("eval", "--model", "policy@0", "--against", "right-95", *circle.arguments(
-        limit=2, workflow="tests.trainer.tuning.workflows:crashes"))  # fmt: skip
+        limit=2, workflow="tests.harness.tuner.workflows:crashes"))  # fmt: skip
     assert nothing.returncode == 1, nothing.stdout
     assert [run.kind for run in circle.store.tunings.page()] == ["eval", "eval", "eval"]
     assert "no tuning run" in circle.project.run("tune", "report").stdout

@@ -8,14 +8,14 @@ import sys
 import pytest
 
 from ratchet.cli import run
-from ratchet.running.last_run import adopt
 from ratchet.settings import load
-from ratchet.store import open_store
-from tests.ratchet.project import Project
-from tests.trainer.tiny import build_tiny_model
+from ratchet.settings.last_run import adopt
+from ratchet.store.store import open_store
+from tests.harness.cli.project import Project
+from tests.harness.trainer.tiny import build_tiny_model
 
-AGENT = "tests.trainer.tuning.scripted_versions:agent"
-JUDGE = "tests.trainer.tuning.scripted_versions:judge"
+AGENT = "tests.harness.tuner.scripted_versions:agent"
+JUDGE = "tests.harness.tuner.scripted_versions:judge"
 SMALL = ("--rounds", "1", "--tasks-per-round", "2", "--attempts", "2", "--eval-tasks", "4", "--seed", "3")
 
 
@@ -23,7 +23,7 @@ SMALL = ("--rounds", "1", "--tasks-per-round", "2", "--attempts", "2", "--eval-t
 def tuned(project: Project) -> Project:
     """A project that can be tuned: a model that loads, an engine that answers, a task set, a judge."""
     model = build_tiny_model(project.folder / "tiny", hidden=32, layers=1)
-    engine = {"command": [sys.executable, "-m", "tests.ratchet.scripted_engine"]}
+    engine = {"command": [sys.executable, "-m", "tests.harness.cli.scripted_engine"]}
     project.write(
         base_model=str(model),
         vllm=project.content["vllm"] | engine,

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.store import Store, open_store
 from ratchet.store.errors import ForbiddenChange, StoreUnavailable
+from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import TuningState
-from ratchet.store.tuning_records import Tuning
-from ratchet.store.tunings import Tunings
+from ratchet.store.store import Store, open_store
+from ratchet.store.tuning.tunings import Tunings
 from ratchet.trainer.errors import LeaseLost
-from ratchet.tuning_hold import Hold
-from tests.ratchet.project import ROOT, Project
+from ratchet.tuning.run_lease import Hold
+from tests.harness.cli.project import ROOT, Project
 
 
 class AwayAtTheEnd(Tunings):

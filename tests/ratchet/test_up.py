@@ -1,4 +1,4 @@
-"""`ratchet up` and `ratchet down` with real processes; only vLLM is scripted (tests/ratchet/scripted_vllm.py)."""
+"""`ratchet up` and `ratchet down` with real processes; only vLLM is scripted (tests/harness/cli/scripted_vllm.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ratchet.project import Project, is_alive, wait_for
+from tests.harness.cli.project import Project, is_alive, wait_for
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:

@@ -13,13 +13,13 @@ import psutil
 import pytest
 
 from ratchet.errors import RoomDied
-from ratchet.folders import StateFolder
-from ratchet.running import pidfile
-from ratchet.running.child import Child
-from ratchet.running.events import Event
-from ratchet.running.rooms import Room
-from ratchet.running.upkeep import WINDOW, Deaths, Upkeep
-from tests.ratchet.project import is_alive, wait_for
+from ratchet.settings.state_folder import StateFolder
+from ratchet.supervisor import pidfile
+from ratchet.supervisor.events import Event
+from ratchet.supervisor.restarts import WINDOW, Deaths, Upkeep
+from ratchet.supervisor.service_process import Child
+from ratchet.supervisor.services import Room
+from tests.harness.cli.project import is_alive, wait_for
 
 SLEEPS = "import time; time.sleep(300)"
 

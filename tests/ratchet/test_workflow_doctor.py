@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from ratchet import settings as project_settings
-from ratchet.doctor import Finding
-from ratchet.store import open_store
+from ratchet.checks.check_result import Finding
+from ratchet.checks.workflow_check import examine, task_of
 from ratchet.store.states import TrajectoryState
-from ratchet.workflow_doctor import examine, task_of
+from ratchet.store.store import open_store
+from tests.harness.cli.project import Project
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import served
 from tests.proxy.conftest import Proxy, running
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import served
-from tests.ratchet.project import Project
 
-HERE = "tests.trainer.tuning.workflows"
+HERE = "tests.harness.tuner.workflows"
 TASK = {"question": "What is 2 + 2? #say=4", "answer": "4"}
 
 Examine = Callable[..., dict[str, list[Finding]]]

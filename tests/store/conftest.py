@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from ratchet.store import Store, open_store
+from ratchet.store.store import Store, open_store
 
 _names = itertools.count()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from ratchet.store import Store, fingerprints
+from ratchet.store.policies import fingerprints
 from ratchet.store.records import BASE_VERSION
-from tests.records import begun, ended
+from ratchet.store.store import Store
+from tests.harness.records import begun, ended
 
 FILES = {"config": "c", "weights": "w", "tokenizer": "t", "chat_template": "x"}
 SERVED: dict[str, Any] = {"tokens": [1, 2], "rendered": [3, 4], "likeliest": [{"token_id:1": -0.1}]}

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from ratchet.store import Store
 from ratchet.store.errors import UnknownRecord
 from ratchet.store.records import unpack_ids, unpack_logprobs
 from ratchet.store.states import CallState, TrajectoryState
-from tests.records import QUESTION, TOOLS, answered_trajectory, begun, ended, tool_call
+from ratchet.store.store import Store
+from tests.harness.records import QUESTION, TOOLS, answered_trajectory, begun, ended, tool_call
 
 
 def test_a_call_is_read_back_as_it_was_shipped(store: Store) -> None:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from ratchet.store.columns import pack_body, pack_hash, squeeze_ids, unpack_body, unpack_hash, unsqueeze_ids
-from ratchet.store.messages import path
+from ratchet.store.content.messages import path
+from ratchet.store.db.column_types import pack_body, pack_hash, squeeze_ids, unpack_body, unpack_hash, unsqueeze_ids
 from ratchet.store.records import pack_ids
 
 

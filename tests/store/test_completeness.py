@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from ratchet.store import Store
 from ratchet.store.records import CallBegun
-from tests import records
+from ratchet.store.store import Store
+from tests.harness import records
 
 REPLY = {"role": "assistant", "content": "Oslo"}
 

@@ -17,10 +17,10 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-import ratchet.store.database as database
-from ratchet.store import open_store
+import ratchet.store.db.engine as database
+from ratchet.store.db.schema import metadata
 from ratchet.store.errors import SchemaMismatch, StoreError, StoreMissing, StoreUnavailable
-from ratchet.store.schema import metadata
+from ratchet.store.store import open_store
 
 ROOT = Path(__file__).parents[2]
 

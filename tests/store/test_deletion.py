@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
-from ratchet.store import Store, schema
-from ratchet.store.database import connect
+from ratchet.store.calls.trajectory_filter import Chosen
+from ratchet.store.db import schema
+from ratchet.store.db.engine import connect
+from ratchet.store.deletion.affected_versions import take_out
 from ratchet.store.errors import ForbiddenChange, UnknownRecord
-from ratchet.store.inheritance import take_out
-from ratchet.store.listing import Chosen
 from ratchet.store.records import Door, Exchange, Feedback, Verdict
 from ratchet.store.states import GroupState, TrajectoryState
-from ratchet.store.verification import verify
-from tests.records import QUESTION, answered_trajectory, begun, ended, judged_group, tool_call
+from ratchet.store.store import Store
+from ratchet.store.verify import verify
+from tests.harness.records import QUESTION, answered_trajectory, begun, ended, judged_group, tool_call
 
 SECRET = "the patient's name is Ada Lovelace"
 _ANSWERS = ("deletions", "alembic_version")  # tables that may say something of what was deleted

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import Store
-from tests.records import begun, ended
+from ratchet.store.store import Store
+from tests.harness.records import begun, ended
 
 SYSTEM = {"role": "system", "content": "Plan."}
 Message = dict[str, Any]

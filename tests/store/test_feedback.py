@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import Store
-from ratchet.store.lineage import descendants
 from ratchet.store.records import Feedback
-from tests.records import begun, ended, judged_group
+from ratchet.store.store import Store
+from ratchet.store.training.lineage import descendants
+from tests.harness.records import begun, ended, judged_group
 
 REPLY = {"role": "assistant", "content": "Oslo"}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ratchet.store.reporting.intervals import holm, interval, sign_flip_p, student_t
+from ratchet.store.statistics import holm, interval, sign_flip_p, student_t
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
-from ratchet.store import Store
 from ratchet.store.errors import UnknownRecord
 from ratchet.store.states import KeyScope, TrajectoryState
-from tests.records import begun
+from ratchet.store.store import Store
+from tests.harness.records import begun
 
 
 def test_a_key_is_made_used_and_revoked(store: Store) -> None:

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from ratchet.store import Store
 from ratchet.store.records import PastScore, Verdict
-from ratchet.store.reporting.learning import LearningReport, tallies
-from ratchet.store.reporting.learning import learning_report as report_on
-from tests.records import judged_group
+from ratchet.store.reports.learning_report import LearningReport, tallies
+from ratchet.store.reports.learning_report import learning_report as report_on
+from ratchet.store.store import Store
+from tests.harness.records import judged_group
 
 
 def learning_report(scores: list[PastScore]) -> LearningReport:

@@ -7,11 +7,11 @@ import time
 import pytest
 import sqlalchemy as sa
 
-from ratchet.store import Store
 from ratchet.store.errors import ForbiddenChange, UnknownRecord
 from ratchet.store.records import Door, Verdict
 from ratchet.store.states import CallState, GroupState, PolicyState, RoundState, TrajectoryState
-from tests.records import answered_trajectory, begun, ended, judged_group, tool_call
+from ratchet.store.store import Store
+from tests.harness.records import answered_trajectory, begun, ended, judged_group, tool_call
 
 
 def test_only_still_trajectories_are_sealed(store: Store) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from ratchet.store import Store
-from ratchet.store.database import connect
+from ratchet.store.calls.trajectory_filter import FEW, Chosen, besides_tag, page_ids
+from ratchet.store.db.engine import connect
 from ratchet.store.errors import UnknownRecord
-from ratchet.store.listing import FEW, Chosen, besides_tag, page_ids
-from tests.records import answered_trajectory
+from ratchet.store.store import Store
+from tests.harness.records import answered_trajectory
 
 RUNS: dict[str, dict[str, Any]] = {
     "t0": {"at": 1.0, "alias": "mail", "task": "find/1", "key_id": "k1", "tags": ("red", "big")},

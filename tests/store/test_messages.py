@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from ratchet.store.messages import is_intact, is_intact_toolset, link_keys, path, tools_hash
-from tests.records import QUESTION, tool_call
+from ratchet.store.content.messages import is_intact, is_intact_toolset, link_keys, path, tools_hash
+from tests.harness.records import QUESTION, tool_call
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from ratchet.store import database, open_store, schema
-from ratchet.store.messages import path
+from ratchet.store.content.messages import path
+from ratchet.store.db import engine as database
+from ratchet.store.db import schema
 from ratchet.store.records import CallBegun, pack_ids
-from ratchet.store.verification import verify
-from tests.records import QUESTION, TOOLS, begun, ended
+from ratchet.store.store import open_store
+from ratchet.store.verify import verify
+from tests.harness.records import QUESTION, TOOLS, begun, ended
 
 REPLY = {"role": "assistant", "content": "Oslo, since the letter says so. " * 5}
 IDS = (5, 70_000, 151_000)

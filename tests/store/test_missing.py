@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import Store
 from ratchet.store.records import PastScore
-from ratchet.store.reporting.learning import LearningReport, learning_report, tallies
-from ratchet.store.reporting.movement import Movement, collapse_reason, lately, movement_of, nothing_moves
+from ratchet.store.reports.learning_report import LearningReport, learning_report, tallies
+from ratchet.store.reports.policy_movement import Movement, collapse_reason, lately, movement_of, nothing_moves
+from ratchet.store.store import Store
 
 
 def exact(version: int, right: int, count: int, tasks: int = 20) -> list[PastScore]:

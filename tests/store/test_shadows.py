@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from ratchet.store import Store
+from ratchet.store.calls.trajectory_filter import Chosen
 from ratchet.store.errors import ForbiddenChange, UnknownRecord
-from ratchet.store.listing import Chosen
 from ratchet.store.records import SHADOW, Verdict
 from ratchet.store.states import ShadowState, TrajectoryState
-from ratchet.store.verification import verify
-from tests.records import answered_trajectory
+from ratchet.store.store import Store
+from ratchet.store.verify import verify
+from tests.harness.records import answered_trajectory
 
 
 def planned(store: Store, count: int = 2, name: str = "original") -> list[str]:

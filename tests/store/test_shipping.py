@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import Store, open_store
+from ratchet.store.calls.trajectory_filter import Chosen
 from ratchet.store.errors import StoreError
-from ratchet.store.listing import Chosen
 from ratchet.store.records import CallEnded, Shipment, Verdict, pack_ids
 from ratchet.store.states import CallState, TrajectoryState
-from ratchet.store.verification import verify
-from tests.records import QUESTION, answered_trajectory, begun, ended, tool_call
+from ratchet.store.store import Store, open_store
+from ratchet.store.verify import verify
+from tests.harness.records import QUESTION, answered_trajectory, begun, ended, tool_call
 
 
 def _pair(call_id: str, run: str, at: float = 1.0, **changes: Any) -> tuple[Shipment, CallEnded]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ratchet.store.content.token_sequences import sampled_spans, sequences
 from ratchet.store.records import Call, Choice, pack_ids, unpack_ids
 from ratchet.store.states import CallState
-from ratchet.store.tokens import sampled_spans, sequences
 
 
 def call(name: str, context: str, prompt: list[int], *answers: list[int], parent: tuple[str, int] = ("", 0)) -> Call:

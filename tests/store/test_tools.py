@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from ratchet.store import Store
-from ratchet.store.schema import calls
+from ratchet.store.db.schema import calls
+from ratchet.store.records.tool_calls import ToolAnswer, ToolCall
 from ratchet.store.states import ToolOutcome, ToolResult
-from ratchet.store.tool_records import ToolAnswer, ToolCall
-from tests.records import answered_trajectory
+from ratchet.store.store import Store
+from tests.harness.records import answered_trajectory
 
 
 def tool_call(place: int = 0, **changes: Any) -> ToolCall:

@@ -9,17 +9,18 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from ratchet.store import Store, schema
-from ratchet.store.database import connect, write
+from ratchet.store.calls.trajectory_filter import Chosen
+from ratchet.store.db import schema
+from ratchet.store.db.engine import connect, write
 from ratchet.store.errors import ForbiddenChange, UnfitRecord, UnknownRecord
-from ratchet.store.listing import Chosen
-from ratchet.store.prompts import prompts
+from ratchet.store.policies.prompts import prompts
 from ratchet.store.records import Policy
-from ratchet.store.rollouts import rollouts
+from ratchet.store.records.tuning import Rollout, TaskRow
 from ratchet.store.states import PolicyState, PromptMode, RolloutState, TuningState
-from ratchet.store.tuning_records import Rollout, TaskRow
-from ratchet.store.verification import verify
-from tests.records import answered_trajectory, begun, judged_group
+from ratchet.store.store import Store
+from ratchet.store.tuning.rollouts import rollouts
+from ratchet.store.verify import verify
+from tests.harness.records import answered_trajectory, begun, judged_group
 
 
 def _planned(store: Store, *names: str, **changes: Any) -> str:

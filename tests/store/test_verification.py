@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from ratchet.store import Store, open_store, schema
-from ratchet.store.database import connect
-from ratchet.store.verification import verify
-from tests.records import answered_trajectory, begun, ended, judged_group, tool_call
+from ratchet.store.db import schema
+from ratchet.store.db.engine import connect
+from ratchet.store.store import Store, open_store
+from ratchet.store.verify import verify
+from tests.harness.records import answered_trajectory, begun, ended, judged_group, tool_call
 
 calls, choices, messages, runs = schema.calls, schema.choices, schema.messages, schema.trajectories
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ratchet.store import Store, open_store
-from tests.trainer import judge_samples
-from tests.trainer.scripted_engine import Faithful, ScriptedEngine
-from tests.trainer.tiny import build_tiny_model
+from ratchet.store.store import Store, open_store
+from tests.harness.trainer import judge_samples
+from tests.harness.trainer.scripted_engine import Faithful, ScriptedEngine
+from tests.harness.trainer.tiny import build_tiny_model
 
 if TYPE_CHECKING:
     from ratchet.trainer.daemon import Daemon
@@ -49,8 +49,8 @@ def make_daemon(
     store: Store, engine: ScriptedEngine, tiny_model: Path, tmp_path: Path
 ) -> Iterator[Callable[..., Daemon]]:
     from ratchet.trainer.daemon import Daemon
-    from ratchet.trainer.learning.learner_settings import LearnerSettings
-    from ratchet.trainer.settings import TrainerSettings
+    from ratchet.trainer.settings.learner_settings import LearnerSettings
+    from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
     made: list[Daemon] = []
 
@@ -61,7 +61,7 @@ def make_daemon(
             "base_model": str(tiny_model),
             "vllm": (engine.url,),
             "checkpoints": tmp_path / "checkpoints",
-            "judge": "tests.trainer.judge_samples:scripted",
+            "judge": "tests.harness.trainer.judge_samples:scripted",
             "num_generations": 2,
             "groups_per_round": 2,
             "learner": LearnerSettings(learning_rate=1e-2, sequence_mask_threshold=None),

@@ -7,14 +7,14 @@ import statistics
 
 import pytest
 
-from ratchet.trainer.crediting.advantage import (
+from ratchet.trainer.controller.advantages.advantage import (
     LARGEST_SINGLE,
     group_advantages,
-    has_signal,
     over_the_round,
     single_advantage,
 )
 from ratchet.trainer.errors import ScoreError
+from ratchet.trainer.statistics.score_spread import has_signal
 
 
 def test_advantages_are_the_papers_normalised_scores() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from ratchet.store import Store
-from ratchet.trainer.assembly import Assembly
-from ratchet.trainer.casting import Casting
-from ratchet.trainer.crediting.baseline import ScoreBook
-from ratchet.trainer.crediting.roles import Roles
-from ratchet.trainer.settings import TrainerSettings
-from tests import records
+from ratchet.store.store import Store
+from ratchet.trainer.controller.advantages.baseline import ScoreBook
+from ratchet.trainer.controller.collect.collector import Assembly
+from ratchet.trainer.controller.collect.role_resolution import Casting
+from ratchet.trainer.rows.roles import Roles
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from tests.harness import records
 
 
 def test_a_trajectory_whose_messages_were_lost_is_put_aside_and_the_others_are_grouped(store: Store) -> None:
@@ -23,7 +23,7 @@ def test_a_trajectory_whose_messages_were_lost_is_put_aside_and_the_others_are_g
         store.trajectories.seal(name, 2.0)
     settings = TrainerSettings(
         store="s", model="agent", base_model="b", vllm=("http://127.0.0.1:1",), checkpoints="c", num_generations=2,
-        judge="tests.trainer.judge_samples:scripted", group_wait_seconds=1.0,
+        judge="tests.harness.trainer.judge_samples:scripted", group_wait_seconds=1.0,
     )  # fmt: skip
     assembly = Assembly(store, settings, Casting(store, "agent", Roles()), ScoreBook(), None)
     for now in (10.0, 11.0):

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from ratchet.store import Store, schema
-from ratchet.store.database import write
+from ratchet.store.db import schema
+from ratchet.store.db.engine import write
 from ratchet.store.records import Group, Verdict
 from ratchet.store.states import GroupState, PolicyState, TrajectoryState
-from ratchet.trainer.backlog import STALE, Backlog
-from ratchet.trainer.settings import TrainerSettings
-from tests.trainer.agents import agents_work
+from ratchet.store.store import Store
+from ratchet.trainer.controller.rounds.backlog import STALE, Backlog
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from tests.harness.trainer.agents import agents_work
 
 A_ROUND = 16  # groups
 

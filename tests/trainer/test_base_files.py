@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.trainer.base_files import bytes_to_read, digests, model_folder
+from ratchet.trainer.adapters.base_model_files import bytes_to_read, digests, model_folder
 
 
 @pytest.fixture

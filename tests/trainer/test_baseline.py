@@ -7,13 +7,14 @@ import statistics
 
 import pytest
 
-from ratchet.store import Store
 from ratchet.store.records import PastScore
-from ratchet.trainer.crediting.baseline import MOST_REMEMBERED, SHRINKAGE, ScoreBook
-from ratchet.trainer.crediting.credit import Credit, past
-from ratchet.trainer.judges.function import FunctionJudge
-from ratchet.trainer.scorekeeper import Scorekeeper
-from tests.trainer.agents import agents_work
+from ratchet.store.store import Store
+from ratchet.trainer.controller.advantages.baseline import SHRINKAGE, ScoreBook
+from ratchet.trainer.controller.advantages.estimator import Credit, past
+from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
+from ratchet.trainer.controller.judging.judge_runner import Scorekeeper
+from ratchet.trainer.settings.trainer_fields import MOST_REMEMBERED
+from tests.harness.trainer.agents import agents_work
 
 
 def scored(name: str, score: float, at: float, family: str = "mail", cohort: str = "c") -> PastScore:
@@ -75,7 +76,7 @@ def test_a_single_that_waits_long_for_its_round_keeps_what_it_was_compared_with(
     store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
     group = store.groups.form("k", "agent", ["mail/1-0"], now=101.0)
     keeper = Scorekeeper(
-        store, FunctionJudge("tests.trainer.judge_samples:scripted", clock=lambda: 102.0), attempts=1,
+        store, FunctionJudge("tests.harness.trainer.judge_samples:scripted", clock=lambda: 102.0), attempts=1,
         retry_seconds=1.0, alarm_after=5, credit=credit,
     )  # fmt: skip
     member = store.trajectories.read("mail/1-0")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.trainer.bfcl.environment import EvaluationUnready, set_up
+from ratchet.tuner.environments.bfcl.virtual_env import EvaluationUnready, set_up
 
 
 def test_a_folder_that_is_no_environment_is_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from ratchet.store.records import Verdict
-from ratchet.trainer.judges.calibration import Asked, calibrate, differences, kendall
+from ratchet.trainer.controller.judges.audit.calibration import Asked, calibrate, differences, kendall
 
 
 def verdicts(scores: Mapping[str, float | None]) -> list[Verdict]:

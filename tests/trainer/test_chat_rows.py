@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from ratchet.trainer.errors import RowError
-from ratchet.trainer.learning.chat_rows import ChatRows, Conversation
-from ratchet.trainer.learning.policy_model import load_tokenizer
-from tests.trainer.tiny import build_tokenizer
+from ratchet.trainer.rows.chat_rows import ChatRows, Conversation
+from ratchet.trainer.rows.tokenizer import load_tokenizer
+from tests.harness.trainer.tiny import build_tokenizer
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "email_search" / "policy"
+EXAMPLE = Path(__file__).parents[2] / "ratchet" / "demo" / "email_search" / "policy"
 CALL = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"query": "tent"}'}}
 TOOLS = (
     {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {"query": {}}}}},

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import CheckpointExists, CheckpointUnwritable
-from ratchet.trainer.publishing import checkpoint
 
 DEAD_PID = 4_194_305  # above the kernel's largest process id
 

@@ -10,20 +10,21 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import Store
 from ratchet.store.records import Trajectory, Verdict
 from ratchet.store.states import TrajectoryState
-from ratchet.trainer.assembly import Assembly
-from ratchet.trainer.casting import Casting
-from ratchet.trainer.cohorts import likeness, plan_cohorts
-from ratchet.trainer.crediting.advantage import cohort_advantages, has_signal
-from ratchet.trainer.crediting.baseline import ScoreBook
-from ratchet.trainer.crediting.credit import Credit, past
-from ratchet.trainer.crediting.roles import Roles
+from ratchet.store.store import Store
+from ratchet.trainer.controller.advantages.advantage import cohort_advantages
+from ratchet.trainer.controller.advantages.baseline import ScoreBook
+from ratchet.trainer.controller.advantages.estimator import Credit, past
+from ratchet.trainer.controller.collect.cohorts import likeness, plan_cohorts
+from ratchet.trainer.controller.collect.collector import Assembly
+from ratchet.trainer.controller.collect.role_resolution import Casting
 from ratchet.trainer.daemon import Daemon
-from ratchet.trainer.settings import TrainerSettings
-from tests.records import begun, ended
-from tests.trainer import judge_samples
+from ratchet.trainer.rows.roles import Roles
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from ratchet.trainer.statistics.score_spread import has_signal
+from tests.harness.records import begun, ended
+from tests.harness.trainer import judge_samples
 from tests.trainer.test_grouping import run
 
 

@@ -10,23 +10,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from ratchet.store import Store
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.records import Policy
-from ratchet.store.rounds import Rounds
+from ratchet.store.records.tuning import Rollout
 from ratchet.store.states import GroupState, RoundState, ToolResult, TrajectoryState
-from ratchet.store.tuning_records import Rollout
-from ratchet.trainer.crediting.credit import Credit
+from ratchet.store.store import Store
+from ratchet.store.training.rounds import Rounds
+from ratchet.trainer.adapters.checkpoint import newest_complete
+from ratchet.trainer.controller.advantages.estimator import Credit
+from ratchet.trainer.controller.rounds.round_runner import School
 from ratchet.trainer.daemon import Daemon
 from ratchet.trainer.errors import CheckpointDamaged, OutOfMemory, TrainingDiverged
-from ratchet.trainer.learning.learner import RoundReport
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from ratchet.trainer.learning.tokens import TokenRow
-from ratchet.trainer.publishing.checkpoint import newest_complete
-from ratchet.trainer.school import Pupil, School
-from tests.trainer.agents import agents_work
-from tests.trainer.scripted_engine import ScriptedEngine
-from tests.trainer.tool_records import tool_called
+from ratchet.trainer.learner_protocol import Pupil, RoundReport
+from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.scripted_engine import ScriptedEngine
+from tests.harness.trainer.tool_records import tool_called
 
 
 class OutageAtCommit(Rounds):

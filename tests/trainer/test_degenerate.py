@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from ratchet.trainer.controller.judges.kinds.answer import AnswerJudge
+from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.errors import JudgeError, SettingError
-from ratchet.trainer.judges.answer import AnswerJudge
-from ratchet.trainer.judges.function import FunctionJudge
-from ratchet.trainer.judges.settings import AnswerSpec
-from ratchet.trainer.settings import TrainerSettings
+from ratchet.trainer.settings.judge_specs import AnswerSpec
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 SHORT = {"kind": "conduct", "rule": "short", "most": 1}
 RANKS = {"kind": "ruler", "base_url": "http://127.0.0.1:1", "model": "m"}
@@ -127,7 +127,7 @@ def test_settings_that_can_teach_are_taken(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["always_zero", "always_zero_later"])
 def test_a_judge_function_that_reads_nothing_is_refused(name: str) -> None:
     with pytest.raises(JudgeError, match="same score"):
-        FunctionJudge(f"tests.trainer.judge_samples:{name}")
+        FunctionJudge(f"tests.harness.trainer.judge_samples:{name}")
 
 
 def answers(folder: Path, *right: str) -> Path:

@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from ratchet.store import Store
 from ratchet.store.states import PolicyState, TrajectoryState
+from ratchet.store.store import Store
 from ratchet.trainer.daemon import Daemon
-from ratchet.trainer.gating.evaluation import summary
-from ratchet.trainer.held_out import is_held_out
-from tests.trainer import judge_samples
-from tests.trainer.agents import agents_work
-from tests.trainer.scripted_engine import ScriptedEngine
-from tests.trainer.turns import until
+from ratchet.trainer.release.prompt_evaluation import summary
+from ratchet.trainer.tasks.held_out import is_held_out
+from tests.harness.trainer import judge_samples
+from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.scripted_engine import ScriptedEngine
+from tests.harness.trainer.turns import until
 
 GATE = {"held_out": 0.3, "evaluation_samples": 2}
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import Store
 from ratchet.store.states import PolicyAction, PolicyState, TrajectoryState
+from ratchet.store.store import Store
 from ratchet.trainer.daemon import Daemon
 from ratchet.trainer.errors import TuningError
-from ratchet.trainer.gating.evaluation import Evaluated, Evaluation
-from ratchet.trainer.gating.evaluations import KIND, Evaluations
-from tests.trainer.agents import agents_work
-from tests.trainer.scripted_engine import ScriptedEngine
+from ratchet.trainer.release.evaluation_runner import KIND, Evaluations
+from ratchet.trainer.release.prompt_evaluation import Evaluated, Evaluation
+from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.scripted_engine import ScriptedEngine
+from tests.harness.trainer.turns import until
 from tests.trainer.test_evaluation import GATE, answering, ready_to_train, tasks
-from tests.trainer.turns import until
 
-UNMOVED = {"kind": "function", "function": "tests.trainer.judge_samples:unmoved"}
+UNMOVED = {"kind": "function", "function": "tests.harness.trainer.judge_samples:unmoved"}
 EVALUATED = Evaluated(Evaluation(10, 0, 0.6, 0.5, 0.1, 0.05, 0.15))
 
 

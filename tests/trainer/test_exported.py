@@ -11,18 +11,18 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ratchet.store import Store
 from ratchet.store.records import Policy
+from ratchet.store.store import Store
 from ratchet.trainer.errors import CheckpointDamaged, CheckpointExists
-from ratchet.trainer.learning.learner import Learner
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from ratchet.trainer.publishing.evidence import gather
-from ratchet.trainer.publishing.exported import export_adapter, export_merged
-from ratchet.trainer.publishing.model_card import model_card
-from ratchet.trainer.tuning.comparison import compare
-from ratchet.trainer.tuning.results import TuningResult, plain, task_set
-from tests.records import judged_group
-from tests.trainer.tiny import build_rows
+from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.learner.merged_model import export_adapter, export_merged
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.statistics.paired_comparison import compare
+from ratchet.tuner.reports.model_card import model_card
+from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set
+from ratchet.tuner.reports.version_evidence import gather
+from tests.harness.records import judged_group
+from tests.harness.trainer.tiny import build_rows
 
 
 @pytest.fixture(scope="module")

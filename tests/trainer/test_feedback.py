@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ratchet.store import Store
 from ratchet.store.records import Feedback, Transcript
 from ratchet.store.states import GroupState, TrajectoryState
+from ratchet.store.store import Store
+from ratchet.trainer.controller.collect.feedback_wait import Patience, patience_of
+from ratchet.trainer.controller.collect.grouping import NO_FEEDBACK
+from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge, votes_of
+from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.daemon import Daemon
-from ratchet.trainer.grouping import NO_FEEDBACK
-from ratchet.trainer.judges.feedback import FeedbackJudge, votes_of
-from ratchet.trainer.judges.make import make_judge
-from ratchet.trainer.judges.patience import Patience, patience_of
-from ratchet.trainer.judges.settings import FeedbackSpec, read_spec
-from tests.records import answered_trajectory
-from tests.trainer import judge_samples
-from tests.trainer.agents import agents_work
+from ratchet.trainer.settings.judge_specs import FeedbackSpec, read_spec
+from tests.harness.records import answered_trajectory
+from tests.harness.trainer import judge_samples
+from tests.harness.trainer.agents import agents_work
 
 DAY = 86_400.0
 WAITING: Any = {"kind": "feedback", "within_seconds": 100.0}
@@ -123,7 +123,7 @@ def test_a_scale_or_a_default_that_means_nothing_is_refused(wrong: dict[str, Any
 def test_a_judge_function_sees_what_was_said(store: Store) -> None:
     answered_trajectory(store, "t", "liked")
     say(store, "t", 1.0, comment="good")
-    verdict = make_judge(read_spec("tests.trainer.judge_samples:comments"), {}).judge(None, [read(store, "t")])
+    verdict = make_judge(read_spec("tests.harness.trainer.judge_samples:comments"), {}).judge(None, [read(store, "t")])
     assert verdict.verdicts[0].explanation == "good"
 
 
@@ -249,7 +249,7 @@ def test_a_part_that_fails_does_not_hold_late_feedback_for_ever(
 ) -> None:
     parts = [
         {"name": "liked", "weight": 1.0, "judge": WAITING},
-        {"name": "rule", "weight": 1.0, "judge": "tests.trainer.judge_samples:scripted"},
+        {"name": "rule", "weight": 1.0, "judge": "tests.harness.trainer.judge_samples:scripted"},
     ]
     first, second = agents_work(store, "a", [0.0, 1.0])
     say(store, first, 0.0)

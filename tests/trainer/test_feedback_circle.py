@@ -11,9 +11,9 @@ import httpx
 import openai
 
 from ratchet.store.states import TrajectoryState
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import eventually
-from tests.trainer.whole_circle import all_shipped, proxy_before, trainer_of
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import eventually
+from tests.harness.trainer.whole_circle import all_shipped, proxy_before, trainer_of
 
 
 def test_thumbs_alone_make_a_version_and_a_late_one_names_it(tiny_model: Path, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from ratchet.cli import run
-from ratchet.store import Store
-from tests.records import answered_trajectory, judged_group
+from ratchet.store.store import Store
+from tests.harness.records import answered_trajectory, judged_group
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "storage.md"
 

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from ratchet.trainer.gating.gate import Action, GateRules, decide
-from ratchet.trainer.gating.sequential import boundary, difference
+from ratchet.trainer.release.decision import Action, decide
+from ratchet.trainer.settings.gate_settings import GateRules
+from ratchet.trainer.statistics.sequential_test import boundary, difference
 
 
 def stream(rate: float, count: int, seed: int) -> list[float]:

@@ -6,11 +6,11 @@ import random
 import time
 from collections.abc import Callable
 
-from ratchet.store import Store
 from ratchet.store.states import PolicyAction, PolicyState
+from ratchet.store.store import Store
 from ratchet.trainer.daemon import Daemon
-from tests.trainer import judge_samples
-from tests.trainer.agents import agents_work
+from tests.harness.trainer import judge_samples
+from tests.harness.trainer.agents import agents_work
 
 GATE = {"enabled": True, "share": 0.25, "min_samples": 10, "max_samples": 60, "margin": 0.1}
 
@@ -106,7 +106,7 @@ def test_a_held_version_that_turns_out_worse_goes_back_by_itself(
 
 
 def test_a_second_judge_that_does_not_see_the_gain_holds_it(store: Store, make_daemon: Callable[..., Daemon]) -> None:
-    second = {"kind": "function", "function": "tests.trainer.judge_samples:unmoved"}
+    second = {"kind": "function", "function": "tests.harness.trainer.judge_samples:unmoved"}
     daemon = make_daemon(gate=GATE | {"jump": None, "second_judge": second})
     now = first_canary(store, daemon)
     assert traffic(store, daemon, now, canary=1.0, live=0.2, most=30) == 30
@@ -117,7 +117,7 @@ def test_a_second_judge_that_does_not_see_the_gain_holds_it(store: Store, make_d
 
 
 def test_a_second_judge_that_sees_it_too_lets_it_pass(store: Store, make_daemon: Callable[..., Daemon]) -> None:
-    second = {"kind": "function", "function": "tests.trainer.judge_samples:scripted"}
+    second = {"kind": "function", "function": "tests.harness.trainer.judge_samples:scripted"}
     daemon = make_daemon(gate=GATE | {"jump": None, "second_judge": second})
     now = first_canary(store, daemon)
     assert traffic(store, daemon, now, canary=1.0, live=0.2) < 40

@@ -14,11 +14,11 @@ import msgspec
 import pytest
 
 from ratchet.store.records import Transcript
-from ratchet.trainer.judges.grader import GraderJudge
-from ratchet.trainer.judges.settings import GraderSpec
+from ratchet.trainer.controller.judges.kinds.http_grader import GraderJudge
+from ratchet.trainer.settings.judge_specs import GraderSpec
 from tests import house
-from tests.ports import free_port
-from tests.ratchet.project import wait_for
+from tests.harness.cli.project import wait_for
+from tests.harness.ports import free_port
 from tests.trainer.test_ruler import member
 
 

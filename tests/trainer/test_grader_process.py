@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ratchet.trainer.judges.make import make_judge
-from ratchet.trainer.judges.settings import read_spec
+from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.settings.judge_specs import read_spec
 from tests.trainer.test_ruler import member
 
 BEGUN = '{"parameters": [], "needed": [], "mode": "pointwise", "source": "x"}'

@@ -10,8 +10,8 @@ import pytest
 
 from ratchet.store.records import Trajectory
 from ratchet.store.states import TrajectoryState
-from ratchet.trainer.crediting.advantage import group_advantages
-from ratchet.trainer.grouping import GroupingPlan, plan_groups
+from ratchet.trainer.controller.advantages.advantage import group_advantages
+from ratchet.trainer.controller.collect.grouping import GroupingPlan, plan_groups
 
 
 def run(name: str, task: str | None = "t", sealed_at: float = 0.0, **changes: Any) -> Trajectory:

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from click.testing import CliRunner
 
 from ratchet.cli import cli
-from ratchet.store import Store
-from ratchet.store.reporting.canary import held
+from ratchet.store.reports.undecided_versions import held
 from ratchet.store.states import PolicyAction, PolicyState
+from ratchet.store.store import Store
 from ratchet.trainer.daemon import Daemon
-from tests.trainer.agents import agents_work
-from tests.trainer.turns import until
+from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.turns import until
 
-CONTRARY = {"kind": "function", "function": "tests.trainer.judge_samples:contrary"}
-AGREEING = {"kind": "function", "function": "tests.trainer.judge_samples:scripted"}
+CONTRARY = {"kind": "function", "function": "tests.harness.trainer.judge_samples:contrary"}
+AGREEING = {"kind": "function", "function": "tests.harness.trainer.judge_samples:scripted"}
 SENTINEL = {"second_judge": CONTRARY, "second_judge_sample_rate": 1.0, "interval_seconds": 0.5}
 GATE = {"enabled": True, "share": 0.25, "min_samples": 10, "max_samples": 60, "margin": 0.1, "jump": None}
 
@@ -128,7 +128,7 @@ def test_it_is_only_an_alarm_where_one_says_so(store: Store, make_daemon: Callab
 def test_the_sentinels_second_judge_is_asked_about_a_canary_where_the_gate_has_none(
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
-    unmoved = {"kind": "function", "function": "tests.trainer.judge_samples:unmoved"}
+    unmoved = {"kind": "function", "function": "tests.harness.trainer.judge_samples:unmoved"}
     daemon = make_daemon(gate=GATE | {"jump": 0.4}, sentinel=SENTINEL | {"second_judge": unmoved})
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])

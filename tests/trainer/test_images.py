@@ -16,15 +16,15 @@ import anthropic
 import openai
 import pytest
 
-from ratchet.status import lines
-from ratchet.store import Store
+from ratchet.status.project_status import lines
+from ratchet.store.store import Store
+from ratchet.trainer.controller.judges.images import Pictures
 from ratchet.trainer.daemon import Daemon
-from ratchet.trainer.judges.pictures import Pictures
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import served
+from tests.harness.trainer import judge_samples
+from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.proxy.conftest import Proxy, running
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import served
-from tests.trainer import judge_samples
-from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.trainer.test_ruler import judge, member, shown
 
 

@@ -10,17 +10,17 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from ratchet.store import Store
 from ratchet.store.records import Transcript
+from ratchet.store.records.tool_calls import ToolAnswer, ToolCall
 from ratchet.store.states import ToolOutcome, ToolResult
-from ratchet.store.tool_records import ToolAnswer, ToolCall
+from ratchet.store.store import Store
+from ratchet.trainer.controller.judges import Judge
+from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.controller.judges.opinion import NO_RETURN
 from ratchet.trainer.errors import JudgeError
-from ratchet.trainer.judges import Judge
-from ratchet.trainer.judges.make import make_judge
-from ratchet.trainer.judges.opinion import NO_RETURN
-from ratchet.trainer.judges.settings import read_spec
-from tests.records import answered_trajectory
-from tests.trainer.scripted_judge_model import ScriptedJudgeModel
+from ratchet.trainer.settings.judge_specs import read_spec
+from tests.harness.records import answered_trajectory
+from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel
 from tests.trainer.test_rules import answers, made, member
 
 CODE = """

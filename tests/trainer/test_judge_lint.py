@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from ratchet.store.records import Transcript
+from ratchet.trainer.controller.judges import Judge
+from ratchet.trainer.controller.judges.audit.lint import Mark, Outcome, Report, lint
+from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, made_up, recorded
+from ratchet.trainer.controller.judges.kinds.answer import contains, numeric
+from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError
-from ratchet.trainer.judges import Judge
-from ratchet.trainer.judges.answer import contains, numeric
-from ratchet.trainer.judges.lint import Mark, Outcome, Report, lint
-from ratchet.trainer.judges.lint_answers import Place, made_up, recorded
-from ratchet.trainer.judges.make import make_judge
-from ratchet.trainer.judges.settings import read_spec
+from ratchet.trainer.settings.judge_specs import read_spec
 from tests.trainer.test_rules import answers, made, member
 
 CODE = """
@@ -124,8 +124,8 @@ def test_a_recorded_trajectory_gives_its_own_answer_where_it_stands(judge: Any) 
 
 def test_what_the_tools_came_to_stays_with_the_recorded_trajectory(judge: Any, store: Any) -> None:
     from ratchet.store.states import ToolResult
-    from tests.records import answered_trajectory
-    from tests.trainer.tool_records import tool_called
+    from tests.harness.records import answered_trajectory
+    from tests.harness.trainer.tool_records import tool_called
 
     answered_trajectory(store, "t1", "Oslo")
     tool_called(store, "t1", ToolResult.OK, times=1)

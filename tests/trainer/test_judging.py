@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import Store
 from ratchet.store.records import Group
 from ratchet.store.states import GroupState
+from ratchet.store.store import Store
+from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
+from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.controller.judging.judge_runner import Scorekeeper, flat_groups
 from ratchet.trainer.errors import JudgeError
-from ratchet.trainer.judges.function import FunctionJudge
-from ratchet.trainer.judges.make import make_judge
-from ratchet.trainer.judges.settings import read_spec
-from ratchet.trainer.scorekeeper import Scorekeeper, flat_groups
-from tests.records import answered_trajectory
-from tests.trainer import judge_samples
+from ratchet.trainer.settings.judge_specs import read_spec
+from tests.harness.records import answered_trajectory
+from tests.harness.trainer import judge_samples
 
-HERE = "tests.trainer.judge_samples"
+HERE = "tests.harness.trainer.judge_samples"
 
 
 def ready_group(store: Store, answers: dict[str, Any]) -> Group:
@@ -131,7 +131,7 @@ def test_groups_without_variance_are_an_alarm_that_names_judge_score_and_group(s
     [
         ("no.such.module:judge", "no.such"),
         (f"{HERE}:missing", "missing"),
-        ("tests.trainer.broken_judge:judge", "ZeroDivisionError"),
+        ("tests.harness.trainer.broken_judge:judge", "ZeroDivisionError"),
         (f"{HERE}:not_a_function", "not a function"),
         (f"{HERE}:needs_more", "may take trajectory, response, task"),
     ],

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import (
     CheckpointDamaged,
     CheckpointMismatch,
@@ -26,12 +27,12 @@ from ratchet.trainer.errors import (
     TrainerError,
     TrainingDiverged,
 )
-from ratchet.trainer.learning.learner import Learner, RoundReport
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from ratchet.trainer.learning.objectives import OBJECTIVES
-from ratchet.trainer.learning.tokens import TokenRow
-from ratchet.trainer.publishing import checkpoint
-from tests.trainer.tiny import VOCABULARY, build_row, build_rows
+from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.learner_protocol import RoundReport
+from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.objectives import OBJECTIVES
+from tests.harness.trainer.tiny import VOCABULARY, build_row, build_rows
 
 SETTINGS = LearnerSettings(learning_rate=1e-3, steps_per_round=2, threads=1)
 
@@ -333,9 +334,7 @@ def test_a_setting_out_of_range_is_refused_by_name(field: str, value: object) ->
 
 
 def test_importing_the_learner_does_not_import_torch() -> None:
-    modules = (
-        "ratchet.trainer.learning.learner, ratchet.trainer.publishing.checkpoint, ratchet.trainer.crediting.advantage"
-    )
+    modules = "ratchet.trainer.learner.learner, ratchet.trainer.adapters.checkpoint, ratchet.trainer.controller.advantages.advantage"
     script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
@@ -345,8 +344,8 @@ def test_a_learner_writes_nothing_outside_its_folders(tiny_model: Path, tmp_path
     home.mkdir()
     elsewhere.mkdir()
     script = (
-        "import sys; from pathlib import Path; from tests.trainer.tiny import build_rows\n"
-        "from ratchet.trainer.learning.learner import Learner, LearnerSettings\n"
+        "import sys; from pathlib import Path; from tests.harness.trainer.tiny import build_rows\n"
+        "from ratchet.trainer.learner.learner import Learner, LearnerSettings\n"
         "learner = Learner(sys.argv[1], LearnerSettings(threads=1), workdir=Path(sys.argv[2]) / 'work')\n"
         "learner.train_round(build_rows(2)); learner.save(Path(sys.argv[2]) / '0001')\n"
         "sys.exit('vllm' in sys.modules)\n"

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratchet.store import Store
+from ratchet.store.store import Store
 from ratchet.trainer.daemon import Daemon
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.learning.learner import Learner, RoundReport
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from tests.trainer.agents import agents_work
-from tests.trainer.tiny import build_rows, build_tiny_model
+from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.learner_protocol import RoundReport
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.tiny import build_rows, build_tiny_model
 
 SETTINGS = LearnerSettings(learning_rate=1e-3, steps_per_round=2, threads=1)
 HIDDEN = 48  # a width that no other model of these tests has: its weights are told from theirs

@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from ratchet.trainer.learning.learning_rate import (
+from ratchet.trainer.learner.learning_rate import (
     ROUNDING,
     Bounds,
     RateState,
@@ -20,6 +19,7 @@ from ratchet.trainer.learning.learning_rate import (
     steered,
     target,
 )
+from ratchet.trainer.settings.learner_settings import LearnerSettings
 
 TINY = Bounds(1e-6, 2e-3, 1e-2)
 TARGET = 0.005

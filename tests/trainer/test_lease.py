@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from ratchet.store import Store
+from ratchet.store.coordination.leases import Leases
 from ratchet.store.errors import StoreUnavailable
-from ratchet.store.leases import Leases
+from ratchet.store.store import Store
 from ratchet.trainer.errors import LeaseHeld, LeaseLost
 from ratchet.trainer.lease import Lease
 

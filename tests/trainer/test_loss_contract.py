@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-from ratchet.trainer.crediting.advantage import group_advantages
-from ratchet.trainer.learning import lora, loss
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from ratchet.trainer.learning.micro_batches import Micro
-from ratchet.trainer.learning.objectives import OBJECTIVES
-from ratchet.trainer.learning.tokens import TokenRow
-from ratchet.trainer.learning.trl_without_vllm import GRPOTrainer
-from tests.trainer.tiny import build_row
+from ratchet.trainer.controller.advantages.advantage import group_advantages
+from ratchet.trainer.learner import lora, loss
+from ratchet.trainer.learner.micro_batches import Micro
+from ratchet.trainer.learner.trl_imports import GRPOTrainer
+from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.objectives import OBJECTIVES
+from tests.harness.trainer.tiny import build_row
 
 GROUP_SIZES = (4, 3, 2)
 WORST_RELATIVE_ERROR = 2e-5

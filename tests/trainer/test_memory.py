@@ -9,20 +9,21 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import Store
 from ratchet.store.records import Verdict
 from ratchet.store.states import RoundState, TrajectoryState
+from ratchet.store.store import Store
 from ratchet.trainer.daemon import Daemon
 from ratchet.trainer.errors import OutOfMemory
-from ratchet.trainer.learning.learner import Learner, RoundReport
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from ratchet.trainer.learning.tokens import TokenRow, split_by_budget
-from ratchet.trainer.progress import Progress, Standing
-from ratchet.trainer.settings import TrainerSettings
-from tests.trainer.agents import agents_work
-from tests.trainer.scripted_engine import ScriptedEngine
+from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.learner_protocol import RoundReport
+from ratchet.trainer.observability.progress import Progress, Standing
+from ratchet.trainer.rows.token_row import TokenRow, split_by_budget
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.scripted_engine import ScriptedEngine
+from tests.harness.trainer.tiny import build_rows
 from tests.trainer.test_round_size import Noting
-from tests.trainer.tiny import build_rows
 
 
 class Cramped(Noting):

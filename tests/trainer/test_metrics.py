@@ -9,16 +9,16 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ratchet.store import Store
 from ratchet.store.states import ToolResult
+from ratchet.store.store import Store
+from ratchet.trainer.controller.sentinel.sentinel import Sentinel
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.gating.sequential import Difference
-from ratchet.trainer.metrics import Metrics
-from ratchet.trainer.sentinel.settings import SentinelSettings
-from ratchet.trainer.sentinel.watch import Sentinel
+from ratchet.trainer.observability.metrics import Metrics
+from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from ratchet.trainer.statistics.sequential_test import Difference
 from tests import house
-from tests.records import answered_trajectory, judged_group
-from tests.trainer.tool_records import tool_called
+from tests.harness.records import answered_trajectory, judged_group
+from tests.harness.trainer.tool_records import tool_called
 
 
 def told(metrics: Metrics) -> dict[tuple[str, ...], float]:

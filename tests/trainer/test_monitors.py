@@ -13,11 +13,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
-from ratchet.store import Store
-from ratchet.trainer.monitors.monitoring import MonitorName, check_installed, monitored
-from ratchet.trainer.settings import TrainerSettings
-from tests.ratchet.project import wait_for
-from tests.records import judged_group
+from ratchet.store.store import Store
+from ratchet.trainer.observability.monitors.monitor_thread import MonitorName, check_installed, monitored
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from tests.harness.cli.project import wait_for
+from tests.harness.records import judged_group
 
 WAIT = 60.0  # seconds: a busy machine may take its time
 NUMBERS = {

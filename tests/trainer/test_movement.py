@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from ratchet.store import Store
-from ratchet.trainer.crediting.credit import Credit
+from ratchet.store.store import Store
+from ratchet.trainer.controller.advantages.estimator import Credit
+from ratchet.trainer.controller.rounds.round_runner import School
 from ratchet.trainer.daemon import Daemon
-from ratchet.trainer.learning.learner import Learner, RoundReport
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from ratchet.trainer.learning.tokens import TokenRow
-from ratchet.trainer.school import School
-from tests.trainer.agents import agents_work
-from tests.trainer.tiny import build_row, build_rows
+from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.learner_protocol import RoundReport
+from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.tiny import build_row, build_rows
 
 SETTINGS = LearnerSettings(steps_per_round=2, threads=1)
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from ratchet.store.records import Transcript
-from ratchet.trainer.gating.evaluation import compared_by
-from ratchet.trainer.gating.second_opinion import ask
-from ratchet.trainer.judges.both_orders import compares, in_both_orders
-from ratchet.trainer.judges.composite import CompositeJudge, Part
-from ratchet.trainer.judges.function import FunctionJudge
-from ratchet.trainer.judges.language_model import LanguageModel
-from ratchet.trainer.judges.ruler import RulerJudge
-from ratchet.trainer.judges.settings import RulerSpec
-from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
+from ratchet.trainer.controller.judges.both_orders import compares, in_both_orders
+from ratchet.trainer.controller.judges.kinds.composite import CompositeJudge, Part
+from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
+from ratchet.trainer.controller.judges.kinds.ruler import RulerJudge
+from ratchet.trainer.controller.judges.language_model import LanguageModel
+from ratchet.trainer.release.prompt_evaluation import compared_by
+from ratchet.trainer.release.second_opinion import ask
+from ratchet.trainer.settings.judge_specs import RulerSpec
+from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.trainer.test_ruler import member, shown
 
 TASKS = 50
@@ -118,7 +118,7 @@ def test_both_orders_are_paid_for_and_kept_and_a_failure_in_one_is_a_failure(
 
 
 def test_judges_that_score_each_member_alone_are_asked_once(ruler: RulerJudge) -> None:
-    alone = FunctionJudge("tests.trainer.judge_samples:scripted")
+    alone = FunctionJudge("tests.harness.trainer.judge_samples:scripted")
     assert not compares(alone)
     assert not compares(CompositeJudge([Part("a", alone, 1.0)]))
     assert compares(CompositeJudge([Part("a", alone, 0.5), Part("b", ruler, 0.5)]))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ratchet.store import Store
 from ratchet.store.records import Feedback, Transcript
-from ratchet.trainer.preferences import Preferences, Row, pairs, shown, unpaired
-from tests.records import QUESTION, answered_trajectory, begun, ended, judged_group, tool_call
+from ratchet.store.store import Store
+from ratchet.trainer.rows.preference_rows import Preferences, Row, pairs, shown, unpaired
+from tests.harness.records import QUESTION, answered_trajectory, begun, ended, judged_group, tool_call
 
 
 def said(store: Store, target: str, number: int, **changes: Any) -> None:
@@ -118,7 +118,7 @@ def test_trls_own_trainers_learn_from_them(
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ratchet.trainer.learning.trl_without_vllm import GRPOConfig  # before TRL: it must not find vLLM  # noqa: F401
+    from ratchet.trainer.learner.trl_imports import GRPOConfig  # before TRL: it must not find vLLM  # noqa: F401
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer  # isort: skip
 
     common: dict[str, Any] = {

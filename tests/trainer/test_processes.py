@@ -19,13 +19,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ratchet.store import Store, open_store
+from ratchet.store.store import Store, open_store
 from ratchet.trainer.daemon import Daemon
-from ratchet.trainer.learning.learner import Learner
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from tests.trainer.agents import agents_work
-from tests.trainer.scripted_engine import Faithful, ScriptedEngine
-from tests.trainer.several_processes import learn
+from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.scripted_engine import Faithful, ScriptedEngine
+from tests.harness.trainer.several_processes import learn
 
 ROOT = Path(__file__).parents[2]
 # What the process that meets an error says of it, and the other one too.
@@ -65,7 +65,7 @@ def trainer_settings(model: Path, engine: ScriptedEngine, folder: Path, learner:
         {
             "store": str(folder / "together.db"), "model": "agent", "base_model": str(model), "vllm": [engine.url],
             "checkpoints": str(folder / "together" / "checkpoints"), "num_generations": 3, "groups_per_round": 2,
-            "judge": "tests.trainer.judges_by_number:scripted", "seal_after_idle_seconds": 1,
+            "judge": "tests.harness.trainer.judges_by_number:scripted", "seal_after_idle_seconds": 1,
             "lease_seconds": 3, "learner": learner,
         }
     )  # fmt: skip
@@ -98,7 +98,7 @@ def distance(ours: Path, theirs: Path) -> float:
 def together(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which two processes did every case, at once."""
     folder = tmp_path_factory.mktemp("together")
-    program = [sys.executable, "-m", "tests.trainer.several_processes", str(tiny_model), str(folder)]
+    program = [sys.executable, "-m", "tests.harness.trainer.several_processes", str(tiny_model), str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run([*program, "learn", *APART, "all_refuses"], cwd=ROOT, env=environment, timeout=180, check=True)
     return folder
@@ -181,7 +181,7 @@ def story(tiny_model: Path, migrated: Path, tmp_path_factory: pytest.TempPathFac
 
 
 def _dies_in_a_round(store: Store, settings: str, log: Path) -> tuple[int, str]:
-    run = launched("tests.trainer.one_of_several_trainers", settings, log=log)
+    run = launched("tests.harness.trainer.one_of_several_trainers", settings, log=log)
     try:
         wait_for(lambda: "event=trainer_ready" in log.read_text(), run)
         follower = follower_of(run)
@@ -197,7 +197,7 @@ def _dies_in_a_round(store: Store, settings: str, log: Path) -> tuple[int, str]:
 
 
 def _goes_on(store: Store, settings: str, log: Path) -> tuple[int, str]:
-    run = launched("tests.trainer.one_of_several_trainers", settings, log=log)
+    run = launched("tests.harness.trainer.one_of_several_trainers", settings, log=log)
     try:
         wait_for(lambda: store.policies.live()["agent"].version == 1, run)
         run.terminate()

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.store import Store, open_store
-from ratchet.store.database import connect
-from ratchet.trainer.metrics import Metrics
-from ratchet.trainer.monitors.standings import StoredStandings
-from ratchet.trainer.progress import Bars, Lines, Progress, RunningMeans, Standing, for_a_person
+from ratchet.store.db.engine import connect
+from ratchet.store.store import Store, open_store
+from ratchet.trainer.observability.metrics import Metrics
+from ratchet.trainer.observability.progress import Bars, Lines, Progress, RunningMeans, Standing, for_a_person
+from ratchet.trainer.observability.stored_progress import StoredStandings
 
 
 class Clock:

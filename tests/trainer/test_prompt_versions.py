@@ -11,30 +11,30 @@ from typing import Any
 import pytest
 
 from benchmarks.scripted_school import ScriptedPupil
-from ratchet.store import Store, open_store
 from ratchet.store.errors import ForbiddenChange
 from ratchet.store.records import Policy
 from ratchet.store.states import PolicyAction, PolicyState
+from ratchet.store.store import Store, open_store
+from ratchet.trainer.adapters.vllm_api import Replica
+from ratchet.trainer.controller.judges.language_model import LanguageModel
+from ratchet.trainer.controller.rounds.staleness import oldest_fresh
 from ratchet.trainer.daemon import Daemon
-from ratchet.trainer.held_out import is_held_out
-from ratchet.trainer.judges.language_model import LanguageModel
-from ratchet.trainer.judges.settings import ModelSpec
-from ratchet.trainer.publishing.candidates import next_candidate
-from ratchet.trainer.publishing.engine import Replica
-from ratchet.trainer.publishing.publisher import Publisher
-from ratchet.trainer.settings import TrainerSettings
-from ratchet.trainer.staleness import oldest_fresh
-from ratchet.trainer.tuning.lesson_settings import LessonSettings
-from ratchet.trainer.tuning.lessons import learn, on_trial
+from ratchet.trainer.release.candidates import next_candidate
+from ratchet.trainer.release.publisher import Publisher
+from ratchet.trainer.settings.judge_specs import ModelSpec
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from ratchet.trainer.tasks.held_out import is_held_out
+from ratchet.tuner.prompts.lessons.reflexion import learn, on_trial
+from ratchet.tuner.settings.lesson_settings import LessonSettings
+from tests.harness.proxy.servers import eventually, served
+from tests.harness.records import judged_group
+from tests.harness.trainer.prompted_vllm import PromptedVllm
+from tests.harness.trainer.scripted_engine import ScriptedEngine
+from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.proxy.conftest import Proxy, running
-from tests.proxy.servers import eventually, served
-from tests.records import judged_group
 from tests.store.conftest import migrated_postgres as migrated_postgres
 from tests.store.conftest import postgres as postgres
 from tests.store.conftest import store_url as store_url
-from tests.trainer.prompted_vllm import PromptedVllm
-from tests.trainer.scripted_engine import ScriptedEngine
-from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.trainer.test_publishing import beat, candidate, honest, publish
 
 GATE: dict[str, Any] = {"enabled": True, "share": 0.5, "min_samples": 6, "max_samples": 60, "margin": 0.1, "jump": None}
@@ -70,7 +70,7 @@ def make(
     def make(**gate: Any) -> Daemon:
         settings = TrainerSettings(
             store=store_url, model="agent", base_model=str(tmp_path), vllm=(vllm[1],), checkpoints=tmp_path / "c",
-            judge="tests.trainer.prompted_vllm:judged", seal_after_idle_seconds=0.01, group_wait_seconds=0.01,
+            judge="tests.harness.trainer.prompted_vllm:judged", seal_after_idle_seconds=0.01, group_wait_seconds=0.01,
             round_wait_seconds=1e9, groups_per_round=1000, num_generations=2, gate=gate,
         )  # fmt: skip
         made.append(Daemon(settings, store, threading.Event(), make_pupil=ScriptedPupil))

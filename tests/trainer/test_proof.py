@@ -11,7 +11,7 @@ import numpy
 import pytest
 from numpy.typing import NDArray
 
-from ratchet.trainer.publishing.proof import Answer, Outcome, Proof, prove
+from ratchet.trainer.release.proof import Answer, Outcome, Proof, prove
 
 CONTEXTS, TOKENS = 48, 3  # what the publisher asks for
 TRIALS = 80

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.store import Store
 from ratchet.store.records import Door, Policy
 from ratchet.store.states import PolicyState
+from ratchet.store.store import Store
+from ratchet.trainer.adapters.vllm_api import Replica
+from ratchet.trainer.adapters.vllm_load import Load, load_of
 from ratchet.trainer.errors import AdapterRefused, EngineUnreachable
-from ratchet.trainer.publishing.engine import Replica
-from ratchet.trainer.publishing.publisher import Publisher
-from ratchet.trainer.shadowing.idleness import Load, load_of
-from tests.records import judged_group
-from tests.trainer.scripted_engine import ScriptedEngine
+from ratchet.trainer.release.publisher import Publisher
+from tests.harness.records import judged_group
+from tests.harness.trainer.scripted_engine import ScriptedEngine
 
 PROBES = [(1, 2, last) for last in range(16)]
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import msgspec
 import torch
 
-from ratchet.store import Store
-from ratchet.trainer.crediting.credit import Credit
-from ratchet.trainer.learning.correction import kept
-from ratchet.trainer.learning.learner import RoundReport
-from ratchet.trainer.learning.micro_batches import collate
-from ratchet.trainer.learning.tokens import TokenRow
-from ratchet.trainer.school import School
-from tests.records import judged_group
+from ratchet.store.store import Store
+from ratchet.trainer.controller.advantages.estimator import Credit
+from ratchet.trainer.controller.rounds.round_runner import School
+from ratchet.trainer.learner.importance_sampling import kept
+from ratchet.trainer.learner.micro_batches import collate
+from ratchet.trainer.learner_protocol import RoundReport
+from ratchet.trainer.rows.token_row import TokenRow
+from tests.harness.records import judged_group
+from tests.harness.trainer.tiny import build_row
 from tests.trainer.test_round_size import Noting
-from tests.trainer.tiny import build_row
 
 
 def left(off: float, ages: Sequence[int | None], limit: float | None = 2.0) -> list[bool]:

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from ratchet.proxy.console.overview import Overview
-from ratchet.store import Store
+from ratchet.proxy.coordinator.operator_api.overview import Overview
 from ratchet.store.records import Verdict
-from ratchet.store.reporting.learning import RELATIVE
-from ratchet.store.reporting.relative import is_relative, note_judge, report_of
+from ratchet.store.reports.learning_report import RELATIVE
+from ratchet.store.reports.relative_judges import is_relative, note_judge, report_of
+from ratchet.store.store import Store
 from ratchet.trainer.daemon import Daemon
-from ratchet.trainer.judges.settings import only_ranks, read_spec
-from ratchet.trainer.publishing.evidence import gather
-from tests.records import answered_trajectory, judged_group
-from tests.trainer.agents import agents_work
+from ratchet.trainer.settings.judge_specs import only_ranks, read_spec
+from ratchet.tuner.reports.version_evidence import gather
+from tests.harness.records import answered_trajectory, judged_group
+from tests.harness.trainer.agents import agents_work
 from tests.trainer.test_warm_start import search
 
 RULER = {"kind": "ruler", "base_url": "http://127.0.0.1:9/v1", "model": "big"}
-RULE = "tests.trainer.judge_samples:scripted"
+RULE = "tests.harness.trainer.judge_samples:scripted"
 
 
 def part(judge: Any, **role: float) -> dict[str, Any]:

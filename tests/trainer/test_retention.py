@@ -8,8 +8,8 @@ import msgspec
 
 from ratchet.store.records import PastScore, Policy
 from ratchet.store.states import PolicyState
-from ratchet.trainer.publishing import checkpoint
-from ratchet.trainer.publishing.retention import best_first, retained
+from ratchet.trainer.adapters import checkpoint
+from ratchet.trainer.release.retention import best_first, retained
 
 
 def policy(version: int, state: PolicyState = PolicyState.RETIRED) -> Policy:

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ratchet.store import Store
 from ratchet.store.records import Call, Verdict, pack_logprobs, unpack_ids
-from ratchet.trainer.casting import Casting
-from ratchet.trainer.crediting.credit import Credit
-from ratchet.trainer.crediting.roles import ANOTHER_ROLE, OTHER_ROLE, Roles
-from ratchet.trainer.learning.rows import build_rows
-from tests.records import begun, ended, judged_group
-from tests.trainer import judge_samples
-from tests.trainer.agents import agents_work
+from ratchet.store.store import Store
+from ratchet.trainer.controller.advantages.estimator import Credit
+from ratchet.trainer.controller.collect.role_resolution import Casting
+from ratchet.trainer.rows.build_rows import build_rows
+from ratchet.trainer.rows.roles import ANOTHER_ROLE, OTHER_ROLE, Roles
+from tests.harness.records import begun, ended, judged_group
+from tests.harness.trainer import judge_samples
+from tests.harness.trainer.agents import agents_work
 from tests.trainer.test_rows import call, choice
 
 if TYPE_CHECKING:

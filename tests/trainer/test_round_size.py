@@ -10,20 +10,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ratchet.next_round import line, next_round
 from ratchet.settings import Settings
-from ratchet.store import Store
+from ratchet.status.next_round import line, next_round
 from ratchet.store.records import Group
 from ratchet.store.states import GroupState
-from ratchet.trainer.crediting.credit import Credit
-from ratchet.trainer.learning.learner import Learner, RoundReport
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from ratchet.trainer.learning.tokens import TokenRow
-from ratchet.trainer.round_size import RoundSize
-from ratchet.trainer.school import School
-from tests.records import judged_group
+from ratchet.store.store import Store
+from ratchet.trainer.controller.advantages.estimator import Credit
+from ratchet.trainer.controller.rounds.round_runner import School
+from ratchet.trainer.controller.rounds.round_size import RoundSize
+from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.learner_protocol import RoundReport
+from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from tests.harness.records import judged_group
+from tests.harness.trainer.tiny import build_row, build_rows
 from tests.trainer.test_backlog import backlog
-from tests.trainer.tiny import build_row, build_rows
 
 
 class Noting:

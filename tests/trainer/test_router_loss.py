@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.trainer.learning.learner import Learner, RoundReport
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from tests.trainer.tiny import VOCABULARY, build_row, build_tokenizer
+from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.learner_protocol import RoundReport
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from tests.harness.trainer.tiny import VOCABULARY, build_row, build_tokenizer
 
 
 def build_experts(folder: Path, coefficient: float) -> Path:

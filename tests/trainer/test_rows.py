@@ -9,7 +9,7 @@ import pytest
 
 from ratchet.store.records import Call, Choice, pack_ids, pack_logprobs
 from ratchet.store.states import CallState
-from ratchet.trainer.learning.rows import build_rows
+from ratchet.trainer.rows.build_rows import build_rows
 
 
 def choice(ids: tuple[int, ...], index: int = 0, logprobs: tuple[float, ...] | None = None) -> Choice:

@@ -12,12 +12,12 @@ import pytest
 
 from ratchet.store.records import Trajectory, Transcript
 from ratchet.store.states import TrajectoryState
-from ratchet.trainer.judges import Judgement
-from ratchet.trainer.judges.fitting import fitted
-from ratchet.trainer.judges.language_model import LanguageModel, found_json, urls_of
-from ratchet.trainer.judges.ruler import RulerJudge, common_prefix, ranked, scores_of, with_plain_ids
-from ratchet.trainer.judges.settings import RulerSpec
-from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
+from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges.kinds.ruler import RulerJudge, common_prefix, ranked, scores_of, with_plain_ids
+from ratchet.trainer.controller.judges.language_model import LanguageModel, found_json, urls_of
+from ratchet.trainer.controller.judges.truncation import fitted
+from ratchet.trainer.settings.judge_specs import RulerSpec
+from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "ruler_email_group.json").read_text())
 Message = dict[str, Any]

@@ -14,13 +14,13 @@ from pydantic import ValidationError
 
 from ratchet.store.records import Trajectory, Transcript
 from ratchet.store.states import TrajectoryState
+from ratchet.trainer.controller.judges import Judge
+from ratchet.trainer.controller.judges.kinds.answer import contains, exact, last_number, numeric
+from ratchet.trainer.controller.judges.kinds.next_state import evidence
+from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError
-from ratchet.trainer.judges import Judge
-from ratchet.trainer.judges.answer import contains, exact, last_number, numeric
-from ratchet.trainer.judges.make import make_judge
-from ratchet.trainer.judges.next_state import evidence
-from ratchet.trainer.judges.settings import read_spec
-from tests.trainer.scripted_judge_model import ScriptedJudgeModel, says
+from ratchet.trainer.settings.judge_specs import read_spec
+from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 
 Message = dict[str, Any]
 
@@ -209,8 +209,8 @@ def test_what_came_next_is_evidence_and_a_lone_answer_has_none() -> None:
 
 
 def test_an_async_function_judges_its_members_at_once() -> None:
-    judge = make_judge(read_spec("tests.trainer.judge_samples:slow"), {})
+    judge = make_judge(read_spec("tests.harness.trainer.judge_samples:slow"), {})
     said = judge.judge("g", [member("a"), member("bb"), member("ccc")]).verdicts
     judge.close()
     assert [verdict.score for verdict in said] == [1.0, 2.0, 3.0]
-    assert judge.name == "tests.trainer.judge_samples:slow"
+    assert judge.name == "tests.harness.trainer.judge_samples:slow"

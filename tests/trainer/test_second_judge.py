@@ -8,18 +8,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from ratchet.store import Store
 from ratchet.store.records import Transcript
-from ratchet.trainer.judges import Judgement
-from ratchet.trainer.judges.function import FunctionJudge
-from ratchet.trainer.judges.opinion import Opinion
-from ratchet.trainer.scorekeeper import Scorekeeper
-from ratchet.trainer.sentinel.agreement import Heard, agreement
-from ratchet.trainer.sentinel.second_judge import SecondJudge, in_sample
-from ratchet.trainer.sentinel.settings import SentinelSettings
-from ratchet.trainer.sentinel.watch import Sentinel
-from tests.records import answered_trajectory
-from tests.trainer import judge_samples
+from ratchet.store.store import Store
+from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
+from ratchet.trainer.controller.judges.opinion import Opinion
+from ratchet.trainer.controller.judging.judge_agreement import Heard, agreement
+from ratchet.trainer.controller.judging.judge_runner import Scorekeeper
+from ratchet.trainer.controller.judging.second_judge import SecondJudge, in_sample
+from ratchet.trainer.controller.sentinel.sentinel import Sentinel
+from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from tests.harness.records import answered_trajectory
+from tests.harness.trainer import judge_samples
 
 SETTINGS = SentinelSettings(interval_seconds=1.0)
 
@@ -60,7 +60,7 @@ def form(store: Store, count: int) -> list[str]:
 
 
 def keeper(store: Store, second: SecondJudge) -> Scorekeeper:
-    first = FunctionJudge("tests.trainer.judge_samples:scripted")
+    first = FunctionJudge("tests.harness.trainer.judge_samples:scripted")
     return Scorekeeper(store, first, attempts=1, retry_seconds=1.0, alarm_after=5, second=second)
 
 
@@ -84,7 +84,7 @@ def test_judges_that_disagree_are_an_alarm_and_the_first_ones_scores_count(store
     assert "second judge contrary orders the members of the last 20 groups otherwise" in reasons["second_judge:agent"]
     assert "Kendall's tau -1.00" in reasons["second_judge:agent"]
     assert {verdict.judge for name in ids for verdict in store.groups.history(name)} == {
-        "tests.trainer.judge_samples:scripted"
+        "tests.harness.trainer.judge_samples:scripted"
     }
 
 

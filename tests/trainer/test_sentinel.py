@@ -11,17 +11,17 @@ import pytest
 from pydantic import ValidationError
 
 from ratchet.store.records import Round, Trajectory, Transcript
+from ratchet.store.records.tool_calls import ToolCall
 from ratchet.store.states import RoundState, ToolOutcome, ToolResult, TrajectoryState
-from ratchet.store.tool_records import ToolCall
-from ratchet.trainer.sentinel import Finding
-from ratchet.trainer.sentinel.change import change, share_change
-from ratchet.trainer.sentinel.conduct import Conduct, conduct, occurs
-from ratchet.trainer.sentinel.drift import coverage, drift, unnecessary_tool_calls, resource_coverage
-from ratchet.trainer.sentinel.last_rounds import last_rounds
-from ratchet.trainer.sentinel.resources import names_in
-from ratchet.trainer.sentinel.settings import SentinelSettings
-from ratchet.trainer.sentinel.tool_health import ToolPast, tool_health
-from tests.records import TOOLS
+from ratchet.trainer.controller.sentinel.behavior import Conduct, conduct, occurs
+from ratchet.trainer.controller.sentinel.drift import coverage, drift, resource_coverage, unnecessary_tool_calls
+from ratchet.trainer.controller.sentinel.resources import names_in
+from ratchet.trainer.controller.sentinel.round_checks import last_rounds
+from ratchet.trainer.controller.sentinel.tool_health import ToolPast, tool_health
+from ratchet.trainer.observability.finding import Finding
+from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from ratchet.trainer.statistics.welch_test import change, share_change
+from tests.harness.records import TOOLS
 
 SETTINGS = SentinelSettings()
 OK, ERROR, EMPTY = ToolResult.OK, ToolResult.ERROR, ToolResult.EMPTY

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ratchet.store import Store, fingerprints
+from ratchet.store.policies import fingerprints
 from ratchet.store.states import PolicyState
-from ratchet.trainer.base_files import DIGESTS, check_files
+from ratchet.store.store import Store
+from ratchet.trainer.adapters.base_model_files import DIGESTS, check_files
 from ratchet.trainer.errors import OtherBaseModel
-from tests.trainer.scripted_engine import ScriptedEngine
+from tests.harness.trainer.scripted_engine import ScriptedEngine
 
 if TYPE_CHECKING:
     from ratchet.trainer.daemon import Daemon

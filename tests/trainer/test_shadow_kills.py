@@ -15,11 +15,11 @@ import httpx
 
 from benchmarks.school_parts import Part
 from benchmarks.scripted_school import read_weights
-from ratchet.store import Store, open_store
 from ratchet.store.records import SHADOW
 from ratchet.store.states import ShadowState, TrajectoryState
-from tests.ports import free_port
-from tests.proxy.servers import ProxyProcess, eventually
+from ratchet.store.store import Store, open_store
+from tests.harness.ports import free_port
+from tests.harness.proxy.servers import ProxyProcess, eventually
 
 SINGLES, SAMPLES, KILLS = 10, 2, 5
 

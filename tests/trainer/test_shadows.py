@@ -13,33 +13,33 @@ import httpx
 import openai
 import pytest
 
-from ratchet.store import Store
+from ratchet.store.calls.trajectory_filter import Chosen
 from ratchet.store.errors import ForbiddenChange
-from ratchet.store.listing import Chosen
 from ratchet.store.records import Trajectory
 from ratchet.store.states import TrajectoryState
-from ratchet.trainer.assembly import Assembly
-from ratchet.trainer.casting import Casting
-from ratchet.trainer.crediting.baseline import ScoreBook
-from ratchet.trainer.crediting.roles import Roles
-from ratchet.trainer.settings import TrainerSettings
-from ratchet.trainer.shadowing import asking
-from ratchet.trainer.shadowing.caller import KEY_VARIABLE
-from ratchet.trainer.shadowing.idleness import Load, load_of
+from ratchet.store.store import Store
+from ratchet.trainer.adapters.vllm_load import Load, load_of
+from ratchet.trainer.controller.advantages.baseline import ScoreBook
+from ratchet.trainer.controller.collect.collector import Assembly
+from ratchet.trainer.controller.collect.resampling import resample_request
+from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
+from ratchet.trainer.controller.collect.role_resolution import Casting
+from ratchet.trainer.rows.roles import Roles
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import eventually, served
+from tests.harness.records import TOOLS, answered_trajectory, begun, ended
+from tests.harness.trainer.scripted_engine import ScriptedEngine
+from tests.harness.trainer.whole_circle import all_shipped, proxy_before, trainer_of
 from tests.proxy.conftest import Proxy, running
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.servers import eventually, served
 from tests.proxy.test_keys import bearer, made
-from tests.records import TOOLS, answered_trajectory, begun, ended
-from tests.trainer.scripted_engine import ScriptedEngine
-from tests.trainer.whole_circle import all_shipped, proxy_before, trainer_of
 
 QUESTION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "why? #say=so"},
 ]
 QUICKLY: dict[str, Any] = {
-    "judge": "tests.trainer.judge_samples:originals_first", "seal_after_idle_seconds": 0.05, "group_wait_seconds": 0.05,
+    "judge": "tests.harness.trainer.judge_samples:originals_first", "seal_after_idle_seconds": 0.05, "group_wait_seconds": 0.05,
 }  # fmt: skip
 
 
@@ -322,26 +322,26 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("changes", REFUSED.values(), ids=REFUSED)
 def test_what_could_not_be_the_same_again_is_not_asked_again(store: Store, changes: dict[str, Any]) -> None:
     answered_trajectory(store, "a", **changes)
-    assert asking.only_call(store.trajectories.read("a")) is None
+    assert resample_request.only_call(store.trajectories.read("a")) is None
 
 
 def test_several_calls_several_answers_and_what_was_redacted_are_not_asked_again(store: Store) -> None:
     answered_trajectory(store, "a")
     recorded = store.trajectories.read("a")
-    assert asking.only_call(recorded) is not None
+    assert resample_request.only_call(recorded) is not None
     start = begun("call_2", "a", at=2.0)
     store.calls.ship([ended(start, {"role": "assistant", "content": "again"})])
-    assert asking.only_call(store.trajectories.read("a")) is None
+    assert resample_request.only_call(store.trajectories.read("a")) is None
     start = begun("call_3", "b")
     store.calls.ship([ended(start, {"role": "assistant", "content": "x"}, untrainable="redacted", prompt_ids=b"")])
-    assert asking.only_call(store.trajectories.read("b")) is None
+    assert resample_request.only_call(store.trajectories.read("b")) is None
 
 
 def test_a_seed_is_not_sent_again_and_tools_are_in_the_agents_own_order(store: Store) -> None:
     answered_trajectory(store, "a", sampling={"temperature": 0.5, "seed": 3, "n": 1})
     recorded = store.trajectories.read("a")
-    call = asking.only_call(recorded)
+    call = resample_request.only_call(recorded)
     assert call is not None
-    sent = asking.body("agent", call, recorded.messages[:-1], recorded.tools)
+    sent = resample_request.body("agent", call, recorded.messages[:-1], recorded.tools)
     assert sent == {"model": "agent", "messages": list(recorded.messages[:-1]), "temperature": 0.5, "tools": TOOLS}
     assert [list(tool) for tool in sent["tools"]] == [list(tool) for tool in TOOLS]

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from ratchet.trainer.learning import model_pass
-from ratchet.trainer.learning.learner import Learner
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from ratchet.trainer.learning.shared_prefixes import together, tree
-from ratchet.trainer.learning.tokens import TokenRow
+from ratchet.trainer.learner import forward_pass
+from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.learner.shared_prefixes import together, tree
+from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from tests.harness.trainer.tiny import VOCABULARY, build_row, build_tokenizer
 from tests.trainer.test_loss_contract import WORST_RELATIVE_ERROR, backward, build_trainer, disturb
-from tests.trainer.tiny import VOCABULARY, build_row, build_tokenizer
 
 BUDGET = 400
 
@@ -81,7 +81,7 @@ def test_loss_and_gradient_are_those_of_the_rows_apart(
     assert numbers.tokens_forwarded < 0.7 * alone.tokens_forwarded
 
 
-@pytest.mark.parametrize("kind", model_pass.SHARING)
+@pytest.mark.parametrize("kind", forward_pass.SHARING)
 def test_every_model_that_shares_gives_the_gradient_of_the_rows_apart(kind: str, tmp_path: Path) -> None:
     model = of_kind(kind, tmp_path / "model")
     apart, _ = gradient(LearnerSettings(max_grad_norm=0), model, tmp_path, shared=False)

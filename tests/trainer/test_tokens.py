@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ratchet.trainer.errors import RowError
-from ratchet.trainer.learning.tokens import TokenRow, split_by_budget
+from ratchet.trainer.rows.token_row import TokenRow, split_by_budget
 
 ROW = TokenRow("t1", ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.5, -1.5), advantage=1.0)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ratchet.store import Store
+from ratchet.store.calls.trajectories import Trajectories
 from ratchet.store.records import Transcript
-from ratchet.store.trajectories import Trajectories
-from ratchet.trainer.transcripts import Transcripts
-from tests.records import answered_trajectory, begun, ended
+from ratchet.store.store import Store
+from ratchet.trainer.controller.judging.transcript_cache import Transcripts
+from tests.harness.records import answered_trajectory, begun, ended
 
 
 class CountingReads(Trajectories):

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ratchet.store import Store
 from ratchet.store.records import Verdict
 from ratchet.store.states import CallState
-from ratchet.trainer.crediting.turns import turn_advantages
-from ratchet.trainer.learning.rows import build_rows
-from tests.trainer.agents import agents_work
+from ratchet.store.store import Store
+from ratchet.trainer.controller.advantages.turn_advantages import turn_advantages
+from ratchet.trainer.rows.build_rows import build_rows
+from tests.harness.trainer.agents import agents_work
 from tests.trainer.test_roles import verdicts
 from tests.trainer.test_rows import call, choice
 

@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ratchet.store import Store
 from ratchet.store.records import Policy
 from ratchet.store.states import PolicyState
+from ratchet.store.store import Store
+from ratchet.trainer.controller.rounds.staleness import oldest_fresh
 from ratchet.trainer.daemon import Daemon
-from ratchet.trainer.learning.learner_settings import LearnerSettings
-from ratchet.trainer.metrics import Metrics
-from ratchet.trainer.publishing.probes import contexts
-from ratchet.trainer.publishing.retention import retained
-from ratchet.trainer.staleness import oldest_fresh
-from tests.trainer.agents import agents_work
-from tests.trainer.scripted_engine import Faithful, ScriptedEngine
-from tests.trainer.tiny import build_row
+from ratchet.trainer.observability.metrics import Metrics
+from ratchet.trainer.release.retention import retained
+from ratchet.trainer.rows.probes import contexts
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.scripted_engine import Faithful, ScriptedEngine
+from tests.harness.trainer.tiny import build_row
 
 
 def coarse(exact: Faithful) -> Callable[[str, Sequence[int]], float]:

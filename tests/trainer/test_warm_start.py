@@ -10,24 +10,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from ratchet.store import Store
 from ratchet.store.records import OTHER, Feedback
+from ratchet.store.records.tuning import Rollout, Tuning
 from ratchet.store.states import PolicyState, RoundState, TrajectoryState, TuningState
-from ratchet.store.tuning_records import Rollout, Tuning
+from ratchet.store.store import Store
+from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.controller.warm_start.general_data import mixed
+from ratchet.trainer.controller.warm_start.sft_data import COLLECTED, Imitable, Search
+from ratchet.trainer.controller.warm_start.sft_round import story_of
 from ratchet.trainer.daemon import Daemon
-from ratchet.trainer.held_out import is_held_out
-from ratchet.trainer.judges.make import make_judge
-from ratchet.trainer.judges.settings import FunctionSpec
-from ratchet.trainer.learning.chat_rows import ChatRows
-from ratchet.trainer.warm_start.general import mixed
-from ratchet.trainer.warm_start.imitable import COLLECTED, Imitable, Search
-from ratchet.trainer.warm_start.imitation import story_of
-from ratchet.trainer.warm_start.settings import WarmStartSettings
-from tests.records import QUESTION, begun, ended, tool_call
-from tests.trainer import judge_samples
-from tests.trainer.agents import agents_work
-from tests.trainer.scripted_engine import ScriptedEngine
-from tests.trainer.tiny import build_rows, build_tokenizer
+from ratchet.trainer.rows.chat_rows import ChatRows
+from ratchet.trainer.settings.judge_specs import FunctionSpec
+from ratchet.trainer.settings.warm_start_settings import WarmStartSettings
+from ratchet.trainer.tasks.held_out import is_held_out
+from tests.harness.records import QUESTION, begun, ended, tool_call
+from tests.harness.trainer import judge_samples
+from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.scripted_engine import ScriptedEngine
+from tests.harness.trainer.tiny import build_rows, build_tokenizer
 
 SFT: dict[str, Any] = {"least": 2, "batch": 2, "epochs": 3, "learning_rate": 1e-2}
 
@@ -49,7 +49,7 @@ def general_file(folder: Path, count: int = 12) -> Path:
 
 
 def search(store: Store, tuning_id: str = "", **given: Any) -> Imitable:
-    judge = make_judge(FunctionSpec(kind="function", function="tests.trainer.judge_samples:scripted"), {})
+    judge = make_judge(FunctionSpec(kind="function", function="tests.harness.trainer.judge_samples:scripted"), {})
     chat = ChatRows(build_tokenizer())
     own = {name: given.pop(name) for name in ("held_out", "relative") if name in given}
     return Search(store, "agent", judge, chat, WarmStartSettings(**given), tuning_id, **own).everything()

@@ -6,13 +6,13 @@ import logging
 
 import pytest
 
-from ratchet.store import Store
 from ratchet.store.states import ToolResult
-from ratchet.trainer.sentinel.conduct import conduct
-from ratchet.trainer.sentinel.settings import SentinelSettings
-from ratchet.trainer.sentinel.watch import Sentinel
-from tests.records import answered_trajectory, begun, ended
-from tests.trainer import tool_records
+from ratchet.store.store import Store
+from ratchet.trainer.controller.sentinel.behavior import conduct
+from ratchet.trainer.controller.sentinel.sentinel import Sentinel
+from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from tests.harness.records import answered_trajectory, begun, ended
+from tests.harness.trainer import tool_records
 
 EAGER = SentinelSettings(interval_seconds=1.0)
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ratchet.trainer.crediting.whitening import whiten
-from tests.trainer.tiny import build_rows
+from ratchet.trainer.learner.whitening import whiten
+from tests.harness.trainer.tiny import build_rows
 
 
 def test_every_trained_token_counts_once_in_mean_and_variance() -> None:

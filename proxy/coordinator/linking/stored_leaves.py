@@ -1,0 +1,50 @@
+"""Answers and attempts as the store gives them back after a restart, for linking to take up.
+
+Of the traces, the path without the prompt's last message is not known any more; of the prompt only the first and the
+last message are, which is where a task stands. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ratchet.proxy.messages.link_records import Attempt, Leaf, Link, Sequence32
+from ratchet.proxy.messages.text_fingerprints import NO_TRACES, Traces, traces
+from ratchet.store.content import messages as canon
+from ratchet.store.records import OpenAttempt, OpenLeaf
+
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def restored_leaf(known: OpenLeaf) -> Leaf:
+    """Return the leaf of a stored answer."""
+    return Leaf(
+        trajectory_id=known.trajectory_id,
+        call_id=known.call_id,
+        choice=known.choice,
+        version=known.version,
+        link_key=known.link_key,
+        tool_call_ids=known.tool_call_ids,
+        key_id=known.key_id,
+        sequence=Sequence32.of(known.sequence),
+        born_at=known.last_active_at,
+        purpose=known.purpose,
+        extended=known.extended,
+        traces=_traces(known),
+    )
+
+
+def restored_attempt(known: OpenAttempt, parent: Leaf | None) -> tuple[Attempt, Link, float]:
+    """Return an unanswered attempt: what names it, where it belongs, and when it ended."""
+    link = Link(known.trajectory_id, known.version, known.linked_by, parent, known.purpose, known.key_id)
+    return Attempt(known.key_id, known.prompt_node, known.tools_hash), link, known.ended_at
+
+
+def _traces(known: OpenLeaf) -> Traces:
+    if not known.reply:
+        return NO_TRACES
+    answer = _decode(known.reply)
+    (own,) = canon.answer_keys([canon.ANYWHERE], answer)
+    return traces(answer, "", own, [_decode(body) for body in known.asked])

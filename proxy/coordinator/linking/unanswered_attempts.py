@@ -1,0 +1,67 @@
+"""Attempts that nobody got an answer to: who asks the same again under the same key goes on with their run.
+
+An SDK says so (`x-stainless-retry-count`) and waits for a minute at most; an agent that asks again by itself does not
+say so, and is believed for `RESENT_WITHIN` seconds. Each attempt is given once, and forgotten after `RETRIED_WITHIN`
+seconds. Bounded in bytes, in all and per key. An attempt that was answered is none of these: another run of the same
+prompt would look the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ratchet.proxy.messages.link_records import Attempt, Link
+from ratchet.proxy.runtime.byte_quotas import Shares
+
+RETRIED_WITHIN = 120.0
+RESENT_WITHIN = 60.0
+_MOST_SAME = 64  # attempts with one prompt
+_BYTES = 800  # of an attempt: its link, its prompt's name, its places in the tables
+
+
+class Attempts:
+    """Unanswered attempts, by what names them."""
+
+    def __init__(self, most_bytes: int, most_bytes_per_key: int) -> None:
+        self._waiting: dict[Attempt, deque[tuple[Link, float]]] = {}  # those that waited longest first
+        self._shares: Shares[Attempt] = Shares(most_bytes, most_bytes_per_key)
+
+    def __len__(self) -> int:
+        return sum(len(waiting) for waiting in self._waiting.values())
+
+    @property
+    def bytes(self) -> int:
+        """What they take, as an estimate."""
+        return self._shares.bytes
+
+    def add(self, attempt: Attempt, link: Link, now: float) -> None:
+        """Remember an attempt that ended without an answer."""
+        waiting = self._waiting.pop(attempt, None)
+        if waiting is None:
+            waiting = deque(maxlen=_MOST_SAME)
+        more = 0 if len(waiting) == _MOST_SAME else _BYTES
+        waiting.append((link, now))
+        self._waiting[attempt] = waiting
+        self._shares.use(attempt.key_id, attempt, more)
+        for _ in range(2):
+            first = next(iter(self._waiting))
+            if self._waiting[first][-1][1] < now - RETRIED_WITHIN:
+                self._forget(first)
+        while (excess := self._shares.excess(attempt.key_id)) is not None:
+            self._forget(excess)
+
+    def take(self, attempt: Attempt, since: float) -> Link | None:
+        """Return the run of the earliest attempt after `since`, and forget it and those before."""
+        waiting = self._waiting.get(attempt)
+        found = None
+        while waiting and found is None:
+            link, ended_at = waiting.popleft()
+            self._shares.use(attempt.key_id, attempt, -_BYTES)
+            found = link if ended_at >= since else None
+        if waiting is not None and not waiting:
+            self._forget(attempt)
+        return found
+
+    def _forget(self, attempt: Attempt) -> None:
+        waiting = self._waiting.pop(attempt)
+        self._shares.forget(attempt.key_id, attempt, len(waiting) * _BYTES)

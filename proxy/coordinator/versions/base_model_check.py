@@ -1,0 +1,168 @@
+"""Whether every replica still serves the base model that the alias's versions belong to.
+
+A replica is asked a few fixed questions (`store/policies/fingerprints.py`) when it is first seen, when it comes back after it
+did not answer, when it names another model, and every few minutes: eight short prompts for one token each, in a task of
+their own and never on a call's path. What the first replica of an alias answers is written down with version 0. One
+that answers otherwise makes `/health/ready` say so and raises an alarm, and gets no calls while another one is right.
+
+Cannot tell models apart that answer alike: `ratchet up` and the trainer compare the files as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from ratchet.proxy.errors import UpstreamError
+from ratchet.proxy.runtime.critical_tasks import Vitals
+from ratchet.proxy.upstreams.replica_pool import Replica
+from ratchet.proxy.upstreams.vllm_client import Upstream
+from ratchet.store.errors import StoreError
+from ratchet.store.policies import fingerprints
+from ratchet.store.store import Store
+
+log = logging.getLogger("ratchet.proxy")
+
+EVERY = 300.0  # seconds between two looks at a replica that gives no reason for one
+_PATIENCE = 60.0  # seconds for all answers
+_AGAIN = 2.0  # seconds until what could not be asked, or not be compared, is asked again
+_AGAIN_OTHER = 10.0  # seconds until a replica of another base model is asked again
+
+Card = Mapping[str, Any]
+
+
+class BaseCheck:
+    """The service. `list_models` returns a replica's model cards, and raises UpstreamError where it is not there."""
+
+    def __init__(
+        self,
+        alias: str,
+        store: Store,
+        upstream: Upstream,
+        list_models: Callable[[Replica], Awaitable[list[dict[str, Any]]]],
+        every: float = EVERY,
+        vitals: Vitals | None = None,
+    ) -> None:
+        self._alias = alias
+        self._store = store
+        self._upstream = upstream
+        self._list_models = list_models
+        self._every = every
+        self._problems: dict[str, str] = {}  # by replica
+        self._roots: dict[str, str] = {}  # what each replica calls its base model, since it was asked last
+        self._due_at: dict[str, float] = {}
+        self._failures: Counter[str] = Counter()  # in a row, by replica
+        self._waiting: dict[str, tuple[Replica, Card]] = {}
+        self._wake = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "base-model")
+        self._vitals = vitals or Vitals()
+        self._task: asyncio.Task[None] | None = None
+
+    async def look(self, replica: Replica) -> None:
+        """Ask a replica whether it is there, and plan to compare where that is due.
+
+        Raises UpstreamError where it is not there, or was found to serve another base model.
+        """
+        try:
+            cards = await self._list_models(replica)
+        except UpstreamError:
+            self._due_at[replica.url] = 0.0
+            raise
+        card = next((card for card in cards if not card.get("parent") and isinstance(card.get("id"), str)), None)
+        if card is None:
+            return
+        named = str(card.get("root"))
+        if self._roots.get(replica.url) != named or time.monotonic() >= self._due_at.get(replica.url, 0.0):
+            self._roots[replica.url], self._due_at[replica.url] = named, time.monotonic() + _PATIENCE
+            self._waiting[replica.url] = (replica, card)
+            self._wake.set()
+        if problem := self._problems.get(replica.url):
+            raise UpstreamError(problem)
+
+    async def start(self) -> None:
+        """Begin to compare."""
+        self._task = self._vitals.task(self._run(), "base-check")
+
+    async def stop(self) -> None:
+        """Compare no more."""
+        if self._task is not None:
+            await self._vitals.end(self._task)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._waiting:
+                _, (replica, card) = self._waiting.popitem()
+                try:
+                    async with asyncio.timeout(_PATIENCE):
+                        await self._compare(replica, card)
+                except (UpstreamError, StoreError, TimeoutError) as error:
+                    pause = min(self._every, _AGAIN * 2 ** self._failures[replica.url])  # one part may never be offered
+                    self._failures[replica.url] += 1
+                    self._due_at[replica.url] = time.monotonic() + pause
+                    log.warning("event=base_model_not_compared upstream=%s reason=%r", replica.label, str(error))
+
+    async def _compare(self, replica: Replica, card: Card) -> None:
+        named = str(card.get("root"))
+        seen = {"root": named, **await self._fingerprint(replica.url, str(card["id"]))}
+        known = await self._ask(partial(self._store.base_models.of, self._alias))
+        if known is None or not known.served:
+            taken = await self._ask(partial(self._store.base_models.take_up, self._alias, named, served=seen))
+            if taken is None:  # version 0 is not registered yet
+                self._due_at[replica.url] = time.monotonic() + _AGAIN
+                return
+            log.info("event=base_model_taken_up alias=%s name=%s upstream=%s", self._alias, taken.name, replica.label)
+            known = taken
+        self._failures.pop(replica.url, None)
+        difference = fingerprints.difference(known.served, seen)
+        pause = self._every if difference is None else _AGAIN_OTHER
+        self._due_at[replica.url] = time.monotonic() + pause
+        await self._settle(replica, named, known.name, difference)
+
+    async def _settle(self, replica: Replica, named: str, known: str, difference: str | None) -> None:
+        """Take note of what came of a comparison, and raise or clear the alarm."""
+        replica.other_base = difference is not None
+        name = f"base_model:{self._alias}"
+        if difference is not None:
+            reason = (
+                f"upstream {replica.url} serves {named}, which is not the base model that the versions of "
+                f"{self._alias} belong to, {known}: {difference}; start vLLM with {known} again, or give the other "
+                "model a project or an alias of its own"
+            )
+            if self._problems.get(replica.url) != reason:
+                log.error("event=other_base_model upstream=%s reason=%r", replica.label, reason)
+            self._problems[replica.url] = reason
+            await self._ask(partial(self._store.alarms.raise_, name, reason))
+        elif self._problems.pop(replica.url, None) is not None:
+            log.info("event=base_model_is_back upstream=%s name=%s", replica.label, named)
+            if not self._problems:
+                await self._ask(partial(self._store.alarms.clear, name))
+
+    async def _fingerprint(self, url: str, model: str) -> dict[str, Any]:
+        """Return how a replica answers; a part that it does not offer is left out. Raises UpstreamError."""
+        found: dict[str, Any] = {}
+        for part, (path, body) in fingerprints.requests(model).items():
+            answer = await self._upstream.post_json(url, path, msgspec.json.encode(body))
+            try:
+                text = await answer.read()
+            finally:
+                answer.close()
+            if answer.status >= 500 and answer.status != 501:
+                raise UpstreamError(f"upstream {url} answered {path} with {answer.status}")
+            with contextlib.suppress(msgspec.DecodeError, ValueError):
+                found[part] = fingerprints.read(part, msgspec.json.decode(text))
+        return found
+
+    async def _ask(self, verb: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, verb)

@@ -1,0 +1,151 @@
+"""POST /v1/messages: Anthropic's dialect, around an inner chat call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ratchet.proxy.dialects import anthropic_request, chat, inner_request
+from ratchet.proxy.dialects.content_blocks import Block, Event, Kind, Teller, TellingVoice
+from ratchet.proxy.dialects.dialect import Asked, asked, read_body_with, told_policy
+from ratchet.proxy.errors import ProxyError
+from ratchet.proxy.wire.capture import Capture
+from ratchet.proxy.wire.error_shapes import ANTHROPIC
+from ratchet.store.records import CallBegun
+
+_DELTAS = {
+    Kind.THOUGHT: ("thinking_delta", "thinking"),
+    Kind.TEXT: ("text_delta", "text"),
+    Kind.CALL: ("input_json_delta", "partial_json"),
+}
+
+
+class Messages:
+    """The dialect."""
+
+    name = "messages"
+    path = chat.PATH
+    shape = ANTHROPIC
+
+    async def read(self, body: bytes, key_id: str | None) -> Asked:
+        """Return what a request asks for. Raises BadRequest."""
+        return await read_body_with(_read, body)
+
+
+def _read(body: bytes) -> Asked:
+    wanted = anthropic_request.read(inner_request.decode(body))
+
+    def voice(begun: CallBegun) -> TellingVoice:
+        capture = chat.capture_for(wanted, begun)
+        return TellingVoice(capture, MessageTeller(begun, capture))
+
+    return asked(wanted, voice)
+
+
+class MessageTeller(Teller):
+    """Tells an answer in Anthropic's events."""
+
+    def __init__(self, begun: CallBegun, capture: Capture) -> None:
+        super().__init__()
+        self._id = "msg_" + begun.call_id.removeprefix("call_")
+        self._model = told_policy(begun)
+        self._capture = capture
+
+    def started(self) -> list[Event]:
+        """The answer begins; the prompt's ids have told its length already."""
+        message = {**self.answer(), "usage": {**self._usage(), "input_tokens": self._capture.prompt_tokens}}
+        return [{"type": "message_start", "message": message}, {"type": "ping"}]
+
+    def opened(self, block: Block) -> list[Event]:
+        """A block begins, empty."""
+        empty = {
+            Kind.THOUGHT: {"type": "thinking", "thinking": "", "signature": ""},
+            Kind.TEXT: {"type": "text", "text": "", "citations": []},
+            Kind.CALL: _tool_use(block, {}),
+        }
+        return [{"type": "content_block_start", "index": block.place, "content_block": empty[block.kind]}]
+
+    def grew(self, block: Block, piece: str) -> list[Event]:
+        """A block has more."""
+        kind, field = _DELTAS[block.kind]
+        return [{"type": "content_block_delta", "index": block.place, "delta": {"type": kind, field: piece}}]
+
+    def closed(self, block: Block) -> list[Event]:
+        """A block is whole; a thought ends with its signature."""
+        stop = {"type": "content_block_stop", "index": block.place}
+        if block.kind != Kind.THOUGHT:
+            return [stop]
+        signed = {"type": "signature_delta", "signature": self._id}
+        return [{"type": "content_block_delta", "index": block.place, "delta": signed}, stop]
+
+    def ended(self) -> list[Event]:
+        """The answer is whole."""
+        delta = {**self._stopped(), "stop_details": None, "container": None}
+        return [{"type": "message_delta", "delta": delta, "usage": self._usage()}, {"type": "message_stop"}]
+
+    def failed(self, error: ProxyError) -> list[Event]:
+        """The answer breaks off."""
+        return [msgspec.json.decode(ANTHROPIC.ours(error))]
+
+    def answer(self) -> dict[str, Any]:
+        """Return the message."""
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [self._content(block) for block in self.blocks],
+            **self._stopped(),
+            "stop_details": None,
+            "container": None,
+            "usage": self._usage(),
+        }
+
+    def _content(self, block: Block) -> dict[str, Any]:
+        if block.kind == Kind.THOUGHT:
+            return {"type": "thinking", "thinking": block.text, "signature": self._id}
+        if block.kind == Kind.TEXT:
+            return {"type": "text", "text": block.text, "citations": []}
+        return _tool_use(block, _input(block.text))
+
+    def _stopped(self) -> dict[str, Any]:
+        reason = None
+        if self.finish_reason == "length":
+            reason = "max_tokens"
+        elif any(block.kind == Kind.CALL for block in self.blocks) and self.finish_reason:
+            reason = "tool_use"
+        elif self.stop is not None:
+            reason = "stop_sequence"
+        elif self.finish_reason:
+            reason = "end_turn"
+        return {"stop_reason": reason, "stop_sequence": self.stop if reason == "stop_sequence" else None}
+
+    def _usage(self) -> dict[str, Any]:
+        """Return the usage so far; `input_tokens` does not count what came from the cache."""
+        usage = self.usage
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+        return {
+            "input_tokens": max(usage.get("prompt_tokens", 0) - cached, 0),
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage.get("completion_tokens", 0),
+            "cache_creation": None,
+            "inference_geo": None,
+            "output_tokens_details": {"thinking_tokens": thought},
+            "server_tool_use": None,
+            "service_tier": "standard",
+        }
+
+
+def _tool_use(block: Block, value: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": value, "caller": {"type": "direct"}}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Return a tool call's arguments as an object; what is none is kept, so that it comes back as it was."""
+    try:
+        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return {anthropic_request.UNREADABLE: arguments}

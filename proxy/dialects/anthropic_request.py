@@ -1,0 +1,217 @@
+"""A request to /v1/messages as a chat request.
+
+Thoughts go back as the reasoning of their message, tool results become tool messages before the rest of their turn,
+images stay in place, documents of text are text, and what the system says later is a reminder in a user's turn. What
+vLLM cannot serve is refused by name, but for tools that only Anthropic's servers run: those are left out, as the model
+cannot call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from ratchet.proxy.dialects import anthropic_tools, inner_request
+from ratchet.proxy.dialects.inner_request import Json
+from ratchet.proxy.errors import BadRequest
+from ratchet.proxy.wire import lax_values
+from ratchet.proxy.wire.request_body import ChatRequest
+
+UNREADABLE = "unreadable_arguments"  # the one member of an `input` that stands for arguments that are not JSON
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def read(body: Json) -> ChatRequest:
+    """Return the inner chat request. Raises BadRequest."""
+    if body.get("thread"):
+        # The SDK's tool runner then sends the whole conversation instead.
+        raise BadRequest("`thread` is not served: send the whole conversation", code="thread_unsupported_request")
+    inner_request.require(body, "model", "max_tokens", "messages")
+    messages = chat_messages(body)
+    tools = _tools(body)
+    choice = body.get("tool_choice") or {}
+    fields = {
+        "max_tokens": body["max_tokens"],
+        "temperature": body.get("temperature"),
+        "top_p": body.get("top_p"),
+        "stop": body.get("stop_sequences") or None,
+        "tools": tools or None,
+        "tool_choice": _tool_choice(choice) if tools and choice else None,
+        "parallel_tool_calls": False if tools and lax_values.truth(choice.get("disable_parallel_tool_use")) else None,
+        "chat_template_kwargs": template_fields(body),
+        "reasoning_effort": (body.get("output_config") or {}).get("effort"),
+        "response_format": _response_format(body),
+    }
+    return inner_request.chat_request(body, messages, fields)
+
+
+def count_body(body: Json, served_name: str) -> Json:
+    """Return the body for vLLM's /tokenize: the same prompt as the call itself would have. Raises BadRequest."""
+    inner_request.require(body, "model", "messages")
+    fields = {"tools": _tools(body) or None, "chat_template_kwargs": template_fields(body)}
+    chosen = {name: value for name, value in fields.items() if value is not None}
+    return {"model": served_name, "messages": chat_messages(body), "add_generation_prompt": True, **chosen}
+
+
+def chat_messages(body: Json) -> list[Json]:
+    """Return the system prompt and the messages as chat messages. Raises BadRequest."""
+    if not body["messages"]:
+        raise BadRequest("messages: at least one message is required", param="messages")
+    messages: list[Json] = []
+    if system := body.get("system"):
+        messages.append({"role": "system", "content": _content(_blocks(system), "system")})
+    for place, message in enumerate(body["messages"]):
+        try:
+            messages += _said(message)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise inner_request.unreadable(f"messages.{place}", error) from error
+    return inner_request.with_one_system_message_first(_with_reminders(messages))
+
+
+def _with_reminders(messages: Sequence[Json]) -> list[Json]:
+    """Return the messages with system messages among the others, as Claude Code sends them, as text of a user's turn.
+
+    Many chat templates refuse a system message that is not the first, or leave it out.
+    """
+    told: list[Json] = []
+    for message in messages:
+        first = all(said["role"] == "system" for said in told)
+        if message["role"] != "system" or first or not isinstance(message["content"], str):
+            told.append(message)
+            continue
+        reminder = f"<system-reminder>\n{message['content']}\n</system-reminder>"
+        if told[-1]["role"] != "user":
+            told.append({"role": "user", "content": reminder})
+        elif isinstance(before := told[-1]["content"], str):
+            told[-1] = {"role": "user", "content": f"{before}\n\n{reminder}"}
+        else:
+            told[-1] = {"role": "user", "content": [*before, {"type": "text", "text": reminder}]}
+    return told
+
+
+def _said(message: Json) -> list[Json]:
+    role, blocks = message["role"], _blocks(message["content"])
+    if role == "assistant":
+        return [_assistant(blocks)]
+    if role in ("user", "system"):
+        return _turn(role, blocks)
+    raise BadRequest(f"messages: a role must be user, assistant or system, not {role!r}", param="messages")
+
+
+def template_fields(body: Json) -> Json | None:
+    """Return what the chat template is told of thinking."""
+    given: Json | None = body.get("chat_template_kwargs")
+    thinking = (body.get("thinking") or {}).get("type")
+    return given if given or not thinking else {"enable_thinking": thinking != "disabled"}
+
+
+def _blocks(content: Any) -> list[Json]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def _content(blocks: Iterable[Json], role: str) -> str | list[Json]:
+    return inner_request.joined([_part(block, role) for block in blocks])
+
+
+def _part(block: Json, role: str) -> Json:
+    if block["type"] == "search_result":
+        return {"type": "text", "text": _titled(block, block["source"], _texts(block["content"]))}
+    source = block.get("source") or {}
+    match block["type"], source.get("type"):
+        case "text", _:
+            return {"type": "text", "text": block["text"]}
+        case "image", "url":
+            return inner_request.image(source["url"])
+        case "image", "base64":
+            return inner_request.image(f"data:{source['media_type']};base64,{source['data']}")
+        case "document", "text":
+            return {"type": "text", "text": _titled(block, source["data"])}
+        case "document", "content":
+            return {"type": "text", "text": _titled(block, _texts(source["content"]))}
+        case kind, None:
+            raise BadRequest(f"messages: a {kind} block in a {role} message is not served", param="messages")
+        case kind, made:
+            raise BadRequest(f"messages: a {kind} block of a {made} source is not served", param="messages")
+
+
+def _titled(block: Json, *said: str) -> str:
+    """Return the text of a document under its title and what it is said of it, where there are such."""
+    return "\n".join(part for part in (block.get("title"), block.get("context"), *said) if part)
+
+
+def _texts(content: Any) -> str:
+    """Return the text of blocks. Raises BadRequest where one is none."""
+    text = _content(_blocks(content), "user")
+    if not isinstance(text, str):
+        raise BadRequest("messages: a document holds text only here", param="messages")
+    return text
+
+
+def _assistant(blocks: Sequence[Json]) -> Json:
+    texts, thoughts, calls = [], [], []
+    for block in blocks:
+        match block["type"]:
+            case "text":
+                texts.append(block["text"])
+            case "thinking":
+                thoughts.append(block["thinking"])
+            case "redacted_thinking":
+                pass  # another server's; nobody can read it here
+            case "tool_use":
+                calls.append(inner_request.called(block["id"], block["name"], _arguments(block["input"])))
+            case kind:
+                raise BadRequest(f"messages: a {kind} block in an assistant message is not served")
+    message: Json = {"role": "assistant", "content": "".join(texts) or None}
+    if thoughts:
+        message["reasoning"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _arguments(value: Json) -> str:
+    if list(value) == [UNREADABLE]:
+        return str(value[UNREADABLE])
+    return msgspec.json.encode(value).decode()
+
+
+def _turn(role: str, blocks: Sequence[Json]) -> list[Json]:
+    """Return the tool results of a turn, each as a message, then what else it holds."""
+    messages: list[Json] = []
+    rest: list[Json] = []
+    pictures: list[Json] = []  # of tool results, as tool messages are text
+    for block in blocks:
+        if block["type"] != "tool_result":
+            rest.append(block)
+            continue
+        parts = [_part(part, "user") for part in _blocks(block.get("content") or "")]
+        text = "".join(part["text"] for part in parts if part["type"] == "text")
+        pictures += [part for part in parts if part["type"] != "text"]
+        said = f"Error: {text}" if block.get("is_error") else text
+        messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": said})
+    if parts := [*pictures, *(_part(block, role) for block in rest)]:
+        messages.append({"role": role, "content": inner_request.joined(parts)})
+    return messages
+
+
+def _tools(body: Json) -> list[Json]:
+    return anthropic_tools.functions(list(body.get("tools") or ()))
+
+
+def _tool_choice(choice: Json) -> Any:
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice["name"]}}
+    if kind not in _CHOICES:
+        raise BadRequest(f"tool_choice.type: must be auto, any, tool or none, not {kind!r}", param="tool_choice")
+    return _CHOICES[kind]
+
+
+def _response_format(body: Json) -> Json | None:
+    wanted = (body.get("output_config") or {}).get("format") or body.get("output_format")
+    if not wanted:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted["schema"]}}

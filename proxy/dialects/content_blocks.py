@@ -1,0 +1,221 @@
+"""From a chat answer's deltas to blocks, of which one is open at a time: what Responses and Messages are told in.
+
+A block is a thought, a text or one tool call. A delta of another kind, or of another tool call, closes the open
+block first. The subclass words each step; an answer that did not stream takes the same way, in one feed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from ratchet.proxy.errors import ProxyError, UpstreamBroke
+from ratchet.proxy.wire.capture import Capture
+
+Event = dict[str, Any]
+
+_object = msgspec.json.Decoder(dict[str, Any])
+_encode = msgspec.json.Encoder().encode
+
+
+class Kind(StrEnum):
+    """What a block holds."""
+
+    THOUGHT = "thought"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass(slots=True)
+class Block:
+    """One block; `id` and `name` are a tool call's."""
+
+    place: int
+    kind: Kind
+    id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a text, where the client asked for them
+
+    @property
+    def text(self) -> str:
+        """What the block holds so far; of a tool call its arguments."""
+        return "".join(self.pieces)
+
+
+class Teller(ABC):
+    """Tells one answer (the first choice) as events, and at the end as a whole."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.finish_reason: str | None = None
+        self.stop: str | None = None  # the stop string that was hit
+        self.usage: dict[str, Any] = {}
+        self.sampled: list[dict[str, Any]] = []  # the logprobs of the chunk, where the client asked for them
+        self._begun = False
+        self._open: Block | None = None
+        self._calls: dict[int, Block] = {}
+
+    def feed(self, chunk: dict[str, Any]) -> list[Event]:
+        """Return the events of one chat chunk. Raises UpstreamBroke where tool calls are mixed up."""
+        events = self._begin()
+        self.usage = chunk.get("usage") or self.usage
+        for choice in chunk.get("choices", ())[:1]:
+            delta = choice.get("delta") or {}
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            self.sampled = (choice.get("logprobs") or {}).get("content") or []
+            if isinstance(choice.get("stop_reason"), str):
+                self.stop = choice["stop_reason"]
+            if thought := delta.get("reasoning") or delta.get("reasoning_content"):
+                events += self._say(Kind.THOUGHT, thought)
+            text = delta.get("content")
+            if text:
+                events += self._say(Kind.TEXT, text)
+            if self.sampled and self._open is not None and self._open.kind == Kind.TEXT:
+                self._open.logprobs += self.sampled
+            for part in delta.get("tool_calls") or ():
+                events += self._call(part)
+        return events
+
+    def finish(self) -> list[Event]:
+        """Return the events that end a good answer."""
+        return [*self._begin(), *self._close(), *self.ended()]
+
+    def fail(self, error: ProxyError) -> list[Event]:
+        """Return the events that end an answer that failed."""
+        return [*self._begin(), *self.failed(error)]
+
+    def _begin(self) -> list[Event]:
+        if self._begun:
+            return []
+        self._begun = True
+        return self.started()
+
+    def _say(self, kind: Kind, piece: str) -> list[Event]:
+        events: list[Event] = []
+        if self._open is None or self._open.kind != kind:
+            events = self._start(Block(len(self.blocks), kind))
+        assert self._open is not None
+        self._open.pieces.append(_text(piece))
+        return [*events, *self.grew(self._open, piece)]
+
+    def _call(self, part: dict[str, Any]) -> list[Event]:
+        function = part.get("function") or {}
+        place = part.get("index", 0)
+        events: list[Event] = []
+        block = self._calls.get(place)
+        if block is None:
+            name = function.get("name") or ""
+            block = self._calls[place] = Block(len(self.blocks), Kind.CALL, part.get("id") or f"call_{place}", name)
+            events = self._start(block)
+        if piece := function.get("arguments"):
+            if block is not self._open:
+                raise UpstreamBroke(f"the upstream went on with tool call {place} after it had begun something else")
+            block.pieces.append(_text(piece))
+            events = [*events, *self.grew(block, piece)]
+        return events
+
+    def _start(self, block: Block) -> list[Event]:
+        events = self._close()
+        self.blocks.append(block)
+        self._open = block
+        return [*events, *self.opened(block)]
+
+    def _close(self) -> list[Event]:
+        block, self._open = self._open, None
+        return self.closed(block) if block else []
+
+    @abstractmethod
+    def started(self) -> list[Event]:
+        """The answer begins."""
+
+    @abstractmethod
+    def opened(self, block: Block) -> list[Event]:
+        """A block begins."""
+
+    @abstractmethod
+    def grew(self, block: Block, piece: str) -> list[Event]:
+        """A block has more."""
+
+    @abstractmethod
+    def closed(self, block: Block) -> list[Event]:
+        """A block is whole."""
+
+    @abstractmethod
+    def ended(self) -> list[Event]:
+        """The answer is whole."""
+
+    @abstractmethod
+    def failed(self, error: ProxyError) -> list[Event]:
+        """The answer breaks off."""
+
+    @abstractmethod
+    def answer(self) -> dict[str, Any]:
+        """Return the whole answer, for clients that did not ask for a stream."""
+
+
+class TellingVoice:
+    """The voice of a dialect that has a teller."""
+
+    __slots__ = ("_teller", "capture")
+
+    def __init__(self, capture: Capture, teller: Teller) -> None:
+        self.capture = capture
+        self._teller = teller
+
+    def whole(self, body: bytes) -> bytes:
+        """Return the client's form of an answer that did not stream. Raises UpstreamBroke."""
+        answer = _object.decode(self.capture.whole(body))
+        try:
+            self._teller.feed({"usage": answer.get("usage"), "choices": [as_delta(answer["choices"][0])]})
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise UpstreamBroke(f"the upstream's answer is not a chat completion: {error}") from error
+        self._teller.finish()
+        return _encode(self._teller.answer())
+
+    def chunk(self, data: bytes) -> bytes | None:
+        """Return the client's events for one streamed chunk. Raises UpstreamBroke for one that cannot be read."""
+        kept = self.capture.chunk(data)
+        if kept is None or self.capture.error:
+            return None
+        if self.capture.unread:
+            raise UpstreamBroke(f"the upstream's stream cannot be told: {self.capture.unread}")
+        try:
+            return _events(self._teller.feed(_object.decode(kept)))
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise UpstreamBroke(f"the upstream sent a chunk that cannot be read: {error}") from error
+
+    def end(self) -> bytes:
+        """Return the events that end the stream: well, or with the upstream's own error."""
+        if self.capture.error:
+            return self.failed(UpstreamBroke(self.capture.error))
+        return _events(self._teller.finish())
+
+    def failed(self, error: ProxyError) -> bytes:
+        """Return the events that tell a failure."""
+        return _events(self._teller.fail(error))
+
+
+def _text(piece: Any) -> str:
+    """Return a piece of text as it is. Raises TypeError for anything else."""
+    if not isinstance(piece, str):
+        raise TypeError(f"{str(piece)[:40]!r} stands where a text should")
+    return piece
+
+
+def as_delta(choice: dict[str, Any]) -> dict[str, Any]:
+    """Return a whole choice as the only chunk of a stream."""
+    message = choice["message"]
+    calls = [{**call, "index": place} for place, call in enumerate(message.get("tool_calls") or ())]
+    content = message.get("content")
+    if isinstance(content, list):  # some servers answer in parts
+        content = "".join(part["text"] for part in content if part.get("type") == "text")
+    return {**choice, "delta": {**message, "content": content, "tool_calls": calls}}
+
+
+def _events(events: list[Event]) -> bytes:
+    return b"".join(b"event: " + event["type"].encode() + b"\ndata: " + _encode(event) + b"\n\n" for event in events)

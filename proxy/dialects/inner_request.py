@@ -1,0 +1,92 @@
+"""The inner chat call of a dialect that is not chat: made from translated messages and fields, then read as any other.
+
+Sampling fields that vLLM knows and the dialect does not (`min_p`, `seed`, ...) pass through under their own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ratchet.proxy.errors import BadRequest
+from ratchet.proxy.wire import lax_values, request_body
+from ratchet.proxy.wire.request_body import ChatRequest
+
+_PASSED = (
+    "seed", "min_p", "top_k", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop",
+    "stop_token_ids", "logit_bias", "ignore_eos", "structured_outputs", "chat_template_kwargs",
+)  # fmt: skip
+
+Json = dict[str, Any]
+
+_fields = msgspec.json.Decoder(dict[str, Any])
+
+
+def decode(body: bytes) -> Json:
+    """Return a request body as an object. Raises BadRequest."""
+    try:
+        return _fields.decode(body)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"the body is not a JSON object: {error}") from error
+
+
+def chat_request(body: Json, messages: Sequence[Json], fields: Mapping[str, Any]) -> ChatRequest:
+    """Return the chat request for a translated body; fields that are None are left out. Raises BadRequest."""
+    chosen: Json = {name: value for name, value in fields.items() if value is not None}
+    chosen = {name: body[name] for name in _PASSED if body.get(name) is not None} | chosen
+    if lax_values.truth(body.get("stream")):
+        chosen |= {"stream": True, "stream_options": {"include_usage": True}}
+    inner = request_body.read(msgspec.json.encode({"model": body.get("model"), "messages": messages, **chosen}))
+    metadata = body.get("metadata")
+    if isinstance(metadata, dict) and isinstance(metadata.get("trajectory_id"), str):
+        inner.trajectory = metadata["trajectory_id"]
+    return inner
+
+
+def require(body: Json, *names: str) -> None:
+    """Raise BadRequest for the first field that is not there."""
+    for name in names:
+        if body.get(name) is None:
+            raise BadRequest(f"{name}: field required", param=name)
+
+
+def unreadable(where: str, error: Exception) -> BadRequest:
+    """Return what is said of a part of the body that is not of the kind that it has to be."""
+    what = (
+        f"{error} is missing" if isinstance(error, KeyError) else "not an object, or a field of it has the wrong kind"
+    )
+    return BadRequest(f"{where}: {what}", param=where)
+
+
+def joined(parts: Sequence[Json]) -> str | list[Json]:
+    """Return chat content: plain text where all parts are text, else the parts."""
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return list(parts)
+
+
+def image(url: str, detail: str | None = None) -> Json:
+    """Return an image as a chat content part; nobody here opens the URL."""
+    return {"type": "image_url", "image_url": {"url": url, **({"detail": detail} if detail else {})}}
+
+
+def function(name: str, description: str | None, parameters: Any, strict: Any) -> Json:
+    """Return a tool as chat knows it."""
+    given = {"name": name, "description": description, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
+
+
+def called(call_id: str, name: str, arguments: str) -> Json:
+    """Return a tool call as chat knows it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def with_one_system_message_first(messages: Sequence[Json]) -> list[Json]:
+    """Return the messages with all system messages at the beginning as one: many chat templates refuse a second."""
+    count = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    first = messages[:count]
+    if count < 2 or not all(isinstance(message["content"], str) for message in first):
+        return list(messages)
+    return [{"role": "system", "content": "\n\n".join(m["content"] for m in first)}, *messages[count:]]

@@ -1,0 +1,199 @@
+"""Tells an answer in the events and objects of the Responses API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ratchet.proxy.dialects.content_blocks import Block, Event, Kind, Teller
+from ratchet.proxy.dialects.dialect import told_policy
+from ratchet.proxy.dialects.inner_request import Json
+from ratchet.proxy.errors import ProxyError
+from ratchet.store.records import CallBegun
+
+_ECHOED: Json = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "safety_identifier": None,
+    "service_tier": "default",
+    "store": True,
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "top_logprobs": 0,
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "user": None,
+}
+_CODES = ("context_length_exceeded", "rate_limit_exceeded")  # by which clients act
+_PREFIX = {Kind.THOUGHT: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
+
+
+class ResponseTeller(Teller):
+    """Tells one response. `body` is the request, whose settings the response repeats; `custom` and
+    `spaces` name its custom tools, and the namespaces of those that have one."""
+
+    def __init__(self, begun: CallBegun, body: Json, custom: frozenset[str], spaces: Mapping[str, str]) -> None:
+        super().__init__()
+        self._id = response_id(begun.call_id)
+        self._custom = custom
+        self._spaces = spaces
+        self._number = 0
+        self._status = "in_progress"
+        self._error: Json | None = None
+        self._ended_at: int | None = None
+        self._fixed = _ECHOED | {name: body[name] for name in _ECHOED if body.get(name) is not None}
+        self._fixed |= {
+            "created_at": int(begun.started_at),
+            "model": told_policy(begun),
+            "reasoning": {"effort": None, "summary": None} | (body.get("reasoning") or {}),
+            "tools": [_echoed_tool(tool) for tool in body.get("tools") or ()],
+            "background": False,
+            "frequency_penalty": body.get("frequency_penalty") or 0.0,
+            "presence_penalty": body.get("presence_penalty") or 0.0,
+        }
+
+    def started(self) -> list[Event]:
+        """The response begins, empty."""
+        kinds = ("response.created", "response.in_progress")
+        return [self._event(kind, response=self.answer()) for kind in kinds]
+
+    def opened(self, block: Block) -> list[Event]:
+        """An item begins, empty."""
+        item = self._item(block, "in_progress")
+        if block.kind == Kind.CALL:
+            return [self._event("response.output_item.added", output_index=block.place, item=item)]
+        added = self._event("response.output_item.added", output_index=block.place, item=item | {"content": []})
+        return [added, self._of(block, "response.content_part.added", content_index=0, part=item["content"][0])]
+
+    def grew(self, block: Block, piece: str) -> list[Event]:
+        """An item has more; a custom tool's input is told whole, as it comes wrapped in JSON."""
+        if block.kind == Kind.THOUGHT:
+            return [self._of(block, "response.reasoning_text.delta", content_index=0, delta=piece)]
+        if block.kind == Kind.TEXT:
+            return [self._of(block, "response.output_text.delta", content_index=0, delta=piece, logprobs=self.sampled)]
+        if block.name in self._custom:
+            return []
+        return [self._of(block, "response.function_call_arguments.delta", delta=piece)]
+
+    def closed(self, block: Block) -> list[Event]:
+        """An item is whole, or all that there will be of it."""
+        item = self._item(block, self._item_status(block))
+        events = []
+        if self._is_custom(block):
+            events.append(self._of(block, "response.custom_tool_call_input.delta", delta=item["input"]))
+            events.append(self._of(block, "response.custom_tool_call_input.done", input=item["input"]))
+        elif block.kind == Kind.CALL:
+            told = {"name": block.name, "arguments": block.text}
+            events.append(self._of(block, "response.function_call_arguments.done", **told))
+        else:
+            thought = block.kind == Kind.THOUGHT
+            kind = "response.reasoning_text.done" if thought else "response.output_text.done"
+            rest: Json = {} if thought else {"logprobs": block.logprobs}
+            events.append(self._of(block, kind, content_index=0, text=block.text, **rest))
+            part = item["content"][0]
+            events.append(self._of(block, "response.content_part.done", content_index=0, part=part))
+        return [*events, self._event("response.output_item.done", output_index=block.place, item=item)]
+
+    def ended(self) -> list[Event]:
+        """The response is whole, or cut by its length limit."""
+        self._status = "incomplete" if self.finish_reason == "length" else "completed"
+        self._ended_at = int(time.time())
+        return [self._event(f"response.{self._status}", response=self.answer())]
+
+    def failed(self, error: ProxyError) -> list[Event]:
+        """The response breaks off."""
+        self._status = "failed"
+        code = error.code if error.code in _CODES else "server_error"
+        self._error = {"code": code, "message": str(error)}
+        return [self._event("response.failed", response=self.answer())]
+
+    def answer(self) -> Json:
+        """Return the response object."""
+        cut = self._status == "incomplete"
+        return {
+            "id": self._id,
+            "object": "response",
+            "status": self._status,
+            "completed_at": self._ended_at if self._status == "completed" else None,
+            "error": self._error,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": [self._item(block, self._item_status(block)) for block in self.blocks],
+            "usage": self._usage() if self.usage else None,
+            **self._fixed,
+        }
+
+    def _item_status(self, block: Block) -> str:
+        last = block is self.blocks[-1]
+        if last and self._status == "failed":
+            return "incomplete"
+        return "incomplete" if last and self.finish_reason == "length" else "completed"
+
+    def _item(self, block: Block, status: str) -> Json:
+        name = self._item_id(block)
+        if block.kind == Kind.THOUGHT:
+            content = [{"type": "reasoning_text", "text": block.text}]
+            return {"id": name, "type": "reasoning", "summary": [], "content": content}
+        if block.kind == Kind.TEXT:
+            part = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
+            return {"id": name, "type": "message", "role": "assistant", "status": status, "content": [part]}
+        call = {"id": name, "call_id": block.id, "name": block.name, "status": status}
+        if block.name in self._spaces:
+            call["namespace"] = self._spaces[block.name]
+        if self._is_custom(block):
+            return {**call, "type": "custom_tool_call", "input": _input(block.text)}
+        return {**call, "type": "function_call", "arguments": block.text}
+
+    def _usage(self) -> Json:
+        """Return the usage; `input_tokens` counts what came from the cache, too."""
+        usage = self.usage
+        prompt, completion = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": cached},
+            "output_tokens": completion,
+            "output_tokens_details": {"reasoning_tokens": thought},
+            "total_tokens": usage.get("total_tokens", prompt + completion),
+        }
+
+    def _of(self, block: Block, kind: str, **fields: Any) -> Event:
+        return self._event(kind, item_id=self._item_id(block), output_index=block.place, **fields)
+
+    def _item_id(self, block: Block) -> str:
+        prefix = "ctc" if self._is_custom(block) else _PREFIX[block.kind]
+        return f"{prefix}_{self._id.removeprefix('resp_')}_{block.place}"
+
+    def _is_custom(self, block: Block) -> bool:
+        return block.kind == Kind.CALL and block.name in self._custom
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return event
+
+
+def _echoed_tool(tool: Json) -> Json:
+    return {"strict": None, "description": None} | tool if tool["type"] == "function" else tool
+
+
+def _input(arguments: str) -> str:
+    """Return a custom tool's input: what its JSON wrapper holds, or the text where it is none."""
+    try:
+        return str(msgspec.json.decode(arguments, type=dict[str, Any])["input"]) if arguments else ""
+    except (msgspec.DecodeError, KeyError, RecursionError):
+        return arguments
+
+
+def response_id(call_id: str) -> str:
+    """Return the response id of a call."""
+    return "resp_" + call_id.removeprefix("call_")

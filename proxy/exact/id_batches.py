@@ -1,0 +1,124 @@
+"""The ids of a stream as they arrive, merged while nobody takes them. Reads ahead in a task of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import Raw
+
+from ratchet.proxy.errors import UpstreamBroke, UpstreamError
+from ratchet.proxy.exact.scale_out import Ended, Generated, generated
+from ratchet.proxy.wire.sse import DONE, Events
+from ratchet.proxy.wire.upstream_response import Answer
+
+_MOST_WAITING = 4096  # events read ahead
+
+_encode = msgspec.json.Encoder().encode
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[Raw] | None = None
+
+
+_logprobs = msgspec.json.Decoder(_Logprobs | None)
+
+
+@dataclass(slots=True)
+class Batch:
+    """What arrived since the last one: one piece per choice, in the order of their first ids."""
+
+    since: float  # when the earliest of it arrived, monotonic seconds
+    pieces: list[Ended] = field(default_factory=list)
+    prompt_token_ids: list[int] | None = None
+    usage: Raw | None = None
+    error: Raw | None = None
+    last: bool = False
+
+
+class Arrivals:
+    """The events of one generate stream."""
+
+    def __init__(self, ids: Answer) -> None:
+        self._ids = ids
+        self._events: asyncio.Queue[tuple[float, Generated | UpstreamError | None]] = asyncio.Queue(_MOST_WAITING)
+        self._failed: UpstreamError | None = None
+        self._ended = asyncio.Event()
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    async def take(self) -> Batch:
+        """Wait for the next ids and return all that are here. Raises UpstreamError once what came before is taken."""
+        if self._failed:
+            raise self._failed
+        since, event = await self._events.get()
+        batch, found = Batch(since), [event]
+        while not self._events.empty():
+            found.append(self._events.get_nowait()[1])
+        pieces: dict[int, list[Ended]] = {}
+        for event in found:
+            if event is None:
+                batch.last = True
+            elif isinstance(event, UpstreamError):
+                self._failed = event
+            else:
+                _add(batch, pieces, event)
+        batch.pieces = [_merged(parts) for parts in pieces.values()]
+        if self._failed and len(found) == 1:
+            raise self._failed
+        return batch
+
+    async def gather(self, seconds: float) -> None:
+        """Let more arrive for so long, or until the end is here."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), seconds)
+
+    def close(self) -> None:
+        """Read no more."""
+        self._reader.cancel()
+
+    async def _read(self) -> None:
+        events = Events()
+        end: UpstreamError | None = UpstreamBroke(f"upstream {self._ids.url} ended its stream without [DONE]")
+        try:
+            async for piece in self._ids.pieces():
+                now = time.perf_counter()
+                for data, _ in events.feed(piece):
+                    if data == DONE:
+                        end = None
+                    elif data is not None:
+                        await self._events.put((now, generated.decode(data)))
+        except UpstreamError as error:
+            end = error
+        except msgspec.DecodeError as error:
+            end = UpstreamBroke(f"upstream {self._ids.url} sent an event that cannot be read: {error}")
+        await self._events.put((time.perf_counter(), end))
+        self._ended.set()
+
+
+def _add(batch: Batch, pieces: dict[int, list[Ended]], event: Generated) -> None:
+    if bytes(event.error):
+        batch.error = event.error
+        return
+    batch.prompt_token_ids = batch.prompt_token_ids or event.prompt_token_ids
+    if bytes(event.usage) != b"null":
+        batch.usage = event.usage
+    for piece in event.choices:
+        pieces.setdefault(piece.index, []).append(piece)
+
+
+def _merged(parts: Sequence[Ended]) -> Ended:
+    """Return consecutive pieces of one choice as one piece."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = [row for part in parts if (told := _logprobs.decode(part.logprobs)) for row in told.content or ()]
+    return Ended(
+        index=parts[-1].index,
+        token_ids=[token for part in parts for token in part.token_ids or ()],
+        finish_reason=parts[-1].finish_reason,
+        stop_reason=parts[-1].stop_reason,
+        logprobs=Raw(_encode({"content": rows})) if rows else Raw(b"null"),
+    )

@@ -1,0 +1,96 @@
+"""vLLM's replicas as the proxy speaks to them: requests with the upstream's key, model lists, adapters.
+
+Promises: failures are `UpstreamError`s; leaving an answer before its end closes the connection at once, which is how
+vLLM learns that nobody waits any more. Does not read what is in an answer to an agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ratchet.proxy.errors import UpstreamBroke, UpstreamError
+from ratchet.proxy.upstreams.http_client import Client
+from ratchet.proxy.upstreams.http_connection import HttpAnswer, Limits
+from ratchet.store.access.url_credentials import without_credentials
+
+_JSON = {"content-type": "application/json"}
+
+
+class Upstream:
+    """The replicas of one vLLM service; `urls` are theirs without what is secret in them."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        request_timeout_seconds: float = 600.0,
+        connect_timeout_seconds: float = 5.0,
+        key: str | None = None,
+        stream_idle_timeout_seconds: float = 300.0,
+        max_upstream_response_bytes: int = 256 * 2**20,
+    ) -> None:
+        # A password in a URL goes to its server alone: everything else here knows the URL without it.
+        self.urls = tuple(map(without_credentials, urls))
+        self._key = {"authorization": f"Bearer {key}"} if key else {}
+        limits = Limits(
+            request_timeout_seconds,
+            min(stream_idle_timeout_seconds, request_timeout_seconds),
+            max_upstream_response_bytes,
+        )
+        self._client = Client(limits, connect_timeout_seconds, dict(zip(self.urls, urls, strict=True)))
+        self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    async def start(self) -> None:
+        """Nothing to begin: connections are opened with the calls."""
+
+    async def stop(self) -> None:
+        """Close every connection."""
+        self._client.close()
+
+    async def send(
+        self, url: str, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None = None
+    ) -> HttpAnswer:
+        """Send one request and return the answer at its headers. Raises UpstreamError. Close the answer.
+
+        The path goes out as it is: nothing in it is decoded, and no dots are resolved.
+        """
+        return await self._client.send(url, method, path, body, {**self._key, **headers} if headers else self._key)
+
+    async def post_json(self, url: str, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> HttpAnswer:
+        """Send a JSON body by POST. Raises UpstreamError. Close the answer."""
+        return await self.send(url, "POST", path, body, {**_JSON, **headers} if headers else _JSON)
+
+    async def models(self, url: str) -> list[dict[str, Any]]:
+        """Return the replica's model cards. Raises UpstreamError."""
+        answer = await self.send(url, "GET", "/v1/models", None)
+        try:
+            body = await answer.read()
+        finally:
+            answer.close()
+        try:
+            cards = msgspec.json.decode(body, type=dict[str, Any])["data"]
+            return [card for card in cards if isinstance(card, dict)]
+        except (msgspec.DecodeError, KeyError, TypeError) as error:
+            raise UpstreamBroke(f"upstream {url} answered /v1/models with {answer.status}, not a model list") from error
+
+    async def load_adapter(self, url: str, name: str, path: str) -> None:
+        """Load an adapter at one replica; callers at the same time share one load. Raises UpstreamError."""
+        key = (url, name)
+        if key not in self._loading:
+            task = asyncio.get_running_loop().create_task(self._load(url, name, path))
+            self._loading[key] = task
+            task.add_done_callback(lambda _: self._loading.pop(key, None))
+        await asyncio.shield(self._loading[key])  # a caller that leaves must not stop the load of the others
+
+    async def _load(self, url: str, name: str, path: str) -> None:
+        body = msgspec.json.encode({"lora_name": name, "lora_path": path})
+        answer = await self.post_json(url, "/v1/load_lora_adapter", body)
+        try:
+            text = (await answer.read()).decode("utf-8", "replace")
+        finally:
+            answer.close()
+        if answer.status != 200 and "already" not in text:
+            raise UpstreamError(f"upstream {url} cannot load adapter {name} from {path}: {answer.status} {text[:500]}")

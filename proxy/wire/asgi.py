@@ -1,0 +1,104 @@
+"""The few ASGI moves that every route needs: read a body, look up a header, send JSON.
+
+Does no routing and knows nothing of models or calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from ratchet.proxy.errors import BodyTooLarge, ClientLeft, NotFound
+
+JSON = (b"content-type", b"application/json")
+
+TRAJECTORY = "ratchet.trajectory"  # scope keys that the routes set
+PATH = "ratchet.path"
+KEY_ID = "ratchet.key_id"
+BY_NAME = "ratchet.headers"  # `headers_of`; whoever changes the headers takes it out
+GONE = "ratchet.gone"  # says whether the client has left, where the server knows
+CALLER = "ratchet.caller"  # ratchet.proxy.access.keyring.Caller
+
+Headers = list[tuple[bytes, bytes]]
+
+
+async def read_body(receive: Receive, limit: int) -> bytes:
+    """Return the whole request body. Raises BodyTooLarge above `limit` bytes, ClientLeft on a disconnect."""
+    message = await receive()
+    if message["type"] == "http.request" and not message.get("more_body"):
+        body: bytes = message.get("body", b"")
+        if len(body) > limit:
+            raise _too_large(limit)
+        return body
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+        if not message.get("more_body"):
+            return b"".join(parts)
+        message = await receive()
+
+
+def replaying(body: bytes, receive: Receive) -> Receive:
+    """Return what hands out a body that was read already, and then whatever else comes, such as a disconnect."""
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the request body is larger than {limit} bytes (the proxy's setting max_body_bytes)")
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """Return a request header (name in lower case) as text; None where it is absent or empty."""
+    value = headers_of(scope).get(name)
+    return value.decode("latin-1").strip() or None if value else None
+
+
+def headers_of(scope: Scope) -> dict[bytes, bytes]:
+    """Return the request headers by lower-case name, the first of repeated ones; they are read once."""
+    found: dict[bytes, bytes] | None = scope.get(BY_NAME)
+    if found is None:
+        found = scope[BY_NAME] = dict(reversed(scope["headers"]))
+    return found
+
+
+async def send_bytes(send: Send, status: int, body: bytes, headers: Headers) -> None:
+    """Send a whole response whose headers lack only the length."""
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [*headers, (b"content-length", b"%d" % len(body))],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_json(send: Send, status: int, value: Any, headers: Headers | None = None) -> None:
+    """Send a value as JSON."""
+    await send_bytes(send, status, msgspec.json.encode(value), [JSON, *(headers or [])])
+
+
+_THERE_IS = "agents ask below /v1, operators below /api (/api/openapi.json), probes /health/ready, Prometheus /metrics"
+
+
+def no_route(scope: Scope) -> NotFound:
+    """Return the error of a path that nothing answers; it lists what there is."""
+    return NotFound(f"no route {scope['method']} {scope['path'][:200]}; {_THERE_IS}", code="unknown_route")

@@ -1,0 +1,62 @@
+"""The longest context that the replicas take, and whether a request is known to be longer.
+
+Known means counted: only token ids are. A text's tokens, and what a chat template makes of messages, are the engine's
+to count, and it does so before it generates; its refusal is told by `read_overflow`. So nothing that fits is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from ratchet.proxy.errors import ContextOverflow
+from ratchet.proxy.wire.request_body import ChatRequest
+
+# How vLLM says it: in its renderers, before sampling, and in its engine; and how earlier releases and others do.
+_LIMIT = re.compile(r"maximum (?:context|model) length(?: is| of)? \(?(\d+)|context length is only (\d+)")
+_ASKED = re.compile(
+    r"(?:contains|has|passed|resulted in|requested)(?: at least)? (\d+) (?:input )?tokens"
+    r"|Input length \((\d+)\)|prompt \(length (\d+)\)"
+)
+
+
+def longest_context(cards: Iterable[dict[str, Any]]) -> int | None:
+    """Return the tokens of the longest context that a list of model cards tells."""
+    told = [card.get("max_model_len") for card in cards]
+    return max((length for length in told if isinstance(length, int)), default=None)
+
+
+def known_overflow(request: ChatRequest, limits: Iterable[int | None]) -> ContextOverflow | None:
+    """Return the refusal of a prompt of token ids that no replica can take; None where that is not known."""
+    known = list(limits)
+    limit = max((length for length in known if length is not None), default=0)
+    if None in known or not limit or "truncate_prompt_tokens" in request.fields:
+        return None
+    prompt = request.messages[0].get("content") if request.messages[0].get("role") == "prompt" else None
+    if not isinstance(prompt, list) or not prompt:
+        return None
+    prompts = [prompt] if isinstance(prompt[0], int) else [ids for ids in prompt if isinstance(ids, list)]
+    asked = max(map(len, prompts), default=0)
+    if asked < limit:  # one token must be left for the answer
+        return None
+    return ContextOverflow(
+        f"This model's maximum context length is {limit} tokens. However, your prompt contains {asked} input tokens. "
+        "Please reduce the length of the prompt.",
+        limit=limit,
+        asked=asked,
+        param="prompt",
+    )
+
+
+def read_overflow(status: int, message: str) -> ContextOverflow | None:
+    """Return what an upstream's refusal means where it says that the context is too long."""
+    found = _LIMIT.search(message) if status == 400 else None
+    if found is None:
+        return None
+    asked = _ASKED.search(message)
+    return ContextOverflow(message, limit=_number(found), asked=_number(asked) if asked else None, param="messages")
+
+
+def _number(found: re.Match[str]) -> int:
+    return next(int(group) for group in found.groups() if group is not None)

@@ -1,0 +1,94 @@
+"""How errors are worded: OpenAI's shape for most routes, Anthropic's for those under /messages."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+from starlette.types import Scope
+
+from ratchet.proxy.errors import ContextOverflow, ProxyError, to_openai_error, with_openai_shape
+from ratchet.proxy.wire.context_limit import read_overflow
+
+_ANTHROPIC_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+class Shape(Protocol):
+    """One API's error bodies, as JSON."""
+
+    def ours(self, error: ProxyError) -> bytes:
+        """Return the body of an error of the proxy's."""
+
+    def theirs(self, status: int, body: bytes) -> tuple[bytes, str]:
+        """Return an upstream's error body in this shape, and its message."""
+
+
+class OpenAIShape:
+    """`{"error": {message, type, param, code}}`."""
+
+    def ours(self, error: ProxyError) -> bytes:
+        """Return the body of an error of the proxy's."""
+        return to_openai_error(error)
+
+    def theirs(self, status: int, body: bytes) -> tuple[bytes, str]:
+        """Return an upstream's error body in this shape, and its message."""
+        shaped, message = with_openai_shape(status, body)
+        overflow = read_overflow(status, message)
+        return (self.ours(overflow), message) if overflow else (shaped, message)
+
+
+class AnthropicShape:
+    """`{"type": "error", "error": {type, message}}`, with `details.error_code` where the error has a code."""
+
+    def ours(self, error: ProxyError) -> bytes:
+        """Return the body of an error of the proxy's."""
+        message = _too_long(error) if isinstance(error, ContextOverflow) else str(error)
+        return msgspec.json.encode(_anthropic(error.status, message, error.code))
+
+    def theirs(self, status: int, body: bytes) -> tuple[bytes, str]:
+        """Return an upstream's error body in this shape, and its message."""
+        _, message = with_openai_shape(status, body)
+        if overflow := read_overflow(status, message):
+            return self.ours(overflow), message
+        return msgspec.json.encode(_anthropic(status, message, None)), message
+
+
+def _too_long(error: ContextOverflow) -> str:
+    """Return the words by which Anthropic's clients know that they must shorten the conversation."""
+    if error.asked is not None and error.asked > error.limit:
+        return f"prompt is too long: {error.asked} tokens > {error.limit} maximum"
+    return f"prompt is too long: {error}"
+
+
+def _anthropic(status: int, message: str, code: str | None) -> dict[str, Any]:
+    kind = _ANTHROPIC_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if code:
+        error["details"] = {"error_code": code}
+    return {"type": "error", "error": error}
+
+
+OPENAI = OpenAIShape()
+ANTHROPIC = AnthropicShape()
+
+
+def shape_of(scope: Scope) -> Shape:
+    """Return the shape that a request's client reads: that of its path, or of the header that Anthropic's SDKs send."""
+    if scope["path"].endswith(("/messages", "/messages/count_tokens")) or speaks_anthropic(scope):
+        return ANTHROPIC
+    return OPENAI
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    """Return whether the request names a version of Anthropic's API, as its SDKs do on every route."""
+    return any(name == b"anthropic-version" for name, _ in scope["headers"])

@@ -1,0 +1,73 @@
+"""GET /v1/models and /v1/models/{id}: the aliases, every version that can be asked for by name, other models.
+
+Anthropic's SDKs, known by the header that they send, are told in Anthropic's shape; all are on the one page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import unquote
+
+from starlette.types import Receive, Scope, Send
+
+from ratchet.proxy.coordinator.versions.policy_cache import PolicyBook
+from ratchet.proxy.errors import NotFound
+from ratchet.proxy.wire.asgi import PATH, send_json
+from ratchet.proxy.wire.error_shapes import speaks_anthropic
+
+Card = dict[str, Any]
+
+
+class Models:
+    """The endpoint for the list and for one model."""
+
+    def __init__(self, book: PolicyBook) -> None:
+        self._book = book
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cards = self._cards()
+        path: str = scope[PATH]
+        anthropic = speaks_anthropic(scope)
+        if path == "/models":
+            await send_json(send, 200, _anthropic_page(cards) if anthropic else _page(cards))
+            return
+        name = unquote(path.removeprefix("/models/"))
+        if name not in cards:
+            raise NotFound(
+                f"the model {name!r} does not exist; there are: {', '.join(cards)}",
+                param="model",
+                code="model_not_found",
+            )
+        await send_json(send, 200, _anthropic(cards[name]) if anthropic else cards[name])
+
+    def _cards(self) -> dict[str, Card]:
+        versions = list(self._book.known())
+        cards: dict[str, Card] = {}
+        for alias in self._book.aliases:
+            born = min((policy.created_at for policy in versions if policy.alias == alias), default=0.0)
+            cards[alias] = _card(alias, born, None)
+        for policy in versions:
+            name = f"{policy.alias}@{policy.version}"
+            cards[name] = _card(name, policy.created_at, policy.alias) | {"state": str(policy.state)}
+        return cards | {name: _card(name, 0.0, None) | {"owned_by": "upstream"} for name in sorted(self._book.others)}
+
+
+def _page(cards: Mapping[str, Card]) -> Card:
+    return {"object": "list", "data": list(cards.values())}
+
+
+def _anthropic_page(cards: Mapping[str, Card]) -> Card:
+    names = list(cards)
+    ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
+    return {"data": [_anthropic(card) for card in cards.values()], "has_more": False, **ends}
+
+
+def _anthropic(card: Card) -> Card:
+    born = datetime.fromtimestamp(card["created"], UTC).isoformat().replace("+00:00", "Z")
+    return {"type": "model", "id": card["id"], "display_name": card["id"], "created_at": born}
+
+
+def _card(name: str, created_at: float, parent: str | None) -> Card:
+    return {"id": name, "object": "model", "created": int(created_at), "owned_by": "ratchet", "parent": parent}

@@ -1,0 +1,184 @@
+"""Everything else under /v1: forwarded and streamed back, not captured.
+
+A `model` in a JSON body is still an alias and becomes the live version's served name; an adapter that the replica does
+not have is loaded.
+
+What may pass is a path of one or two plain names: no dots, no percent signs, no empty names, so that what is checked
+here is what vLLM sees. The routes that change what vLLM holds or does are not for agents, wherever they stand, and
+neither are answers that one replica keeps under an id. To another model's server, where our key opens more than
+models, only the routes go that ask a model for numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import string
+from urllib.parse import quote_from_bytes, unquote
+
+import msgspec
+from msgspec import Raw
+from starlette.types import Receive, Scope, Send
+
+from ratchet.proxy.coordinator.limits.rate_limits import HOLD
+from ratchet.proxy.coordinator.versions.policy_cache import PolicyBook
+from ratchet.proxy.errors import BadRequest, NotFound
+from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.upstreams.http_connection import HttpAnswer
+from ratchet.proxy.upstreams.replica_pool import Pool, Replica
+from ratchet.proxy.upstreams.vllm_client import Upstream
+from ratchet.proxy.wire.asgi import JSON, PATH, TRAJECTORY, header, read_body, send_bytes
+from ratchet.proxy.wire.body_bounds import Bounds, read_json
+from ratchet.proxy.wire.error_shapes import shape_of
+from ratchet.proxy.wire.upstream_response import Answer
+from ratchet.proxy.worker.forwarding.adapter_loading import Adapters
+from ratchet.proxy.worker.forwarding.other_models import Deployment, OtherModels
+from ratchet.proxy.worker.http.disconnect_watch import Watch
+
+_PLAIN = re.compile(r"/[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)?")
+_CONTROL = frozenset(
+    {
+        "load_lora_adapter", "unload_lora_adapter", "pause", "resume", "is_paused", "sleep", "wake_up", "is_sleeping",
+        "collective_rpc", "abort_requests", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache",
+        "release_kv_cache_memory", "start_profile", "stop_profile", "scale_elastic_ep", "is_scaling_elastic_ep",
+        "init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_weight_update", "update_weights",
+        "start_draft_weight_update", "finish_weight_update", "update_weight_version", "weight_checker", "weight_info",
+        "get_world_size", "server_info", "kv_event_sources", "fault_tolerance",
+    }
+)  # fmt: skip
+_OF_OTHERS = ("/embeddings", "/rerank", "/score", "/classify", "/pooling", "/moderations")
+_KEYS = ("key", "api_key", "api-key", "apikey", "x-api-key", "access_token", "token", "authorization")
+_NO_ROUTE = b'{"detail":"Not Found"}'  # of vLLM's web framework
+_OURS = ("connection", "keep-alive", "transfer-encoding", "content-length", "server", "date")
+
+
+class PassThrough:
+    """The endpoint for routes that Ratchet does not know."""
+
+    def __init__(
+        self,
+        book: PolicyBook,
+        upstream: Upstream,
+        pool: Pool[Replica],
+        others: OtherModels,
+        metrics: Metrics,
+        bounds: Bounds,
+    ) -> None:
+        self._book = book
+        self._others = others
+        self._upstream = upstream
+        self._pool = pool
+        self._adapters = Adapters(book, upstream, metrics)
+        self._bounds = bounds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not _may_pass(scope[PATH]):
+            raise NotFound(f"no route {scope['method']} {scope['path'][:200]}", code="unknown_route")
+        is_json = "json" in (header(scope, b"content-type") or "")
+        body = await (read_json(receive, self._bounds) if is_json else read_body(receive, self._bounds.body))
+        if HOLD in scope:
+            scope[HOLD].reserve_prompt(body)
+        fields, name = _fields(body) if body and is_json else ({}, None)
+        if name is not None and "@" in name:
+            await self._book.hear_of(name)
+        other = name in self._book.others
+        if other and scope[PATH] not in _OF_OTHERS:
+            raise NotFound(f"no route {scope['path'][:200]} for the model {name}", code="unknown_route")
+        with Watch(receive) as watch:
+            try:
+                if name is None:
+                    answer = await self._ask(scope, body, None)
+                elif other:
+                    answer = await self._ask_other(scope, fields, name)
+                else:
+                    answer = await self._ask(scope, *self._served(fields, name))
+                try:
+                    if answer.status in (404, 405):
+                        await _tell_refusal(scope, answer, send, watch)
+                    else:
+                        await _pass_on(answer, send, watch)
+                finally:
+                    answer.close()
+            except asyncio.CancelledError:
+                if not watch.left:
+                    raise
+                watch.forgive()
+
+    async def _ask(self, scope: Scope, body: bytes, version: tuple[str, int] | None) -> Answer:
+        """Send the request on; load the adapter of `version` first where the replica does not know it."""
+        path, headers = f"/v1{scope[PATH]}{_query(scope)}", _headers(scope)
+
+        async def ask(replica: Replica) -> HttpAnswer:
+            answer = await self._upstream.send(replica.url, scope["method"], path, body or None, headers)
+            if version is not None and await self._adapters.load_for(answer, *version):
+                answer = await self._upstream.send(replica.url, scope["method"], path, body or None, headers)
+            return answer
+
+        return await self._pool.ask(scope[TRAJECTORY] or "", ask)
+
+    async def _ask_other(self, scope: Scope, fields: dict[str, Raw], name: str) -> Answer:
+        """Send the request to where another model is served, under the server's own name of it."""
+        path, headers = f"{scope[PATH]}{_query(scope)}", _headers(scope)
+
+        async def ask(deployment: Deployment) -> HttpAnswer:
+            body = msgspec.json.encode({**fields, "model": Raw(msgspec.json.encode(deployment.served_name))})
+            return await deployment.send(scope["method"], path, body, headers)
+
+        return await self._others.pool(name).ask("", ask)
+
+    def _served(self, fields: dict[str, Raw], name: str) -> tuple[bytes, tuple[str, int]]:
+        """Return the body with its model alias replaced, and (alias, version). Raises NotFound, NotReady."""
+        alias, version = self._book.choose(name)
+        version = self._book.live(alias) if version is None else version
+        served = Raw(msgspec.json.encode(self._book.served(alias, version)))
+        return msgspec.json.encode({**fields, "model": served}), (alias, version)
+
+
+async def _pass_on(answer: Answer, send: Send, watch: Watch) -> None:
+    """Send an answer as it comes."""
+    kept = [(n.lower().encode(), v.encode()) for n, v in answer.headers.items() if n.lower() not in _OURS]
+    await send({"type": "http.response.start", "status": answer.status, "headers": kept})
+    async for piece in answer.pieces():
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    watch.stop()
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _tell_refusal(scope: Scope, answer: Answer, send: Send, watch: Watch) -> None:
+    """Send that the server has no such route or model in the API's own shape, which its web framework does not know."""
+    body = await answer.read()
+    if body == _NO_ROUTE:
+        body = b"no route %s here, nor at the server for the model that it serves" % scope["path"][:200].encode()
+    told, _ = shape_of(scope).theirs(answer.status, body)
+    watch.stop()
+    await send_bytes(send, answer.status, told, [JSON])
+
+
+def _fields(body: bytes) -> tuple[dict[str, Raw], str | None]:
+    """Return a JSON body's fields, and the model that it names. Raises BadRequest."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Raw])
+        return fields, msgspec.json.decode(fields["model"], type=str) if "model" in fields else None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadRequest(f"the body is not a JSON object with a model name: {error}") from error
+
+
+def _query(scope: Scope) -> str:
+    """Return the query for the upstream, without what may be a key: keys are read from headers alone."""
+    parts = [part for part in scope["query_string"].split(b"&") if not _is_key(part)]
+    query = quote_from_bytes(b"&".join(parts), safe=string.punctuation)
+    return f"?{query}" if query else ""
+
+
+def _is_key(part: bytes) -> bool:
+    return unquote(part.partition(b"=")[0].decode("latin-1")).lower() in _KEYS
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name: value for name in ("content-type", "accept") if (value := header(scope, name.encode()))}
+
+
+def _may_pass(path: str) -> bool:
+    names = path.lower().split("/")[1:]
+    kept = names[0] == "responses" and len(names) > 1
+    return _PLAIN.fullmatch(path) is not None and not kept and _CONTROL.isdisjoint(names)

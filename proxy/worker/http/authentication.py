@@ -1,0 +1,170 @@
+"""Who is asking: reads the key of a request, refuses what is not known, and says in the scope who it is.
+
+Without keys everyone on this machine may come in, but no web page: a browser that was led here by a name of
+somebody else's, or by a page of another origin, is refused, whatever it sends. The proxy's own pages may come in, and
+to the agents' routes those of this machine that `allowed_origins` names. With keys the operator API needs its own.
+
+A key may carry the id of a trajectory: `KEY:ID` is KEY, and says that the call belongs to ID, for agents that can
+be given an API key each and nothing else. Where no keys are needed, only a key that begins with `rk-` is read so:
+any other may be another service's secret with a colon in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import lru_cache
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ratchet.proxy.api_keys import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, PREFIX, hash_key, is_loopback
+from ratchet.proxy.coordinator.keys.caller import NOBODY, OPERATOR, Caller
+from ratchet.proxy.coordinator.keys.key_cache import KeyRing
+from ratchet.proxy.coordinator.limits.rate_limits import metered
+from ratchet.proxy.errors import Forbidden, WrongKey
+from ratchet.proxy.wire.asgi import CALLER, KEY_ID, header, headers_of
+from ratchet.store.access.ownership import UNCHECKED
+
+_OPEN_PATHS = ("/health/", "/metrics", "/ui")  # a probe or a scraper has no key; the pages hold no data
+_FRONT = "/"  # leads to the pages
+_ELSEWHERE = (b"cross-site", b"same-site")  # `sec-fetch-site` of a page of another origin; a port makes another one
+_OPERATOR_PATH = "/api"
+_SPEAKING = ("POST", "/api/feedback")  # an agent's key opens this as well: it says something and reads nothing
+
+
+class Keys:
+    """Refuses unknown API keys and puts the caller into the scope. Keys are never kept, only hashes."""
+
+    def __init__(self, app: ASGIApp, ring: KeyRing, allowed_origins: Collection[str]) -> None:
+        self._app = app
+        self._ring = ring
+        self._pages = frozenset(origin for origin in allowed_origins if _is_ours(origin))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        caller = NOBODY
+        if not path.startswith(_OPEN_PATHS) and path != _FRONT:
+            needed = self._ring.needed
+            if not needed:
+                _refuse_web_pages(scope, self._pages)
+            key = _key_of(scope)
+            if key.startswith(PREFIX) and (needed or self._ring.has_operators):
+                await self._learn(key)
+            if self._is_operators(scope, path, key):
+                if not self._ring.operator_needed and not _is_own(scope):
+                    raise _other_page(scope)
+                self._check_operator(key)
+                caller = OPERATOR
+            else:
+                caller = self._agent(key) if needed else self._anyone(key)
+        scope[CALLER] = caller
+        scope[KEY_ID] = caller.key_id
+        if caller.meter is None:
+            await self._app(scope, receive, send)
+        else:
+            await metered(self._app, caller.meter, scope, receive, send)
+
+    async def _learn(self, key: str) -> None:
+        """Have a key that nobody knows looked for: it may have been made a moment ago."""
+        if not self._ring.knows(_hash(key)) and not self._ring.knows(_hash(key.partition(":")[0])):
+            await self._ring.look_for_new()
+
+    def _is_operators(self, scope: Scope, path: str, key: str) -> bool:
+        """Return whether a request is to be let in as an operator's, or not at all."""
+        if (scope["method"], path) == _SPEAKING:  # what another page says of an answer is not the operator's word
+            return self._ring.opens_operator(_hash(key)) or (not self._ring.operator_needed and _is_own(scope))
+        return path == _OPERATOR_PATH or path.startswith(_OPERATOR_PATH + "/")
+
+    def _agent(self, key: str) -> Caller:
+        """Return whose key it is, with the trajectory of its suffix. Raises WrongKey."""
+        if caller := self._ring.agent(_hash(key)):
+            return caller
+        bare, colon, trajectory = key.partition(":")
+        if colon and (caller := self._ring.agent(_hash(bare))):
+            return Caller(caller.key_id, trajectory or None, caller.meter)
+        if self._ring.opens_operator(_hash(key)):
+            raise Forbidden(
+                f"an operator's key opens {_OPERATOR_PATH} alone: send an agent's key (`ratchet keys create`, or "
+                f"{KEYS_VARIABLE})"
+            )
+        raise _unknown_key()
+
+    def _anyone(self, key: str) -> Caller:
+        """Return a caller who needs no key; the one that was sent tells agents apart, and no more."""
+        if not key:
+            return self._ring.anyone
+        bare, _, trajectory = key.partition(":") if key.startswith(PREFIX) else (key, "", "")
+        return Caller(UNCHECKED + _hash(bare)[:16], trajectory or None, self._ring.anyone.meter)
+
+    def _check_operator(self, key: str) -> None:
+        hashed = _hash(key)
+        if self._ring.opens_operator(hashed) or not self._ring.operator_needed:
+            return
+        if self._ring.agent(hashed) is None:
+            raise _unknown_key()
+        remedy = f"send an operator's key (`ratchet keys create --scope operator`, or {OPERATOR_KEYS_VARIABLE}"
+        raise Forbidden(
+            f"an agent's key does not open {_OPERATOR_PATH}: {remedy}"
+            + (")" if self._ring.has_operators else ", which is not set; set it where the proxy is started)")
+        )
+
+
+def _hash(key: str) -> str:
+    return hash_key(key.encode("latin-1"))  # as headers are read: these are the bytes that were sent
+
+
+def _key_of(scope: Scope) -> str:
+    """Return the key that was sent; empty where there is none."""
+    given = header(scope, b"authorization") or ""
+    return given[7:].strip() if given[:7].lower() == "bearer " else header(scope, b"x-api-key") or ""
+
+
+def _unknown_key() -> WrongKey:
+    return WrongKey("the API key is missing or not known here: send it as `Authorization: Bearer KEY`")
+
+
+def _refuse_web_pages(scope: Scope, named: Collection[str]) -> None:
+    """Raises Forbidden where a browser was led here: by a foreign name (DNS rebinding), or by a page of another origin.
+
+    A page of this machine is let in where it is `named`.
+    """
+    host = header(scope, b"host")
+    if not _is_ours(f"//{host or ''}"):
+        raise Forbidden(
+            f"without API keys the proxy answers no other name than this machine's, not {host!r}: set {KEYS_VARIABLE} "
+            "and send a key, or call the proxy as 127.0.0.1 or localhost"
+        )
+    if not _is_own(scope) and header(scope, b"origin") not in named:
+        raise Forbidden(
+            f"without API keys the proxy answers no web page of another origin, not {_page(scope)}: set "
+            f"{KEYS_VARIABLE} and send a key, or name a page of this machine in the proxy's setting allowed_origins"
+        )
+
+
+def _is_own(scope: Scope) -> bool:
+    """Return whether a request is no page's, or one of the proxy's own; browsers tell by one of two headers."""
+    headers = headers_of(scope)
+    origin = headers.get(b"origin")
+    if not origin:
+        return headers.get(b"sec-fetch-site") not in _ELSEWHERE
+    return origin.partition(b"://")[2] == headers.get(b"host")
+
+
+def _other_page(scope: Scope) -> Forbidden:
+    return Forbidden(
+        f"{_OPERATOR_PATH} answers only the proxy's own pages, not those of {_page(scope)}: set "
+        f"{OPERATOR_KEYS_VARIABLE} and send a key"
+    )
+
+
+def _page(scope: Scope) -> str:
+    origin = header(scope, b"origin")
+    return "another site" if origin is None else repr(origin)
+
+
+@lru_cache(maxsize=256)
+def _is_ours(url: str) -> bool:
+    try:
+        return is_loopback(urlsplit(url).hostname or "")
+    except ValueError:
+        return False

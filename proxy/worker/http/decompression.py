@@ -1,0 +1,80 @@
+"""Compressed request bodies: some clients send gzip or deflate, vLLM reads neither.
+
+What is behind this layer sees the plain body. Inflating stops at the body limit, so that a small body cannot become
+a large one; an encoding that cannot be read is told by its name.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ratchet.proxy.errors import BadRequest, BodyTooLarge, UnknownEncoding
+from ratchet.proxy.runtime.thread_pools import parsed
+from ratchet.proxy.wire.asgi import BY_NAME, header, read_body, replaying
+from ratchet.proxy.worker.http.body_memory import BODY
+
+_GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
+_GZIP = b"\x1f\x8b"
+_STEP = 16 * 1024
+_KNOWN = ("gzip", "x-gzip", "deflate")
+
+
+class Inflate:
+    """The layer; a request without `content-encoding` passes through untouched."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self._app = app
+        self._body_limit = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        encoding = header(scope, b"content-encoding")
+        if encoding is None or encoding.lower() == "identity":
+            await self._app(scope, receive, send)
+            return
+        if encoding.lower() not in _KNOWN:
+            raise UnknownEncoding(
+                f"the body's content-encoding {encoding[:40]!r} cannot be read here: send it as gzip, or uncompressed"
+            )
+        packed = await read_body(receive, self._body_limit)
+        body = await parsed(inflated, packed, self._body_limit)
+        if held := scope.get(BODY):
+            held.take(len(body))
+        headers = [(name, value) for name, value in scope["headers"] if name != b"content-encoding"]
+        await self._app({**scope, "headers": headers, BY_NAME: None}, replaying(body, receive), send)
+
+
+def inflated(packed: bytes, limit: int) -> bytes:
+    """Return the body uncompressed, all of its gzip members.
+
+    Raises BadRequest where it is broken, BodyTooLarge above `limit` bytes.
+    """
+    parts: list[bytes] = []
+    at = size = 0
+    while True:
+        at, part = _member(packed, at, limit - size)
+        parts.append(part)
+        size += len(part)
+        if not packed.startswith(_GZIP, at):  # padding, which gzip itself skips
+            return b"".join(parts)
+
+
+def _member(packed: bytes, at: int, most: int) -> tuple[int, bytes]:
+    """Return where a member ends that begins at `at`, and what is in it. Raises BadRequest, BodyTooLarge."""
+    reader = zlib.decompressobj(_GZIP_OR_ZLIB)
+    parts: list[bytes] = []
+    while not reader.eof:
+        piece = packed[at : at + _STEP]  # what is left of a piece is copied: there may be a member every 20 bytes
+        try:
+            part = reader.decompress(piece, most + 1)
+        except zlib.error as error:
+            raise BadRequest(f"the compressed body cannot be read: {error}") from error
+        most -= len(part)
+        if most < 0:
+            raise BodyTooLarge("the body is larger than the proxy's setting max_body_bytes once it is uncompressed")
+        parts.append(part)
+        at += len(piece) - len(reader.unused_data)
+        if not piece and not reader.eof:
+            raise BadRequest("the compressed body ends too early")
+    return at, b"".join(parts)

@@ -1,0 +1,79 @@
+"""What `ratchet bench` shows: the ways side by side, and what the proxy adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ratchet.bench.latency_statistics import Added, Times, WayFigures
+from ratchet.bench.measurement import PROXIED, STRAIGHT, WITH_IDS, Measured
+from ratchet.output.tables import printed
+
+_UNKNOWN = "unknown"
+
+
+def plain(measured: Measured) -> dict[str, Any]:
+    """Return the measurement as JSON can hold it."""
+    content: dict[str, Any] = msgspec.to_builtins(measured)
+    return content
+
+
+def show(measured: Measured) -> None:
+    """Print the table, and what it means."""
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("")
+    for way in measured.ways:
+        table.add_column(way.name, justify="right")
+    for name, *cells in zip(*[("calls, failed", *_ROWS), *(_cells(way) for way in measured.ways)], strict=True):
+        table.add_row(name, *cells)
+    printed(table, lines(measured))
+
+
+_ROWS = (
+    "first byte ms: p50, p95, p99", "whole call ms: p50, p95, p99", "calls/s", "tokens/s", "proxy says of itself, ms",
+    "proxy CPU, us per call",
+)  # fmt: skip
+
+
+def _cells(way: WayFigures) -> list[str]:
+    proxied = way.name == PROXIED
+    return [
+        f"{way.calls}, {way.failed}", _times(way.first_byte), _times(way.whole), f"{way.calls_per_second:.2f}",
+        f"{way.tokens_per_second:.1f}", _times(way.overhead) if proxied else "",
+        (f"{way.cpu_us:.0f}" if way.cpu_us is not None else _UNKNOWN) if proxied else "",
+    ]  # fmt: skip
+
+
+def _times(found: Times | None) -> str:
+    return f"{found.p50:.1f}  {found.p95:.1f}  {found.p99:.1f}" if found else _UNKNOWN
+
+
+def lines(measured: Measured) -> list[str]:
+    """Return what the table means."""
+    told = [_line(one) for one in measured.added]
+    for way in measured.ways:
+        if way.failed:
+            told.append(f"{way.failed} of {way.calls} calls failed {way.name}: {way.commonest_failure}")
+        if way.name == PROXIED and way.cpu_us is None:
+            told.append("the proxy's CPU is unknown: its process cannot be seen from here (another machine, or user)")
+    if measured.client_was_busy:
+        told.append(
+            "the measurement itself used most of its core: ask with less --concurrency, or from another machine"
+        )
+    return told
+
+
+_MEANS = {
+    (PROXIED, STRAIGHT): "the proxy and all it asks for add",
+    (WITH_IDS, STRAIGHT): "  of that, vLLM for ids and logprobs",
+    (PROXIED, WITH_IDS): "  of that, the proxy itself",
+}
+
+
+def _line(one: Added) -> str:
+    known = one.low is not None and one.high is not None
+    reach = f"95% {one.low:+.2f} to {one.high:+.2f}" if known else "too few turns for an interval"
+    return f"{_MEANS[one.way, one.to]}: {one.value:+.2f} ms to the {one.what} ({reach}, {one.turns} turns)"

@@ -1,0 +1,105 @@
+"""Figures of a measurement: what the ways cost, and what one adds to another, turn by turn. Pure.
+
+A turn is a block of calls by each way, one block right after the other, so that drift in time (other work, a warm
+cache) hits all alike: only differences within a turn are taken. Their interval is that of the median by order
+statistics (as the sign test's), which supposes no distribution; fewer than six turns give none.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from ratchet.bench.timed_calls import Block, Call
+
+_ERROR = 0.05  # chance that an interval misses
+
+
+class Times(msgspec.Struct, frozen=True):
+    """Milliseconds."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+class WayFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one way cost. Times are None where no call was answered."""
+
+    name: str
+    calls: int
+    failed: int
+    commonest_failure: str | None
+    first_byte: Times | None
+    whole: Times | None
+    calls_per_second: float
+    tokens_per_second: float
+    overhead: Times | None  # what the proxy says of itself, x-ratchet-overhead-ms
+    cpu_us: float | None  # of the proxy's process per call, microseconds
+    client_cpu_share: float  # of one core, that the measurement itself used
+
+
+class Added(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds that a way adds to another: the median over turns, with its 95% interval."""
+
+    way: str
+    to: str
+    what: str
+    value: float
+    low: float | None
+    high: float | None
+    turns: int
+
+
+def figures(name: str, blocks: Sequence[Block]) -> WayFigures:
+    """Return the figures of one way from its blocks."""
+    calls = [call for block in blocks for call in block.calls]
+    good = [call for call in calls if call.failure is None]
+    failures = Counter(call.failure for call in calls if call.failure is not None)
+    seconds = sum(block.seconds for block in blocks) or math.inf
+    known = [block.proxy_cpu for block in blocks if block.proxy_cpu is not None]
+    return WayFigures(
+        name=name, calls=len(calls), failed=len(calls) - len(good),
+        commonest_failure=failures.most_common(1)[0][0] if failures else None,
+        first_byte=times([call.first for call in good]), whole=times([call.whole for call in good]),
+        calls_per_second=len(good) / seconds, tokens_per_second=sum(call.tokens for call in good) / seconds,
+        overhead=times([call.overhead for call in good if call.overhead is not None]),
+        cpu_us=sum(known) / len(calls) * 1e6 if known and calls else None,
+        client_cpu_share=sum(block.own_cpu for block in blocks) / seconds,
+    )  # fmt: skip
+
+
+def times(seconds: Sequence[float]) -> Times | None:
+    """Return percentiles in milliseconds (nearest rank); None of nothing."""
+    if not seconds:
+        return None
+    order = sorted(seconds)
+    return Times(*(1000 * order[max(0, math.ceil(share * len(order)) - 1)] for share in (0.5, 0.95, 0.99)))
+
+
+def added(way: str, to: str, what: str, ours: Sequence[Block], theirs: Sequence[Block]) -> Added | None:
+    """Return what a way adds to the median of `what` ("first byte" or "whole call"); None where no turn can tell."""
+    pick: Callable[[Call], float] = (lambda call: call.first) if what == "first byte" else (lambda call: call.whole)
+    differences = []
+    for one, other in zip(ours, theirs, strict=True):
+        sides = [[pick(call) for call in block.calls if call.failure is None] for block in (one, other)]
+        if all(sides):
+            differences.append(1000 * (statistics.median(sides[0]) - statistics.median(sides[1])))
+    if not differences:
+        return None
+    low, high = interval(differences)
+    value = statistics.median(differences)
+    return Added(way=way, to=to, what=what, value=value, low=low, high=high, turns=len(differences))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
+    """Return the interval that holds the median with at least 95%; none where values are too few."""
+    count, order = len(values), sorted(values)
+    outside, below = 0, 0.0  # ranks left out on each side, and the chance that the median lies there
+    while (below := below + math.comb(count, outside) / 2**count) <= _ERROR / 2:
+        outside += 1
+    return (order[outside - 1], order[count - outside]) if outside else (None, None)

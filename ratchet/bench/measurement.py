@@ -1,0 +1,99 @@
+"""A measurement: calls straight to vLLM, as the proxy asks vLLM, and through the proxy, in turns.
+
+    straight                    what an agent would send
+    straight, ids and logprobs  the same, with the ids and logprobs that the proxy asks for: what they cost vLLM itself
+    through the proxy           what the proxy adds to that is its own
+
+Promises: the ways take turns at being first; the first turn warms up and is not counted; a way of which every warm-up
+call fails ends the measurement with its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import uvloop
+
+from ratchet.bench.latency_statistics import Added, WayFigures, added, figures
+from ratchet.bench.timed_calls import Block, Shape, Way, block
+from ratchet.errors import MeasurementFailed
+from ratchet.proxy.upstreams.http_client import Client
+from ratchet.proxy.upstreams.http_connection import Limits
+
+STRAIGHT, WITH_IDS, PROXIED = "straight", "straight, ids and logprobs", "through the proxy"
+IDS: dict[str, Any] = {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
+_COMPARED = ((PROXIED, STRAIGHT), (WITH_IDS, STRAIGHT), (PROXIED, WITH_IDS))
+_CONNECT = 10.0  # seconds
+_LARGEST_ANSWER = 2**28  # bytes
+_BUSY = 0.8  # share of a core from where on the measurement itself may be what is slow
+
+Told = Callable[[str, int, int], None]
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How much is measured: calls of each way in all, at a time, in how many turns, and seconds for one call."""
+
+    calls: int
+    concurrency: int
+    turns: int
+    timeout: float
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What was measured."""
+
+    plan: Plan
+    ways: tuple[WayFigures, ...]
+    added: tuple[Added, ...]
+
+    @property
+    def failed(self) -> int:
+        """How many calls failed."""
+        return sum(way.failed for way in self.ways)
+
+    @property
+    def client_was_busy(self) -> bool:
+        """Whether the measurement itself used so much of its core that it may have slowed what it measured."""
+        return any(way.client_cpu_share > _BUSY for way in self.ways)
+
+
+def measure(
+    ways: Sequence[Way], shape: Shape, plan: Plan, cpu: Callable[[], float] | None, told: Told = lambda *_: None
+) -> Measured:
+    """Measure the ways; `cpu` tells the proxy's CPU seconds so far. Raises MeasurementFailed."""
+    return uvloop.run(_measure(ways, shape, plan, cpu, told))
+
+
+async def _measure(
+    ways: Sequence[Way], shape: Shape, plan: Plan, cpu: Callable[[], float] | None, told: Told
+) -> Measured:
+    client = Client(Limits(plan.timeout, plan.timeout, _LARGEST_ANSWER), _CONNECT)
+    blocks: dict[str, list[Block]] = {way.name: [] for way in ways}
+    size = max(1, plan.calls // plan.turns)
+    try:
+        for way in ways:
+            await _warm_up(client, way, shape, plan.concurrency)
+        for turn in range(plan.turns):
+            first = turn % len(ways)
+            for way in (*ways[first:], *ways[:first]):
+                used = cpu if way.name == PROXIED else None
+                blocks[way.name].append(await block(client, way, shape, size, plan.concurrency, used))
+                told("measuring", 1, plan.turns * len(ways))
+    finally:
+        client.close()
+        await asyncio.sleep(0)  # the connections are told that they are closed
+    pairs = [(one, other) for one, other in _COMPARED if one in blocks and other in blocks]
+    told_of = ("first byte", "whole call") if shape.stream else ("whole call",)
+    gains = (added(one, other, what, blocks[one], blocks[other]) for one, other in pairs for what in told_of)
+    found = tuple(figures(way.name, blocks[way.name]) for way in ways)
+    return Measured(plan, found, tuple(gain for gain in gains if gain is not None))
+
+
+async def _warm_up(client: Client, way: Way, shape: Shape, concurrency: int) -> None:
+    tried = await block(client, way, shape, concurrency, concurrency)
+    failures = [call.failure for call in tried.calls if call.failure is not None]
+    if len(failures) == len(tried.calls):
+        raise MeasurementFailed(f"{way.name} ({way.url}, model {way.model}): no call succeeds: {failures[0]}")

@@ -1,0 +1,272 @@
+"""`ratchet doctor`: proofs that learning can happen, each on the real thing.
+
+    vllm       it is installed, answers, and loads adapters while it runs
+    capture    a call through the proxy comes back from the store with the engine's ids and logprobs
+    gradient   one learner round on tiny rows changes the adapter's weights
+    swap       that adapter, loaded into vLLM under a fresh name, gives the learner's logprobs and not the base's
+    batches    on a CPU: beside adapters, vLLM answers requests for the base model by the base model
+    judge      it answers, tells answers apart and does not crash (`judge_proof.py`)
+
+and, where shadows are asked for, that they can be made (`shadow_proof.py`).
+
+Promises: what it leaves in the store is dropped at once and never trained; its adapter is unloaded; a failed proof
+names the remedy, and the proofs that rest on it say so. Torch is imported for the last two only.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ratchet.checks.check_result import Finding
+from ratchet.errors import FaceError
+from ratchet.settings import Settings
+from ratchet.supervisor import vllm_command
+from ratchet.supervisor.up import read_running
+
+_WAIT_FOR_RECORD = 10.0  # seconds
+_ANY_IDS = tuple(range(1, 25))  # where no call was captured; every vocabulary has them
+_PROBES = 32  # prefixes after which the next token's logprobs are compared
+_TOLERANCE = 0.1  # nats, mean over the probe: bfloat16 serving against fp32 training
+
+
+_WITH_A_KEY = (
+    "run `RATCHET_API_KEYS=KEY ratchet doctor` with an agent's key (`ratchet keys create --name doctor` makes one)"
+)
+_NO_PROJECT = "start the project with `ratchet up --detach`, then run `ratchet doctor` again"
+
+
+def examine(settings: Settings) -> Iterator[Finding]:
+    """Yield the findings in order, each as soon as it is known."""
+    running = read_running(settings.state)
+    if not running.get("ready"):
+        running = {}
+    yield _vllm(settings, running)
+    captured, finding = _capture(settings, running)
+    yield finding
+    with tempfile.TemporaryDirectory(prefix="ratchet-doctor-") as folder:
+        learner, finding = _gradient(settings, running, captured, Path(folder))
+        yield finding
+        swapped = _swap(settings, running, learner, captured, Path(folder))
+        yield swapped
+        if swapped.passed and not vllm_command.sees_a_gpu(settings):
+            yield _batches(settings, running, captured, Path(folder))
+    from ratchet.checks.judge_quality_check import prove_judge
+    from ratchet.checks.resampling_check import prove_shadows, wants_shadows
+
+    yield prove_judge(settings)
+    if wants_shadows(settings):
+        yield prove_shadows(settings, running)
+
+
+def _vllm(settings: Settings, running: dict[str, Any]) -> Finding:
+    import httpx
+
+    try:
+        vllm_command.check_installed(settings)
+    except FaceError as error:
+        return Finding("vllm", False, "vLLM cannot be started", str(error))
+    if not running:
+        return Finding(
+            "vllm", False, f"installed; project {settings.project} is not up, so nothing is served", _NO_PROJECT
+        )
+    url = running["vllm_url"]
+    try:
+        with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
+            names = [model["id"] for model in client.get("/v1/models").raise_for_status().json()["data"]]
+            # An empty request: a server with the route refuses its body, one without it knows no such route.
+            loading = client.post("/v1/load_lora_adapter", json={}).status_code
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        return Finding(
+            "vllm", False, f"{url} does not answer as vLLM does: {error}", f"look at {settings.state.log('vllm')}"
+        )
+    if loading == httpx.codes.NOT_FOUND:
+        return Finding(
+            "vllm",
+            False,
+            f"{url} cannot load adapters while it runs",
+            "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, as `ratchet up` does",
+        )
+    return Finding("vllm", True, f"{url} serves {', '.join(names)} and loads adapters while it runs")
+
+
+def _capture(settings: Settings, running: dict[str, Any]) -> tuple[tuple[int, ...], Finding]:
+    """Return the ids of a recorded call, prompt and answer, and the finding."""
+    import httpx
+
+    from ratchet.store.store import open_store
+
+    if not running:
+        return (), Finding("capture", False, "not proven: no project is up", _NO_PROJECT)
+    body = {
+        "model": settings.model,
+        "max_tokens": 8,
+        "messages": [{"role": "user", "content": f"doctor {time.time_ns()}: say something"}],
+    }
+    log = settings.state.log("proxy")
+    try:
+        answer = httpx.post(
+            f"{running['base_url']}/chat/completions", json=body, headers=_key(), timeout=120, trust_env=False
+        )
+    except httpx.HTTPError as error:
+        return (), Finding("capture", False, f"{running['base_url']} does not answer: {error}", f"look at {log}")
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        return (), Finding("capture", False, keys_wanted(settings.store_url), _WITH_A_KEY)
+    if answer.status_code != httpx.codes.OK:
+        return (), Finding(
+            "capture", False, f"the call failed: {answer.status_code} {answer.text[:300]}", f"look at {log}"
+        )
+    store = open_store(settings.store_url)
+    try:
+        return _read_back(store, answer.headers.get("x-ratchet-call", ""), str(log))
+    finally:
+        store.close()
+
+
+def _key() -> dict[str, str]:
+    """One of the proxy's own keys, where it asks for any."""
+    from ratchet.tuning.context import first_key
+
+    key = first_key()
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def keys_wanted(store_url: str) -> str:
+    """Return which agents' keys the store knows; it holds hashes, so that a key itself must be given."""
+    from ratchet.store.states import KeyScope
+    from ratchet.store.store import open_store
+
+    store = open_store(store_url)
+    try:
+        names = [key.name for key in store.keys.all() if key.revoked_at is None and key.scope == KeyScope.AGENT]
+    finally:
+        store.close()
+    known = f"the store knows agents' keys by the names {', '.join(names)}" if names else "the store has no agent's key"
+    given = "the key in RATCHET_API_KEYS is none of them" if _key() else "RATCHET_API_KEYS is not set"
+    return f"the proxy wants a key: {known}, and {given}"
+
+
+def _read_back(store: Any, call_id: str, log: str) -> tuple[tuple[int, ...], Finding]:
+    from ratchet.store.errors import UnknownRecord
+    from ratchet.store.records import unpack_ids, unpack_logprobs
+    from ratchet.store.states import CallState
+
+    deadline, call = time.monotonic() + _WAIT_FOR_RECORD, None
+    while time.monotonic() < deadline:
+        try:
+            call = store.calls.read(call_id)
+        except UnknownRecord:
+            call = None
+        if call is not None and call.state is CallState.ANSWERED:
+            break
+        time.sleep(0.1)
+    if call is None or call.state is not CallState.ANSWERED:
+        seen = f"call {call_id or 'without id'} was answered and is not in the store"
+        return (), Finding("capture", False, seen, f"look at {log} for the shipper's errors")
+    store.trajectories.seal(call.trajectory_id, time.time())
+    store.trajectories.drop([call.trajectory_id], "doctor")
+    prompt, ids = unpack_ids(call.prompt_ids), unpack_ids(call.choices[0].ids)
+    logprobs = unpack_logprobs(call.choices[0].logprobs)
+    if not prompt or not ids or len(ids) != len(logprobs):
+        seen = f"{call.id} has {len(prompt)} prompt ids, {len(ids)} sampled ids, {len(logprobs)} logprobs"
+        return (), Finding(
+            "capture", False, seen, "the engine gave no ids: use vLLM 0.32, which answers return_token_ids"
+        )
+    seen = f"{call.id}: {len(prompt)} prompt ids, {len(ids)} sampled ids with logprobs"
+    return (*prompt, *ids), Finding("capture", True, seen)
+
+
+def _gradient(
+    settings: Settings, running: dict[str, Any], captured: tuple[int, ...], folder: Path
+) -> tuple[Any, Finding]:
+    """Return a learner after one round, and the finding."""
+    try:
+        base_model = vllm_command.check_model(running.get("base_model") or settings.base_model)
+        from ratchet.trainer.learner.learner import Learner
+        from ratchet.trainer.rows.token_row import TokenRow
+        from ratchet.trainer.settings.learner_settings import LearnerSettings
+
+        own = dict(settings.trainer.get("learner", {}))
+        # A step that shows: real rates move the logprobs by less than bfloat16 can tell.
+        learner = Learner(base_model, LearnerSettings(**(own | {"learning_rate": 3e-3})), workdir=folder)
+        ids = captured or _ANY_IDS
+        scored = learner.score([ids, ids[::-1]])
+        rows = [
+            TokenRow("doctor", row, (0, *(1,) * (len(row) - 1)), tuple(logprobs), advantage=advantage)
+            for row, logprobs, advantage in zip((ids, ids[::-1]), scored, (1.0, -1.0), strict=True)
+        ]
+        report = learner.train_round(rows)
+    except ImportError as error:
+        return None, Finding(
+            "gradient", False, f"the learner cannot be imported: {error}", "pip install 'ratchet-rl[trainer]'"
+        )
+    except Exception as error:  # noqa: BLE001 -- whatever keeps a gradient from flowing is the finding
+        return None, Finding(
+            "gradient", False, f"{type(error).__name__}: {error}", "set the base model right, or free memory"
+        )
+    if not report.weight_change > 0:
+        remedy = "check trainer.learner.target_modules against the base model's layers"
+        return None, Finding("gradient", False, "one round left every weight as it was", remedy)
+    seen = f"one round on {report.tokens_trained} tokens moved the adapter by {report.weight_change:.4f} (norm)"
+    return learner, Finding("gradient", True, seen)
+
+
+def _swap(
+    settings: Settings, running: dict[str, Any], learner: Any, captured: tuple[int, ...], folder: Path
+) -> Finding:
+    if not running:
+        return Finding("swap", False, "not proven: no project is up", _NO_PROJECT)
+    if learner is None:
+        return Finding("swap", False, "not proven: there is no trained adapter", "mend the gradient first")
+    from ratchet.trainer.adapters.vllm_api import Replica
+    from ratchet.trainer.errors import TrainerError
+    from ratchet.trainer.release.proof import Outcome
+    from ratchet.trainer.release.publisher import prove_served
+
+    probes = _probes(captured)
+    tolerance = float(settings.trainer.get("proof_tolerance", _TOLERANCE))
+    name = f"{settings.model}@doctor-{time.time_ns()}"
+    replica = Replica(running["vllm_url"])
+    try:
+        learner.save(folder / "adapter")
+        replica.load(name, folder / "adapter")
+        base = vllm_command.served_name(settings.model)
+        try:
+            proof = prove_served(replica, name, {base: None}, probes, learner, tolerance=tolerance)
+        finally:
+            replica.unload(name)
+    except TrainerError as error:
+        return Finding("swap", False, str(error), f"look at {settings.state.log('vllm')}")
+    finally:
+        replica.close()
+    if not proof.holds:
+        remedy = "check that vLLM serves the same base model as the trainer loads"
+        if proof.outcome is Outcome.UNPROVEN:
+            remedy = "serve and train in float32, or check that both round alike (quantisation, attention kernels)"
+        return Finding("swap", False, str(proof.reason), remedy)
+    seen = (
+        f"served logprobs moved by {proof.served_change:.4f} nats, the learner's by {proof.trained_change:.4f}; they "
+        f"lie {proof.served_vs_trainer:.4f} apart ({proof.tokens} tokens)"
+    )
+    return Finding("swap", True, seen)
+
+
+def _batches(settings: Settings, running: dict[str, Any], captured: tuple[int, ...], folder: Path) -> Finding:
+    """Return the finding about batches of both kinds; the adapter is the one that the swap has proven."""
+    from ratchet.checks.mixed_batch_check import prove_batches
+    from ratchet.trainer.adapters.vllm_api import Replica
+
+    replica = Replica(running["vllm_url"])
+    base = vllm_command.served_name(settings.model)
+    try:
+        return prove_batches(replica, base, folder / "adapter", settings.vllm.max_loras, _probes(captured))
+    finally:
+        replica.close()
+
+
+def _probes(captured: tuple[int, ...]) -> list[tuple[int, ...]]:
+    ids = captured or _ANY_IDS
+    return [ids[:end] for end in range(len(ids), 1, -max(1, len(ids) // _PROBES))]

@@ -1,0 +1,183 @@
+"""`ratchet doctor --workflow`: a few attempts at one task, and every reason why training on such would be a no-op.
+
+Promises: the attempts are real rollouts through a real proxy, of purpose `eval`: they are never trained, and dropped at
+once; each step passes, or fails with all its reasons and their remedies. A step that has nothing to look at is not
+told: what no attempt showed is not passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import httpx
+
+from ratchet.checks.check_result import Finding
+from ratchet.settings import Settings
+from ratchet.tuning import context
+
+if TYPE_CHECKING:
+    from ratchet.store.records import Transcript
+    from ratchet.store.records.tuning import Rollout
+    from ratchet.store.store import Store
+    from ratchet.trainer.tasks.task_set import Task
+    from ratchet.tuner.rollouts.diagnosis import Reason
+
+_PATIENCE = 10.0  # seconds
+_STEPS = ("rollouts", "calls", "tokens", "attempts", "judge", "scores", "groups", "settings")
+_NO_PROXY = "start the project with `ratchet up --detach`, or give --proxy URL"
+_DROPPED = "doctor"
+
+
+def task_of(text: str, settings: Settings) -> Task:
+    """Return the task in a JSON object, in a file that holds one, or the first one of a task set.
+
+    Raises UsageError, TaskSetError.
+    """
+    from ratchet.trainer.tasks.file_reader import checked
+    from ratchet.trainer.tasks.task_set import Task, content_id
+    from ratchet.tuner.tasks.imported import ImportedTasks
+
+    row = _object(text)
+    if row is None:
+        tasks = ImportedTasks(settings.state.tasks).open(text)
+        return next(tasks.rows(tasks.splits()[0], 1))
+    row = dict(checked(row, "--task"))
+    return Task(content_id(row), row, "train", 1, "doctor")
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a text is, or that its file holds; None where it is something else."""
+    if text.lstrip().startswith("{"):
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise click.UsageError(f"--task: not JSON: {error}") from error
+        return found if isinstance(found, dict) else None
+    file = Path(text)
+    if file.suffix != ".json" or not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text())
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def examine(settings: Settings, task: Task) -> Iterator[Finding]:
+    """Yield what was found at each step. Raises WorkflowError, JudgeError where these cannot be loaded."""
+    with context.opened(_to_the_end(settings)) as bench:
+        proxy = _proxy(bench.proxy_url)
+        yield proxy
+        if not proxy.passed:
+            return
+        run = bench.store.tunings.begin("doctor", settings.model, {"workflow": bench.tuner.workflow, "task": task.id})
+        with bench.hold.on(run.id):
+            rollouts = asyncio.run(bench.runner.run(_jobs(task, bench.tuner.attempts), run.id))
+            rollouts = bench.scorer.score(rollouts)
+            transcripts = _transcripts(bench.store, rollouts)
+            reasons = _reasons(settings, bench, task, rollouts, transcripts)
+            blind = any(reason.about == "tokens" for reason in reasons)
+            yield from _by_step(reasons, _seen(rollouts, transcripts, blind))
+            _forget(bench.store, transcripts)
+            bench.store.tunings.end(run.id, "done", {"reasons": [reason.seen for reason in reasons]})
+
+
+def _to_the_end(settings: Settings) -> Settings:
+    """However many of its attempts fail: that is what it tells. Else the settings stay as they are."""
+    attempts = settings.tuner_settings().attempts
+    return settings.model_copy(update={"tuner": {"max_failures": attempts} | settings.tuner})
+
+
+def _proxy(url: str) -> Finding:
+    try:
+        httpx.get(f"{url}/health/live", timeout=_PATIENCE, trust_env=False).raise_for_status()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return Finding("proxy", False, f"{url} does not answer as a proxy does: {error}", _NO_PROXY)
+    return Finding("proxy", True, f"{url} answers")
+
+
+def _jobs(task: Task, attempts: int) -> list[Any]:
+    from ratchet.tuner.rollouts.runner import Job
+
+    return [Job(task, attempt, candidate="doctor") for attempt in range(attempts)]
+
+
+def _transcripts(store: Store, rollouts: list[Rollout]) -> list[Transcript]:
+    from ratchet.store.errors import UnknownRecord
+
+    found = []
+    for one in rollouts:
+        try:
+            found.append(store.trajectories.read(one.id))
+        except UnknownRecord:
+            continue
+    return found
+
+
+def _reasons(
+    settings: Settings, bench: context.Bench, task: Task, rollouts: list[Rollout], transcripts: list[Transcript]
+) -> list[Reason]:
+    from ratchet.trainer.rows.roles import Roles
+    from ratchet.tuner.rollouts import diagnosis
+
+    trainer = settings.trainer_settings(
+        base_model=settings.base_model or "unset", judge=settings.trainer.get("judge") or "unset:unset"
+    )
+    roles = Roles(trainer.roles, trainer.role_patterns)
+    longest = max((_seconds(one) for one in rollouts), default=0.0)
+    with context.judge_of(settings) as judge:
+        return [
+            *diagnosis.of_rollouts(rollouts),
+            *diagnosis.of_calls(transcripts, task.id, settings.model, roles),
+            *diagnosis.of_judge(judge, transcripts[0] if transcripts else None),
+            *diagnosis.of_scores(rollouts),
+            *diagnosis.of_settings(trainer, bench.tuner, longest),
+        ]
+
+
+def _seconds(rollout: Rollout) -> float:
+    return (rollout.ended_at or 0.0) - (rollout.began_at or 0.0)
+
+
+def _seen(rollouts: list[Rollout], transcripts: list[Transcript], blind: bool) -> dict[str, str]:
+    """Return what a step that passed has shown; a step that had nothing to look at (`blind`: no token) is left out."""
+    calls = [call for one in transcripts for call in one.calls]
+    tokens = sum(call.completion_tokens for call in calls)
+    scores = sorted(one.score for one in rollouts if one.score is not None)
+    known = {
+        "rollouts": f"{len(rollouts)} attempts ended, the longest in {max(map(_seconds, rollouts)):.1f} s",
+        "calls": f"{len(calls)} calls in {len(transcripts)} trajectories, known to be attempts at the task",
+        "tokens": f"{tokens} sampled tokens, with ids and logprobs",
+        "attempts": "they differ" if len(rollouts) > 1 else "one attempt shows nothing; --attempts 4 shows more",
+        "judge": "it tells answers apart",
+        "scores": f"from {scores[0]:g} to {scores[-1]:g}" if scores else "none",
+        "groups": "attempts become a group in time",
+        "settings": "nothing in them stands in the way",
+    }
+    unseen = {"tokens": not tokens, "attempts": blind or not tokens, "judge": not transcripts, "scores": not scores}
+    return {step: seen for step, seen in known.items() if not unseen.get(step)}
+
+
+def _by_step(reasons: list[Reason], seen: dict[str, str]) -> Iterator[Finding]:
+    for step in _STEPS:
+        here = [reason for reason in reasons if reason.about == step]
+        if not here and step in seen:
+            yield Finding(step, True, seen[step])
+        yield from (Finding(step, False, reason.seen, reason.remedy) for reason in here)
+
+
+def _forget(store: Store, transcripts: list[Transcript]) -> None:
+    """Put the attempts aside. They are of an evaluation, never trained; a trainer that is quicker does the same."""
+    from ratchet.store.errors import ForbiddenChange
+
+    for one in transcripts:
+        with contextlib.suppress(ForbiddenChange):
+            store.trajectories.seal(one.trajectory.id, time.time())
+            store.trajectories.drop([one.trajectory.id], _DROPPED)

@@ -1,0 +1,165 @@
+"""The demo's report: tables for people, `result.json` for programs, a learning curve as PNG."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ratchet.demo.demo_results import Evaluation, Figures
+from ratchet.output.plots import pyplot
+
+RESULT = "result.json"
+CURVE = "learning_curve.png"
+_WIDTH = 132  # columns of the tables where no terminal says
+
+
+def show(figures: Figures) -> None:
+    """Print the tables and the verdict."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
+    for table in (_rounds_table(figures), _versions_table(figures), _heldout_table(figures)):
+        console.print(table)
+    for line in _summary(figures):
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def write(figures: Figures, folder: Path) -> None:
+    """Write result.json and the learning curve into the demo's folder; say where."""
+    path = folder / RESULT
+    path.write_text(json.dumps(result(figures), indent=2) + "\n")
+    draw(figures, folder / CURVE)
+    print(f"figures: {path}\ncurve:   {folder / CURVE}")
+    print(look_further(sys.argv[0], folder))
+
+
+def look_further(program: str, folder: Path) -> str:
+    """Return what shows more of the run; `program` as it was started, since `make` does not put it on the path."""
+    where = "" if folder.parent == Path(".ratchet").resolve() else f"RATCHET_FOLDER={folder.parent} "
+    command = where + (program if Path(program).name == "ratchet" else "ratchet")
+    return f"more:    {command} status --project demo, {command} trajectories list --project demo"
+
+
+def result(figures: Figures) -> dict[str, Any]:
+    """Return the figures as result.json holds them."""
+    seconds = {name: round(value, 2) for name, value in figures.seconds.items()}
+    flat = {
+        "held_out_tasks": figures.after.tasks,
+        "held_out_success_before": figures.before.success,
+        "held_out_success_after": figures.after.success,
+        "held_out_greedy_before": figures.before.greedy_success,
+        "held_out_greedy_after": figures.after.greedy_success,
+        "learned": figures.learned,
+        "seconds_total": seconds.pop("total"),
+        "seconds_by_stage": seconds,
+    }
+    content = {
+        field.name: getattr(figures, field.name) for field in dataclasses.fields(figures) if field.name != "seconds"
+    }
+    return flat | {name: _plain(value) for name, value in content.items()}
+
+
+def draw(figures: Figures, path: Path) -> None:
+    """Draw success over the agent's rollouts, with the held-out points before and after."""
+    plots = pyplot()
+    figure, axes = plots.subplots(figsize=(8, 4.5), dpi=120)
+    axes.plot(
+        [x for x, _ in figures.curve], [y for _, y in figures.curve], color="tab:blue", label="training tasks, last 128"
+    )
+    end = figures.curve[-1][0] if figures.curve else 1
+    for place, evaluation in ((0, figures.before), (end, figures.after)):
+        below, above = evaluation.success - evaluation.low, evaluation.high - evaluation.success
+        reach = [[max(0.0, below)], [max(0.0, above)]]  # rounding may leave -0.0...1 at the ends
+        label = "held-out tasks, 95% interval" if place == 0 else None
+        axes.errorbar([place], [evaluation.success], yerr=reach, fmt="o", color="tab:red", capsize=4, label=label)
+    axes.set(xlabel="rollouts", ylabel="success", ylim=(0, 1.02), title=f"The agent gets better (seed {figures.seed})")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path)
+    plots.close(figure)
+
+
+def _rounds_table(figures: Figures) -> Any:
+    columns = ("version", "state", "groups", "rollouts", "reward", "tokens", "loss", "mismatch", "proof", "s")
+    table = _table("Rounds: what the trainer learnt from (mismatch and proof in nats per token)", columns)
+    for row in figures.rounds:
+        table.add_row(
+            f"@{row.version}", row.state, str(row.groups), str(row.trajectories), f"{row.reward:.3f}",
+            str(row.tokens_trained), f"{row.loss:+.4f}", f"{row.mismatch_mean:.5f}", f"{row.proof:.5f}",
+            f"{row.seconds:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def _versions_table(figures: Figures) -> Any:
+    columns = (
+        "policy",
+        "rollouts",
+        "success",
+        "tool failures",
+        "turns",
+        "prompt tok",
+        "completion tok",
+        "out of turns",
+    )
+    table = _table("Policy versions: what the agent's training traffic did under each (means per rollout)", columns)
+    for row in figures.versions:
+        table.add_row(
+            row.version, str(row.rollouts), f"{row.success:.3f}", f"{row.tool_failures:.2f}", f"{row.turns:.2f}",
+            f"{row.prompt_tokens:.0f}", f"{row.completion_tokens:.0f}", f"{row.share_ran_out:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def _heldout_table(figures: Figures) -> Any:
+    columns = ("held-out", "tasks", "rollouts", "success", "95% interval", "greedy", "tool failures", "turns", "tokens")
+    table = _table("Held-out tasks, sampled at temperature 1", columns)
+    for name, row in (("before", figures.before), ("after", figures.after)):
+        table.add_row(f"{name} ({row.model})", *_evaluation_cells(row))
+    return table
+
+
+def _evaluation_cells(row: Evaluation) -> tuple[str, ...]:
+    return (
+        str(row.tasks), str(row.rollouts), f"{row.success:.3f}", f"{row.low:.3f} to {row.high:.3f}",
+        f"{row.greedy_success:.3f}", f"{row.tool_failures:.2f}", f"{row.turns:.2f}", f"{row.completion_tokens:.0f}",
+    )  # fmt: skip
+
+
+def _summary(figures: Figures) -> list[str]:
+    share = figures.tokens_trained_from_engine / figures.tokens_trained if figures.tokens_trained else 0.0
+    stages = ", ".join(f"{name} {value:.0f} s" for name, value in figures.seconds.items() if name != "total")
+    verdict = "the agent got better" if figures.learned else "NO proven improvement: the intervals touch"
+    return [
+        f"swaps {figures.swaps}, calls {figures.calls}, failed calls {figures.failed_calls}, "
+        f"trajectories of mixed versions {figures.mixed_version_trajectories}",
+        f"trained tokens {figures.tokens_trained}, of them sampled by vLLM {share:.1%}; token-exact continuations "
+        f"{figures.exact_context_share:.1%}; mean |trainer - engine| {figures.mismatch_mean:.5f} nats",
+        "put aside: " + (", ".join(f"{count} {name}" for name, count in figures.dropped.items()) or "nothing"),
+        f"{figures.seconds['total']:.0f} s in all: {stages}",
+        f"held-out success {figures.before.success:.1%} -> {figures.after.success:.1%}: {verdict}",
+    ]
+
+
+def _table(title: str, columns: tuple[str, ...]) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON can hold it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: _plain(inner) for name, inner in dataclasses.asdict(value).items()}
+    if isinstance(value, tuple):
+        return [_plain(inner) for inner in value]
+    return value

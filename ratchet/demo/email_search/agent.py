@@ -1,0 +1,202 @@
+"""The agent: an ordinary tool loop over the OpenAI SDK, and many of them at once.
+
+It knows a base URL, a key and a model name, as any agent in production does. It sends no header, field or id of its
+own, and it never raises on what a server or a model does: each rollout ends with a reason and is a row of results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from openai import AsyncOpenAI, OpenAIError
+
+from ratchet.demo.email_search.mailbox import Mailbox, Searchable
+from ratchet.demo.email_search.prompt import MAX_TURNS, opening
+from ratchet.demo.email_search.tasks import Task, matches
+from ratchet.demo.email_search.tools import TOOLS, call_tool
+
+End = Literal["answer", "text", "ran_out_of_turns", "api_error"]
+MAX_TOKENS = 128
+TIMEOUT_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """What came of one attempt at one task.
+
+    `index` is the attempt's place in the run, counted from 0; `models` are the distinct model names that the server
+    reported; `tool_failures` counts failures by class; tokens are sums over the calls, as the server counted them;
+    `response_id` is the id that the server gave the last answer.
+    """
+
+    index: int
+    task_id: str
+    question: str
+    correct_answer: str
+    answer: str | None
+    success: bool
+    end: End
+    turns: int
+    tool_calls: int
+    tool_failures: dict[str, int]
+    prompt_tokens: int
+    completion_tokens: int
+    models: tuple[str, ...]
+    errors: tuple[str, ...]
+    seconds: float
+    response_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """A client, a mailbox and how to sample: all that an attempt needs. Attempts share it and run side by side."""
+
+    client: AsyncOpenAI
+    box: Mailbox
+    model: str
+    temperature: float = 1.0
+    max_turns: int = MAX_TURNS
+    max_tokens: int = MAX_TOKENS
+    other_answers: frozenset[str] = frozenset()
+
+    async def attempt(self, task: Task, index: int = 0) -> Rollout:
+        """Plays one task to its end."""
+        begun, course = time.monotonic(), _Course(opening(task.question, self.max_turns, task.inbox, task.date))
+        end: End = "ran_out_of_turns"
+        for _ in range(self.max_turns):
+            try:
+                response = await self._ask(course.messages)
+            except (OpenAIError, ValueError) as error:  # ValueError: a body that is no JSON or no UTF-8
+                course.errors.append(f"{type(error).__name__}: {error}"[:300])
+                end = "api_error"
+                break
+            reason = course.take(response, self.box.of(task.inbox, task.date))
+            if reason is not None:
+                end = reason
+                break
+        return Rollout(
+            index=index,
+            task_id=task.id,
+            question=task.question,
+            correct_answer=task.answer,
+            answer=course.answer,
+            success=matches(course.answer, task.answer, self.other_answers),
+            end=end,
+            turns=course.turns,
+            tool_calls=course.tool_calls,
+            tool_failures=dict(course.failures),
+            prompt_tokens=course.prompt_tokens,
+            completion_tokens=course.completion_tokens,
+            models=tuple(course.models),
+            errors=tuple(course.errors),
+            seconds=time.monotonic() - begun,
+            response_id=course.response_id,
+        )
+
+    async def _ask(self, messages: list[dict[str, Any]]) -> Any:
+        create: Any = self.client.chat.completions.create
+        return await create(
+            model=self.model,
+            messages=messages,
+            tools=list(TOOLS),
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+        )
+
+
+@dataclass(slots=True)
+class _Course:
+    """A rollout under way: its messages so far and what is counted along it."""
+
+    messages: list[dict[str, Any]]
+    answer: str | None = None
+    response_id: str | None = None
+    turns: int = 0
+    tool_calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    models: dict[str, None] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+
+    def take(self, response: Any, box: Searchable) -> End | None:
+        """Takes one reply in and runs its tool calls; returns why the rollout ends here, None where it goes on."""
+        self.models.setdefault(response.model)
+        self.response_id = response.id
+        if response.usage is not None:
+            self.prompt_tokens += response.usage.prompt_tokens
+            self.completion_tokens += response.usage.completion_tokens
+        if not response.choices:
+            self.errors.append("the server sent no choice")
+            return "api_error"
+        message = response.choices[0].message
+        self.turns += 1
+        self.messages.append(message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}))
+        if not message.tool_calls:
+            self.failures.update(["malformed_json"] if "<tool_call>" in (message.content or "") else [])
+            return "text"
+        for call in message.tool_calls:
+            function = getattr(call, "function", None)
+            result = call_tool(box, function.name if function else call.type, function.arguments if function else "")
+            self.tool_calls += 1
+            self.failures.update([result.failure] if result.failure else [])
+            self.messages.append({"role": "tool", "tool_call_id": call.id, "content": result.content})
+            if result.answer is not None:
+                self.answer = result.answer
+                return "answer"
+        return None
+
+
+def shuffled(tasks: Sequence[Task], seed: int) -> Iterator[Task]:
+    """The tasks without end: each pass holds each task once, in an order that follows from `seed`."""
+    rng = random.Random(seed)
+    while tasks:
+        yield from rng.sample(tasks, len(tasks))
+
+
+async def run_tasks(
+    tasks: Iterable[Task],
+    *,
+    base_url: str,
+    api_key: str,
+    model: str,
+    box: Mailbox,
+    attempts: int = 1,
+    concurrency: int = 64,
+    temperature: float = 1.0,
+    max_turns: int = MAX_TURNS,
+    max_tokens: int = MAX_TOKENS,
+    other_answers: Iterable[str] = (),
+    on_result: Callable[[Rollout], None] | None = None,
+    stop: asyncio.Event | None = None,
+) -> list[Rollout]:
+    """Tries each task `attempts` times, `concurrency` rollouts at once, and returns them in the order they ended.
+
+    `tasks` may be endless (`shuffled`): the run then goes on until `stop` is set. After `stop` no attempt begins;
+    those under way are finished. `on_result` is called in the event loop as each rollout ends.
+    """
+    jobs = enumerate(task for task in tasks for _ in range(attempts))
+    done: list[Rollout] = []
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=TIMEOUT_SECONDS) as client:
+        agent = Agent(client, box, model, temperature, max_turns, max_tokens, frozenset(other_answers))
+
+        async def work() -> None:
+            for index, task in jobs:
+                rollout = await agent.attempt(task, index)
+                done.append(rollout)
+                if on_result is not None:
+                    on_result(rollout)
+                if stop is not None and stop.is_set():
+                    return
+
+        async with asyncio.TaskGroup() as group:
+            for _ in itertools.repeat(None, concurrency):
+                group.create_task(work())
+    return done

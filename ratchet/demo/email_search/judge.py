@@ -1,0 +1,113 @@
+"""The judge: a rule that scores a recorded trajectory 1 or 0 by the right answer of its task.
+
+Where the task's row is given it is the task; in production, where nobody says which task it is, the question finds it
+in the task set of `EMAIL_SEARCH_HOME` (default `.ratchet/email_search`). A question that the set does not hold is an
+error, not a score. What counts is what the policy answered in the trajectory, never what the agent claims of itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ratchet.demo.email_search.tasks import FILES, Task, home, matches, read_tasks, task_of
+
+
+class UnknownQuestionError(LookupError):
+    """No user message of the trajectory is a question of the task set."""
+
+
+def judge(trajectory: Mapping[str, Any], task: Mapping[str, Any] | str | None = None) -> dict[str, Any]:
+    """Scores one trajectory: `{"id", "messages", "tools", "task"}`, messages as Chat Completions writes them.
+
+    `task` is the row of the task set that was tried; without it (None, or a mere key) the question says which it is.
+
+    Returns `score` (1.0 where the argument of `return_final_answer` is the right answer, else 0.0), `components`
+    (`answered`, `correct`, `searched`, `read`, each 0.0 or 1.0; only `correct` is scored) and an `explanation`.
+    Raises UnknownQuestionError, and FileNotFoundError where there is no task set.
+    """
+    messages = list(trajectory.get("messages") or [])
+    folder = home()
+    tried = task_of(task) if isinstance(task, Mapping) else asked(messages, folder)
+    given, used = final_answer(messages), {name for name, _ in _tool_calls(messages)}
+    correct = matches(given, tried.answer, _answers(str(folder), _stamp(folder)))
+    components = {
+        "answered": float(given is not None),
+        "correct": float(correct),
+        "searched": float("search_inbox" in used),
+        "read": float("read_email" in used),
+    }
+    return {"score": float(correct), "components": components, "explanation": _explain(given, tried, correct)}
+
+
+def final_answer(messages: list[Mapping[str, Any]]) -> str | None:
+    """The answer of the first call of `return_final_answer` that keeps to its schema, None where there is none."""
+    for name, arguments in _tool_calls(messages):
+        if name == "return_final_answer" and set(arguments) == {"answer"} and isinstance(arguments["answer"], str):
+            return str(arguments["answer"])
+    return None
+
+
+def last_words(messages: list[Mapping[str, Any]]) -> str:
+    """What the agent gave as its answer: by the tool, else its last text; "" where it gave none."""
+    given = final_answer(messages)
+    if given is not None:
+        return given
+    return next((_text(one.get("content")) for one in reversed(messages) if one.get("role") == "assistant"), "")
+
+
+def _tool_calls(messages: list[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for message in messages:
+        if message.get("role") != "assistant":
+            continue
+        for call in message.get("tool_calls") or []:
+            function = call.get("function") or {}
+            arguments = function.get("arguments")
+            try:
+                parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+            except ValueError:
+                parsed = None
+            yield str(function.get("name")), parsed if isinstance(parsed, dict) else {}
+
+
+def asked(messages: list[Mapping[str, Any]], folder: Path) -> Task:
+    """The task of the set in a folder that a user message asks. Raises UnknownQuestionError."""
+    tasks = _by_question(str(folder), _stamp(folder))
+    said = [_text(message.get("content")) for message in messages if message.get("role") == "user"]
+    for text in said:
+        if text.strip() in tasks:
+            return tasks[text.strip()]
+    first = said[0][:120] if said else "(no user message)"
+    raise UnknownQuestionError(
+        f"no task in {folder} asks {first!r}: set EMAIL_SEARCH_HOME to the folder of the agent's task set"
+    )
+
+
+def _text(content: object) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)
+
+
+def _stamp(folder: Path) -> tuple[int, ...]:
+    """When the task files were last written: a rebuilt task set is read anew."""
+    return tuple((folder / name).stat().st_mtime_ns if (folder / name).is_file() else 0 for name in FILES.values())
+
+
+@lru_cache(maxsize=4)
+def _by_question(folder: str, stamp: tuple[int, ...]) -> dict[str, Task]:
+    return {task.question.strip(): task for split in FILES for task in read_tasks(Path(folder), split)}
+
+
+@lru_cache(maxsize=4)
+def _answers(folder: str, stamp: tuple[int, ...]) -> frozenset[str]:
+    return frozenset(task.answer for task in _by_question(folder, stamp).values())
+
+
+def _explain(given: str | None, task: Task, correct: bool) -> str:
+    if given is None:
+        return f"no answer was returned; the right one is {task.answer!r}"
+    return f"answered {given!r}, " + ("which is right" if correct else f"but the right answer is {task.answer!r}")

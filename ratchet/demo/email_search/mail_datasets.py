@@ -1,0 +1,101 @@
+"""A mailbox from a data set of real mails, such as Enron's, through the `datasets` library.
+
+Takes hub names or local folders of parquet, JSON lines or CSV, the same call for both. Columns are found by their
+usual names. Rows with the columns `question` and `answer` become tasks, the others mails; mails alone leave the task
+set as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ratchet.demo.email_search.mailbox import Mail, Mailbox
+from ratchet.demo.email_search.tasks import Task
+
+COLUMNS = {
+    "message_id": ("message_id", "message-id", "id"),
+    "sender": ("sender", "from", "from_address"),
+    "subject": ("subject", "title"),
+    "body": ("body", "content", "message", "text"),
+    "date": ("date", "sent_at", "timestamp"),
+}
+OWNERS = ("to", "cc", "bcc", "recipients", "to_address", "inbox_address")  # beside the sender: whose mail it is
+_ADDRESS = re.compile(r"[^\s<>,;\"']+@[^\s<>,;\"']+")
+REQUIRED = ("subject", "body")
+SPLITS = {"train": "train", "test": "test", "validation": "test"}
+
+
+class DatasetError(ValueError):
+    """A data set that cannot be fetched or does not hold mails; the text names it and the remedy."""
+
+
+def build_from_datasets(path: Path, names: Sequence[str], limit: int) -> tuple[int, dict[str, list[Task]]]:
+    """Writes the mailbox `path` from data sets `names`; returns how many mails, and the tasks by split (maybe none)."""
+    loaded = [(name, split, rows) for name in names for split, rows in _load(name).items()]
+    mails = [(name, rows) for name, _, rows in loaded if not _is_questions(rows)]
+    questions = {SPLITS.get(split, "train"): rows for _, split, rows in loaded if _is_questions(rows)}
+    if not mails:
+        raise DatasetError(f"no mails in {', '.join(names)}: no split has the columns subject and body")
+    taken = {mail.message_id: mail for name, rows in mails for mail in _mails(name, rows, limit)}
+    box = Mailbox.build(path, list(taken.values())[:limit])
+    count = len(box)
+    box.close()
+    return count, {split: _tasks(rows, split) for split, rows in questions.items()}
+
+
+def _load(name: str) -> dict[str, Any]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError("--source hub needs the `datasets` package: pip install datasets") from error
+    try:
+        return dict(datasets.load_dataset(name))
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise DatasetError(
+            f"cannot load data set {name} ({type(error).__name__}: {error}): "
+            "check the name and that the hub is reachable (HF_ENDPOINT, HF_HUB_OFFLINE), or give a local folder"
+        ) from error
+
+
+def _is_questions(rows: Any) -> bool:
+    return {"question", "answer"} <= set(rows.column_names)
+
+
+def _mails(name: str, rows: Any, limit: int) -> Iterator[Mail]:
+    present = {column.casefold(): column for column in rows.column_names}
+    columns = {
+        field: next((present[usual] for usual in names if usual in present), None) for field, names in COLUMNS.items()
+    }
+    missing = [field for field in REQUIRED if columns[field] is None]
+    if missing:
+        raise DatasetError(f"data set {name} has no column {missing[0]}: it has {', '.join(rows.column_names)}")
+    for number, row in enumerate(_first(rows, limit)):
+        values = {field: str(row[column] or "") if column else "" for field, column in columns.items()}
+        head = "".join(f"{field}: {values[field]}\n" for field in ("sender", "date", "subject") if values[field])
+        values["body"] = f"{head}\n{values['body']}"
+        people = tuple(address for one in OWNERS if one in present for address in _addresses(row[present[one]]))
+        values["message_id"] = values["message_id"] or f"mail-{number}"
+        yield Mail(**values, inboxes=(*_addresses(values["sender"]), *people))
+
+
+def _addresses(value: Any) -> list[str]:
+    """The e-mail addresses in a text, or in a list of texts."""
+    texts = value if isinstance(value, list | tuple) else [value]
+    return [found for text in texts if text for found in _ADDRESS.findall(str(text))]
+
+
+def _first(rows: Iterable[Mapping[str, Any]], limit: int) -> Iterator[Mapping[str, Any]]:
+    for _, row in zip(range(limit), rows, strict=False):
+        yield row
+
+
+def _tasks(rows: Any, split: str) -> list[Task]:
+    return [_task(row, f"{split}-{number}") for number, row in enumerate(rows)]
+
+
+def _task(row: Mapping[str, Any], name: str) -> Task:
+    told = {"inbox": str(row.get("inbox_address") or ""), "date": str(row.get("query_date") or "")[:10]}
+    return Task(str(row.get("id", name)), str(row["question"]), str(row["answer"]), "", "", "", "", **told)

@@ -1,0 +1,87 @@
+"""The agent's three tools: their JSON schemas, and what a call of a model does to the mailbox.
+
+Promise: `call_tool` never raises on what a model sends; each way to be wrong is a named failure class and a short
+error text for the model. It does not talk to any server.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ratchet.demo.email_search.mailbox import Searchable
+
+FailureClass = Literal[
+    "malformed_json",
+    "unknown_tool",
+    "unexpected_argument",
+    "missing_argument",
+    "wrong_type",
+    "no_hits",
+    "no_such_message",
+]
+ARGUMENT = {"search_inbox": "keywords", "read_email": "message_id", "return_final_answer": "answer"}
+ACCEPTED = "done"
+
+
+def _tool(name: str, description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {ARGUMENT[name]: schema}, "required": [ARGUMENT[name]]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+TOOLS: tuple[dict[str, Any], ...] = (
+    _tool(
+        "search_inbox",
+        "Find mails that hold every keyword. Returns message ids and subjects.",
+        {"type": "array", "items": {"type": "string"}},
+    ),
+    _tool("read_email", "Read the mail with this message id.", {"type": "string"}),
+    _tool("return_final_answer", "End the task with the answer, as short as possible.", {"type": "string"}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What the model is told, how the call failed (None: it did not), and the answer if the call gave one."""
+
+    content: str
+    failure: FailureClass | None = None
+    answer: str | None = None
+
+
+def call_tool(box: Searchable, name: str, arguments: str) -> ToolResult:
+    """Runs tool `name` with the JSON text `arguments`, exactly as a model sent it."""
+    if name not in ARGUMENT:
+        return _failed("unknown_tool", f"unknown tool {name}")
+    try:
+        parsed = json.loads(arguments)
+    except ValueError:
+        return _failed("malformed_json", "arguments are not JSON")
+    if not isinstance(parsed, dict):
+        return _failed("wrong_type", "arguments must be an object")
+    key = ARGUMENT[name]
+    extra = next((field for field in parsed if field != key), None)
+    if extra is not None:
+        return _failed("unexpected_argument", f"unexpected argument {extra}")
+    if key not in parsed:
+        return _failed("missing_argument", f"missing argument {key}")
+    if name == "search_inbox":
+        return _search(box, parsed[key])
+    if not isinstance(parsed[key], str):
+        return _failed("wrong_type", f"{key} must be a string")
+    if name == "read_email":
+        body = box.read(parsed[key])
+        return _failed("no_such_message", "no such message") if body is None else ToolResult(body)
+    return ToolResult(ACCEPTED, answer=parsed[key])
+
+
+def _search(box: Searchable, keywords: object) -> ToolResult:
+    if not isinstance(keywords, list) or not keywords or not all(isinstance(word, str) for word in keywords):
+        return _failed("wrong_type", "keywords must be a list of strings")
+    hits = [{"message_id": message_id, "subject": subject} for message_id, subject in box.search(keywords)]
+    return ToolResult(json.dumps(hits, ensure_ascii=False), None if hits else "no_hits")
+
+
+def _failed(failure: FailureClass, text: str) -> ToolResult:
+    return ToolResult(json.dumps({"error": text}), failure)

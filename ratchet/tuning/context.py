@@ -1,0 +1,172 @@
+"""What the tuner's commands work with, from settings and options: store, proxy, workflow, judge, prices, task set."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ratchet import options
+from ratchet.tuning.run_lease import Hold
+from ratchet.urls import url
+
+if TYPE_CHECKING:
+    from ratchet.settings import Settings
+    from ratchet.store.store import Store
+    from ratchet.trainer.controller.judges import Judge
+    from ratchet.trainer.observability.progress import Progress
+    from ratchet.trainer.tasks.task_set import Task, TaskSet
+    from ratchet.tuner.rollouts.prices import Prices
+    from ratchet.tuner.rollouts.runner import RolloutRunner
+    from ratchet.tuner.rollouts.scoring import Scorer
+    from ratchet.tuner.settings.tuner_settings import TunerSettings
+
+NOT_SHOWN = 3  # exit code where nothing is shown to be better, and --fail-unless-better is given
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+_OPTIONS = (
+    options.tasks,
+    options.test_size,
+    options.workflow,
+    options.judge,
+    options.attempts,
+    options.concurrency,
+    options.seed,
+    options.proxy_url,
+    options.store_url,
+    options.project,
+)
+
+
+fail_unless_better = click.option(
+    "--fail-unless-better", is_flag=True, help=f"End with {NOT_SHOWN} where nothing is shown to be better, for scripts."
+)
+
+
+def rollout_options(command: _Command) -> _Command:
+    """Give a command the options of everything that makes rollouts."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
+    """Return the settings of the running project, with the options that `rollout_options` gave laid over them."""
+    tuner = ("tasks", "test_size", "workflow", "attempts", "concurrency", "seed")
+    names = {"judge": "trainer.judge", "proxy": "tuner.proxy_url"} | {name: f"tuner.{name}" for name in tuner}
+    return options.running_settings_of(context, {names.get(key, key): value for key, value in given.items()})
+
+
+def as_begun(settings: Settings, run: str | None) -> Settings:
+    """Return the settings with workflow and judge of the run that goes on, where none are named. Raises StoreError."""
+    if run is None:
+        return settings
+    with options.opened_store(settings.store_url, create=False) as store:
+        config = store.tunings.get(run).config
+    tuner, trainer = dict(settings.tuner), dict(settings.trainer)
+    if tuner.get("workflow") is None and (workflow := config.get("workflow")):
+        tuner["workflow"] = workflow
+    if not settings.has_judge and (judge := config.get("judge_given")):
+        trainer["judge"] = judge
+    return settings.model_copy(update={"tuner": tuner, "trainer": trainer})
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Everything that makes and judges rollouts, for as long as a command runs."""
+
+    settings: Settings
+    tuner: TunerSettings
+    store: Store
+    proxy_url: str
+    api_key: str | None
+    runner: RolloutRunner
+    scorer: Scorer
+    prices: Prices
+    progress: Progress
+    hold: Hold
+
+    def source(self) -> str:
+        """Return the task set that is named. Raises UsageError where none is."""
+        if self.tuner.tasks is None:
+            raise click.UsageError("no task set is named: give --tasks SOURCE, or set tuner.tasks")
+        return str(self.tuner.tasks)
+
+    def task_set(self, source: str) -> TaskSet:
+        """Return the task set. Raises TaskSetError."""
+        return task_set_of(self.settings, source)
+
+    def tasks(self, source: str, split: str, limit: int | None = None) -> list[Task]:
+        """Return the tasks of a split. Raises TaskSetError."""
+        return list(self.task_set(source).rows(split, limit))
+
+
+def task_set_of(settings: Settings, source: str) -> TaskSet:
+    """Return the task set that a source names, divided where the settings say so. Raises TaskSetError."""
+    from ratchet.tuner.tasks.imported import ImportedTasks
+
+    tuner = settings.tuner_settings()
+    found = ImportedTasks(settings.state.tasks).open(source)
+    return found if tuner.test_size is None else found.split(1 - tuner.test_size, tuner.seed)
+
+
+@contextmanager
+def opened(settings: Settings) -> Iterator[Bench]:
+    """Open what the settings name. Raises SettingsError, WorkflowError, JudgeError, StoreError."""
+    from ratchet.trainer.observability.progress import Progress, for_a_person
+    from ratchet.tuner.rollouts.prices import prices_of
+    from ratchet.tuner.rollouts.runner import RolloutRunner
+    from ratchet.tuner.rollouts.scoring import Scorer
+    from ratchet.tuner.rollouts.workflow import load_workflow
+
+    tuner = settings.tuner_settings()
+    if tuner.workflow is None:
+        raise click.UsageError("no workflow is named: give --workflow module:function, or set tuner.workflow")
+    workflow = load_workflow(tuner.workflow)
+    progress = Progress(for_a_person())
+    proxy_url, key = tuner.proxy_url or proxy_of(settings), first_key()
+    with options.opened_store(settings.store_url) as store, judge_of(settings) as judge:
+        hold = Hold(store)
+        yield Bench(
+            settings=settings, tuner=tuner, store=store, proxy_url=proxy_url, api_key=key, progress=progress, hold=hold,
+            runner=RolloutRunner(
+                store, proxy_url, key, workflow, tuner, alias=settings.model, progress=progress, check=hold.check
+            ),
+            scorer=Scorer(store, judge, alias=settings.model, patience=tuner.judge_wait_seconds, progress=progress),
+            prices=prices_of((entry.model_dump() for entry in settings.model_list), tuner.prices),
+        )  # fmt: skip
+
+
+@contextmanager
+def judge_of(settings: Settings) -> Iterator[Judge | None]:
+    """Make the project's judge; None where none is named."""
+    from ratchet.trainer.controller.judges.make_judge import make_judge
+
+    if not settings.has_judge:
+        yield None
+        return
+    made = make_judge(settings.trainer_settings(base_model=settings.base_model or "unused").judge, os.environ)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def proxy_of(settings: Settings) -> str:
+    """Return the URL of the running project's proxy; else where the settings have it listen."""
+    try:
+        running = json.loads(settings.state.running.read_text())
+        return str(running["base_url"]).removesuffix("/v1")
+    except (OSError, ValueError, KeyError, TypeError):
+        own = settings.proxy_settings()
+        return url(own.host, own.port)
+
+
+def first_key() -> str | None:
+    """Return the key that the rollouts send: the first of RATCHET_API_KEYS."""
+    return os.environ.get("RATCHET_API_KEYS", "").split(",")[0].strip() or None

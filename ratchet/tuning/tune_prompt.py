@@ -1,0 +1,169 @@
+"""Begin and resume `ratchet tune prompt`, tell what it found, and make a candidate version of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ratchet import options
+from ratchet.output.tables import strip_control_characters
+from ratchet.settings import Settings
+from ratchet.tuning import context as tuning
+
+if TYPE_CHECKING:
+    from ratchet.store.records.tuning import Tuning
+    from ratchet.store.store import Store
+    from ratchet.tuner.reports.tuning_result import TuningResult
+    from ratchet.tuner.settings.tuner_settings import TunerSettings
+
+_COMMAND = "ratchet tune prompt"
+_OF_PROMPT = ("method", "rollouts", "tokens", "mode", "train", "validation", "held_out")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to. `content` is its record as JSON can hold it."""
+
+    run: str
+    content: dict[str, Any]
+
+    @property
+    def better(self) -> bool:
+        """Whether it is shown to be better."""
+        return bool(self._details["verdict"] == "better")
+
+    @property
+    def prompt(self) -> str:
+        """The prompt that was found; the one that the search began from, where none was better."""
+        return str(self._details["prompt"])
+
+    @property
+    def _details(self) -> Mapping[str, Any]:
+        details: Mapping[str, Any] = self.content["details"]
+        return details
+
+    def lines(self) -> list[str]:
+        """Return what people are told."""
+        details, gain, budget = self._details, self.content.get("gain"), self._details["budget"]
+        told = [f"{self.run}: {details['verdict']}: {details['why']}"]
+        if gain is not None and gain["difference"] is not None:
+            told.append(
+                f"held-out: {gain['against_mean']:.3f} -> {gain['mean']:.3f}, {gain['difference']:+.3f} "
+                f"({gain['low']:+.3f} to {gain['high']:+.3f}, 95%) on {gain['tasks']} tasks, p {gain['p_value']:.3g}"
+            )
+        tokens = f"{budget['agent_tokens']:,} tokens of the agent and {budget['reflection_tokens']:,} of reflections"
+        told += [
+            f"cost: {budget['rollouts_begun']} of {budget['rollouts']} rollouts, {tokens}",
+            f"search: {len(details['validation'])} prompts; {details['search_ended_by']}",
+            f"prompt ({details['mode']}, {details['prompt_id'] or 'unchanged'}):",
+        ]
+        return [*told, *(f"  {line}" for line in self.prompt.splitlines())]
+
+
+def begun(context: click.Context, given: dict[str, Any]) -> Outcome:
+    """Begin a run, and run it to its end. Raises TuningError, SettingsError, UsageError."""
+    file: Path | None = given.pop("seed_prompt")
+    settings = _without_retries(tuning.settings_of(context, _named(given)))
+    asked = settings.tuner_settings()
+    with tuning.opened(settings) as bench:
+        from ratchet.tuner.prompts.prompt_run import check, config_of
+        from ratchet.tuner.selection.model_selection import known_models
+
+        bench.source()
+        check(asked)
+        known_models(bench.proxy_url, bench.api_key)  # a proxy that does not answer is told before a run begins
+        config = config_of(asked, settings.trainer.get("judge"), None if file is None else file.read_text())
+        return _ran(bench, bench.store.tunings.begin("prompt", settings.model, config).id)
+
+
+def resumed(context: click.Context, name: str, given: dict[str, Any]) -> Outcome:
+    """Go on with a run as it was asked; where proxy and store are, and how many at once, may be told anew."""
+    free = ("proxy", "concurrency", "store", "project")
+    fixed = [key for key, value in given.items() if value is not None and key not in free]
+    if fixed:
+        told = ", ".join(f"--{key.replace('_', '-')}" for key in fixed)
+        raise click.UsageError(f"--resume goes on with what run {name} was asked: leave out {told}")
+    settings = tuning.settings_of(context, {key: given[key] for key in free})
+    with options.opened_store(settings.store_url) as store:
+        run = store.tunings.get(name)
+        if run.kind != "prompt":
+            raise click.UsageError(f"--resume {name}: that run is of another kind, {run.kind}")
+    with tuning.opened(_as_asked(settings, run)) as bench:
+        from ratchet.tuner.selection.model_selection import known_models
+
+        known_models(bench.proxy_url, bench.api_key)
+        return _ran(bench, name, resume=True)
+
+
+def candidate(store: Store, name: str, *, anyway: bool = False) -> str:
+    """Make a candidate of the prompt that a run found; return `alias@version`. Raises UsageError, StoreError."""
+    run = store.tunings.get(name)
+    details = (run.result or {}).get("details", {})
+    if run.kind != "prompt" or run.state != "done":
+        raise click.UsageError(f"run {name} ({run.kind}, {run.state}) has no prompt to promote")
+    if details["prompt_id"] is None:
+        raise click.UsageError(f"run {name} found no other prompt than the one that it began from")
+    if details["verdict"] != "better" and not anyway:
+        raise click.UsageError(f"run {name}: {details['verdict']}, {details['why']}; --force promotes it all the same")
+    evidence = {"tuning": name, "verdict": details["verdict"], "gain": (run.result or {}).get("gain")}
+    policy = store.policies.with_prompt(run.alias, details["prompt_id"], evidence)
+    return f"{policy.alias}@{policy.version}"
+
+
+def promoted(context: click.Context, found: Outcome, given: Mapping[str, Any]) -> str:
+    """Make a candidate version of what a run of this command found."""
+    with options.running_store(context, store=given["store"], project=given["project"]) as store:
+        return candidate(store, found.run)
+
+
+def _named(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options by the names of their settings."""
+    url, model = given.pop("reflection_url"), given.pop("reflection_model")
+    if (url is None) != (model is None):
+        raise click.UsageError("--reflection-url and --reflection-model belong together")
+    named = {f"tuner.prompt.{key}" if key in _OF_PROMPT else key: value for key, value in given.items()}
+    return named | ({"tuner.reflection": {"base_url": url, "model": model}} if url is not None else {})
+
+
+def _without_retries(settings: Settings) -> Settings:
+    """Every rollout counts against the budget, and one that failed has failed."""
+    return settings.model_copy(update={"tuner": settings.tuner | {"retries": 0, "max_failures": None}})
+
+
+def _as_asked(settings: Settings, run: Tuning) -> Settings:
+    """Return the settings with what a run was asked in their place."""
+    now = settings.tuner_settings()
+    tuner = dict(run.config["tuner"]) | {"proxy_url": now.proxy_url, "concurrency": now.concurrency}
+    judge = {} if run.config["judge"] is None else {"judge": run.config["judge"]}
+    trainer = {key: value for key, value in settings.trainer.items() if key != "judge"} | judge
+    return settings.model_copy(update={"tuner": tuner, "trainer": trainer, "model": run.alias})
+
+
+def _ran(bench: tuning.Bench, name: str, *, resume: bool = False) -> Outcome:
+    """Run it to its end, or write down why it ended before."""
+    import msgspec
+
+    from ratchet.tuner.prompts.prompt_run import Tools
+    from ratchet.tuner.prompts.prompt_run import run as run_
+
+    with bench.hold.on(name, _COMMAND, resume=resume) as run:
+        click.echo(f"{run.id}: `{_COMMAND} --resume {run.id}` goes on with it, whatever happens", err=True)
+        asked: TunerSettings = bench.tuner
+        reflection = asked.reflection
+        tools = Tools(
+            store=bench.store,
+            tasks=bench.task_set(bench.source()),
+            runner=bench.runner,
+            scorer=bench.scorer,
+            reflection_key=os.environ.get(reflection.api_key_env) if reflection is not None else None,
+            prices=bench.prices,
+            progress=bench.progress,
+            tell=lambda line: click.echo(strip_control_characters(line), err=True),
+        )
+        result: TuningResult = run_(run, tools)
+    return Outcome(run.id, {"id": run.id, **msgspec.to_builtins(result)})

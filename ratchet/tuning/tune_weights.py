@@ -1,0 +1,180 @@
+"""Begin, resume and run a tuning of weights, in the rooms that run or in its own: what `ratchet tune weights` does."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ratchet import options
+from ratchet.settings import last_run
+from ratchet.supervisor.attach import attached
+from ratchet.supervisor.up import read_running
+from ratchet.tuning import context as tuning
+
+if TYPE_CHECKING:
+    from ratchet.settings import Settings
+    from ratchet.store.records.tuning import Tuning
+    from ratchet.store.store import Store
+    from ratchet.tuner.reports.tuning_result import TuningResult
+    from ratchet.tuner.weights.weights_plan import WeightsPlan
+    from ratchet.tuning.context import Bench
+
+_TUNER = ("workflow", "concurrency", "seed", "test_size")
+_PLANNED = (
+    "rounds", "tasks_per_round", "eval_every", "eval_tasks", "validation_tasks", "eval_attempts", "eval_workflow",
+    "patience", "collect",
+)  # fmt: skip
+
+
+def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
+    """Return the project's settings with the command's options laid over them. Raises SettingsError."""
+    names = {name: f"tuner.{name}" for name in _TUNER}
+    names |= {"judge": "trainer.judge", "attempts": "trainer.num_generations"}
+    settings = options.running_settings_of(context, {names.get(name, name): value for name, value in given.items()})
+    if not settings.has_judge:
+        raise click.UsageError("no judge is named: give --judge, or set trainer.judge in ratchet.yaml")
+    if settings.base_model is None:
+        raise click.UsageError("no base model is named: give --base-model, or set base_model in ratchet.yaml")
+    return settings
+
+
+def weigh(settings: Settings, own: dict[str, Any], *, quiet: bool = False) -> TuningResult:
+    """Run to the end; `own` are the command's own options. Raises TuningError, UsageError, and what the rooms raise."""
+    if own["resume"] is not None and (own["families"] or own["warm_start"]):
+        raise click.UsageError("--resume goes on with the tasks and the warm start of that run: leave them out")
+    settings = tuning.as_begun(settings, own["resume"])
+    _check(settings, own)
+    _check_group_size(settings)
+    say = partial(click.echo, file=sys.stderr) if quiet else click.echo
+    with attached(settings, say=say) as rooms, tuning.opened(settings) as bench:
+        name = _known(bench.store, own["resume"]) if own["resume"] else _begun(bench, own).id
+        with bench.hold.on(name, "ratchet tune weights", resume=own["resume"] is not None) as run:
+            click.echo(f"{run.id} on {rooms.base_url}", err=True)
+            return _run(bench, run, rooms.check)
+
+
+def plain(result: TuningResult) -> dict[str, Any]:
+    """Return a result as JSON can hold it."""
+    from ratchet.tuner.reports import tuning_result
+
+    return tuning_result.plain(result)
+
+
+def _run(bench: Bench, run: Tuning, check: Any) -> TuningResult:
+    from ratchet.trainer.observability.progress import say
+    from ratchet.tuner.rollouts.runner import RolloutRunner
+    from ratchet.tuner.rollouts.workflow import load_workflow
+    from ratchet.tuner.tasks.task_mix import parse_families
+    from ratchet.tuner.weights.weight_tuning import WeightsTuning
+    from ratchet.tuner.weights.weights_plan import plan_of
+    from ratchet.tuner.weights.weights_result import result_of
+
+    plan, settings = plan_of(run), bench.settings
+    trainer = settings.trainer_settings(base_model=settings.base_model)
+    evaluator = None
+    if plan.eval_workflow is not None:
+        evaluator = RolloutRunner(
+            bench.store, bench.proxy_url, bench.api_key, load_workflow(plan.eval_workflow), bench.tuner,
+            alias=settings.model, progress=bench.progress, check=bench.hold.check,
+        )  # fmt: skip
+    families = parse_families(plan.families, bench.task_set)
+
+    def watch() -> None:
+        check()
+        bench.hold.check()
+
+    made = WeightsTuning(
+        bench.store, run, families, trainer, bench.runner, bench.scorer, evaluator=evaluator,
+        progress=bench.progress, failure_score=bench.tuner.failure_score, watch=watch, tell=say,
+    )  # fmt: skip
+    asyncio.run(made.run())
+    result = result_of(bench.store, run, made, trainer, bench.scorer.name, bench.prices)
+    bench.store.tunings.end(run.id, "done", plain(result))
+    return result
+
+
+def _begun(bench: Bench, own: dict[str, Any]) -> Tuning:
+    from ratchet.tuner.weights.weights_plan import config_of
+
+    plan = _plan(bench.settings, own)
+    return bench.store.tunings.begin("weights", bench.settings.model, config_of(plan))
+
+
+def _known(store: Store, name: str) -> str:
+    """Return the id of a run that can go on. Raises TuningError where it is of another method."""
+    from ratchet.tuner.weights.weights_plan import plan_of
+
+    plan_of(store.tunings.get(name))
+    return name
+
+
+def _plan(settings: Settings, own: dict[str, Any]) -> WeightsPlan:
+    """Return the plan of the options. Raises UsageError, which names what is wrong."""
+    from pydantic import ValidationError
+
+    from ratchet.tuner.weights.weights_plan import WeightsPlan
+
+    tuner, trainer = settings.tuner_settings(), settings.trainer_settings(base_model=settings.base_model)
+    families = own["families"] or ((tuner.tasks,) if tuner.tasks else ())
+    given = {name: own[name] for name in _PLANNED if own[name] is not None}
+    values = given | {"families": families, "workflow": tuner.workflow, "attempts": trainer.num_generations}
+    try:
+        return WeightsPlan(**values, seed=tuner.seed, warm_start=_warm_start(own))
+    except ValidationError as wrong:
+        first = wrong.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise click.UsageError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from wrong
+
+
+def _warm_start(own: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the settings of the warm start; None where none is asked for."""
+    import yaml
+
+    if not own["warm_start"]:
+        return None
+    pairs = [text.partition("=") for text in own["sft"]]
+    settings = {key.strip().replace("-", "_"): yaml.safe_load(value) for key, _, value in pairs}
+    return settings | {"sources": own["warm_start"]}
+
+
+def _check(settings: Settings, own: dict[str, Any]) -> None:
+    """Refuse what cannot be meant or read, before anything is started. Raises UsageError, TuningError."""
+    if own["resume"] is not None:
+        return
+    if own["sft"] and not own["warm_start"]:
+        raise click.UsageError("--sft is about a warm start: give --warm-start own, shown or a model's name as well")
+    if broken := [text for text in own["sft"] if "=" not in text]:
+        raise click.UsageError(f"--sft {broken[0]}: write KEY=VALUE, such as epochs=3")
+    if not own["families"] and settings.tuner_settings().tasks is None:
+        raise click.UsageError("no task set is named: give --tasks SOURCE, or set tuner.tasks")
+    _check_readable(settings, _plan(settings, own))
+
+
+def _check_readable(settings: Settings, plan: WeightsPlan) -> None:
+    """Read what the plan names, before rooms are started for it. Raises TaskSetError, WorkflowError."""
+    from ratchet.tuner.rollouts.workflow import load_workflow
+    from ratchet.tuner.tasks.task_mix import parse_families
+
+    parse_families(plan.families, partial(tuning.task_set_of, settings))
+    for workflow in filter(None, (plan.workflow, plan.eval_workflow)):
+        load_workflow(workflow)
+
+
+def _check_group_size(settings: Settings) -> None:
+    """Refuse attempts that the running trainer would wait for more of. Raises UsageError."""
+    from ratchet.trainer.settings.trainer_settings import TrainerSettings
+
+    if not read_running(settings.state):
+        return
+    usual = TrainerSettings.model_fields["num_generations"].default
+    running = (last_run.read(settings).get("trainer") or {}).get("num_generations", usual)
+    asked = settings.trainer_settings(base_model=settings.base_model).num_generations
+    if asked != running:
+        raise click.UsageError(
+            f"--attempts {asked}: the trainer that runs compares {running} attempts at a task (trainer.num_generations): "
+            f"give --attempts {running}, or stop the project, and the rooms are started for this run"
+        )

@@ -1,0 +1,80 @@
+"""API keys as the store knows them: a name, a scope, limits, and the SHA-256 of the key. The key itself is never here.
+
+A revoked key stays as a row for good, so that its id in the records can still be told, and so that revoking the last
+key is not the same as never having had one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+import sqlalchemy as sa
+
+from ratchet.store.db import schema
+from ratchet.store.db.engine import read, write
+from ratchet.store.errors import UnknownRecord
+from ratchet.store.ids import new_id
+from ratchet.store.records import Key
+from ratchet.store.states import KeyScope
+
+
+class Keys:
+    """The verbs over keys."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def create(
+        self,
+        name: str,
+        key_hash: str,
+        scope: KeyScope,
+        requests_per_minute: int | None = None,
+        tokens_per_minute: int | None = None,
+    ) -> Key:
+        """Write a new key, known by its SHA-256 hex, and return it."""
+        key = Key(
+            id=new_id("key"),
+            name=name,
+            hash=key_hash,
+            scope=scope,
+            created_at=time.time(),
+            requests_per_minute=requests_per_minute,
+            tokens_per_minute=tokens_per_minute,
+        )
+        row = {field: getattr(key, field) for field in Key.__struct_fields__}
+        with write(self._engine) as connection:
+            connection.execute(sa.insert(schema.keys).values(**row))
+        return key
+
+    def all(self) -> list[Key]:
+        """Return every key, revoked ones too, oldest first."""
+        with read(self._engine) as connection:
+            rows = connection.execute(sa.select(schema.keys).order_by(schema.keys.c.id)).all()
+        return [_key(row) for row in rows]
+
+    def revoke(self, key_id: str) -> Key:
+        """Revoke a key; revoking it again changes nothing. Raises UnknownRecord."""
+        table = schema.keys
+        with write(self._engine) as connection:
+            connection.execute(
+                sa.update(table)
+                .where(table.c.id == key_id, table.c.revoked_at.is_(None))
+                .values(revoked_at=time.time())
+            )
+            row = connection.execute(sa.select(table).where(table.c.id == key_id)).one_or_none()
+        if row is None:
+            raise UnknownRecord(f"no key {key_id}; `ratchet keys list` shows the ids")
+        return _key(row)
+
+    def used(self, key_ids: Collection[str], at: float) -> None:
+        """Note that keys were used about then (Unix seconds)."""
+        table = schema.keys
+        with write(self._engine) as connection:
+            connection.execute(sa.update(table).where(table.c.id.in_(key_ids)).values(last_used_at=at))
+
+
+def _key(row: sa.Row[object]) -> Key:
+    fields = {name: getattr(row, name) for name in Key.__struct_fields__ if name != "scope"}
+    return Key(scope=KeyScope(row.scope), **fields)

@@ -1,0 +1,140 @@
+"""Calls: shipped in by the proxy, read by everyone.
+
+Promises: shipping is idempotent by call id and one transaction per batch; see `shipping.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from ratchet.store.calls.feedback import add, keep_apart, place_waiting
+from ratchet.store.calls.prompt_blocks import Blocks
+from ratchet.store.calls.shipping import ship
+from ratchet.store.db import schema
+from ratchet.store.db.bulk import IN_MOST
+from ratchet.store.db.engine import read, write
+from ratchet.store.errors import UnknownRecord
+from ratchet.store.records import Call, Choice, Feedback, Shipment
+from ratchet.store.states import CallState
+
+_PAGE_MOST = 1000
+_PACKED = ("prompt_blocks", "prompt_ids", "ids", "logprobs")  # columns that hold tokens
+
+
+class Calls:
+    """The verbs over calls and the messages they carry."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def ship(self, records: Sequence[Shipment]) -> None:
+        """Write a batch of beginnings, ends and feedback; repeating any of them changes nothing.
+
+        Raises StoreUnavailable, in which case nothing of the batch was written.
+        """
+        calls = [record for record in records if not isinstance(record, Feedback)]
+        said = [record for record in records if isinstance(record, Feedback)]
+        with write(self._engine) as connection:
+            keep_apart(connection, feedback=bool(said))
+            if calls:
+                ship(connection, calls)
+                place_waiting(connection, calls)
+            add(connection, said)
+
+    def interrupt(self, call_ids: Iterable[str]) -> None:
+        """Mark calls whose proxy died before their end; calls that have an end stay as they are."""
+        with write(self._engine) as connection:
+            connection.execute(
+                sa.update(schema.calls)
+                .where(schema.calls.c.id.in_(list(call_ids)), schema.calls.c.state == CallState.BEGUN)
+                .values(state=CallState.INTERRUPTED, untrainable="interrupted")
+            )
+
+    def read(self, call_id: str) -> Call:
+        """Return one call with its tokens. Raises UnknownRecord."""
+        with read(self._engine) as connection:
+            found = load_calls(connection, schema.calls.c.id == call_id)
+        if not found:
+            raise UnknownRecord(f"no call {call_id}")
+        return found[0]
+
+    def page(
+        self,
+        limit: int = 100,
+        before: str | None = None,
+        trajectory: str | None = None,
+        state: str | None = None,
+        *,
+        tokens: bool = True,
+    ) -> list[Call]:
+        """Return at most `limit` calls, newest first, older than the call id `before` (ids sort by time).
+
+        Without `tokens` the ids and logprobs are not read and stand as empty.
+        """
+        table = schema.calls
+        chosen = sa.select(table.c.id).order_by(table.c.id.desc()).limit(min(limit, _PAGE_MOST))
+        if before:
+            chosen = chosen.where(table.c.id < before)
+        if trajectory:
+            chosen = chosen.where(table.c.trajectory_id == trajectory)
+        if state:
+            chosen = chosen.where(table.c.state == state)
+        if state and state != CallState.ANSWERED:
+            chosen = chosen.where(table.c.state != sa.literal_column("'answered'"))  # as the index of these says it
+        with read(self._engine) as connection:
+            found = load_calls(connection, table.c.id.in_(chosen.subquery().select()), tokens=tokens)
+        return sorted(found, key=lambda call: call.id, reverse=True)
+
+    def whole(self, call_ids: Sequence[str]) -> dict[str, Call]:
+        """Return calls with their tokens, by id; those that are not there are left out."""
+        with read(self._engine) as connection:
+            return {call.id: call for call in load_calls(connection, schema.calls.c.id.in_(call_ids))}
+
+    def message_count(self) -> int:
+        """Return how many distinct messages are stored."""
+        with read(self._engine) as connection:
+            return int(connection.scalar(sa.select(sa.func.count()).select_from(schema.messages)) or 0)
+
+
+def load_calls(connection: sa.Connection, where: sa.ColumnElement[bool], *, tokens: bool = True) -> list[Call]:
+    """Return the calls that match, with their choices, in the order in which they began; as empty without `tokens`."""
+    columns, answered = (_columns(table, tokens) for table in (schema.calls, schema.choices))
+    rows = connection.execute(
+        sa.select(*columns).where(where).order_by(schema.calls.c.started_at, schema.calls.c.id)
+    ).all()
+    answers: dict[str, list[Choice]] = {}
+    for chunk in range(0, len(rows), IN_MOST):
+        names = [row.id for row in rows[chunk : chunk + IN_MOST]]
+        found = sa.select(*answered).where(schema.choices.c.call_id.in_(names)).order_by(schema.choices.c.choice)
+        for answer in connection.execute(found):
+            answers.setdefault(answer.call_id, []).append(_choice(answer))
+    prompts = Blocks(connection, rows)
+    return [_call(row, prompts.whole(row), tuple(answers.get(row.id, ()))) for row in rows]
+
+
+def _columns(table: sa.Table, tokens: bool) -> list[sa.ColumnElement[Any]]:
+    """Return a table's columns; without `tokens` with nothing in place of those that hold any."""
+    return [
+        sa.literal(b"").label(column.name) if column.name in _PACKED and not tokens else column for column in table.c
+    ]
+
+
+def _choice(row: Any) -> Choice:
+    return Choice(
+        index=row.choice,
+        finish_reason=row.finish_reason,
+        ids=row.ids,
+        logprobs=row.logprobs,
+        reply_node=row.reply_node,
+        link_key=row.link_key,
+        tool_call_ids=tuple(row.tool_call_ids),
+    )
+
+
+def _call(row: Any, prompt_ids: bytes, answers: tuple[Choice, ...]) -> Call:
+    own: dict[str, Any] = {"choices": answers, "state": CallState(row.state), "prompt_ids": prompt_ids}
+    names = [field for field in Call.__struct_fields__ if field not in own]
+    return Call(**own, **{name: getattr(row, name) for name in names})

@@ -1,0 +1,237 @@
+"""Feedback: what people said of answers, where it belongs, and whether a judge has heard it.
+
+Promises: what was said is only ever added, once per id; it is placed at its trajectory as soon as that is stored, in
+the transaction that stores the later of the two, also where two proxies ship them at once; what one key says of another
+key's trajectory is never placed.
+
+A response is known by the id that the client saw: `resp_...` and `msg_...` follow from the call's id, any other is the
+engine's own and was recorded with the call. Where an engine gave an id twice, the newest call of the speaker is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from ratchet.store.access.ownership import may_share
+from ratchet.store.calls.trajectory_filter import Chosen
+from ratchet.store.db import schema
+from ratchet.store.db.bulk import IN_MOST, insert_new
+from ratchet.store.db.engine import read, write
+from ratchet.store.errors import UnknownRecord
+from ratchet.store.records import CallEnded, CallRecord, Feedback
+from ratchet.store.states import GroupState, TrajectoryState
+
+TRAJECTORY, CALL, RESPONSE = "trajectory", "call", "response"
+_WORDED = ("resp_", "msg_")  # the beginnings of ids that this proxy makes of a call's
+_CALL = "call_"
+_SAME_ID = 100  # calls with one engine's id that are looked at
+_LOCK = 0x52414D46  # advisory lock: shared by those who ship calls, held alone by who ships feedback
+
+Place = tuple[str, str | None]  # trajectory, call
+
+UNHEARD = (schema.feedback.c.heard_at.is_(None), schema.feedback.c.value.is_not(None))  # as the index of these says it
+
+
+class Feedbacks:
+    """The verbs over feedback."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def add(self, said: Sequence[Feedback]) -> None:
+        """Add what is not there yet."""
+        with write(self._engine) as connection:
+            keep_apart(connection, feedback=True)
+            add(connection, said)
+
+    def place_of(self, said: Feedback) -> Place | None:
+        """Return where it belongs; None where that is not stored, or is another key's."""
+        with read(self._engine) as connection:
+            return _place(connection, said)
+
+    def get(self, name: str) -> Feedback:
+        """Return one. Raises UnknownRecord."""
+        found = self._select(schema.feedback.c.id == name, 1)
+        if not found:
+            raise UnknownRecord(f"no feedback {name}")
+        return found[0]
+
+    def page(self, limit: int = 100, before: str | None = None, trajectory: str | None = None) -> list[Feedback]:
+        """Return at most `limit`, newest first, older than the one with the id `before`. Raises UnknownRecord."""
+        table = schema.feedback
+        where = [table.c.trajectory_id == trajectory] if trajectory else []
+        if before:
+            last = self.get(before)
+            at = sa.tuple_(sa.literal(last.given_at), sa.literal(last.id))
+            where.append(sa.tuple_(table.c.given_at, table.c.id) < at)
+        return self._select(sa.and_(sa.true(), *where), min(limit, 1000))
+
+    def first_given(self, trajectory_ids: Sequence[str]) -> dict[str, float]:
+        """Return when somebody first gave a value, for each of these trajectories that has one."""
+        table = schema.feedback
+        found: dict[str, float] = {}
+        for start in range(0, len(trajectory_ids), IN_MOST):
+            chosen = table.c.trajectory_id.in_(trajectory_ids[start : start + IN_MOST])
+            query = sa.select(table.c.trajectory_id, sa.func.min(table.c.given_at))
+            query = query.where(chosen, table.c.value.is_not(None)).group_by(table.c.trajectory_id)
+            with read(self._engine) as connection:
+                found |= {row[0]: row[1] for row in connection.execute(query)}
+        return found
+
+    def heard(self, names: Sequence[str], now: float) -> None:
+        """Note that a verdict took these into account."""
+        table = schema.feedback
+        with write(self._engine) as connection:
+            for start in range(0, len(names), IN_MOST):
+                chosen = table.c.id.in_(names[start : start + IN_MOST])
+                connection.execute(sa.update(table).where(chosen, table.c.heard_at.is_(None)).values(heard_at=now))
+
+    def late(self, alias: str, limit: int = 100) -> list[str]:
+        """Return an alias's trajectories that were judged or put aside before somebody gave a value for them."""
+        table, runs, groups = schema.feedback, schema.trajectories, schema.groups
+        state = unindexed(runs.c.state)
+        settled = sa.or_(
+            state.in_([TrajectoryState.TRAINED, TrajectoryState.DROPPED]),
+            sa.and_(state == TrajectoryState.GROUPED, groups.c.state != GroupState.READY),
+        )
+        query = (
+            sa.select(runs.c.id)
+            .distinct()
+            .join(table, table.c.trajectory_id == runs.c.id)
+            .outerjoin(groups, groups.c.id == runs.c.group_id)
+            .where(*UNHEARD, unindexed(runs.c.alias) == alias, settled)
+            .order_by(runs.c.id)
+            .limit(limit)
+        )
+        with read(self._engine) as connection:
+            return list(connection.scalars(query))
+
+    def _select(self, where: sa.ColumnElement[bool], limit: int) -> list[Feedback]:
+        table = schema.feedback
+        query = sa.select(table).where(where).order_by(table.c.given_at.desc(), table.c.id.desc()).limit(limit)
+        with read(self._engine) as connection:
+            return [_feedback(row) for row in connection.execute(query)]
+
+
+def unindexed(column: sa.ColumnElement[str]) -> sa.ColumnElement[str]:
+    """Return a text column by which no index is walked: few are unheard, and very many have one state or alias."""
+    return column.concat("")
+
+
+def keep_apart(connection: sa.Connection, *, feedback: bool) -> None:
+    """Have no call and no feedback on it be stored at once, neither seeing the other. SQLite has one writer anyway.
+
+    The first lock of its transaction; `feedback` says whether there is any in it.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock{'' if feedback else '_shared'}({_LOCK})")
+
+
+def add(connection: sa.Connection, said: Iterable[Feedback]) -> None:
+    """Add feedback inside the caller's transaction, at its place where that is known."""
+    rows = []
+    for one in said:
+        trajectory, call = _place(connection, one) or (None, None)
+        rows.append(msgspec.structs.asdict(one) | {"trajectory_id": trajectory, "call_id": call})
+    insert_new(connection, schema.feedback, rows)
+
+
+def place_waiting(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
+    """Put feedback that came before these calls where it belongs, inside the caller's transaction."""
+    table = schema.feedback
+    waits = table.c.trajectory_id.is_(None)
+    if connection.scalar(sa.select(table.c.id).where(waits).limit(1)) is None:
+        return
+    names = sorted({name for record in records for name in _names(record)})
+    for start in range(0, len(names), IN_MOST):
+        chosen = sa.select(table).where(waits, table.c.target.in_(names[start : start + IN_MOST]))
+        for row in connection.execute(chosen).all():
+            place = _place(connection, _feedback(row))
+            if place is not None:
+                values = {"trajectory_id": place[0], "call_id": place[1]}
+                connection.execute(sa.update(table).where(table.c.id == row.id).values(values))
+
+
+def delete_waiting_for(connection: sa.Connection, trajectory_ids: Sequence[str]) -> int:
+    """Delete what names these trajectories or their calls and was never placed; return how many.
+
+    Another key said it. What was placed goes with its trajectory.
+    """
+    calls = schema.calls
+    own = sa.select(calls.c.id, calls.c.answer_id).where(calls.c.trajectory_id.in_(trajectory_ids))
+    names = {name for row in connection.execute(own) for name in _names_of(row.id, row.answer_id)}
+    return _delete_waiting(connection, sorted(names | set(trajectory_ids)))
+
+
+def delete_waiting(connection: sa.Connection, chosen: Chosen) -> int:
+    """Delete what was never placed, where a filter says no more than whose and how old; return how many."""
+    table = schema.feedback
+    said = [table.c.given_at < moment for moment in (chosen.until, chosen.still_since) if moment is not None]
+    said += [table.c.key_id == chosen.key] if chosen.key is not None else []
+    if not said or not replace(chosen, key=None, until=None, still_since=None, trained=None).nothing_said:
+        return 0
+    return int(connection.execute(sa.delete(table).where(table.c.trajectory_id.is_(None), *said)).rowcount)
+
+
+def _delete_waiting(connection: sa.Connection, targets: Sequence[str]) -> int:
+    table, count = schema.feedback, 0
+    for start in range(0, len(targets), IN_MOST):
+        meant = table.c.target.in_(targets[start : start + IN_MOST])
+        count += connection.execute(sa.delete(table).where(table.c.trajectory_id.is_(None), meant)).rowcount
+    return count
+
+
+def feedback_of(connection: sa.Connection, trajectory_id: str) -> tuple[Feedback, ...]:
+    """Return what was said of a trajectory, oldest first."""
+    table = schema.feedback
+    chosen = sa.select(table).where(table.c.trajectory_id == trajectory_id).order_by(table.c.given_at, table.c.id)
+    return tuple(_feedback(row) for row in connection.execute(chosen))
+
+
+def _names(record: CallRecord) -> list[str]:
+    """Return what feedback may call a call."""
+    begun, answer_id = (record.begun, record.answer_id) if isinstance(record, CallEnded) else (record, None)
+    return [begun.trajectory_id, *_names_of(begun.call_id, answer_id)]
+
+
+def _names_of(call_id: str, answer_id: str | None) -> list[str]:
+    worded = [prefix + call_id.removeprefix(_CALL) for prefix in _WORDED]
+    return [call_id, *worded, *([answer_id] if answer_id else [])]
+
+
+def _place(connection: sa.Connection, said: Feedback) -> Place | None:
+    """Return the trajectory, and the call, that are meant and may be spoken of."""
+    runs, calls = schema.trajectories, schema.calls
+    if said.kind == TRAJECTORY:
+        found = connection.execute(sa.select(runs.c.id, runs.c.key_id).where(runs.c.id == said.target)).first()
+        return (found.id, None) if found and _may_speak(said, found.key_id) else None
+    query = sa.select(calls.c.id, calls.c.trajectory_id, runs.c.key_id).join(runs, runs.c.id == calls.c.trajectory_id)
+    name = _call_of(said)
+    if name is not None and (one := connection.execute(query.where(calls.c.id == name)).first()):
+        return (one.trajectory_id, one.id) if _may_speak(said, one.key_id) else None
+    if said.kind == CALL:
+        return None
+    newest = query.where(calls.c.answer_id == said.target).order_by(calls.c.id.desc()).limit(_SAME_ID)
+    rows = [row for row in connection.execute(newest) if _may_speak(said, row.key_id)]
+    return (rows[0].trajectory_id, rows[0].id) if rows else None
+
+
+def _call_of(said: Feedback) -> str | None:
+    """Return the id of the call that the target's own text names."""
+    if said.kind == CALL:
+        return said.target
+    prefix = next((prefix for prefix in _WORDED if said.target.startswith(prefix)), None)
+    return _CALL + said.target.removeprefix(prefix) if prefix else None
+
+
+def _may_speak(said: Feedback, key_id: str | None) -> bool:
+    return said.trusted or may_share(said.key_id, key_id)
+
+
+def _feedback(row: Any) -> Feedback:
+    return Feedback(**{name: getattr(row, name) for name in Feedback.__struct_fields__})

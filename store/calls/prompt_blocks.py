@@ -1,0 +1,59 @@
+"""Prompts that fork, in blocks: a context that is rendered anew each turn costs its length, not the square of it.
+
+The prompt of a fork repeats nearly all of the prompt before it, but not of the sequence that its parent ended with. It
+is cut into blocks of 256 tokens from its start; a block is stored once per trajectory, by its hash, and the call keeps
+the hashes and what is left behind the last whole block. Blocks belong to their trajectory and go with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import Any
+
+import sqlalchemy as sa
+
+from ratchet.store.db import schema
+
+_BLOCK = 256 * 4  # bytes of int32 ids
+_DIGEST = 16
+
+
+def cut(context: str, prompt_ids: bytes) -> tuple[tuple[bytes, ...], bytes]:
+    """Return (whole blocks, rest) of a call's prompt; only forks are cut."""
+    if context != "fork":
+        return (), prompt_ids
+    end = len(prompt_ids) - len(prompt_ids) % _BLOCK
+    return tuple(prompt_ids[at : at + _BLOCK] for at in range(0, end, _BLOCK)), prompt_ids[end:]
+
+
+def digest(block: bytes) -> bytes:
+    """Return the name of a block."""
+    return blake2b(block, digest_size=_DIGEST).digest()
+
+
+def digests(named: bytes | None) -> list[bytes]:
+    """Return the names of a call's blocks, in order."""
+    return [named[at : at + _DIGEST] for at in range(0, len(named), _DIGEST)] if named else []
+
+
+class Blocks:
+    """The blocks of some calls, loaded together."""
+
+    def __init__(self, connection: sa.Connection, rows: Iterable[Any]) -> None:
+        wanted = {(row.trajectory_id, name) for row in rows for name in digests(row.prompt_blocks)}
+        table = schema.blocks
+        self._ids: dict[tuple[str, bytes], bytes] = {}
+        runs = sorted({run for run, _ in wanted})
+        for start in range(0, len(runs), 500):
+            query = sa.select(table).where(table.c.trajectory_id.in_(runs[start : start + 500]))
+            for row in connection.execute(query):
+                if (row.trajectory_id, row.digest) in wanted:
+                    self._ids[row.trajectory_id, row.digest] = row.ids
+
+    def whole(self, row: Any) -> bytes:
+        """Return the whole prompt of a call. Raises KeyError where a block is missing."""
+        if not row.prompt_blocks:
+            ids: bytes = row.prompt_ids
+            return ids
+        return b"".join([*(self._ids[row.trajectory_id, name] for name in digests(row.prompt_blocks)), row.prompt_ids])

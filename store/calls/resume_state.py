@@ -1,0 +1,119 @@
+"""Open trajectories as a proxy needs them after a restart: the answers to go on from, the attempts to repeat.
+
+Reads only. Bounded: the latest calls count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import sqlalchemy as sa
+
+from ratchet.store.calls.calls import load_calls
+from ratchet.store.content.token_sequences import sequences
+from ratchet.store.db import schema
+from ratchet.store.db.engine import read
+from ratchet.store.records import OpenAttempt, OpenLeaf, family_of
+from ratchet.store.states import CallState, TrajectoryState
+
+_IN_MOST = 500  # values in one IN (...)
+_LOST = (CallState.ABORTED, CallState.INTERRUPTED)
+_FAMILY = (schema.trajectories.c.task, schema.trajectories.c.tools_hash.label("first_tools"))
+_RETRIED = (408, 409, 429)  # and every 5xx
+
+
+class OpenRuns:
+    """The verbs over open trajectories."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def leaves(self, since: float, limit: int = 10_000) -> list[OpenLeaf]:
+        """Return the answers of open trajectories active after `since` (Unix seconds), oldest first."""
+        calls, answers, runs = schema.calls, schema.choices, schema.trajectories
+        columns = (answers.c.choice, answers.c.link_key, answers.c.tool_call_ids, answers.c.reply_node)
+        query = (
+            sa.select(calls, runs.c.purpose, runs.c.root_node, runs.c.last_active_at, *_FAMILY, *columns)
+            .join(answers, answers.c.call_id == calls.c.id)
+            .join(runs, runs.c.id == calls.c.trajectory_id)
+            .where(_open(since), answers.c.link_key != "")
+            .order_by(calls.c.id.desc())
+            .limit(limit)
+        )
+        with read(self._engine) as connection:
+            rows = connection.execute(query).all()
+            inside = load_calls(connection, calls.c.trajectory_id.in_({row.trajectory_id for row in rows}))
+            names = {name for row in rows for name in (row.reply_node, row.root_node, row.prompt_node)}
+            bodies = _bodies(connection, sorted(names))
+        known = sequences(inside)
+        continued = {(call.parent_call, call.parent_choice) for call in inside}
+        return [_leaf(row, known, continued, bodies) for row in reversed(rows)]
+
+    def attempts(self, since: float, limit: int = 10_000) -> list[OpenAttempt]:
+        """Return the calls of open trajectories that nobody got an answer to since then, oldest first."""
+        calls, runs = schema.calls, schema.trajectories
+        failed = sa.and_(calls.c.state == CallState.FAILED, sa.or_(calls.c.status >= 500, calls.c.status.in_(_RETRIED)))
+        later = calls.alias("later")
+        repeated = sa.exists().where(
+            later.c.trajectory_id == calls.c.trajectory_id,
+            later.c.prompt_node == calls.c.prompt_node,
+            later.c.id > calls.c.id,
+        )
+        query = (
+            sa.select(calls, runs.c.purpose, runs.c.last_active_at, *_FAMILY)
+            .join(runs, runs.c.id == calls.c.trajectory_id)
+            .where(_open(since), calls.c.started_at >= since, sa.or_(calls.c.state.in_(_LOST), failed), ~repeated)
+            .order_by(calls.c.id.desc())
+            .limit(limit)
+        )
+        with read(self._engine) as connection:
+            rows = connection.execute(query).all()
+        return [_attempt(row) for row in reversed(rows)]
+
+
+def _open(since: float) -> sa.ColumnElement[bool]:
+    runs = schema.trajectories
+    return sa.and_(runs.c.state == TrajectoryState.OPEN, runs.c.last_active_at >= since)
+
+
+def _leaf(
+    row: Any,
+    known: dict[tuple[str, int], bytes],
+    continued: set[tuple[str | None, int]],
+    bodies: dict[str, bytes],
+) -> OpenLeaf:
+    return OpenLeaf(
+        trajectory_id=row.trajectory_id,
+        call_id=row.id,
+        choice=row.choice,
+        alias=row.alias,
+        version=row.version,
+        link_key=row.link_key,
+        tool_call_ids=tuple(row.tool_call_ids),
+        key_id=row.key_id,
+        purpose=row.purpose,
+        sequence=known.get((row.id, row.choice), b""),
+        last_active_at=row.last_active_at,
+        family=family_of(row.task, row.first_tools),
+        extended=(row.id, row.choice) in continued,
+        reply=bodies.get(row.reply_node, b""),
+        asked=tuple(bodies[name] for name in (row.root_node, row.prompt_node) if name in bodies),
+    )
+
+
+def _attempt(row: Any) -> OpenAttempt:
+    names = [name for name in OpenAttempt.__struct_fields__ if name not in ("ended_at", "family")]
+    told = {name: getattr(row, name) for name in names}
+    family = family_of(row.task, row.first_tools)
+    return OpenAttempt(ended_at=row.ended_at or row.started_at, family=family, **told)
+
+
+def _bodies(connection: sa.Connection, names: Iterable[str]) -> dict[str, bytes]:
+    """Return the messages of these nodes, as canonical JSON."""
+    table, wanted = schema.messages, list(names)
+    found: dict[str, bytes] = {}
+    for start in range(0, len(wanted), _IN_MOST):
+        chosen = sa.select(table.c.hash, table.c.body).where(table.c.hash.in_(wanted[start : start + _IN_MOST]))
+        found |= {row.hash: row.body for row in connection.execute(chosen)}
+    return found

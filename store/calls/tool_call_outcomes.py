@@ -1,0 +1,147 @@
+"""Tool calls: recorded once each, answered once each, counted per tool and policy version.
+
+Promises: recording or answering again changes nothing, and only what is new is returned, so that whoever counts does
+not count twice. A call that has gone from the store takes its tool calls with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from ratchet.store.db import schema
+from ratchet.store.db.bulk import among, change, insert
+from ratchet.store.db.engine import read, write
+from ratchet.store.records.tool_calls import ToolAnswer, ToolCall, ToolTally
+from ratchet.store.states import ToolOutcome, ToolResult
+
+_MOST_TALLIED = 1_000  # tools, the most called ones
+
+_rows = schema.tool_calls
+_SAID = (
+    sa.update(_rows)
+    .where(_rows.c.call_id == sa.bindparam("of"), _rows.c.choice == sa.bindparam("nth"))
+    .where(_rows.c.place == sa.bindparam("at"))
+    .values(result=sa.bindparam("said"))
+)
+
+
+class Tools:
+    """The verbs over tool calls."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def toolset(self, name: str) -> bytes | None:
+        """Return the canonical JSON of a tool list by its hash."""
+        query = sa.select(schema.toolsets.c.body).where(schema.toolsets.c.hash == name)
+        with read(self._engine) as connection:
+            return connection.scalar(query)
+
+    def record(self, found: Sequence[ToolCall], answers: Sequence[ToolAnswer]) -> tuple[list[ToolCall], list[ToolCall]]:
+        """Write tool calls, then what came of those and of earlier ones; return (new calls, newly answered ones).
+
+        Calls that the store does not hold are left out. Raises StoreUnavailable; then nothing was written.
+        """
+        if not found and not answers:
+            return [], []
+        with write(self._engine) as connection:
+            new = _without_known(connection, found)
+            insert(connection, _rows, [msgspec.structs.asdict(row) for row in new])
+            return new, _answer(connection, answers)
+
+    def of_call(self, call_id: str) -> list[ToolCall]:
+        """Return the tool calls of one call, in order."""
+        query = sa.select(_rows).where(_rows.c.call_id == call_id).order_by(_rows.c.choice, _rows.c.place)
+        with read(self._engine) as connection:
+            return [_tool_call(row) for row in connection.execute(query)]
+
+    def newest_answered(self, alias: str, limit: int) -> list[ToolCall]:
+        """Return the newest tool calls of an alias whose result is known, newest first."""
+        # coalesce: by the primary key's order, not by the index of the alias, which would sort all of its rows.
+        mine = sa.func.coalesce(_rows.c.alias, "") == alias
+        order = (_rows.c.call_id.desc(), _rows.c.choice.desc(), _rows.c.place.desc())
+        query = sa.select(_rows).where(mine, _rows.c.result.is_not(None)).order_by(*order).limit(limit)
+        with read(self._engine) as connection:
+            return [_tool_call(row) for row in connection.execute(query)]
+
+    def tally(self, alias: str | None = None, version: int | None = None) -> list[ToolTally]:
+        """Return the counts per alias, version and tool, the most called first; at most `_MOST_TALLIED`."""
+        names = (_rows.c.alias, _rows.c.version, _rows.c.tool)
+        chosen = [
+            column == wanted for column, wanted in ((_rows.c.alias, alias), (_rows.c.version, version))
+            if wanted is not None
+        ]  # fmt: skip
+        count = sa.func.count()
+        query = sa.select(*names, _rows.c.outcome, _rows.c.result, count.label("n")).where(*chosen)
+        outcomes: defaultdict[tuple[str, int, str], Counter[str]] = defaultdict(Counter)
+        results: defaultdict[tuple[str, int, str], Counter[str]] = defaultdict(Counter)
+        with read(self._engine) as connection:
+            for row in connection.execute(query.group_by(*names, _rows.c.outcome, _rows.c.result)):
+                key = (row.alias, row.version, row.tool)
+                outcomes[key][row.outcome] += row.n
+                if row.result is not None:
+                    results[key][row.result] += row.n
+        tallies = [
+            ToolTally(
+                alias=key[0],
+                version=key[1],
+                tool=key[2],
+                calls=counts.total(),
+                outcomes=dict(counts),
+                results=dict(results[key]),
+            )
+            for key, counts in outcomes.items()
+        ]
+        return sorted(tallies, key=lambda tally: (-tally.calls, tally.alias, tally.version, tally.tool))[:_MOST_TALLIED]
+
+
+def tool_calls_of(connection: sa.Connection, trajectory_id: str) -> tuple[ToolCall, ...]:
+    """Return the tool calls of a trajectory, in order."""
+    calls = schema.calls
+    query = sa.select(_rows).join(calls, calls.c.id == _rows.c.call_id).where(calls.c.trajectory_id == trajectory_id)
+    order = (_rows.c.call_id, _rows.c.choice, _rows.c.place)
+    return tuple(_tool_call(row) for row in connection.execute(query.order_by(*order)))
+
+
+def _without_known(connection: sa.Connection, found: Sequence[ToolCall]) -> list[ToolCall]:
+    """Return those that are not there yet and whose call is."""
+    names = sorted({row.call_id for row in found})
+    if not names:
+        return []
+    calls = schema.calls
+    query = sa.select(calls.c.id, _rows.c.choice, _rows.c.place).outerjoin(_rows, _rows.c.call_id == calls.c.id)
+    known = set(map(tuple, connection.execute(query.where(among(connection, calls.c.id, names)))))
+    there = {key[0] for key in known}
+    new = {(row.call_id, row.choice, row.place): row for row in found if row.call_id in there}
+    return [row for key, row in new.items() if key not in known]
+
+
+def _answer(connection: sa.Connection, answers: Sequence[ToolAnswer]) -> list[ToolCall]:
+    wanted = {(answer.call_id, answer.choice, answer.tool_call_id): answer.result for answer in answers}
+    answered = []
+    for row in _unanswered(connection, sorted({answer.call_id for answer in answers})):
+        result = wanted.pop((row.call_id, row.choice, row.tool_call_id), None)
+        if result is not None:
+            answered.append(msgspec.structs.replace(row, result=result))
+    told = [{"of": row.call_id, "nth": row.choice, "at": row.place, "said": row.result} for row in answered]
+    change(connection, _SAID, told)
+    return answered
+
+
+def _unanswered(connection: sa.Connection, names: Sequence[str]) -> Iterable[ToolCall]:
+    if names:
+        query = sa.select(_rows).where(among(connection, _rows.c.call_id, names), _rows.c.result.is_(None))
+        order = (_rows.c.call_id, _rows.c.choice, _rows.c.place)
+        yield from [_tool_call(row) for row in connection.execute(query.order_by(*order))]
+
+
+def _tool_call(row: Any) -> ToolCall:
+    values = dict(row._mapping)
+    values["outcome"] = ToolOutcome(row.outcome)
+    values["result"] = None if row.result is None else ToolResult(row.result)
+    return ToolCall(**values)

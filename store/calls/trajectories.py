@@ -1,0 +1,363 @@
+"""Trajectories: sealed when they are complete, read with their content, dropped with a reason.
+
+Grouping and training move them on; those verbs stand in `groups.py` and `rounds.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from ratchet.store.calls.calls import load_calls
+from ratchet.store.calls.completeness import incomplete
+from ratchet.store.calls.feedback import UNHEARD, feedback_of, unindexed
+from ratchet.store.calls.shipping import FINISH, IDLE
+from ratchet.store.calls.tool_call_outcomes import tool_calls_of
+from ratchet.store.calls.trajectory_filter import FEW, Chosen, besides_tag, page_ids
+from ratchet.store.content.last_answer import last_word
+from ratchet.store.content.messages import ROOT
+from ratchet.store.db import schema
+from ratchet.store.db.bulk import IN_MOST
+from ratchet.store.db.count_cache import Remembered
+from ratchet.store.db.engine import read, write
+from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.records import Call, Trajectory, Transcript
+from ratchet.store.states import TRAJECTORY_STEPS, CallState, RolloutState, TrajectoryState, origins
+from ratchet.store.tuning.rollouts import returned_by, rollouts
+from ratchet.store.tuning.tasks import row_of
+from ratchet.store.tuning.tunings import at_work
+
+_PAGE_MOST = 1000
+
+
+class Trajectories:
+    """The verbs over trajectories."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+        self._counts = Remembered(self._count)
+        self._drop_counts = Remembered(self._count_drops)
+
+    def seal_idle(self, alias: str, now: float, idle_seconds: float, lost_after: float = 3600.0) -> list[str]:
+        """Seal an alias's open trajectories that have been still for `idle_seconds`; return their ids.
+
+        A call under way keeps its trajectory open, unless it began more than `lost_after` seconds ago; a rollout whose
+        workflow has not returned does, unless it has been still for that long.
+        """
+        runs = schema.trajectories
+        still = (
+            runs.c.alias == alias,
+            runs.c.state == TrajectoryState.OPEN,
+            runs.c.last_active_at <= now - idle_seconds,
+            ~_under_way(now, lost_after),
+            sa.or_(~at_work(runs.c.id), runs.c.last_active_at <= now - lost_after),
+        )
+        with write(self._engine) as connection:
+            return list(
+                connection.scalars(
+                    sa.update(runs)
+                    .where(*still)
+                    .values(state=TrajectoryState.SEALED, sealed_at=now, sealed_by=IDLE)
+                    .returning(runs.c.id)
+                )
+            )
+
+    def seal_rollouts(self, alias: str, shipped_until: float, lost_after: float = 3600.0) -> list[str]:
+        """Seal an alias's open trajectories whose rollout ended before `shipped_until`; return their ids.
+
+        Up to that moment every proxy has shipped what it recorded. A call under way counts as for `seal_idle`. An
+        abandoned rollout's agent may call yet: its trajectory waits until it is still.
+        """
+        runs = schema.trajectories
+        ended = sa.and_(rollouts.c.state != RolloutState.ABANDONED, rollouts.c.ended_at < shipped_until)
+        over = sa.exists().where(rollouts.c.id == runs.c.id, ended)
+        mine = sa.and_(runs.c.alias == alias, runs.c.state == TrajectoryState.OPEN)
+        with write(self._engine) as connection:
+            return list(
+                connection.scalars(
+                    sa.update(runs)
+                    .where(mine, over, ~_under_way(shipped_until, lost_after))
+                    .values(state=TrajectoryState.SEALED, sealed_at=shipped_until, sealed_by=FINISH)
+                    .returning(runs.c.id)
+                )
+            )
+
+    def seal(self, trajectory_id: str, now: float) -> Trajectory:
+        """Seal one trajectory now; sealing it again changes nothing. Raises UnknownRecord."""
+        runs = schema.trajectories
+        with write(self._engine) as connection:
+            connection.execute(
+                sa.update(runs)
+                .where(runs.c.id == trajectory_id, runs.c.state == TrajectoryState.OPEN)
+                .values(state=TrajectoryState.SEALED, sealed_at=now, sealed_by=FINISH)
+            )
+        return self.get(trajectory_id)
+
+    def drop(self, trajectory_ids: Iterable[str], reason: str) -> None:
+        """Put trajectories aside for good. Raises ForbiddenChange where one is open, trained or already dropped."""
+        names = list(trajectory_ids)
+        with write(self._engine) as connection:
+            drop(connection, names, reason)
+
+    def get(self, trajectory_id: str) -> Trajectory:
+        """Return one trajectory without its content. Raises UnknownRecord."""
+        found = self._select(schema.trajectories.c.id == trajectory_id, 1)
+        if not found:
+            raise UnknownRecord(f"no trajectory {trajectory_id}")
+        return found[0]
+
+    def sealed(self, alias: str, limit: int = 1000, silent_before: float | None = None) -> list[Trajectory]:
+        """Return an alias's sealed trajectories, the longest waiting first.
+
+        With `silent_before`, those that somebody gave a value for, and those whose last call was before that moment.
+        """
+        runs = schema.trajectories
+        where = sa.and_(runs.c.state == TrajectoryState.SEALED, runs.c.alias == alias)
+        if silent_before is None:
+            return self._select(where, limit, oldest_first=True)
+        # Two walks, each along its index: those that still wait for a word may be very many.
+        silent = sa.select(runs.c.id).where(where, runs.c.last_active_at < silent_before)
+        silent = silent.order_by(runs.c.last_active_at).limit(limit)
+        unheard = sa.select(schema.feedback.c.trajectory_id).where(*UNHEARD)
+        sealed = sa.and_(unindexed(runs.c.state) == TrajectoryState.SEALED, unindexed(runs.c.alias) == alias)
+        spoken = sa.select(runs.c.id).where(runs.c.id.in_(unheard), sealed).limit(limit)
+        with read(self._engine) as connection:
+            names = sorted({*connection.scalars(silent), *connection.scalars(spoken)})
+        found = self._select(runs.c.id.in_(names), len(names), oldest_first=True) if names else []
+        return [run for run in found if run.state is TrajectoryState.SEALED][:limit]
+
+    def under_way(self, alias: str, like: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return an alias's open live trajectories that attempt what one of `like` does, without counting calls."""
+        runs = schema.trajectories
+        tasks = sorted({run.task for run in like if run.task})
+        roots = sorted({run.root_node for run in like if not run.task})
+        still_open = sa.and_(runs.c.alias == alias, runs.c.state == TrajectoryState.OPEN, runs.c.purpose == "live")
+        alike: list[sa.ColumnElement[bool]] = [
+            runs.c.task.in_(tasks[at : at + IN_MOST]) for at in range(0, len(tasks), IN_MOST)
+        ]
+        alike += [
+            sa.and_(runs.c.task.is_(None), runs.c.root_node.in_(roots[at : at + IN_MOST]))
+            for at in range(0, len(roots), IN_MOST)
+        ]
+        found: list[Trajectory] = []
+        with read(self._engine) as connection:
+            for attempt in alike:
+                query = sa.select(runs, sa.literal(0).label("calls")).where(still_open, attempt)
+                found += [_trajectory(row) for row in connection.execute(query)]
+        return found
+
+    def cut_off(self, trajectory_ids: Sequence[str]) -> set[str]:
+        """Return those whose last call was ended by a machine, not by the agent or the policy.
+
+        That is a call that the upstream or the proxy failed (status 500 and above), or whose end nobody saw.
+        """
+        calls = schema.calls
+        last = sa.select(sa.func.max(calls.c.id)).where(calls.c.trajectory_id.in_(trajectory_ids))
+        unseen = calls.c.state.in_([CallState.BEGUN, CallState.INTERRUPTED])
+        query = sa.select(calls.c.trajectory_id).where(
+            calls.c.id.in_(last.group_by(calls.c.trajectory_id)), sa.or_(unseen, calls.c.status >= 500)
+        )
+        with read(self._engine) as connection:
+            return set(connection.scalars(query))
+
+    def incomplete(self, trajectory_ids: Sequence[str]) -> set[str]:
+        """Return those that lack messages or tools which their calls name: a proxy's journal was damaged."""
+        with read(self._engine) as connection:
+            return incomplete(connection, trajectory_ids)
+
+    def page(
+        self, limit: int = 100, before: str | None = None, state: str | None = None, chosen: Chosen | None = None
+    ) -> list[Trajectory]:
+        """Return at most `limit` trajectories that are meant, newest first, from the trajectory `before` on."""
+        runs = schema.trajectories
+        wanted = chosen or Chosen(state=state)
+        opened_at = self.get(before).opened_at if before else 0.0
+        besides = besides_tag(wanted)
+        with read(self._engine) as connection:
+            by_tag = besides is None or (connection.scalar(besides) or 0) > FEW
+            ids = page_ids(wanted, min(limit, _PAGE_MOST), before, opened_at, by_tag=by_tag)
+            names = list(connection.scalars(ids))
+        found = {run.id: run for run in self._select(runs.c.id.in_(names), len(names))} if names else {}
+        return [found[name] for name in names if name in found]
+
+    def read(self, trajectory_id: str, *, tokens: bool = True) -> Transcript:
+        """Return a trajectory with its calls and the messages up to its last word. Raises UnknownRecord.
+
+        Without `tokens` the calls' ids and logprobs are not read and stand as empty.
+        """
+        trajectory = self.get(trajectory_id)
+        with read(self._engine) as connection:
+            calls = load_calls(connection, schema.calls.c.trajectory_id == trajectory_id, tokens=tokens)
+            leaf, own_tools = last_word(calls, lambda node: _system_prompt(connection, node))
+            messages = load_path(connection, leaf)
+            tools = _load_tools(connection, own_tools)
+            said = feedback_of(connection, trajectory_id)
+            called = tool_calls_of(connection, trajectory_id)
+            task, returned = returned_by(connection, trajectory_id)
+            row = row_of(connection, task or trajectory.task)
+        return Transcript(
+            trajectory=trajectory, calls=tuple(calls), messages=messages, tools=tools, feedback=said, row=row,
+            returned=returned, tool_calls=called,
+        )  # fmt: skip
+
+    def last_active(self, trajectory_ids: Sequence[str]) -> dict[str, float]:
+        """Return when each trajectory was last active (Unix seconds); unknown ones are left out."""
+        runs = schema.trajectories
+        query = sa.select(runs.c.id, runs.c.last_active_at).where(runs.c.id.in_(list(trajectory_ids)))
+        with read(self._engine) as connection:
+            return {row.id: row.last_active_at for row in connection.execute(query)}
+
+    def held_out(self, alias: str, reason: str, limit: int) -> list[str]:
+        """Return the first trajectory that was dropped for this reason of each task, of the first `limit` tasks: ids.
+
+        Only those of one answered chat call, so that their prompt can be asked again. What comes later changes nothing
+        once there are so many.
+        """
+        runs, calls = schema.trajectories, schema.calls
+        whole = sa.and_(calls.c.state == CallState.ANSWERED, calls.c.status == 200, calls.c.dialect != "completions")
+        # A task without a name is its first prompt and tools, as `cohort_of` has it.
+        named = sa.func.coalesce(runs.c.task, "") != ""
+        task = (
+            sa.case((named, runs.c.task)).label("task"),
+            sa.case((~named, runs.c.root_node)).label("root"),
+            sa.case((~named, runs.c.tools_hash)).label("tools"),
+        )
+        asked = (
+            sa.select(runs.c.id, runs.c.opened_at, *task)
+            .join(calls, calls.c.trajectory_id == runs.c.id)
+            .where(runs.c.alias == alias, runs.c.drop_reason == reason)
+            .group_by(runs.c.id)
+            .having(sa.func.count() == 1, sa.func.sum(sa.case((whole, 1), else_=0)) == 1)
+        ).subquery()
+        same_task = (asked.c.task, asked.c.root, asked.c.tools)
+        place = sa.func.row_number().over(partition_by=same_task, order_by=(asked.c.opened_at, asked.c.id))
+        first = sa.select(asked.c.id, asked.c.opened_at, place.label("place")).subquery()
+        query = sa.select(first.c.id).where(first.c.place == 1).order_by(first.c.opened_at, first.c.id).limit(limit)
+        with read(self._engine) as connection:
+            return list(connection.scalars(query))
+
+    def path(self, leaf: str) -> tuple[Mapping[str, Any], ...]:
+        """Return the messages from the first one to the one named `leaf`; none where it is not stored."""
+        with read(self._engine) as connection:
+            return load_path(connection, leaf)
+
+    def system_prompt(self, leaf: str) -> str:
+        """Return the system prompt that the path to a message begins with; nothing where it has none."""
+        with read(self._engine) as connection:
+            return _system_prompt(connection, leaf)
+
+    def context_calls(self, transcript: Transcript) -> tuple[Call, ...]:
+        """Return the transcript's calls after those of earlier trajectories that they continue, oldest first."""
+        found = {call.id: call for call in transcript.calls}
+        with read(self._engine) as connection:
+            while missing := {c.parent_call for c in found.values() if c.parent_call and c.parent_call not in found}:
+                loaded = load_calls(connection, schema.calls.c.id.in_(missing))
+                if not loaded:
+                    break
+                found |= {call.id: call for call in loaded}
+        return tuple(sorted(found.values(), key=lambda call: (call.started_at, call.id)))
+
+    def of_round(self, round_id: str, limit: int = 100) -> list[str]:
+        """Return the ids of trajectories that a round trained."""
+        runs = schema.trajectories
+        query = sa.select(runs.c.id).where(runs.c.round_id == round_id).order_by(runs.c.id).limit(limit)
+        with read(self._engine) as connection:
+            return list(connection.scalars(query))
+
+    def counts(self) -> dict[str, int]:
+        """Return how many trajectories are in each state; states without any are 0. Where they are many, a bit old."""
+        return dict(self._counts())
+
+    def drop_counts(self) -> dict[str, int]:
+        """Return how many trajectories were dropped for each reason. Where they are many, a bit old."""
+        return dict(self._drop_counts())
+
+    def _count(self) -> dict[str, int]:
+        runs = schema.trajectories
+        with read(self._engine) as connection:
+            rows = connection.execute(sa.select(runs.c.state, sa.func.count()).group_by(runs.c.state)).all()
+        return {str(state): 0 for state in TrajectoryState} | {str(state): int(count) for state, count in rows}
+
+    def _count_drops(self) -> dict[str, int]:
+        runs = schema.trajectories
+        query = (
+            sa.select(runs.c.drop_reason, sa.func.count())
+            .where(runs.c.drop_reason.is_not(None))
+            .group_by(runs.c.drop_reason)
+        )
+        with read(self._engine) as connection:
+            return {str(reason): int(count) for reason, count in connection.execute(query)}
+
+    def _select(self, where: sa.ColumnElement[bool], limit: int, oldest_first: bool = False) -> list[Trajectory]:
+        runs = schema.trajectories
+        order = (runs.c.last_active_at, runs.c.id) if oldest_first else (runs.c.opened_at.desc(), runs.c.id.desc())
+        sized = sa.select(sa.func.count()).where(schema.calls.c.trajectory_id == runs.c.id).scalar_subquery()
+        query = sa.select(runs, sized.label("calls")).where(where).order_by(*order).limit(limit)
+        with read(self._engine) as connection:
+            return [_trajectory(row) for row in connection.execute(query)]
+
+
+def _under_way(now: float, lost_after: float) -> sa.ColumnElement[bool]:
+    """Return whether a trajectory has a call without an end that began less than `lost_after` seconds ago."""
+    runs, calls = schema.trajectories, schema.calls
+    return sa.exists().where(
+        calls.c.trajectory_id == runs.c.id,
+        calls.c.state == CallState.BEGUN,
+        calls.c.started_at > now - lost_after,
+    )
+
+
+def drop(connection: sa.Connection, names: Sequence[str], reason: str) -> None:
+    """Drop trajectories inside a transaction; all or none."""
+    runs = schema.trajectories
+    allowed = origins(TRAJECTORY_STEPS, TrajectoryState.DROPPED)
+    changed = connection.execute(
+        sa.update(runs)
+        .where(runs.c.id.in_(names), runs.c.state.in_(allowed))
+        .values(state=TrajectoryState.DROPPED, drop_reason=reason)
+    )
+    if changed.rowcount != len(names):
+        raise ForbiddenChange(f"{len(names) - changed.rowcount} of {len(names)} trajectories cannot be dropped now")
+
+
+def load_path(connection: sa.Connection, leaf: str) -> tuple[Mapping[str, Any], ...]:
+    """Return the messages from the first one to the one named `leaf`."""
+    table = schema.messages
+    start = sa.select(table.c.parent, table.c.body, sa.literal(0).label("depth")).where(table.c.hash == leaf)
+    chain = start.cte("chain", recursive=True)
+    parent = table.alias("up")
+    chain = chain.union_all(
+        sa.select(parent.c.parent, parent.c.body, chain.c.depth + 1).where(parent.c.hash == chain.c.parent)
+    )
+    bodies = connection.scalars(sa.select(chain.c.body).order_by(chain.c.depth.desc()))
+    return tuple(msgspec.json.decode(body) for body in bodies)
+
+
+def _system_prompt(connection: sa.Connection, leaf: str) -> str:
+    """Return the system prompt that the path to a node begins with; nothing where it has none."""
+    table, up = schema.messages, schema.messages.alias("up")
+    start = sa.select(table.c.hash, table.c.parent).where(table.c.hash == leaf)
+    chain = start.cte("chain", recursive=True)
+    chain = chain.union_all(sa.select(up.c.hash, up.c.parent).where(up.c.hash == chain.c.parent))
+    first = sa.select(chain.c.hash).where(chain.c.parent == ROOT).scalar_subquery()
+    body = connection.scalar(sa.select(table.c.body).where(table.c.hash == first))
+    message = msgspec.json.decode(body) if body else {}
+    if message.get("role") not in ("system", "developer"):
+        return ""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    return str(content)
+
+
+def _load_tools(connection: sa.Connection, name: str) -> tuple[Mapping[str, Any], ...]:
+    body = connection.scalar(sa.select(schema.toolsets.c.body).where(schema.toolsets.c.hash == name))
+    return tuple(msgspec.json.decode(body)) if body else ()
+
+
+def _trajectory(row: Any) -> Trajectory:
+    names = [field for field in Trajectory.__struct_fields__ if field != "state"]
+    return Trajectory(state=TrajectoryState(row.state), **{name: getattr(row, name) for name in names})

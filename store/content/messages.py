@@ -1,0 +1,153 @@
+"""Messages by content: one canonical form, one hash that names a message and all that came before it.
+
+Two ideas share the canonical form:
+- `hash` names the stored node: it covers everything the message says, tool-call ids included, and its parent.
+- `link_key` finds the trajectory that a request continues: it covers only what an agent cannot help echoing,
+  so that `content: null`, a missing `content`, content as parts, trimmed whitespace, re-ordered JSON arguments, new
+  tool-call ids, added fields and dropped reasoning all lead to the same key.
+
+Pure functions; no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from ratchet.store.content.json_depth import is_deeper
+from ratchet.store.records import MessageNode
+
+ROOT = ""
+ANYWHERE = "anywhere"  # in place of a parent's key: the message wherever it stands
+_HASH = "b2:"  # BLAKE2b, 16 bytes: the algorithm's name is part of every hash text
+
+_DEEP = 100  # levels; arguments that go deeper are compared as text
+
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # parts that agents keep or drop as they like
+_THOUGHT_END = "</think>"  # of models whose thoughts nobody parses
+
+_encode = msgspec.json.Encoder(order="sorted").encode
+_as_said = msgspec.json.Encoder().encode
+
+
+def canonical(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message without null members, empty content and empty tool-call lists; arguments stay text."""
+    return {
+        name: value
+        for name, value in message.items()
+        if value is not None and not (name in ("content", "tool_calls") and not value)
+    }
+
+
+def spoken(message: Mapping[str, Any]) -> Any:
+    """Return what a message says: its text without outer whitespace and without thoughts; other content as it is."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part for part in content if not (isinstance(part, dict) and part.get("type") in _THOUGHTS)]
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+            return parts
+        content = "".join(str(part.get("text", "")) for part in parts)
+    if not isinstance(content, str):
+        return content
+    if message.get("role") == "assistant" and _THOUGHT_END in content:
+        content = content.rpartition(_THOUGHT_END)[2]
+    return content.strip()
+
+
+def _arguments(text: Any) -> Any:
+    """Return tool-call arguments as a JSON value where they are JSON, else the text as it is; none are `{}`."""
+    if not isinstance(text, str):
+        return text or {}
+    try:
+        return (text.strip() if is_deeper(text, _DEEP) else _decode_arguments(text)) or {}
+    except msgspec.DecodeError:
+        return text.strip() or {}
+
+
+def _whole(number: str) -> float | int:
+    """Return a number with a fraction or exponent; as an integer where it is one, as JavaScript writes it."""
+    value = float(number)
+    return int(value) if abs(value) < 2**53 and value.is_integer() else value
+
+
+_decode_arguments = msgspec.json.Decoder(float_hook=_whole).decode
+
+
+def called(message: Mapping[str, Any]) -> list[list[Any]]:
+    """Return [name, arguments as a JSON value] of each tool call of an assistant message."""
+    return [
+        [call["function"].get("name"), _arguments(call["function"].get("arguments"))]
+        for call in message.get("tool_calls") or ()
+        if isinstance(call, dict) and isinstance(call.get("function"), dict)
+    ]
+
+
+def _essence(message: Mapping[str, Any]) -> list[Any]:
+    """Return what every agent echoes of a message: role, text, and name and arguments of each tool call."""
+    return [message.get("role"), spoken(message) or None, called(message)]
+
+
+def _digest(parent: str, body: bytes) -> str:
+    return _HASH + blake2b(parent.encode() + b"\0" + body, digest_size=16).hexdigest()
+
+
+def node(parent: str, message: Mapping[str, Any]) -> MessageNode:
+    """Return the content-addressed node of `message` under the node named `parent` (ROOT for the first)."""
+    body = _encode(canonical(message))
+    return MessageNode(hash=_digest(parent, body), parent=parent, role=str(message.get("role", "")), body=body)
+
+
+def path(messages: Iterable[Mapping[str, Any]]) -> tuple[MessageNode, ...]:
+    """Return the nodes of a whole message list, first message first."""
+    nodes: list[MessageNode] = []
+    for message in messages:
+        nodes.append(node(nodes[-1].hash if nodes else ROOT, message))
+    return tuple(nodes)
+
+
+def link_key(parent_key: str, message: Mapping[str, Any]) -> str:
+    """Return the linking key of `message` under a parent key (ROOT for the first message)."""
+    return _digest(parent_key, _encode(_essence(message)))
+
+
+def answer_keys(parent_keys: Iterable[str], message: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the linking keys of one message under several parent keys."""
+    body = _encode(_essence(message))
+    return tuple(_digest(parent_key, body) for parent_key in parent_keys)
+
+
+def link_keys(messages: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the linking key of every message of a list, first message first."""
+    keys: list[str] = []
+    for message in messages:
+        keys.append(link_key(keys[-1] if keys else ROOT, message))
+    return tuple(keys)
+
+
+def tool_call_ids(message: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the ids of the tool calls in an assistant message; they break ties between equal answers."""
+    calls = message.get("tool_calls") or ()
+    return tuple(str(call["id"]) for call in calls if isinstance(call, dict) and call.get("id"))
+
+
+def tools_hash(tools: Any) -> tuple[str, bytes]:
+    """Return (hash, JSON) of a request's tool list; ("", b"") where there is none.
+
+    The hash is blind to the order of keys; the JSON keeps it, since chat templates show it to the model.
+    """
+    if not tools:
+        return "", b""
+    return _digest("tools", _encode(tools)), _as_said(tools)
+
+
+def is_intact(stored: MessageNode) -> bool:
+    """Return whether a stored node's hash is the hash of its parent and body."""
+    return stored.hash == _digest(stored.parent, stored.body)
+
+
+def is_intact_toolset(name: str, body: bytes) -> bool:
+    """Return whether a stored tool list's hash is the hash of what it holds."""
+    return name == _digest("tools", _encode(msgspec.json.decode(body)))

@@ -1,0 +1,60 @@
+"""Alarms: what a person should know. Raised again, an alarm counts up; cleared, it stays readable."""
+
+from __future__ import annotations
+
+import time
+
+import sqlalchemy as sa
+
+from ratchet.store.db import schema
+from ratchet.store.db.bulk import insert_new
+from ratchet.store.db.engine import read, write
+from ratchet.store.records import Alarm
+
+
+class Alarms:
+    """The verbs over alarms."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def raise_(self, name: str, reason: str) -> None:
+        """Raise an alarm, or count it up and renew its reason."""
+        table, now = schema.alarms, time.time()
+        row = {
+            "name": name,
+            "reason": reason,
+            "raised_at": now,
+            "last_at": now,
+            "count": 0,
+            "cleared_at": None,
+        }
+        again = sa.case((table.c.cleared_at.is_not(None), now), else_=table.c.raised_at)
+        with write(self._engine) as connection:
+            insert_new(connection, table, [row])
+            connection.execute(
+                sa.update(table)
+                .where(table.c.name == name)
+                .values(reason=reason, last_at=now, raised_at=again, count=table.c.count + 1, cleared_at=None)
+            )
+
+    def clear(self, name: str) -> None:
+        """Say that an alarm's cause is gone; nothing happens where it does not stand."""
+        table = schema.alarms
+        with write(self._engine) as connection:
+            connection.execute(
+                sa.update(table)
+                .where(table.c.name == name, table.c.cleared_at.is_(None))
+                .values(cleared_at=time.time())
+            )
+
+    def standing(self) -> list[Alarm]:
+        """Return the alarms that are not cleared, newest first."""
+        return [alarm for alarm in self.all() if alarm.cleared_at is None]
+
+    def all(self) -> list[Alarm]:
+        """Return every alarm that was ever raised, the latest first."""
+        table = schema.alarms
+        with read(self._engine) as connection:
+            rows = connection.execute(sa.select(table).order_by(table.c.last_at.desc())).all()
+        return [Alarm(**{name: getattr(row, name) for name in Alarm.__struct_fields__}) for row in rows]

@@ -1,0 +1,236 @@
+"""Opens the database and keeps its schema: SQLite (WAL) by default, PostgreSQL by URL.
+
+Promises: an empty database is created whole; one that another version of Ratchet made is refused with the remedy,
+never changed unasked; a transaction of a writer begins as a writer, so that SQLite never fails in the middle.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy.exc import DatabaseError, DataError, DBAPIError, OperationalError
+
+from ratchet.store.db.sqlite_files import watch_files
+from ratchet.store.errors import SchemaMismatch, StoreError, StoreMissing, StoreUnavailable, UnknownRecord
+
+HEAD = "0019"  # the newest migration; a test holds it equal to the migrations folder
+_WAL_SECONDS = 15.0
+_MIGRATION_LOCK = 0x52415443  # advisory lock: one process at a time makes the schema
+
+
+def _url(text: str) -> sa.URL:
+    """Parse a store URL; a bare path means SQLite."""
+    if "://" not in text:
+        text = f"sqlite:///{text}"
+    try:
+        url = sa.make_url(text)
+    except sa.exc.ArgumentError as error:
+        # The text may hold a password: only its beginning is told.
+        raise StoreError(f"--store {text[:12]!r}... is not a database URL; use a path or postgresql://...") from error
+    if url.drivername in ("postgresql", "postgres"):
+        url = url.set(drivername="postgresql+psycopg")
+    if url.get_backend_name() not in ("sqlite", "postgresql"):
+        raise StoreError(f"--store {url.drivername} is not supported; use sqlite:///PATH or postgresql://...")
+    return url
+
+
+def connect(store_url: str, create: bool = True, *, writes_much: bool = False) -> sa.Engine:
+    """Return an engine for `store_url` without looking at the schema.
+
+    A process that `writes_much` gets more room: in a large SQLite store its rows change pages all over the file.
+    The folder and the file of an SQLite store are made by the first connection where `create` says so, and never
+    later: a store that is moved away comes back as it was, not to an empty one in its place.
+    """
+    url = _url(store_url)
+    if url.get_backend_name() == "sqlite":
+        engine = sa.create_engine(
+            url,
+            connect_args={"timeout": 15, "check_same_thread": False},
+            json_serializer=_dump,
+            json_deserializer=_load,
+        )
+        if url.database and url.database != ":memory:":
+            watch_files(engine, Path(url.database), create)
+        sa.event.listen(engine, "connect", _prepare_sqlite)
+        if writes_much:
+            sa.event.listen(engine, "connect", _give_room)
+        return engine
+    try:
+        return sa.create_engine(url, pool_pre_ping=True, json_serializer=_dump, json_deserializer=_load)
+    except ModuleNotFoundError as error:
+        raise StoreError("PostgreSQL needs its driver: pip install 'ratchet-rl[postgres]'") from error
+
+
+def missing_file(engine: sa.Engine) -> Path | None:
+    """Return the SQLite file of a store that is not there; None where there is one, and for PostgreSQL."""
+    name = engine.url.database
+    if engine.dialect.name != "sqlite" or not name or name == ":memory:" or Path(name).exists():
+        return None
+    return Path(name).absolute()
+
+
+def _dump(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _load(text: str | bytes) -> Any:
+    return msgspec.json.decode(text)
+
+
+def _prepare_sqlite(connection: Any, _: Any) -> None:
+    connection.isolation_level = None  # transactions are begun by `write`, not by the driver
+    cursor = connection.cursor()
+    # FULL: a commit is on the disk when it returns, since the proxy's journal is deleted after it.
+    for pragma in ("busy_timeout=15000", "synchronous=FULL", "foreign_keys=ON"):
+        cursor.execute(f"PRAGMA {pragma}")
+    _use_wal(cursor)
+    cursor.close()
+
+
+def _give_room(connection: Any, _: Any) -> None:
+    """Keep 8 MB of pages, not 2; write the log back at 16 MB, not 4: pages that change again are written once."""
+    connection.execute("PRAGMA cache_size=-8000")
+    connection.execute("PRAGMA wal_autocheckpoint=4000")
+
+
+def _use_wal(cursor: Any) -> None:
+    """Switch to WAL; SQLite does not wait by itself while another connection makes the same switch."""
+    until = time.monotonic() + _WAL_SECONDS
+    while cursor.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.02)
+
+
+@contextmanager
+def write(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """Open one write transaction; commit at the end, roll back on any error.
+
+    Raises StoreUnavailable when the database is down or stays locked.
+    """
+    try:
+        with engine.connect() as connection:
+            if engine.dialect.name == "sqlite":
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+            yield connection
+            connection.commit()
+    except DatabaseError as error:
+        if (away := _away(error, engine)) is None:
+            raise
+        raise away from error
+
+
+@contextmanager
+def read(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """Open one read transaction, a single point in time. Raises StoreUnavailable when the database is down.
+
+    Raises UnknownRecord where something is asked for that no column can hold (a number too large, a NUL in a text).
+    """
+    try:
+        with engine.connect() as connection:
+            if engine.dialect.name == "sqlite":
+                connection.exec_driver_sql("BEGIN")
+            yield connection
+    except (DataError, OverflowError) as error:
+        raise UnknownRecord("no record can have such a value") from error
+    except DatabaseError as error:
+        if (away := _away(error, engine)) is None:
+            raise
+        raise away from error
+
+
+def _away(error: DatabaseError, engine: sa.Engine) -> StoreUnavailable | None:
+    """Return what to say where the database is away or damaged; None where a statement was wrong."""
+    if isinstance(error, OperationalError):
+        return StoreUnavailable(
+            f"the store did not answer: {' '.join(str(error.orig).split())}{_remedy(error, engine)}"
+        )
+    if type(error.orig) is not sqlite3.DatabaseError:  # the classes below it are about statements, not about the file
+        return None
+    return StoreUnavailable(
+        f"the store's file is damaged ({error.orig}): put a backup in its place; what the proxies have recorded since "
+        "waits in their journals"
+    )
+
+
+def _remedy(error: OperationalError, engine: sa.Engine) -> str:
+    """Return what can be done where no connection could be made; nothing where one was there and broke."""
+    if engine.dialect.name == "sqlite":
+        opened = "unable to open database file" not in str(error.orig)
+        return "" if opened else f": {engine.url.database}; name a --store in a folder that this user may write"
+    if "connection" not in str(error.orig):
+        return ""
+    return (
+        f"; is PostgreSQL running there, and are host, port, user, password and database of "
+        f"{engine.url.render_as_string()} right "
+        "(--store, RATCHET_STORE)?"
+    )
+
+
+def check_url(text: str) -> None:
+    """Check a store's URL without connecting to it. Raises StoreError; StoreMissing where its folder is not there."""
+    url = _url(text)
+    if url.get_backend_name() != "sqlite" or not url.database or url.database == ":memory:":
+        return
+    folder = Path(url.database).absolute().parent
+    if not folder.is_dir():
+        raise StoreMissing(
+            f"--store {url.database}: there is no folder {folder}; make it (mkdir -p {folder}) or name another store"
+        )
+
+
+def schema_version(engine: sa.Engine) -> str | None:
+    """Return the newest migration that the database has seen; None for an empty database."""
+    with read(engine) as connection:
+        if not sa.inspect(connection).has_table("alembic_version"):
+            return None
+        version: str | None = connection.scalar(sa.text("SELECT version_num FROM alembic_version"))
+        return version
+
+
+def ensure_schema(engine: sa.Engine) -> None:
+    """Create the schema in an empty database; raise SchemaMismatch where another version of Ratchet made it."""
+    version = schema_version(engine)
+    if version is None:
+        migrate(engine)
+        version = schema_version(engine)
+    if version != HEAD:
+        shown = engine.url.render_as_string()
+        typed = "URL" if engine.url.password else shown  # a password is never shown, so it cannot be typed from here
+        raise SchemaMismatch(
+            f"the store {shown} has schema {version}, this Ratchet needs {HEAD}: run `ratchet store migrate --store "
+            f"{typed}` (back it up first), or use the Ratchet that made it"
+        )
+
+
+def migrate(engine: sa.Engine, revision: str = "head") -> None:
+    """Bring the database to a revision with Alembic; safe when several processes start at once."""
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    try:
+        with engine.connect() as connection:
+            if engine.dialect.name == "sqlite":
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+            else:
+                connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})")
+            config.attributes["connection"] = connection
+            command.upgrade(config, revision)
+            connection.commit()
+    except DBAPIError as error:
+        raise StoreUnavailable(
+            f"the store {engine.url.render_as_string()} could not be migrated: {error.orig}; is its disk full, may it "
+            "be written, is another process migrating it?"
+        ) from error

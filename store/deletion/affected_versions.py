@@ -1,0 +1,109 @@
+"""Which policy versions hold what they learnt from certain rounds, or from trajectories that have been deleted since.
+
+A version holds it if such a round made it, if it was trained from one that does, or if it has the adapter of one that
+does beside another prompt. A deletion keeps the versions of its own rounds by name; what was made from those later is
+found here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import sqlalchemy as sa
+
+from ratchet.store.db import schema
+from ratchet.store.errors import ForbiddenChange
+from ratchet.store.records import Policy
+from ratchet.store.records.base import Record
+from ratchet.store.states import PolicyState, RoundState
+
+if TYPE_CHECKING:
+    from ratchet.store.policies.policies import Policies
+
+_REASON = "it learnt from trajectories that were deleted"
+
+Version = tuple[str, int]  # alias, number
+
+
+class Inheritor(Record, frozen=True):
+    """A policy version that holds what it learnt from deleted trajectories, by itself or from the version before it."""
+
+    alias: str
+    version: int
+    state: str
+    adapter: str | None
+    directly: bool
+
+
+def inheritors(connection: sa.Connection, rounds: Collection[str]) -> tuple[Inheritor, ...]:
+    """Return the versions that hold what these rounds trained, in order."""
+    if not rounds:
+        return ()
+    table = schema.rounds
+    made = sa.select(table.c.alias, table.c.to_version).where(
+        table.c.id.in_(rounds), table.c.state == RoundState.COMMITTED
+    )
+    return _inheritors(connection, {(row.alias, row.to_version) for row in connection.execute(made)})
+
+
+def marked(connection: sa.Connection) -> tuple[Inheritor, ...]:
+    """Return the versions that hold what they learnt from trajectories that were deleted, in order."""
+    noted = [policy for policies in connection.scalars(sa.select(schema.deletions.c.policies)) for policy in policies]
+    return _inheritors(connection, {(one["alias"], one["version"]) for one in noted if one["directly"]})
+
+
+def take_out(policies: Policies, held: Sequence[Inheritor], *, by: str) -> dict[str, list[Policy]]:
+    """Reject these versions, of each alias; return those that were not rejected before.
+
+    Where the live version is among them, the newest that is not, and still can serve, is live in its place.
+    Raises ForbiddenChange where there is none.
+    """
+    done: dict[str, list[Policy]] = {}
+    for alias in sorted({one.alias for one in held}):
+        own = {one.version for one in held if one.alias == alias}
+        live = policies.live().get(alias)
+        rejected: list[Policy] = []
+        if live is not None and live.version in own:
+            target = _newest_before(policies.all(alias), live.version, own)
+            rejected += policies.roll_back(alias, target, {}, by=by, reason=_REASON)
+        for policy in policies.all(alias):
+            if policy.version in own and policy.state is not PolicyState.REJECTED:
+                rejected.append(policies.reject(alias, policy.version, {}, by=by, reason=_REASON))
+        if rejected:
+            done[alias] = rejected
+    return done
+
+
+def _newest_before(known: Sequence[Policy], live: int, held: Collection[int]) -> int:
+    usable = [
+        policy.version
+        for policy in known
+        if policy.version < live
+        and policy.version not in held
+        and policy.pruned_at is None
+        and policy.state is not PolicyState.REJECTED
+    ]
+    if not usable:
+        raise ForbiddenChange(f"no version of {known[0].alias} before {live} can serve: promote one by hand")
+    return max(usable)
+
+
+def _inheritors(connection: sa.Connection, own: Collection[Version]) -> tuple[Inheritor, ...]:
+    """Return the versions of `own`, and those that were made from one of them."""
+    if not own:
+        return ()
+    rounds, policies = schema.rounds, schema.policies
+    committed = sa.select(rounds.c.alias, rounds.c.from_version, rounds.c.to_version)
+    steps = connection.execute(committed.where(rounds.c.state == RoundState.COMMITTED)).all()
+    origins = {(row.alias, row.to_version): (row.alias, row.from_version) for row in steps}
+    held: set[Version] = set()
+    adapters: set[tuple[str, str]] = set()
+    found = []
+    for row in connection.execute(sa.select(policies).order_by(policies.c.alias, policies.c.version)):
+        name = (row.alias, row.version)
+        if name in own or origins.get(name) in held or (row.alias, row.adapter) in adapters:
+            held.add(name)
+            adapters |= {(row.alias, row.adapter)} if row.adapter else set()
+            found.append(Inheritor(row.alias, row.version, row.state, row.adapter, name in own))
+    return tuple(found)

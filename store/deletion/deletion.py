@@ -1,0 +1,315 @@
+"""Deletion: trajectories go with their calls, tokens, verdicts and messages. What was trained stays, and is named.
+
+Promises: nothing that only a deleted trajectory said stays in the tables: its calls, blocks, tags and tool calls, its
+verdicts, what its group's judges asked (it quotes every member) and their explanations, what people said of it, placed
+or not, what a workflow returned as its rollout and why it failed, and each message and tool list that no other call
+names. A group that loses a member before
+it is trained is dropped, so that no round trains what has gone. One transaction per batch; whatever stops a deletion,
+the next one goes on where it was.
+
+Messages go in a second step, the sweep: a running proxy leaves out messages that it knows to be stored. It sees a
+deletion within a second or so and writes them again from then on; the sweep waits until everything that it recorded
+before that has been shipped.
+
+Not deleted: adapters and checkpoints (`trained_into` names them), prompts, the rows of task sets, backups, and journals
+that are not yet shipped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from ratchet.store.calls.feedback import delete_waiting, delete_waiting_for
+from ratchet.store.calls.shipping import MESSAGES_LOCK
+from ratchet.store.calls.trajectory_filter import Chosen, with_successors
+from ratchet.store.db import schema
+from ratchet.store.db.bulk import insert_new
+from ratchet.store.db.engine import read, write
+from ratchet.store.deletion.affected_versions import Inheritor, inheritors, marked
+from ratchet.store.ids import new_id
+from ratchet.store.records.base import Record
+from ratchet.store.states import CallState, GroupState, TrajectoryState
+from ratchet.store.tuning.rollouts import forget
+
+MEMBER_GONE = "member_deleted"  # why a group and its other members were dropped
+_BATCH = 100  # trajectories in one transaction
+_PAGE = 500  # messages
+_SEEN_AFTER = 3.0  # seconds in which a running proxy has seen a deletion
+_SILENCE = 10.0  # seconds after which a proxy that says nothing is not running
+
+
+class Deletion(Record, frozen=True):
+    """What one deletion did."""
+
+    id: str
+    why: str
+    began_at: float
+    last_at: float
+    trajectories: int = 0
+    calls: int = 0
+    messages: int = 0  # and tool lists; told once, not kept
+    groups_dropped: int = 0  # that were not trained yet; likewise
+    unswept: int = 0  # messages that wait for a proxy; likewise
+    feedback: int = 0  # that waited for a call; likewise
+    policies: tuple[Inheritor, ...] = ()
+
+
+class Deletions:
+    """The verbs over deletions."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def count(self, chosen: Chosen) -> int:
+        """Return how many trajectories `delete` would delete."""
+        with read(self._engine) as connection:
+            return int(connection.scalar(sa.select(sa.func.count()).select_from(_meant(chosen))) or 0)
+
+    def under_way(self, chosen: Chosen, since: float) -> int:
+        """Return how many calls of the chosen began after `since` and have no end: their ends would come back."""
+        calls = schema.calls
+        query = sa.select(sa.func.count()).where(
+            calls.c.trajectory_id.in_(sa.select(_meant(chosen).c.id)),
+            calls.c.state == CallState.BEGUN,
+            calls.c.started_at > since,
+        )
+        with read(self._engine) as connection:
+            return int(connection.scalar(query) or 0)
+
+    def trained_into(self, chosen: Chosen) -> tuple[Inheritor, ...]:
+        """Return the versions that hold something of the chosen trajectories, in order."""
+        runs, imitated = schema.trajectories, schema.imitated
+        meant = sa.select(_meant(chosen).c.id)
+        trained = sa.select(runs.c.round_id).where(runs.c.id.in_(meant), runs.c.round_id.is_not(None))
+        shown = sa.select(imitated.c.round_id).where(imitated.c.trajectory_id.in_(meant))
+        with read(self._engine) as connection:
+            return inheritors(connection, {name for name in connection.scalars(trained.union(shown)) if name})
+
+    def inherited(self) -> tuple[Inheritor, ...]:
+        """Return the versions that hold something of trajectories that were deleted, in order."""
+        with read(self._engine) as connection:
+            return marked(connection)
+
+    def delete(
+        self, chosen: Chosen, why: str, told: Callable[[int], None] = lambda count: None, patience: float = 30.0
+    ) -> Deletion:
+        """Delete the chosen trajectories and what is theirs alone; `told` hears of each batch's size.
+
+        Waits at most `patience` seconds for running proxies; what then remains is swept by the next deletion.
+        """
+        deletion = Deletion(id=new_id("del"), why=why, began_at=time.time(), last_at=time.time())
+        rounds: set[str] = set()
+        for names in self._batches(chosen):
+            with write(self._engine) as connection:
+                deletion = _delete_batch(connection, names, deletion, rounds)
+            told(len(names))
+        with write(self._engine) as connection:
+            waited = delete_waiting(connection, chosen)
+        deletion = msgspec.structs.replace(deletion, feedback=deletion.feedback + waited)
+        swept = self.sweep(patience)
+        return msgspec.structs.replace(deletion, messages=swept, unswept=self._waiting())
+
+    def latest(self) -> float:
+        """Return when something was deleted last (Unix seconds), 0 where nothing was: it changes with each deletion."""
+        with read(self._engine) as connection:
+            return float(connection.scalar(sa.select(sa.func.max(schema.deletions.c.last_at))) or 0.0)
+
+    def all(self, limit: int = 100) -> list[Deletion]:
+        """Return the latest deletions, the last one first."""
+        table = schema.deletions
+        with read(self._engine) as connection:
+            rows = connection.execute(sa.select(table).order_by(table.c.id.desc()).limit(limit)).all()
+        return [msgspec.convert({str(k): v for k, v in row._mapping.items()}, Deletion) for row in rows]
+
+    def sweep(self, patience: float) -> int:
+        """Delete the messages that nobody names any more; return how many went. Waits for proxies as `delete` does."""
+        since = self.latest() + _SEEN_AFTER
+        if not self._waiting() or not self._proxies_know(since, time.monotonic() + patience):
+            return 0
+        gone = 0
+        while True:
+            with write(self._engine) as connection:
+                looked_at, deleted = _sweep_page(connection)
+            gone += deleted
+            if not looked_at:
+                break
+        self._truncate()
+        return gone
+
+    def _batches(self, chosen: Chosen) -> Iterator[list[str]]:
+        """Yield the chosen, each batch with its successors."""
+        runs, last = schema.trajectories, ""
+        while True:
+            page = sa.select(runs.c.id).where(chosen.where(), runs.c.id > last).order_by(runs.c.id).limit(_BATCH)
+            with read(self._engine) as connection:
+                names = list(connection.scalars(page))
+                whole = sorted(connection.scalars(with_successors(runs.c.id.in_(names)))) if names else []
+            if not names:
+                return
+            last = names[-1]
+            yield whole
+
+    def _waiting(self) -> int:
+        with read(self._engine) as connection:
+            return int(connection.scalar(sa.select(sa.func.count()).select_from(schema.unclaimed)) or 0)
+
+    def _proxies_know(self, since: float, until: float) -> bool:
+        """Wait until every running proxy has shipped what it recorded before `since`; return whether all have."""
+        doors = schema.doors
+        query = sa.select(sa.func.min(doors.c.shipped_until))
+        while True:
+            with read(self._engine) as connection:
+                oldest = connection.scalar(query.where(doors.c.beat_at > time.time() - _SILENCE))
+            if oldest is None or oldest >= since:
+                return True
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.1)
+
+    def _truncate(self) -> None:
+        """SQLite: empty the log of changes, which holds pages as they were; where a reader is in the way, it stays."""
+        if self._engine.dialect.name == "sqlite":
+            with self._engine.connect() as connection:
+                connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def _meant(chosen: Chosen) -> sa.Subquery:
+    return with_successors(chosen.where()).subquery()
+
+
+def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Deletion, rounds: set[str]) -> Deletion:
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql("PRAGMA secure_delete=ON")  # freed pages are overwritten
+    runs, calls = schema.trajectories, schema.calls
+    locked = sa.select(runs.c.group_id, runs.c.round_id).where(runs.c.id.in_(names)).order_by(runs.c.id)
+    found = connection.execute(locked.with_for_update()).all()
+    groups = sorted({row.group_id for row in found if row.group_id})
+    shown = sa.select(schema.imitated.c.round_id).where(schema.imitated.c.trajectory_id.in_(names))
+    new = ({row.round_id for row in found if row.round_id} | set(connection.scalars(shown))) - rounds
+    rounds |= new
+    dropped = _drop_groups(connection, groups, names)
+    _unclaim(connection, names)
+    _delete_verdicts(connection, names, groups)
+    forget(connection, names)
+    waited = delete_waiting_for(connection, names)
+    count = connection.execute(sa.delete(calls).where(calls.c.trajectory_id.in_(names))).rowcount
+    gone = connection.execute(sa.delete(runs).where(runs.c.id.in_(names))).rowcount
+    _delete_empty(connection, groups)
+    deletion = msgspec.structs.replace(
+        deletion,
+        last_at=max(time.time(), deletion.last_at + 1e-6),
+        trajectories=deletion.trajectories + gone,
+        calls=deletion.calls + count,
+        groups_dropped=deletion.groups_dropped + dropped,
+        feedback=deletion.feedback + waited,
+        policies=inheritors(connection, rounds) if new else deletion.policies,
+    )
+    _note(connection, deletion)
+    return deletion
+
+
+def _note(connection: sa.Connection, deletion: Deletion) -> None:
+    """Write down what has been deleted so far."""
+    table = schema.deletions
+    row = {column.name: getattr(deletion, column.name) for column in table.c}
+    row["policies"] = [msgspec.structs.asdict(policy) for policy in deletion.policies]
+    insert_new(connection, table, [row])
+    connection.execute(sa.update(table).where(table.c.id == deletion.id).values(**row))
+
+
+def _drop_groups(connection: sa.Connection, groups: Sequence[str], leaving: Sequence[str]) -> int:
+    """Drop the groups that are not trained yet with the members that stay; return how many."""
+    table, runs = schema.groups, schema.trajectories
+    waiting = (GroupState.READY, GroupState.JUDGED)
+    drop = sa.update(table).where(table.c.id.in_(groups), table.c.state.in_(waiting)).returning(table.c.id)
+    dropped = list(connection.scalars(drop.values(state=GroupState.DROPPED, drop_reason=MEMBER_GONE)))
+    connection.execute(
+        sa.update(runs)
+        .where(runs.c.group_id.in_(dropped), runs.c.state == TrajectoryState.GROUPED, runs.c.id.not_in(leaving))
+        .values(state=TrajectoryState.DROPPED, drop_reason=MEMBER_GONE)
+    )
+    return len(dropped)
+
+
+def _unclaim(connection: sa.Connection, names: Sequence[str]) -> None:
+    """Note what the calls of trajectories name: it may be nobody else's."""
+    calls, choices = schema.calls, schema.choices
+    own = calls.c.trajectory_id.in_(names)
+    prompts = connection.execute(sa.select(calls.c.prompt_node, calls.c.tools_hash).where(own))
+    hashes = {name for row in prompts for name in row}
+    replies = sa.select(choices.c.reply_node).join(calls, calls.c.id == choices.c.call_id).where(own)
+    hashes |= set(connection.scalars(replies))
+    insert_new(connection, schema.unclaimed, [{"hash": name} for name in sorted(hashes - {""})])
+
+
+def _delete_verdicts(connection: sa.Connection, names: Sequence[str], groups: Sequence[str]) -> None:
+    """Delete what judges said of trajectories, what they asked of their groups, and explanations that may quote it."""
+    verdicts, exchanges = schema.verdicts, schema.exchanges
+    own = verdicts.c.trajectory_id.in_(names)
+    asked = sa.or_(
+        exchanges.c.group_id.in_(groups),
+        exchanges.c.id.in_(sa.select(verdicts.c.exchange_id).where(own, verdicts.c.exchange_id.is_not(None))),
+    )
+    connection.execute(sa.delete(exchanges).where(asked))
+    connection.execute(sa.delete(verdicts).where(own))
+    connection.execute(
+        sa.update(verdicts).where(verdicts.c.group_id.in_(groups)).values(explanation="", exchange_id=None)
+    )
+
+
+def _delete_empty(connection: sa.Connection, groups: Sequence[str]) -> None:
+    """Delete the groups that have no member left."""
+    table, runs, verdicts = schema.groups, schema.trajectories, schema.verdicts
+    connection.execute(
+        sa.delete(table).where(
+            table.c.id.in_(groups),
+            ~sa.exists().where(runs.c.group_id == table.c.id),
+            ~sa.exists().where(verdicts.c.group_id == table.c.id),
+        )
+    )
+
+
+def _sweep_page(connection: sa.Connection) -> tuple[int, int]:
+    """Look at some unclaimed messages and tool lists; return how many, and how many of them were deleted."""
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql("PRAGMA secure_delete=ON")
+    else:
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({MESSAGES_LOCK})")
+    unclaimed = schema.unclaimed
+    page = list(connection.scalars(sa.select(unclaimed.c.hash).order_by(unclaimed.c.hash).limit(_PAGE)))
+    if not page:
+        return 0, 0
+    connection.execute(sa.delete(unclaimed).where(unclaimed.c.hash.in_(page)))
+    parents = _delete_orphans(connection, page)
+    # A message whose last child has gone may be nobody's as well.
+    insert_new(connection, unclaimed, [{"hash": name} for name in sorted(set(parents.values()) - {""})])
+    return len(page), len(parents) + _delete_toolsets(connection, page)
+
+
+def _delete_orphans(connection: sa.Connection, page: Sequence[str]) -> Mapping[str, str]:
+    """Delete those of these messages that no message, prompt or answer needs; return their parents."""
+    table, child = schema.messages, schema.messages.alias("child")
+    orphans = sa.select(table.c.hash, table.c.parent).where(
+        table.c.hash.in_(page),
+        ~sa.exists().where(child.c.parent == table.c.hash),
+        ~sa.exists().where(schema.calls.c.held_node == table.c.hash),
+        ~sa.exists().where(schema.choices.c.reply_node == table.c.hash),
+    )
+    found = {row.hash: row.parent for row in connection.execute(orphans)}
+    connection.execute(sa.delete(table).where(table.c.hash.in_(list(found))))
+    return found
+
+
+def _delete_toolsets(connection: sa.Connection, page: Sequence[str]) -> int:
+    table, runs, calls = schema.toolsets, schema.trajectories, schema.calls
+    unused: Any = sa.delete(table).where(
+        table.c.hash.in_(page),
+        ~sa.exists().where(runs.c.tools_hash == table.c.hash),
+        ~sa.exists().where(calls.c.tools_hash == table.c.hash),
+    )
+    return int(connection.execute(unused).rowcount)

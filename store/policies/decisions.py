@@ -1,0 +1,113 @@
+"""Decisions: what was decided about each policy version, by whom and on what evidence. Only ever added.
+
+Written in the transaction that carries the decision out (`policies.py`), so that no change of a version goes
+without one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from ratchet.store.db.engine import read
+from ratchet.store.db.schema import metadata
+from ratchet.store.records.base import Record
+from ratchet.store.states import PolicyAction
+
+_ACTIONS = ", ".join(f"'{action}'" for action in PolicyAction)
+
+# Decisions are only ever added; the newest one of a version counts.
+decisions = sa.Table(
+    "decisions",
+    metadata,
+    sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
+    sa.Column("alias", sa.String(128), nullable=False),
+    sa.Column("version", sa.Integer, nullable=False),
+    sa.Column("action", sa.String(16), nullable=False),
+    sa.Column("by", sa.Text, nullable=False),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("evidence", sa.JSON, nullable=False),
+    sa.Column("decided_at", sa.Double, nullable=False),
+    sa.ForeignKeyConstraint(["alias", "version"], ["policies.alias", "policies.version"]),
+    sa.CheckConstraint(f"action IN ({_ACTIONS})", name="action_known"),
+    sa.Index(None, "alias", "version", "id"),
+)
+
+
+class Decision(Record, frozen=True):
+    """What was decided about a version, by whom, why, and the numbers behind it."""
+
+    id: int
+    alias: str
+    version: int
+    action: PolicyAction
+    by: str  # proof, gate, or who did it by hand
+    reason: str
+    evidence: Mapping[str, Any]
+    decided_at: float
+
+
+class Decisions:
+    """The verbs over decisions."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def of(self, alias: str, version: int | None = None, limit: int = 100) -> list[Decision]:
+        """Return the decisions about an alias, or about one version of it, newest first."""
+        where = sa.and_(decisions.c.alias == alias, sa.true() if version is None else decisions.c.version == version)
+        query = sa.select(decisions).where(where).order_by(decisions.c.id.desc()).limit(limit)
+        with read(self._engine) as connection:
+            return [_decision(row) for row in connection.execute(query)]
+
+    def after(self, alias: str, decision_id: int, limit: int = 1000) -> list[Decision]:
+        """Return the first decisions about an alias after one, oldest first; 0 is before all of them."""
+        where = sa.and_(decisions.c.alias == alias, decisions.c.id > decision_id)
+        with read(self._engine) as connection:
+            found = connection.execute(sa.select(decisions).where(where).order_by(decisions.c.id).limit(limit))
+            return [_decision(row) for row in found]
+
+    def counts(self, alias: str) -> dict[PolicyAction, int]:
+        """Return how many decisions about an alias there were, by what was decided."""
+        query = sa.select(decisions.c.action, sa.func.count()).where(decisions.c.alias == alias)
+        with read(self._engine) as connection:
+            return {PolicyAction(a): int(n) for a, n in connection.execute(query.group_by(decisions.c.action))}
+
+    def latest(self, alias: str | None = None) -> dict[tuple[str, int], Decision]:
+        """Return the newest decision about each (alias, version) that has one."""
+        newest = sa.select(sa.func.max(decisions.c.id)).group_by(decisions.c.alias, decisions.c.version)
+        wanted = sa.and_(decisions.c.id.in_(newest), decisions.c.alias == alias if alias else sa.true())
+        with read(self._engine) as connection:
+            rows = connection.execute(sa.select(decisions).where(wanted)).all()
+        return {(row.alias, row.version): _decision(row) for row in rows}
+
+
+def write_down(
+    connection: sa.Connection,
+    alias: str,
+    version: int,
+    action: PolicyAction,
+    by: str,
+    reason: str,
+    evidence: Mapping[str, Any],
+) -> None:
+    """Add a decision inside a transaction."""
+    connection.execute(
+        sa.insert(decisions).values(
+            alias=alias,
+            version=version,
+            action=action,
+            by=by,
+            reason=reason,
+            evidence=dict(evidence),
+            decided_at=time.time(),
+        )
+    )
+
+
+def _decision(row: Any) -> Decision:
+    names = [name for name in Decision.__struct_fields__ if name != "action"]
+    return Decision(action=PolicyAction(row.action), **{name: getattr(row, name) for name in names})

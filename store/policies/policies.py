@@ -1,0 +1,395 @@
+"""Policies: which versions of an alias exist, which one is live, and why.
+
+Promises: at most one live version and one canary per alias; a promotion retires the old one in the same transaction, a
+roll back rejects all that came after it; every decision is written down with its evidence in the same transaction; of
+two that decide at once, the later one is refused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from ratchet.store.db import schema
+from ratchet.store.db.bulk import insert_new
+from ratchet.store.db.engine import read, write
+from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.policies.base_models import base_id_of
+from ratchet.store.policies.decisions import decisions, write_down
+from ratchet.store.policies.prompts import prompts
+from ratchet.store.records import BASE_VERSION, Policy
+from ratchet.store.states import POLICY_STEPS, PolicyAction, PolicyState, check
+
+
+class Policies:
+    """The verbs over policy versions."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def register_base(self, alias: str, served_name: str) -> Policy:
+        """Make version 0 of an alias: the base model that vLLM serves as `served_name`.
+
+        It is live until another version is. Registering again renews the served name and nothing else.
+        """
+        table = schema.policies
+        base = sa.and_(table.c.alias == alias, table.c.adapter.is_(None))  # with its prompts, if there are any
+        with write(self._engine) as connection:
+            insert_new(
+                connection,
+                table,
+                [
+                    {
+                        "alias": alias,
+                        "version": BASE_VERSION,
+                        "state": PolicyState.LIVE,
+                        "served_name": served_name,
+                        "adapter": None,
+                        "created_at": time.time(),
+                        "evidence": {},
+                    }
+                ],
+            )
+            connection.execute(sa.update(table).where(base).values(served_name=served_name))
+        return self.get(alias, BASE_VERSION)
+
+    def with_prompt(
+        self,
+        alias: str,
+        prompt_id: str | None,
+        evidence: Mapping[str, Any],
+        *,
+        share: float | None = None,
+        by: str = "tuner",
+        reason: str = "a prompt on trial",
+    ) -> Policy:
+        """Make a candidate of the live version with another prompt, or, with None, without one.
+
+        With a `share` it is a canary at once. Raises UnknownRecord, and ForbiddenChange where the live version serves
+        so already, nothing is live, or there is a canary.
+        """
+        table = schema.policies
+        with write(self._engine) as connection:
+            live = _live(connection, alias)
+            _check_prompt(connection, alias, live, prompt_id)
+            row = {
+                "alias": alias,
+                "state": PolicyState.CANDIDATE if share is None else PolicyState.CANARY,
+                "share": share,
+                "served_name": live.served_name,
+                "adapter": live.adapter,
+                "prompt_id": prompt_id,
+                "created_at": time.time(),
+                "evidence": dict(evidence),
+                "base_id": base_id_of(alias),
+            }
+            newest = connection.scalar(sa.select(sa.func.max(table.c.version)).where(table.c.alias == alias))
+            version = int(newest or 0) + 1
+            try:
+                connection.execute(sa.insert(table).values(version=version, **row))
+            except IntegrityError as taken:
+                raise ForbiddenChange(
+                    f"{alias}@{version} was made by another process, or there is a canary that is not decided"
+                ) from taken
+            if share is not None:
+                told = {**evidence, "share": share}
+                write_down(connection, alias, version, PolicyAction.CANARY, by, reason, told)
+        return self.get(alias, version)
+
+    def take_prompt(self, alias: str, version: int) -> Policy:
+        """Give a candidate the prompt that is live now.
+
+        Raises ForbiddenChange where it is no candidate any more, or nothing is live.
+        """
+        table = schema.policies
+        mine = sa.and_(table.c.alias == alias, table.c.version == version, table.c.state == PolicyState.CANDIDATE)
+        with write(self._engine) as connection:
+            change = sa.update(table).where(mine).values(prompt_id=_live(connection, alias).prompt_id)
+            if not connection.execute(change).rowcount:
+                raise ForbiddenChange(f"{alias}@{version} is no candidate any more")
+        return self.get(alias, version)
+
+    def serving(self) -> list[Policy]:
+        """Return the versions that new trajectories begin on: live ones and canaries, of every alias."""
+        return self._select(schema.policies.c.state.in_((PolicyState.LIVE, PolicyState.CANARY)))
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return how many versions of each alias are in each state that any is in."""
+        table = schema.policies
+        query = sa.select(table.c.alias, table.c.state, sa.func.count()).group_by(table.c.alias, table.c.state)
+        found: dict[str, dict[str, int]] = {}
+        with read(self._engine) as connection:
+            for alias, state, count in connection.execute(query):
+                found.setdefault(alias, {})[state] = int(count)
+        return found
+
+    def live(self) -> dict[str, Policy]:
+        """Return the live version of every alias."""
+        return {policy.alias: policy for policy in self._select(schema.policies.c.state == PolicyState.LIVE)}
+
+    def held(self, alias: str) -> Policy | None:
+        """Return the candidate or canary that only a person promotes: the newest decision about it is a hold."""
+        told = schema.policies.c.version == decisions.c.version
+        newest = sa.select(sa.func.max(decisions.c.id)).where(decisions.c.alias == alias).group_by(decisions.c.version)
+        held = sa.exists().where(told, decisions.c.id.in_(newest), decisions.c.action == PolicyAction.HOLD)
+        undecided = schema.policies.c.state.in_((PolicyState.CANDIDATE, PolicyState.CANARY))
+        found = self._select(sa.and_(schema.policies.c.alias == alias, undecided, held))
+        return found[-1] if found else None
+
+    def unproven(self, alias: str) -> list[Policy]:
+        """Return the unproven versions that are newer than the live one."""
+        table = schema.policies
+        live = sa.select(table.c.version).where(table.c.alias == alias, table.c.state == PolicyState.LIVE)
+        newer = table.c.version > sa.func.coalesce(live.scalar_subquery(), BASE_VERSION)
+        return self._select(sa.and_(table.c.alias == alias, table.c.state == PolicyState.UNPROVEN, newer))
+
+    def get(self, alias: str, version: int) -> Policy:
+        """Return one version. Raises UnknownRecord."""
+        table = schema.policies
+        found = self._select(sa.and_(table.c.alias == alias, table.c.version == version))
+        if not found:
+            raise UnknownRecord(f"no policy {alias}@{version}")
+        return found[0]
+
+    def all(self, alias: str | None = None) -> list[Policy]:
+        """Return every version, of one alias or of all, oldest first."""
+        return self._select(schema.policies.c.alias == alias if alias else sa.true())
+
+    def promote(
+        self,
+        alias: str,
+        version: int,
+        evidence: Mapping[str, Any],
+        *,
+        only_from: PolicyState | None = None,
+        by: str = "proof",
+        reason: str = "proven",
+    ) -> Policy:
+        """Make a version live and retire the older one that was; with `only_from`, only if that is its state.
+
+        Raises ForbiddenChange, UnknownRecord.
+        """
+        policy = self._usable(alias, version)
+        check(POLICY_STEPS, policy.state, PolicyState.LIVE, f"policy {alias}@{version}")
+        if only_from is not None and policy.state is not only_from:
+            raise ForbiddenChange(f"policy {alias}@{version} is {policy.state} by now, not {only_from}")
+        old = self.live().get(alias)
+        _check_newer(policy, old)
+        with write(self._engine) as connection:
+            if old is not None:
+                _settle(connection, old, PolicyState.RETIRED, {})
+            _settle(connection, policy, PolicyState.LIVE, evidence)
+            write_down(connection, alias, version, PolicyAction.PROMOTE, by, reason, evidence)
+        return self.get(alias, version)
+
+    def canary(
+        self,
+        alias: str,
+        version: int,
+        share: float,
+        evidence: Mapping[str, Any] | None = None,
+        *,
+        by: str = "gate",
+        reason: str = "proven",
+    ) -> Policy:
+        """Let a candidate serve a share of new trajectories, more than 0 and less than 1; or change a canary's share.
+
+        Raises ForbiddenChange where the alias has another canary, or a newer version is live, UnknownRecord.
+        """
+        if not 0.0 < share < 1.0:
+            raise ForbiddenChange(f"policy {alias}@{version}: a canary's share is between 0 and 1, not {share:g}")
+        policy = self._usable(alias, version)
+        if policy.state != PolicyState.CANARY:
+            check(POLICY_STEPS, policy.state, PolicyState.CANARY, f"policy {alias}@{version}")
+            _check_newer(policy, self.live().get(alias))
+        serving = [found for found in self.serving() if found.alias == alias and found.version != version]
+        if other := next((found.version for found in serving if found.state == PolicyState.CANARY), None):
+            raise ForbiddenChange(f"{alias}@{other} is a canary already: promote or reject it before {alias}@{version}")
+        with write(self._engine) as connection:
+            _settle(connection, policy, PolicyState.CANARY, evidence or {}, share)
+            told = {**(evidence or {}), "share": share}
+            write_down(connection, alias, version, PolicyAction.CANARY, by, reason, told)
+        return self.get(alias, version)
+
+    def hold(self, alias: str, version: int, evidence: Mapping[str, Any], *, by: str, reason: str) -> None:
+        """Say that only a person promotes this version; its state stays. Raises UnknownRecord."""
+        self.get(alias, version)
+        with write(self._engine) as connection:
+            write_down(connection, alias, version, PolicyAction.HOLD, by, reason, evidence)
+
+    def leave_unproven(self, alias: str, version: int, evidence: Mapping[str, Any], *, reason: str) -> Policy:
+        """Put a candidate aside whose proof could not decide: it serves nobody, and training goes on on top of it.
+
+        Raises ForbiddenChange, UnknownRecord.
+        """
+        policy = self.get(alias, version)
+        check(POLICY_STEPS, policy.state, PolicyState.UNPROVEN, f"policy {alias}@{version}")
+        with write(self._engine) as connection:
+            _settle(connection, policy, PolicyState.UNPROVEN, evidence)
+            write_down(connection, alias, version, PolicyAction.UNPROVEN, "proof", reason, evidence)
+        return self.get(alias, version)
+
+    def reject(
+        self, alias: str, version: int, evidence: Mapping[str, Any], *, by: str = "proof", reason: str = "rejected"
+    ) -> Policy:
+        """Mark a candidate that failed its proof or its gate. Raises ForbiddenChange, UnknownRecord."""
+        policy = self.get(alias, version)
+        check(POLICY_STEPS, policy.state, PolicyState.REJECTED, f"policy {alias}@{version}")
+        with write(self._engine) as connection:
+            _settle(connection, policy, PolicyState.REJECTED, evidence)
+            write_down(connection, alias, version, PolicyAction.REJECT, by, reason, evidence)
+        return self.get(alias, version)
+
+    def roll_back(self, alias: str, version: int, evidence: Mapping[str, Any], *, by: str, reason: str) -> list[Policy]:
+        """Make an earlier version live, or leave it so, and reject every later one; return the rejected ones.
+
+        Raises ForbiddenChange where the live version is older or there is nothing to reject, UnknownRecord.
+        """
+        target, live = self._usable(alias, version), self.live().get(alias)
+        if live is not None and live.version < version:
+            raise ForbiddenChange(f"{alias}@{version} is newer than {live.version}, the live one: promote it instead")
+        later = [p for p in self.all(alias) if p.version > version and p.state is not PolicyState.REJECTED]
+        if not later:
+            raise ForbiddenChange(f"{alias}@{version} is the newest version: there is nothing to roll back")
+        with write(self._engine) as connection:
+            for policy in later:
+                _settle(connection, policy, PolicyState.REJECTED, evidence)
+                write_down(connection, alias, policy.version, PolicyAction.ROLLBACK, by, reason, evidence)
+            if target.state is not PolicyState.LIVE:
+                _settle(connection, target, PolicyState.LIVE, {})
+                words = f"rolled back to, from {max(p.version for p in later)}: {reason}"
+                write_down(connection, alias, version, PolicyAction.PROMOTE, by, words, {})
+        return [self.get(alias, policy.version) for policy in later]
+
+    def promote_by_hand(
+        self, alias: str, version: int | None, *, by: str, reason: str, rejected: bool = False
+    ) -> Policy:
+        """Promote the version that is named, else the canary, else the candidate that is held.
+
+        A version that was rejected is promoted only where `rejected` says that this is meant. Raises ForbiddenChange,
+        UnknownRecord.
+        """
+        if version is None:
+            canary = next((p for p in self.all(alias) if p.state is PolicyState.CANARY), None)
+            chosen = canary or self.held(alias)
+            if chosen is None:
+                raise ForbiddenChange(f"{alias} has no canary that could be promoted: name the version")
+            version = chosen.version
+        if not rejected and self.get(alias, version).state is PolicyState.REJECTED:
+            raise ForbiddenChange(
+                f"{alias}@{version} was rejected{self._why_rejected(alias, version)}: promote it nevertheless "
+                "with --rejected (in the API: `rejected: true`)"
+            )
+        return self.promote(alias, version, {}, by=by, reason=reason)
+
+    def _why_rejected(self, alias: str, version: int) -> str:
+        table = decisions
+        mine = sa.and_(table.c.alias == alias, table.c.version == version)
+        rejecting = table.c.action.in_((PolicyAction.REJECT, PolicyAction.ROLLBACK))
+        query = sa.select(table.c.by, table.c.reason).where(mine, rejecting).order_by(table.c.id.desc()).limit(1)
+        with read(self._engine) as connection:
+            row = connection.execute(query).one_or_none()
+        return "" if row is None else f" by {row.by} ({row.reason})"
+
+    def roll_back_by_hand(self, alias: str, version: int | None, *, by: str, reason: str) -> list[Policy]:
+        """Go back to the version that is named; else take back a canary or what is held; else to what was before.
+
+        Raises ForbiddenChange, UnknownRecord.
+        """
+        return self.roll_back(alias, self._before(alias) if version is None else version, {}, by=by, reason=reason)
+
+    def _before(self, alias: str) -> int:
+        known = self.all(alias)
+        live = next((policy for policy in known if policy.state is PolicyState.LIVE), None)
+        if live is None:
+            raise UnknownRecord(f"{alias} has no live version")
+        if any(policy.state is PolicyState.CANARY for policy in known) or self.held(alias):
+            return live.version
+        older = [p.version for p in known if p.state is PolicyState.RETIRED and p.version < live.version]
+        if not older:
+            raise ForbiddenChange(f"{alias}@{live.version} is live and nothing was before it")
+        return older[-1]
+
+    def prune(self, alias: str, version: int, now: float) -> Policy:
+        """Say that a version's folder is about to be deleted, of all versions that share it at once.
+
+        Raises ForbiddenChange where one of them is in use.
+        """
+        table, other = schema.policies, schema.policies.alias("other")
+        named = sa.select(table.c.adapter).where(table.c.alias == alias, table.c.version == version).scalar_subquery()
+        in_use = sa.exists().where(
+            other.c.alias == alias,
+            other.c.adapter == named,
+            other.c.state.not_in((PolicyState.RETIRED, PolicyState.REJECTED, PolicyState.UNPROVEN)),
+        )
+        sharing = sa.and_(table.c.alias == alias, table.c.adapter == named, ~in_use)
+        with write(self._engine) as connection:
+            if not connection.execute(sa.update(table).where(sharing).values(pruned_at=now)).rowcount:
+                raise ForbiddenChange(f"{alias}@{version} is in use and cannot be pruned")
+        return self.get(alias, version)
+
+    def _usable(self, alias: str, version: int) -> Policy:
+        policy = self.get(alias, version)
+        if policy.pruned_at is not None:
+            raise ForbiddenChange(f"{alias}@{version} cannot serve again: its folder was pruned")
+        return policy
+
+    def _select(self, where: sa.ColumnElement[bool]) -> list[Policy]:
+        table = schema.policies
+        with read(self._engine) as connection:
+            rows = connection.execute(sa.select(table).where(where).order_by(table.c.alias, table.c.version)).all()
+        return [
+            Policy(
+                state=PolicyState(row.state),
+                **{n: getattr(row, n) for n in Policy.__struct_fields__ if n != "state"},
+            )
+            for row in rows
+        ]
+
+
+def _live(connection: sa.Connection, alias: str) -> Any:
+    """Return the row of what is live, which stays so until the transaction ends. Raises ForbiddenChange."""
+    table = schema.policies
+    live = sa.select(table).where(table.c.alias == alias, table.c.state == PolicyState.LIVE).with_for_update()
+    for _ in range(2):  # PostgreSQL finds none where it waited for one that was retired meanwhile
+        if (row := connection.execute(live).one_or_none()) is not None:
+            return row
+    raise ForbiddenChange(f"alias {alias} has no live version: start `ratchet proxy` first")
+
+
+def _check_prompt(connection: sa.Connection, alias: str, live: Any, prompt_id: str | None) -> None:
+    if live.prompt_id == prompt_id:
+        raise ForbiddenChange(f"{alias}@{live.version} is live and has prompt {prompt_id or '(none)'} already")
+    if prompt_id is None and live.adapter is None:
+        raise ForbiddenChange(f"{alias} without a prompt is the base model: roll back to {alias}@{BASE_VERSION}")
+    known = sa.select(prompts.c.id).where(prompts.c.id == prompt_id)
+    if prompt_id is not None and connection.scalar(known) is None:
+        raise UnknownRecord(f"no prompt {prompt_id}")
+
+
+def _check_newer(policy: Policy, live: Policy | None) -> None:
+    if live is not None and policy.version < live.version:
+        raise ForbiddenChange(
+            f"{policy.alias}@{policy.version} is older than {live.version}, the live version: roll back to it instead, "
+            "which also rejects the versions after it"
+        )
+
+
+def _settle(
+    connection: sa.Connection,
+    policy: Policy,
+    state: PolicyState,
+    evidence: Mapping[str, Any],
+    share: float | None = None,
+) -> None:
+    table = schema.policies
+    one = sa.and_(table.c.alias == policy.alias, table.c.version == policy.version, table.c.state == policy.state)
+    settled = connection.execute(
+        sa.update(table).where(one).values(state=state, evidence=dict(policy.evidence) | dict(evidence), share=share)
+    )
+    if not settled.rowcount:
+        raise ForbiddenChange(f"policy {policy.alias}@{policy.version} was changed by another process")

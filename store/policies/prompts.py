@@ -1,0 +1,111 @@
+"""Prompts: system prompts that the proxy swaps in, each known by its content and never changed.
+
+A row is only text: what serves it is a policy version (`policies.py`) or a rollout (`rollouts.py`) that names it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from ratchet.store.db.bulk import insert_new
+from ratchet.store.db.engine import read, write
+from ratchet.store.db.table_types import ID, JSON, TIME, metadata, one_of
+from ratchet.store.errors import UnfitRecord, UnknownRecord
+from ratchet.store.records.tuning import Prompt
+from ratchet.store.states import PromptMode
+
+MOST = 200_000  # characters of all texts of a prompt
+
+prompts = sa.Table(
+    "prompts",
+    metadata,
+    sa.Column("id", ID, primary_key=True),
+    sa.Column("mode", sa.String(16), nullable=False),
+    sa.Column("text", sa.Text, nullable=False),
+    sa.Column("families", JSON, nullable=False),
+    sa.Column("origin", sa.Text, nullable=False),
+    sa.Column("created_at", TIME, nullable=False),
+    one_of("mode", PromptMode),
+    sa.Index(None, "created_at", "id"),
+)
+
+
+class Prompts:
+    """The verbs over prompts."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def remember(
+        self, text: str, mode: str = "replace", origin: str = "", families: Mapping[str, str] | None = None
+    ) -> Prompt:
+        """Return the prompt of this content, written down if it was not. Raises UnfitRecord.
+
+        `families` has other texts for task families; an empty text leaves the calls that it is for as they are.
+        """
+        _check(text, mode, families or {})
+        texts = dict(families or {})
+        prompt = Prompt(
+            id=prompt_id(mode, text, texts),
+            mode=PromptMode(mode),
+            text=text,
+            families=texts,
+            origin=origin.replace("\0", "\ufffd"),
+            created_at=time.time(),
+        )
+        row = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
+        with write(self._engine) as connection:
+            insert_new(connection, prompts, [row])
+        return self.get(prompt.id)
+
+    def get(self, prompt_id: str) -> Prompt:
+        """Return one prompt. Raises UnknownRecord."""
+        with read(self._engine) as connection:
+            row = connection.execute(sa.select(prompts).where(prompts.c.id == prompt_id)).one_or_none()
+        if row is None:
+            raise UnknownRecord(f"no prompt {prompt_id}")
+        return _prompt(row)
+
+    def page(self, limit: int = 100, before: str | None = None) -> list[Prompt]:
+        """Return at most `limit` prompts, newest first, older than the one with the id `before`."""
+        query = sa.select(prompts).order_by(prompts.c.created_at.desc(), prompts.c.id.desc()).limit(min(limit, 1000))
+        if before is not None:
+            last = self.get(before)
+            key = sa.tuple_(sa.literal(last.created_at), sa.literal(last.id))
+            query = query.where(sa.tuple_(prompts.c.created_at, prompts.c.id) < key)
+        with read(self._engine) as connection:
+            return [_prompt(row) for row in connection.execute(query)]
+
+
+def prompt_id(mode: str, text: str, families: Mapping[str, str]) -> str:
+    """Return the id of this content: `prm_` and the first 8 bytes of a BLAKE2b hash as hex."""
+    content = msgspec.json.encode([mode, text, sorted(families.items())])
+    return f"prm_{blake2b(content, digest_size=8).hexdigest()}"
+
+
+def _check(text: str, mode: str, families: Mapping[str, str]) -> None:
+    if mode not in list(PromptMode):
+        raise UnfitRecord(f"prompt mode {mode!r}: use {' or '.join(PromptMode)}")
+    texts = [text, *families.values()]
+    if not any(said.strip() for said in texts):
+        raise UnfitRecord("the prompt's text is empty: give a text")
+    if (size := sum(map(len, texts))) > MOST:
+        raise UnfitRecord(f"the prompt's text has {size} characters, at most {MOST} are kept: shorten it")
+    for said in (*texts, *families):
+        try:
+            said.encode()
+        except UnicodeEncodeError as error:
+            raise UnfitRecord(f"the prompt's text is no valid Unicode: {error.reason}") from error
+        if "\0" in said:
+            raise UnfitRecord("the prompt's text holds a NUL character: remove it")
+
+
+def _prompt(row: Any) -> Prompt:
+    names = [name for name in Prompt.__struct_fields__ if name != "mode"]
+    return Prompt(mode=PromptMode(row.mode), **{name: getattr(row, name) for name in names})

@@ -1,0 +1,409 @@
+"""The frozen records that cross room borders: what the proxy ships and what the trainer and the API read.
+
+Token ids travel as little-endian int32 bytes, logprobs as little-endian float32 bytes: `pack_*` and `unpack_*`
+are the only two ways in and out. Times are Unix seconds (float, UTC). A record that was read never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ratchet.store.records.base import Record
+from ratchet.store.records.encoding import (
+    pack_ids as pack_ids,  # told here as well: they are part of what the records are
+)
+from ratchet.store.records.encoding import pack_logprobs as pack_logprobs
+from ratchet.store.records.encoding import unpack_ids as unpack_ids
+from ratchet.store.records.encoding import unpack_logprobs as unpack_logprobs
+from ratchet.store.states import CallState, GroupState, KeyScope, PolicyState, RoundState, TrajectoryState
+from ratchet.store.statistics import Sums
+
+if TYPE_CHECKING:
+    from ratchet.store.records.tool_calls import ToolCall
+
+BASE_VERSION = 0  # version 0 of every alias is the base model without an adapter
+REDACTED = "redacted"  # why a call is untrainable of which something was not written down
+OTHER = "other"  # the purpose of calls to a model that is not trained here
+TOOL_GRAMMAR = "tool_grammar"  # among a call's sampling parameters: vLLM held its tool calls to a grammar
+SHADOW = "shadow"  # the purpose of a further answer to a recorded prompt: trained with it, never counted as traffic
+
+
+# --- what the proxy ships -------------------------------------------------------------------------------------
+
+
+class MessageNode(Record, frozen=True):
+    """One message in its place: `hash` names it and everything before it; `body` is its canonical JSON."""
+
+    hash: str
+    parent: str
+    role: str
+    body: bytes
+
+
+class CallBegun(Record, frozen=True, tag="begun"):
+    """A call as it was when it arrived: identity, policy and sampling are fixed here and never later."""
+
+    call_id: str
+    trajectory_id: str
+    started_at: float
+    alias: str
+    version: int
+    dialect: str  # chat, completions, responses, messages
+    streamed: bool
+    linked_by: str  # how the trajectory was found; docs/linking.md lists the ways
+    prompt_node: (
+        str  # hash of the last message of the prompt; a text completion's prompt is one message of the role "prompt"
+    )
+    tools_hash: str = ""
+    parent_call: str | None = None
+    parent_choice: int = 0
+    key_id: str | None = None
+    task: str | None = None
+    role: str | None = None
+    tags: tuple[str, ...] = ()
+    purpose: str = "live"  # live, shadow: may be trained; eval (a version by name), other (another model): never
+    sampling: Mapping[str, Any] = {}  # the sampling parameters that were sent, e.g. temperature, top_p, seed
+    nodes: tuple[MessageNode, ...] = ()  # the messages of the prompt that this proxy has not shipped before
+    tools: bytes = b""  # canonical JSON of the tool list, where not shipped before
+
+    @property
+    def policy(self) -> str:
+        """What answered: `alias@version`; of a model that is not trained here its name."""
+        return self.alias if self.purpose == OTHER else f"{self.alias}@{self.version}"
+
+
+class Choice(Record, frozen=True):
+    """One sampled answer: `ids` (n int32) and `logprobs` (n float32) are the engine's own, in order."""
+
+    index: int
+    finish_reason: str | None
+    ids: bytes
+    logprobs: bytes
+    reply_node: str = ""
+    link_key: str = ""
+    tool_call_ids: tuple[str, ...] = ()
+
+
+class CallEnded(Record, frozen=True, tag="ended"):
+    """A call's end. `begun` repeats its beginning, so that either record alone makes the row.
+
+    `context` says what `prompt_ids` holds: `root` and `fork` hold the whole prompt, `exact` only what came after
+    the parent's prompt and completion, which this prompt begins with, id for id.
+    """
+
+    begun: CallBegun
+    state: CallState
+    ended_at: float
+    status: int
+    context: str = "root"  # root, exact, fork
+    prompt_ids: bytes = b""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    first_byte_at: float | None = None
+    choices: tuple[Choice, ...] = ()
+    untrainable: str | None = None  # why no token of this call may carry loss, e.g. "no ids", "image", "echo"
+    error: str | None = None
+    upstream: str | None = None
+    nodes: tuple[MessageNode, ...] = ()  # the answers
+    answer_id: str | None = None  # what the client knows the answer by, where that does not follow from the call's id
+
+
+class Feedback(Record, frozen=True, tag="feedback"):
+    """What somebody said of one answer or of a whole trajectory. What was said never changes.
+
+    `trajectory_id` and `call_id` are where it belongs; a `target` that is not stored yet is waited for.
+    """
+
+    id: str
+    kind: str  # what `target` names: trajectory, call, response
+    target: str
+    source: str  # who says it: an end user, else the key; the same source said again is a revision
+    given_at: float
+    key_id: str | None = None  # whose trajectories it may speak of
+    trusted: bool = False  # an operator's: of anyone's
+    value: float | None = None  # the more, the better; None where only words were given
+    comment: str = ""
+    demonstration: str | None = None  # the answer that would have been right
+    trajectory_id: str | None = None
+    call_id: str | None = None  # None where it is said of the whole trajectory
+    heard_at: float | None = None  # when a verdict first took it into account
+
+
+CallRecord = CallBegun | CallEnded
+Shipment = CallBegun | CallEnded | Feedback
+
+
+class OpenLeaf(Record, frozen=True):
+    """An answer that a coming request may continue, as the proxy needs it after a restart."""
+
+    trajectory_id: str
+    call_id: str
+    choice: int
+    alias: str
+    version: int
+    link_key: str
+    tool_call_ids: tuple[str, ...]
+    key_id: str | None
+    purpose: str
+    sequence: bytes  # every id of the context up to and with the answer (int32)
+    last_active_at: float
+    family: str | None = None  # of the trajectory
+    extended: bool = False  # a later call continues it
+    reply: bytes = b""  # the answer as canonical JSON
+    asked: tuple[bytes, ...] = ()  # the trajectory's first prompt message and the one that was answered, likewise
+
+
+class OpenAttempt(Record, frozen=True):
+    """A call of an open trajectory that nobody got an answer to, as the proxy needs it after a restart."""
+
+    trajectory_id: str
+    alias: str
+    version: int
+    purpose: str
+    key_id: str | None
+    prompt_node: str
+    tools_hash: str
+    linked_by: str
+    parent_call: str | None
+    parent_choice: int
+    ended_at: float
+    last_active_at: float  # of its trajectory
+    family: str | None = None  # likewise
+
+
+class Door(Record, frozen=True):
+    """What one proxy knows and holds: the versions it serves and the trajectories pinned to each."""
+
+    id: str
+    url: str
+    live: Mapping[str, int]  # alias -> version that new trajectories begin on
+    pins: Mapping[str, int]  # "alias@version" -> open trajectories pinned to it
+    shipped_until: float  # everything that it recorded before this moment is in the store
+    beat_at: float
+
+
+# --- what the trainer and the API read ------------------------------------------------------------------------
+
+
+class Call(Record, frozen=True):
+    """A recorded call with its tokens."""
+
+    id: str
+    trajectory_id: str
+    state: CallState
+    alias: str
+    version: int
+    dialect: str
+    streamed: bool
+    linked_by: str
+    parent_call: str | None
+    parent_choice: int
+    role: str | None
+    sampling: Mapping[str, Any]
+    prompt_node: str
+    tools_hash: str
+    context: str
+    prompt_ids: bytes
+    prompt_tokens: int
+    completion_tokens: int
+    started_at: float
+    first_byte_at: float | None
+    ended_at: float | None
+    status: int | None
+    untrainable: str | None
+    error: str | None
+    choices: tuple[Choice, ...]
+    answer_id: str | None = None
+
+
+def cohort_of(task: str | None, root_node: str, tools_hash: str) -> str:
+    """Return what attempts at the same thing have in common: the task, else the root prompt and tools."""
+    return f"task:{task}" if task else f"root:{root_node}:{tools_hash}"
+
+
+def family_of(task: str | None, tools_hash: str) -> str:
+    """Return what tasks of a kind have in common: `math` of the task `math/17`; without a task, the tools."""
+    return f"task:{task.rpartition('/')[0]}" if task else f"tools:{tools_hash}"
+
+
+class Trajectory(Record, frozen=True):
+    """A trajectory without its content."""
+
+    id: str
+    alias: str
+    version: int
+    state: TrajectoryState
+    task: str | None
+    root_node: str
+    tools_hash: str
+    key_id: str | None
+    opened_at: float
+    last_active_at: float
+    purpose: str = "live"
+    sealed_at: float | None = None
+    sealed_by: str | None = None  # idle, or finish: somebody said that it is complete
+    group_id: str | None = None
+    round_id: str | None = None
+    drop_reason: str | None = None
+    calls: int = 0
+
+    @property
+    def group_key(self) -> str:
+        """Trajectories with equal keys are attempts at the same thing."""
+        return cohort_of(self.task, self.root_node, self.tools_hash)
+
+    @property
+    def family(self) -> str:
+        """Trajectories of a family are scored on one scale."""
+        return family_of(self.task, self.tools_hash)
+
+
+class Returned(Record, frozen=True):
+    """What the workflow of a rollout came to; all None while it works."""
+
+    response: str | None = None  # JSON text
+    reward: float | None = None  # the workflow's own
+    failure: str | None = None  # the exception of one that failed
+
+
+class Transcript(Record, frozen=True):
+    """A trajectory with its content: calls in order, and the messages up to its last word (see endings.py)."""
+
+    trajectory: Trajectory
+    calls: tuple[Call, ...]
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...]
+    feedback: tuple[Feedback, ...] = ()  # oldest first
+    row: Mapping[str, Any] | None = None  # the task's row, where its task set is known
+    returned: Returned | None = None  # None: no rollout of the tuner
+    tool_calls: tuple[ToolCall, ...] = ()  # what became of each, in order; see docs/tools.md
+
+
+class Verdict(Record, frozen=True):
+    """What a judge said of one trajectory: a score, or the reason why there is none. Never both, never neither."""
+
+    trajectory_id: str
+    group_id: str | None
+    judge: str
+    judge_version: str  # hash of the judge's code and rubric
+    score: float | None = None
+    failure: str | None = None
+    explanation: str = ""
+    components: Mapping[str, float] = {}
+    cost: float | None = None  # money, where the price is known
+    latency: float = 0.0  # seconds
+    judged_at: float = 0.0
+    exchange_id: str | None = None  # the last exchange that led to it, where the judge asked somebody
+    baseline_mean: float | None = None  # of a single: what its family scored before, as it was then
+    baseline_std: float | None = None
+
+
+class PastScore(Record, frozen=True):
+    """A score as later ones are compared with it: `family` and `cohort` are those of its trajectory."""
+
+    trajectory_id: str
+    family: str
+    cohort: str
+    version: int  # that it was sampled from
+    score: float
+    judged_at: float
+
+
+class Exchange(Record, frozen=True):
+    """One question of a judge to a language model and what came back, word for word, without keys."""
+
+    id: str
+    group_id: str | None
+    judge: str
+    url: str
+    request: bytes  # JSON
+    answer: bytes  # what came back, cut at a million bytes
+    status: int  # 0 where nothing answered
+    problem: str | None  # why it could not be used
+    prompt_tokens: int
+    completion_tokens: int
+    cost: float | None  # money, where the price is known
+    latency: float  # seconds
+    asked_at: float
+
+
+class Group(Record, frozen=True):
+    """Attempts at the same thing, compared with each other."""
+
+    id: str
+    key: str
+    alias: str
+    state: GroupState
+    formed_at: float
+    members: tuple[str, ...]
+    failures: int = 0  # judge failures so far
+    drop_reason: str | None = None
+    formed_of: int = 0  # members when it was formed: some may have been dropped since
+
+
+class Policy(Record, frozen=True):
+    """One version of an alias: an adapter, a prompt, or both; version 0 has neither. A prompt shares its adapter."""
+
+    alias: str
+    version: int
+    state: PolicyState
+    served_name: str  # the model name that vLLM knows it by
+    adapter: str | None  # its folder; None: the base model
+    created_at: float
+    round_id: str | None = None
+    evidence: Mapping[str, Any] = {}
+    share: float | None = None  # of new trajectories, where it is a canary
+    pruned_at: float | None = None  # when its folder was deleted; it can serve no more
+    prompt_id: str | None = None  # of the prompt that is swapped in
+
+
+class Round(Record, frozen=True):
+    """One training round."""
+
+    id: str
+    alias: str
+    state: RoundState
+    from_version: int
+    to_version: int | None
+    started_at: float
+    ended_at: float | None
+    checkpoint: str | None
+    metrics: Mapping[str, Any]
+    reason: str | None
+
+
+class Key(Record, frozen=True):
+    """An API key without the key: `hash` is the SHA-256 hex of it. Limits are per minute; None is none."""
+
+    id: str
+    name: str
+    hash: str
+    scope: KeyScope
+    created_at: float
+    revoked_at: float | None = None
+    last_used_at: float | None = None  # to the minute
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+
+class Alarm(Record, frozen=True):
+    """Something that a person should know, with the reason in one sentence."""
+
+    name: str
+    reason: str
+    raised_at: float
+    last_at: float
+    count: int
+    cleared_at: float | None = None
+
+
+class Tally(Record, frozen=True):
+    """The scores of one version at one cohort (a task, or a prompt), added up."""
+
+    version: int
+    family: str
+    cohort: str
+    sums: Sums
+    least: float
+    largest: float

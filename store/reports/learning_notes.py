@@ -1,0 +1,97 @@
+"""What is missing for an answer to "is it learning?", and why the answer is as wide as it is, in sentences. Pure.
+
+How many more scores would decide is for the difference and the spread as they are now: a plan, no promise. Those of
+earlier versions do not grow any more, so that the newest version's must do; where the others alone are too few for the
+difference, only a comparison side by side decides. Does not compute intervals: learning.py does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ratchet.store.reports.policy_movement import Movement, nothing_moves
+
+if TYPE_CHECKING:
+    from ratchet.store.reports.learning_comparison import FamilyReport, Gain, Side, VersionScore
+
+MOST = 100_000  # scores; more than this decide nothing that anybody waits for
+
+
+def more_scores(difference: float, before: float, after: float, count: int, z: float) -> int | None:
+    """Return how many more scores after, beside `count`, leave zero outside the interval; None where none do.
+
+    `before` and `after` are the squared standard errors of the two means, `z` how many of them the interval reaches.
+    """
+    left = (difference / z) ** 2 - before
+    if left <= 0:
+        return None
+    more = max(0, math.ceil(after * count / left) - count)
+    return more if more <= MOST else None
+
+
+def notes(
+    whole: FamilyReport, versions: Sequence[VersionScore], enough: int, newest_first: Sequence[Movement]
+) -> tuple[str, ...]:
+    """Return what there is to say of a comparison of all traffic."""
+    return tuple(_notes(whole, versions, enough, newest_first))
+
+
+def _notes(
+    whole: FamilyReport, versions: Sequence[VersionScore], enough: int, newest_first: Sequence[Movement]
+) -> Iterator[str]:
+    if whole.gain.verdict == "unknown":
+        yield _undecided(whole)
+    yield _pooled("before", whole.before, versions, enough)
+    yield _pooled("after", whole.after, versions, enough)
+    between = [one for one in versions if whole.before.last_version < one.version < whole.after.first_version]
+    if between:
+        own = _range(between[0].version, between[-1].version)
+        yield f"left out: {own}, which answered with other weights than both"
+    if whole.same_tasks is not None and _is_wide(whole.same_tasks, whole.gain):
+        yield _few_tasks(whole.same_tasks)
+    if whole.gain.verdict != "better" and (still := nothing_moves(newest_first)) is not None:
+        yield still
+
+
+def _undecided(whole: FamilyReport) -> str:
+    newest = _range(whole.after.first_version, whole.after.last_version)
+    if whole.more_scores is not None:
+        scores = f"about {whole.more_scores} more scores of {newest}" if whole.more_scores else "a few more scores"
+        return f"missing: {scores}, if the difference stays {whole.gain.value:+.3f} and scores spread as they do"
+    oldest = _range(whole.before.first_version, whole.before.last_version)
+    return (
+        f"missing: a larger difference, or more scores on both sides: {whole.gain.value:+.3f} is too small for the "
+        f"{whole.before.count} scores of {oldest}, however many follow; `ratchet eval` compares two versions side by "
+        "side"
+    )
+
+
+def _pooled(name: str, side: Side, versions: Sequence[VersionScore], enough: int) -> str:
+    own = _range(side.first_version, side.last_version)
+    if side.first_version == side.last_version:
+        which = "oldest" if name == "before" else "newest"
+        return f"{name}: {own} alone, the {which}, has the {enough} scores that a side needs"
+    end = side.first_version if name == "before" else side.last_version
+    count = next(one.count for one in versions if one.version == end)
+    return f"{name}: {own} together, since @{end} alone has {count} scores and a side needs {enough}"
+
+
+def _is_wide(same_tasks: Gain, whole: Gain) -> bool:
+    return same_tasks.high - same_tasks.low > 1.5 * (whole.high - whole.low)
+
+
+def _few_tasks(gain: Gain) -> str:
+    said = (
+        f"on the same tasks the interval is wide because there are {gain.count}: each counts once, however many scores "
+        "it has"
+    )
+    if gain.verdict != "unknown" or not gain.value:
+        return said
+    reach = (gain.high - gain.low) / 2
+    return f"{said}; about {math.ceil(gain.count * (reach / gain.value) ** 2)} tasks would decide at this spread"
+
+
+def _range(first: int, last: int) -> str:
+    return f"@{first}" if first == last else f"@{first} to @{last}"

@@ -1,0 +1,83 @@
+"""The store: one object with the operations on every table, and how it is opened."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from ratchet.store.access.keys import Keys
+from ratchet.store.calls.calls import Calls
+from ratchet.store.calls.feedback import Feedbacks
+from ratchet.store.calls.resamples import Shadows
+from ratchet.store.calls.resume_state import OpenRuns
+from ratchet.store.calls.tool_call_outcomes import Tools
+from ratchet.store.calls.trajectories import Trajectories
+from ratchet.store.coordination.alarms import Alarms
+from ratchet.store.coordination.job_progress import Works
+from ratchet.store.coordination.leases import Leases
+from ratchet.store.coordination.proxies import Doors
+from ratchet.store.db.engine import connect, ensure_schema, missing_file
+from ratchet.store.deletion.deletion import Deletions
+from ratchet.store.errors import StoreError, StoreMissing
+from ratchet.store.policies.base_models import BaseModels
+from ratchet.store.policies.decisions import Decisions
+from ratchet.store.policies.policies import Policies
+from ratchet.store.policies.prompts import Prompts
+from ratchet.store.training.groups import Groups
+from ratchet.store.training.lineage import Lineage
+from ratchet.store.training.observations import Observations
+from ratchet.store.training.rounds import Rounds
+from ratchet.store.tuning.rollouts import Rollouts
+from ratchet.store.tuning.tasks import Tasks
+from ratchet.store.tuning.tunings import Tunings
+
+
+class Store:
+    """The verbs, by noun."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+        self.calls = Calls(engine)
+        self.open_runs = OpenRuns(engine)
+        self.trajectories = Trajectories(engine)
+        self.groups = Groups(engine)
+        self.feedback = Feedbacks(engine)
+        self.policies = Policies(engine)
+        self.base_models = BaseModels(engine)
+        self.prompts = Prompts(engine)
+        self.decisions = Decisions(engine)
+        self.rounds = Rounds(engine)
+        self.lineage = Lineage(engine)
+        self.tasks = Tasks(engine)
+        self.tunings = Tunings(engine)
+        self.rollouts = Rollouts(engine)
+        self.shadows = Shadows(engine)
+        self.leases = Leases(engine)
+        self.doors = Doors(engine)
+        self.alarms = Alarms(engine)
+        self.tools = Tools(engine)
+        self.observations = Observations(engine)
+        self.works = Works(engine)
+        self.keys = Keys(engine)
+        self.deletions = Deletions(engine)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._engine.dispose()
+
+
+def open_store(url: str, *, create: bool = True) -> Store:
+    """Open the store at a database URL or an SQLite path; an empty database gets its schema.
+
+    Raises StoreError: SchemaMismatch where another version of Ratchet made the database, StoreUnavailable where
+    it does not answer, StoreMissing where there is no SQLite file and none is to be made.
+    """
+    engine = connect(url, create)
+    if not create and (file := missing_file(engine)):
+        engine.dispose()
+        raise StoreMissing(f"there is no store at {file}: nothing was recorded there; give --store or --project")
+    try:
+        ensure_schema(engine)
+    except StoreError:
+        engine.dispose()
+        raise
+    return Store(engine)

@@ -1,0 +1,105 @@
+"""Groups that are put aside without being trained: many at once, with their members and the reason.
+
+Promises that a drop is one transaction, and that a group which another process moved meanwhile is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from ratchet.store.db import schema
+from ratchet.store.db.bulk import IN_MOST
+from ratchet.store.db.engine import read, write
+from ratchet.store.states import GroupState, PolicyState, TrajectoryState
+
+_OPEN = (GroupState.READY, GroupState.JUDGED)  # what waits for a judge or a round
+
+
+class GroupDrops:
+    """The verbs that drop groups by what all of them have in common."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def drop_counts(self, alias: str | None = None) -> dict[str, int]:
+        """Return how many groups (of one alias) were dropped for each reason."""
+        groups = schema.groups
+        chosen = [groups.c.alias == alias] if alias else []
+        query = sa.select(groups.c.drop_reason, sa.func.count()).where(groups.c.drop_reason.is_not(None), *chosen)
+        with read(self._engine) as connection:
+            return {str(reason): int(n) for reason, n in connection.execute(query.group_by(groups.c.drop_reason))}
+
+    def drop_rejected(self, alias: str, reason: str) -> int:
+        """Drop what rejected versions sampled and no round has trained; return how many trajectories.
+
+        Groups go on without those members; groups that lose all of them are dropped too.
+        """
+        groups, runs, policies = schema.groups, schema.trajectories, schema.policies
+        rejected = sa.select(policies.c.version).where(
+            policies.c.alias == alias, policies.c.state == PolicyState.REJECTED
+        )
+        waiting = runs.c.state.in_((TrajectoryState.SEALED, TrajectoryState.GROUPED))
+        theirs = sa.and_(runs.c.alias == alias, waiting, runs.c.version.in_(rejected))
+        left = sa.exists().where(runs.c.group_id == groups.c.id, runs.c.state != TrajectoryState.DROPPED)
+        open_ones = sa.and_(groups.c.alias == alias, groups.c.state.in_(_OPEN))
+        with write(self._engine) as connection:
+            dropped = connection.execute(
+                sa.update(runs).where(theirs).values(state=TrajectoryState.DROPPED, drop_reason=reason)
+            ).rowcount
+            if dropped:
+                emptied = sa.update(groups).where(open_ones, ~left)
+                connection.execute(emptied.values(state=GroupState.DROPPED, drop_reason=reason))
+        return dropped
+
+    def set_aside(self, trajectory_ids: Sequence[str], reason: str) -> None:
+        """Drop members of groups that wait for a round; a group that loses all of them is dropped too."""
+        groups, runs = schema.groups, schema.trajectories
+        for start in range(0, len(trajectory_ids), IN_MOST):
+            names = trajectory_ids[start : start + IN_MOST]
+            mine = sa.and_(runs.c.id.in_(names), runs.c.state == TrajectoryState.GROUPED)
+            theirs = sa.select(runs.c.group_id).where(runs.c.id.in_(names))
+            left = sa.exists().where(runs.c.group_id == groups.c.id, runs.c.state != TrajectoryState.DROPPED)
+            emptied = sa.and_(groups.c.id.in_(theirs), groups.c.state.in_(_OPEN), ~left)
+            with write(self._engine) as connection:
+                connection.execute(
+                    sa.update(runs).where(mine).values(state=TrajectoryState.DROPPED, drop_reason=reason)
+                )
+                connection.execute(
+                    sa.update(groups).where(emptied).values(state=GroupState.DROPPED, drop_reason=reason)
+                )
+
+    def drop_older(self, alias: str, version: int, reason: str) -> int:
+        """Drop the groups of an alias that wait for a judge or a round and have a member sampled before `version`.
+
+        Returns how many. Members that were dropped before do not count.
+        """
+        groups, runs = schema.groups, schema.trajectories
+        old = (
+            sa.select(groups.c.id)
+            .join(runs, runs.c.group_id == groups.c.id)
+            .where(groups.c.alias == alias, groups.c.state.in_(_OPEN), runs.c.version < version)
+            .where(runs.c.state == TrajectoryState.GROUPED)
+            .distinct()
+        )
+        with read(self._engine) as connection:
+            found = list(connection.scalars(old))
+        if not found:
+            return 0
+        with write(self._engine) as connection:
+            return sum(
+                _drop_open(connection, found[start : start + IN_MOST], reason)
+                for start in range(0, len(found), IN_MOST)
+            )
+
+
+def _drop_open(connection: sa.Connection, group_ids: Sequence[str], reason: str) -> int:
+    """Drop those of the groups that still wait for a judge or a round, with their members; return how many."""
+    groups, runs = schema.groups, schema.trajectories
+    open_ones = sa.and_(groups.c.id.in_(group_ids), groups.c.state.in_(_OPEN))
+    values = {"state": GroupState.DROPPED, "drop_reason": reason}
+    dropped = list(connection.scalars(sa.update(groups).where(open_ones).values(**values).returning(groups.c.id)))
+    grouped = sa.and_(runs.c.group_id.in_(dropped), runs.c.state == TrajectoryState.GROUPED)
+    connection.execute(sa.update(runs).where(grouped).values(state=TrajectoryState.DROPPED, drop_reason=reason))
+    return len(dropped)

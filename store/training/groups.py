@@ -1,0 +1,351 @@
+"""Groups and their verdicts: formed of sealed trajectories, judged, then trained or dropped with a reason.
+
+Promises: forming takes each member exactly once, in one transaction; verdicts are only ever added.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from ratchet.store.calls.trajectories import drop as drop_trajectories
+from ratchet.store.db import schema
+from ratchet.store.db.engine import read, write
+from ratchet.store.db.text_limits import fitting
+from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.ids import new_id
+from ratchet.store.records import SHADOW, Exchange, Group, PastScore, Tally, Verdict, cohort_of, family_of
+from ratchet.store.states import GROUP_STEPS, GroupState, TrajectoryState, check
+from ratchet.store.statistics import Sums
+from ratchet.store.training.group_drops import GroupDrops
+
+
+class Groups(GroupDrops):
+    """The verbs over groups and verdicts."""
+
+    def form(self, key: str, alias: str, members: Sequence[str], now: float) -> Group:
+        """Make a group of sealed trajectories. Raises ForbiddenChange when one of them is no longer sealed."""
+        group = Group(
+            id=new_id("grp"),
+            key=key,
+            alias=alias,
+            state=GroupState.READY,
+            formed_at=now,
+            members=tuple(members),
+            formed_of=len(members),
+        )
+        runs = schema.trajectories
+        with write(self._engine) as connection:
+            connection.execute(
+                sa.insert(schema.groups).values(id=group.id, key=key, alias=alias, state=group.state, formed_at=now)
+            )
+            taken = connection.execute(
+                sa.update(runs)
+                .where(runs.c.id.in_(members), runs.c.state == TrajectoryState.SEALED)
+                .values(state=TrajectoryState.GROUPED, group_id=group.id)
+            )
+            if taken.rowcount != len(members):
+                raise ForbiddenChange(f"{len(members) - taken.rowcount} of {len(members)} members are not sealed")
+        return group
+
+    def ready(self, alias: str, now: float, limit: int = 100, *, newest_first: bool = False) -> list[Group]:
+        """Return an alias's groups that wait for a judge and whose retry time has come, oldest or newest first."""
+        groups = schema.groups
+        due = sa.or_(groups.c.retry_at.is_(None), groups.c.retry_at <= now)
+        waiting = sa.and_(groups.c.alias == alias, groups.c.state == GroupState.READY, due)
+        return self._select(waiting, limit, newest_first)
+
+    def judged(self, alias: str, limit: int = 100, *, newest_first: bool = False) -> list[Group]:
+        """Return judged groups of an alias that wait for a round, oldest or newest first."""
+        groups = schema.groups
+        return self._select(sa.and_(groups.c.state == GroupState.JUDGED, groups.c.alias == alias), limit, newest_first)
+
+    def record(
+        self,
+        group_id: str,
+        verdicts: Sequence[Verdict],
+        exchanges: Sequence[Exchange] = (),
+        drop_reason: str | None = None,
+        aside: Mapping[str, str] | None = None,
+    ) -> None:
+        """Add the verdicts of all members and move the group on, to judged or, with a reason, to dropped.
+
+        It goes on without the members `aside`, which are dropped for the reasons given there. Raises ForbiddenChange
+        where a verdict is missing or the group was moved meanwhile; then nothing is written.
+        """
+        group, aside = self.get(group_id), aside or {}
+        check(GROUP_STEPS, group.state, GroupState.JUDGED, f"group {group_id}")
+        scored = {verdict.trajectory_id for verdict in verdicts if verdict.score is not None}
+        if not scored | set(aside) >= set(group.members):
+            raise ForbiddenChange(f"group {group_id} has {len(group.members)} members, {len(scored)} of them scored")
+        with write(self._engine) as connection:
+            if drop_reason is None:  # first: a member may have been deleted
+                _move(connection, group, GroupState.JUDGED)
+            else:
+                _move(connection, group, GroupState.DROPPED, drop_reason=drop_reason)
+                drop_trajectories(
+                    connection, [name for name in group.members if name not in (aside or ())], drop_reason
+                )
+            for name, reason in (aside or {}).items():
+                drop_trajectories(connection, [name], reason)
+            _add_verdicts(connection, verdicts, exchanges)
+
+    def fail(
+        self, group_id: str, verdicts: Sequence[Verdict], retry_at: float, exchanges: Sequence[Exchange] = ()
+    ) -> None:
+        """Add what the judge managed, failures included; the group stays ready and is tried again at `retry_at`.
+
+        Raises ForbiddenChange where it is not ready any more.
+        """
+        groups = schema.groups
+        with write(self._engine) as connection:
+            waits = connection.execute(
+                sa.update(groups)
+                .where(groups.c.id == group_id, groups.c.state == GroupState.READY)
+                .values(failures=groups.c.failures + 1, retry_at=retry_at)
+            )
+            if not waits.rowcount:
+                raise ForbiddenChange(f"group {group_id} does not wait for a judge")
+            _add_verdicts(connection, verdicts, exchanges)
+
+    def rescore(self, verdicts: Sequence[Verdict], exchanges: Sequence[Exchange] = ()) -> None:
+        """Add what a judge says of trajectories that were judged or put aside before; their states stay."""
+        with write(self._engine) as connection:
+            _add_verdicts(connection, verdicts, exchanges)
+
+    def keep(self, exchanges: Sequence[Exchange]) -> None:
+        """Keep exchanges of a judge whose verdicts do not count."""
+        if exchanges:
+            with write(self._engine) as connection:
+                _add_verdicts(connection, [], exchanges)
+
+    def drop(self, group_id: str, reason: str) -> None:
+        """Put a group and its members aside with the reason."""
+        group = self.get(group_id)
+        check(GROUP_STEPS, group.state, GroupState.DROPPED, f"group {group_id}")
+        with write(self._engine) as connection:
+            _move(connection, group, GroupState.DROPPED, drop_reason=reason)
+            drop_trajectories(connection, group.members, reason)
+
+    def get(self, group_id: str) -> Group:
+        """Return one group. Raises UnknownRecord."""
+        found = self._select(schema.groups.c.id == group_id, 1)
+        if not found:
+            raise UnknownRecord(f"no group {group_id}")
+        return found[0]
+
+    def page(self, limit: int = 100, before: str | None = None, **chosen: str | None) -> list[Group]:
+        """Return at most `limit` groups, newest first, older than the group id `before`.
+
+        `chosen` are columns and what they hold (state, alias, drop_reason); None chooses all.
+        """
+        table = schema.groups
+        wanted = [table.c[name] == value for name, value in chosen.items() if value is not None]
+        older = table.c.id < before if before else sa.true()
+        return self._select(sa.and_(older, *wanted), min(limit, 1000), newest_first=True)
+
+    def dropped_since_judged(self, alias: str, reason: str, limit: int) -> list[Group]:
+        """Return an alias's newest groups that were dropped for a reason since its newest one that was not, oldest
+        first."""
+        groups = schema.groups
+        fine = sa.and_(groups.c.alias == alias, groups.c.state.in_((GroupState.JUDGED, GroupState.TRAINED)))
+        since = sa.select(sa.func.coalesce(sa.func.max(groups.c.id), "")).where(fine).scalar_subquery()
+        mine = sa.and_(groups.c.alias == alias, groups.c.drop_reason == reason, groups.c.id > since)
+        return self._select(mine, limit, newest_first=True)[::-1]
+
+    def verdicts(self, trajectory_ids: Sequence[str]) -> dict[str, Verdict]:
+        """Return the verdict that counts, the latest one with a score, per trajectory that has one."""
+        table = schema.verdicts
+        query = (
+            sa.select(table)
+            .where(table.c.trajectory_id.in_(list(trajectory_ids)), table.c.score.is_not(None))
+            .order_by(table.c.id)
+        )
+        with read(self._engine) as connection:
+            return {row.trajectory_id: _verdict(row) for row in connection.execute(query)}
+
+    def scores(self, trajectory_ids: Sequence[str]) -> dict[str, float]:
+        """Return the score that counts per trajectory that has one, without all else that its verdict says."""
+        table = schema.verdicts
+        scored = sa.and_(table.c.trajectory_id.in_(list(trajectory_ids)), table.c.score.is_not(None))
+        query = sa.select(table.c.trajectory_id, table.c.score).where(scored).order_by(table.c.id)
+        with read(self._engine) as connection:
+            return {row.trajectory_id: row.score for row in connection.execute(query)}
+
+    def verdicts_of(self, trajectory_id: str) -> list[Verdict]:
+        """Return every verdict that was given for a trajectory, failures too, oldest first."""
+        table = schema.verdicts
+        query = sa.select(table).where(table.c.trajectory_id == trajectory_id).order_by(table.c.id)
+        with read(self._engine) as connection:
+            return [_verdict(row) for row in connection.execute(query)]
+
+    def exchanges(self, group_id: str) -> list[Exchange]:
+        """Return what judges asked about a group and what came back, oldest first."""
+        table = schema.exchanges
+        query = sa.select(table).where(table.c.group_id == group_id).order_by(table.c.id)
+        with read(self._engine) as connection:
+            return [
+                Exchange(**{name: getattr(row, name) for name in Exchange.__struct_fields__})
+                for row in connection.execute(query)
+            ]
+
+    def history(self, group_id: str) -> list[Verdict]:
+        """Return every verdict that was given for a group, failures too, oldest first."""
+        table = schema.verdicts
+        query = sa.select(table).where(table.c.group_id == group_id).order_by(table.c.id)
+        with read(self._engine) as connection:
+            return [_verdict(row) for row in connection.execute(query)]
+
+    def newest_judge(self, alias: str) -> str | None:
+        """Return the version of the judge that scored a trajectory of an alias last; None where none did."""
+        runs, table = schema.trajectories, schema.verdicts
+        query = (
+            sa.select(table.c.judge_version)
+            .join(runs, runs.c.id == table.c.trajectory_id)
+            .where(runs.c.alias == alias, table.c.score.is_not(None))
+            .order_by(table.c.id.desc())
+            .limit(1)
+        )
+        with read(self._engine) as connection:
+            version: str | None = connection.scalar(query)
+        return version
+
+    def scored(self, alias: str, judge_version: str, limit: int = 5000) -> list[PastScore]:
+        """Return the newest scores that this version of a judge gave an alias's trajectories, oldest first.
+
+        Of a trajectory that it scored several times, the newest alone; none of shadows, which are no traffic.
+        """
+        runs, table = schema.trajectories, schema.verdicts
+        query = (
+            _past_scores()
+            .add_columns(table.c.id.label("verdict"))
+            .where(runs.c.alias == alias, table.c.judge_version == judge_version, table.c.score.is_not(None))
+            .where(runs.c.purpose != SHADOW)
+            .order_by(table.c.id.desc())
+            .limit(limit)
+        )
+        with read(self._engine) as connection:
+            newest = {row.id: row for row in reversed(connection.execute(query).all())}
+        return [_past_score(row) for row in sorted(newest.values(), key=lambda row: row.verdict)]
+
+    def tallied(self, alias: str, judge_version: str, limit: int = 100_000) -> list[Tally]:
+        """Return the scores that `scored` tells, added up by version and task; few rows where there are many scores."""
+        runs, table = schema.trajectories, schema.verdicts
+        by_judge = (runs.c.alias == alias, table.c.judge_version == judge_version, table.c.score.is_not(None))
+        newest = (
+            sa.select(table.c.id, table.c.trajectory_id)
+            .join(runs, runs.c.id == table.c.trajectory_id)
+            .where(*by_judge, runs.c.purpose != SHADOW)
+            .order_by(table.c.id.desc())
+            .limit(limit)
+            .subquery()
+        )
+        latest = sa.select(sa.func.max(newest.c.id)).group_by(newest.c.trajectory_id)
+        # A task alone makes a cohort; without one the prompt and the tools do.
+        root = sa.case((runs.c.task.is_(None), runs.c.root_node), else_=None)
+        tools = sa.case((runs.c.task.is_(None), runs.c.tools_hash), else_=None)
+        score, by = table.c.score, (runs.c.version, runs.c.task, root, tools)
+        sums = (sa.func.count(), sa.func.sum(score), sa.func.sum(score * score), sa.func.min(score), sa.func.max(score))
+        query = sa.select(*by, *sums).join(runs, runs.c.id == table.c.trajectory_id).where(table.c.id.in_(latest))
+        with read(self._engine) as connection:
+            return [_tally(row) for row in connection.execute(query.group_by(*by))]
+
+    def rewards(self, alias: str, judge_version: str, version: int, since: float = 0.0) -> list[PastScore]:
+        """Return the latest score of each live trajectory of a version that began at `since` or later, oldest first."""
+        runs, table = schema.trajectories, schema.verdicts
+        latest = (
+            sa.select(sa.func.max(table.c.id))
+            .join(runs, runs.c.id == table.c.trajectory_id)
+            .where(runs.c.alias == alias, runs.c.version == version, runs.c.opened_at >= since)
+            .where(runs.c.purpose == "live", table.c.judge_version == judge_version, table.c.score.is_not(None))
+            .group_by(table.c.trajectory_id)
+        )
+        query = _past_scores().where(table.c.id.in_(latest)).order_by(table.c.id)
+        with read(self._engine) as connection:
+            return [_past_score(row) for row in connection.execute(query)]
+
+    def _select(self, where: sa.ColumnElement[bool], limit: int, newest_first: bool = False) -> list[Group]:
+        groups, runs = schema.groups, schema.trajectories
+        order = groups.c.id.desc() if newest_first else groups.c.id
+        with read(self._engine) as connection:
+            rows = connection.execute(sa.select(groups).where(where).order_by(order).limit(limit)).all()
+            members: dict[str, list[str]] = {}
+            formed_of: Counter[str] = Counter()
+            left = sa.or_(groups.c.state == GroupState.DROPPED, runs.c.state != TrajectoryState.DROPPED)
+            named = (
+                sa.select(runs.c.group_id, runs.c.id, left.label("left"))
+                .join(groups, groups.c.id == runs.c.group_id)
+                .where(runs.c.group_id.in_([row.id for row in rows]))
+            )
+            for group_id, name, is_left in connection.execute(named.order_by(runs.c.id)):
+                formed_of[group_id] += 1
+                if is_left:
+                    members.setdefault(group_id, []).append(name)
+        return [
+            Group(
+                id=row.id,
+                key=row.key,
+                alias=row.alias,
+                state=GroupState(row.state),
+                formed_at=row.formed_at,
+                members=tuple(members.get(row.id, ())),
+                formed_of=formed_of[row.id],
+                failures=row.failures,
+                drop_reason=row.drop_reason,
+            )
+            for row in rows
+        ]
+
+
+def _past_scores() -> sa.Select[Any]:
+    runs, table = schema.trajectories, schema.verdicts
+    columns = (runs.c.id, runs.c.task, runs.c.root_node, runs.c.tools_hash, runs.c.version)
+    return sa.select(*columns, table.c.score, table.c.judged_at).join(runs, runs.c.id == table.c.trajectory_id)
+
+
+def _past_score(row: Any) -> PastScore:
+    return PastScore(
+        trajectory_id=row.id,
+        family=family_of(row.task, row.tools_hash),
+        cohort=cohort_of(row.task, row.root_node, row.tools_hash),
+        version=row.version,
+        score=row.score,
+        judged_at=row.judged_at,
+    )
+
+
+def _tally(row: Any) -> Tally:
+    version, task, root, tools, count, total, squares, least, largest = row
+    return Tally(
+        version=version, family=family_of(task, tools or ""), cohort=cohort_of(task, root or "", tools or ""),
+        sums=Sums(count, total, squares), least=least, largest=largest,
+    )  # fmt: skip
+
+
+def _move(connection: sa.Connection, group: Group, state: GroupState, **values: str) -> None:
+    groups = schema.groups
+    moved = connection.execute(
+        sa.update(groups).where(groups.c.id == group.id, groups.c.state == group.state).values(state=state, **values)
+    )
+    if not moved.rowcount:
+        raise ForbiddenChange(f"group {group.id} was moved by another process")
+
+
+def _add_verdicts(connection: sa.Connection, verdicts: Sequence[Verdict], exchanges: Sequence[Exchange]) -> None:
+    if exchanges:
+        asked = [fitting(schema.exchanges, msgspec.structs.asdict(one)) for one in exchanges]
+        connection.execute(sa.insert(schema.exchanges), asked)
+    rows: list[dict[str, Any]] = [
+        fitting(schema.verdicts, msgspec.structs.asdict(verdict)) | {"components": dict(verdict.components)}
+        for verdict in verdicts
+    ]
+    if rows:
+        connection.execute(sa.insert(schema.verdicts), rows)
+
+
+def _verdict(row: Any) -> Verdict:
+    return Verdict(**{name: getattr(row, name) for name in Verdict.__struct_fields__})

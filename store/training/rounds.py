@@ -1,0 +1,238 @@
+"""Training rounds: started, then committed or abandoned.
+
+Promises: one transaction consumes the trajectories, records the checkpoint and registers the candidate; every committed
+round goes on from the newest one before it whose version is not rejected. Whatever dies, and whenever, no trajectory is
+trained into two committed rounds, and what was trained is in every later version, unless its version was rejected.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from ratchet.store.db import schema
+from ratchet.store.db.bulk import IN_MOST
+from ratchet.store.db.engine import read, write
+from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.ids import new_id
+from ratchet.store.policies.base_models import base_id_of
+from ratchet.store.records import BASE_VERSION, Policy, Round
+from ratchet.store.states import ROUND_STEPS, GroupState, PolicyState, RoundState, TrajectoryState, check
+
+
+class Rounds:
+    """The verbs over training rounds."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def start(self, alias: str, from_version: int) -> Round:
+        """Begin a round. A round that a dead trainer left open is abandoned: its work was never committed.
+
+        Raises ForbiddenChange when `from_version` is not the newest committed one that is not rejected: what another
+        trainer committed meanwhile would be lost. Since one round of an alias is open at a time, that holds until the
+        commit.
+        """
+        started = Round(
+            id=new_id("rnd"),
+            alias=alias,
+            state=RoundState.STARTED,
+            from_version=from_version,
+            to_version=None,
+            started_at=time.time(),
+            ended_at=None,
+            checkpoint=None,
+            metrics={},
+            reason=None,
+        )
+        table = schema.rounds
+        with write(self._engine) as connection:
+            connection.execute(
+                sa.update(table)
+                .where(table.c.alias == alias, table.c.state == RoundState.STARTED)
+                .values(
+                    state=RoundState.ABANDONED,
+                    reason="the trainer stopped before the commit",
+                    ended_at=time.time(),
+                )
+            )
+            # After the update: it has waited for the commit of another trainer, which this look therefore sees.
+            newest = connection.scalar(
+                sa.select(sa.func.max(table.c.to_version)).where(
+                    table.c.alias == alias,
+                    table.c.state == RoundState.COMMITTED,
+                    table.c.to_version.not_in(_rejected(alias)),
+                )
+            )
+            if (newest or BASE_VERSION) != from_version:
+                raise ForbiddenChange(
+                    f"{alias}@{newest} is committed: a round goes on from it, not from {from_version}"
+                )
+            connection.execute(
+                sa.insert(table).values(
+                    id=started.id,
+                    alias=alias,
+                    state=started.state,
+                    from_version=from_version,
+                    started_at=started.started_at,
+                    metrics={},
+                )
+            )
+        return started
+
+    def next_version(self, alias: str) -> int:
+        """Return the number that the next version of an alias gets; numbers are never used twice."""
+        table = schema.policies
+        with read(self._engine) as connection:
+            newest = connection.scalar(sa.select(sa.func.max(table.c.version)).where(table.c.alias == alias))
+        return int(newest or 0) + 1
+
+    def commit(
+        self,
+        round_id: str,
+        *,
+        version: int,
+        checkpoint: str,
+        groups: Sequence[str],
+        metrics: Mapping[str, Any],
+        shown: Sequence[str] = (),
+    ) -> Policy:
+        """Consume the groups, record the checkpoint folder and register `version` as a candidate, all at once.
+
+        The candidate has the prompt that is live. `shown` are trajectories that it imitated without consuming them;
+        those deleted meanwhile are left out. Raises ForbiddenChange when a group is not waiting for a round any more,
+        or the number was taken; then nothing is written.
+        """
+        current = self.get(round_id)
+        check(ROUND_STEPS, current.state, RoundState.COMMITTED, f"round {round_id}")
+        with write(self._engine) as connection:
+            _consume(connection, round_id, groups)
+            _note_shown(connection, round_id, shown)
+            now = time.time()
+            settled = connection.execute(
+                sa.update(schema.rounds)
+                .where(schema.rounds.c.id == round_id, schema.rounds.c.state == RoundState.STARTED)
+                .values(
+                    state=RoundState.COMMITTED,
+                    to_version=version,
+                    ended_at=now,
+                    checkpoint=checkpoint,
+                    metrics=dict(metrics),
+                )
+            )
+            if not settled.rowcount:
+                raise ForbiddenChange(f"round {round_id} was settled by another process")
+            policy = Policy(
+                alias=current.alias,
+                version=version,
+                state=PolicyState.CANDIDATE,
+                served_name=f"{current.alias}@{version}",
+                adapter=checkpoint,
+                created_at=now,
+                round_id=round_id,
+                prompt_id=_live_prompt(connection, current.alias),
+            )
+            _register(connection, policy)
+        return policy
+
+    def abandon(self, round_id: str, reason: str) -> None:
+        """Give a round up; its groups wait for another one."""
+        check(ROUND_STEPS, self.get(round_id).state, RoundState.ABANDONED, f"round {round_id}")
+        table = schema.rounds
+        with write(self._engine) as connection:
+            connection.execute(
+                sa.update(table)
+                .where(table.c.id == round_id)
+                .values(state=RoundState.ABANDONED, reason=reason, ended_at=time.time())
+            )
+
+    def get(self, round_id: str) -> Round:
+        """Return one round. Raises UnknownRecord."""
+        found = self._select(schema.rounds.c.id == round_id, 1)
+        if not found:
+            raise UnknownRecord(f"no round {round_id}")
+        return found[0]
+
+    def newest_committed(self, alias: str) -> Round | None:
+        """Return the newest committed round whose version is not rejected; its checkpoint is where training goes on."""
+        table = schema.rounds
+        committed = sa.and_(table.c.alias == alias, table.c.state == RoundState.COMMITTED)
+        found = self._select(sa.and_(committed, table.c.to_version.not_in(_rejected(alias))), 1)
+        return found[0] if found else None
+
+    def page(self, alias: str | None = None, limit: int = 100, before: str | None = None) -> list[Round]:
+        """Return at most `limit` rounds, newest first, older than the round id `before`."""
+        table = schema.rounds
+        where = sa.and_(table.c.alias == alias if alias else sa.true(), table.c.id < before if before else sa.true())
+        return self._select(where, min(limit, 1000))
+
+    def after(self, alias: str, round_id: str, limit: int = 1000) -> list[Round]:
+        """Return the first rounds after a round id, oldest first; `""` is before all of them."""
+        table = schema.rounds
+        return self._select(sa.and_(table.c.alias == alias, table.c.id > round_id), limit, table.c.id)
+
+    def _select(
+        self, where: sa.ColumnElement[bool], limit: int, order: sa.ColumnElement[Any] | None = None
+    ) -> list[Round]:
+        table = schema.rounds
+        with read(self._engine) as connection:
+            ordered = sa.select(table).where(where).order_by(table.c.id.desc() if order is None else order)
+            rows = connection.execute(ordered.limit(limit)).all()
+        return [round_of(row) for row in rows]
+
+
+def round_of(row: Any) -> Round:
+    """Return the record of a row of the rounds' table."""
+    return Round(state=RoundState(row.state), **{n: getattr(row, n) for n in Round.__struct_fields__ if n != "state"})
+
+
+def _live_prompt(connection: sa.Connection, alias: str) -> str | None:
+    """Return the prompt that is live: what was learnt now serves with it, as it would have without the round."""
+    policies = schema.policies
+    live = sa.and_(policies.c.alias == alias, policies.c.state == PolicyState.LIVE)
+    found: str | None = connection.scalar(sa.select(policies.c.prompt_id).where(live))
+    return found
+
+
+def _register(connection: sa.Connection, policy: Policy) -> None:
+    """Write a new version down. Raises ForbiddenChange where its number is taken."""
+    row = {name: getattr(policy, name) for name in Policy.__struct_fields__}
+    try:
+        connection.execute(sa.insert(schema.policies).values(**row, base_id=base_id_of(policy.alias)))
+    except IntegrityError as taken:  # a prompt was registered while the round was under way
+        raise ForbiddenChange(f"{policy.served_name} was made by another process meanwhile") from taken
+
+
+def _rejected(alias: str) -> sa.Select[tuple[int]]:
+    """Select the versions on which nothing is built any more."""
+    policies = schema.policies
+    return sa.select(policies.c.version).where(policies.c.alias == alias, policies.c.state == PolicyState.REJECTED)
+
+
+def _consume(connection: sa.Connection, round_id: str, group_ids: Sequence[str]) -> None:
+    groups, runs = schema.groups, schema.trajectories
+    moved = connection.execute(
+        sa.update(groups)
+        .where(groups.c.id.in_(group_ids), groups.c.state == GroupState.JUDGED)
+        .values(state=GroupState.TRAINED)
+    )
+    if moved.rowcount != len(group_ids):
+        raise ForbiddenChange(f"{len(group_ids) - moved.rowcount} of {len(group_ids)} groups do not wait for a round")
+    connection.execute(
+        sa.update(runs)
+        .where(runs.c.group_id.in_(group_ids), runs.c.state == TrajectoryState.GROUPED)
+        .values(state=TrajectoryState.TRAINED, round_id=round_id)
+    )
+
+
+def _note_shown(connection: sa.Connection, round_id: str, shown: Sequence[str]) -> None:
+    runs = schema.trajectories
+    for start in range(0, len(shown), IN_MOST):
+        there = sa.select(runs.c.id).where(runs.c.id.in_(shown[start : start + IN_MOST]))
+        rows = [{"round_id": round_id, "trajectory_id": name} for name in connection.scalars(there)]
+        if rows:
+            connection.execute(sa.insert(schema.imitated), rows)

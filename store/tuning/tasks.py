@@ -1,0 +1,67 @@
+"""Tasks: the rows of task sets that rollouts were made of, so that judges and reports find the row by its id.
+
+A task's id is made of its content by whoever opens the set; a row that is known stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+import sqlalchemy as sa
+
+from ratchet.store.db.bulk import IN_MOST, insert_new
+from ratchet.store.db.engine import read, write
+from ratchet.store.db.table_types import JSON, metadata
+from ratchet.store.errors import UnfitRecord
+from ratchet.store.records.tuning import TaskRow
+
+TASK_ID = sa.String(256)
+
+tasks = sa.Table(
+    "tasks",
+    metadata,
+    sa.Column("id", TASK_ID, primary_key=True),
+    sa.Column("set", sa.Text, nullable=False),
+    sa.Column("split", sa.Text, nullable=False),
+    sa.Column("row", JSON, nullable=False),
+)
+
+
+class Tasks:
+    """The verbs over tasks."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def remember(self, rows: Iterable[TaskRow]) -> None:
+        """Write down what is not known yet. Raises UnfitRecord."""
+        waiting = iter(rows)
+        while some := [_checked(row) for row in islice(waiting, IN_MOST)]:
+            with write(self._engine) as connection:
+                insert_new(connection, tasks, some)
+
+    def get(self, task_id: str) -> TaskRow | None:
+        """Return one task's row; None where it is not known."""
+        with read(self._engine) as connection:
+            row = connection.execute(sa.select(tasks).where(tasks.c.id == task_id)).one_or_none()
+        return None if row is None else _task(row)
+
+
+def row_of(connection: sa.Connection, task_id: str | None) -> Mapping[str, Any] | None:
+    """Return the row that a task key names; None where it names none."""
+    if task_id is None:
+        return None
+    row: Mapping[str, Any] | None = connection.scalar(sa.select(tasks.c.row).where(tasks.c.id == task_id))
+    return row
+
+
+def _checked(task: TaskRow) -> dict[str, Any]:
+    if not 0 < len(task.id) <= 256:
+        raise UnfitRecord(f"the task id {task.id[:40]!r}... has {len(task.id)} characters: use 1 to 256")
+    return {"id": task.id, "set": task.set, "split": task.split, "row": dict(task.row)}
+
+
+def _task(row: Any) -> TaskRow:
+    return TaskRow(**{name: getattr(row, name) for name in TaskRow.__struct_fields__})

@@ -1,0 +1,145 @@
+"""Tunings: the runs of the tuner, what they were asked to do and what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from ratchet.store.db.engine import read, write
+from ratchet.store.db.table_types import ID, JSON, TIME, metadata, one_of
+from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.ids import new_id
+from ratchet.store.records.tuning import Tuning
+from ratchet.store.states import TUNING_STEPS, RolloutState, TuningKind, TuningState, check
+from ratchet.store.tuning.rollouts import abandon, rollouts
+
+_NO_TUNING = "no tuning {}; `ratchet tune runs` shows the ids"
+
+tunings = sa.Table(
+    "tunings",
+    metadata,
+    sa.Column("id", ID, primary_key=True),
+    sa.Column("kind", sa.String(16), nullable=False),
+    sa.Column("alias", sa.String(128), nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("config", JSON, nullable=False),
+    sa.Column("result", sa.JSON(none_as_null=True)),
+    sa.Column("error", sa.Text),
+    sa.Column("began_at", TIME, nullable=False),
+    sa.Column("ended_at", TIME),
+    one_of("kind", TuningKind),
+    one_of("state", TuningState),
+    # What runs has no end, everything else has one.
+    sa.CheckConstraint("(state = 'running') = (ended_at IS NULL)", name="end_is_known"),
+    # A failed run has a reason.
+    sa.CheckConstraint("state <> 'failed' OR error IS NOT NULL", name="failure_has_reason"),
+    sa.Index(None, "kind", "began_at"),
+)
+
+
+class Tunings:
+    """The verbs over tunings."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def begin(self, kind: str, alias: str, config: Mapping[str, Any]) -> Tuning:
+        """Write down that a run begins."""
+        tuning = Tuning(
+            id=new_id("tun"),
+            kind=TuningKind(kind),
+            alias=alias,
+            state=TuningState.RUNNING,
+            config=dict(config),
+            began_at=time.time(),
+        )
+        row = {name: getattr(tuning, name) for name in Tuning.__struct_fields__}
+        with write(self._engine) as connection:
+            connection.execute(sa.insert(tunings).values(**row))
+        return tuning
+
+    def update(self, tuning_id: str, result: Mapping[str, Any]) -> None:
+        """Write down how far a running one is. Raises UnknownRecord, ForbiddenChange where it does not run."""
+        with write(self._engine) as connection:
+            self._change(connection, tuning_id, TuningState.RUNNING, result=dict(result))
+
+    def end(
+        self, tuning_id: str, state: str, result: Mapping[str, Any] | None = None, error: str | None = None
+    ) -> Tuning:
+        """Write down how a run ended; without a `result` its progress stays. Raises ForbiddenChange, UnknownRecord."""
+        new = TuningState(state)
+        check(TUNING_STEPS, self.get(tuning_id).state, new, f"tuning {tuning_id}")
+        told = {} if result is None else {"result": dict(result)}
+        if new is TuningState.FAILED:
+            error = error or "no reason was given"
+        error = None if error is None else error.replace("\0", "\ufffd")
+        with write(self._engine) as connection:
+            self._change(
+                connection, tuning_id, TuningState.RUNNING, state=new, error=error, ended_at=time.time(), **told
+            )
+            abandon(connection, tuning_id)
+        return self.get(tuning_id)
+
+    def resume(self, tuning_id: str) -> Tuning:
+        """Let a run go on that was stopped, failed or killed. Raises ForbiddenChange, UnknownRecord.
+
+        What it planned and never ended is abandoned: whoever was to make it is gone, or will find nobody who listens.
+        """
+        state = self.get(tuning_id).state
+        if state is TuningState.DONE:
+            raise ForbiddenChange(f"tuning {tuning_id} is done: there is nothing to go on with")
+        if state is not TuningState.RUNNING:
+            check(TUNING_STEPS, state, TuningState.RUNNING, f"tuning {tuning_id}")
+        with write(self._engine) as connection:
+            self._change(connection, tuning_id, state, state=TuningState.RUNNING, error=None, ended_at=None)
+            abandon(connection, tuning_id)
+        return self.get(tuning_id)
+
+    def get(self, tuning_id: str) -> Tuning:
+        """Return one. Raises UnknownRecord."""
+        found = self._select(tunings.c.id == tuning_id, 1)
+        if not found:
+            raise UnknownRecord(_NO_TUNING.format(tuning_id))
+        return found[0]
+
+    def page(
+        self, kind: str | None = None, limit: int = 100, before: str | None = None, state: str | None = None
+    ) -> list[Tuning]:
+        """Return at most `limit`, newest first, older than the id `before`; what a doctor tried, only where asked."""
+        where = [tunings.c.kind == kind if kind else tunings.c.kind != TuningKind.DOCTOR]
+        where += [tunings.c.state == state] if state else []
+        where += [tunings.c.id < before] if before else []
+        return self._select(sa.and_(sa.true(), *where), min(limit, 1000))
+
+    def _change(self, connection: sa.Connection, tuning_id: str, old: TuningState, **values: Any) -> None:
+        mine = sa.and_(tunings.c.id == tuning_id, tunings.c.state == old)
+        if connection.execute(sa.update(tunings).where(mine).values(**values)).rowcount:
+            return
+        state = connection.scalar(sa.select(tunings.c.state).where(tunings.c.id == tuning_id))
+        if state is None:
+            raise UnknownRecord(_NO_TUNING.format(tuning_id))
+        raise ForbiddenChange(f"tuning {tuning_id} is {state} by now, not {old}")
+
+    def _select(self, where: sa.ColumnElement[bool], limit: int) -> list[Tuning]:
+        query = sa.select(tunings).where(where).order_by(tunings.c.id.desc()).limit(limit)
+        with read(self._engine) as connection:
+            return [_tuning(row) for row in connection.execute(query)]
+
+
+def at_work(trajectory_id: sa.ColumnElement[str]) -> sa.ColumnElement[bool]:
+    """Return whether a trajectory is a rollout whose workflow has not returned, of a run that goes on."""
+    return sa.exists().where(
+        rollouts.c.id == trajectory_id,
+        rollouts.c.state == RolloutState.PLANNED,
+        tunings.c.id == rollouts.c.tuning_id,
+        tunings.c.state == TuningState.RUNNING,
+    )
+
+
+def _tuning(row: Any) -> Tuning:
+    names = [name for name in Tuning.__struct_fields__ if name not in ("kind", "state")]
+    kept = {name: getattr(row, name) for name in names}
+    return Tuning(kind=TuningKind(row.kind), state=TuningState(row.state), **kept)

@@ -1,0 +1,147 @@
+"""Calls and their answers: do the tokens decode and agree in number, is what they name there, do chains end?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from ratchet.store.calls.prompt_blocks import digests
+from ratchet.store.db import schema
+from ratchet.store.db.column_types import unsqueeze_ids
+from ratchet.store.states import CallState
+from ratchet.store.verify.check_messages import known, undecoded
+from ratchet.store.verify.finding import Finding, Page
+
+_BACKUP = "restore it from a backup"
+_UNTRAINED = "its tokens will not be trained; restore it from a backup to have them"
+_LONGEST_CHAIN = 100_000  # calls
+
+
+def check_calls(connection: sa.Connection, page: Page) -> Iterator[Finding]:
+    """Each call, its answers, and what both name."""
+    answers = _answers(connection, [row.id for row in page])
+    parents = _parents(connection, page)
+    named = {row.prompt_node for row in page} | {one.reply_node for some in answers.values() for one in some}
+    messages = known(connection, schema.messages.c.hash, named - {""})
+    toolsets = known(connection, schema.toolsets.c.hash, {row.tools_hash for row in page} - {""})
+    blocks = _blocks(connection, page)
+    for row in page:
+        own = answers.get(row.id, [])
+        name = f"call {row.id}"
+        if row.prompt_node and row.prompt_node not in messages:
+            remedy = f"{_BACKUP}; the transcript is cut off, its tokens are not touched"
+            yield Finding(row=name, problem=f"its prompt {row.prompt_node} is not there", remedy=remedy)
+        if row.tools_hash and row.tools_hash not in toolsets:
+            yield Finding(row=name, problem=f"its tool list {row.tools_hash} is not there", remedy=_BACKUP)
+        yield from _state(name, row, own)
+        yield from _prompt(name, row, blocks)
+        yield from _context(connection, name, row, parents)
+        for one in own:
+            yield from _answer(f"{name} choice {one.choice}", row, one, messages)
+
+
+def _state(name: str, row: Any, own: Sequence[Any]) -> Iterator[Finding]:
+    remedy = "start the proxy that recorded it: its journal may hold the end; else drop its trajectory"
+    over = row.state not in (CallState.BEGUN, CallState.INTERRUPTED)
+    if over != (row.ended_at is not None):
+        problem = f"it is {row.state} and has {'no' if over else 'an'} end"
+        yield Finding(row=name, problem=problem, remedy=remedy)
+    if row.state == CallState.ANSWERED and [one.choice for one in own] != list(range(len(own))):
+        problem = f"its answers are numbered {[one.choice for one in own]}: one is missing"
+        yield Finding(row=name, problem=problem, remedy=_BACKUP)
+
+
+def _prompt(name: str, row: Any, blocks: Mapping[tuple[str, bytes], int]) -> Iterator[Finding]:
+    """The prompt decodes, its blocks are there, and where it is whole it has as many tokens as the engine said."""
+    size = _size(row.prompt_ids)
+    if size is None:
+        yield Finding(row=name, problem="its prompt's token ids are damaged", remedy=_UNTRAINED)
+        return
+    for part in digests(row.prompt_blocks):
+        if (row.trajectory_id, part) not in blocks:
+            problem = f"block {part.hex()} of its prompt is not there"
+            yield Finding(row=name, problem=problem, remedy=_UNTRAINED)
+            return
+        size += blocks[row.trajectory_id, part]
+    if row.context != "exact" and size and not row.untrainable and size != row.prompt_tokens:
+        problem = f"its prompt has {size} token ids, the engine said {row.prompt_tokens}"
+        yield Finding(row=name, problem=problem, remedy=_UNTRAINED)
+
+
+def _context(connection: sa.Connection, name: str, row: Any, parents: Mapping[str, Any]) -> Iterator[Finding]:
+    """An exact call goes on from an answer of its own trajectory, or of one that its trajectory succeeded."""
+    parent = parents.get(row.parent_call or "")
+    if row.context != "exact" or parent is None:  # deleted, or never shipped: its tokens are left out of training
+        return
+    if _origin(parent.trajectory_id) != _origin(row.trajectory_id):
+        problem = f"it goes on from call {parent.id} of trajectory {parent.trajectory_id}, which is another run"
+        yield Finding(row=name, problem=problem, remedy=_UNTRAINED)
+    if parent.started_at >= row.started_at and _is_circle(connection, row.id):
+        remedy = "set parent_call of one of them to NULL and its context to 'fork'"
+        yield Finding(row=name, problem="its chain of earlier calls leads back to itself", remedy=remedy)
+
+
+def _answer(name: str, row: Any, one: Any, messages: set[str]) -> Iterator[Finding]:
+    size = _size(one.ids)
+    if size is None:
+        yield Finding(row=name, problem="its token ids are damaged", remedy=_UNTRAINED)
+    elif len(one.logprobs) % 4 or (size and one.logprobs and size != len(one.logprobs) // 4 and not row.untrainable):
+        problem = f"it has {size} token ids and {len(one.logprobs) / 4:g} logprobs"
+        yield Finding(row=name, problem=problem, remedy=_UNTRAINED)
+    if one.reply_node and one.reply_node not in messages:
+        remedy = f"{_BACKUP}; its tokens are not touched"
+        yield Finding(row=name, problem=f"its message {one.reply_node} is not there", remedy=remedy)
+
+
+def _size(packed: bytes) -> int | None:
+    """Return how many token ids are packed; None where they are damaged."""
+    try:
+        return len(unsqueeze_ids(bytes(packed))) // 4
+    except ValueError:
+        return None
+
+
+def _origin(trajectory_id: str) -> str:
+    name, _, number = trajectory_id.rpartition("~")
+    return name if name and number.isdigit() else trajectory_id
+
+
+def _is_circle(connection: sa.Connection, name: str) -> bool:
+    """Follow a chain of calls, one at a time; asked only where the clocks say that something is odd."""
+    table, at = schema.calls, name
+    for _ in range(_LONGEST_CHAIN):
+        above = connection.scalar(sa.select(table.c.parent_call).where(table.c.id == at))
+        if above is None:
+            return False
+        if above == name:
+            return True
+        at = above
+    return True
+
+
+def _answers(connection: sa.Connection, names: Sequence[str]) -> dict[str, list[Any]]:
+    table = schema.choices
+    query = sa.select(*undecoded(table)).where(table.c.call_id.in_(names)).order_by(table.c.call_id, table.c.choice)
+    found: dict[str, list[Any]] = {}
+    for row in connection.execute(query):
+        found.setdefault(row.call_id, []).append(row)
+    return found
+
+
+def _parents(connection: sa.Connection, page: Page) -> dict[str, Any]:
+    table = schema.calls
+    names = sorted({row.parent_call for row in page if row.parent_call})
+    query = sa.select(table.c.id, table.c.trajectory_id, table.c.started_at).where(table.c.id.in_(names))
+    return {row.id: row for row in connection.execute(query)}
+
+
+def _blocks(connection: sa.Connection, page: Page) -> dict[tuple[str, bytes], int]:
+    """Return how many token ids each block of these calls' trajectories holds; those that are damaged are left out."""
+    table = schema.blocks
+    runs = sorted({row.trajectory_id for row in page if row.prompt_blocks})
+    packed = sa.type_coerce(table.c.ids, sa.LargeBinary).label("ids")
+    query = sa.select(table.c.trajectory_id, table.c.digest, packed).where(table.c.trajectory_id.in_(runs))
+    sizes = ((row, _size(row.ids)) for row in connection.execute(query))
+    return {(row.trajectory_id, bytes(row.digest)): size for row, size in sizes if size is not None}

@@ -1,0 +1,84 @@
+"""Messages and tool lists: do they decode, have they the hash of what they hold, and does somebody name them?"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from ratchet.store.content.messages import ROOT, is_intact, is_intact_toolset
+from ratchet.store.db import schema
+from ratchet.store.db.column_types import Body, Ids, unpack_body
+from ratchet.store.records import MessageNode
+from ratchet.store.verify.finding import Finding, Page
+
+_LOST = "restore it from a backup; transcripts through it are cut off, tokens are not touched"
+_LEFT = "nothing is lost: the next `ratchet store prune` deletes it"
+
+
+def undecoded(table: sa.Table) -> list[sa.ColumnElement[Any]]:
+    """Return a table's columns, packed ones as the bytes that they are: a damaged one must not stop the page."""
+    return [
+        sa.type_coerce(column, sa.LargeBinary).label(column.name) if isinstance(column.type, (Body, Ids)) else column
+        for column in table.c
+    ]
+
+
+def check_messages(connection: sa.Connection, page: Page) -> Iterator[Finding]:
+    """Each message has the hash of its parent and body; its parent is there; something leads to it."""
+    there = known(connection, schema.messages.c.hash, {row.parent for row in page} - {ROOT})
+    nobodys = _unnamed(connection, [row.hash for row in page])
+    for row in page:
+        name = f"message {row.hash}"
+        body = _body(row.body)
+        if body is None:
+            yield Finding(row=name, problem="its body does not inflate to JSON", remedy=_LOST)
+        elif not is_intact(MessageNode(hash=row.hash, parent=row.parent, role=row.role, body=body)):
+            yield Finding(row=name, problem="its hash is not that of its parent and body", remedy=_LOST)
+        if row.parent != ROOT and row.parent not in there:
+            yield Finding(row=name, problem=f"its parent {row.parent} is not there", remedy=_LOST)
+        if row.hash in nobodys:
+            yield Finding(row=name, problem="no call, answer or message names it", remedy=_LEFT)
+
+
+def check_toolsets(_: sa.Connection, page: Page) -> Iterator[Finding]:
+    """Each tool list has the hash of what it holds."""
+    for row in page:
+        body = _body(row.body)
+        if body is None or not is_intact_toolset(row.hash, body):
+            problem = "it does not inflate to JSON" if body is None else "its hash is not that of what it holds"
+            yield Finding(row=f"tool list {row.hash}", problem=problem, remedy="restore it from a backup")
+
+
+def known(connection: sa.Connection, column: sa.Column[str], wanted: Collection[str]) -> set[str]:
+    """Return those of the values that a column holds."""
+    names, found = sorted(wanted), set()
+    for start in range(0, len(names), 500):
+        found |= set(connection.scalars(sa.select(column).where(column.in_(names[start : start + 500]))))
+    return found
+
+
+def _unnamed(connection: sa.Connection, names: list[str]) -> set[str]:
+    """Return the messages that nothing leads to; those that the next sweep looks at are not meant."""
+    table, child = schema.messages, schema.messages.alias("child")
+    query = sa.select(table.c.hash).where(
+        table.c.hash.in_(names),
+        ~sa.exists().where(child.c.parent == table.c.hash),
+        ~sa.exists().where(schema.calls.c.held_node == table.c.hash),
+        ~sa.exists().where(schema.choices.c.reply_node == table.c.hash),
+        ~sa.exists().where(schema.unclaimed.c.hash == table.c.hash),
+    )
+    return set(connection.scalars(query))
+
+
+def _body(packed: bytes) -> bytes | None:
+    """Return the JSON of a body; None where it is damaged."""
+    try:
+        body = unpack_body(bytes(packed))
+        msgspec.json.decode(body, type=msgspec.Raw)
+    except (zlib.error, msgspec.DecodeError):
+        return None
+    return body

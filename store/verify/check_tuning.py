@@ -1,0 +1,58 @@
+"""Prompts, rollouts, shadows, and versions that share an adapter: do they say what they hold, and agree?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import sqlalchemy as sa
+
+from ratchet.store.calls.resamples import shadows
+from ratchet.store.db import schema
+from ratchet.store.policies.prompts import prompt_id
+from ratchet.store.states import TrajectoryState
+from ratchet.store.verify.finding import Finding, Page
+
+
+def check_prompts(_: sa.Connection, page: Page) -> Iterator[Finding]:
+    """Each prompt has the id of what it holds: nobody changed it under the versions that serve it."""
+    for row in page:
+        if prompt_id(row.mode, row.text, row.families) != row.id:
+            remedy = "restore it from a backup; versions serve what it says now"
+            yield Finding(row=f"prompt {row.id}", problem="its id is not that of its text", remedy=remedy)
+
+
+def check_rollouts(connection: sa.Connection, page: Page) -> Iterator[Finding]:
+    """What was made for an evaluation was never trained."""
+    runs = schema.trajectories
+    names = [row.id for row in page if row.purpose == "eval"]
+    trained = sa.select(runs.c.id).where(runs.c.id.in_(names), runs.c.state == TrajectoryState.TRAINED)
+    for name in connection.scalars(trained):
+        problem = "it is of an evaluation, and its trajectory was trained"
+        yield Finding(row=f"rollout {name}", problem=problem, remedy="roll back to the version before that round")
+
+
+def check_shadows(connection: sa.Connection, page: Page) -> Iterator[Finding]:
+    """A shadow that was trained was compared with its original, in one group."""
+    runs, originals = schema.trajectories, schema.trajectories.alias("original")
+    query = (
+        sa.select(shadows.c.id)
+        .join(runs, runs.c.id == shadows.c.id)
+        .join(originals, originals.c.id == shadows.c.original_id)
+        .where(shadows.c.id.in_([row.id for row in page]), runs.c.state == TrajectoryState.TRAINED)
+        .where(sa.func.coalesce(originals.c.group_id, "") != runs.c.group_id)
+    )
+    for name in connection.scalars(query):
+        problem = "it was trained, and not in the group of its original"
+        yield Finding(row=f"shadow {name}", problem=problem, remedy="roll back to the version before that round")
+
+
+def check_policies(connection: sa.Connection) -> Iterator[Finding]:
+    """Versions with one served name have one adapter: they differ by their prompt alone."""
+    table = schema.policies
+    adapters: dict[tuple[str, str], str | None] = {}
+    for row in connection.execute(sa.select(table).order_by(table.c.alias, table.c.version)):
+        first = adapters.setdefault((row.alias, row.served_name), row.adapter)
+        if first != row.adapter:
+            problem = f"vLLM knows it as {row.served_name}, and an earlier version of that name has adapter {first}"
+            remedy = "restore the table policies from a backup; what it serves is the earlier version's adapter"
+            yield Finding(row=f"policy {row.alias}@{row.version}", problem=problem, remedy=remedy)

@@ -1,0 +1,140 @@
+"""A project in a temporary folder, and the `ratchet` command run in it as a user runs it: as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ratchet.supervisor.leftover_processes import kill_tree
+from tests.harness.ports import free_port
+
+ROOT = Path(__file__).parents[3]
+SCRIPTED_VLLM = Path(__file__).with_name("scripted_vllm.py")
+
+
+def wait_for(what: str, holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Return when `holds`; fail naming `what` when it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; a zombie does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+class Project:
+    """A folder with a model that is one by its looks, and a ratchet.yaml that starts the scripted vLLM."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.folder = folder
+        self.helper = folder / "helper.pid"
+        self._started: list[subprocess.Popen[str]] = []
+        model = folder / "model"
+        model.mkdir()
+        (model / "config.json").write_text('{"model_type": "qwen3"}')
+        (model / "model.safetensors").write_bytes(b"")
+        (model / "tokenizer.json").write_text("{}")
+        self.content: dict[str, Any] = {
+            "base_model": str(model),
+            "min_free_disk_mb": 1,
+            "vllm": {"command": [sys.executable, str(SCRIPTED_VLLM)], "port": free_port()},
+            "proxy": {"port": free_port()},
+        }
+        self.write(**settings)
+
+    def write(self, **settings: Any) -> None:
+        """Change settings and write ratchet.yaml (JSON is YAML)."""
+        self.content |= settings
+        (self.folder / "ratchet.yaml").write_text(json.dumps(self.content))
+
+    @property
+    def state(self) -> Path:
+        """The project's state folder."""
+        return self.folder / ".ratchet" / "default"
+
+    def start(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:
+        """Start `ratchet ARGUMENTS` and return it running; its stdout and stderr come together."""
+        return self._start(arguments, environ, subprocess.STDOUT)
+
+    def _start(self, arguments: Sequence[str], environ: dict[str, str], stderr: int) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ratchet", *arguments],
+            cwd=self.folder,
+            env=self._environ(environ),
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+        self._started.append(process)
+        return process
+
+    def run(self, *arguments: str, seconds: float = 60, **environ: str) -> subprocess.CompletedProcess[str]:
+        """Run `ratchet ARGUMENTS` to its end, `seconds` at most; stdout and stderr come together."""
+        process = self.start(*arguments, **environ)
+        said, _ = process.communicate(timeout=seconds)
+        return subprocess.CompletedProcess(arguments, process.returncode, said)
+
+    def json(self, *arguments: str, seconds: float = 60) -> Any:
+        """Run `ratchet ARGUMENTS --json` to its end and return what it printed to stdout alone."""
+        process = self._start([*arguments, "--json"], {}, subprocess.PIPE)
+        printed, said = process.communicate(timeout=seconds)
+        assert process.returncode == 0, said
+        return json.loads(printed)
+
+    def up(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:
+        """Start `ratchet up` and return it once every room is ready."""
+        process = self.start("up", *arguments, **environ)
+
+        def is_ready() -> bool:
+            running = self.running()
+            return process.poll() is not None or (running.get("pid") == process.pid and running["ready"])
+
+        wait_for("the project is ready", is_ready, seconds=40)
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        return process
+
+    def running(self) -> dict[str, Any]:
+        """Return what `up` recorded; empty before that."""
+        try:
+            return dict(json.loads((self.state / "run" / "running.json").read_text()))
+        except (OSError, ValueError):
+            return {}
+
+    def pids(self) -> list[int]:
+        """Return every process of the project: rooms, leashes and the vLLM's helper."""
+        files = [file for file in (self.state / "run").glob("*.pid") if file.name != "up.pid"]
+        return [int(file.read_text().split()[0]) for file in (*files, self.helper)]
+
+    def stop(self) -> None:
+        """Leave nothing running."""
+        for name in ("up", "vllm.leash", "proxy.leash", "trainer.leash", "vllm", "proxy", "trainer"):
+            file = self.state / "run" / f"{name}.pid"
+            if file.exists() and is_alive(pid := int(file.read_text().split()[0])):
+                kill_tree(psutil.Process(pid))
+        if self.helper.exists() and is_alive(pid := int(self.helper.read_text())):
+            os.kill(pid, signal.SIGKILL)
+        for process in self._started:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+    def _environ(self, environ: dict[str, str]) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RATCHET_")}
+        ours = {"PYTHONPATH": str(ROOT), "SCRIPTED_VLLM_HELPER": str(self.helper)}
+        return inherited | ours | environ

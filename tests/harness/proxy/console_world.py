@@ -1,0 +1,109 @@
+"""A store that holds something for every page of the console, hostile texts among it, made by the store's own verbs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from ratchet.store.ids import new_id
+from ratchet.store.records import Exchange, Feedback, Verdict
+from ratchet.store.store import Store
+from tests.harness.records import answered_trajectory, begun, ended, tool_call
+
+ALIAS = "agent"
+MARK = "window.ranHostile = true"
+HOSTILE = (
+    f"<img src=x onerror=\"{MARK}\"><script>{MARK}</script><svg onload='{MARK}'></svg>"
+    f"[click](javascript:{MARK}) <a href='javascript:{MARK}'>here</a> "
+    "pay \u202egnp.exe\u202c \u200b\u200dnow \u2066x\u2069 \U000e0041tag \x1b[31mred <iframe src='https://evil.example'>"
+)
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "You find e-mails." + HOSTILE},
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "Where is Oslo? " + HOSTILE},
+            {"type": "image_url", "image_url": {"url": "https://evil.example/pixel.png"}},
+        ],
+    },
+]
+
+
+def fill(store: Store) -> None:
+    """Fill an empty store."""
+    randomness = random.Random(5)
+    store.policies.register_base(ALIAS, ALIAS)
+    hostile(store)
+    for version in range(5):
+        names = [f"run-{version}-{number:02d}" for number in range(40)]
+        scores = [float(randomness.random() < 0.25 + 0.15 * version) for _ in names]
+        starts = [
+            begun(f"call_{name}", name, version=version, task=f"mail/{place % 8}") for place, name in enumerate(names)
+        ]
+        store.calls.ship([ended(start, {"role": "assistant", "content": "Oslo"}) for start in starts])
+        store.trajectories.seal_idle(ALIAS, now=100.0, idle_seconds=1.0)
+        group = store.groups.form(f"task:mail/{version}", ALIAS, names, now=101.0)
+        verdicts = [
+            Verdict(trajectory_id=name, group_id=group.id, judge="rule", judge_version="1", score=score)
+            for name, score in zip(names, scores, strict=True)
+        ]
+        store.groups.record(group.id, verdicts)
+        _train(store, version, group.id, sum(scores) / len(scores))
+    store.policies.canary(ALIAS, 5, 0.2, {"low": 0.02})
+    store.alarms.raise_("no_signal", "last 5 groups: no variance, judge rule gave 0.0 to all 20: take harder tasks")
+    store.works.note(
+        ALIAS, "gathering", done=3, total=8, seconds=12.0, means={"tokens": 42.67, "reward": 0.5}
+    )  # 4 s each, 20 s left
+
+
+def _train(store: Store, version: int, group: str, reward: float) -> None:
+    told = store.rounds.start(ALIAS, version)
+    metrics: dict[str, Any] = {
+        "reward": reward,
+        "trajectories": 40,
+        "tokens_trained": 900,
+        "loss": 0.01,
+        "seconds": 3.5,
+    }
+    metrics |= {
+        "approx_kl": 0.004,
+        "approx_kl_tokens": 900,
+        "logprob_change_positive_mean": 0.002,
+        "learning_rate": 2e-3,
+    }
+    metrics |= {"numbers": "fp32"}
+    store.rounds.commit(told.id, version=version + 1, checkpoint=f"c/{version + 1}", groups=[group], metrics=metrics)
+    if version < 4:
+        store.policies.promote(ALIAS, version + 1, {"gain": 0.1}, by="gate", reason="better: +0.15 (0.05 to 0.25)")
+
+
+def hostile(store: Store) -> None:
+    """A trajectory whose every text would like to run, hide or mislead."""
+    first = begun("call_h1", "hostile", TALK, at=2.0, task="evil/" + HOSTILE[:60], role="planner" + HOSTILE[:20],
+                  tags=("nightly",))  # fmt: skip
+    asked = {**tool_call('{"query": "' + "x" * 20 + '<b>"}'), "reasoning": "thinking " + HOSTILE}
+    seen = [*TALK, asked, {"role": "tool", "tool_call_id": "c1", "content": HOSTILE}]
+    second = begun("call_h2", "hostile", seen, at=3.0, parent_call="call_h1", linked_by="graph+tool_ids")
+    store.calls.ship([first, ended(first, asked, messages=TALK)])
+    store.calls.ship([second, ended(second, {"role": "assistant", "content": "Oslo " + HOSTILE}, messages=seen,
+                                    context="exact", prompt=(6, 7))])  # fmt: skip
+    answered_trajectory(store, "beside", HOSTILE, task="evil/2", at=2.5)
+    store.trajectories.seal_idle(ALIAS, now=100.0, idle_seconds=1.0)
+    group = store.groups.form("task:evil", ALIAS, ["hostile", "beside"], now=101.0)
+    asking = Exchange(
+        id=new_id("exg"), group_id=group.id, judge="ruler", url="http://judge.example/v1", request=b'{"messages": []}',
+        answer=HOSTILE.encode(), status=200, problem=None, prompt_tokens=9, completion_tokens=3, cost=None,
+        latency=0.5, asked_at=101.0,
+    )  # fmt: skip
+    verdicts = [
+        Verdict(
+            trajectory_id=name, group_id=group.id, judge="ruler" + HOSTILE[:30], judge_version="v1", score=score,
+            explanation=HOSTILE, components={"answer": score, HOSTILE[:40]: 0.1}, exchange_id=asking.id,
+            judged_at=102.0,
+        )
+        for name, score in (("hostile", 0.25), ("beside", 0.75))
+    ]  # fmt: skip
+    store.groups.record(group.id, verdicts, [asking])
+    said = Feedback(id="fb_1", kind="trajectory", target="hostile", source="user", given_at=103.0, value=0.0,
+                    comment=HOSTILE, trusted=True)  # fmt: skip
+    store.feedback.add([said])

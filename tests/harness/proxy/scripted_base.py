@@ -1,0 +1,40 @@
+"""How a scripted vLLM's base model answers the fixed questions by which it is known again (store/policies/fingerprints.py)."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from ratchet.store.policies.fingerprints import requests
+
+_ASKED = {part: body for part, (_, body) in requests("").items()}
+
+
+@dataclass(slots=True)
+class BaseModel:
+    """A base model: where it says that it is from, its weights and its template; `asked` counts comparisons."""
+
+    root: str = "x"
+    weights: int = 0  # other weights are other logprobs
+    noise: float = 0.0  # nats, as of another number type
+    template: int = 0
+    asked: int = 0
+
+    def answer(self, path: str, body: bytes) -> dict[str, Any] | None:
+        """Return the answer to one of the fixed questions; None where it is none of them."""
+        if path not in ("/tokenize", "/v1/completions"):
+            return None
+        asked = json.loads(body)
+        if asked.get("prompt") == _ASKED["tokens"]["prompt"]:
+            return {"tokens": [1, 2, 3]}
+        if asked.get("messages") == _ASKED["rendered"]["messages"]:
+            return {"tokens": list(range(self.template, self.template + 50))}
+        if asked.get("prompt") != _ASKED["likeliest"]["prompt"]:
+            return None
+        self.asked += 1
+        drawn = random.Random(self.weights)
+        tops = [{f"token_id:{drawn.randrange(99)}": self.noise - place - drawn.random() for place in range(10)}
+                for _ in asked["prompt"]]  # fmt: skip
+        return {"choices": [{"index": i, "logprobs": {"top_logprobs": [top]}} for i, top in enumerate(tops)]}

@@ -1,0 +1,119 @@
+"""Small honest records for tests: calls as the proxy ships them, with real hashes and packed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ratchet.store.content.messages import link_keys, node, path, tool_call_ids, tools_hash
+from ratchet.store.records import CallBegun, CallEnded, Choice, Group, Verdict, pack_ids, pack_logprobs
+from ratchet.store.states import CallState
+from ratchet.store.store import Store
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
+]
+QUESTION: list[dict[str, Any]] = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "Where?"}]
+
+
+def tool_call(arguments: str = '{"a": 1}', call_id: str = "c1") -> dict[str, Any]:
+    """An assistant message with one tool call."""
+    function = {"name": "search", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+    }
+
+
+def begun(
+    call_id: str,
+    trajectory_id: str,
+    messages: Sequence[Mapping[str, Any]] = QUESTION,
+    *,
+    at: float = 1.0,
+    **changes: Any,
+) -> CallBegun:
+    """A call's beginning."""
+    nodes = path(messages)
+    name, body = tools_hash(TOOLS)
+    values: dict[str, Any] = {
+        "call_id": call_id,
+        "trajectory_id": trajectory_id,
+        "started_at": at,
+        "alias": "agent",
+        "version": 0,
+        "dialect": "chat",
+        "streamed": False,
+        "linked_by": "root",
+        "prompt_node": nodes[-1].hash,
+        "tools_hash": name,
+        "tools": body,
+        "nodes": nodes,
+        "sampling": {"temperature": 1.0},
+    }
+    return CallBegun(**(values | changes))
+
+
+def ended(
+    start: CallBegun,
+    reply: Mapping[str, Any],
+    *,
+    messages: Sequence[Mapping[str, Any]] = QUESTION,
+    prompt: Sequence[int] = (1, 2, 3),
+    ids: Sequence[int] = (4, 5),
+    context: str = "root",
+    **changes: Any,
+) -> CallEnded:
+    """A call's answered end, half a second after its beginning."""
+    answer = node(start.prompt_node, reply)
+    choice = Choice(
+        index=0,
+        finish_reason="stop",
+        ids=pack_ids(ids),
+        logprobs=pack_logprobs([-6.25] * len(ids)),  # as a random model of 512 tokens would: the trainer compares
+        reply_node=answer.hash,
+        link_key=link_keys([*messages, reply])[-1],
+        tool_call_ids=tool_call_ids(reply),
+    )
+    values: dict[str, Any] = {
+        "begun": start,
+        "state": CallState.ANSWERED,
+        "ended_at": start.started_at + 0.5,
+        "status": 200,
+        "context": context,
+        "prompt_ids": pack_ids(prompt),
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(ids),
+        "choices": (choice,),
+        "nodes": (answer,),
+    }
+    return CallEnded(**(values | changes))
+
+
+def answered_trajectory(store: Store, name: str, answer: str = "Oslo", **changes: Any) -> None:
+    """Ship a trajectory of one answered call."""
+    start = begun(f"call_{name}", name, **changes)
+    store.calls.ship([start, ended(start, {"role": "assistant", "content": answer})])
+
+
+def judged_group(
+    store: Store,
+    names: Sequence[str],
+    scores: Sequence[float],
+    *,
+    task: str = "t",
+    versions: Sequence[int] = (),
+    alias: str = "agent",
+) -> Group:
+    """Ship, seal, group and judge one-call trajectories."""
+    for name, version in zip(names, versions or [0] * len(names), strict=True):
+        answered_trajectory(store, name, task=task, version=version, alias=alias)
+    store.trajectories.seal_idle(alias, now=100.0, idle_seconds=1.0)
+    group = store.groups.form(f"task:{task}", alias, names, now=101.0)
+    verdicts = [
+        Verdict(trajectory_id=name, group_id=group.id, judge="rule", judge_version="1", score=score)
+        for name, score in zip(names, scores, strict=True)
+    ]
+    store.groups.record(group.id, verdicts)
+    return store.groups.get(group.id)

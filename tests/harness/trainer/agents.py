@@ -1,0 +1,39 @@
+"""What agents leave in the store when they work: one-call trajectories with the scores that they will get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ratchet.store.store import Store
+from tests.harness.records import begun, ended
+from tests.harness.trainer import judge_samples
+
+
+def agents_work(
+    store: Store,
+    task: str,
+    scores: Sequence[Any],
+    prompt: Sequence[int] = (5, 6, 7),
+    temperature: float = 1.0,
+    **changes: Any,
+) -> list[str]:
+    """One-call trajectories of one task; `changes` are those of each call's beginning.
+
+    What they sampled depends on the task, so that the gradients of two tasks with opposite scores do not cancel.
+    """
+    names = []
+    for number, score in enumerate(scores):
+        name = f"{task}-{number}"
+        judge_samples.by_answer[name] = score
+        start = begun(f"call_{name}", name, task=task, sampling={"temperature": temperature}, **changes)
+        ids = (10 + number, 11 + sum(task.encode()) % 7, 2)
+        reply = {"role": "assistant", "content": name}
+        shipped = ended(start, reply, prompt=prompt, ids=ids)
+        if "at" in changes:  # it ended before the judge spoke, who looks at the clock
+            shipped = msgspec.structs.replace(shipped, ended_at=start.started_at)
+        store.calls.ship([shipped])
+        names.append(name)
+    return names

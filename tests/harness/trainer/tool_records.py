@@ -1,0 +1,20 @@
+"""Tool calls in a store, with what came of them."""
+
+from __future__ import annotations
+
+from ratchet.store.records.tool_calls import ToolAnswer, ToolCall
+from ratchet.store.states import ToolOutcome, ToolResult
+from ratchet.store.store import Store
+
+
+def tool_called(store: Store, name: str, result: ToolResult, times: int = 50, alias: str = "agent") -> None:
+    """The call of a one-call trajectory called a tool so many times, with this result."""
+    made = [
+        ToolCall(
+            call_id=f"call_{name}", choice=0, place=place, alias=alias, version=0, tool="search",
+            tool_call_id=f"i{place}", outcome=ToolOutcome.VALID,
+        )
+        for place in range(times)
+    ]  # fmt: skip
+    told = [ToolAnswer(call_id=f"call_{name}", choice=0, tool_call_id=one.tool_call_id, result=result) for one in made]
+    store.tools.record(made, told)

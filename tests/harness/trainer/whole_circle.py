@@ -1,0 +1,58 @@
+"""A real proxy process before a scripted vLLM, and a trainer's daemon whose versions the scripted engine serves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ratchet.store.store import Store, open_store
+from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import ProxyProcess, eventually, served
+from tests.harness.trainer.scripted_engine import Faithful, ScriptedEngine
+
+# The scripted vLLM's logprobs are not the tiny model's: its rows would rightly be rejected.
+LEARNER = LearnerSettings(learning_rate=1e-2, sequence_mask_threshold=None)
+
+
+@contextmanager
+def proxy_before(vllm: ScriptedVllm, folder: Path) -> Iterator[str]:
+    """Run a proxy with its store in the folder; the value is its URL."""
+    with served(vllm) as url:
+        process = ProxyProcess(folder, upstreams=[url])
+        try:
+            eventually(lambda: httpx.get(process.url + "/health/ready", timeout=5).status_code == 200)
+            yield process.url
+        finally:
+            process.stop()
+
+
+def all_shipped(proxy: str) -> None:
+    """Wait until what the proxy recorded is in the store: on a busy machine that takes a while."""
+    eventually(lambda: httpx.get(f"{proxy}/health/backlog", timeout=10).json()["unshipped_records"] == 0, 30)
+
+
+@contextmanager
+def trainer_of(folder: Path, tiny_model: Path, **settings: Any) -> Iterator[tuple[Daemon, Store, ScriptedEngine]]:
+    """A daemon on the store in the folder, whose versions the engine serves as they are loaded."""
+    store, engine = open_store(str(folder / "store.db")), ScriptedEngine(lambda name, ids: 0.0)
+    values: dict[str, Any] = {
+        "store": str(folder / "store.db"), "model": "agent", "base_model": str(tiny_model), "vllm": (engine.url,),
+        "checkpoints": folder / "checkpoints", "groups_per_round": 1, "learner": LEARNER,
+    }  # fmt: skip
+    daemon = Daemon(TrainerSettings(**(values | settings)), store, threading.Event())
+
+    engine.scorer = Faithful(engine, lambda: daemon.learner)
+    try:
+        yield daemon, store, engine
+    finally:
+        daemon.close()
+        engine.close()
+        store.close()

@@ -1,0 +1,68 @@
+"""A program for an environment with DSPy: MIPRO in the small world, once for each case; what came of it as JSON.
+
+Run alone: `python -m tests.harness.tuner.mipro_in_the_small_world REFLECTION_URL`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ratchet.trainer.controller.judges.language_model import LanguageModel
+from ratchet.trainer.settings.judge_specs import ModelSpec
+from ratchet.tuner.prompts.budget import Budget
+from ratchet.tuner.prompts.make_optimizer import make_optimizer
+from ratchet.tuner.prompts.reflection_model import ReflectionModel
+from tests.harness.tuner import prompt_world
+from tests.harness.tuner.prompt_fakes import WorldEvaluate, search
+
+NOBODY = "http://127.0.0.1:9/v1"  # where nothing answers
+
+
+def run(
+    url: str, evaluate: WorldEvaluate, tokens: int | None = None, answered: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """Search once; return what came of it. `answered` is what an earlier run was told."""
+    told: list[dict[str, Any]] = []
+    spec = ModelSpec(base_url=url, model="scripted-reflection", attempts=2)
+    budget = Budget(1000, tokens)
+    model = LanguageModel(spec, None, sleep=lambda seconds: None)
+    reflection = ReflectionModel(model, budget, answered=answered, keep=lambda one, exchanges: told.append(dict(one)))
+    error = None
+    try:
+        make_optimizer("mipro").optimize(prompt_world.SEED, evaluate, reflection, search())
+    except Exception as raised:  # noqa: BLE001  the tests look at it
+        error = type(raised).__name__
+    score, prompt = evaluate.best()
+    return {
+        "score": score,
+        "prompt": prompt,
+        "paid": evaluate.paid,
+        "reflections": budget.reflections,
+        "error": error,
+        "questions": evaluate.questions,
+        "answered": told,
+    }
+
+
+def main(url: str) -> None:
+    """Print the cases."""
+    warnings.simplefilter("error")
+    print("not part of the answer", file=sys.stderr)
+    whole = run(url, WorldEvaluate())
+    cases = {
+        "whole": whole,
+        "again": run(NOBODY, WorldEvaluate(), answered=whole["answered"]),
+        "budget": run(url, WorldEvaluate(most=30)),
+        "tokens": run(url, WorldEvaluate(), tokens=1500),
+        "unjudged": run(url, WorldEvaluate(unjudged=lambda prompt, task: "quib" in prompt and task == "task10")),
+        "down": run(NOBODY, WorldEvaluate()),
+    }
+    print(json.dumps(cases | {"imported": sorted(sys.modules)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

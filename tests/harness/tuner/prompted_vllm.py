@@ -1,0 +1,29 @@
+"""The scripted vLLM whose policy lives in the small world: what it answers depends on the system prompt alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.types import Receive, Send
+
+from tests.harness.proxy.scripted_vllm import Json, ScriptedVllm
+from tests.harness.tuner import prompt_world
+
+
+class PromptedVllm(ScriptedVllm):
+    """Answers questions of the small world by the rules in the system prompt, after `seconds`."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.prompts: list[str] = []  # the system prompt of each call, "" where there was none
+
+    async def _answer(self, body: Json, script: Mapping[str, str], receive: Receive, send: Send) -> None:
+        await asyncio.sleep(self.seconds)
+        messages: list[dict[str, Any]] = body["messages"]
+        prompt = messages[0]["content"] if messages[0]["role"] == "system" else ""
+        self.prompts.append(prompt)
+        said = prompt_world.answer(prompt, messages[-1]["content"])
+        await super()._answer(body, {**script, "say": said}, receive, send)

@@ -1,0 +1,109 @@
+"""A scripted reflection model: an OpenAI-compatible endpoint that reads the examples and proposes known improvements.
+
+It answers the questions of our reflection (JSON), and those that DSPy's MIPRO asks in its own form. `propose` decides
+what: it is given the present prompt and the rows of the tasks that stand in the question.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from tests.harness.tuner import prompt_world
+
+Propose = Callable[[str, Sequence[Mapping[str, Any]]], str]
+_ROW = re.compile(r'\{"question".*?\}')
+
+
+class ScriptedReflectionModel:
+    """Keeps what it was asked; answers `down` requests with status 503 first."""
+
+    def __init__(self, propose: Propose = prompt_world.improved) -> None:
+        self.propose = propose
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.down = 0
+        self.url = ""
+        self._said = 0
+
+    @contextmanager
+    def running(self) -> Iterator[ScriptedReflectionModel]:
+        """Serve on a free port."""
+        server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        self.url = f"http://127.0.0.1:{server.server_port}/v1"
+        try:
+            yield self
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    def spec(self, **changes: Any) -> dict[str, Any]:
+        """What `tuner.reflection` is told."""
+        return {"base_url": self.url, "model": "scripted-reflection", "attempts": 2, "timeout_seconds": 20} | changes
+
+    def answer(self, body: Mapping[str, Any]) -> str:
+        """What it says to a request."""
+        words = "\n".join(str(message["content"]) for message in body["messages"])
+        if "[[ ##" in words:
+            return self._in_dspy_form(words)
+        asked = json.loads(body["messages"][1]["content"])
+        rows = [json.loads(example["task"]) for example in asked["examples"]]
+        return json.dumps({"diagnosis": "a rule is missing", "prompt": self.propose(asked["prompt"], rows)})
+
+    def _in_dspy_form(self, words: str) -> str:
+        field = words.rpartition("starting with the field `[[ ## ")[2].partition(" ## ]]")[0]
+        said = "They ask for words."
+        if field == "observations":
+            rows = [json.loads(found) for found in _ROW.findall(words)]
+            said = "Each asks for the word of a thing: " + "; ".join(sorted({json.dumps(row) for row in rows}))
+        elif field == "summary":
+            said = words.rpartition("[[ ## observations ## ]]")[2].partition("Respond with")[0].strip()
+        elif field == "proposed_instruction":
+            said = self._proposed(words)
+        return f"[[ ## {field} ## ]]\n{said}\n\n[[ ## completed ## ]]"
+
+    def _proposed(self, words: str) -> str:
+        """The n-th proposal tells n more rules, and after the last it begins anew."""
+        rows = [json.loads(found) for found in _ROW.findall(words)]
+        prompt = words.rpartition("[[ ## basic_instruction ## ]]")[2].partition("[[ ##")[0].strip()
+        for _ in range(self._said % 4):
+            prompt = self.propose(prompt, rows)
+        self._said += 1
+        return prompt
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        scripted = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                scripted.asked.append(body)
+                scripted.headers.append({name.lower(): value for name, value in self.headers.items()})
+                if scripted.down:
+                    scripted.down -= 1
+                    self._send(503, {"error": {"message": "overloaded"}})
+                    return
+                message = {"role": "assistant", "content": scripted.answer(body)}
+                usage = {"prompt_tokens": 500, "completion_tokens": 50}
+                choice = {"index": 0, "message": message, "finish_reason": "stop"}
+                self._send(200, {"choices": [choice], "usage": usage})
+
+            def _send(self, status: int, content: Any) -> None:
+                text = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Say nothing."""
+
+        return Handler

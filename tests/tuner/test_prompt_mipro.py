@@ -1,0 +1,84 @@
+"""MIPRO, in an environment of its own: DSPy needs another major version of OpenAI's SDK than the other tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.clients.program import HOME, SKIP
+from tests.harness.tuner import prompt_world
+from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
+
+ROOT = Path(__file__).parents[2]
+
+
+def mipro_python() -> Path:
+    """Return the interpreter that has DSPy. Fails, with the remedy, where it is not set up."""
+    if os.environ.get(SKIP):
+        pytest.skip(f"{SKIP} is set")
+    python = HOME / "mipro" / "bin" / "python"
+    assert python.exists(), f"{python} is missing: make clients"
+    return python
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What came of MIPRO's searches in the small world."""
+    program = [str(mipro_python()), "-m", "tests.harness.tuner.mipro_in_the_small_world"]
+    home = tmp_path_factory.mktemp("home")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(home)}
+    with ScriptedReflectionModel().running() as server:
+        done = subprocess.run(
+            [*program, server.url], capture_output=True, text=True, env=environ, timeout=240, cwd=ROOT
+        )
+    assert done.returncode == 0, done.stderr
+    cases: dict[str, Any] = json.loads(done.stdout)
+    return cases | {"asked": server.asked, "errors": done.stderr, "home": sorted(str(one) for one in home.rglob("*"))}
+
+
+def test_mipro_finds_every_rule_that_a_reflection_model_proposes(outcome: dict[str, Any]) -> None:
+    assert outcome["whole"]["score"] == 1.0
+    assert all(f"a {thing} is a {word}" in outcome["whole"]["prompt"] for thing, word in prompt_world.WORDS.items())
+    assert outcome["whole"]["error"] is None
+
+
+def test_mipro_goes_the_same_way_again_on_what_it_was_told_before(outcome: dict[str, Any]) -> None:
+    assert outcome["again"]["error"] is None
+    assert outcome["again"]["questions"] == outcome["whole"]["questions"]
+
+
+def test_mipro_asks_no_model_but_the_reflection(outcome: dict[str, Any]) -> None:
+    assert outcome["whole"]["reflections"] > 0
+    assert "litellm" not in outcome["imported"]
+    assert {asked["model"] for asked in outcome["asked"]} == {"scripted-reflection"}
+
+
+def test_mipro_prints_nothing_and_keeps_no_cache(outcome: dict[str, Any]) -> None:
+    assert outcome["errors"].strip() == "not part of the answer"
+    assert outcome["home"] == []
+
+
+def test_mipro_shows_the_reflection_model_no_validation_task(outcome: dict[str, Any]) -> None:
+    asked = str(outcome["asked"])
+    assert "(0)" in asked
+    assert not [n for n in range(9, 18) if f"({n})" in asked]
+
+
+def test_mipro_ends_with_the_budget(outcome: dict[str, Any]) -> None:
+    assert outcome["budget"]["error"] == "BudgetSpent"
+    assert outcome["budget"]["paid"] <= 30
+    assert outcome["tokens"]["error"] == "BudgetSpent"
+
+
+def test_mipro_leaves_an_unjudged_rollout_out_of_the_mean(outcome: dict[str, Any]) -> None:
+    assert outcome["unjudged"]["error"] is None
+    assert outcome["unjudged"]["score"] > 0
+
+
+def test_mipro_ends_when_the_reflection_model_is_down(outcome: dict[str, Any]) -> None:
+    assert outcome["down"]["error"] == "ReflectionDown"

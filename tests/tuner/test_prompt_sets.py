@@ -1,0 +1,69 @@
+"""Training, validation and held-out tasks never share content, and too few tasks are told in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratchet.trainer.errors import TaskSetTooSmall
+from ratchet.tuner.prompts.task_splits import Sizes, divide
+from ratchet.tuner.settings.prompt_settings import LEAST_HELD_OUT, LEAST_TRAIN, LEAST_VALIDATION
+
+
+@dataclass(frozen=True)
+class Named:
+    id: str
+
+
+def named(*ids: int) -> list[Named]:
+    return [Named(f"{one:016x}") for one in ids]
+
+
+ids = st.lists(st.integers(0, 60), max_size=60)
+
+
+@given(tasks=ids, test=ids, validation=ids, seed=st.integers(0, 3))
+def test_no_task_is_in_two_sets(tasks: list[int], test: list[int], validation: list[int], seed: int) -> None:
+    try:
+        sets = divide(named(*tasks), named(*test), Sizes(10, 10, 10), seed, named(*validation))
+    except TaskSetTooSmall:
+        return
+    every = [*sets.train, *sets.validation, *sets.held_out]
+    assert len(every) == len(set(every))
+    assert LEAST_TRAIN <= len(sets.train) <= 10
+    assert LEAST_VALIDATION <= len(sets.validation) <= 10
+    assert LEAST_HELD_OUT <= len(sets.held_out) <= 10
+    if test:
+        assert set(sets.held_out) <= {one.id for one in named(*test)}
+
+
+def test_twelve_different_tasks_are_enough_and_eleven_are_not() -> None:
+    sets = divide(named(*range(12)), [], Sizes(), seed=1)
+    assert (len(sets.train), len(sets.validation), len(sets.held_out)) == (3, 3, 6)
+    with pytest.raises(TaskSetTooSmall, match="12 different ones in all; this set gives"):
+        divide(named(*range(11), *range(11)), [], Sizes(), seed=1)
+
+
+def test_the_whole_test_split_decides_unless_a_number_is_given_so_that_a_report_compares_with_other_methods() -> None:
+    test = named(*range(1000, 1250))
+    assert divide(named(*range(40)), test, Sizes(), seed=1).held_out == tuple(one.id for one in test)
+    assert len(divide(named(*range(40)), test, Sizes(held_out=7), seed=1).held_out) == 7
+
+
+def test_without_a_test_split_no_more_than_a_hundred_tasks_are_set_aside_unasked() -> None:
+    assert len(divide(named(*range(1000)), [], Sizes(), seed=1).held_out) == 100
+    assert len(divide(named(*range(1000)), [], Sizes(held_out=300), seed=1).held_out) == 300
+
+
+def test_a_task_of_both_splits_is_held_out_alone() -> None:
+    sets = divide(named(*range(30)), named(*range(20, 40)), Sizes(), seed=1)
+    assert not {*sets.train, *sets.validation} & {one.id for one in named(*range(20, 40))}
+
+
+def test_the_order_of_the_rows_does_not_matter_and_the_seed_does() -> None:
+    sets = divide(named(*range(40)), [], Sizes(), seed=1)
+    assert sets == divide(named(*reversed(range(40))), [], Sizes(), seed=1)
+    assert sets != divide(named(*range(40)), [], Sizes(), seed=2)

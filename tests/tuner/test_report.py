@@ -1,0 +1,161 @@
+"""One report of three methods: only what can be compared stands side by side, the rest is named with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ratchet.store.records import Policy
+from ratchet.store.records.tuning import Tuning
+from ratchet.store.states import PolicyState, TuningKind, TuningState
+from ratchet.trainer.statistics.paired_comparison import Compared, Missing, Verdict, compare
+from ratchet.tuner.reports.report import Report, report
+from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set
+from ratchet.tuner.rollouts.prices import UNKNOWN, Money, Spent
+from ratchet.tuning.tuning_report import effect_cells
+
+TASKS = [f"task{number}" for number in range(10)]
+
+
+def gain(after: float, before: float) -> Compared:
+    return compare(dict.fromkeys(TASKS, (after,)), dict.fromkeys(TASKS, (before,)), names=("new", "old"))
+
+
+@dataclass
+class Runs:
+    """Runs of the tuner, newest last."""
+
+    made: list[Tuning]
+
+    def add(self, method: Any, state: str = "done", error: str | None = None, **changes: Any) -> str:
+        values: dict[str, Any] = {
+            "method": method, "technique": "t", "alias": "policy", "task_set": task_set("tasks/", "test", TASKS),
+            "judge": "judges:exact:1a2b", "workflow": "agent:run", "baseline": "old", "best": "new",
+            "gain": gain(1.0, 0.0),
+        }  # fmt: skip
+        result: Mapping[str, Any] = plain(TuningResult(**(values | changes)))
+        number = len(self.made)
+        tuning = Tuning(
+            id=f"tun_{number}", kind=TuningKind(method), alias="policy", state=TuningState(state), config={},
+            began_at=float(number), result=result, error=error, ended_at=None if state == "running" else number + 0.5,
+        )  # fmt: skip
+        self.made.append(tuning)
+        return tuning.id
+
+    def report(self, **asked: Any) -> Report:
+        return report(list(reversed(self.made)), **asked)
+
+
+def test_the_newest_finished_run_of_each_method_stands_side_by_side() -> None:
+    runs = Runs([])
+    older = runs.add("prompt", gain=gain(0.0, 1.0))
+    runs.add("select-model", gain=gain(0.5, 0.5), spent=Spent(prompt_tokens=5, money=UNKNOWN))
+    runs.add(
+        "prompt", spent=Spent(prompt_tokens=10, money=Money(0.5)), notes=("a script stood in for the reflection model",)
+    )
+    runs.add("weights", promoted="policy@3")
+    found = runs.report()
+    assert [(row.method, row.tuning_id) for row in found.rows] == [
+        ("select-model", "tun_1"), ("prompt", "tun_2"), ("weights", "tun_3"),
+    ]  # fmt: skip
+    verdicts = [row.effect.verdict for row in found.rows if row.effect]
+    assert verdicts == [Verdict.TIED, Verdict.BETTER, Verdict.BETTER]
+    assert found.rows[2].promoted == "policy@3"
+    assert [(one.tuning_id, one.why) for one in found.left_out] == [(older, "a later run of this method stands here")]
+
+
+def test_a_run_of_another_workflow_stands_there_and_says_so() -> None:
+    runs = Runs([])
+    runs.add("weights", workflow="agent:old", notes=("n",))
+    runs.add("prompt")
+    by_method = {row.method: row.notes for row in runs.report().rows}
+    assert by_method == {
+        "select-model": (), "prompt": (), "weights": ("n", "measured with another workflow, agent:old"),
+    }  # fmt: skip
+
+
+def test_runs_of_other_tasks_judges_and_aliases_are_left_out_with_the_reason() -> None:
+    runs = Runs([])
+    runs.add("prompt", task_set=task_set("other/", "test", TASKS[:4]))
+    runs.add("prompt", judge="judges:kind:3c4d")
+    runs.add("prompt", alias="mail")
+    runs.add("weights")
+    found = runs.report()
+    assert [row.tuning_id for row in found.rows] == [None, None, "tun_3"]
+    assert [one.why for one in found.left_out] == [
+        "it tuned mail, not policy", "another judge: judges:kind:3c4d",
+        "other held-out tasks: 4 of other/ (test), not the 10 of tasks/ (test)",
+    ]  # fmt: skip
+    asked = runs.report(tasks="other/")
+    assert [row.tuning_id for row in asked.rows] == [None, "tun_0", None]
+    assert runs.report(judge="judges:kind").rows[1].tuning_id == "tun_1"
+    assert runs.report(alias="mail").rows[1].tuning_id == "tun_2"
+
+
+def test_runs_that_did_not_finish_are_named_and_claim_nothing() -> None:
+    runs = Runs([])
+    runs.add("weights", state="failed", error="vLLM is gone")
+    runs.add("prompt", state="running")
+    runs.add("select-model", state="stopped")
+    runs.made.append(Tuning(
+        id="tun_odd", kind=TuningKind.PROMPT, alias="a", state=TuningState.DONE, config={}, began_at=9.0, result={}
+    ))  # fmt: skip
+    found = runs.report()
+    assert (found.task_set, [row.tuning_id for row in found.rows]) == (None, [None] * 3)
+    reasons = {one.tuning_id: one.why for one in found.left_out}
+    assert reasons["tun_0"] == "it failed: vLLM is gone"
+    assert (reasons["tun_1"], reasons["tun_2"]) == ("it has not ended", "it stopped")
+    assert "cannot be read" in reasons["tun_odd"]
+
+
+def test_a_run_of_which_every_rollout_failed_does_not_take_the_place_of_a_sound_one() -> None:
+    runs = Runs([])
+    sound = runs.add("weights")
+    broken = dict.fromkeys(TASKS, (Missing.FAILED,))
+    empty = runs.add("weights", best=None, gain=compare(broken, broken, names=("new", "old")))
+    found = runs.report()
+    assert found.rows[2].tuning_id == sound
+    assert [(one.tuning_id, one.why) for one in found.left_out] == [(empty, "none of its held-out rollouts was scored")]
+    half = runs.add("weights", gain=compare(broken, dict.fromkeys(TASKS, (1.0,)), names=("new", "old")))
+    assert runs.report().rows[2].tuning_id == half
+
+
+def test_only_what_serves_now_is_said_to_serve() -> None:
+    runs = Runs([])
+    runs.add("select-model", best="policy@3")
+    runs.add("prompt", best="prm_1", promoted="policy@4")
+    runs.add("weights", best="policy@5", promoted="policy@5")
+
+    def serving(version: int, prompt_id: str | None = None) -> list[str | None]:
+        live = Policy(
+            alias="policy", version=version, state=PolicyState.LIVE, served_name=f"policy@{version}", adapter=None,
+            created_at=1.0, round_id=None, prompt_id=prompt_id,
+        )  # fmt: skip
+        return [row.serves for row in runs.report(live={"policy": live}).rows]
+
+    assert serving(3) == ["policy@3", None, None]
+    assert serving(4) == [None, "policy@4", None]
+    assert serving(5, "prm_1") == [None, "policy@5", "policy@5"]
+    assert serving(6) == [None] * 3
+
+
+def test_evaluations_are_no_method() -> None:
+    runs = Runs([])
+    runs.add("eval")
+    found = runs.report()
+    assert (found.task_set, found.left_out) == (None, ())
+
+
+def test_a_run_that_found_nothing_says_so_instead_of_not_measured() -> None:
+    runs = Runs([])
+    runs.add("prompt", best=None, gain=None)
+    runs.add("select-model", best="old", gain=None)
+    runs.add("weights", best=None, gain=None)
+    told = {row.method: effect_cells(row)[2] for row in runs.report().rows}
+    assert told == {
+        "prompt": "nothing better found on validation", "select-model": "stays as it is",
+        "weights": "nothing better found",
+    }  # fmt: skip
+    runs.add("weights", best=None, gain=None, promoted="policy@4")
+    assert effect_cells(runs.report().rows[2])[2] == "not measured"

@@ -1,0 +1,152 @@
+"""Scores: one judge that sees row and response, failures that stay failures, tokens that are counted."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from ratchet.store.records import Door, Transcript
+from ratchet.store.records.tuning import Rollout, Tuning
+from ratchet.store.states import RolloutState
+from ratchet.store.store import Store
+from ratchet.trainer.controller.judges import Judge, Judgement
+from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.controller.judges.opinion import Opinion
+from ratchet.trainer.settings.judge_specs import read_spec
+from ratchet.trainer.tasks.task_set import Task
+from ratchet.tuner.rollouts.runner import RolloutRunner
+from ratchet.tuner.rollouts.scoring import NO_CALL, NO_JUDGE, Scorer
+from tests.proxy.conftest import Proxy
+from tests.tuner.conftest import ALIAS, jobs_of
+
+Make = Callable[..., RolloutRunner]
+
+
+def by_row(task: dict[str, Any], response: str) -> float:
+    """A judge that knows the row and the response alone, as the seed's."""
+    return float(task["answer"] in response)
+
+
+def sees(task: Any, response: Any, trajectory: Mapping[str, Any]) -> dict[str, Any]:
+    """A judge that fails on what it did not expect."""
+    assert isinstance(task, dict)
+    assert trajectory["messages"][-1]["content"] != response
+    return {"score": 1.0}
+
+
+def judge_of(spec: Any) -> Judge:
+    return make_judge(read_spec(spec), {})
+
+
+def rollouts_of(runner: RolloutRunner, tasks: list[Task], tuning: Tuning, attempts: int = 1) -> list[Rollout]:
+    return asyncio.run(runner.run(jobs_of(tasks, attempts), tuning.id))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        f"{__name__}:by_row",
+        {"kind": "answer", "column": "answer", "match": "contains"},
+        {"kind": "answer", "column": "answer", "match": "numeric"},
+    ],
+)
+def test_a_judge_gets_the_row_and_the_response(
+    runner: Make, tasks: list[Task], tuning: Tuning, store: Store, spec: Any
+) -> None:
+    scored = Scorer(store, judge_of(spec), alias=ALIAS).score(rollouts_of(runner(), tasks, tuning, attempts=2))
+    assert [one.score for one in scored] == [0, 0, 1, 1] * 4
+    assert store.rollouts.of(tuning.id, responses=True) == scored
+    assert all(one.prompt_tokens > 0 and one.completion_tokens > 0 for one in scored)
+
+
+def test_without_a_judge_the_workflows_own_reward_counts(
+    runner: Make, tasks: list[Task], tuning: Tuning, store: Store
+) -> None:
+    scored = Scorer(store, None, alias=ALIAS).score(rollouts_of(runner("rewards_itself"), tasks, tuning))
+    assert [one.score for one in scored] == [0, 1] * 4
+    assert {one.judge for one in scored} == {"workflow"}
+    judged = Scorer(store, judge_of({"kind": "workflow"}), alias=ALIAS).score(scored)
+    assert [one.score for one in judged] == [0, 1] * 4
+    unjudged = Scorer(store, None, alias=ALIAS).score(rollouts_of(runner("ask"), tasks[:1], tuning))
+    assert [(one.score, one.judge_failure) for one in unjudged] == [(None, NO_JUDGE)]
+
+
+def test_a_judge_failure_is_kept_and_is_no_number(
+    runner: Make, tasks: list[Task], tuning: Tuning, store: Store
+) -> None:
+    scored = Scorer(store, judge_of(f"{__name__}:sees"), alias=ALIAS).score(rollouts_of(runner(), tasks[:2], tuning))
+    assert [one.score for one in scored] == [None, None]
+    assert all(str(one.judge_failure).startswith("AssertionError") for one in scored)
+
+
+def test_a_failed_rollout_is_not_judged_and_keeps_its_failure(
+    runner: Make, tasks: list[Task], tuning: Tuning, store: Store
+) -> None:
+    (one,) = Scorer(store, judge_of(f"{__name__}:by_row"), alias=ALIAS).score(
+        rollouts_of(runner("crashes"), tasks[:1], tuning)
+    )
+    assert (one.state, one.score, one.judge) == (RolloutState.FAILED, None, None)
+
+
+def test_a_workflow_that_never_called_is_told(runner: Make, tasks: list[Task], tuning: Tuning, store: Store) -> None:
+    (one,) = Scorer(store, judge_of(f"{__name__}:by_row"), alias=ALIAS).score(
+        rollouts_of(runner("only_the_task"), tasks[:1], tuning)
+    )
+    assert one.judge_failure == NO_CALL
+
+
+def test_tokens_of_failed_rollouts_count_too(
+    runner: Make, tasks: list[Task], tuning: Tuning, store: Store, proxy: Proxy
+) -> None:
+    (one,) = Scorer(store, None, alias=ALIAS).score(rollouts_of(runner("asks_then_crashes"), tasks[:1], tuning))
+    assert one.state is RolloutState.FAILED
+    assert one.prompt_tokens > 0
+
+
+def test_what_a_proxy_has_not_shipped_is_unjudged_and_never_judged_on_a_part(
+    runner: Make, tasks: list[Task], tuning: Tuning, store: Store, proxy: Proxy
+) -> None:
+    made = rollouts_of(runner(), tasks[:2], tuning)
+    proxy.settled()
+    behind = Door(id="d", url="u", live={ALIAS: 0}, pins={}, shipped_until=1.0, beat_at=time.time())
+    store.doors.beat(behind)
+    judge = judge_of(f"{__name__}:by_row")
+    scored = Scorer(store, judge, alias=ALIAS, patience=0.3).score(made)
+    assert [one.score for one in scored] == [None, None]
+    assert all("not all in the store after 0.3 s" in str(one.judge_failure) for one in scored)
+    store.doors.close("d")
+    assert [one.score for one in Scorer(store, judge, alias=ALIAS).score(scored)] == [0, 1]
+
+
+class Slow:
+    """A judge of one group at a time that counts the transcripts in memory."""
+
+    at_once = 1
+    name, version = "slow", "1"
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+        time.sleep(0.05)
+        self.most = max(self.most, sum(type(one) is Transcript for one in gc.get_objects()))
+        return Judgement(tuple(Opinion.of(1.0, "").verdict(
+            one, group_id, judge=self.name, version=self.version, cost=None, latency=0.0, judged_at=1.0
+        ) for one in members))  # fmt: skip
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_few_transcripts_are_in_memory_at_a_time(runner: Make, tasks: list[Task], tuning: Tuning, store: Store) -> None:
+    made = rollouts_of(runner(), tasks, tuning)
+    gc.collect()
+    before, slow = sum(type(one) is Transcript for one in gc.get_objects()), Slow()
+    scored = Scorer(store, slow, alias=ALIAS).score(made)
+    assert [one.score for one in scored] == [1.0] * 8
+    assert slow.most - before < 6

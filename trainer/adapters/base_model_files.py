@@ -1,0 +1,176 @@
+"""A base model by its files: SHA-256 of config, weights, tokenizer and chat template, cheap when asked again.
+
+Promises: a digest is of real content, so that a changed copy of the same shape is another model; a file that has not
+changed since (path, size, time of change, inode) is not read again; a file of the Hugging Face cache that is named by
+its SHA-256 is not read at all. What has no bearing on what a model does is left out: READMEs, the version of the
+library that wrote the config, the name of the folder. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ratchet.store.store import Store
+from ratchet.trainer.errors import OtherBaseModel
+
+log = logging.getLogger(__name__)
+
+DIGESTS = "base_model.json"  # the file, beside an alias's checkpoints, that remembers digests
+_TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "tekken.json")
+_CONFIG_ASIDE = ("_name_or_path", "transformers_version")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_AT_ONCE = 4  # files
+_CHUNK = 2**22
+
+
+def model_folder(model: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder of a model: its own, or a hub name's in the Hugging Face cache; None where it is not there."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    home = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    cache = Path(environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    repository = cache / f"models--{model.replace('/', '--')}"
+    try:
+        snapshot = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    return snapshot if (snapshot / "config.json").is_file() and _weights(snapshot) else None
+
+
+def digests(folder: Path, cache: Path) -> dict[str, str]:
+    """Return the digests of a model folder by part; `cache` is a file that remembers those of unchanged files.
+
+    Raises OSError where a file cannot be read.
+    """
+    known = _Known(cache)
+    parts = {
+        "config": _digest_json(_json(folder / "config.json"), _CONFIG_ASIDE),
+        "weights": _joined(folder, _weights(folder), known),
+        "tokenizer": _joined(folder, [folder / name for name in _TOKENIZER if (folder / name).is_file()], known),
+        "chat_template": hashlib.sha256(_chat_template(folder).encode()).hexdigest(),
+    }
+    known.save()
+    return parts
+
+
+def bytes_to_read(folder: Path, cache: Path) -> int:
+    """Return how many bytes of weights `digests` would have to read."""
+    known = _Known(cache)
+    return sum(file.stat().st_size for file in _weights(folder) if known.of(file) is None)
+
+
+def check_files(store: Store, alias: str, model: str, cache: Path) -> None:
+    """Compare a base model's files with what the store knows; what is not known is taken up. Raises OtherBaseModel."""
+    folder = model_folder(model)
+    if folder is None or not (folder / "config.json").is_file():  # whoever loads it says so
+        return
+    files = digests(folder, cache)
+    known = store.base_models.of(alias)
+    if known is not None and (parts := known.differs_in(files)):
+        raise OtherBaseModel(
+            f"base_model {model} is not {known.name}, which the versions of {alias} belong to: its {', '.join(parts)} "
+            "differ; name that one, or train the new one under an alias or in a project of its own"
+        )
+    if (known is None or not known.files) and store.base_models.take_up(alias, model, files=files) is not None:
+        log.info("event=base_model_taken_up alias=%s name=%s weights=%s", alias, model, files["weights"][:12])
+
+
+class _Known:
+    """Digests by file, with what changes when the file does."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._changed = False
+        try:
+            found = json.loads(file.read_text())
+        except (OSError, ValueError):
+            found = {}
+        self._rows: dict[str, Any] = found if isinstance(found, dict) else {}
+
+    def of(self, file: Path) -> str | None:
+        """Return a file's digest, where it is known without reading the file."""
+        there = file.resolve()
+        if there.parent.name == "blobs" and _SHA256.fullmatch(there.name):
+            return there.name
+        row = self._rows.get(str(there))
+        return str(row["sha256"]) if isinstance(row, dict) and row.get("stat") == _stat(there) else None
+
+    def digest(self, file: Path) -> str:
+        """Return a file's digest."""
+        if (known := self.of(file)) is not None:
+            return known
+        there = file.resolve()
+        before = _stat(there)
+        digest = _read(there)
+        self._rows[str(there)] = {"stat": before, "sha256": digest}
+        self._changed = True
+        return digest
+
+    def save(self) -> None:
+        """Remember for the next time."""
+        if self._changed:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            aside = self._file.with_name(f".{self._file.name}.{os.getpid()}")
+            aside.write_text(json.dumps(self._rows, indent=1))
+            aside.replace(self._file)
+
+
+def _stat(file: Path) -> list[int]:
+    found = file.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ino]
+
+
+def _read(file: Path) -> str:
+    sha = hashlib.sha256()
+    with file.open("rb") as content:
+        while chunk := content.read(_CHUNK):
+            sha.update(chunk)
+    return sha.hexdigest()
+
+
+def _weights(folder: Path) -> list[Path]:
+    """Return the files of weights that a server loads: safetensors, or where there are none, PyTorch's."""
+    for pattern in ("*.safetensors", "*.bin"):
+        if found := [file for file in sorted(folder.glob(pattern)) if not file.name.startswith("adapter_")]:
+            return found
+    return []
+
+
+def _joined(folder: Path, files: Iterable[Path], known: _Known) -> str:
+    """Return one digest of several files and their names; large ones are read side by side."""
+    listed = list(files)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        found = list(pool.map(known.digest, listed))
+    lines = (f"{file.relative_to(folder)} {digest}\n" for file, digest in zip(listed, found, strict=True))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _chat_template(folder: Path) -> str:
+    for file in (folder / "chat_template.jinja", folder / "chat_template.json", folder / "tokenizer_config.json"):
+        if file.is_file():
+            template = file.read_text() if file.suffix == ".jinja" else _json(file).get("chat_template")
+            if template:
+                return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return ""
+
+
+def _digest_json(content: Mapping[str, Any], aside: Iterable[str]) -> str:
+    kept = {key: value for key, value in content.items() if key not in aside}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,122 @@
+"""What the daemon is made of, made from its settings: who judges, and who releases.
+
+Only puts together; every part's own file says what it promises. Raises JudgeError, WorkflowError and TaskSetError where
+what the settings name cannot be used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ratchet.store.store import Store
+from ratchet.trainer.adapters.vllm_api import Replica
+from ratchet.trainer.controller.advantages.baseline import ScoreBook
+from ratchet.trainer.controller.advantages.estimator import Credit
+from ratchet.trainer.controller.judges import Judge
+from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.controller.judging.judge_runner import Scorekeeper, flat_groups
+from ratchet.trainer.controller.judging.rejudging import Rehearing
+from ratchet.trainer.controller.judging.second_judge import SecondJudge
+from ratchet.trainer.controller.sentinel.sentinel import Sentinel
+from ratchet.trainer.observability.metrics import Metrics
+from ratchet.trainer.observability.progress import Progress
+from ratchet.trainer.release.canary import Gatekeeper
+from ratchet.trainer.release.evaluation_runner import Evaluations, MakeWorkflowEvaluator
+from ratchet.trainer.release.make_evaluations import make_evaluations, make_second_judge
+from ratchet.trainer.release.publisher import Publisher
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """Who gives scores, and what they are worth; `second` hears a sample of the groups."""
+
+    judge: Judge
+    second: SecondJudge | None
+    credit: Credit
+    scorekeeper: Scorekeeper
+    rehearing: Rehearing
+
+
+@dataclass(frozen=True, slots=True)
+class Releasing:
+    """Who makes a version live, and who may doubt it."""
+
+    sentinel: Sentinel
+    evaluations: Evaluations | None
+    publisher: Publisher
+    gate: Gatekeeper
+
+
+def make_judging(settings: TrainerSettings, store: Store, progress: Progress) -> Judging:
+    """Return who judges the groups of an alias."""
+    judge = make_judge(settings.judge, os.environ)
+    second = _second_judge(settings, store, judge)
+    book = ScoreBook(store.groups.scored(settings.model, judge.version))
+    credit = Credit(
+        settings.advantage_estimator,
+        settings.scale_advantages_by_family,
+        settings.min_baseline_samples,
+        settings.roles,
+        book,
+        settings.turn_weight,
+    )
+    scorekeeper = Scorekeeper(
+        store,
+        judge,
+        attempts=settings.judge_attempts,
+        retry_seconds=settings.judge_retry_seconds,
+        alarm_after=settings.no_signal_alarm,
+        credit=credit,
+        progress=progress,
+        second=second,
+        flat=flat_groups(store, settings.model),
+        least=settings.min_group_size,
+    )
+    rehearing = Rehearing(
+        store,
+        settings.model,
+        scorekeeper.ask_judge,
+        credit,
+        attempts=settings.judge_attempts,
+        retry_seconds=settings.judge_retry_seconds,
+    )
+    return Judging(judge, second, credit, scorekeeper, rehearing)
+
+
+def make_releasing(
+    settings: TrainerSettings,
+    store: Store,
+    replicas: Sequence[Replica],
+    judging: Judging,
+    metrics: Metrics,
+    make_workflow_evaluator: MakeWorkflowEvaluator | None,
+) -> Releasing:
+    """Return who releases the versions of an alias."""
+    gate, alias = settings.release, settings.model
+    evaluations = make_evaluations(settings, store, replicas[0], make_workflow_evaluator)
+    sentinel = Sentinel(settings.sentinel, store, alias, metrics, judging.second)
+    publisher = Publisher(
+        store,
+        replicas,
+        alias=alias,
+        tolerance=settings.proof_tolerance,
+        keep_loaded_adapters=settings.keep_loaded_adapters,
+        share=gate.share if gate.enabled else None,
+        evaluations=evaluations,
+        jump=gate.jump,
+        doubts=sentinel.doubts,
+    )
+    second = make_second_judge(settings)
+    gatekeeper = Gatekeeper(store, alias, gate, judging.judge.version, second, sentinel.doubts, metrics)
+    return Releasing(sentinel, evaluations, publisher, gatekeeper)
+
+
+def _second_judge(settings: TrainerSettings, store: Store, first: Judge) -> SecondJudge | None:
+    watched = settings.sentinel
+    if not watched.second_judge:
+        return None
+    judge = make_judge(watched.second_judge, os.environ)
+    return SecondJudge(judge, watched.second_judge_sample_rate, store, settings.model, first.version)

@@ -1,0 +1,156 @@
+"""Trajectories for the lint of a judge: one that ends with an answer, made up or recorded, and the same with others.
+
+An answer stands where agents give it: in the last message, or in an argument of a tool call. Nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ratchet.store.records import Returned, Trajectory, Transcript
+from ratchet.store.records.tool_calls import ToolCall
+from ratchet.store.states import ToolOutcome, TrajectoryState
+from ratchet.trainer.controller.judges.opinion import last_answer
+from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.tasks.task_set import content_id
+
+_ARGUMENT = "answer"  # of a tool that is named without one
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where answers stand: in an argument of the last call of a tool; without a tool in the last message."""
+
+    tool: str | None = None
+    argument: str = _ARGUMENT
+
+    @classmethod
+    def read(cls, named: str | None) -> Place:
+        """Return the place that `TOOL.ARGUMENT` names, or `TOOL`; without a name the last message."""
+        tool, dot, argument = (named or "").rpartition(".")
+        return cls(tool, argument) if dot else cls(named)
+
+    def __str__(self) -> str:
+        return "the last message" if self.tool is None else f"the argument {self.argument!r} of the tool {self.tool!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A trajectory that ends with the right answer, and where that stands in it."""
+
+    transcript: Transcript
+    place: Place
+    right: str
+
+    def answered(self, answer: str, number: int) -> Transcript:
+        """Return the trajectory with another answer and an id of its own."""
+        told = self.transcript
+        run = msgspec.structs.replace(told.trajectory, id=f"{told.trajectory.id}-{number}")
+        returned = told.returned
+        if returned is not None and returned.response is not None:
+            returned = Returned(response=json.dumps(answer), reward=returned.reward, failure=returned.failure)
+        return msgspec.structs.replace(
+            told, trajectory=run, returned=returned, messages=_with(told.messages, self.place, answer)
+        )
+
+
+def made_up(task: str | None, question: str, right: str, place: Place) -> Stage:
+    """Return a trajectory of one answer. `task` is a task key, or a task's row as a JSON object."""
+    row = json.loads(task) if task is not None and task.lstrip().startswith("{") else None
+    run = Trajectory(
+        id="lint", alias="lint", version=0, state=TrajectoryState.GROUPED,
+        task=task if row is None else content_id(row), root_node="", tools_hash="", key_id=None, opened_at=0.0,
+        last_active_at=0.0,
+    )  # fmt: skip
+    asked = {"role": "user", "content": question}
+    if place.tool is None:
+        said: Mapping[str, Any] = {"role": "assistant", "content": right}
+        return Stage(Transcript(trajectory=run, calls=(), messages=(asked, said), tools=(), row=row), place, right)
+    function = {"name": place.tool, "arguments": json.dumps({place.argument: right})}
+    call = {"id": "call_lint", "type": "function", "function": function}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    schema = {"type": "object", "properties": {place.argument: {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": place.tool, "parameters": schema}}
+    outcome = ToolCall(
+        call_id="lint", choice=0, place=0, alias="lint", version=0, tool=place.tool, tool_call_id="call_lint",
+        outcome=ToolOutcome.VALID,
+    )  # fmt: skip
+    told = Transcript(
+        trajectory=run, calls=(), messages=(asked, said), tools=(tool,), row=row, tool_calls=(outcome,)
+    )  # fmt: skip
+    return Stage(told, place, right)
+
+
+def recorded(transcript: Transcript, right: str | None, named: Place) -> Stage:
+    """Return a recorded trajectory whose answer is right; `right` takes its place where it is given.
+
+    Without a named tool the answer stands in the argument that is the right answer, else in the last message where it
+    has a text, else in the last tool call with one text among its arguments. Raises JudgeError where it is nowhere.
+    """
+    place = named if named.tool is not None else _found(transcript, right)
+    if place is None:
+        raise JudgeError(
+            f"trajectory {transcript.trajectory.id} ends with no answer in words: name the tool that takes it "
+            "(--tool NAME.ARGUMENT)"
+        )
+    there = _standing(transcript, place)
+    if there is None:
+        raise JudgeError(f"trajectory {transcript.trajectory.id} has no text at {place}")
+    stage = Stage(transcript, place, there if right is None else right)
+    return stage if right in (None, there) else Stage(stage.answered(str(right), 0), place, str(right))
+
+
+def _found(transcript: Transcript, right: str | None) -> Place | None:
+    calls = [
+        (name, {key: value for key, value in given.items() if isinstance(value, str)})
+        for _, _, name, given in reversed(list(_tool_calls(transcript.messages)))
+    ]
+    for name, texts in calls:
+        if right is not None and right in texts.values():
+            return Place(name, next(key for key, value in texts.items() if value == right))
+    if last_answer(transcript).strip():
+        return Place()
+    return next((Place(name, *texts) for name, texts in calls if len(texts) == 1), None)
+
+
+def _standing(transcript: Transcript, place: Place) -> str | None:
+    if place.tool is None:
+        return last_answer(transcript)
+    found = [given for _, _, name, given in _tool_calls(transcript.messages) if name == place.tool]
+    value = found[-1].get(place.argument) if found else None
+    return value if isinstance(value, str) else None
+
+
+def _with(messages: Sequence[Mapping[str, Any]], place: Place, answer: str) -> tuple[Mapping[str, Any], ...]:
+    changed = [dict(message) for message in messages]
+    if place.tool is None:
+        spoken = [number for number, message in enumerate(changed) if message.get("role") == "assistant"]
+        changed[spoken[-1]]["content"] = answer
+        return tuple(changed)
+    number, nth, name, given = next(
+        one for one in reversed(list(_tool_calls(messages))) if one[2] == place.tool and place.argument in one[3]
+    )
+    calls = [dict(call) for call in changed[number]["tool_calls"]]
+    function = {**calls[nth]["function"], "name": name, "arguments": json.dumps({**given, place.argument: answer})}
+    calls[nth] = {**calls[nth], "function": function}
+    changed[number]["tool_calls"] = calls
+    return tuple(changed)
+
+
+def _tool_calls(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
+    """Yield (message, place, tool, arguments) of the tool calls whose arguments are a JSON object."""
+    for number, message in enumerate(messages):
+        calls = message.get("tool_calls") if message.get("role") == "assistant" else None
+        for nth, call in enumerate(calls or ()):
+            function = call.get("function") or {}
+            try:
+                given = json.loads(function.get("arguments") or "{}")
+            except (TypeError, ValueError):
+                continue
+            if isinstance(given, dict):
+                yield number, nth, str(function.get("name")), given

@@ -1,0 +1,83 @@
+"""Rules on how a trajectory went, whatever its answer: its length, its tool calls, its end, its form. 0 to 1.
+
+Meant as parts of a composite, where they are bounded; alone they say nothing about success.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from ratchet.store.records import Transcript
+from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges.opinion import Opinion, last_answer, version_of
+from ratchet.trainer.controller.judges.tool_outcomes import share_of_good
+from ratchet.trainer.settings.judge_specs import ConductSpec
+
+
+class ConductJudge:
+    """One rule."""
+
+    at_once = 1
+
+    def __init__(self, spec: ConductSpec, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._rule = _RULES[spec.rule]
+        self._spec = spec
+        self.name = f"conduct:{spec.rule}"
+        self.version = version_of(spec.model_dump_json())
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+        """Return one verdict per member, in order."""
+        now = self._clock()
+        return Judgement(
+            tuple(
+                Opinion.of(self._rule(self._spec, member)).verdict(
+                    member, group_id, judge=self.name, version=self.version, judged_at=now
+                )
+                for member in members
+            )
+        )
+
+
+def short(spec: ConductSpec, member: Transcript) -> float:
+    """1 at no sampled token, 0 at `most` and beyond."""
+    return _left_of(spec.most, sum(call.completion_tokens for call in member.calls))
+
+
+def few_tool_calls(spec: ConductSpec, member: Transcript) -> float:
+    """1 without tool calls, 0 at `most` and beyond."""
+    return _left_of(spec.most, sum(len(message.get("tool_calls") or ()) for message in member.messages))
+
+
+def tools(spec: ConductSpec, member: Transcript) -> float:
+    """The share of tool calls that fit their tool and did not fail; 1 without tool calls."""
+    return share_of_good(member)
+
+
+def ended(spec: ConductSpec, member: Transcript) -> float:
+    """1 where the last message is an answer in words, 0 where the agent ran out of turns or said nothing."""
+    last = member.messages[-1] if member.messages else {}
+    return float(last.get("role") == "assistant" and not last.get("tool_calls") and bool(last_answer(member).strip()))
+
+
+def pattern(spec: ConductSpec, member: Transcript) -> float:
+    """1 where the whole last answer matches the pattern."""
+    return float(re.fullmatch(spec.pattern, last_answer(member).strip(), re.DOTALL) is not None)
+
+
+def _left_of(most: int, used: int) -> float:
+    return max(0.0, 1.0 - used / most)
+
+
+_RULES: Mapping[str, Callable[[ConductSpec, Transcript], float]] = {
+    "short": short,
+    "few_tool_calls": few_tool_calls,
+    "tools": tools,
+    "ended": ended,
+    "pattern": pattern,
+}

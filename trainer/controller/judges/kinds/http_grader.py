@@ -1,0 +1,131 @@
+"""The judge that is an HTTP service: it is sent the whole trajectory and answers with a score.
+
+The body is JSON: {"trajectory_id", "group_id", "task", "model", "version", "messages", "tools", "tool_calls",
+"tool_outcomes", "answer", "row", "metrics"}. Signed: `x-ratchet-signature: t=UNIX_SECONDS,v1=HEX`, HEX being the
+HMAC-SHA256 of "UNIX_SECONDS.BODY" under the secret. `idempotency-key` is the same for every try at one trajectory by
+one group. The answer is a number, or {"score", "components", "explanation"}; anything else, and every status but 200,
+is a failure, never a zero. 408, 425, 429 and 5xx are tried again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+import msgspec
+
+from ratchet.store.records import Transcript, Verdict
+from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges.opinion import Opinion, read, response_of, version_of
+from ratchet.trainer.controller.judges.tool_outcomes import tool_outcomes
+from ratchet.trainer.settings.judge_specs import GraderSpec
+
+_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+_LONGEST_PAUSE = 30.0  # seconds
+
+
+class GraderJudge:
+    """Asks one service, trajectory by trajectory."""
+
+    def __init__(
+        self,
+        spec: GraderSpec,
+        secret: str | None,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._spec = spec
+        self._secret = secret.encode() if secret else None
+        self._clock = clock
+        self._sleep = sleep
+        self._http = httpx.Client(timeout=httpx.Timeout(spec.timeout_seconds, connect=10.0), follow_redirects=False)
+        self.at_once = spec.at_once
+        self.name = f"http:{spec.url}"
+        self.version = version_of("http", spec.url)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+        """Return one verdict per member, in order."""
+        return Judgement(tuple(self._verdict(group_id, member) for member in members))
+
+    def _verdict(self, group_id: str | None, member: Transcript) -> Verdict:
+        began = time.perf_counter()
+        opinion = self._ask(group_id, member)
+        return opinion.verdict(
+            member,
+            group_id,
+            judge=self.name,
+            version=self.version,
+            cost=None,
+            latency=time.perf_counter() - began,
+            judged_at=self._clock(),
+        )
+
+    def _ask(self, group_id: str | None, member: Transcript) -> Opinion:
+        body = msgspec.json.encode(whole(group_id, member))
+        key = hashlib.sha256(f"{self.version}\0{group_id}\0{member.trajectory.id}".encode()).hexdigest()[:32]
+        problem = ""
+        for attempt in range(self._spec.attempts):
+            if attempt:
+                self._sleep(min(_LONGEST_PAUSE, 0.5 * 2.0**attempt))
+            try:
+                answer = self._http.post(self._spec.url, content=body, headers=self._headers(body, key))
+            except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+                problem = f"{type(error).__name__}: {error}"
+                continue
+            if answer.status_code == 200:
+                return _opinion(answer.content)
+            problem = f"status {answer.status_code}: {answer.text[:500]}"
+            if answer.status_code not in _AGAIN:
+                break
+        return Opinion.failed(f"grader {self._spec.url}: {problem}")
+
+    def _headers(self, body: bytes, key: str) -> dict[str, str]:
+        headers = {"content-type": "application/json", "idempotency-key": key}
+        if self._secret:
+            headers["x-ratchet-signature"] = signature(self._secret, body, int(self._clock()))
+        return headers
+
+
+def signature(secret: bytes, body: bytes, now: int) -> str:
+    """Return the value of `x-ratchet-signature`."""
+    return f"t={now},v1={hmac.new(secret, b'%d.' % now + body, hashlib.sha256).hexdigest()}"
+
+
+def whole(group_id: str | None, member: Transcript) -> dict[str, Any]:
+    """Return what a grader gets to see of a trajectory."""
+    run = member.trajectory
+    calls = [call for message in member.messages for call in message.get("tool_calls") or ()]
+    return {
+        "trajectory_id": run.id,
+        "group_id": group_id,
+        "task": run.task,
+        "model": run.alias,
+        "version": run.version,
+        "messages": [dict(message) for message in member.messages],
+        "tools": [dict(tool) for tool in member.tools],
+        "tool_calls": calls,
+        "tool_outcomes": tool_outcomes(member),
+        "answer": response_of(member),
+        "row": None if member.row is None else dict(member.row),
+        "metrics": {
+            "calls": len(member.calls),
+            "prompt_tokens": sum(call.prompt_tokens for call in member.calls),
+            "completion_tokens": sum(call.completion_tokens for call in member.calls),
+            "seconds": run.last_active_at - run.opened_at,
+        },
+    }
+
+
+def _opinion(content: bytes) -> Opinion:
+    try:
+        return read(msgspec.json.decode(content))
+    except msgspec.DecodeError as error:
+        return Opinion.failed(f"the grader's answer is not JSON: {error}")

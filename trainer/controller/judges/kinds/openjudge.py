@@ -1,0 +1,171 @@
+"""The judge that is a grader of OpenJudge (py-openjudge), in an environment of its own where that is wanted.
+
+The grader runs in a process beside the trainer, since what py-openjudge needs conflicts with other packages. It gets
+those of its parameters that are known here (`arguments`), columns of the task's row, and constants. Its score is put on
+the scale from 0 to 1; one outside of `worst` to `best` is a failure, as is every trouble of the grader or its process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ratchet.store.records import Transcript, Verdict
+from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges.opinion import Opinion, response_of, version_of
+from ratchet.trainer.errors import JudgeError
+from ratchet.trainer.settings.judge_specs import OpenJudgeSpec
+
+_PROGRAM = Path(__file__).with_name("openjudge_program.py")
+_START = 120.0  # seconds that a grader's imports may take
+_REMEDY = "pip install 'ratchet-rl[openjudge]', or set `python` to an environment that has py-openjudge"
+
+
+class OpenJudgeJudge:
+    """Asks one grader, all members of a group at once."""
+
+    at_once = 1
+
+    def __init__(self, spec: OpenJudgeSpec, environ: Mapping[str, str], clock: Callable[[], float] = time.time) -> None:
+        self._spec = spec
+        self._environ = environ
+        self._clock = clock
+        self.name = f"openjudge:{spec.grader.partition(':')[2]}"
+        self._process: subprocess.Popen[bytes] | None = None
+        told = self._begin()
+        self._parameters = frozenset(told["parameters"])
+        self.version = version_of(spec.model_dump_json(exclude={"python", "timeout_seconds"}), told["source"])
+
+    def close(self) -> None:
+        """End the grader's process."""
+        process, self._process = self._process, None
+        if process is not None and process.stdin and process.stdout:
+            process.stdin.close()
+            process.stdout.close()
+            process.kill()
+            process.wait()
+
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+        """Return one verdict per member, in order."""
+        began = time.perf_counter()
+        opinions = self._opinions(members)
+        latency = (time.perf_counter() - began) / max(1, len(members))
+        return Judgement(tuple(self._verdict(group_id, *pair, latency) for pair in zip(members, opinions, strict=True)))
+
+    def _verdict(self, group_id: str | None, member: Transcript, opinion: Opinion, latency: float) -> Verdict:
+        return opinion.verdict(
+            member, group_id, judge=self.name, version=self.version, cost=None, latency=latency,
+            judged_at=self._clock(),
+        )  # fmt: skip
+
+    def _opinions(self, members: Sequence[Transcript]) -> list[Opinion]:
+        asked = [self._arguments(member) for member in members]
+        known = [one for one in asked if isinstance(one, dict)]
+        try:
+            if self._process is None:
+                self._begin()
+            said = iter(self._exchange({"members": known}, self._spec.timeout_seconds)["opinions"] if known else ())
+        except JudgeError as error:
+            said = iter([{"failure": str(error)}] * len(known))
+        return [self._scaled(next(said)) if isinstance(one, dict) else Opinion.failed(one) for one in asked]
+
+    def _arguments(self, member: Transcript) -> dict[str, Any] | str:
+        """Return what the grader is given of a trajectory, or why it cannot be asked."""
+        offered = {name: value for name, value in arguments(member).items() if name in self._parameters}
+        for name, column in self._spec.columns.items():
+            if member.row is None or column not in member.row:
+                return f"the task has no column {column!r}, which {name} is read from (ratchet tasks import)"
+            offered[name] = member.row[column]
+        return offered | dict(self._spec.arguments)
+
+    def _scaled(self, said: Mapping[str, Any]) -> Opinion:
+        if "failure" in said:
+            return Opinion.failed(str(said["failure"]))
+        low, high = sorted((self._spec.worst, self._spec.best))
+        score = float(said["score"])
+        if not low <= score <= high:
+            return Opinion.failed(
+                f"the grader's score {score:g} is not between {low:g} and {high:g}: set worst and best"
+            )
+        return Opinion.of((score - self._spec.worst) / (self._spec.best - self._spec.worst), str(said["reason"])[:4000])
+
+    def _begin(self) -> dict[str, Any]:
+        """Start the grader's process; return what the grader takes. Raises JudgeError."""
+        spec = self._spec
+        python = str(spec.python or sys.executable)
+        kept = {name: value for name, value in self._environ.items() if not name.startswith(("RATCHET_", "PYTHON"))}
+        if key := self._environ.get(spec.api_key_env):
+            kept["OPENAI_API_KEY"] = key
+        try:
+            self._process = subprocess.Popen(
+                [python, str(_PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept, cwd=os.getcwd()
+            )
+        except OSError as error:
+            raise JudgeError(f"judge openjudge: {python} cannot be run: {error.strerror}; set `python`") from error
+        told = self._exchange({"grader": spec.grader, "settings": dict(spec.settings)}, _START)
+        problem = told.get("problem") or self._misfit(told)
+        if problem:
+            self.close()
+            missing = f"; {_REMEDY}" if "No module named 'openjudge" in problem else ""
+            raise JudgeError(f"judge openjudge: {spec.grader}: {problem}{missing}")
+        return told
+
+    def _misfit(self, told: Mapping[str, Any]) -> str | None:
+        if told["mode"] != "pointwise":
+            return "it ranks groups and gives no scores; use kind: ruler for a ranking"
+        given = {*KNOWN, *self._spec.columns, *self._spec.arguments}
+        if missing := [name for name in told["needed"] if name not in given]:
+            return f"it needs {', '.join(missing)}: name a column of the task set (columns) or a constant (arguments)"
+        return None
+
+    def _exchange(self, asked: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Ask the process; one that says nothing in time is ended. Raises JudgeError."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        alarm = threading.Timer(seconds, process.kill)
+        alarm.start()
+        try:
+            process.stdin.write(json.dumps(asked).encode() + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:  # it is gone
+            line = b""
+        finally:
+            alarm.cancel()
+        if not line.endswith(b"\n"):  # nothing, or cut off where the process was ended
+            self.close()
+            raise JudgeError(f"the grader's process ended, or said nothing within {seconds:g} s; its log says why")
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+
+KNOWN = ("query", "response", "messages", "tool_definitions", "tool_calls", "task")
+
+
+def arguments(member: Transcript) -> dict[str, Any]:
+    """Return what is known of a trajectory, by the names that OpenJudge's graders use."""
+    response = response_of(member)
+    asked = [message for message in member.messages if message.get("role") == "user"]
+    return {
+        "query": _text(asked[-1].get("content")) if asked else "",
+        "response": response if isinstance(response, str) else json.dumps(response),
+        "messages": [dict(message) for message in member.messages],
+        "tool_definitions": [dict(tool) for tool in member.tools],
+        "tool_calls": [call for message in member.messages for call in message.get("tool_calls") or ()],
+        "task": member.trajectory.task,
+    }
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
+    return str(content or "")

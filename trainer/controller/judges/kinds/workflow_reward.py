@@ -1,0 +1,49 @@
+"""The judge that goes by what the workflow of a rollout said itself: its reward.
+
+A rollout that failed gets the failure score. A trajectory that is no rollout, and a rollout whose workflow returned no
+reward, are failures of the judge, never a number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from ratchet.store.records import Transcript, Verdict
+from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges.opinion import Opinion, version_of
+from ratchet.trainer.settings.judge_specs import RewardSpec
+
+
+class RewardJudge:
+    """Reads the reward that the workflow returned."""
+
+    at_once = 1
+    name = "workflow"
+
+    def __init__(self, spec: RewardSpec, clock: Callable[[], float] = time.time) -> None:
+        self._spec = spec
+        self._clock = clock
+        self.version = version_of(spec.model_dump_json())
+
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+        """Return one verdict per member, in order."""
+        return Judgement(tuple(self._verdict(group_id, member) for member in members))
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _verdict(self, group_id: str | None, member: Transcript) -> Verdict:
+        return self._opinion(member).verdict(
+            member, group_id, judge=self.name, version=self.version, judged_at=self._clock()
+        )
+
+    def _opinion(self, member: Transcript) -> Opinion:
+        returned = member.returned
+        if returned is None:
+            return Opinion.failed("this trajectory is no rollout of the tuner: only those have a reward of their own")
+        if returned.failure is not None:
+            return Opinion.of(self._spec.failure_score, f"the rollout failed: {returned.failure}")
+        if returned.reward is None:
+            return Opinion.failed("the workflow returned no reward; return {response, reward}, or name another judge")
+        return Opinion.of(returned.reward)

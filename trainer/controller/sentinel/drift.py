@@ -1,0 +1,141 @@
+"""Drift: what newer trajectories do otherwise than the ones before them. Pure, on conducts, oldest first.
+
+Length and reasoning are compared within a task family, so that a change of what is asked is no drift. Coverage is
+looked at over all of them: a tool or a file that nobody uses teaches nothing about itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from ratchet.trainer.controller.sentinel.behavior import Conduct
+from ratchet.trainer.controller.sentinel.resources import coverage_of
+from ratchet.trainer.observability.finding import Finding
+from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from ratchet.trainer.statistics.welch_test import Change, change
+
+CHECKS = frozenset({"length_drift", "reasoning_drift", "hallucinated_arguments", "coverage", "resource_coverage"})
+_COVERED_BY = 100  # trajectories that could have used a tool or a resource, before it counts as neglected
+_RESOURCES = 5  # fewer tell nothing of how many are neglected
+
+
+def drift(conducts: Sequence[Conduct], settings: SentinelSettings) -> list[Finding]:
+    """Return the findings of every check on conduct; nothing where there is no trajectory."""
+    if not conducts:
+        return []
+    past, recent = conducts[: -settings.recent], conducts[-settings.recent :]
+    return [
+        _ratio_drift(
+            "length_drift", "ratchet_trajectory_tokens", _length, past, recent, settings.length_ratio, settings
+        ),
+        _ratio_drift(
+            "reasoning_drift",
+            "ratchet_reasoning_tokens_per_action",
+            _reasoning,
+            past,
+            recent,
+            settings.reasoning_ratio,
+            settings,
+        ),
+        Finding("actions", "ratchet_actions_per_trajectory", "", statistics.fmean(one.actions for one in recent)),
+        _made_up(past, recent, settings),
+        *coverage(conducts, settings),
+        resource_coverage(conducts, settings),
+    ]
+
+
+def coverage(conducts: Sequence[Conduct], settings: SentinelSettings) -> list[Finding]:
+    """Return, per tool, the share of the trajectories that were offered it and used it."""
+    findings = []
+    for tool in sorted(frozenset().union(*(one.offered for one in conducts))):
+        offered = [one for one in conducts if tool in one.offered]
+        share = sum(tool in one.used for one in offered) / len(offered)
+        reason = None
+        if len(offered) >= _COVERED_BY and share < settings.min_coverage:
+            reason = (
+                f"tool {tool!r} was used in {share:.1%} of the last {len(offered)} trajectories that were offered it: "
+                "no task needs it, or the policy has unlearnt it"
+            )
+        findings.append(Finding("coverage", "ratchet_tool_use_ratio", tool, share, reason))
+    return findings
+
+
+def resource_coverage(conducts: Sequence[Conduct], settings: SentinelSettings) -> Finding:
+    """Return the share of the files and other named resources that were shown often, and that tool calls named."""
+    found = coverage_of(conducts, _COVERED_BY, settings.min_coverage)
+    reason = None
+    if found.shown >= _RESOURCES and found.share < settings.min_resource_coverage:
+        reason = (
+            f"{len(found.neglected)} of {found.shown} files, addresses or ids that {_COVERED_BY} or more of the last "
+            f"{len(conducts)} trajectories were shown are named in hardly any tool call ({found.told()}): no task "
+            "needs them, or the policy looks at a few alone; add tasks about them, look at what the judge rewards, or "
+            "lower min_resource_coverage"
+        )
+    return Finding("resource_coverage", "ratchet_resource_use_ratio", "", found.share, reason)
+
+
+def unnecessary_tool_calls(conducts: Sequence[Conduct], scores: Mapping[str, float]) -> Finding | None:
+    """Return the mean number of tool calls on tasks that an attempt without any solved as well as the best one."""
+    cohorts: dict[str, list[Conduct]] = {}
+    for one in conducts:
+        if one.trajectory_id in scores:
+            cohorts.setdefault(one.cohort, []).append(one)
+    solvable = [members for members in cohorts.values() if _solved_without_tools(members, scores)]
+    if not solvable:
+        return None
+    mean = statistics.fmean(one.tool_calls for members in solvable for one in members)
+    return Finding("unnecessary_tool_calls", "ratchet_unnecessary_tool_calls", "", mean)
+
+
+def _solved_without_tools(members: Sequence[Conduct], scores: Mapping[str, float]) -> bool:
+    best = max(scores[one.trajectory_id] for one in members)
+    worst = min(scores[one.trajectory_id] for one in members)
+    return best > worst and any(not one.tool_calls and scores[one.trajectory_id] == best for one in members)
+
+
+def _made_up(past: Sequence[Conduct], recent: Sequence[Conduct], settings: SentinelSettings) -> Finding:
+    shares = [[one.made_up / one.arguments for one in side if one.arguments] for side in (past, recent)]
+    now = statistics.fmean(shares[1]) if shares[1] else 0.0
+    found = change(shares[0], shares[1])
+    reason = None
+    if found and found.after - found.before >= settings.max_hallucination_increase and found.sigmas >= settings.sigmas:
+        reason = (
+            f"{found.after:.0%} of tool arguments occur nowhere in their context, before {found.before:.0%}: "
+            "the policy makes them up; look at what the judge rewards"
+        )
+    return Finding("hallucinated_arguments", "ratchet_hallucinated_argument_ratio", "", now, reason)
+
+
+def _ratio_drift(
+    check: str,
+    metric: str,
+    measure: Callable[[Conduct], float],
+    past: Sequence[Conduct],
+    recent: Sequence[Conduct],
+    limit: float,
+    settings: SentinelSettings,
+) -> Finding:
+    now = statistics.fmean(measure(one) for one in recent)
+    found: list[tuple[str, Change]] = []
+    for family in {one.family for one in recent}:
+        values = [[measure(one) for one in side if one.family == family] for side in (past, recent)]
+        moved = change(values[0], values[1])
+        if moved and moved.ratio >= limit and abs(moved.sigmas) >= settings.sigmas:
+            found.append((family, moved))
+    if not found:
+        return Finding(check, metric, "", now)
+    family, worst = max(found, key=lambda item: abs(item[1].sigmas))
+    reason = (
+        f"{metric.removeprefix('ratchet_').replace('_', ' ')} went from {worst.before:.0f} to {worst.after:.0f} in "
+        f"{family}: is length rewarded, or was the task changed?"
+    )
+    return Finding(check, metric, "", now, reason)
+
+
+def _length(one: Conduct) -> float:
+    return float(one.sampled_tokens)
+
+
+def _reasoning(one: Conduct) -> float:
+    return one.reasoning_tokens / max(1, one.actions)

@@ -1,0 +1,57 @@
+"""Loads the base model and its tokenizer for training.
+
+Promises that a wrong path and a folder that is no model are told apart, with the remedy, before any training begins. A
+folder is read as it is; a hub name is fetched by the hub's client, which honours HF_HUB_OFFLINE and HF_TOKEN as the
+user set them. Imports transformers; not imported before a learner is made.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from ratchet.trainer.errors import SettingError
+from ratchet.trainer.rows.tokenizer import is_folder, why_not_loaded
+
+
+def load(
+    model: str, *, dtype: torch.dtype | Literal["auto"], quantization: str = "none"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The causal language model and tokenizer of a folder or hub name; `auto`: in the numbers that it is kept in.
+
+    Raises ModelNotFound or NotAModel, or SettingError where the quantization is not installed.
+    """
+    quantized = {"quantization_config": _nf4(dtype)} if quantization == "nf4" else {}
+    local = is_folder(model)
+    source = str(Path(model).expanduser()) if local else model
+    transformers_logging.disable_progress_bar()
+    try:
+        network: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **quantized)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise why_not_loaded(model, local, error) from error
+    return network, tokenizer
+
+
+def _nf4(dtype: torch.dtype | Literal["auto"]) -> Any:
+    """Four bits a weight in blocks, computed in `dtype`: Dettmers et al. 2023, "QLoRA" (arXiv:2305.14314)."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as absent:
+        raise SettingError(
+            "learner setting quantization is 'nf4', which needs bitsandbytes: install the extra `qlora` "
+            "(pip install -e '.[qlora]'), or set quantization to none"
+        ) from absent
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )

@@ -1,0 +1,100 @@
+"""The model's pass over a micro-batch: logprobs and entropies of its trained tokens, and of no other.
+
+Between the model's body and its LM head stays only what predicts a trained token, each at its row's temperature:
+prompts and tool results cost no logits on any device. Does not know the loss, and leaves a model's other calls as they
+are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ratchet.trainer.learner.micro_batches import Micro
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Of every trained token, 0 elsewhere: (N, T) each; and the router's loss where it was asked for."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    aux_loss: torch.Tensor | None
+
+
+class ModelPass:
+    """Runs a causal language model that has TRL's fused LM head; `base` is that model under all wrappers."""
+
+    def __init__(self, base: Any) -> None:
+        self._micro: Micro | None = None
+        self._dtype: torch.dtype = base.get_input_embeddings().weight.dtype
+        base.base_model.register_forward_hook(self._keep_what_predicts)
+
+    def __call__(self, model: Any, micro: Micro, **router: bool) -> Scored:
+        """Score a micro-batch with `model`, which wraps the base model or is it."""
+        self._micro = micro
+        try:
+            output = model(
+                input_ids=micro["forwarded_ids"],
+                **self._attention(micro),
+                shift_labels=micro["targets"][None],  # (1, K)
+                fused_lm_head=True,
+                **router,
+            )
+        finally:
+            self._micro = None
+        trained = micro["trained"]  # (N, T)
+        logprobs, entropy = (
+            scored.new_zeros(trained.shape).masked_scatter(trained, scored)
+            for scored in (output.log_probs, output.entropy)  # (1, K) each
+        )
+        return Scored(logprobs, entropy, output.aux_loss if router else None)
+
+    def _attention(self, micro: Micro) -> dict[str, torch.Tensor]:
+        """Which tokens are attended to: as usual, or along the branches of trees, (M, 1, L, L)."""
+        if "until" not in micro:
+            return {"attention_mask": micro["attended"]}
+        until = micro["until"]  # (M, L)
+        place = torch.arange(until.shape[1], device=until.device)
+        seen = (place <= place[:, None]) & (place[:, None] < until[:, None, :])  # (M, L, L)
+        mask = torch.zeros(seen.shape, dtype=self._dtype, device=until.device)
+        mask = mask.masked_fill(~seen, torch.finfo(self._dtype).min)
+        return {"attention_mask": mask[:, None], "position_ids": micro["positions"]}
+
+    def _keep_what_predicts(self, module: Any, inputs: Any, output: Any) -> Any:
+        """Narrow hidden states (M, L, H) to (1, K, H), and scale them by temperature: W (h / t) = logits / t."""
+        if self._micro is None:
+            return output
+        hidden = output.last_hidden_state.flatten(0, 1)[self._micro["predicting"]]  # (K, H)
+        temperature = self._micro["temperatures"][:, None]  # (K, 1) fp32: bf16 would bias 0.7 by 0.04%
+        output.last_hidden_state = (hidden.float() / temperature).to(hidden.dtype)[None]
+        return output
+
+
+# Whose attention takes any mask and whose positions are given: tests/trainer/test_shared_prefixes.py holds them to it.
+SHARING = ("granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
+
+
+def worth_of_a_token(base: Any) -> float | None:
+    """Return the `worth` of trainer/learner/shared_prefixes.py for a model; None where rows must stay apart.
+
+    They must where attention is windowed, or its implementation takes no mask of one's own.
+    """
+    config = base.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    if config.model_type not in SHARING or kinds != {"full_attention"} or windowed:
+        return None
+    if config._attn_implementation != "sdpa":
+        return None
+    head = base.get_output_embeddings()
+    linear = sum(
+        module.in_features * module.out_features
+        for module in base.modules()
+        if module is not head and isinstance(module, torch.nn.Linear)
+    )
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = 2 * config.num_hidden_layers * config.num_attention_heads * dim
+    return float(linear / pairs)

@@ -1,0 +1,129 @@
+"""Micro-batches: token rows as the tensors that TRL's loss reads.
+
+One micro-batch holds N rows, right-padded; T is the longest row less one, because TRL's "completion" is here the whole
+row after its first token. TRL's "tool mask" carries what each token weighs in the step's loss: 0 for context, and for a
+trained token what the objective's mean makes of it, so that every term of the loss (policy, KL, entropy) has the same
+mean. Beside them stands what the model is run on, and where in its output the K trained tokens are predicted. Does not
+run the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ratchet.trainer.learner.shared_prefixes import Tree, together, tree
+from ratchet.trainer.rows.token_row import TokenRow, split_by_budget
+from ratchet.trainer.settings.objectives import Objective
+
+Micro = dict[str, torch.Tensor]
+
+# GPU kernels of attention copy a mask whose rows are not so aligned.
+_ALIGNED = 8
+
+
+def collate(packs: Sequence[Sequence[TokenRow]], pad_id: int, device: torch.device) -> Micro:
+    """One micro-batch of N rows in M packs, under TRL's names, in which every trained token weighs 1."""
+    rows = [row for pack in packs for row in pack]
+    n_rows, width = len(rows), max(len(row.ids) for row in rows) - 1
+    trained = _padded([row.mask[1:] for row in rows], width, 0)  # (N, T)
+    micro = {
+        "prompt_ids": torch.tensor([row.ids[:1] for row in rows]),  # (N, 1)
+        "prompt_mask": torch.ones(n_rows, 1, dtype=torch.long),  # (N, 1)
+        "completion_ids": _padded([row.ids[1:] for row in rows], width, pad_id),  # (N, T)
+        "completion_mask": _padded([(1,) * (len(row.ids) - 1) for row in rows], width, 0),  # (N, T)
+        "tool_mask": trained.float(),  # (N, T)
+        "trained": trained.bool(),  # (N, T)
+        "sampling_per_token_logps": _padded([row.logprobs[1:] for row in rows], width, 0.0) * trained,  # (N, T)
+        "advantages": _padded([_advantages(row) for row in rows], width, 0.0),  # (N, T)
+        "importance": torch.tensor([[row.importance] for row in rows]),  # (N, 1)
+        "age": torch.tensor([[math.inf if row.age is None else float(row.age)] for row in rows]),  # (N, 1)
+    }
+    trees = [tree([row.ids for row in pack]) for pack in packs]
+    micro |= _forwarded(trees, pad_id)
+    micro |= _sought(micro, trees, [row.temperature for row in rows])
+    return {name: tensor.to(device) for name, tensor in micro.items()}
+
+
+def _forwarded(trees: Sequence[Tree], pad_id: int) -> Micro:
+    """What the model is run on, (M, L) each: one row a pack as usual, else trees with what says who sees whom."""
+    longest = max(len(tree.ids) for tree in trees)
+    if all(len(tree.paths) == 1 for tree in trees):
+        attended = _padded([(1,) * len(tree.ids) for tree in trees], longest, 0)
+        return {"forwarded_ids": _padded([tree.ids for tree in trees], longest, pad_id), "attended": attended}
+    width = -(-longest // _ALIGNED) * _ALIGNED
+    itself = range(1, width + 1)  # padding is seen by itself alone
+    return {
+        "forwarded_ids": _padded([tree.ids for tree in trees], width, pad_id),
+        "positions": _padded([tree.positions for tree in trees], width, 0),
+        "until": torch.tensor([[*tree.until, *itself[len(tree.ids) :]] for tree in trees]),
+    }
+
+
+def _sought(micro: Micro, trees: Sequence[Tree], temperatures: Sequence[float]) -> Micro:
+    """Of the K trained tokens, (K,) each: where in all M x L tokens each is predicted, what it is, how it was drawn."""
+    trained = micro["trained"]  # (N, T)
+    size = micro["forwarded_ids"].shape[1]
+    before = [[pack * size + place for place in path[:-1]] for pack, tree in enumerate(trees) for path in tree.paths]
+    return {
+        "predicting": _padded(before, trained.shape[1], 0)[trained],
+        "targets": micro["completion_ids"][trained],
+        "temperatures": torch.tensor(temperatures)[trained.nonzero(as_tuple=True)[0]],
+    }
+
+
+def split(
+    rows: Sequence[TokenRow], token_budget: int, *, worth: float | None = None, rank: int = 0, ranks: int = 1
+) -> list[list[list[TokenRow]]]:
+    """The packs of this rank's micro-batches: every rank has as many, if need be an empty one.
+
+    A pack is one row, or where `worth` (trainer/learner/shared_prefixes.py) is given also several that begin alike. A
+    rank with an empty one goes through the motions with `blank`: the others wait for its part of the gradient.
+    """
+    batches = [[[rows[index] for index in pack] for pack in batch] for batch in batched(rows, token_budget, worth)]
+    return [
+        batches[place] if place < len(batches) else []
+        for place in range(rank, -(-len(batches) // ranks) * ranks, ranks)
+    ]
+
+
+def batched(rows: Sequence[TokenRow], token_budget: int, worth: float | None) -> list[list[list[int]]]:
+    """Indices of rows by pack and micro-batch; those with packs of several rows hold no others."""
+    ids = [row.ids for row in rows]
+    packs = (
+        [[index] for index in range(len(ids))] if worth is None else together(ids, longest=token_budget, worth=worth)
+    )
+    batches: list[list[list[int]]] = []
+    for kind in ([pack for pack in packs if len(pack) == 1], [pack for pack in packs if len(pack) > 1]):
+        lengths = [len(tree([ids[index] for index in pack]).ids) for pack in kind]
+        batches += [[kind[place] for place in batch] for batch in split_by_budget(lengths, token_budget)]
+    return batches
+
+
+def blank(row: TokenRow, pad_id: int, device: torch.device) -> Micro:
+    """A micro-batch of one row in which no token is trained: for a rank that has nothing to do while others have."""
+    micro = collate([[row]], pad_id, device)
+    nothing = {name: micro[name][:0] for name in ("predicting", "targets", "temperatures")}
+    return micro | nothing | {name: torch.zeros_like(micro[name]) for name in ("tool_mask", "trained", "advantages")}
+
+
+def weigh(micro: Micro, objective: Objective, length: int, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What every token weighs in the loss, (N, T), and how many units the mean divides by, ()."""
+    trained = micro["trained"] & kept  # (N, T)
+    if objective.mean == "tokens":
+        return trained.float(), trained.sum()
+    n_row = trained.sum(-1, keepdim=True).clamp(min=1)  # (N, 1)
+    divisor: Any = n_row if objective.mean == "rows" else length
+    return trained / divisor, trained.any(-1).sum()
+
+
+def _padded(rows: Sequence[Sequence[Any]], width: int, fill: float) -> torch.Tensor:
+    padded = [[*row, *[fill] * (width - len(row))] for row in rows]
+    return torch.tensor(padded, dtype=torch.float32 if isinstance(fill, float) else torch.long)
+
+
+def _advantages(row: TokenRow) -> Sequence[float]:
+    return row.advantages[1:] if row.advantages is not None else (row.advantage,) * (len(row.ids) - 1)

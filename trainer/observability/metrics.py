@@ -1,0 +1,229 @@
+"""What the trainer counts, for Prometheus, at an address of its own. Every name is documented in docs/metrics.md.
+
+Counts that the store keeps (drops, standing alarms) are read when Prometheus asks, so that they survive restarts; a
+store that does not answer leaves them out of that answer. The rest is what this process saw.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ratchet.store.errors import StoreError
+from ratchet.store.records import Round
+from ratchet.store.states import RoundState, ShadowState
+from ratchet.store.store import Store
+from ratchet.trainer.errors import SettingError
+from ratchet.trainer.observability.finding import Finding
+from ratchet.trainer.observability.progress import Standing
+from ratchet.trainer.statistics.sequential_test import Difference
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, of when it was made
+
+log = logging.getLogger(__name__)
+
+_MOST_SUBJECTS = 100  # tools or families of one metric: agents choose their names
+_SUBJECT_CHARS = 64
+
+# What findings are shown as: metric -> help, and whether it has a tool as subject.
+_FOUND = {
+    "ratchet_tool_failure_ratio": ("Share of a tool's newest fitting calls that failed", True),
+    "ratchet_tool_use_ratio": ("Share of the trajectories that were offered a tool and used it", True),
+    "ratchet_resource_use_ratio": ("Share of the often shown files, addresses and ids that tool calls name", False),
+    "ratchet_trajectory_tokens": ("Sampled tokens per trajectory", False),
+    "ratchet_reasoning_tokens_per_action": ("Reasoning tokens per tool call or answer", False),
+    "ratchet_actions_per_trajectory": ("Tool calls and answers per trajectory", False),
+    "ratchet_hallucinated_argument_ratio": ("Share of tool arguments that occur nowhere in their context", False),
+    "ratchet_unnecessary_tool_calls": ("Tool calls per trajectory on tasks that are solved without any", False),
+    "ratchet_second_judge_tau": ("Kendall's tau between the first and the second judge", False),
+    "ratchet_logprob_mismatch_nats": ("Mean |trainer - engine| logprob of the last rounds", False),
+    "ratchet_untrained_token_ratio": ("Share of sampled tokens that the last rounds did not train", False),
+}
+
+# What the newest committed round is shown as: metric -> (key of its metrics, help).
+_ROUND = {
+    "ratchet_round_reward": ("reward", "Mean score of the newest round's trajectories"),
+    "ratchet_round_loss": ("loss", "Loss of the newest round"),
+    "ratchet_round_grad_norm": ("grad_norm", "Gradient norm of the newest round, before clipping"),
+    "ratchet_round_entropy_nats": ("entropy", "Entropy of the policy at the trained tokens"),
+    "ratchet_round_clip_ratio": ("clip_ratio", "Share of trained tokens that the clip silenced"),
+    "ratchet_round_tokens": ("tokens_trained", "Tokens that the newest round trained"),
+    "ratchet_round_seconds": ("seconds", "Time that the newest round's steps took"),
+    "ratchet_round_learning_rate": ("learning_rate", "Learning rate of the newest round's steps"),
+    "ratchet_round_approx_kl_nats": ("approx_kl", "Mean k3 by which the newest round moved the policy"),
+    "ratchet_round_logprob_change_positive_nats": (
+        "logprob_change_positive_mean",
+        "Mean change of log p of tokens with a positive advantage",
+    ),
+}
+
+
+class Metrics:
+    """The trainer's metrics of one alias in a registry of their own."""
+
+    def __init__(self, alias: str, store: Store | None = None) -> None:
+        self._alias = alias
+        self.registry = registry = CollectorRegistry()
+        self._held = Gauge("ratchet_training_paused", "1 while no step is taken", ["alias"], registry=registry)
+        self._held.labels(alias).set(0)
+        self._found = {
+            name: Gauge(name, said, ["alias", "tool"] if by_tool else ["alias"], registry=registry)
+            for name, (said, by_tool) in _FOUND.items()
+        }
+        self._round = {name: Gauge(name, said, ["alias"], registry=registry) for name, (_, said) in _ROUND.items()}
+        self._rounds = Counter("ratchet_rounds", "Rounds by their end", ["alias", "state"], registry=registry)
+        self._left_out = Counter(
+            "ratchet_untrained_tokens", "Sampled tokens of trained trajectories without loss", ["alias", "reason"],
+            registry=registry,
+        )  # fmt: skip
+        works = ["alias", "work"]
+        self._done = Gauge(
+            "ratchet_progress_items_done", "Items of a long work that are done", works, registry=registry
+        )
+        self._total = Gauge("ratchet_progress_items", "Items of a long work", works, registry=registry)
+        self._pace = Gauge("ratchet_progress_seconds_per_item", "Seconds an item took so far", works, registry=registry)
+        self._eta = Gauge("ratchet_progress_eta_seconds", "Seconds left at this pace", works, registry=registry)
+        self._mean = Gauge(
+            "ratchet_progress_mean", "Running mean, each metric over the rows that have it", [*works, "metric"],
+            registry=registry,
+        )  # fmt: skip
+        self._scores = Gauge(
+            "ratchet_release_scores", "Scores of the canary, and of the live version beside it", ["alias", "side"],
+            registry=registry,
+        )  # fmt: skip
+        self._difference = Gauge(
+            "ratchet_release_difference", "Mean score of the canary, less the live one's", ["alias", "bound"],
+            registry=registry,
+        )  # fmt: skip
+        self._evaluating = Gauge(
+            "ratchet_evaluation_running", "1 while a candidate is tried", ["alias"], registry=registry
+        )
+        self._counted: set[str] = set()  # ids of rounds
+        if store is not None:
+            registry.register(_Stored(store, alias))
+
+    def found(self, findings: Sequence[Finding], *, held: bool) -> None:
+        """Show what the sentinel found at its last look, and nothing of earlier ones."""
+        self._held.labels(self._alias).set(held)
+        for name, (_, by_tool) in _FOUND.items():
+            gauge = self._found[name]
+            gauge.clear()
+            for one in [finding for finding in findings if finding.metric == name][:_MOST_SUBJECTS]:
+                subject = (one.subject[:_SUBJECT_CHARS],) if by_tool else ()
+                gauge.labels(self._alias, *subject).set(one.value)
+
+    def rounds(self, newest: Sequence[Round]) -> None:
+        """Count rounds that have ended since the last time, newest first, and show the newest committed one."""
+        ended = [one for one in newest if one.state is not RoundState.STARTED]
+        for one in ended:
+            if one.id not in self._counted:
+                self._rounds.labels(self._alias, str(one.state)).inc()
+                for reason, tokens in (one.metrics.get("untrained_tokens") or {}).items():
+                    self._left_out.labels(self._alias, reason).inc(tokens)
+        self._counted = {one.id for one in ended}
+        committed = next((one for one in ended if one.state is RoundState.COMMITTED), None)
+        for name, (key, _) in _ROUND.items():
+            if committed is not None and key in committed.metrics:
+                self._round[name].labels(self._alias).set(committed.metrics[key])
+
+    def gate(self, canary: int = 0, live: int = 0, found: Difference | None = None) -> None:
+        """Show how many scores the gate has of either side and what they tell; nothing where there is no canary."""
+        self._difference.clear()
+        for side, count in (("canary", canary), ("live", live)):
+            self._scores.labels(self._alias, side).set(count)
+        if found is not None:
+            for bound, value in (("value", found.value), ("low", found.low), ("high", found.high)):
+                self._difference.labels(self._alias, bound).set(value)
+
+    def evaluating(self, running: bool) -> None:
+        """Show whether a candidate is being tried."""
+        self._evaluating.labels(self._alias).set(running)
+
+    def progress(self, standing: Standing) -> None:
+        """Show how far a work is; it stays shown as it ended until it begins anew."""
+        labels = (self._alias, standing.work)
+        self._done.labels(*labels).set(standing.done)
+        self._total.labels(*labels).set(standing.total)
+        self._pace.labels(*labels).set(standing.seconds_per_item or 0.0)
+        self._eta.labels(*labels).set(standing.eta_seconds or 0.0)
+        for name, value in standing.means.items():
+            self._mean.labels(*labels, name).set(value)
+
+    def serve(self, host: str, port: int) -> int:
+        """Answer GET /metrics in a thread of its own; return the port. Raises SettingError where it is taken."""
+        try:
+            server, _ = start_http_server(port, addr=host, registry=self.registry)
+        except OSError as error:
+            raise SettingError(
+                f"trainer.metrics_port {port} at {host} cannot be used: {error.strerror}; choose another, or null"
+            ) from error
+        log.info("event=metrics_ready url=http://%s:%d/metrics", host, server.server_port)
+        return int(server.server_port)
+
+
+_Family = CounterMetricFamily | GaugeMetricFamily
+
+
+class _Stored(Collector):
+    """Counts that the store keeps."""
+
+    def __init__(self, store: Store, alias: str) -> None:
+        self._store = store
+        self._alias = alias
+
+    def describe(self) -> Iterable[Metric]:
+        """Return the names without asking the store."""
+        return _families().values()
+
+    def collect(self) -> Iterable[Metric]:
+        """Read the store; a store that is away tells nothing more."""
+        told = _families()
+        try:
+            self._read(told)
+            self._read_policies(told)
+        except StoreError as error:
+            log.warning("event=metrics_without_store reason=%r", str(error))
+        return told.values()
+
+    def _read(self, told: Mapping[str, _Family]) -> None:
+        for reason, count in self._store.trajectories.drop_counts().items():
+            told["ratchet_trajectories_dropped"].add_metric([reason], count)
+        for reason, count in self._store.groups.drop_counts(self._alias).items():
+            told["ratchet_groups_dropped"].add_metric([self._alias, reason], count)
+        for alarm in self._store.alarms.standing():
+            told["ratchet_alarm_active"].add_metric([alarm.name], 1)
+        counts = self._store.shadows.counts(self._alias)
+        for state in (state for state in counts if state in (ShadowState.ANSWERED, ShadowState.FAILED)):
+            told["ratchet_resample_calls"].add_metric([self._alias, str(state)], counts[state].shadows)
+        if ShadowState.ANSWERED in counts:
+            told["ratchet_resample_tokens"].add_metric([self._alias], counts[ShadowState.ANSWERED].tokens)
+
+    def _read_policies(self, told: Mapping[str, _Family]) -> None:
+        live = self._store.policies.live().get(self._alias)
+        if live is not None:
+            told["ratchet_live_version"].add_metric([self._alias], live.version)
+        unproven = len(self._store.policies.unproven(self._alias))
+        told["ratchet_unproven_versions"].add_metric([self._alias], unproven)
+        held = self._store.policies.held(self._alias)
+        told["ratchet_release_pending_approval"].add_metric([self._alias], int(held is not None))
+        for action, count in self._store.decisions.counts(self._alias).items():
+            told["ratchet_policy_decisions"].add_metric([self._alias, str(action)], count)
+
+
+def _families() -> dict[str, _Family]:
+    families: tuple[_Family, ...] = (
+        CounterMetricFamily("ratchet_trajectories_dropped", "Trajectories that were put aside", labels=["reason"]),
+        CounterMetricFamily("ratchet_groups_dropped", "Groups that were put aside", labels=["alias", "reason"]),
+        GaugeMetricFamily("ratchet_alarm_active", "1 for every alarm that is not cleared", labels=["name"]),
+        CounterMetricFamily("ratchet_resample_calls", "Shadow calls by their end", labels=["alias", "state"]),
+        CounterMetricFamily("ratchet_resample_tokens", "Tokens of answered shadow calls", labels=["alias"]),
+        GaugeMetricFamily("ratchet_live_version", "Version that is live", labels=["alias"]),
+        GaugeMetricFamily("ratchet_unproven_versions", "Versions too near to the live one to prove", labels=["alias"]),
+        GaugeMetricFamily("ratchet_release_pending_approval", "1 while a version waits for a person", labels=["alias"]),
+        CounterMetricFamily("ratchet_policy_decisions", "Decisions about versions", labels=["alias", "action"]),
+    )
+    return {family.name: family for family in families}

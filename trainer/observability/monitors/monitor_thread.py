@@ -1,0 +1,134 @@
+"""Monitoring: a thread that reads the store now and then and writes what is new to the monitors.
+
+Promises: training neither waits for it nor fails by it. A monitor that raises is left out from then on, with an alarm
+that names it and the reason; one that hangs is left behind at the end. What was written is remembered in the monitor's
+folder, so that a restart goes on from there; a kill between writing and remembering writes some points twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from ratchet.store.errors import StoreError
+from ratchet.store.store import Store
+from ratchet.trainer.errors import SettingError
+from ratchet.trainer.observability.monitors import Monitor
+from ratchet.trainer.observability.monitors.points import Cursor, newer
+
+log = logging.getLogger(__name__)
+
+MonitorName = Literal["tensorboard", "wandb"]
+
+_EVERY = 2.0  # seconds between looks
+_LAST_LOOK = 4.0  # seconds that the end of training waits for the last points
+_CURSOR = "cursor.json"
+
+
+def open_monitor(name: MonitorName, folder: Path, alias: str) -> Monitor:
+    """Return a monitor that writes into the folder."""
+    from ratchet.trainer.observability.monitors.tensorboard import TensorBoardMonitor
+    from ratchet.trainer.observability.monitors.weights_and_biases import WandbMonitor
+
+    return TensorBoardMonitor(folder) if name == "tensorboard" else WandbMonitor(folder, alias)
+
+
+def check_installed(names: Iterable[MonitorName]) -> None:
+    """Raise SettingError where the package of a monitor is missing."""
+    for name in names:
+        if find_spec(name) is None:
+            raise SettingError(
+                f"trainer.monitors names {name}, which is not installed: pip install 'ratchet-rl[{name}]'"
+            )
+
+
+@contextmanager
+def monitored(
+    store: Store, alias: str, names: Iterable[MonitorName], folder: Path, last_look: float = _LAST_LOOK
+) -> Iterator[None]:
+    """Write to the monitors, each in a folder of its name, while the block runs.
+
+    `last_look`: the most seconds that the end of the block waits for what is not written yet.
+    """
+    stop = threading.Event()
+    threads = [
+        threading.Thread(target=_follow, args=(store, alias, name, folder / name, stop), name=name, daemon=True)
+        for name in names
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        deadline = time.monotonic() + last_look
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def replay(store: Store, alias: str, monitor: Monitor) -> int:
+    """Write everything that the store holds to a monitor; return how many points."""
+    cursor, count = Cursor(), 0
+    while True:
+        points, after = newer(store, alias, cursor)
+        if after == cursor:
+            return count
+        monitor.write(points)
+        cursor, count = after, count + len(points)
+
+
+def _follow(store: Store, alias: str, name: MonitorName, folder: Path, stop: threading.Event) -> None:
+    alarm = f"monitor:{name}:{alias}"
+    try:
+        monitor = open_monitor(name, folder, alias)
+        store.alarms.clear(alarm)
+        cursor = _read(folder)
+        last = False
+        while not last:
+            last = stop.wait(_EVERY)
+            cursor = _look(store, alias, monitor, folder, cursor)
+        monitor.close()
+    except Exception as error:  # noqa: BLE001 -- a monitor is foreign code that may not fail training, whatever ails it
+        reason = str(error) or type(error).__name__
+        log.warning("event=monitor_failed monitor=%s reason=%r", name, reason)
+        _tell(store, alarm, f"monitor {name} is left out until the next start: {reason}; its folder is {folder}")
+
+
+def _look(store: Store, alias: str, monitor: Monitor, folder: Path, cursor: Cursor) -> Cursor:
+    """Write what is new; a store that is away is asked again at the next look."""
+    try:
+        points, after = newer(store, alias, cursor)
+    except StoreError as away:
+        log.warning("event=monitor_without_store reason=%r", str(away))
+        return cursor
+    if after != cursor:
+        monitor.write(points)
+        _remember(folder, after)
+    return after
+
+
+def _tell(store: Store, alarm: str, reason: str) -> None:
+    try:
+        store.alarms.raise_(alarm, reason)
+    except StoreError as away:
+        log.warning("event=alarm_not_raised alarm=%s reason=%r", alarm, str(away))
+
+
+def _read(folder: Path) -> Cursor:
+    try:
+        return Cursor(**json.loads((folder / _CURSOR).read_text()))
+    except FileNotFoundError:
+        return Cursor()
+
+
+def _remember(folder: Path, cursor: Cursor) -> None:
+    aside = folder / f".{_CURSOR}"
+    aside.write_text(json.dumps({"round_id": cursor.round_id, "decision_id": cursor.decision_id}))
+    aside.replace(folder / _CURSOR)

@@ -1,0 +1,49 @@
+"""Load the tokenizer of a base model, without its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ratchet.trainer.errors import ModelNotFound, NotAModel
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer alone of a folder or hub name. Raises ModelNotFound or NotAModel."""
+    local = is_folder(model)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(Path(model).expanduser()) if local else model
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise why_not_loaded(model, local, error) from error
+    return tokenizer
+
+
+def is_folder(model: str) -> bool:
+    """Whether `model` means a folder; raises when it means one that is not there or plainly no model."""
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+            raise ModelNotFound(f"base model folder {folder} does not exist: give a folder or a hub name (owner/model)")
+        return False
+    if not (folder / "config.json").is_file():
+        raise NotAModel(
+            f"{folder} is not a model: it has no config.json; give the folder that holds config.json, "
+            "the safetensors weights and the tokenizer"
+        )
+    return True
+
+
+def why_not_loaded(model: str, is_folder: bool, error: Exception) -> ModelNotFound | NotAModel:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    if is_folder:
+        return NotAModel(
+            f"{model} cannot be read as a causal language model with its tokenizer: {reason}; "
+            "check that config.json, the weights and the tokenizer files are all there and whole"
+        )
+    return ModelNotFound(
+        f"base model {model} is neither a folder nor a hub model that can be reached: {reason}; "
+        "check the name, HF_TOKEN and HF_HUB_OFFLINE"
+    )

@@ -1,0 +1,134 @@
+"""The learner's settings: what they mean, their defaults and their ranges.
+
+Promises that settings that exist are sound; an error names the field and the remedy. Does not import torch, so that
+the command line can parse them in no time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ratchet.trainer.errors import SettingError
+from ratchet.trainer.settings.objectives import OBJECTIVES, Objective
+
+AUTO: Literal["auto"] = "auto"
+
+# What the base model's weights can be held in while it is not trained.
+QUANTIZATIONS = ("none", "nf4")
+
+# The ranks that vLLM's LoRA kernels serve; any other is padded up to one of them by --max-lora-rank.
+LARGEST_SERVABLE_RANK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerSettings:
+    """How the LoRA adapter learns.
+
+    rank, alpha, target_modules  of the LoRA adapter; alpha / rank scales its output
+    learning_rate                of AdamW; auto: steered round by round towards `target_kl`; a number is kept
+    target_kl                    mean k3 that a round moves the policy by at its trained tokens, nats a token, with
+                                 learning_rate auto; None = 0.3 nats a trajectory, 0.001 to 0.01 a token
+    loss                         its standard name; trainer/settings/objectives.py has the formulas and their sources
+    epsilon_low, epsilon_high    the ratio to the round's first policy is clipped to [1 - low, 1 + high]; for cispo
+                                 `epsilon_high` is the largest weight itself; None = the loss's usual value
+    dr_grpo_length               tokens that dr_grpo divides each row's sum by; a constant, such as the longest answer
+    kl                           weight of the KL penalty towards the base model, 0 = none
+    entropy_coef                weight of the policy's entropy at the trained tokens, which is raised; 0 = none
+    top_entropy_quantile            share of a step's tokens, those of highest entropy, that carry the policy gradient
+    preference_beta              for dpo and apo_zero_unpaired: how dear it is to leave the base model
+    max_grad_norm                the gradient is scaled down to this norm, 0 = never
+    vllm_importance_sampling_clip_max       cap of the weight trainer / engine probability of a token, None = no correction
+    sequence_mask_threshold          a row is left out where the geometric mean of trainer / engine probability over its
+                                 tokens is above this or below 1 / this, None = never; this holds for rows of 7 versions
+                                 ago, a row of k versions ago has its (1 + k) / 8th power: 1.09 for a fresh one
+    steps_per_round              optimiser steps that a round's rows are split into, shuffled by seed and step
+    token_budget                 padded tokens per micro-batch: memory, never the result
+    max_length                   tokens of the longest row that is trained; a longer one is left out, and a trajectory
+                                 that has no other is dropped. None = what fits into memory, found out by trying
+    share_prefixes               compute what rows share at their beginning once, where that is quicker and the model's
+                                 attention allows it; never the result
+    quantization                 of the frozen base model: none, or nf4 (QLoRA; needs the extra `qlora`)
+    gradient_checkpointing       trade a third more time for much less activation memory
+    seed                         of the adapter's first weights and of the shuffle
+    threads                      CPU threads of torch, None = torch's own choice; 1 is by far the fastest for models of
+                                 a few million parameters, and where the engine runs on the same cores
+    """
+
+    rank: int = 8
+    alpha: int = 16
+    target_modules: str | Sequence[str] = "all-linear"
+    learning_rate: float | Literal["auto"] = AUTO
+    target_kl: float | None = None
+    loss: str = "dapo"
+    epsilon_low: float | None = None
+    epsilon_high: float | None = None
+    dr_grpo_length: int = 1024
+    kl: float = 0.0
+    entropy_coef: float = 0.0
+    top_entropy_quantile: float = 1.0
+    preference_beta: float = 0.1
+    max_grad_norm: float = 1.0
+    vllm_importance_sampling_clip_max: float | None = 2.0
+    sequence_mask_threshold: float | None = 2.0
+    steps_per_round: int = 1
+    token_budget: int = 8192
+    max_length: int | None = None
+    share_prefixes: bool = True
+    quantization: str = "none"
+    gradient_checkpointing: bool = False
+    seed: int = 0
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        self._require("rank", 1 <= self.rank <= LARGEST_SERVABLE_RANK, f"an integer from 1 to {LARGEST_SERVABLE_RANK}")
+        self._require("alpha", self.alpha >= 1, "at least 1")
+        self._require("target_modules", bool(self.target_modules), '"all-linear" or the names of linear layers')
+        rate, aim = self.learning_rate, self.target_kl
+        sound = rate == AUTO if isinstance(rate, str) else 0 < rate < math.inf
+        self._require("learning_rate", sound, "auto, or a number above 0, such as 1e-5")
+        self._require("target_kl", aim is None or 0 < aim < 1, "null, or above 0 and below 1, such as 0.005")
+        self._require("loss", self.loss in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}")
+        low, high = self.clip
+        self._require("epsilon_low", 0 < low < 1, "between 0 and 1, such as 0.2, or null")
+        if self.objective.shape == "weight":
+            self._require("epsilon_high", high >= 1, f"at least 1 for {self.loss}, such as 5.0, or null")
+        else:
+            self._require("epsilon_high", 0 < high < math.inf, "above 0, such as 0.28, or null")
+        self._require("dr_grpo_length", self.dr_grpo_length >= 1, "at least 1, such as 1024")
+        self._require("kl", 0 <= self.kl < math.inf, "0 or more")
+        self._require("entropy_coef", 0 <= self.entropy_coef < math.inf, "0 or more, such as 0.001")
+        self._require("top_entropy_quantile", 0 < self.top_entropy_quantile <= 1, "above 0 and at most 1, such as 0.2")
+        self._require("preference_beta", 0 < self.preference_beta < math.inf, "above 0, such as 0.1")
+        self._require("max_grad_norm", self.max_grad_norm >= 0, "0 (no limit) or more")
+        cap = self.vllm_importance_sampling_clip_max
+        self._require(
+            "vllm_importance_sampling_clip_max", cap is None or 1 <= cap < math.inf, "None or at least 1, such as 2.0"
+        )
+        limit = self.sequence_mask_threshold
+        self._require("sequence_mask_threshold", limit is None or 1 < limit < math.inf, "None or above 1, such as 2.0")
+        self._require("quantization", self.quantization in QUANTIZATIONS, f"one of {', '.join(QUANTIZATIONS)}")
+        self._require("steps_per_round", self.steps_per_round >= 1, "at least 1")
+        self._require("token_budget", self.token_budget >= 1, "at least 1, such as 8192")
+        self._require("max_length", self.max_length is None or self.max_length >= 2, "None or at least 2 tokens")
+        self._require("threads", self.threads is None or self.threads >= 1, "None or at least 1")
+
+    @property
+    def objective(self) -> Objective:
+        """What makes the loss."""
+        return OBJECTIVES[self.loss]
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """Return epsilon_low and epsilon_high, the loss's usual ones where none is set."""
+        low, high = self.epsilon_low, self.epsilon_high
+        return (
+            self.objective.epsilon_low if low is None else low,
+            self.objective.epsilon_high if high is None else high,
+        )
+
+    def _require(self, field: str, sound: bool, remedy: str) -> None:
+        if not sound:
+            raise SettingError(f"learner setting {field} is {getattr(self, field)!r}; it must be {remedy}")

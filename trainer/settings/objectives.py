@@ -1,0 +1,64 @@
+"""Objectives: the losses by the names that the field gives them, as data.
+
+With A the advantage of a token, r its probability under the policy over that at the round's start, and every mean over
+the kept rows of one optimiser step:
+
+    grpo         min(r A, clip(r) A), mean over a row's tokens, then over rows: Shao et al. 2024, "DeepSeekMath",
+                 equation 3 (arXiv:2402.03300). Clip 0.2 on both sides
+    dr_grpo      the same, but a row's sum is divided by a constant and not by its length, which would favour long
+                 failures: Liu et al. 2025, "Understanding R1-Zero-like training" (arXiv:2503.20783)
+    dapo         the same terms, mean over all tokens; clipped higher than lower, 0.28 and 0.2: Yu et al. 2025, "DAPO",
+                 equation 8 (arXiv:2503.14476). With both sides 0.2 it is the PPO clip of Schulman et al. 2017
+                 (arXiv:1707.06347)
+    cispo        min(r, 1 + high) as a constant, times A log p, mean over all tokens: no token loses its gradient:
+                 MiniMax 2025, "MiniMax-M1", equation 4 (arXiv:2506.13585). `epsilon_high` is the largest weight itself
+    gspo         s = the geometric mean of r over the row, min(s A, clip(s) A), mean over rows: Zheng et al. 2025,
+                 "Group sequence policy optimization", equation 5 (arXiv:2507.18071). Clip 3e-4 and 4e-4
+    reinforce++  the terms of dapo with clip 0.2 on both sides, and advantages that are first whitened over the round's
+                 tokens: Hu et al. 2025, "REINFORCE++", equation 8 (arXiv:2501.03262)
+    sft          - A log p, mean over all tokens, without any ratio: what a warm start trains with
+    dpo, apo_zero_unpaired  preferences between whole answers: trainer/learner/preference_weights.py
+
+What differs from the papers: `grpo` and `gspo` call a row what the papers call an output, so that a trajectory of
+several segments weighs as several; KL is a penalty in the loss for all of them, and never part of the reward. Does not
+compute anything, and does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What makes a loss.
+
+    shape    clip: the smaller of ratio and clipped ratio times advantage; weight: a constant ratio times log p
+    ratio    token: each token has its own; sequence: the row's geometric mean; none: 1
+    mean     over the tokens of a step, over its rows' means, or over its rows' sums divided by a constant length
+    whitened whether advantages are first given mean 0 and variance 1 over the round's tokens
+    preference  whether each step first weighs whole answers against the base model's
+    """
+
+    shape: Literal["clip", "weight"]
+    ratio: Literal["token", "sequence", "none"]
+    mean: Literal["tokens", "rows", "length"]
+    epsilon_low: float
+    epsilon_high: float
+    whitened: bool = False
+    preference: bool = False
+
+
+OBJECTIVES: Mapping[str, Objective] = {
+    "dapo": Objective("clip", "token", "tokens", 0.2, 0.28),
+    "grpo": Objective("clip", "token", "rows", 0.2, 0.2),
+    "dr_grpo": Objective("clip", "token", "length", 0.2, 0.2),
+    "cispo": Objective("weight", "token", "tokens", 0.2, 5.0),
+    "gspo": Objective("clip", "sequence", "rows", 3e-4, 4e-4),
+    "reinforce++": Objective("clip", "token", "tokens", 0.2, 0.2, whitened=True),
+    "sft": Objective("weight", "none", "tokens", 0.2, 1.0),
+    "dpo": Objective("weight", "none", "tokens", 0.2, 1.0, preference=True),
+    "apo_zero_unpaired": Objective("weight", "none", "tokens", 0.2, 1.0, preference=True),
+}

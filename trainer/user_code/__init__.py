@@ -1,0 +1,1 @@
+"""trainer/user_code."""

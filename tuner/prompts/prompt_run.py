@@ -1,0 +1,230 @@
+"""A prompt tuning from its settings: tasks are divided, rollouts go through the proxy, the record is kept in the store.
+
+Promises: what the run was asked is in `tunings.config`, without keys, so that it can go on with nothing but its id;
+what the reflection model and the judge said is in `tunings.result` while it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from msgspec.structs import replace
+
+from ratchet.store.records import Exchange, Verdict
+from ratchet.store.records.tuning import Rollout, Tuning
+from ratchet.store.store import Store
+from ratchet.trainer.controller.judges.language_model import LanguageModel
+from ratchet.trainer.controller.judges.truncation import shortened
+from ratchet.trainer.errors import SettingError
+from ratchet.trainer.observability.progress import Progress
+from ratchet.trainer.tasks.task_set import TEST, TRAIN, Task, TaskSet
+from ratchet.tuner.prompts.budget import Budget
+from ratchet.tuner.prompts.make_optimizer import make_optimizer
+from ratchet.tuner.prompts.prompt_tuning import Found, Plan, PromptTuning, details
+from ratchet.tuner.prompts.reflection_model import Answered, ReflectionModel
+from ratchet.tuner.prompts.seed_prompt import SeedPrompt, given, serving
+from ratchet.tuner.prompts.task_splits import Sets, Sizes, divide
+from ratchet.tuner.prompts.trials import LONGEST_FEEDBACK, SEED, Trials
+from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set
+from ratchet.tuner.rollouts.prices import Money, Prices, Spent
+from ratchet.tuner.rollouts.runner import Job, RolloutRunner
+from ratchet.tuner.rollouts.scoring import Scorer
+from ratchet.tuner.selection.choice import figures_of
+from ratchet.tuner.selection.model_selection import busy_seconds
+from ratchet.tuner.settings.prompt_settings import SEARCH_ROLLOUTS
+from ratchet.tuner.settings.tuner_settings import TunerSettings
+from ratchet.tuner.tasks.task_mix import VALIDATION
+
+PROMPT_TUNING = "prompt tuning"  # the work that progress is told of: rollouts of the budget
+_MOST_ROWS = 20_000  # of a split that are looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What a run works with, beside its settings. `runner` tries nothing again: the budget counts each rollout."""
+
+    store: Store
+    tasks: TaskSet
+    runner: RolloutRunner
+    scorer: Scorer
+    reflection_key: str | None
+    prices: Prices
+    progress: Progress
+    tell: Callable[[str], None]
+
+
+def check(settings: TunerSettings) -> None:
+    """Raise SettingError where something is not named, OptimizerMissing where it is not installed."""
+    if settings.reflection is None:
+        raise SettingError(
+            "no reflection model is named: give --reflection-url and --reflection-model, or set tuner.reflection"
+        )
+    make_optimizer(settings.prompt.method)
+
+
+def config_of(settings: TunerSettings, judge: Any, seed_prompt: str | None) -> dict[str, Any]:
+    """Return what a run is asked, for `tunings.config`."""
+    return {"tuner": settings.model_dump(mode="json"), "judge": judge, "seed_prompt": seed_prompt}
+
+
+def run(tuning: Tuning, tools: Tools) -> TuningResult:
+    """Run it, or go on with it, to its end, and write down the result. Raises TuningError, StoreError."""
+    result = _Run(tuning, tools).run()
+    tools.store.tunings.end(tuning.id, "done", plain(result))
+    return result
+
+
+class _Run:
+    """One process's part of a run."""
+
+    def __init__(self, tuning: Tuning, tools: Tools) -> None:
+        self._tuning = tuning
+        self._tools = tools
+        self._settings = TunerSettings.model_validate(tuning.config["tuner"])
+        self._tasks: dict[str, Task] = {}
+        self._plan = self._planned()
+        progress = tuning.result or {}
+        self._answered: list[Answered] = list(progress.get("answered", ()))
+        self._said: dict[str, str] = dict(progress.get("said", {}))
+        prompt = self._settings.prompt
+        rollouts = prompt.rollouts or SEARCH_ROLLOUTS + self._plan.held_out_rollouts
+        self._budget = Budget(rollouts, prompt.tokens, at_once=self._settings.concurrency)
+        self._work = tools.progress.begin(PROMPT_TUNING, rollouts)
+
+    def run(self) -> TuningResult:
+        """Search, compare, and return the record."""
+        tools, settings = self._tools, self._settings
+        with asyncio.Runner() as loop:  # one for all rollouts: clients of the agent's own live in it
+
+            def rolled(jobs: Sequence[Job]) -> list[Rollout]:
+                made = loop.run(tools.runner.run(jobs, self._tuning.id, self._ended))
+                scored = self._scored(made)
+                for one in scored:
+                    if one.score is not None:
+                        self._work.note(score=one.score)
+                return scored
+
+            tools.scorer.count_cut_off(self._tuning.id)
+            trials = Trials(
+                tools.store, self._tuning.id, self._tasks, rolled, self._scored, self._budget,
+                longest=settings.prompt.longest, failure_score=settings.failure_score, model=self._model(),
+                said=self._said,
+            )  # fmt: skip
+            self._work.at(self._budget.begun, self._budget.rollouts)
+            tuned = PromptTuning(
+                tools.store, trials, self._budget, make_optimizer(settings.prompt.method), self._reflection,
+                self._plan, tools.tell,
+            )  # fmt: skip
+            try:
+                found = tuned.run()
+            finally:
+                self._work.end()
+        return self._record(found, trials)
+
+    def _scored(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Have rollouts judged; what the judge says of training tasks is kept, for whoever reflects on them."""
+        train = {one.id for one in rollouts if one.task_id in self._plan.sets.train}
+        before = len(self._said)
+
+        def heard(verdict: Verdict) -> None:
+            if verdict.trajectory_id in train and verdict.explanation:
+                self._said[verdict.trajectory_id] = shortened(verdict.explanation, LONGEST_FEEDBACK)
+
+        scored = self._tools.scorer.score(rollouts, heard)
+        if len(self._said) > before:
+            self._write_progress()
+        return scored
+
+    def _ended(self, rollout: Rollout) -> None:
+        self._work.add()
+
+    def _planned(self) -> Plan:
+        prompt, file = self._settings.prompt, self._tuning.config.get("seed_prompt")
+        mode = None if prompt.mode == "auto" else prompt.mode
+        return Plan(
+            sets=self._sets(),
+            attempts=self._settings.attempts,
+            seed=self._settings.seed,
+            at_once=prompt.at_once,
+            longest=prompt.longest,
+            seed_prompt=serving(self._tools.store, self._tuning.alias, mode) if file is None else given(str(file)),
+            mode=mode,
+            failure_score=self._settings.failure_score,
+        )
+
+    def _model(self) -> str | None:
+        """Return the version that serves now, so that no canary serves some of the rollouts."""
+        live = self._tools.store.policies.live().get(self._tuning.alias)
+        return None if live is None else f"{live.alias}@{live.version}"
+
+    def _sets(self) -> Sets:
+        prompt, splits = self._settings.prompt, self._tools.tasks.splits()
+        sizes = Sizes(prompt.train, prompt.validation, prompt.held_out)
+        train = TRAIN if TRAIN in splits else splits[0]
+        checked = next((split for split in splits if split in VALIDATION and split != train), None)
+        test = self._read(TEST, prompt.held_out) if TEST in splits and train != TEST else []
+        checking = self._read(checked) if checked else []
+        sets = divide(self._read(train), test, sizes, self._settings.seed, checking)
+        used = {*sets.train, *sets.validation, *sets.held_out}
+        self._tasks = {task: row for task, row in self._tasks.items() if task in used}
+        return sets
+
+    def _read(self, split: str, most: int | None = _MOST_ROWS) -> list[Task]:
+        tasks = list(islice(self._tools.tasks.rows(split), most))
+        self._tasks |= {task.id: task for task in tasks}
+        return tasks
+
+    def _reflection(self, seed: SeedPrompt) -> ReflectionModel:
+        spec = self._settings.reflection
+        assert spec is not None  # `begin` asked for it
+        return ReflectionModel(
+            LanguageModel(spec, self._tools.reflection_key),
+            self._budget,
+            mode=seed.mode,
+            longest=self._settings.prompt.longest,
+            answered=tuple(self._answered),
+            keep=self._keep,
+        )
+
+    def _keep(self, answered: Answered, exchanges: Sequence[Exchange]) -> None:
+        self._answered.append(answered)
+        self._write_progress()
+        self._tools.store.groups.keep(exchanges)
+
+    def _write_progress(self) -> None:
+        self._tools.store.tunings.update(self._tuning.id, {"answered": self._answered, "said": self._said})
+
+    def _record(self, found: Found, trials: Trials) -> TuningResult:
+        method = self._settings.prompt.method
+        spec = self._settings.reflection
+        assert spec is not None
+        about = {"method": method, "reflection": {"model": spec.model, "base_url": spec.base_url}}
+        better = found.verdict == "better"
+        return TuningResult(
+            method="prompt",
+            technique=f"{method.upper()}, {len(found.tried)} prompts",
+            alias=self._tuning.alias,
+            task_set=task_set(str(self._settings.tasks), TEST, self._plan.sets.held_out),
+            judge=self._tools.scorer.name,
+            workflow=str(self._settings.workflow),
+            attempts=self._settings.attempts,
+            baseline="the agent's own prompt" if found.baseline == SEED else found.baseline,
+            best=found.best if better else None,
+            gain=found.gain,
+            spent=self._spent(trials),
+            wall_seconds=busy_seconds(trials.rollouts) + sum(float(one["seconds"]) for one in self._answered),
+            notes=(found.seed.note, f"reflection by {spec.model}", found.why),
+            details=details(found, self._plan, self._budget, about),
+        )
+
+    def _spent(self, trials: Trials) -> Spent:
+        """Return the agent's cost and the reflections'."""
+        served = [replace(one, model=one.model or self._tuning.alias) for one in trials.rollouts]
+        agent = figures_of("", served, self._tools.prices).spent
+        tokens = self._budget.reflection_tokens
+        money = Money(self._budget.cost or 0.0, known=self._budget.cost is not None)
+        return agent + Spent(prompt_tokens=tokens, money=money)

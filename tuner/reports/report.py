@@ -1,0 +1,214 @@
+"""One report of all tuning methods: what each gained on the same held-out tasks, and what that cost. Pure.
+
+It holds the newest finished run of each method. Runs stand side by side only where they are of the same alias, on the
+same held-out tasks, with the same judge; those of the newest run (or those that are asked for) are taken, and every
+other run is named with the reason why it was left out. Nothing is claimed that an interval does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from ratchet.store.records import Policy
+from ratchet.store.records.tuning import Tuning
+from ratchet.store.states import TuningState
+from ratchet.trainer.statistics.paired_comparison import Compared, Verdict
+from ratchet.tuner.reports.tuning_result import TaskSetUsed, TuningResult, read
+from ratchet.tuner.rollouts.prices import Spent
+
+METHODS: Mapping[str, tuple[str, str]] = {  # kind -> what people call it, and the command that runs it
+    "select-model": ("Model selection", "ratchet tune select-model"),
+    "prompt": ("Prompt tuning", "ratchet tune prompt"),
+    "weights": ("Model weights", "ratchet tune weights"),
+}
+
+
+class Effect(msgspec.Struct, frozen=True, kw_only=True):
+    """A gain as it was measured: score before and after on the held-out tasks, and the difference with its interval."""
+
+    verdict: Verdict
+    before: float | None
+    after: float | None
+    difference: float | None
+    low: float
+    high: float
+    tasks: int
+    told: str
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One method; `tuning_id` is None where no run of it can stand here, then everything measured is None."""
+
+    method: str
+    label: str
+    command: str
+    tuning_id: str | None = None
+    ended_at: float | None = None
+    technique: str | None = None
+    baseline: str | None = None
+    best: str | None = None
+    effect: Effect | None = None  # None where nothing was compared on held-out tasks
+    spent: Spent | None = None
+    wall_seconds: float | None = None
+    promoted: str | None = None  # by the run itself
+    serves: str | None = None  # the live version, where it is what this run found; None: something else serves
+    notes: tuple[str, ...] = ()
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that does not stand in the report, and why."""
+
+    tuning_id: str
+    method: str
+    why: str
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Every method, in the order of effort; `task_set` is None where no run has finished."""
+
+    alias: str | None
+    task_set: TaskSetUsed | None
+    judge: str | None
+    rows: tuple[Row, ...]
+    left_out: tuple[LeftOut, ...]
+
+
+def report(
+    tunings: Sequence[Tuning],
+    *,
+    live: Mapping[str, Policy] | None = None,
+    alias: str | None = None,
+    tasks: str | None = None,
+    judge: str | None = None,
+) -> Report:
+    """Return the report on these runs, given newest first; `live` is what serves now, by alias.
+
+    `alias`, `tasks` (a set's source or fingerprint) and `judge` (its name or name:version) choose what is compared.
+    """
+    finished: list[tuple[Tuning, TuningResult]] = []
+    left_out = []
+    for tuning in tunings:
+        if tuning.kind not in METHODS:
+            continue
+        found = _finished(tuning)
+        if isinstance(found, str):
+            left_out.append(LeftOut(tuning_id=tuning.id, method=tuning.kind, why=found))
+        else:
+            finished.append((tuning, found))
+    asked = [one for _, one in finished if _is_asked(one, alias, tasks, judge)]
+    reference = asked[0] if asked else None
+    taken: dict[str, tuple[Tuning, TuningResult]] = {}
+    for tuning, result in finished:
+        why = _why_not(result, reference, tuning.kind in taken)
+        if why is None:
+            taken[tuning.kind] = (tuning, result)
+        else:
+            left_out.append(LeftOut(tuning_id=tuning.id, method=tuning.kind, why=why))
+    return Report(
+        alias=reference.alias if reference else alias,
+        task_set=reference.task_set if reference else None,
+        judge=reference.judge if reference else None,
+        rows=tuple(_row(method, taken.get(method), live or {}, reference) for method in METHODS),
+        left_out=tuple(sorted(left_out, key=lambda one: one.tuning_id, reverse=True)),
+    )
+
+
+def missing(
+    tunings: Sequence[Tuning], alias: str | None = None, tasks: str | None = None, judge: str | None = None
+) -> str | None:
+    """Return what is said where no finished run is what was asked for, and some other is; else None."""
+    found = [one for tuning in tunings if tuning.kind in METHODS and not isinstance(one := _finished(tuning), str)]
+    if not found or any(_is_asked(one, alias, tasks, judge) for one in found):
+        return None
+    asked = {"model": alias, "tasks": tasks, "judged-by": judge}
+    known = {"model": [one.alias for one in found], "tasks": [one.task_set.source for one in found],
+             "judged-by": [one.judge for one in found]}  # fmt: skip
+    wanted = " ".join(f"--{name} {value}" for name, value in asked.items() if value is not None)
+    there = "; ".join(f"--{name} {', '.join(dict.fromkeys(values))}" for name, values in known.items())
+    return f"no finished run is of {wanted}; there are runs of {there}"
+
+
+def _finished(tuning: Tuning) -> TuningResult | str:
+    """Return a run's result, or why there is none."""
+    if tuning.state is TuningState.RUNNING:
+        return "it has not ended"
+    if tuning.state is not TuningState.DONE:
+        return f"it {tuning.state}" + (f": {tuning.error}" if tuning.error else "")
+    try:
+        result = read(tuning.result or {})
+    except msgspec.ValidationError as error:
+        return f"its result cannot be read: {error}"
+    return "none of its held-out rollouts was scored" if _scored_nothing(result) else result
+
+
+def _scored_nothing(result: TuningResult) -> bool:
+    """Whether every attempt of both sides failed or is unjudged: such a run says nothing of its method."""
+    gain, attempts = result.gain, 2 * result.attempts * result.task_set.tasks
+    return gain is not None and gain.failed + gain.against_failed + gain.unjudged >= attempts
+
+
+def _is_asked(result: TuningResult, alias: str | None, tasks: str | None, judge: str | None) -> bool:
+    same_tasks = tasks in (None, result.task_set.source, result.task_set.fingerprint)
+    same_judge = judge is None or result.judge in (judge, f"{judge}:{result.judge.rpartition(':')[2]}")
+    return same_tasks and same_judge and alias in (None, result.alias)
+
+
+def _why_not(result: TuningResult, reference: TuningResult | None, is_older: bool) -> str | None:
+    if reference is None:
+        return "it is not what was asked for"
+    if result.alias != reference.alias:
+        return f"it tuned {result.alias}, not {reference.alias}"
+    if result.task_set.fingerprint != reference.task_set.fingerprint:
+        return f"other held-out tasks: {_named(result.task_set)}, not the {_named(reference.task_set)}"
+    if result.judge != reference.judge:
+        return f"another judge: {result.judge}"
+    return "a later run of this method stands here" if is_older else None
+
+
+def _named(used: TaskSetUsed) -> str:
+    return f"{used.tasks} of {used.source} ({used.split})"
+
+
+def _row(
+    method: str,
+    found: tuple[Tuning, TuningResult] | None,
+    live: Mapping[str, Policy],
+    reference: TuningResult | None,
+) -> Row:
+    label, command = METHODS[method]
+    if found is None:
+        return Row(method=method, label=label, command=command)
+    tuning, result = found
+    other = reference is not None and result.workflow != reference.workflow
+    notes = (*result.notes, f"measured with another workflow, {result.workflow}") if other else result.notes
+    return Row(
+        method=method, label=label, command=command, tuning_id=tuning.id, ended_at=tuning.ended_at,
+        technique=result.technique, baseline=result.baseline, best=result.best,
+        effect=effect(result.gain) if result.gain else None, spent=result.spent, wall_seconds=result.wall_seconds,
+        promoted=result.promoted, serves=_serves(result, live.get(result.alias)), notes=notes,
+    )  # fmt: skip
+
+
+def _serves(result: TuningResult, live: Policy | None) -> str | None:
+    """Return the live version where it is what the run found: the version itself, or one with its prompt."""
+    if live is None:
+        return None
+    name = f"{live.alias}@{live.version}"
+    found = {result.best, result.promoted} - {None, result.baseline}
+    return name if found & {name, live.prompt_id} else None
+
+
+def effect(gain: Compared) -> Effect:
+    """Return what was gained, and what can be said of it."""
+    said = {
+        Verdict.BETTER: "better",
+        Verdict.WORSE: "worse",
+        Verdict.TIED: "no difference shown",
+        Verdict.UNSETTLED: "unsettled: attempts that were not judged could change it",
+    }
+    return Effect(
+        verdict=gain.verdict, before=gain.against_mean, after=gain.mean, difference=gain.difference, low=gain.low,
+        high=gain.high, tasks=gain.tasks, told=said[gain.verdict],
+    )  # fmt: skip

@@ -1,0 +1,107 @@
+"""Evidence for a version: what it was trained on, who judged, what was decided and what it gained. Reads the store.
+
+Promises: nothing is said that is not in the store or in the base model's own folder; what nobody knows is None.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ratchet.store.policies.decisions import Decision
+from ratchet.store.records import Policy
+from ratchet.store.records.tuning import Prompt, Tuning
+from ratchet.store.reports.learning_report import LearningReport, learning_report, relative_report, tallies
+from ratchet.store.reports.relative_judges import is_relative
+from ratchet.store.states import TuningState
+from ratchet.store.store import Store
+from ratchet.store.training.lineage import Trained
+from ratchet.tuner.reports.tuning_result import TuningResult, read
+
+_SCORES = 100_000  # newest ones that the gain is made of
+_TUNINGS = 1000  # newest ones that are looked through
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Everything that a model card says.
+
+    base_model       its hub name, or its folder's name
+    trained          the rounds behind the version, and their trajectories by family and by judge
+    prompt           the system prompt that the proxy swaps in for this version
+    evaluations      of this version against others, on the same tasks, newest first
+    decisions        about this version, oldest first
+    gain             scores of real traffic before and after, of versions up to this one
+    base_license     as the base model's own card names it; None: not known
+    lora             the adapter's settings, such as r and lora_alpha
+    """
+
+    policy: Policy
+    base_model: str
+    base_license: str | None
+    trained: Trained
+    prompt: Prompt | None
+    evaluations: Sequence[TuningResult]
+    decisions: Sequence[Decision]
+    gain: LearningReport
+    lora: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+
+def gather(store: Store, policy: Policy, base_model: str, versions: Mapping[str, str]) -> Evidence:
+    """Return the evidence for a version; `versions` are those of the programs that exported it."""
+    judge = store.groups.newest_judge(policy.alias)
+    scores = store.groups.scored(policy.alias, judge, limit=_SCORES) if judge else []
+    return Evidence(
+        policy=policy,
+        base_model=Path(base_model).name if Path(base_model).is_absolute() else base_model,
+        base_license=_license(Path(base_model)),
+        trained=store.lineage.behind(policy),
+        prompt=store.prompts.get(policy.prompt_id) if policy.prompt_id else None,
+        evaluations=_evaluations(store, f"{policy.alias}@{policy.version}"),
+        decisions=store.decisions.of(policy.alias, policy.version)[::-1],
+        gain=(
+            relative_report()
+            if is_relative(store, policy.alias, judge)
+            else learning_report(tallies([one for one in scores if one.version <= policy.version]))
+        ),
+        lora=_lora(Path(policy.adapter)) if policy.adapter else {},
+        versions=versions,
+    )
+
+
+def _evaluations(store: Store, name: str) -> list[TuningResult]:
+    done = (one for one in store.tunings.page(limit=_TUNINGS) if one.state is TuningState.DONE)
+    found = [result for one in done if (result := _result(one)) is not None]
+    return [one for one in found if one.gain is not None and name in (one.gain.candidate, one.gain.against)]
+
+
+def _result(done: Tuning) -> TuningResult | None:
+    """Return what a run measured; None of one that measures nothing, such as the doctor's."""
+    try:
+        return read(done.result or {})
+    except msgspec.ValidationError:
+        return None
+
+
+def _lora(adapter: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads((adapter / "adapter_config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return {key: content.get(key) for key in ("r", "lora_alpha", "target_modules") if content.get(key)}
+
+
+def _license(folder: Path) -> str | None:
+    """Return what the front matter of a model folder's README.md names as its licence."""
+    try:
+        head, _, rest = (folder / "README.md").read_text().removeprefix("---\n").partition("\n---")
+    except (OSError, ValueError):
+        return None
+    named = [line.partition(":")[2].strip() for line in head.splitlines() if line.startswith("license:")]
+    return named[0] if named and rest else None

@@ -1,0 +1,147 @@
+"""Workflows that are programs: the task as JSON on stdin, the answer on stdout.
+
+The program sees OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, under prompt tuning RATCHET_SYSTEM_PROMPT, and in a
+comparison RATCHET_SEED; no other RATCHET_* variable, whose secrets are not its business. Where all of stdout is one
+JSON object of `response`, `reward` and `metrics`, these are taken; else stdout is the response. An exit code other than
+0 is a failure, told with the end of stderr. Promises: the program and whatever it started (its process group) ends with
+the rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, BinaryIO
+
+from ratchet.trainer.errors import WorkflowError, WorkflowFailed
+from ratchet.tuner.rollouts.workflow_output import Outcome, outcome_of
+
+_MOST_READ = 16 * 2**20  # bytes of stdout
+_TAIL = 2000  # characters of stderr in an error
+_PARTS = frozenset({"response", "reward", "metrics"})
+
+
+class ProgramWorkflow:
+    """A workflow that is a command line, run once per task."""
+
+    def __init__(self, name: str, words: Sequence[str]) -> None:
+        if not words or shutil.which(words[0]) is None:
+            raise WorkflowError(
+                f"workflow {name!r}: there is no program {words[0] if words else ''!r}; give module:function, or a "
+                "command line such as 'python my_agent.py'"
+            )
+        self.name = name
+        self._words = tuple(words)
+
+    async def run(
+        self,
+        task: Mapping[str, Any],
+        *,
+        base_url: str,
+        api_key: str,
+        model: str,
+        system_prompt: str | None = None,
+        seed: int | None = None,
+    ) -> Outcome:
+        """Run the program once. Raises WorkflowFailed."""
+        given = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
+        if system_prompt is not None:
+            given["RATCHET_SYSTEM_PROMPT"] = system_prompt
+        if seed is not None:
+            given["RATCHET_SEED"] = str(seed)
+        output, errors, status = await _ran(self._words, environment(os.environ) | given, json.dumps(task).encode())
+        if status:
+            told = errors.decode(errors="replace").strip()[-_TAIL:]
+            raise WorkflowFailed(f"exit code {status}: {told or 'nothing on stderr'}")
+        return _read(output)
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a program may see."""
+    return {name: value for name, value in environ.items() if not name.startswith("RATCHET_")}
+
+
+async def _ran(words: Sequence[str], environ: Mapping[str, str], task: bytes) -> tuple[bytes, bytes, int]:
+    """Run a program to its end; return stdout, the end of stderr and the exit status."""
+    async with _pipe() as (output, output_end), _pipe() as (errors, errors_end):
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(task)
+            stdin.seek(0)
+            process = await asyncio.create_subprocess_exec(
+                *words, stdin=stdin, stdout=output_end, stderr=errors_end, env=environ,
+                start_new_session=True,  # a process group of its own
+            )  # fmt: skip
+        output_end.close()
+        errors_end.close()
+        try:
+            both = asyncio.gather(_all(output), _last(errors))
+            # What it left running may hold the pipes open: the end of the program itself is what is waited for.
+            ended = asyncio.create_task(_ended(process))
+            either: list[asyncio.Future[Any]] = [both, ended]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if both.done():
+                both.result()
+            status = await ended
+            return *(await both), status
+        finally:
+            _end(process)
+            await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, BinaryIO]]:
+    """A pipe that is read here and written elsewhere; whoever has handed the other end on closes it here."""
+    end, other_end = os.pipe()
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(end, "rb", 0)
+    )
+    try:
+        with os.fdopen(other_end, "wb", 0) as written:
+            yield reader, written
+    finally:
+        transport.close()
+
+
+async def _all(stream: asyncio.StreamReader) -> bytes:
+    read = bytearray()
+    while piece := await stream.read(2**16):
+        read += piece
+        if len(read) > _MOST_READ:
+            raise WorkflowFailed(f"the program wrote more than {_MOST_READ:,} bytes to stdout")
+    return bytes(read)
+
+
+async def _last(stream: asyncio.StreamReader) -> bytes:
+    read = b""
+    while piece := await stream.read(2**16):
+        read = (read + piece)[-4 * _TAIL :]
+    return read
+
+
+async def _ended(process: asyncio.subprocess.Process) -> int:
+    """Return the exit status, once there is one; what the program left running is ended."""
+    status = await process.wait()
+    _end(process)
+    return status
+
+
+def _end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _read(output: bytes) -> Outcome:
+    text = output.decode(errors="replace").strip()
+    if text.startswith("{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            found: Any = json.loads(text)
+            if isinstance(found, dict) and set(found) <= _PARTS:
+                return outcome_of(found)
+    return Outcome(text)

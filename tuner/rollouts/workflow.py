@@ -1,0 +1,145 @@
+"""Workflows: the agent that is tuned, as a function `module:function` or as a program such as `python my_agent.py`.
+
+`path/file.py:function` names a function as well, and `module:Class` a class whose objects can be called: one is made,
+for all rollouts. A function, async or not, gets those of these that it names (one with **kwargs gets all of them):
+
+    task           the task's row (dict)
+    base_url       OpenAI-compatible base URL of this rollout alone; whatever is called there is its trajectory
+    api_key        key for it
+    model          name to ask for
+    system_prompt  the prompt under trial, or None; the proxy swaps it in also where it is not used
+    seed           a number of this attempt at this task, the same for every candidate of a comparison; None elsewhere
+
+It returns anything, or `response`, `reward` and `metrics` as the keys of a mapping or the attributes of an object. A
+program gets the same (`programs.py`). Promises: a parameter that nobody can fill is told when the workflow is loaded;
+functions that are not async run in threads of their own, so that none of them holds up the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import shlex
+import threading
+from collections.abc import Callable, Mapping
+from shutil import which
+from typing import Any, Protocol
+
+from ratchet.trainer.errors import WorkflowError, WorkflowFailed
+from ratchet.trainer.user_code.entry_points import (
+    ENTRY_POINT,
+    NotCallable,
+    NotImportable,
+    is_async,
+    load,
+    to_call,
+    wanted,
+)
+from ratchet.trainer.user_code.exit_guard import exited
+from ratchet.tuner.rollouts.program_workflow import ProgramWorkflow
+from ratchet.tuner.rollouts.workflow_output import Outcome, outcome_of
+
+__all__ = ["PARAMETERS", "FunctionWorkflow", "Outcome", "Workflow", "load_workflow"]
+
+PARAMETERS = ("task", "base_url", "api_key", "model", "system_prompt", "seed")
+
+
+class Workflow(Protocol):
+    """Something that works on one task at a time, any number of them at once."""
+
+    @property
+    def name(self) -> str:
+        """What it was given as."""
+
+    async def run(
+        self,
+        task: Mapping[str, Any],
+        *,
+        base_url: str,
+        api_key: str,
+        model: str,
+        system_prompt: str | None = None,
+        seed: int | None = None,
+    ) -> Outcome:
+        """Work on one task. Raises whatever the agent raises, and WorkflowFailed."""
+
+
+def load_workflow(spec: str) -> Workflow:
+    """Return the workflow of `module:function` or of a command line. Raises WorkflowError."""
+    if ENTRY_POINT.fullmatch(spec.strip()):
+        return FunctionWorkflow(spec.strip())
+    try:
+        words = shlex.split(spec)
+    except ValueError as error:
+        raise WorkflowError(f"workflow {spec!r}: {error}") from error
+    if len(words) == 1 and "." in (name := words[0]) and name.replace(".", "").isidentifier() and not which(name):
+        module, _, function = name.rpartition(".")
+        meant = f"{name}:FUNCTION" if function == "py" else f"{module}:{function}"
+        raise WorkflowError(f"workflow {spec!r}: a function is named with a colon: did you mean {meant}?")
+    return ProgramWorkflow(spec, words)
+
+
+class FunctionWorkflow:
+    """A workflow that is a Python function."""
+
+    def __init__(self, entry_point: str) -> None:
+        self.name = entry_point
+        try:
+            self._function = to_call(load(entry_point)[0])
+            self._wanted = wanted(self._function, PARAMETERS)
+        except NotImportable as error:
+            raise WorkflowError(f"workflow {entry_point}: {error}") from error
+        except NotCallable as error:
+            raise WorkflowError(f"workflow {entry_point}{error}") from error
+        self._is_async = is_async(self._function)
+
+    async def run(
+        self,
+        task: Mapping[str, Any],
+        *,
+        base_url: str,
+        api_key: str,
+        model: str,
+        system_prompt: str | None = None,
+        seed: int | None = None,
+    ) -> Outcome:
+        """Call the function. Raises whatever it raises."""
+        offered: dict[str, Any] = {"task": dict(task), "base_url": base_url, "api_key": api_key, "model": model}
+        offered |= {"system_prompt": system_prompt, "seed": seed}
+        try:
+            return outcome_of(await self._call(offered))
+        except SystemExit as ended:  # in a program of its own that would be the exit code
+            raise WorkflowFailed(str(exited(ended))) from ended
+
+    async def _call(self, offered: Mapping[str, Any]) -> Any:
+        if self._is_async:
+            return await self._wanted.call(self._function, offered)
+        answer = await _in_a_thread(lambda: self._wanted.call(self._function, offered))
+        return await answer if inspect.isawaitable(answer) else answer
+
+
+async def _in_a_thread(work: Callable[[], Any]) -> Any:
+    """Run work in a thread of its own that nobody waits for at the end: a call that timed out may never return."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Any] = loop.create_future()
+
+    def tell(value: Any, error: BaseException | None) -> None:
+        if not answer.done():  # cancelled: nobody waits any more
+            answer.set_exception(error) if error is not None else answer.set_result(value)
+
+    def run() -> None:
+        value: Any = None
+        error: BaseException | None = None
+        try:
+            value = work()
+        except SystemExit as ended:
+            error = WorkflowFailed(str(exited(ended)))
+        except (StopIteration, KeyboardInterrupt) as stopped:  # no future may hold them; Ctrl-C comes elsewhere
+            error = WorkflowFailed(f"{type(stopped).__name__}: {stopped}")
+        except BaseException as raised:  # noqa: BLE001  the agent's own error, which the caller gets
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(tell, value, error)
+
+    threading.Thread(target=run, name="workflow", daemon=True).start()
+    return await answer

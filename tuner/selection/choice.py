@@ -1,0 +1,187 @@
+"""Which model to take: what rollouts of several candidates at the same tasks showed, and the choice by a policy. Pure.
+
+    best      the one that is shown to be better than every other; ties are told, and then nothing is chosen
+    cheapest  the one that costs least among those that are shown to be worse than none by as much as `within`
+
+Failed rollouts count as failures in the score, and what they cost counts too. A candidate without a price is never
+called the cheapest, and nothing is called cheapest beside one that might be cheaper.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from ratchet.store.records.tuning import Rollout
+from ratchet.store.states import RolloutState
+from ratchet.trainer.statistics.paired_comparison import Mark, Missing, Ranking, ScoreRange, Standing, rank, within_best
+from ratchet.tuner.rollouts.prices import Prices, Spent
+
+Policy = Literal["best", "cheapest"]
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a candidate's rollouts took. Seconds are of the rollouts that ended by themselves; None where none did."""
+
+    candidate: str
+    spent: Spent
+    ended: int
+    seconds_p50: float | None
+    seconds_p95: float | None
+    commonest_failure: str | None = None
+    commonest_judge_failure: str | None = None
+
+    @property
+    def money_per_rollout(self) -> float | None:
+        """What a rollout costs on average; None where the price is unknown."""
+        money = self.spent.money
+        return money.amount / self.spent.rollouts if money.known and self.spent.rollouts else None
+
+    @property
+    def tokens_per_rollout(self) -> float | None:
+        """Prompt and completion tokens of a rollout on average; None where there is none."""
+        spent = self.spent
+        return (spent.prompt_tokens + spent.completion_tokens) / spent.rollouts if spent.rollouts else None
+
+
+class Selection(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranking, what each took, and the choice with its reason; `chosen` is None where nothing was shown."""
+
+    ranking: Ranking
+    figures: tuple[Figures, ...]  # in the ranking's order
+    policy: Policy
+    within: float | None
+    chosen: str | None
+    reason: str
+
+    @property
+    def measured(self) -> bool:
+        """Whether any rollout came to an end and was judged; without one the ranking says nothing of the candidates."""
+        pairs = zip(self.figures, self.ranking.standings, strict=True)
+        return any(own.ended > standing.unjudged for own, standing in pairs)
+
+
+def marks_of(rollouts: Iterable[Rollout]) -> dict[str, tuple[Mark, ...]]:
+    """Return what the rollouts of one candidate got, by task; one that has not ended is unjudged."""
+    marks: defaultdict[str, list[Mark]] = defaultdict(list)
+    for rollout in rollouts:
+        marks[rollout.task_id].append(_mark(rollout))
+    return {task: tuple(attempts) for task, attempts in marks.items()}
+
+
+def _mark(rollout: Rollout) -> Mark:
+    if rollout.state is RolloutState.FAILED:
+        return Missing.FAILED
+    return Missing.UNJUDGED if rollout.score is None else rollout.score
+
+
+def figures_of(candidate: str, rollouts: Sequence[Rollout], prices: Prices) -> Figures:
+    """Return what the rollouts of one candidate took."""
+    over = [one for one in rollouts if not one.planned]
+    spent = sum((spent_on(one, prices) for one in over), Spent())
+    seconds = sorted(_seconds(one) for one in over if one.state is RolloutState.ENDED)
+    return Figures(
+        candidate=candidate, spent=spent, ended=len(seconds), seconds_p50=_quantile(seconds, 0.5),
+        seconds_p95=_quantile(seconds, 0.95), commonest_failure=commonest(one.failure for one in over),
+        commonest_judge_failure=commonest(one.judge_failure for one in over),
+    )  # fmt: skip
+
+
+def spent_on(rollout: Rollout, prices: Prices) -> Spent:
+    """Return what one rollout took."""
+    money = prices.money(rollout.model or rollout.candidate, rollout.prompt_tokens, rollout.completion_tokens)
+    return Spent(
+        rollouts=1, prompt_tokens=rollout.prompt_tokens, completion_tokens=rollout.completion_tokens,
+        seconds=_seconds(rollout), money=money,
+    )  # fmt: skip
+
+
+def select(
+    rollouts: Sequence[Rollout],
+    candidates: Sequence[str],
+    prices: Prices,
+    *,
+    policy: Policy = "best",
+    within: float | None = None,
+    score_range: ScoreRange | None = None,
+    failure_score: float = 0.0,
+) -> Selection:
+    """Return what the rollouts of at least one candidate show, and the choice."""
+    of = {name: [one for one in rollouts if one.candidate == name] for name in candidates}
+    marks = {name: marks_of(own) for name, own in of.items()}
+    ranking = rank(marks, score_range=score_range, failure_score=failure_score)
+    figures = tuple(figures_of(one.candidate, of[one.candidate], prices) for one in ranking.standings)
+    if policy == "best" or within is None:
+        chosen, reason = _best(ranking, figures)
+    else:
+        close = within_best(marks, within, score_range=score_range, failure_score=failure_score)
+        chosen, reason = _cheapest(figures, close, within)
+    return Selection(
+        ranking=ranking, figures=figures, policy=policy, within=within, chosen=chosen, reason=reason
+    )  # fmt: skip
+
+
+def _best(ranking: Ranking, figures: Sequence[Figures]) -> tuple[str | None, str]:
+    if ranking.winner is not None:
+        return ranking.winner, "it is shown to be better than every other"
+    if len(ranking.standings) == 1:
+        return None, "there is nothing to compare it with"
+    first = [one for one in ranking.standings if one.candidate in ranking.first]
+    if not any(one.ended for one in figures):
+        return None, "no rollout of any candidate came to an end"
+    if _could_change(ranking):
+        return None, f"attempts that the judge failed on could change the ranking: {_unjudged(first)}"
+    return None, f"{' and '.join(ranking.first)} are tied: more tasks would tell them apart, if they differ"
+
+
+def _could_change(ranking: Ranking) -> bool:
+    """Whether what is unjudged among the first could make one of them the winner."""
+    names = set(ranking.first)
+    return any(not pair.settled for pair in ranking.pairs if {pair.candidate, pair.against} <= names)
+
+
+def _unjudged(standings: Iterable[Standing]) -> str:
+    return ", ".join(f"{one.candidate} has {one.unjudged} unjudged" for one in standings if one.unjudged)
+
+
+def _cheapest(figures: Sequence[Figures], close: Sequence[str], within: float) -> tuple[str | None, str]:
+    if not close:
+        return None, f"none is shown to be within {within:g} of the best: more tasks or attempts would show it"
+    prices = {one.candidate: one.money_per_rollout for one in figures if one.candidate in close}
+    unknown = [name for name, price in prices.items() if price is None]
+    if unknown:
+        return None, f"the price of {' and '.join(unknown)} is unknown: tell it in model_list or tuner.prices"
+    chosen = min(prices, key=lambda name: prices[name] or 0.0)
+    return chosen, f"it costs least of what is shown to be within {within:g} of the best: {', '.join(prices)}"
+
+
+def _seconds(rollout: Rollout) -> float:
+    if rollout.began_at is None or rollout.ended_at is None:
+        return 0.0
+    return max(0.0, rollout.ended_at - rollout.began_at)
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float | None:
+    """Return the value that this share is not above (nearest rank); None of nothing."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
+
+
+def commonest(reasons: Iterable[str | None]) -> str | None:
+    """Return the reason that is given most often, and how often; None where there is none."""
+    counted = Counter(reason for reason in reasons if reason)
+    if not counted:
+        return None
+    ((reason, times),) = counted.most_common(1)
+    return f"{reason} ({times} of {counted.total()})"
+
+
+def by_candidate(rollouts: Iterable[Rollout]) -> Mapping[str, list[Rollout]]:
+    """Return rollouts by candidate, in the order in which candidates first come."""
+    found: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        found.setdefault(rollout.candidate, []).append(rollout)
+    return found

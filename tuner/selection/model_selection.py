@@ -1,0 +1,189 @@
+"""Model selection: the same tasks for every candidate, through the proxy, then one ranking and one choice. The
+evaluation of one version against another is the same with two of them.
+
+A candidate is a model of `model_list` or a version of an alias (`policy@3`; an alias alone means the version that is
+live when the run begins). Promises: what the proxy does not know is refused before anything runs; candidates take turns
+at every task, so that drift in time hits all of them alike; attempt N at a task has the same seed in its scenario for
+every candidate; what ended is not run again when a run is resumed; an attempt that failed is a failure of its
+candidate and stops no other; the judge sees all attempts at a task side by side.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import httpx
+import msgspec
+
+from ratchet.store.records.tuning import Rollout, Tuning
+from ratchet.store.states import RolloutState
+from ratchet.store.store import Store
+from ratchet.trainer.errors import TuningError
+from ratchet.trainer.statistics.paired_comparison import ScoreRange
+from ratchet.trainer.tasks.task_set import Task
+from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set
+from ratchet.tuner.rollouts.prices import Prices
+from ratchet.tuner.rollouts.runner import Job, RolloutRunner, counting, left
+from ratchet.tuner.rollouts.scoring import Scorer
+from ratchet.tuner.selection.choice import Policy, Selection, select, spent_on
+
+_PATIENCE = 30.0  # seconds for the proxy's list of models
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked for; the tuning's `config`, from which a run is resumed."""
+
+    kind: Literal["select-model", "eval"] = "select-model"
+    alias: str
+    candidates: tuple[str, ...]  # the first is what the gain is measured against
+    tasks: str  # the source of the task set
+    split: str
+    workflow: str
+    judge: str  # name and version
+    judge_given: Any = None  # as it was named, so that a run that goes on finds it again
+    limit: int | None = None
+    attempts: int = 1
+    seed: int = 0
+    policy: Policy = "best"
+    within: float | None = None
+    failure_score: float = 0.0
+    score_range: ScoreRange | None = None
+
+
+def known_models(proxy_url: str, api_key: str | None) -> list[str]:
+    """Return the names that the proxy can be asked for. Raises TuningError."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    url = f"{proxy_url.rstrip('/').removesuffix('/v1')}/v1/models"
+    try:
+        answer = httpx.get(url, headers=headers, timeout=_PATIENCE, trust_env=False)
+        answer.raise_for_status()
+        return [str(card["id"]) for card in answer.json()["data"]]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        raise TuningError(
+            f"the proxy at {proxy_url} does not list its models ({error}); is it running (`ratchet up`), is --proxy "
+            "its URL, and does it accept the key?"
+        ) from error
+
+
+def resolved(store: Store, candidates: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    """Return the candidates as they stay the same while the run lasts. Raises TuningError where one is unknown."""
+    unknown = [name for name in candidates if name not in known]
+    if unknown:
+        raise TuningError(
+            f"{', '.join(unknown)}: the proxy knows no such model; it knows {', '.join(known)}; others are "
+            "told to it in model_list"
+        )
+    live = {alias: f"{alias}@{policy.version}" for alias, policy in store.policies.live().items()}
+    names = tuple(live.get(name, name) for name in candidates)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise TuningError(
+            f"{', '.join(twice)} is given twice (an alias is its live version): name two that differ, such as the "
+            "version 0 of an alias; attempts at a task are made with --attempts"
+        )
+    return names
+
+
+def check_prices(candidates: Sequence[str], prices: Prices, policy: Policy) -> None:
+    """Raise TuningError where the cheapest is asked for and a price is unknown: it could not be told at the end."""
+    unknown = [name for name in candidates if prices.of(name) is None] if policy == "cheapest" else []
+    if unknown:
+        raise TuningError(
+            f"--policy cheapest: the price of {', '.join(unknown)} is unknown; tell input_cost_per_token and "
+            "output_cost_per_token under model_info of its model_list entry, or under tuner.prices for an alias"
+        )
+
+
+def jobs_of(request: Request, tasks: Sequence[Task]) -> list[Job]:
+    """Return every rollout in the order in which they begin: candidates take turns, and take turns at being first."""
+    jobs = []
+    for attempt in range(request.attempts):
+        for place, task in enumerate(tasks):
+            seed = random.Random(f"{request.seed}:{task.id}:{attempt}").getrandbits(31)
+            turn = (place + attempt) % len(request.candidates)
+            order = request.candidates[turn:] + request.candidates[:turn]
+            jobs += [Job(task, attempt, name, name, scenario={"seed": seed}) for name in order]
+    return jobs
+
+
+class ModelSelector:
+    """Runs one selection, from its beginning or from where it was stopped."""
+
+    def __init__(self, store: Store, runner: RolloutRunner, scorer: Scorer, prices: Prices) -> None:
+        self._store = store
+        self._runner = runner
+        self._scorer = scorer
+        self._prices = prices
+
+    async def run(
+        self, request: Request, tasks: Sequence[Task], tuning: Tuning, on_end: Callable[[Rollout], object] | None = None
+    ) -> Selection:
+        """Make what is left of the rollouts, judge what is not judged, choose, and write the result down."""
+        jobs = jobs_of(request, tasks)
+        await self._runner.run(left(jobs, self._store.rollouts.of(tuning.id)), tuning.id, on_end)
+        began = time.monotonic()
+        self._scorer.score(_unscored(self._store.rollouts.of(tuning.id)))
+        judging = time.monotonic() - began
+        made = self._store.rollouts.of(tuning.id)
+        found = select(
+            _asked(counting(made), jobs), request.candidates, self._prices, policy=request.policy,
+            within=request.within, score_range=request.score_range, failure_score=request.failure_score,
+        )  # fmt: skip
+        result = self._result(request, tasks, found, made, judging)
+        self._store.tunings.end(tuning.id, "done", plain(result))
+        return found
+
+    def _result(
+        self, request: Request, tasks: Sequence[Task], found: Selection, made: Sequence[Rollout], judging: float
+    ) -> TuningResult:
+        baseline = request.candidates[0]
+        best = found.chosen or found.ranking.standings[0].candidate
+        if request.kind == "eval":
+            best = request.candidates[1]
+        over = (one for one in made if not one.planned)
+        spent = sum((spent_on(one, self._prices) for one in over), self._scorer.spent)
+        notes = [f"{found.chosen or 'none'} was chosen ({found.policy}): {found.reason}"]
+        if best != baseline:
+            notes.append("the gain is measured on the tasks that the choice was made on")
+        return TuningResult(
+            method=request.kind, technique=f"paired comparison of {len(request.candidates)} models",
+            alias=request.alias, task_set=task_set(request.tasks, request.split, [task.id for task in tasks]),
+            judge=request.judge, workflow=request.workflow, attempts=request.attempts, baseline=baseline,
+            best=found.chosen, gain=found.ranking.pair(best, baseline) if best != baseline else None, spent=spent,
+            wall_seconds=busy_seconds(made) + judging, notes=tuple(notes), details=_details(found),
+        )  # fmt: skip
+
+
+def busy_seconds(rollouts: Iterable[Rollout]) -> float:
+    """Return how long rollouts were under way, whatever the number at once; pauses between do not count."""
+    total = over = 0.0
+    spans = sorted((one.began_at, one.ended_at) for one in rollouts if one.began_at and one.ended_at)
+    for began, ended in spans:
+        total += max(0.0, ended - max(began, over))
+        over = max(over, ended)
+    return total
+
+
+def _unscored(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Return all rollouts of the tasks where one has no score yet: a judge that ranks must see them together.
+
+    Failed ones, those that were tried again too, and abandoned ones are there for their tokens.
+    """
+    over = [one for one in counting(rollouts) if one.state is RolloutState.ENDED]
+    tasks = {one.task_id for one in over if one.score is None}
+    others = (RolloutState.FAILED, RolloutState.ABANDONED)
+    return [one for one in over if one.task_id in tasks] + [one for one in rollouts if one.state in others]
+
+
+def _asked(rollouts: Iterable[Rollout], jobs: Sequence[Job]) -> list[Rollout]:
+    """Return the rollouts that belong to these jobs."""
+    places = {job.place for job in jobs}
+    return [one for one in rollouts if (one.candidate, one.task_id, one.attempt, one.step) in places]
+
+
+def _details(found: Selection) -> Mapping[str, object]:
+    content: dict[str, object] = msgspec.to_builtins(found)
+    return content

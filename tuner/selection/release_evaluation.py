@@ -1,0 +1,147 @@
+"""The evaluation by a workflow: a candidate and the live version play the same held-out tasks, however many calls each.
+
+The rollouts go through a running proxy, are recorded as `eval` and never trained; it is the comparison of `ratchet
+eval`, and its run is one of `ratchet tune runs`. A run that was killed goes on where it was. Rollouts that fail count
+as failures of their version; where all of one side fail, nothing was measured and the evaluation has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from ratchet.store.coordination.proxies import DOOR_SILENCE
+from ratchet.store.records import Policy, Transcript
+from ratchet.store.records.tuning import Rollout, Tuning
+from ratchet.store.states import RolloutState, TuningState
+from ratchet.store.store import Store
+from ratchet.trainer.controller.judges import Judge
+from ratchet.trainer.errors import TuningError
+from ratchet.trainer.release.candidates import name_of
+from ratchet.trainer.release.prompt_evaluation import Evaluated, Evaluation, Sides, compared_by
+from ratchet.trainer.settings.gate_settings import GateSettings
+from ratchet.trainer.statistics.paired_comparison import Compared
+from ratchet.trainer.tasks.task_set import Task, TaskSet
+from ratchet.tuner.rollouts.prices import Prices
+from ratchet.tuner.rollouts.runner import RolloutRunner, counting
+from ratchet.tuner.rollouts.scoring import Scorer
+from ratchet.tuner.rollouts.workflow import load_workflow
+from ratchet.tuner.selection.model_selection import ModelSelector, Request
+from ratchet.tuner.settings.tuner_settings import TunerSettings
+
+GATE = "gate"  # what a run's config says whose it is
+_NEWEST = 50  # runs looked at
+
+
+class WorkflowEvaluator:
+    """Has a workflow play held-out tasks under both versions of one alias."""
+
+    def __init__(
+        self, store: Store, alias: str, settings: GateSettings, judge: Judge, second: Judge | None = None
+    ) -> None:
+        """Raises WorkflowError and TaskSetError where the settings name what cannot be had."""
+        self._store = store
+        self._alias = alias
+        self._settings = settings
+        self._judge = judge
+        self._second = second
+        self._workflow = load_workflow(settings.workflow or "")
+        self._tasks = _tasks(settings)
+        self._scorer = Scorer(store, judge, alias=alias)
+
+    def close(self) -> None:
+        """Let go of the judges."""
+        self._judge.close()
+        if self._second is not None:
+            self._second.close()
+
+    def evaluate(self, candidate: Policy, live: Policy, check: Callable[[], None]) -> Evaluated:
+        """Return the paired comparison. Raises TuningError where nothing could be measured."""
+        request = self._request(candidate, live)
+        run = self._run_of(request)
+        runner = RolloutRunner(
+            self._store, self._proxy_url(), _first_key(), self._workflow, self._tuner(), alias=self._alias, check=check
+        )
+        selector = ModelSelector(self._store, runner, self._scorer, Prices({}))
+        try:
+            found = asyncio.run(selector.run(request, self._tasks, run))
+        except TuningError as error:
+            self._store.tunings.end(run.id, TuningState.FAILED, error=str(error))
+            raise
+        made = counting(self._store.rollouts.of(run.id))
+        self._check_measured(request, made)
+        first = _evaluation(found.ranking.pair(request.candidates[1], request.candidates[0]))
+        if first is None or self._second is None:
+            return Evaluated(first, run=run.id)
+        second = compared_by(self._second, self._sides(request, made), "tasks")
+        return Evaluated(first, second, self._second.name, run.id)
+
+    def _request(self, candidate: Policy, live: Policy) -> Request:
+        settings = self._settings
+        return Request(
+            kind="eval", alias=self._alias, candidates=(name_of(live), name_of(candidate)), tasks=str(settings.tasks),
+            split=settings.split, workflow=str(settings.workflow), judge=self._scorer.name,
+            limit=settings.evaluation_prompts, attempts=settings.evaluation_samples,
+        )  # fmt: skip
+
+    def _run_of(self, request: Request) -> Tuning:
+        """Return the run of this evaluation that was cut off, which goes on, or a new one."""
+        config = json.loads(msgspec.json.encode(request)) | {GATE: True}  # as the store gives it back
+        for one in self._store.tunings.page("eval", limit=_NEWEST, state=TuningState.RUNNING):
+            if one.alias == self._alias and dict(one.config) == config:
+                return self._store.tunings.resume(one.id)
+        return self._store.tunings.begin("eval", self._alias, config)
+
+    def _proxy_url(self) -> str:
+        if self._settings.proxy_url is not None:
+            return self._settings.proxy_url
+        doors = self._store.doors.open(self._alias, time.time() - DOOR_SILENCE)
+        if not doors:
+            raise TuningError(f"no proxy serves {self._alias}: the workflow has nothing to call; start `ratchet proxy`")
+        return max(doors, key=lambda door: door.beat_at).url
+
+    def _tuner(self) -> TunerSettings:
+        settings = self._settings
+        return TunerSettings(
+            concurrency=settings.evaluation_concurrency, timeout_seconds=settings.evaluation_timeout_seconds
+        )
+
+    def _check_measured(self, request: Request, made: Sequence[Rollout]) -> None:
+        for name in request.candidates:
+            own = [one for one in made if one.candidate == name]
+            failed = [one for one in own if one.state is RolloutState.FAILED]
+            if own and len(failed) == len(own):
+                raise TuningError(f"all {len(own)} rollouts failed of {name}, e.g. {failed[0].failure}")
+
+    def _sides(self, request: Request, made: Sequence[Rollout]) -> list[Sides]:
+        """Return, task by task, the trajectories of the candidate and of the live version that came to an end."""
+        live, candidate = request.candidates
+        sides: dict[str, Mapping[str, list[Transcript]]] = {}
+        for one in made:
+            if one.state is RolloutState.ENDED:
+                sides.setdefault(one.task_id, {live: [], candidate: []})[one.candidate].append(
+                    self._store.trajectories.read(one.id)
+                )
+        return [(side[candidate], side[live]) for side in sides.values() if side[candidate] and side[live]]
+
+
+def _evaluation(pair: Compared) -> Evaluation | None:
+    if pair.mean is None or pair.against_mean is None or pair.difference is None:
+        return None
+    return Evaluation(
+        pair.tasks, pair.unjudged, pair.mean, pair.against_mean, pair.difference, pair.low, pair.high, what="tasks"
+    )
+
+
+def _tasks(settings: GateSettings) -> list[Task]:
+    return list(TaskSet.open(settings.tasks or "").rows(settings.split, settings.evaluation_prompts))
+
+
+def _first_key() -> str | None:
+    """Return the key that the rollouts send: the first of RATCHET_API_KEYS."""
+    return os.environ.get("RATCHET_API_KEYS", "").split(",")[0].strip() or None

@@ -1,0 +1,138 @@
+"""Imported task sets: copies in the project's state folder, one JSONL file per split, found by name.
+
+Promises: a set is there whole or not at all (written aside, then renamed), and one that is replaced is there until the
+new one is, also where the import is killed or the disk refuses; equal rows are kept once and counted, tasks that stand
+in more than one split are counted, so that nobody evaluates on what was trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ratchet.trainer.errors import TaskSetError, TaskSetNotFound
+from ratchet.trainer.tasks.file_reader import ending
+from ratchet.trainer.tasks.task_set import TaskSet
+
+_ABOUT = "set.json"
+_REPLACED = ".replaced-"  # begins the name of a set while another one takes its place
+_NAME = re.compile(r"[\w][\w.-]{0,99}")
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """An imported set.
+
+    splits      name -> tasks
+    duplicates  split -> rows that were left out
+    in_several  tasks that stand in more than one split
+    """
+
+    name: str
+    source: str
+    splits: dict[str, int]
+    duplicates: dict[str, int] = field(default_factory=dict)
+    in_several: int = 0
+
+
+class ImportedTasks:
+    """The imported sets of one project, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def add(
+        self, tasks: TaskSet, name: str, *, replace: bool = False, on_row: Callable[[], object] = lambda: None
+    ) -> Imported:
+        """Copy a set under a name. Raises TaskSetError where the name is taken, and whatever a broken row raises."""
+        place = self._place(name)
+        self._settle(name)
+        if place.exists() and not replace:
+            raise TaskSetError(f"task set {name} is there already: give --replace, or another --name")
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=".import-", dir=self._folder))
+        try:
+            made = _copy(tasks, name, aside, on_row)
+            if place.exists():
+                place.rename(self._folder / f"{_REPLACED}{name}")
+            aside.rename(place)
+        except OSError as error:
+            raise TaskSetError(f"task set {name} cannot be written to {self._folder}: {error.strerror}") from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+            self._settle(name)
+        return made
+
+    def _settle(self, name: str) -> None:
+        """Put a set back that was taken away for one that never came; else let go of it."""
+        old, place = self._folder / f"{_REPLACED}{name}", self._folder / name
+        if old.is_dir() and not place.exists():
+            with contextlib.suppress(OSError):  # another process was quicker
+                old.rename(place)
+        if place.exists():
+            shutil.rmtree(old, ignore_errors=True)
+
+    def all(self) -> list[Imported]:
+        """Return every imported set, by name."""
+        for old in self._folder.glob(f"{_REPLACED}*"):  # of an import that was killed
+            self._settle(old.name.removeprefix(_REPLACED))
+        return [_read(about) for about in sorted(self._folder.glob(f"*/{_ABOUT}")) if about.parent.name[0] != "."]
+
+    def open(self, source: str) -> TaskSet:
+        """Open an imported set by its name, else a folder, a file or a hub name. Raises TaskSetNotFound."""
+        if (place := self.folder_of(source)) is not None:
+            about = _read(place / _ABOUT)
+            return TaskSet.of_files(source, {split: place / f"{split}.jsonl" for split in about.splits})
+        try:
+            return TaskSet.open(source)
+        except TaskSetNotFound as error:
+            raise _with_names(error, [one.name for one in self.all()]) from error
+
+    def folder_of(self, name: str) -> Path | None:
+        """Return the folder of an imported set, which `TaskSet.open` reads as well; None where there is none."""
+        if not _NAME.fullmatch(name):
+            return None
+        self._settle(name)
+        return self._folder / name if (self._folder / name / _ABOUT).is_file() else None
+
+    def _place(self, name: str) -> Path:
+        if not _NAME.fullmatch(name) or ending(Path(name)):  # a file of that name would hide it
+            raise TaskSetError(
+                f"--name {name!r}: letters, digits, dots, dashes and underscores, at most 100, no suffix"
+            )
+        return self._folder / name
+
+
+def _copy(tasks: TaskSet, name: str, aside: Path, on_row: Callable[[], object]) -> Imported:
+    counts: dict[str, int] = {}
+    duplicates: Counter[str] = Counter()
+    splits_of: Counter[int] = Counter()
+    for split in tasks.splits():
+        counts[split] = 0
+        with (aside / f"{split}.jsonl").open("w", encoding="utf-8") as file:
+            for task in tasks.rows(split, on_duplicate=lambda *_, split=split: duplicates.update([split])):
+                file.write(json.dumps(task.row) + "\n")
+                splits_of[int(task.id, 16)] += 1
+                counts[split] += 1
+                on_row()
+    made = Imported(name, tasks.source, counts, dict(duplicates), sum(count > 1 for count in splits_of.values()))
+    (aside / _ABOUT).write_text(json.dumps(asdict(made), indent=2))
+    return made
+
+
+def _read(about: Path) -> Imported:
+    try:
+        return Imported(**json.loads(about.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise TaskSetError(f"{about} is damaged ({error}): import the set again with --replace") from error
+
+
+def _with_names(error: TaskSetNotFound, names: Sequence[str]) -> TaskSetNotFound:
+    return TaskSetNotFound(f"{error}; imported sets: {', '.join(names) or 'none'}")

@@ -1,0 +1,349 @@
+"""Tuning of weights: rollouts of training tasks through the proxy; the trainer learns from them as from any traffic.
+
+    stage       what is done                                                    what is waited for
+    ----------  --------------------------------------------------------------  ----------------------------------
+    baseline    the version that is live now, on the validation and the test    the judge
+                tasks; training tasks are tried without being trained, where
+                a warm start asks
+    warm start  the trainer imitates what is good                               its version, proven
+    rounds      training tasks by weight of their family, several attempts      the trainer, before an evaluation
+                each; every so many rounds the live version on the validation
+                tasks; at the end what serves, once, on the test tasks
+
+Promises: validation and test tasks are never trained, share no content with each other and with the training tasks, and
+versions are compared on them task by task; it stops where nothing is gained any more, and takes back a version that is
+shown to be worse than the best one, both on validation tasks, so that the test tasks decide nothing and the gain on
+them is no pick of several; what was done is in the store, so that a run that was killed goes on where it was. Trains
+nothing itself: the trainer does, with everything that it does in production (proof, gate, sentinel).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from ratchet.store.errors import ForbiddenChange
+from ratchet.store.records.tuning import Rollout, Tuning
+from ratchet.store.states import PolicyState, TuningState
+from ratchet.store.store import Store
+from ratchet.trainer.controller.rounds.drained import is_settled
+from ratchet.trainer.controller.warm_start.sft_data import COLLECTED
+from ratchet.trainer.controller.warm_start.sft_round import story_of
+from ratchet.trainer.errors import TuningError
+from ratchet.trainer.observability.progress import Progress
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from ratchet.trainer.statistics.paired_comparison import Compared, Verdict, compare, rank
+from ratchet.trainer.tasks.task_set import TEST, Task
+from ratchet.tuner.rollouts.runner import Job, RolloutRunner, counting, left
+from ratchet.tuner.rollouts.scoring import Scorer
+from ratchet.tuner.selection.choice import marks_of
+from ratchet.tuner.tasks.task_mix import Family, TaskMix
+from ratchet.tuner.weights.weights_plan import (
+    BASELINE,
+    LIVE,
+    ROUNDS,
+    VALIDATION,
+    WARM_START,
+    Evaluated,
+    WeightsPlan,
+    WeightsProgress,
+    plain,
+    plan_of,
+    progress_of,
+)
+
+_Value = TypeVar("_Value")
+
+ROUNDS_DONE = "rounds"  # the work that progress is told of
+_LOOK_EVERY = 0.2  # seconds
+
+
+class WeightsTuning:
+    """One run. `watch` is called all the while and raises where the rooms have ended; `tell` hears how it goes."""
+
+    def __init__(
+        self,
+        store: Store,
+        tuning: Tuning,
+        families: Sequence[Family],
+        trainer: TrainerSettings,
+        runner: RolloutRunner,
+        scorer: Scorer,
+        *,
+        evaluator: RolloutRunner | None = None,
+        progress: Progress | None = None,
+        failure_score: float = 0.0,
+        watch: Callable[[], None] = lambda: None,
+        tell: Callable[[str], object] = lambda line: None,
+    ) -> None:
+        self._store = store
+        self._tuning = tuning
+        self._alias = tuning.alias
+        self._plan: WeightsPlan = plan_of(tuning)
+        self._trainer = trainer
+        self._runner = runner
+        self._evaluator = evaluator or runner
+        self._scorer = scorer
+        self._progress = progress or Progress()
+        self._failure_score = failure_score
+        self._watch = watch
+        self._tell = tell
+        tests = {family.name: family.of(TEST, self._plan.eval_tasks) for family in families}
+        tested = {task.id for tasks in tests.values() for task in tasks}
+        seed, most = self._plan.seed, self._plan.validation_tasks
+        self._split: dict[str, dict[str, list[Task]]] = {
+            TEST: tests,
+            VALIDATION: {family.name: family.validation(most, seed, tested) for family in families},
+        }
+        self._mix = TaskMix(families, seed, tested | {task.id for task in self._of_split(VALIDATION)})
+        self._began = time.monotonic()
+        self._so_far: WeightsProgress = progress_of(tuning)
+        self._seconds_before = self._so_far.wall_seconds
+
+    @property
+    def so_far(self) -> WeightsProgress:
+        """How far it is."""
+        return self._so_far
+
+    @property
+    def tests(self) -> list[Task]:
+        """The test tasks of all families."""
+        return self._of_split(TEST)
+
+    def _of_split(self, split: str) -> list[Task]:
+        return [task for tasks in self._split[split].values() for task in tasks]
+
+    async def run(self) -> WeightsProgress:
+        """Go on to the end. Raises TuningError, TooManyFailures, and what `watch` raises."""
+        if self._so_far.stage == BASELINE:
+            await self._baseline()
+        if self._so_far.stage == WARM_START:
+            await self._warm_start()
+        work = self._progress.begin(ROUNDS_DONE, self._plan.rounds)
+        while True:
+            work.at(self._so_far.rounds, self._plan.rounds)
+            if self._is_due():
+                await self._settle()
+                await self._evaluate(self._live(), VALIDATION)
+            if self._so_far.rounds >= self._plan.rounds or self._is_spent():
+                break
+            await self._rollouts(self._runner, self._round(self._so_far.rounds))
+            self._note(rounds=self._so_far.rounds + 1)
+        work.end()
+        self._keep_the_best()
+        await self._evaluate(self._live(), TEST)
+        return self._so_far
+
+    def marks(self, version: int, split: str) -> dict[str, Any]:
+        """Return what a version got on a split's tasks, by task."""
+        wanted = {task.id for task in self._of_split(split)}
+        return marks_of(counting(one for one in self._of(self._name(version)) if one.task_id in wanted))
+
+    def compared(self, version: int, against: int, family: str | None = None, split: str = TEST) -> Compared:
+        """Return a version against another on a split's tasks, of one family or of all."""
+        sides = (self.marks(one, split) for one in (version, against))
+        ours, theirs = (
+            {task: marks for task, marks in side.items() if family is None or _family_of(task) == family}
+            for side in sides
+        )
+        names = (self._name(version), self._name(against))
+        return compare(ours, theirs, names=names, failure_score=self._failure_score)
+
+    async def _baseline(self) -> None:
+        if not self._so_far.evaluations:
+            self._note(baseline=self._live())
+        for split in (VALIDATION, TEST):
+            await self._evaluate(self._so_far.baseline, split)
+        if self._plan.warm_start is not None and self._plan.collect:
+            jobs = [
+                Job(task, attempt, COLLECTED, self._name(self._so_far.baseline), "eval", step=number)
+                for number in range(self._plan.collect)
+                for task in self._mix.draw(number, self._plan.tasks_per_round)
+                for attempt in range(self._plan.attempts)
+            ]
+            await self._scored(await self._rollouts(self._runner, jobs))
+        self._note(stage=WARM_START if self._plan.warm_start is not None else ROUNDS)
+
+    async def _warm_start(self) -> None:
+        """Wait for the trainer, which sees the stage. Raises TuningError where it refuses."""
+        while (found := story_of(self._store, self._alias, self._tuning.id)) is None:
+            ended = self._store.tunings.get(self._tuning.id)
+            if ended.state is not TuningState.RUNNING:
+                raise TuningError(ended.error or f"tuning {ended.id} was {ended.state}")
+            await self._pause()
+        version, story = found
+        while (policy := self._store.policies.get(self._alias, version)).state is PolicyState.CANDIDATE:
+            if (held := self._store.policies.held(self._alias)) is not None and held.version == version:
+                waits = f"the warm start's version {version} waits for a person: see `ratchet policies show`"
+                self._note(notes=(*self._so_far.notes, waits))
+                break
+            await self._pause()
+        self._note(warm_start=dict(story) | {"version": version, "state": str(policy.state)})
+        if policy.state in (PolicyState.REJECTED, PolicyState.UNPROVEN):
+            reason = policy.evidence.get("reason", "it was evaluated as worse")
+            what = "rejected" if policy.state is PolicyState.REJECTED else "not proven, the rounds go on from it"
+            self._note(notes=(*self._so_far.notes, f"the warm start's version was {what}: {reason}"))
+        else:
+            await self._evaluate(version, VALIDATION)
+        self._note(stage=ROUNDS)
+
+    def _round(self, number: int) -> list[Job]:
+        drawn = self._mix.draw(self._plan.collect + number, self._plan.tasks_per_round)
+        return [
+            Job(task, attempt, LIVE, None, "live", step=number)
+            for task in drawn
+            for attempt in range(self._plan.attempts)
+        ]
+
+    async def _evaluate(self, version: int, split: str) -> None:
+        """Note what a version gets on a split's tasks; one that was evaluated before keeps its scores.
+
+        What is noted already, by a run that was killed before it came to the next stage, is not noted again; nor is a
+        version's second evaluation on the test tasks.
+        """
+        known = [one for one in self._so_far.evaluations if (one.version, one.split) == (version, split)]
+        if known and (split == TEST or self._so_far.rounds in {one.round for one in known}):
+            return
+        jobs = [
+            Job(task, attempt, self._name(version), self._name(version), "eval")
+            for task in self._of_split(split)
+            for attempt in range(self._plan.eval_attempts)
+        ]
+        await self._scored(await self._rollouts(self._evaluator, jobs))
+        marks = self.marks(version, split)
+        standing = rank({"it": marks}, failure_score=self._failure_score).standings[0]
+        baseline = self._so_far.baseline
+        found = Evaluated(
+            version=version,
+            split=split,
+            round=self._so_far.rounds,
+            rollouts=len(counting(self._of(LIVE))),
+            tasks=standing.tasks,
+            mean=standing.mean,
+            low=standing.low,
+            high=standing.high,
+            failed=standing.failed,
+            unjudged=standing.unjudged,
+            families={name: self._family_mean(marks, name) for name in self._split[split]},
+            against_baseline=None if version == baseline else self.compared(version, baseline, split=split),
+        )
+        self._note(evaluations=(*self._so_far.evaluations, found))
+        self._tell(f"after {found.round} rounds, {self._name(version)} on the {split} tasks: {found.told()}")
+
+    def _family_mean(self, marks: Mapping[str, Any], family: str) -> float | None:
+        own = {task: mark for task, mark in marks.items() if _family_of(task) == family}
+        return rank({family: own}, failure_score=self._failure_score).standings[0].mean
+
+    def _is_due(self) -> bool:
+        """Whether the rounds so far end with an evaluation that has not been made."""
+        done = self._so_far.rounds
+        ends = done > 0 and (done % self._plan.eval_every == 0 or done == self._plan.rounds)
+        return ends and self._so_far.validated[-1].round != done
+
+    def _is_spent(self) -> bool:
+        """Whether the last evaluations gained nothing."""
+        patience = self._plan.patience
+        if not patience or self._so_far.without_gain < patience:
+            return False
+        best = self._so_far.best
+        self._note(
+            notes=(
+                *self._so_far.notes,
+                f"stopped after round {self._so_far.rounds}: {patience} evaluations without a gain over "
+                f"{self._name(best.version)}",
+            )
+        )
+        return True
+
+    def _keep_the_best(self) -> None:
+        """Take back the live version where the best one is shown to be better."""
+        live, best = self._live(), self._so_far.best.version
+        if best >= live or live not in {one.version for one in self._so_far.validated}:
+            return
+        found = self.compared(live, best, split=VALIDATION)
+        if found.verdict is not Verdict.WORSE:
+            return
+        reason = (
+            f"tuning {self._tuning.id}: on the validation tasks it is worse than {self._name(best)}: {found.told()}"
+        )
+        try:
+            self._store.policies.roll_back(
+                self._alias, best, {"tuning": msgspec.to_builtins(found)}, by="tuner", reason=reason
+            )
+            told = f"rolled back from {self._name(live)} to {self._name(best)}: {found.told()}"
+        except ForbiddenChange as refusal:  # its folder was pruned, or a person was quicker
+            told = f"{self._name(live)} is worse than {self._name(best)} ({found.told()}), but stays: {refusal}"
+        self._note(notes=(*self._so_far.notes, told))
+
+    async def _rollouts(self, runner: RolloutRunner, jobs: Sequence[Job]) -> list[Rollout]:
+        """Make the rollouts that are not made yet; return all of them that count."""
+        candidates = {job.candidate for job in jobs}
+        known = [one for name in candidates for one in self._of(name)]
+        if missing := left(jobs, known):
+            await self._watched(runner.run(missing, self._tuning.id))
+        places = {job.place for job in jobs}
+        made = (one for name in candidates for one in counting(self._of(name)))
+        return [one for one in made if (one.candidate, one.task_id, one.attempt, one.step) in places]
+
+    async def _scored(self, rollouts: Sequence[Rollout]) -> None:
+        if unscored := [one for one in rollouts if one.judge is None]:
+            await self._watched(asyncio.to_thread(self._scorer.score, unscored))
+
+    async def _settle(self) -> None:
+        """Wait until the trainer has done what it can, at most as long as is allowed."""
+        self._tell(f"after {self._so_far.rounds} rounds: waiting for the trainer to learn from them")
+        until = time.monotonic() + self._plan.settle_seconds
+        size, groups = self._trainer.num_generations, self._trainer.groups_per_round
+        while time.monotonic() < until:
+            await self._pause()
+            if is_settled(self._store, self._alias, num_generations=size, groups_per_round=groups):
+                return
+
+    async def _pause(self) -> None:
+        self._watch()
+        await asyncio.sleep(_LOOK_EVERY)
+
+    async def _watched(self, work: Coroutine[Any, Any, _Value]) -> _Value:
+        """Return what the work does, unless the rooms end before it."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=_LOOK_EVERY))[0]:
+                self._watch()
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _note(self, **changes: Any) -> None:
+        """Write down how far it is."""
+        seconds = self._seconds_before + time.monotonic() - self._began
+        self._so_far = msgspec.structs.replace(self._so_far, wall_seconds=seconds, **changes)
+        self._store.tunings.update(self._tuning.id, plain(self._so_far))
+
+    def _of(self, candidate: str) -> list[Rollout]:
+        return self._store.rollouts.of(self._tuning.id, candidate)
+
+    def _live(self) -> int:
+        return self._store.policies.live()[self._alias].version
+
+    def _name(self, version: int) -> str:
+        return f"{self._alias}@{version}"
+
+
+def _family_of(task_id: str) -> str:
+    return task_id.rpartition("/")[0]
+
+
+def rewards(store: Store, rollouts: Iterable[Rollout]) -> dict[tuple[int, str], tuple[float, int]]:
+    """Return the mean score and the number of judged training rollouts, by round and family."""
+    by_id = {one.id: (one.step, _family_of(one.task_id)) for one in rollouts}
+    names = list(by_id)
+    scores: dict[tuple[int, str], list[float]] = {}
+    for start in range(0, len(names), 500):
+        for name, verdict in store.groups.verdicts(names[start : start + 500]).items():
+            if verdict.score is not None:
+                scores.setdefault(by_id[name], []).append(verdict.score)
+    return {place: (sum(found) / len(found), len(found)) for place, found in sorted(scores.items())}

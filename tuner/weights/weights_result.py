@@ -1,0 +1,83 @@
+"""What a tuning of weights leaves: gain, cost, curve and figures by family, in the shape of every method's result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from ratchet.store.records.tuning import Rollout, Tuning
+from ratchet.store.store import Store
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from ratchet.trainer.statistics.paired_comparison import Compared, Verdict
+from ratchet.trainer.tasks.task_set import TEST
+from ratchet.tuner.reports.tuning_result import TuningResult, task_set
+from ratchet.tuner.rollouts.prices import Prices, Spent
+from ratchet.tuner.rollouts.runner import counting
+from ratchet.tuner.selection.choice import commonest, spent_on
+from ratchet.tuner.weights.weight_tuning import WeightsTuning, rewards
+from ratchet.tuner.weights.weights_plan import LIVE, plan_of
+
+
+def result_of(
+    store: Store, tuning: Tuning, run: WeightsTuning, trainer: TrainerSettings, judge: str, prices: Prices
+) -> TuningResult:
+    """Return the result of a run that has come to its end."""
+    plan, so_far = plan_of(tuning), run.so_far
+    final = store.policies.live()[tuning.alias].version
+    tested = [one for one in so_far.evaluations if one.split == TEST]
+    is_measured = final in {one.version for one in tested}
+    gain = run.compared(final, so_far.baseline) if is_measured and final != so_far.baseline else None
+    store.rollouts.count_tokens([one.id for one in store.rollouts.of(tuning.id) if not one.planned])
+    made = store.rollouts.of(tuning.id)
+    rollouts = counting(made)
+    ours = [] if so_far.warm_start is None else ["SFT"]
+    if so_far.rounds:
+        ours.append(f"{trainer.advantage_estimator} with {trainer.learner.loss_type}, {so_far.rounds} rounds")
+    notes = so_far.notes if is_measured else (*so_far.notes, f"{tuning.alias}@{final} was not evaluated")
+    return TuningResult(
+        method="weights",
+        technique=" -> ".join(ours) or "evaluation alone",
+        alias=tuning.alias,
+        task_set=task_set(", ".join(plan.families), "test", [task.id for task in run.tests]),
+        judge=judge,
+        workflow=plan.workflow,
+        attempts=plan.eval_attempts,
+        baseline=f"{tuning.alias}@{so_far.baseline}",
+        best=f"{tuning.alias}@{final}" if gain is not None and gain.verdict is Verdict.BETTER else None,
+        gain=gain,
+        spent=sum((spent_on(one, prices) for one in made if one.counts or one.prompt_tokens), Spent()),
+        wall_seconds=so_far.wall_seconds,
+        promoted=f"{tuning.alias}@{final}" if final != so_far.baseline else None,
+        notes=(*notes, *_failures(rollouts)),
+        details={
+            "curve": [msgspec.to_builtins(one) for one in so_far.validated],
+            "test": [msgspec.to_builtins(one) for one in tested],
+            "training": [
+                {"round": number, "family": family, "reward": mean, "judged": count}
+                for (number, family), (mean, count) in rewards(
+                    store, (one for one in rollouts if one.candidate == LIVE)
+                ).items()
+            ],
+            "families": _families(run, final, so_far.baseline) if gain is not None else {},
+            "warm_start": so_far.warm_start,
+            "rounds": so_far.rounds,
+        },
+    )
+
+
+def _failures(rollouts: Sequence[Rollout]) -> Iterator[str]:
+    """Yield what failed most often, the agent and the judge."""
+    if failure := commonest(one.failure for one in rollouts):
+        failed = sum(one.failure is not None for one in rollouts)
+        yield f"{failed} of {len(rollouts)} rollouts failed, most often with {failure}"
+    if failure := commonest(one.judge_failure for one in rollouts):
+        yield f"the judge failed, most often with {failure}"
+
+
+def _families(run: WeightsTuning, final: int, baseline: int) -> dict[str, Any]:
+    """Return the gain on the test tasks of each family."""
+    names = dict.fromkeys(task.id.rpartition("/")[0] for task in run.tests)
+    gains: dict[str, Compared] = {name: run.compared(final, baseline, name) for name in names}
+    return {name: msgspec.to_builtins(gain) for name, gain in gains.items()}
