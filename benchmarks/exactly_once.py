@@ -1,7 +1,7 @@
 """Trained once: `kill -9` of everything that the school is made of, at random moments, again and again.
 
 A real proxy, a real store, two real trainer processes of which one leads, and a scripted learner, grader and vLLM
-(`benchmarks/scripted_school.py`), all in processes of their own. Agents work without a pause. Victims: either trainer,
+(`benchmarks/scripted_learner.py`), all in processes of their own. Agents work without a pause. Victims: either trainer,
 the grader, vLLM, the database (PostgreSQL), and a trainer that is stopped for longer than its lease and then goes on as
 if nothing had happened.
 
@@ -32,7 +32,7 @@ import httpx
 from benchmarks.campaign import tell
 from benchmarks.databases import Postgres, postgres_server
 from benchmarks.school_parts import AGENTS, ALIAS, Agents, Part
-from benchmarks.scripted_school import read_weights
+from benchmarks.scripted_learner import read_weights
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.records import Group, Round, Trajectory
 from ratchet.store.states import GroupState, PolicyState, RoundState, TrajectoryState

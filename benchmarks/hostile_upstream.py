@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from ratchet.proxy.wire.asgi import JSON, replaying, send_bytes
+from ratchet.proxy.wire.asgi import JSON, replay_body, send_bytes
 from tests.harness.proxy.scripted_scale_out import DERENDER, DETOKENIZE, GENERATE, ScriptedScaleOut
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 
@@ -57,7 +57,7 @@ class Upstream:
         try:
             if scope["path"] not in _OF_TOKENS:
                 body = _plain(body, whole=self._scale_out)
-            await self._vllm(scope, replaying(body, receive), told)
+            await self._vllm(scope, replay_body(body, receive), told)
         except _UNREADABLE:
             if begun:
                 raise

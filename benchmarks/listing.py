@@ -23,7 +23,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from benchmarks.databases import postgres
-from ratchet.store.calls.trajectory_filter import Chosen
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.db import schema
 from ratchet.store.db.engine import connect, write
 from ratchet.store.store import Store, open_store
@@ -44,31 +44,31 @@ class Timing:
     last: float
 
 
-def filters(count: int) -> dict[str, Chosen]:
+def filters(count: int) -> dict[str, TrajectoryFilter]:
     """Return the lists to read, by name."""
     middle = _BEGAN + count / 2
     return {
-        "all": Chosen(),
-        "state=trained": Chosen(state="trained"),
-        "state=open": Chosen(state="open"),
-        "alias=mail": Chosen(alias="mail"),
-        "alias=rare": Chosen(alias="rare"),
-        "alias=mail&state=dropped": Chosen(alias="mail", state="dropped"),
-        "alias=mail&version=7": Chosen(alias="mail", version=7),
-        "task=find/17": Chosen(task="find/17"),
-        "key=key_3": Chosen(key="key_3"),
-        "key=rare": Chosen(key="key_rare"),
-        "tag=nightly": Chosen(tag="nightly"),
-        "tag=rare": Chosen(tag="rare"),
-        "tag=nightly&state=open": Chosen(tag="nightly", state="open"),
-        "tag=nightly&alias=rare": Chosen(tag="nightly", alias="rare"),
-        "tag=nightly&state=dropped": Chosen(tag="nightly", state="dropped"),
-        "tag=nightly&task=find/17": Chosen(tag="nightly", task="find/17"),
-        "tag=nightly&until": Chosen(tag="nightly", until=_BEGAN + 1000),
-        "since&until": Chosen(since=middle, until=middle + 1000),
-        "since&state=open": Chosen(since=middle, state="open"),
-        "search=traj_0000012": Chosen(search="traj_0000012"),
-        "search=traj_": Chosen(search="traj_"),
+        "all": TrajectoryFilter(),
+        "state=trained": TrajectoryFilter(state="trained"),
+        "state=open": TrajectoryFilter(state="open"),
+        "alias=mail": TrajectoryFilter(alias="mail"),
+        "alias=rare": TrajectoryFilter(alias="rare"),
+        "alias=mail&state=dropped": TrajectoryFilter(alias="mail", state="dropped"),
+        "alias=mail&version=7": TrajectoryFilter(alias="mail", version=7),
+        "task=find/17": TrajectoryFilter(task="find/17"),
+        "key=key_3": TrajectoryFilter(key="key_3"),
+        "key=rare": TrajectoryFilter(key="key_rare"),
+        "tag=nightly": TrajectoryFilter(tag="nightly"),
+        "tag=rare": TrajectoryFilter(tag="rare"),
+        "tag=nightly&state=open": TrajectoryFilter(tag="nightly", state="open"),
+        "tag=nightly&alias=rare": TrajectoryFilter(tag="nightly", alias="rare"),
+        "tag=nightly&state=dropped": TrajectoryFilter(tag="nightly", state="dropped"),
+        "tag=nightly&task=find/17": TrajectoryFilter(tag="nightly", task="find/17"),
+        "tag=nightly&until": TrajectoryFilter(tag="nightly", until=_BEGAN + 1000),
+        "since&until": TrajectoryFilter(since=middle, until=middle + 1000),
+        "since&state=open": TrajectoryFilter(since=middle, state="open"),
+        "search=traj_0000012": TrajectoryFilter(search="traj_0000012"),
+        "search=traj_": TrajectoryFilter(search="traj_"),
     }
 
 
@@ -135,7 +135,7 @@ def seconds(ask: Callable[[], object]) -> float:
     return statistics.median(took)
 
 
-def places(url: str, chosen: Chosen) -> tuple[str | None, str | None]:
+def places(url: str, chosen: TrajectoryFilter) -> tuple[str | None, str | None]:
     """Return the ids before a list's middle and last page."""
     engine, runs = connect(url), schema.trajectories
     order = (runs.c.id.desc(),) if chosen.search else (runs.c.opened_at.desc(), runs.c.id.desc())

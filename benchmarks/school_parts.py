@@ -20,7 +20,7 @@ class Part:
     """One process that is started again whenever it is gone."""
 
     def __init__(self, name: str, value: str, log: Path) -> None:
-        self._command = [sys.executable, "-m", "benchmarks.scripted_school", name, value]
+        self._command = [sys.executable, "-m", "benchmarks.scripted_learner", name, value]
         self.log = log
         self.start()
 

@@ -4,7 +4,7 @@
     continuing  calls of agents of 20 turns with tools, 32 agents in turns: a tool's result in, a tool call out
     apart       the same, each end shipped in a later batch than its beginning, as with a model that takes seconds
 
-A journal is made, then carried in pieces as the carrier carries them, in this process. CPU time, without the reading
+A journal is made, then carried in pieces as the store_writer carries them, in this process. CPU time, without the reading
 of the journal's bounds and the first two pieces. To compare two versions of the code, run them in turns.
 
     python -m benchmarks.shipping [--calls 6000] [--batch 450] [--stored 0] [--json]
@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.storage import Writer, trajectory
-from ratchet.proxy.coordinator.shipping.store_writer import Piece, Porter
+from ratchet.proxy.coordinator.shipping.store_writer import InProcessWriter, SegmentRange
 from ratchet.proxy.coordinator.shipping.writer_process import COLLECT
 from ratchet.proxy.journal.segments import MAGIC, frame
 from ratchet.store.content.messages import node
@@ -93,13 +93,13 @@ def journal(file: Path, pairs: Iterator[list[Shipment]], batch: int, later: int)
 
 def carry(url: str, file: Path, bounds: list[int]) -> dict[str, float]:
     """Carry a segment into a store; return microseconds of CPU per call: in all, and of them in the kernel."""
-    porter = Porter(Store(connect(url, create=False, writes_much=True)))
+    porter = InProcessWriter(Store(connect(url, create=False, writes_much=True)))
     at, calls, before = len(MAGIC), 0, resource.getrusage(resource.RUSAGE_SELF)
     for number, bound in enumerate(bounds):
         if number == 2:
             calls, before = 0, resource.getrusage(resource.RUSAGE_SELF)
         while at < bound:
-            carried = porter.carry(Piece(str(file), at, bound))
+            carried = porter.carry(SegmentRange(str(file), at, bound))
             at, calls = carried.offset, calls + len(carried.ended)
     after = resource.getrusage(resource.RUSAGE_SELF)
     kernel = after.ru_stime - before.ru_stime

@@ -1,4 +1,4 @@
-"""What singles learn by: nothing, a running baseline, a prompt cohort, shadows; same live calls, held-out score each.
+"""What singles learn by: nothing, a running baseline, a prompt cohort, resamples; same live calls, held-out score each.
 
 The single-call task is the first call of `ratchet.demo.email_search`: a question comes in once, and one tool call goes out.
 It is right where its search finds the mail that tells the answer (a rule; nobody tells the trainer which task it is).
@@ -44,11 +44,11 @@ from ratchet.demo.email_search.tasks import FILES, Task, home, read_tasks
 from ratchet.demo.email_search.tools import TOOLS
 from ratchet.demo.run import TINY
 from ratchet.settings import Settings, load
-from ratchet.store.states import ShadowState
+from ratchet.store.states import ResampleState
 from ratchet.store.store import Store, open_store
 from ratchet.supervisor import signals
 from ratchet.supervisor.attach import started
-from ratchet.trainer.controller.rounds.drained import is_settled
+from ratchet.trainer.controller.rounds.drained import is_drained
 
 _AT_ONCE = 32  # held-out calls
 _SETTLE = 15.0  # seconds, for the last round after the last call
@@ -205,7 +205,7 @@ def run(way: str, calls: int, rate: float, seed: int, folder: Path, share: float
 def _settle(store: Store, settings: Settings) -> None:
     trainer = settings.trainer_settings()
     until = time.monotonic() + _SETTLE
-    while time.monotonic() < until and not is_settled(
+    while time.monotonic() < until and not is_drained(
         store, settings.model, num_generations=trainer.num_generations, groups_per_round=trainer.groups_per_round
     ):
         time.sleep(0.5)
@@ -227,8 +227,8 @@ def told(
     low, high = wilson(*last)
     value, low_gain, high_gain = gain(first, last)
     took = sorted(1000 * one.seconds for one in served if not one.failed)
-    counts = store.shadows.counts(alias)
-    answered = counts.get(ShadowState.ANSWERED)
+    counts = store.resamples.counts(alias)
+    answered = counts.get(ResampleState.ANSWERED)
     lately = served[-len(served) // 4 :]
     decisions = [one.reason for one in store.decisions.of(alias) if "held-out" in (one.reason or "")]
     return {
@@ -239,7 +239,7 @@ def told(
         "live_last_quarter": round(statistics.fmean(one.right for one in lately), 4),
         "live_calls": len(served), "failed": sum(one.failed for one in served),
         "live_ms": {"p50": round(took[len(took) // 2]), "p95": round(took[len(took) * 95 // 100])},
-        "shadows": {str(state): one.shadows for state, one in counts.items()},
+        "resamples": {str(state): one.resamples for state, one in counts.items()},
         "shadow_tokens": answered.tokens if answered else 0,
         "rounds": len([one for one in store.rounds.page(alias, limit=1000) if one.to_version]),
         "dropped": store.trajectories.drop_counts(), "states": store.trajectories.counts(),

@@ -1,6 +1,6 @@
 """Swaps that nobody notices: a hundred new versions under load, through the publisher as the trainer uses it.
 
-A real proxy and a scripted vLLM (`benchmarks/scripted_school.py`) in processes of their own, or with `--vllm real`
+A real proxy and a scripted vLLM (`benchmarks/scripted_learner.py`) in processes of their own, or with `--vllm real`
 vLLM itself with the tiny policy and adapters of a real learner; agents of several calls each, half of them streamed.
 In turns no version changes for a while, and then one after the other is loaded, proven and made live while old ones
 are drained and unloaded. Every answer says which version spoke.
@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import aiohttp
 import httpx
 
-from benchmarks.scripted_school import ScriptedPupil
+from benchmarks.scripted_learner import ScriptedLearner
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.adapters.vllm_api import Replica
 from ratchet.trainer.release.publisher import Publisher
@@ -132,7 +132,7 @@ class Agents:
         return "".join(part.get("content") or "" for part in parts), {event["model"] for event in whole}
 
 
-class Pupil(Protocol):
+class SwapScorer(Protocol):
     """What makes the versions."""
 
     def learn(self, names: Sequence[str]) -> None: ...
@@ -143,11 +143,11 @@ class Pupil(Protocol):
 
 
 @contextmanager
-def _served(real: bool, folder: Path) -> Iterator[tuple[str, Pupil]]:
+def _served(real: bool, folder: Path) -> Iterator[tuple[str, SwapScorer]]:
     """The URL of a vLLM, and what makes versions for it."""
     if not real:
-        with scripted_process("benchmarks.scripted_school", "vllm") as url:
-            yield url, ScriptedPupil(_SETTINGS, None)
+        with scripted_process("benchmarks.scripted_learner", "vllm") as url:
+            yield url, ScriptedLearner(_SETTINGS, None)
         return
     from benchmarks.real_versions import POLICY, RealPupil
     from tests.harness.vllm.engine import vllm
@@ -156,7 +156,7 @@ def _served(real: bool, folder: Path) -> Iterator[tuple[str, Pupil]]:
         yield url, RealPupil(folder)
 
 
-def swap(store: Store, publisher: Publisher, pupil: Pupil, folder: Path) -> None:
+def swap(store: Store, publisher: Publisher, pupil: SwapScorer, folder: Path) -> None:
     """Make a version as a round would, and publish it."""
     version = store.rounds.next_version(ALIAS)
     pupil.learn([f"trajectory-{version}"])

@@ -28,7 +28,7 @@ import openai
 
 from ratchet.store.store import open_store
 from ratchet.trainer.tasks.task_set import Task, content_id
-from ratchet.tuner.rollouts.runner import Job, RolloutRunner
+from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
 from ratchet.tuner.rollouts.workflow_output import Outcome
 from ratchet.tuner.settings.tuner_settings import TunerSettings
 from tests.harness.proxy.servers import ProxyProcess, VllmProcess
@@ -94,7 +94,7 @@ async def measure(url: str, store_path: str, arguments: argparse.Namespace) -> l
     """Return the arms of all rounds, in turns."""
     store = open_store(store_path)
     tasks = tasks_of(arguments.rollouts, arguments.seconds)
-    jobs = [Job(task) for task in tasks]
+    jobs = [RolloutJob(task) for task in tasks]
     arms: list[Arm] = []
     async with openai.DefaultAsyncHttpxClient(timeout=60) as web:
         agent = Agent(web)

@@ -10,20 +10,20 @@ import time
 from starlette.types import ASGIApp
 
 from ratchet.proxy.coordinator.console.pages import MOUNT, Console, front
-from ratchet.proxy.coordinator.conversations.conversation_cache import ResponseMemory
-from ratchet.proxy.coordinator.conversations.stored_responses import KeptResponses
-from ratchet.proxy.coordinator.conversations.token_contexts import Contexts
-from ratchet.proxy.coordinator.health.health_endpoints import Health
-from ratchet.proxy.coordinator.keys.key_cache import KeyRing
-from ratchet.proxy.coordinator.linking.linker import Links
-from ratchet.proxy.coordinator.linking.unanswered_attempts import RETRIED_WITHIN
-from ratchet.proxy.coordinator.operator_api.body_limit import BoundedBodies
+from ratchet.proxy.coordinator.conversations.conversation_cache import ConversationCache
+from ratchet.proxy.coordinator.conversations.stored_responses import StoredResponses
+from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
+from ratchet.proxy.coordinator.health.health_endpoints import HealthEndpoints
+from ratchet.proxy.coordinator.keys.key_cache import KeyCache
+from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
+from ratchet.proxy.coordinator.linking.unanswered_attempts import RETRY_WINDOW
+from ratchet.proxy.coordinator.operator_api.body_limit import BodyLimit
 from ratchet.proxy.coordinator.rollouts.rollout_plans import Rollouts
 from ratchet.proxy.coordinator.shipping.record_lookups import Lookups
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
-from ratchet.proxy.coordinator.shipping.store_writer import Carrier, Porter
-from ratchet.proxy.coordinator.versions.base_model_check import BaseCheck
-from ratchet.proxy.coordinator.versions.policy_cache import PolicyBook
+from ratchet.proxy.coordinator.shipping.store_writer import InProcessWriter, StoreWriter
+from ratchet.proxy.coordinator.versions.base_model_check import BaseModelCheck
+from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.dialects.anthropic_messages import Messages
 from ratchet.proxy.dialects.chat import Chat
 from ratchet.proxy.dialects.completions import Completions
@@ -31,31 +31,31 @@ from ratchet.proxy.dialects.dialect import Dialect
 from ratchet.proxy.dialects.responses import Responses
 from ratchet.proxy.journal.journal import Journal
 from ratchet.proxy.redaction.patterns import Patterns
-from ratchet.proxy.redaction.redactor import Redacting, Redactor
-from ratchet.proxy.runtime.critical_tasks import Vitals
+from ratchet.proxy.redaction.redactor import RedactingDialect, Redactor
+from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.settings import ProxySettings
-from ratchet.proxy.telemetry.alarm_queue import Bell
+from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.telemetry.policy_info import PolicyInfo
 from ratchet.proxy.upstreams.circuit_breaker import Breaker
 from ratchet.proxy.upstreams.replica_pool import Pool, Replica
 from ratchet.proxy.upstreams.replica_probes import Probes
 from ratchet.proxy.upstreams.vllm_client import Upstream
-from ratchet.proxy.worker.call.observer import Observer
+from ratchet.proxy.worker.call.observer import CallObserver
 from ratchet.proxy.worker.call.recorder import Recorder
-from ratchet.proxy.worker.call.tracing import spans_for
+from ratchet.proxy.worker.call.tracing import make_spans
 from ratchet.proxy.worker.endpoints.call_endpoint import Endpoint
 from ratchet.proxy.worker.endpoints.count_tokens import CountTokens
 from ratchet.proxy.worker.endpoints.models import Models
 from ratchet.proxy.worker.endpoints.passthrough import PassThrough
 from ratchet.proxy.worker.forwarding.exact_forwarder import ExactForwarder
-from ratchet.proxy.worker.forwarding.forwarders import ByModel, Forwarder, ReplicaForwarder
+from ratchet.proxy.worker.forwarding.forwarders import Forwarder, ModelRouter, VllmForwarder
 from ratchet.proxy.worker.forwarding.other_models import OtherModels
 from ratchet.proxy.worker.http.authentication import Keys
 from ratchet.proxy.worker.http.body_memory import Bodies
-from ratchet.proxy.worker.http.decompression import Inflate
+from ratchet.proxy.worker.http.decompression import Decompression
 from ratchet.proxy.worker.http.error_middleware import Errors
-from ratchet.proxy.worker.http.routing import Lifespan, Routes, Service
+from ratchet.proxy.worker.http.routing import Lifespan, Router, Service
 from ratchet.store.errors import StoreError
 from ratchet.store.store import Store
 
@@ -67,37 +67,42 @@ def create_app(
     store: Store,
     upstream: Upstream,
     url: str = "",
-    carrier: Carrier | None = None,
-    vitals: Vitals | None = None,
+    store_writer: StoreWriter | None = None,
+    critical_tasks: CriticalTasks | None = None,
 ) -> Lifespan:
     """Return the proxy as an ASGI application; its services run from the lifespan's start to its end.
 
-    `url` is where this proxy is reached; the trainer reads it in the store's doors. `carrier` brings the journal's
-    records into the store; without one a thread of this process does. `vitals` is told where a part of it dies.
+    `url` is where this proxy is reached; the trainer reads it in the store's doors. `store_writer` brings the journal's
+    records into the store; without one a thread of this process does. `critical_tasks` is told where a part of it dies.
     """
     # FastAPI and pydantic's models take a while to import; the proxy's parts do not.
-    from ratchet.proxy.coordinator.operator_api.feedback import BODY_LIMIT, FeedbackDesk
-    from ratchet.proxy.coordinator.operator_api.routes import create_operator
+    from ratchet.proxy.coordinator.operator_api.feedback import BODY_LIMIT, FeedbackIntake
+    from ratchet.proxy.coordinator.operator_api.routes import create_operator_api
 
-    metrics, bell, vitals = Metrics(), Bell(), vitals or Vitals()
-    links = Links(settings.idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes_per_key)
+    metrics, alarm_queue, critical_tasks = Metrics(), AlarmQueue(), critical_tasks or CriticalTasks()
+    links = TrajectoryLinker(settings.idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes_per_key)
     journal = Journal(
-        settings.journal, settings.max_journal_bytes, settings.journal_segment_bytes, metrics, bell, vitals
+        settings.journal,
+        settings.max_journal_bytes,
+        settings.journal_segment_bytes,
+        metrics,
+        alarm_queue,
+        critical_tasks,
     )
     redactor = Redactor(Patterns(settings.redact, settings.redact_patterns)) if settings.redacts else None
     recorder = Recorder(journal, metrics, strict=settings.capture == "strict", redactor=redactor)
     shipper = Shipper(
         journal,
         store,
-        carrier or Porter(store),
+        store_writer or InProcessWriter(store),
         metrics,
-        bell,
-        recorder.forget_known,
+        alarm_queue,
+        recorder.forget_durable_messages,
         lambda: remembered.doubt(),
-        vitals,
+        critical_tasks,
     )
     lookups = Lookups(store, shipper)
-    remembered = ResponseMemory(
+    remembered = ConversationCache(
         store, lookups, settings.max_conversation_bytes, settings.max_conversation_bytes_per_key
     )
     responses = Responses(remembered, settings.bounds)
@@ -114,9 +119,9 @@ def create_app(
         max_upstream_response_bytes=settings.max_upstream_response_bytes,
         failures=failures,
         cool_off=cool_off,
-        vitals=vitals,
+        critical_tasks=critical_tasks,
     )
-    book = PolicyBook(
+    book = PolicyCache(
         (settings.model,),
         store,
         upstream,
@@ -125,27 +130,27 @@ def create_app(
         pins=lambda now: links.pins(now, settings.version_pin_seconds),
         shipped_until=shipper.shipped_until,
         others=others.names,
-        vitals=vitals,
+        critical_tasks=critical_tasks,
     )
     metrics.trajectories.set_function(lambda: len(links))
     metrics.journal_bytes.set_function(lambda: journal.bytes)
     metrics.unshipped.set_function(lambda: shipper.backlog)
     metrics.registry.register(PolicyInfo(book.known))
-    spans = spans_for(settings.otlp_endpoint, os.environ)
-    observer = Observer(metrics, spans, logs_calls=settings.log_calls)
-    direct = ReplicaForwarder(book, upstream, pool, metrics)
-    base = BaseCheck(settings.model, store, upstream, direct.look, vitals=vitals)
-    probes = Probes(pool, base.look, min(settings.probe_interval_seconds, cool_off), vitals)
+    spans = make_spans(settings.otlp_endpoint, os.environ)
+    observer = CallObserver(metrics, spans, logs_calls=settings.log_calls)
+    direct = VllmForwarder(book, upstream, pool, metrics)
+    base = BaseModelCheck(settings.model, store, upstream, direct.look, critical_tasks=critical_tasks)
+    probes = Probes(pool, base.look, min(settings.probe_interval_seconds, cool_off), critical_tasks)
     own: Forwarder = direct
     rollouts = Rollouts(store)
     contexts = None
     if settings.exact_context != "off":
-        contexts = Contexts(store, settings.max_exact_context_bytes)
+        contexts = TokenContexts(store, settings.max_exact_context_bytes)
         own = ExactForwarder(own, book, upstream, pool, contexts, metrics, insisted=settings.exact_context == "on")
-    forwarder = ByModel(own, others)
+    forwarder = ModelRouter(own, others)
 
     def captured(dialect: Dialect) -> Endpoint:
-        dialect = dialect if redactor is None else Redacting(dialect, redactor)
+        dialect = dialect if redactor is None else RedactingDialect(dialect, redactor)
         return Endpoint(dialect, book, links, recorder, forwarder, contexts, rollouts, metrics, observer,
                         settings.bounds, settings.keep_alive_seconds, settings.tool_strict_level,
                         pool.longest_context)  # fmt: skip
@@ -153,10 +158,10 @@ def create_app(
     models = Models(book)
     pages: dict[tuple[str, str], ASGIApp] = {("GET", "/"): front} if settings.console else {}
     console: dict[str, ASGIApp] = {MOUNT: Console()} if settings.console else {}
-    health = Health(book, probes, journal, shipper, settings.max_lag_seconds, vitals)
+    health = HealthEndpoints(book, probes, journal, shipper, settings.max_lag_seconds, critical_tasks)
     metrics.lag_seconds.set_function(health.lag)
-    desk = FeedbackDesk(store, journal, lookups, redactor, metrics)
-    routes = Routes(
+    desk = FeedbackIntake(store, journal, lookups, redactor, metrics)
+    routes = Router(
         {
             ("POST", "/chat/completions"): captured(Chat()),
             ("POST", "/completions"): captured(Completions()),
@@ -171,17 +176,17 @@ def create_app(
             **pages,
         },
         models=models,
-        responses=KeptResponses(store, lookups),
-        mounts={"/api": BoundedBodies(create_operator(store, shipper, links, desk), BODY_LIMIT, "/api"), **console},
+        responses=StoredResponses(store, lookups),
+        mounts={"/api": BodyLimit(create_operator_api(store, shipper, links, desk), BODY_LIMIT, "/api"), **console},
         rest=PassThrough(book, upstream, pool, others, metrics, settings.bounds),
     )
-    ring = KeyRing(settings, store, vitals)
-    inflate = Inflate(routes, settings.max_body_bytes)
+    ring = KeyCache(settings, store, critical_tasks)
+    inflate = Decompression(routes, settings.max_body_bytes)
     bodies = Bodies(inflate, settings.max_inflight_request_bytes, settings.max_inflight_request_bytes_per_key)
     app: ASGIApp = Errors(Keys(bodies, ring, settings.allowed_origins), count=metrics.refused)
-    metrics.held_bytes("linking", lambda: links.bytes)
-    metrics.held_bytes("responses", lambda: remembered.size)
-    metrics.held_bytes("requests", lambda: bodies.bytes)
+    metrics.set_held_bytes("linking", lambda: links.bytes)
+    metrics.set_held_bytes("responses", lambda: remembered.size)
+    metrics.set_held_bytes("requests", lambda: bodies.bytes)
     if settings.allowed_origins:
         from starlette.middleware.cors import CORSMiddleware
 
@@ -209,7 +214,7 @@ def create_app(
 class Memory:
     """Gives the links their memory back after a restart; a store that does not answer leaves it empty."""
 
-    def __init__(self, links: Links, store: Store, idle_seconds: float) -> None:
+    def __init__(self, links: TrajectoryLinker, store: Store, idle_seconds: float) -> None:
         self._links = links
         self._store = store
         self._idle_seconds = idle_seconds
@@ -219,8 +224,8 @@ class Memory:
         now = time.time()
         since = now - self._idle_seconds
         try:
-            leaves = await asyncio.to_thread(self._store.open_runs.leaves, since)
-            attempts = await asyncio.to_thread(self._store.open_runs.attempts, max(since, now - RETRIED_WITHIN))
+            leaves = await asyncio.to_thread(self._store.resume_state.leaves, since)
+            attempts = await asyncio.to_thread(self._store.resume_state.attempts, max(since, now - RETRY_WINDOW))
         except StoreError as error:
             log.warning("event=memory_not_restored reason=%r", str(error))
             return

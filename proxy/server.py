@@ -2,7 +2,7 @@
 
 SIGTERM, SIGINT and SIGHUP make it unready, stop the listening (after `drain_delay_seconds`), let running calls end
 (`drain_timeout_seconds`), then write, ship and close; a second signal does not wait for the delay, and a third, SIGINT, for
-nothing. Where a part of it dies (`vitals.py`), it ends in the same way a moment later, with 1 for its status. The port
+nothing. Where a part of it dies (`critical_tasks.py`), it ends in the same way a moment later, with 1 for its status. The port
 is taken before anything else, so that a busy one is an error with a remedy.
 """
 
@@ -23,9 +23,9 @@ from types import FrameType
 import uvicorn
 
 from ratchet.proxy.app import create_app
-from ratchet.proxy.coordinator.shipping.writer_process import CarrierProcess
+from ratchet.proxy.coordinator.shipping.writer_process import WriterProcess
 from ratchet.proxy.errors import StartError
-from ratchet.proxy.runtime.critical_tasks import Vitals
+from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.runtime.malloc import give_back
 from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.upstreams.vllm_client import Upstream
@@ -36,9 +36,9 @@ from ratchet.store.store import open_store
 log = logging.getLogger("ratchet.proxy")
 
 _COLLECT = (5_000, 10, 200)  # a full collection stalls every call for tens of milliseconds: seldom, not each second
-_LAST_ANSWERS = 2.0  # seconds in which a proxy of which a part died says so
-_LONGEST_END = 30.0  # seconds that such a proxy gets to end, beyond those for its calls
-_OTHER_FILES = 256  # listener, journal, store, libraries
+_FAILED_SECONDS = 2.0  # seconds in which a proxy of which a part died says so
+_SHUTDOWN_SECONDS = 30.0  # seconds that such a proxy gets to end, beyond those for its calls
+_RESERVED_FILES = 256  # listener, journal, store, libraries
 
 
 def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = None) -> int:
@@ -62,9 +62,9 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
         settings.stream_idle_timeout_seconds,
         settings.max_upstream_response_bytes,
     )
-    carrier = CarrierProcess(settings.store, settings.log_format, settings.log_level)
-    vitals = Vitals()
-    app = create_app(settings, store, upstream, url, carrier, vitals)
+    store_writer = WriterProcess(settings.store, settings.log_format, settings.log_level)
+    critical_tasks = CriticalTasks()
+    app = create_app(settings, store, upstream, url, store_writer, critical_tasks)
     connections = Connections(settings.max_connections, settings.read_timeout_seconds, settings.write_timeout_seconds)
     server = _Server(
         uvicorn.Config(
@@ -83,11 +83,11 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
         ),
         app,
         connections,
-        vitals,
+        critical_tasks,
         lambda: _started(url, on_listening),
         settings.drain_delay_seconds,
     )
-    _open_files(2 * settings.max_connections + _OTHER_FILES)
+    _raise_file_limit(2 * settings.max_connections + _RESERVED_FILES)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every malformed request: a flood
     handlers = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
@@ -99,8 +99,8 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
             signal.signal(number, handler)
         listener.close()
         store.close()
-    if vitals.failure is not None:
-        log.critical("event=failed url=%s reason=%r", url, vitals.failure)
+    if critical_tasks.failure is not None:
+        log.critical("event=failed url=%s reason=%r", url, critical_tasks.failure)
         return 1
     log.info("event=stopped url=%s", url)
     return 0
@@ -114,14 +114,14 @@ class _Server(uvicorn.Server):
         config: uvicorn.Config,
         app: Lifespan,
         connections: Connections,
-        vitals: Vitals,
+        critical_tasks: CriticalTasks,
         on_started: Callable[[], None],
         drain_delay_seconds: float,
     ) -> None:
         super().__init__(config)
         self._lifespan = app
         self._connections = connections
-        self._vitals = vitals
+        self._critical_tasks = critical_tasks
         self._on_started = on_started
         self._drain_delay = drain_delay_seconds
         self._told = False
@@ -139,9 +139,9 @@ class _Server(uvicorn.Server):
     def _fail(self) -> None:
         """A part died: be unready, and end in a moment, with what can still be ended well; at last by force."""
         self._lifespan.on_stop()
-        self._loop.call_soon_threadsafe(self._loop.call_later, _LAST_ANSWERS, self._leave)
+        self._loop.call_soon_threadsafe(self._loop.call_later, _FAILED_SECONDS, self._leave)
         last = threading.Timer(
-            _LAST_ANSWERS + (self.config.timeout_graceful_shutdown or 0) + _LONGEST_END, os._exit, [1]
+            _FAILED_SECONDS + (self.config.timeout_graceful_shutdown or 0) + _SHUTDOWN_SECONDS, os._exit, [1]
         )
         last.daemon = True
         last.start()
@@ -151,17 +151,17 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        await self._vitals.end(self._watch)
+        await self._critical_tasks.end(self._watch)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        self._vitals.on_death = self._fail
+        self._critical_tasks.on_failure = self._fail
         try:
             await super().startup(sockets)
         except SystemExit:  # uvicorn's way to give up
             raise StartError(f"the proxy could not start: {self._lifespan.failure or 'see its log'}") from None
         if self.started:
-            self._watch = self._vitals.task(self._connections.watch(), "watch over connections")
+            self._watch = self._critical_tasks.task(self._connections.watch(), "watch over connections")
             self._on_started()
 
 
@@ -175,7 +175,7 @@ def _started(url: str, on_listening: Callable[[str], None] | None) -> None:
         on_listening(url)
 
 
-def _open_files(wanted: int) -> None:
+def _raise_file_limit(wanted: int) -> None:
     """Let this process have so many files open, as far as it may: a call takes two."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

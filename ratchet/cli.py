@@ -31,7 +31,7 @@ from ratchet.commands import (
     tune,
 )
 from ratchet.commands.suggestions import SuggestingGroup
-from ratchet.errors import FaceError
+from ratchet.errors import CliError
 
 # The roots of the rooms' error trees: what they raise on purpose is told in one line, like our own.
 _OWN_ERRORS = {"StoreError", "ProxyError", "TrainerError"}
@@ -102,7 +102,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _sentence(error: Exception) -> str:
-    if isinstance(error, FaceError) or any(kind.__name__ in _OWN_ERRORS for kind in type(error).__mro__):
+    if isinstance(error, CliError) or any(kind.__name__ in _OWN_ERRORS for kind in type(error).__mro__):
         return str(error)
     if isinstance(error, OSError) and error.errno in _THE_USERS and error.filename:
         return f"{error.filename}: {error.strerror}"

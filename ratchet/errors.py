@@ -1,75 +1,75 @@
 """Every error that the face raises on purpose. Each message names the thing and the remedy.
 
-FaceError
+CliError
 |-- SettingsError    ratchet.yaml, a RATCHET_* variable or an option holds what it must not
-|-- EngineMissing    vLLM cannot be started from here
-|-- ModelMissing     the base model is no model folder and no hub name
+|-- VllmNotFound    vLLM cannot be started from here
+|-- BaseModelNotFound     the base model is no model folder and no hub name
 |-- OtherBaseModel   the project's versions belong to another base model
-|-- GpuBusy          the GPU that vLLM would use has too little free memory
-|-- PortBusy         a port that the user chose is taken
+|-- GpuMemoryTooLow          the GPU that vLLM would use has too little free memory
+|-- PortInUse         a port that the user chose is taken
 |-- DiskFull         the state folder has too little room
 |-- AlreadyRunning   another `ratchet up` holds the project
 |-- NotRunning       the command needs a running project
-|-- RoomDied         a process ended that should run
-|-- RoomSlow         a process did not become ready in time
-|-- MeasurementFailed  `ratchet bench` could not measure
+|-- ServiceExited         a process ended that should run
+|-- ServiceStartTimeout         a process did not become ready in time
+|-- BenchmarkFailed  `ratchet bench` could not measure
 `-- DemoFailed       the demo could not run
 """
 
 from __future__ import annotations
 
 
-class FaceError(Exception):
+class CliError(Exception):
     """Root of everything that the face raises on purpose."""
 
 
-class SettingsError(FaceError):
+class SettingsError(CliError):
     """A setting is unknown or out of its range."""
 
 
-class EngineMissing(FaceError):
+class VllmNotFound(CliError):
     """vLLM cannot be started from here."""
 
 
-class ModelMissing(FaceError):
+class BaseModelNotFound(CliError):
     """The base model is no model folder and no hub name."""
 
 
-class OtherBaseModel(FaceError):
+class OtherBaseModel(CliError):
     """The project's versions belong to another base model than the one that is named."""
 
 
-class GpuBusy(FaceError):
+class GpuMemoryTooLow(CliError):
     """The GPU that vLLM would use has too little free memory; names who holds it."""
 
 
-class PortBusy(FaceError):
+class PortInUse(CliError):
     """A port that the user chose is taken."""
 
 
-class DiskFull(FaceError):
+class DiskFull(CliError):
     """The state folder has too little room."""
 
 
-class AlreadyRunning(FaceError):
+class AlreadyRunning(CliError):
     """Another `ratchet up` holds the project."""
 
 
-class NotRunning(FaceError):
+class NotRunning(CliError):
     """The command needs a running project."""
 
 
-class RoomDied(FaceError):
+class ServiceExited(CliError):
     """A process ended that should run; the message holds the end of its log."""
 
 
-class RoomSlow(FaceError):
+class ServiceStartTimeout(CliError):
     """A process did not become ready in time; the message holds the end of its log."""
 
 
-class MeasurementFailed(FaceError):
+class BenchmarkFailed(CliError):
     """`ratchet bench` could not measure."""
 
 
-class DemoFailed(FaceError):
+class DemoFailed(CliError):
     """The demo, or its agent, could not do its work."""

@@ -2,11 +2,11 @@
 
 StoreError
 |-- SchemaMismatch     the database's schema is older or newer than this code
-|-- StoreMissing       there is no SQLite file of that name, and none was to be made
+|-- StoreNotFound       there is no SQLite file of that name, and none was to be made
 |-- StoreUnavailable   the database does not answer (the caller may try again)
-|-- UnknownRecord      an id that the store does not hold
-|-- UnfitRecord        something that no record can hold
-`-- ForbiddenChange    a state change that the transition table does not allow
+|-- RecordNotFound      an id that the store does not hold
+|-- InvalidRecord        something that no record can hold
+`-- InvalidTransition    a state change that the transition table does not allow
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SchemaMismatch(StoreError):
     """The database was made by another version of Ratchet; the message names the remedy."""
 
 
-class StoreMissing(StoreError):
+class StoreNotFound(StoreError):
     """There is no database file where one was expected."""
 
 
@@ -28,13 +28,13 @@ class StoreUnavailable(StoreError):
     """The database cannot be reached or is locked; nothing was written."""
 
 
-class UnknownRecord(StoreError):
+class RecordNotFound(StoreError):
     """No record has the given id."""
 
 
-class ForbiddenChange(StoreError):
+class InvalidTransition(StoreError):
     """The transition table beside the state's enum has no such step."""
 
 
-class UnfitRecord(StoreError):
+class InvalidRecord(StoreError):
     """What was given to be remembered is no such record; the message names the field and the remedy."""

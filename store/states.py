@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import TypeVar
 
-from ratchet.store.errors import ForbiddenChange
+from ratchet.store.errors import InvalidTransition
 
 
 class CallState(StrEnum):
@@ -134,7 +134,7 @@ class RolloutState(StrEnum):
     ABANDONED = "abandoned"  # whoever was to make it is gone; what it still calls is its own, and nothing learns of it
 
 
-class ShadowState(StrEnum):
+class ResampleState(StrEnum):
     """The life of a further answer to a recorded prompt, for the original to be compared with."""
 
     PLANNED = "planned"  # nobody has asked for it yet
@@ -143,7 +143,7 @@ class ShadowState(StrEnum):
     FAILED = "failed"  # it will not be asked for again; `failure` says why
 
 
-TRAJECTORY_STEPS: Mapping[TrajectoryState, frozenset[TrajectoryState]] = {
+TRAJECTORY_TRANSITIONS: Mapping[TrajectoryState, frozenset[TrajectoryState]] = {
     TrajectoryState.OPEN: frozenset({TrajectoryState.SEALED}),
     TrajectoryState.SEALED: frozenset({TrajectoryState.OPEN, TrajectoryState.GROUPED, TrajectoryState.DROPPED}),
     TrajectoryState.GROUPED: frozenset({TrajectoryState.TRAINED, TrajectoryState.DROPPED}),
@@ -151,20 +151,20 @@ TRAJECTORY_STEPS: Mapping[TrajectoryState, frozenset[TrajectoryState]] = {
     TrajectoryState.DROPPED: frozenset(),
 }
 
-GROUP_STEPS: Mapping[GroupState, frozenset[GroupState]] = {
+GROUP_TRANSITIONS: Mapping[GroupState, frozenset[GroupState]] = {
     GroupState.READY: frozenset({GroupState.JUDGED, GroupState.DROPPED}),
     GroupState.JUDGED: frozenset({GroupState.TRAINED, GroupState.DROPPED}),
     GroupState.TRAINED: frozenset(),
     GroupState.DROPPED: frozenset(),
 }
 
-ROUND_STEPS: Mapping[RoundState, frozenset[RoundState]] = {
+ROUND_TRANSITIONS: Mapping[RoundState, frozenset[RoundState]] = {
     RoundState.STARTED: frozenset({RoundState.COMMITTED, RoundState.ABANDONED}),
     RoundState.COMMITTED: frozenset(),
     RoundState.ABANDONED: frozenset(),
 }
 
-POLICY_STEPS: Mapping[PolicyState, frozenset[PolicyState]] = {
+POLICY_TRANSITIONS: Mapping[PolicyState, frozenset[PolicyState]] = {
     PolicyState.CANDIDATE: frozenset(
         {PolicyState.CANARY, PolicyState.LIVE, PolicyState.UNPROVEN, PolicyState.REJECTED}
     ),
@@ -175,35 +175,35 @@ POLICY_STEPS: Mapping[PolicyState, frozenset[PolicyState]] = {
     PolicyState.REJECTED: frozenset({PolicyState.LIVE}),
 }
 
-TUNING_STEPS: Mapping[TuningState, frozenset[TuningState]] = {
+TUNING_TRANSITIONS: Mapping[TuningState, frozenset[TuningState]] = {
     TuningState.RUNNING: frozenset({TuningState.DONE, TuningState.FAILED, TuningState.STOPPED}),
     TuningState.DONE: frozenset(),
     TuningState.FAILED: frozenset({TuningState.RUNNING}),
     TuningState.STOPPED: frozenset({TuningState.RUNNING}),
 }
 
-ROLLOUT_STEPS: Mapping[RolloutState, frozenset[RolloutState]] = {
+ROLLOUT_TRANSITIONS: Mapping[RolloutState, frozenset[RolloutState]] = {
     RolloutState.PLANNED: frozenset({RolloutState.ENDED, RolloutState.FAILED, RolloutState.ABANDONED}),
     RolloutState.ENDED: frozenset(),
     RolloutState.FAILED: frozenset(),
     RolloutState.ABANDONED: frozenset(),
 }
 
-SHADOW_STEPS: Mapping[ShadowState, frozenset[ShadowState]] = {
-    ShadowState.PLANNED: frozenset({ShadowState.ASKED, ShadowState.FAILED}),
-    ShadowState.ASKED: frozenset({ShadowState.ANSWERED, ShadowState.FAILED}),
-    ShadowState.ANSWERED: frozenset(),
-    ShadowState.FAILED: frozenset(),
+RESAMPLE_TRANSITIONS: Mapping[ResampleState, frozenset[ResampleState]] = {
+    ResampleState.PLANNED: frozenset({ResampleState.ASKED, ResampleState.FAILED}),
+    ResampleState.ASKED: frozenset({ResampleState.ANSWERED, ResampleState.FAILED}),
+    ResampleState.ANSWERED: frozenset(),
+    ResampleState.FAILED: frozenset(),
 }
 
 _State = TypeVar("_State", bound=StrEnum)
 
 
 def check(steps: Mapping[_State, frozenset[_State]], old: _State, new: _State, what: str) -> None:
-    """Raise ForbiddenChange unless `old -> new` is in `steps`; `what` names the record in the message."""
+    """Raise InvalidTransition unless `old -> new` is in `steps`; `what` names the record in the message."""
     if new not in steps[old]:
         allowed = ", ".join(sorted(steps[old])) or "nothing"
-        raise ForbiddenChange(f"{what} is {old} and cannot become {new} (allowed from {old}: {allowed})")
+        raise InvalidTransition(f"{what} is {old} and cannot become {new} (allowed from {old}: {allowed})")
 
 
 def origins(steps: Mapping[_State, frozenset[_State]], new: _State) -> tuple[_State, ...]:

@@ -6,18 +6,18 @@ import sqlalchemy as sa
 
 from ratchet.store.access.keys import Keys
 from ratchet.store.calls.calls import Calls
-from ratchet.store.calls.feedback import Feedbacks
-from ratchet.store.calls.resamples import Shadows
-from ratchet.store.calls.resume_state import OpenRuns
+from ratchet.store.calls.feedback import FeedbackVerbs
+from ratchet.store.calls.resamples import Resamples
+from ratchet.store.calls.resume_state import ResumeState
 from ratchet.store.calls.tool_call_outcomes import Tools
 from ratchet.store.calls.trajectories import Trajectories
 from ratchet.store.coordination.alarms import Alarms
 from ratchet.store.coordination.job_progress import Works
 from ratchet.store.coordination.leases import Leases
-from ratchet.store.coordination.proxies import Doors
+from ratchet.store.coordination.proxies import ProxyInstances
 from ratchet.store.db.engine import connect, ensure_schema, missing_file
 from ratchet.store.deletion.deletion import Deletions
-from ratchet.store.errors import StoreError, StoreMissing
+from ratchet.store.errors import StoreError, StoreNotFound
 from ratchet.store.policies.base_models import BaseModels
 from ratchet.store.policies.decisions import Decisions
 from ratchet.store.policies.policies import Policies
@@ -37,10 +37,10 @@ class Store:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
         self.calls = Calls(engine)
-        self.open_runs = OpenRuns(engine)
+        self.resume_state = ResumeState(engine)
         self.trajectories = Trajectories(engine)
         self.groups = Groups(engine)
-        self.feedback = Feedbacks(engine)
+        self.feedback = FeedbackVerbs(engine)
         self.policies = Policies(engine)
         self.base_models = BaseModels(engine)
         self.prompts = Prompts(engine)
@@ -50,9 +50,9 @@ class Store:
         self.tasks = Tasks(engine)
         self.tunings = Tunings(engine)
         self.rollouts = Rollouts(engine)
-        self.shadows = Shadows(engine)
+        self.resamples = Resamples(engine)
         self.leases = Leases(engine)
-        self.doors = Doors(engine)
+        self.doors = ProxyInstances(engine)
         self.alarms = Alarms(engine)
         self.tools = Tools(engine)
         self.observations = Observations(engine)
@@ -69,12 +69,12 @@ def open_store(url: str, *, create: bool = True) -> Store:
     """Open the store at a database URL or an SQLite path; an empty database gets its schema.
 
     Raises StoreError: SchemaMismatch where another version of Ratchet made the database, StoreUnavailable where
-    it does not answer, StoreMissing where there is no SQLite file and none is to be made.
+    it does not answer, StoreNotFound where there is no SQLite file and none is to be made.
     """
     engine = connect(url, create)
     if not create and (file := missing_file(engine)):
         engine.dispose()
-        raise StoreMissing(f"there is no store at {file}: nothing was recorded there; give --store or --project")
+        raise StoreNotFound(f"there is no store at {file}: nothing was recorded there; give --store or --project")
     try:
         ensure_schema(engine)
     except StoreError:

@@ -86,5 +86,5 @@ def test_without_its_plugin_vllm_on_cpus_is_not_started(installed: Path, tmp_pat
         text=True,
         check=False,
     )
-    assert "EngineMissing: Ratchet's plug-in for vLLM on CPUs" in done.stderr
+    assert "VllmNotFound: Ratchet's plug-in for vLLM on CPUs" in done.stderr
     assert "install ratchet-rl again" in done.stderr

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import Replica
-from ratchet.trainer.controller.advantages.baseline import ScoreBook
-from ratchet.trainer.controller.advantages.estimator import Credit
+from ratchet.trainer.controller.advantages.baseline import ScoreHistory
+from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.controller.judging.judge_runner import Scorekeeper, flat_groups
-from ratchet.trainer.controller.judging.rejudging import Rehearing
+from ratchet.trainer.controller.judging.judge_runner import JudgeRunner, zero_variance_groups
+from ratchet.trainer.controller.judging.rejudging import Rejudger
 from ratchet.trainer.controller.judging.second_judge import SecondJudge
 from ratchet.trainer.controller.sentinel.sentinel import Sentinel
 from ratchet.trainer.observability.metrics import Metrics
 from ratchet.trainer.observability.progress import Progress
-from ratchet.trainer.release.canary import Gatekeeper
+from ratchet.trainer.release.canary import CanaryController
 from ratchet.trainer.release.evaluation_runner import Evaluations, MakeWorkflowEvaluator
 from ratchet.trainer.release.make_evaluations import make_evaluations, make_second_judge
 from ratchet.trainer.release.publisher import Publisher
@@ -30,32 +30,32 @@ from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Judging:
+class JudgingComponents:
     """Who gives scores, and what they are worth; `second` hears a sample of the groups."""
 
     judge: Judge
     second: SecondJudge | None
-    credit: Credit
-    scorekeeper: Scorekeeper
-    rehearing: Rehearing
+    credit: AdvantageEstimator
+    scorekeeper: JudgeRunner
+    rehearing: Rejudger
 
 
 @dataclass(frozen=True, slots=True)
-class Releasing:
+class ReleaseComponents:
     """Who makes a version live, and who may doubt it."""
 
     sentinel: Sentinel
     evaluations: Evaluations | None
     publisher: Publisher
-    gate: Gatekeeper
+    gate: CanaryController
 
 
-def make_judging(settings: TrainerSettings, store: Store, progress: Progress) -> Judging:
+def make_judging_components(settings: TrainerSettings, store: Store, progress: Progress) -> JudgingComponents:
     """Return who judges the groups of an alias."""
     judge = make_judge(settings.judge, os.environ)
     second = _second_judge(settings, store, judge)
-    book = ScoreBook(store.groups.scored(settings.model, judge.version))
-    credit = Credit(
+    book = ScoreHistory(store.groups.scored(settings.model, judge.version))
+    credit = AdvantageEstimator(
         settings.advantage_estimator,
         settings.scale_advantages_by_family,
         settings.min_baseline_samples,
@@ -63,7 +63,7 @@ def make_judging(settings: TrainerSettings, store: Store, progress: Progress) ->
         book,
         settings.turn_weight,
     )
-    scorekeeper = Scorekeeper(
+    scorekeeper = JudgeRunner(
         store,
         judge,
         attempts=settings.judge_attempts,
@@ -72,10 +72,10 @@ def make_judging(settings: TrainerSettings, store: Store, progress: Progress) ->
         credit=credit,
         progress=progress,
         second=second,
-        flat=flat_groups(store, settings.model),
+        flat=zero_variance_groups(store, settings.model),
         least=settings.min_group_size,
     )
-    rehearing = Rehearing(
+    rehearing = Rejudger(
         store,
         settings.model,
         scorekeeper.ask_judge,
@@ -83,17 +83,17 @@ def make_judging(settings: TrainerSettings, store: Store, progress: Progress) ->
         attempts=settings.judge_attempts,
         retry_seconds=settings.judge_retry_seconds,
     )
-    return Judging(judge, second, credit, scorekeeper, rehearing)
+    return JudgingComponents(judge, second, credit, scorekeeper, rehearing)
 
 
-def make_releasing(
+def make_release_components(
     settings: TrainerSettings,
     store: Store,
     replicas: Sequence[Replica],
-    judging: Judging,
+    judging: JudgingComponents,
     metrics: Metrics,
     make_workflow_evaluator: MakeWorkflowEvaluator | None,
-) -> Releasing:
+) -> ReleaseComponents:
     """Return who releases the versions of an alias."""
     gate, alias = settings.release, settings.model
     evaluations = make_evaluations(settings, store, replicas[0], make_workflow_evaluator)
@@ -110,8 +110,8 @@ def make_releasing(
         doubts=sentinel.doubts,
     )
     second = make_second_judge(settings)
-    gatekeeper = Gatekeeper(store, alias, gate, judging.judge.version, second, sentinel.doubts, metrics)
-    return Releasing(sentinel, evaluations, publisher, gatekeeper)
+    gatekeeper = CanaryController(store, alias, gate, judging.judge.version, second, sentinel.doubts, metrics)
+    return ReleaseComponents(sentinel, evaluations, publisher, gatekeeper)
 
 
 def _second_judge(settings: TrainerSettings, store: Store, first: Judge) -> SecondJudge | None:

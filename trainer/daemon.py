@@ -3,7 +3,7 @@
     component    consumes              produces                       waits for
     ---------    --------------------  -----------------------------  ------------------------------
     seal         open trajectories     sealed trajectories            idle time, or the end of a rollout
-    assemble     sealed trajectories   ready groups, drops, shadows   company or group_wait_seconds; feedback; vLLM
+    assemble     sealed trajectories   ready groups, drops, resamples   company or group_wait_seconds; feedback; vLLM
     score        ready groups          judged groups, drops, alarms   the judge; the newest first, none too old
     rehear       late feedback         further verdicts               the judge
     warm start   good trajectories     a committed round, candidate   a tuning that asks for it
@@ -29,52 +29,52 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ratchet.store.coordination.proxies import DOOR_SILENCE
-from ratchet.store.errors import ForbiddenChange, StoreUnavailable, UnknownRecord
-from ratchet.store.reports.relative_judges import note_judge
+from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
+from ratchet.store.errors import InvalidTransition, RecordNotFound, StoreUnavailable
+from ratchet.store.reports.relative_judges import record_judge_scale
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters import checkpoint
-from ratchet.trainer.adapters.served_base_model import ServedBase
+from ratchet.trainer.adapters.served_base_model import ServedBaseModel
 from ratchet.trainer.adapters.vllm_api import Replica
-from ratchet.trainer.components import make_judging, make_releasing
-from ratchet.trainer.controller.collect.collector import Assembly
-from ratchet.trainer.controller.collect.feedback_wait import patience_of
-from ratchet.trainer.controller.collect.role_resolution import Casting
+from ratchet.trainer.components import make_judging_components, make_release_components
+from ratchet.trainer.controller.collect.collector import TrajectoryCollector
+from ratchet.trainer.controller.collect.feedback_wait import feedback_wait_of
+from ratchet.trainer.controller.collect.role_resolution import RoleResolver
 from ratchet.trainer.controller.judging.transcript_cache import Transcripts
 from ratchet.trainer.controller.rounds.backlog import Backlog
 from ratchet.trainer.controller.rounds.memory_limit import Memory
-from ratchet.trainer.controller.rounds.round_runner import School
+from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.controller.rounds.round_size import RoundSize
-from ratchet.trainer.controller.warm_start.sft_round import Imitation, learner_settings
+from ratchet.trainer.controller.warm_start.sft_round import SFTRound, learner_settings
 from ratchet.trainer.controller.warm_start.warm_start_requests import REFUSALS, WarmStarts
 from ratchet.trainer.errors import EngineUnreachable, OutOfMemory, TrainingDiverged
 from ratchet.trainer.learner.learner import Learner
-from ratchet.trainer.learner_protocol import Pupil
+from ratchet.trainer.learner_protocol import LearnerProtocol
 from ratchet.trainer.lease import Lease
 from ratchet.trainer.observability.metrics import Metrics
 from ratchet.trainer.observability.progress import GATHERING, Progress, on_this_terminal
-from ratchet.trainer.observability.stored_progress import StoredStandings
+from ratchet.trainer.observability.stored_progress import StoredProgress
 from ratchet.trainer.release.candidates import next_candidate
 from ratchet.trainer.release.evaluation_runner import MakeWorkflowEvaluator
 from ratchet.trainer.release.retention import best_first, retained
 from ratchet.trainer.release.versions_in_use import versions_in_use
 from ratchet.trainer.rows.roles import Roles
-from ratchet.trainer.settings.judge_specs import only_ranks
+from ratchet.trainer.settings.judge_specs import gives_only_ranks
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 start = logging.getLogger("ratchet.start")  # told at any log_level: `ratchet up` waits for it
 
-MakePupil = Callable[[TrainerSettings, Path | None], Pupil]
+LearnerFactory = Callable[[TrainerSettings, Path | None], LearnerProtocol]
 
 _DRAIN_EVERY = 2.0  # seconds
 PAUSE_AFTER_OUTAGE = 2.0  # seconds
-_MOST_OVERTAKEN = 10  # turns in a row; more than that is no coincidence
-_JUDGE_PATIENCE = 0.5  # seconds that a turn waits for a judge; a slower one is heard in a later turn
+_MAX_OVERTAKEN = 10  # turns in a row; more than that is no coincidence
+_JUDGE_WAIT_SECONDS = 0.5  # seconds that a turn waits for a judge; a slower one is heard in a later turn
 
 
-def make_learner(settings: TrainerSettings, resume_from: Path | None) -> Pupil:
+def make_learner(settings: TrainerSettings, resume_from: Path | None) -> LearnerProtocol:
     """Return the learner of these settings, as a checkpoint left it, or new."""
     return Learner(settings.base_model, settings.learner, workdir=settings.checkpoints.parent, resume_from=resume_from)
 
@@ -88,49 +88,51 @@ class Daemon:
         store: Store,
         stop: threading.Event,
         upstream_key: str | None = None,
-        make_pupil: MakePupil = make_learner,
+        learner_factory: LearnerFactory = make_learner,
         make_workflow_evaluator: MakeWorkflowEvaluator | None = None,
     ) -> None:
         self.settings = settings
-        self._make_pupil = make_pupil
+        self._learner_factory = learner_factory
         self._store = store
         self._stop = stop
         self._replicas = [Replica(url, key=upstream_key) for url in settings.vllm]
-        self._base = ServedBase(store, settings.model, self._replicas)
+        self._base = ServedBaseModel(store, settings.model, self._replicas)
         self.metrics = Metrics(settings.model, store)
         if settings.metrics_port is not None:
             self.metrics.serve(settings.metrics_host, settings.metrics_port)
-        standings = StoredStandings(store, settings.model)
+        standings = StoredProgress(store, settings.model)
         self.progress = Progress(on_this_terminal(), self.metrics.progress, standings)
         self._gathering = self.progress.begin(GATHERING, settings.groups_per_round)
-        judging = make_judging(settings, store, self.progress)
-        self._scorekeeper, self._rehearing = judging.scorekeeper, judging.rehearing
-        self._patience = patience_of(settings.judge)
-        self._judge_version, self._relative = judging.judge.version, only_ranks(settings.judge)
-        note_judge(store, settings.model, self._judge_version, relative=self._relative)
+        judging = make_judging_components(settings, store, self.progress)
+        self._judge_runner, self._rejudger = judging.scorekeeper, judging.rehearing
+        self._patience = feedback_wait_of(settings.judge)
+        self._judge_version, self._relative = judging.judge.version, gives_only_ranks(settings.judge)
+        record_judge_scale(store, settings.model, self._judge_version, relative=self._relative)
         self._transcripts = Transcripts(store, most=4 * settings.groups_per_round * settings.num_generations)
-        self._casting = Casting(store, settings.model, Roles(settings.roles, settings.role_patterns))
+        self._role_resolver = RoleResolver(store, settings.model, Roles(settings.roles, settings.role_patterns))
         self._memory = Memory(store, settings.model, settings.learner)
-        self._school = School(
-            store, settings.model, settings.checkpoints, judging.credit, self._transcripts, casting=self._casting,
+        self._round_runner = RoundRunner(
+            store, settings.model, settings.checkpoints, judging.credit, self._transcripts, casting=self._role_resolver,
             size=RoundSize(settings.groups_per_round, settings.num_generations), memory=self._memory,
             mask_truncated=settings.mask_truncated_completions,
         )  # fmt: skip
-        self._assembly = Assembly(store, settings, self._casting, judging.credit.book, upstream_key)
-        releasing = make_releasing(settings, store, self._replicas, judging, self.metrics, make_workflow_evaluator)
+        self._collector = TrajectoryCollector(store, settings, self._role_resolver, judging.credit.book, upstream_key)
+        releasing = make_release_components(
+            settings, store, self._replicas, judging, self.metrics, make_workflow_evaluator
+        )
         self._sentinel, self._evaluations = releasing.sentinel, releasing.evaluations
         self._publisher, self._gate = releasing.publisher, releasing.gate
         self._warm_starts = WarmStarts(store, settings)
         checkpoint.sweep(settings.checkpoints)
-        self._version, resume_from = self._school.newest()
+        self._version, resume_from = self._round_runner.newest()
         self.learner = self._made(resume_from)
         self._backlog = Backlog(store, settings)
         candidates = (p.state is PolicyState.CANDIDATE for p in store.policies.all(settings.model))
-        self._left_over = any(candidates)  # an earlier trainer did not come to publish it
+        self._candidate_waits = any(candidates)  # an earlier trainer did not come to publish it
         self._spoilt = self._memory.short  # the learner holds steps that no commit stands for, or other settings
-        self._first_judged: float | None = None
+        self._first_judged_at: float | None = None
         self._drained_at = 0.0
-        self._prune_due = True
+        self._prune_pending = True
         start.info(
             "event=trainer_ready alias=%s version=%d judge=%s", settings.model, self._version, judging.judge.name
         )
@@ -138,18 +140,18 @@ class Daemon:
     @property
     def _undecided(self) -> bool:
         """Whether there is a version that the next one cannot be built on or beside yet."""
-        return self._gate.pending or self._publisher.waits or self._left_over
+        return self._gate.pending or self._publisher.waits or self._candidate_waits
 
-    def _made(self, resume_from: Path | None) -> Pupil:
-        pupil = self._make_pupil(self.settings, resume_from)
+    def _made(self, resume_from: Path | None) -> LearnerProtocol:
+        pupil = self._learner_factory(self.settings, resume_from)
         if isinstance(pupil, Learner):
-            pupil.watched_by(self.progress)
+            pupil.report_progress_to(self.progress)
         return pupil
 
     def close(self) -> None:
         """Close the connections to vLLM and to the judge."""
-        self._assembly.close()
-        self._scorekeeper.close()
+        self._collector.close()
+        self._judge_runner.close()
         self._gate.close()
         if self._evaluations is not None:
             self._evaluations.close()
@@ -168,10 +170,10 @@ class Daemon:
                 log.warning("event=outage reason=%r", str(outage))
                 self._stop.wait(PAUSE_AFTER_OUTAGE)
                 continue
-            except (ForbiddenChange, UnknownRecord) as changed:  # a person, a deletion, or a leader that stood still
+            except (InvalidTransition, RecordNotFound) as changed:  # a person, a deletion, or a leader that stood still
                 overtaken += 1
                 log.warning("event=turn_overtaken reason=%r", str(changed))
-                if overtaken == _MOST_OVERTAKEN:
+                if overtaken == _MAX_OVERTAKEN:
                     raise
                 worked = False
             if not worked:
@@ -181,14 +183,14 @@ class Daemon:
         """Do everything that is due once; return whether there was anything."""
         # Stillness is counted in what the proxies have shipped, not in what the clock says: a record may be on its way.
         alias = self.settings.model
-        shipped = self._store.doors.shipped_until(alias, now, since=now - DOOR_SILENCE)
+        shipped = self._store.doors.shipped_until(alias, now, since=now - PROXY_TIMEOUT_SECONDS)
         self._store.trajectories.seal_rollouts(alias, shipped)
-        self._store.trajectories.seal_idle(alias, shipped, self.settings.seal_after_idle_seconds)
+        self._store.trajectories.seal_idle_trajectories(alias, shipped, self.settings.seal_after_idle_seconds)
         self._sentinel.look(now)
         if self._base.objection(now) is not None:  # what vLLM answers now is another model's
             return False
         decided = self._gate.turn(now)
-        grouped = self._assembly.turn(now, shipped)
+        grouped = self._collector.turn(now, shipped)
         scored = self._score(now)
         trained = self._warm_start(now) or self._train(now)
         if published := self._publish():
@@ -197,11 +199,11 @@ class Daemon:
         return decided or grouped or scored or trained or published
 
     def _score(self, now: float) -> bool:
-        self._scorekeeper.ask(self._backlog.to_judge(now), self._transcripts.read)
-        scored = self._scorekeeper.collect(now, _JUDGE_PATIENCE)
+        self._judge_runner.ask(self._backlog.to_judge(now), self._transcripts.read)
+        scored = self._judge_runner.collect(now, _JUDGE_WAIT_SECONDS)
         if self._patience is not None:
-            self._rehearing.look(now)
-            scored += self._rehearing.collect(now, _JUDGE_PATIENCE)
+            self._rejudger.look(now)
+            scored += self._rejudger.collect(now, _JUDGE_WAIT_SECONDS)
         return bool(scored)
 
     def _train(self, now: float) -> bool:
@@ -209,12 +211,12 @@ class Daemon:
             return False
         waiting = self._backlog.judged()
         if not waiting:
-            self._first_judged = None
+            self._first_judged_at = None
             return False
-        self._first_judged = self._first_judged or now
+        self._first_judged_at = self._first_judged_at or now
         weight, wanted = self._backlog.weight(waiting), self.settings.groups_per_round
         self._gathering.at(min(weight, wanted), wanted)
-        if not self._backlog.makes_a_round(weight, now - self._first_judged):
+        if not self._backlog.is_round_due(weight, now - self._first_judged_at):
             return False
         if self._sentinel.holding:
             return False
@@ -225,7 +227,7 @@ class Daemon:
         self._gathering.end()
         self._gathering = self.progress.begin(GATHERING, wanted)
         try:
-            candidate = self._school.hold_round(self.learner, newest, self._version)
+            candidate = self._round_runner.run_round(self.learner, newest, self._version)
             self._spoilt = False
         except TrainingDiverged as diverged:
             log.error("event=round_diverged reason=%r", str(diverged))
@@ -235,7 +237,7 @@ class Daemon:
             if not self._memory.failed():
                 raise
             return True  # the next turn tries it in less memory
-        self._first_judged = None
+        self._first_judged_at = None
         if candidate is not None:
             self._version = candidate.version
         return True
@@ -247,9 +249,9 @@ class Daemon:
         try:
             wanted, material = self._warm_starts.gather(asked)
             self._spoilt = True
-            version, resume_from = self._school.newest()
+            version, resume_from = self._round_runner.newest()
             self.learner.load(resume_from, learner_settings(wanted, self._memory.learner, len(material.rows)))
-            imitation = Imitation(self._store, self._school, self.settings.model)
+            imitation = SFTRound(self._store, self._round_runner, self.settings.model)
             imitation.hold(self.learner, material, wanted, version, asked.id)
         except REFUSALS as refusal:
             self._warm_starts.refuse(asked, str(refusal))
@@ -257,7 +259,7 @@ class Daemon:
 
     def _renew(self) -> None:
         """Put the learner where the newest commit is, if it holds steps of no commit, or misses those of one."""
-        version, resume_from = self._school.newest()
+        version, resume_from = self._round_runner.newest()
         if self._spoilt or version != self._version:  # a version may have been rejected since
             self.learner.load(resume_from, self._memory.learner)
             self._version, self._spoilt = version, False
@@ -268,18 +270,18 @@ class Daemon:
             return False
         try:
             candidate = next_candidate(self._store, self.settings.model)
-            self._left_over = False
+            self._candidate_waits = False
             if candidate is None:
                 self._publisher.waits = False
                 return False
             if self._base.objection(time.time(), fresh=True) is not None:
-                self._left_over = True
+                self._candidate_waits = True
                 return False
             self._renew()  # after a warm start, or a round that came to nothing
-            self._publisher.publish(candidate, self._school.probes(candidate), self.learner)
-        except ForbiddenChange as overtaken:  # a person decided meanwhile
+            self._publisher.publish(candidate, self._round_runner.probes(candidate), self.learner)
+        except InvalidTransition as overtaken:  # a person decided meanwhile
             log.info("event=publish_overtaken reason=%r", str(overtaken))
-        self._prune_due = True
+        self._prune_pending = True
         self.metrics.evaluating(self._publisher.waits)
         return not self._publisher.waits
 
@@ -304,7 +306,7 @@ class Daemon:
             if old.version not in kept.folders and old.adapter and old.pruned_at is None:
                 self._store.policies.prune(alias, old.version, time.time())
         gone = checkpoint.prune(settings.checkpoints, kept.folders, kept.states)
-        self._prune_due = bool(in_use)
+        self._prune_pending = bool(in_use)
         if gone:
             log.info("event=versions_pruned alias=%s versions=%s", alias, ",".join(map(str, gone)))
 
@@ -312,5 +314,5 @@ class Daemon:
         if now - self._drained_at >= _DRAIN_EVERY:
             self._drained_at = now
             self._publisher.drain(now)
-            if self._prune_due:  # also what was pinned, or what an outage or a kill left
+            if self._prune_pending:  # also what was pinned, or what an outage or a kill left
                 self._prune()

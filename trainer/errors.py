@@ -14,18 +14,18 @@
     │   ├── OutOfMemory         a round does not fit; the message names the settings that make it smaller
     │   └── WarmStartRefused    too little to imitate, or it would forget too much
     ├── JudgeError              the judge cannot be loaded
-    │   └── JudgeUnanswered     the judge's language model gave no usable answer
+    │   └── JudgeUnavailable     the judge's language model gave no usable answer
     ├── EngineError
     │   ├── EngineUnreachable   vLLM does not answer; asking again may help
     │   └── AdapterRefused      vLLM answered no
-    ├── ProcessLost             a process that trains along has ended, or met what the others did not
+    ├── WorkerProcessLost             a process that trains along has ended, or met what the others did not
     ├── LeaseLost               another process leads: a trainer this alias, a tuner this run
-    ├── LeaseHeld               another process has this run; the message says which, and since when
+    ├── LeaseTaken               another process has this run; the message says which, and since when
     ├── TuningError
     │   ├── TaskSetError
     │   │   ├── TaskSetNotFound   neither a file, a folder, an imported set nor a reachable hub name
     │   │   ├── SplitNotFound     the task set has no split of that name; the message names those that it has
-    │   │   ├── RowBroken         a row cannot be read; the message names file and line
+    │   │   ├── MalformedTaskRow         a row cannot be read; the message names file and line
     │   │   ├── TaskSetEmpty      the split holds no row
     │   │   └── TaskSetTooSmall   too few different tasks; the message says how many are needed
     │   ├── WorkflowError       the workflow cannot be loaded or called
@@ -35,9 +35,9 @@
     │   └── PromptError
     │       ├── OptimizerMissing  the extra of an optimiser is not installed; the message has the pip command
     │       ├── BudgetTooSmall  the budget cannot come to a result; the message says what could
-    │       ├── BudgetSpent     the next step is not allowed any more; what was found is kept
-    │       ├── SeedUnknown     there is no prompt to begin from
-    │       ├── ReflectionDown  the reflection model answers nothing usable
+    │       ├── BudgetExceeded     the next step is not allowed any more; what was found is kept
+    │       ├── SeedPromptUnknown     there is no prompt to begin from
+    │       ├── ReflectionUnavailable  the reflection model answers nothing usable
     │       └── SetAside        one prompt cannot go on; the search can
     │           ├── Unjudged    the judge gave no score for some of its rollouts
     │           ├── Unanswered  the reflection model proposed nothing this time
@@ -131,7 +131,7 @@ class JudgeError(TrainerError):
     """The judge cannot be loaded, or its signature is not one."""
 
 
-class JudgeUnanswered(JudgeError):
+class JudgeUnavailable(JudgeError):
     """The judge's language model gave no usable answer, however often it was asked."""
 
 
@@ -147,7 +147,7 @@ class AdapterRefused(EngineError):
     """vLLM answered and refused the adapter; asking again does not help."""
 
 
-class ProcessLost(TrainerError):
+class WorkerProcessLost(TrainerError):
     """A process that trains along has ended, or met an error that the others did not."""
 
 
@@ -155,7 +155,7 @@ class LeaseLost(TrainerError):
     """Another process leads: a trainer this alias, a tuner this run."""
 
 
-class LeaseHeld(TrainerError):
+class LeaseTaken(TrainerError):
     """Another process has what was asked for, and renews its lease."""
 
 
@@ -175,7 +175,7 @@ class SplitNotFound(TaskSetError):
     """The task set has no split of that name."""
 
 
-class RowBroken(TaskSetError):
+class MalformedTaskRow(TaskSetError):
     """A row of the task set cannot be read."""
 
 
@@ -219,15 +219,15 @@ class BudgetTooSmall(PromptError):
     """The budget cannot come to a result."""
 
 
-class BudgetSpent(PromptError):
+class BudgetExceeded(PromptError):
     """The next step is not allowed any more; what was found so far is kept."""
 
 
-class SeedUnknown(PromptError):
+class SeedPromptUnknown(PromptError):
     """There is no prompt to begin from."""
 
 
-class ReflectionDown(PromptError):
+class ReflectionUnavailable(PromptError):
     """The reflection model gave no usable answer, several questions in a row."""
 
 

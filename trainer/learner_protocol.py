@@ -11,7 +11,7 @@ from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 
 
-class Pupil(Protocol):
+class LearnerProtocol(Protocol):
     """What a round needs of a learner; `trainer.learner.Learner` is one."""
 
     @property

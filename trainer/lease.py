@@ -18,7 +18,7 @@ from types import TracebackType
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.ids import moment, new_id
 from ratchet.store.store import Store
-from ratchet.trainer.errors import LeaseHeld, LeaseLost
+from ratchet.trainer.errors import LeaseLost, LeaseTaken
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Lease:
         return True
 
     def claim(self, told: Callable[[str], None] = lambda waits: None) -> None:
-        """Take the lease; wait as long as it takes a dead holder's to expire. Raises LeaseHeld where one renews it.
+        """Take the lease; wait as long as it takes a dead holder's to expire. Raises LeaseTaken where one renews it.
 
         `told` hears who is waited for.
         """
@@ -66,10 +66,12 @@ class Lease:
             holder = next((one for one in self._store.leases.held(self._name) if one.name == self._name), None)
             if holder is not None and first is None:
                 first = holder
-                seen = f"{self._name} was taken by {owner_told(holder.owner)}"
+                seen = f"{self._name} was taken by {describe_owner(holder.owner)}"
                 told(f"{seen}: waiting at most {self._seconds:g} s to see whether that works on it")
             elif holder is not None and first is not None and holder.expires_at > first.expires_at:
-                raise LeaseHeld(f"{self._name} is under way: {owner_told(holder.owner)} has it; stop that one first")
+                raise LeaseTaken(
+                    f"{self._name} is under way: {describe_owner(holder.owner)} has it; stop that one first"
+                )
             time.sleep(self._seconds / 50)
         self._thread.start()
 
@@ -119,7 +121,7 @@ class Lease:
                 log.warning("event=lease_not_renewed reason=%r", str(outage))
 
 
-def owner_told(owner: str) -> str:
+def describe_owner(owner: str) -> str:
     """Return who holds a lease as people are told: host, process and since when."""
     host, _, pid = owner.rpartition("_")[0].rpartition(":")
     since = datetime.fromtimestamp(moment(owner), UTC)

@@ -18,10 +18,10 @@ from types import FrameType
 from ratchet.store.errors import StoreError, StoreUnavailable
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.adapters.base_model_files import DIGESTS, check_files
-from ratchet.trainer.daemon import PAUSE_AFTER_OUTAGE, Daemon, MakePupil, make_learner
+from ratchet.trainer.daemon import PAUSE_AFTER_OUTAGE, Daemon, LearnerFactory, make_learner
 from ratchet.trainer.errors import TrainerError
 from ratchet.trainer.learner import distributed
-from ratchet.trainer.learner_protocol import Pupil
+from ratchet.trainer.learner_protocol import LearnerProtocol
 from ratchet.trainer.lease import Lease
 from ratchet.trainer.observability.monitors.monitor_thread import check_installed, monitored
 from ratchet.trainer.release.evaluation_runner import MakeWorkflowEvaluator
@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 
 def run(
     settings: TrainerSettings,
-    make_pupil: MakePupil = make_learner,
+    learner_factory: LearnerFactory = make_learner,
     make_workflow_evaluator: MakeWorkflowEvaluator | None = None,
 ) -> int:
     """Run the trainer until SIGTERM or SIGINT; return the exit code. Another trainer of the alias is waited for."""
     if distributed.processes() == 1:
-        return _lead(settings, make_pupil, make_workflow_evaluator)
+        return _lead(settings, learner_factory, make_workflow_evaluator)
     line = distributed.Line()
     if not distributed.is_leader():
         return distributed.follow(line)
@@ -47,14 +47,14 @@ def run(
         line.close()
 
 
-def _make_leading(line: distributed.Line, settings: TrainerSettings, resume_from: Path | None) -> Pupil:
-    return distributed.LeadingLearner(
+def _make_leading(line: distributed.Line, settings: TrainerSettings, resume_from: Path | None) -> LearnerProtocol:
+    return distributed.RankZeroLearner(
         line, settings.base_model, settings.learner, workdir=settings.checkpoints.parent, resume_from=resume_from
     )
 
 
 def _lead(
-    settings: TrainerSettings, make_pupil: MakePupil, make_workflow_evaluator: MakeWorkflowEvaluator | None
+    settings: TrainerSettings, learner_factory: LearnerFactory, make_workflow_evaluator: MakeWorkflowEvaluator | None
 ) -> int:
     stop = threading.Event()
 
@@ -68,7 +68,7 @@ def _lead(
         check_installed(settings.monitors)
         store = open_store(settings.store)
         with Lease(store, f"trainer:{settings.model}", settings.lease_seconds) as lease:
-            if lease.wait(stop) and (daemon := _made(settings, store, stop, make_pupil, make_workflow_evaluator)):
+            if lease.wait(stop) and (daemon := _made(settings, store, stop, learner_factory, make_workflow_evaluator)):
                 with monitored(store, settings.model, settings.monitors, settings.checkpoints.parent / "monitors"):
                     daemon.run(lease)
                 daemon.close()
@@ -84,7 +84,7 @@ def _made(
     settings: TrainerSettings,
     store: Store,
     stop: threading.Event,
-    make_pupil: MakePupil,
+    learner_factory: LearnerFactory,
     make_workflow_evaluator: MakeWorkflowEvaluator | None,
 ) -> Daemon | None:
     """Return the daemon, once the store answers; None where `stop` came first."""
@@ -92,7 +92,12 @@ def _made(
         try:
             check_files(store, settings.model, settings.base_model, settings.checkpoints.parent / DIGESTS)
             return Daemon(
-                settings, store, stop, os.environ.get("RATCHET_UPSTREAM_API_KEY"), make_pupil, make_workflow_evaluator
+                settings,
+                store,
+                stop,
+                os.environ.get("RATCHET_UPSTREAM_API_KEY"),
+                learner_factory,
+                make_workflow_evaluator,
             )
         except StoreUnavailable as outage:
             log.warning("event=outage reason=%r", str(outage))

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from ratchet.proxy.dialects import anthropic_request, chat, inner_request
-from ratchet.proxy.dialects.content_blocks import Block, Event, Kind, Teller, TellingVoice
-from ratchet.proxy.dialects.dialect import Asked, asked, read_body_with, told_policy
+from ratchet.proxy.dialects.content_blocks import Block, BlockEncoder, BlockRenderer, Event, Kind
+from ratchet.proxy.dialects.dialect import Asked, asked, policy_name, read_body_with
 from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.error_shapes import ANTHROPIC
@@ -36,20 +36,20 @@ class Messages:
 def _read(body: bytes) -> Asked:
     wanted = anthropic_request.read(inner_request.decode(body))
 
-    def voice(begun: CallBegun) -> TellingVoice:
-        capture = chat.capture_for(wanted, begun)
-        return TellingVoice(capture, MessageTeller(begun, capture))
+    def voice(begun: CallBegun) -> BlockEncoder:
+        capture = chat.make_capture(wanted, begun)
+        return BlockEncoder(capture, MessageRenderer(begun, capture))
 
     return asked(wanted, voice)
 
 
-class MessageTeller(Teller):
+class MessageRenderer(BlockRenderer):
     """Tells an answer in Anthropic's events."""
 
     def __init__(self, begun: CallBegun, capture: Capture) -> None:
         super().__init__()
         self._id = "msg_" + begun.call_id.removeprefix("call_")
-        self._model = told_policy(begun)
+        self._model = policy_name(begun)
         self._capture = capture
 
     def started(self) -> list[Event]:

@@ -68,7 +68,7 @@ def chat_messages(body: Json) -> list[Json]:
             messages += _said(message)
         except (KeyError, TypeError, AttributeError) as error:
             raise inner_request.unreadable(f"messages.{place}", error) from error
-    return inner_request.with_one_system_message_first(_with_reminders(messages))
+    return inner_request.merge_system_messages(_with_reminders(messages))
 
 
 def _with_reminders(messages: Sequence[Json]) -> list[Json]:

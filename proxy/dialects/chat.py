@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ratchet.proxy.dialects.dialect import Asked, asked, read_body_with, told_policy
-from ratchet.proxy.dialects.vllm_fields import in_vllms_words
+from ratchet.proxy.dialects.dialect import Asked, asked, policy_name, read_body_with
+from ratchet.proxy.dialects.vllm_fields import with_vllm_fields
 from ratchet.proxy.errors import ProxyError, to_openai_error
 from ratchet.proxy.wire import request_body
 from ratchet.proxy.wire.capture import Capture
@@ -27,21 +27,21 @@ class Chat:
 
 
 def _read(body: bytes) -> Asked:
-    wanted = in_vllms_words(request_body.read(body))
-    return asked(wanted, lambda begun: PlainVoice(capture_for(wanted, begun)))
+    wanted = with_vllm_fields(request_body.read(body))
+    return asked(wanted, lambda begun: PassthroughEncoder(make_capture(wanted, begun)))
 
 
-def capture_for(wanted: ChatRequest, begun: CallBegun) -> Capture:
+def make_capture(wanted: ChatRequest, begun: CallBegun) -> Capture:
     """Return the capture of a chat call."""
     return Capture(
-        told_policy(begun),
+        policy_name(begun),
         asks_ids=wanted.asks_ids,
         asks_logprobs=wanted.asks_logprobs,
         asks_usage=wanted.asks_usage,
     )
 
 
-class PlainVoice:
+class PassthroughEncoder:
     """Says what vLLM says; the capture has taken out what the client did not ask for."""
 
     __slots__ = ("capture",)

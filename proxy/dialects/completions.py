@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from ratchet.proxy.dialects.chat import PlainVoice
-from ratchet.proxy.dialects.dialect import Asked, read_body_with, told_policy
+from ratchet.proxy.dialects.chat import PassthroughEncoder
+from ratchet.proxy.dialects.dialect import Asked, policy_name, read_body_with
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.wire import lax_values, request_body
 from ratchet.proxy.wire.capture import Answered, Capture
@@ -35,7 +35,7 @@ class Completions:
         return await read_body_with(_read, body)
 
 
-class TextRequest(ChatRequest):
+class CompletionsRequest(ChatRequest):
     """A request without messages; its `logprobs` is a number."""
 
     echoes: bool = False  # the prompt comes back with the answer
@@ -62,7 +62,7 @@ class _TextLogprobs(msgspec.Struct):
 _logprobs = msgspec.json.Decoder(_TextLogprobs | None)
 
 
-class TextCapture(Capture):
+class CompletionsCapture(Capture):
     """What a text completion says; vLLM puts the prompt's ids into each choice."""
 
     def _choice(self, fields: dict[str, Raw]) -> Answered:
@@ -92,7 +92,7 @@ def _read(body: bytes) -> Asked:
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
     streamed, options = request_body.stream_in(fields)
     said = {"role": "prompt", "content": prompt}
-    wanted = TextRequest(
+    wanted = CompletionsRequest(
         fields=fields,
         model=model,
         messages=[said],
@@ -110,9 +110,9 @@ def _read(body: bytes) -> Asked:
         request=wanted,
         nodes=(canon.node(canon.ROOT, said),),
         keys=canon.link_keys([said]),
-        voice=lambda begun: PlainVoice(
-            TextCapture(
-                told_policy(begun),
+        voice=lambda begun: PassthroughEncoder(
+            CompletionsCapture(
+                policy_name(begun),
                 asks_ids=wanted.asks_ids,
                 asks_logprobs=wanted.asks_logprobs,
                 asks_usage=wanted.asks_usage,

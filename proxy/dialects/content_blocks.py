@@ -47,7 +47,7 @@ class Block:
         return "".join(self.pieces)
 
 
-class Teller(ABC):
+class BlockRenderer(ABC):
     """Tells one answer (the first choice) as events, and at the end as a whole."""
 
     def __init__(self) -> None:
@@ -158,12 +158,12 @@ class Teller(ABC):
         """Return the whole answer, for clients that did not ask for a stream."""
 
 
-class TellingVoice:
+class BlockEncoder:
     """The voice of a dialect that has a teller."""
 
     __slots__ = ("_teller", "capture")
 
-    def __init__(self, capture: Capture, teller: Teller) -> None:
+    def __init__(self, capture: Capture, teller: BlockRenderer) -> None:
         self.capture = capture
         self._teller = teller
 
@@ -171,7 +171,7 @@ class TellingVoice:
         """Return the client's form of an answer that did not stream. Raises UpstreamBroke."""
         answer = _object.decode(self.capture.whole(body))
         try:
-            self._teller.feed({"usage": answer.get("usage"), "choices": [as_delta(answer["choices"][0])]})
+            self._teller.feed({"usage": answer.get("usage"), "choices": [message_to_delta(answer["choices"][0])]})
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise UpstreamBroke(f"the upstream's answer is not a chat completion: {error}") from error
         self._teller.finish()
@@ -207,7 +207,7 @@ def _text(piece: Any) -> str:
     return piece
 
 
-def as_delta(choice: dict[str, Any]) -> dict[str, Any]:
+def message_to_delta(choice: dict[str, Any]) -> dict[str, Any]:
     """Return a whole choice as the only chunk of a stream."""
     message = choice["message"]
     calls = [{**call, "index": place} for place, call in enumerate(message.get("tool_calls") or ())]

@@ -1,6 +1,6 @@
 """What a dialect is: how a request is read, and how its answer is worded.
 
-Every dialect makes one inner call to vLLM, which carries token ids and logprobs. `read` gives that call; the `Voice`
+Every dialect makes one inner call to vLLM, which carries token ids and logprobs. `read` gives that call; the `ResponseEncoder`
 that comes with it turns vLLM's answer into what the client expects, piece by piece, and captures it on the way.
 """
 
@@ -23,7 +23,7 @@ LARGE = 256 * 1024  # bytes; larger bodies are read in a thread
 _Read = TypeVar("_Read")
 
 
-class Voice(Protocol):
+class ResponseEncoder(Protocol):
     """One answer in the client's words. Everything that it returns is whole: a body, or whole events."""
 
     @property
@@ -62,7 +62,7 @@ class Asked(msgspec.Struct):
     request: ChatRequest
     nodes: tuple[MessageNode, ...]
     keys: tuple[str, ...]
-    voice: Callable[[CallBegun], Voice]
+    voice: Callable[[CallBegun], ResponseEncoder]
     kept: Kept | None = None
 
 
@@ -85,12 +85,12 @@ class Dialect(Protocol):
         """Return what a request asks for. Raises ProxyError."""
 
 
-def asked(request: ChatRequest, voice: Callable[[CallBegun], Voice]) -> Asked:
+def asked(request: ChatRequest, voice: Callable[[CallBegun], ResponseEncoder]) -> Asked:
     """Return a chat request with the nodes and link keys of its messages."""
     return Asked(request, request.nodes, request.keys, voice)
 
 
-def told_policy(begun: CallBegun) -> str:
+def policy_name(begun: CallBegun) -> str:
     """Return the name of the model that the client is told."""
     return begun.policy
 

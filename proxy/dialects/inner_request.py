@@ -83,7 +83,7 @@ def called(call_id: str, name: str, arguments: str) -> Json:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def with_one_system_message_first(messages: Sequence[Json]) -> list[Json]:
+def merge_system_messages(messages: Sequence[Json]) -> list[Json]:
     """Return the messages with all system messages at the beginning as one: many chat templates refuse a second."""
     count = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
     first = messages[:count]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ratchet.proxy.coordinator.conversations.conversation_cache import ResponseMemory
+from ratchet.proxy.coordinator.conversations.conversation_cache import ConversationCache
 from ratchet.proxy.dialects import chat, inner_request, responses_request
-from ratchet.proxy.dialects.content_blocks import TellingVoice
+from ratchet.proxy.dialects.content_blocks import BlockEncoder
 from ratchet.proxy.dialects.conversation import Turn
 from ratchet.proxy.dialects.dialect import Asked, asked, read_body_with
 from ratchet.proxy.dialects.inner_request import Json
-from ratchet.proxy.dialects.responses_renderer import ResponseTeller
+from ratchet.proxy.dialects.responses_renderer import ResponseRenderer
 from ratchet.proxy.wire import lax_values
 from ratchet.proxy.wire.body_bounds import Bounds
 from ratchet.proxy.wire.capture import Capture
@@ -26,7 +26,7 @@ class Responses:
     path = chat.PATH
     shape = OPENAI
 
-    def __init__(self, memory: ResponseMemory, bounds: Bounds) -> None:
+    def __init__(self, memory: ConversationCache, bounds: Bounds) -> None:
         self._memory = memory
         self._bounds = bounds
 
@@ -54,22 +54,24 @@ class Responses:
         if previous:
             wanted.follows = (previous.trajectory_id, previous.call_id)
 
-        def voice(begun: CallBegun) -> TellingVoice:
-            capture = chat.capture_for(wanted, begun)
-            teller = ResponseTeller(begun, body, *names)
+        def voice(begun: CallBegun) -> BlockEncoder:
+            capture = chat.make_capture(wanted, begun)
+            teller = ResponseRenderer(begun, body, *names)
             if lax_values.truth(body.get("store")) is False:
-                return TellingVoice(capture, teller)
-            return RememberedVoice(capture, teller, lambda answer: self._memory.keep(begun, [*added, answer], previous))
+                return BlockEncoder(capture, teller)
+            return RememberingEncoder(
+                capture, teller, lambda answer: self._memory.keep(begun, [*added, answer], previous)
+            )
 
         return asked(wanted, voice)
 
 
-class RememberedVoice(TellingVoice):
+class RememberingEncoder(BlockEncoder):
     """A voice whose good answer is remembered, so that `previous_response_id` finds it."""
 
     __slots__ = ("_keep",)
 
-    def __init__(self, capture: Capture, teller: ResponseTeller, keep: Callable[[Json], None]) -> None:
+    def __init__(self, capture: Capture, teller: ResponseRenderer, keep: Callable[[Json], None]) -> None:
         super().__init__(capture, teller)
         self._keep = keep
 

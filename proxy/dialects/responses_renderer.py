@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from ratchet.proxy.dialects.content_blocks import Block, Event, Kind, Teller
-from ratchet.proxy.dialects.dialect import told_policy
+from ratchet.proxy.dialects.content_blocks import Block, BlockRenderer, Event, Kind
+from ratchet.proxy.dialects.dialect import policy_name
 from ratchet.proxy.dialects.inner_request import Json
 from ratchet.proxy.errors import ProxyError
 from ratchet.store.records import CallBegun
@@ -37,7 +37,7 @@ _CODES = ("context_length_exceeded", "rate_limit_exceeded")  # by which clients 
 _PREFIX = {Kind.THOUGHT: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 
 
-class ResponseTeller(Teller):
+class ResponseRenderer(BlockRenderer):
     """Tells one response. `body` is the request, whose settings the response repeats; `custom` and
     `spaces` name its custom tools, and the namespaces of those that have one."""
 
@@ -53,7 +53,7 @@ class ResponseTeller(Teller):
         self._fixed = _ECHOED | {name: body[name] for name in _ECHOED if body.get(name) is not None}
         self._fixed |= {
             "created_at": int(begun.started_at),
-            "model": told_policy(begun),
+            "model": policy_name(begun),
             "reasoning": {"effort": None, "summary": None} | (body.get("reasoning") or {}),
             "tools": [_echoed_tool(tool) for tool in body.get("tools") or ()],
             "background": False,

@@ -30,7 +30,7 @@ def read(body: Json, added: Sequence[Json], before: Sequence[Json]) -> ChatReque
     messages: list[Json] = []
     if body.get("instructions"):
         messages.append({"role": "system", "content": body["instructions"]})
-    messages = inner_request.with_one_system_message_first([*messages, *before, *added])
+    messages = inner_request.merge_system_messages([*messages, *before, *added])
     tools, choice = _tools(body), body.get("tool_choice")
     if isinstance(choice, dict) and choice["type"] == "allowed_tools":
         names = [tool.get("name") for tool in choice["tools"]]

@@ -25,7 +25,7 @@ _encode = msgspec.json.Encoder().encode
 _ALLOWED = "allowed_tools"
 
 
-def in_vllms_words(wanted: ChatRequest) -> ChatRequest:
+def with_vllm_fields(wanted: ChatRequest) -> ChatRequest:
     """Return the request as vLLM understands it; itself where it does already. Raises BadRequest."""
     for said in wanted.messages:
         if said.get("role") == "developer":

@@ -41,7 +41,7 @@ class Template:
     longest: int | None = None
     proven: set[tuple[Any, ...]] = field(default_factory=set)
 
-    def check_room(self, plain: int, exact: int, wanted: int | None) -> None:
+    def check_context_length(self, plain: int, exact: int, wanted: int | None) -> None:
         """Raise Fork where the longer prompt leaves an answer much less room than the plain one would.
 
         `plain` and `exact` are lengths of prompts, `wanted` the client's own limit of the answer.
@@ -53,7 +53,7 @@ class Template:
             raise Fork("too_long")
 
 
-class Cards(Protocol):
+class ModelLister(Protocol):
     """Where the length of a model's context is read."""
 
     async def models(self, url: str) -> list[dict[str, Any]]:
@@ -63,7 +63,7 @@ class Cards(Protocol):
 class Templates:
     """The templates that requests were rendered with, by replica, model and whatever shapes the render."""
 
-    def __init__(self, scale_out: ScaleOut, cards: Cards) -> None:
+    def __init__(self, scale_out: ScaleOut, cards: ModelLister) -> None:
         self._scale_out = scale_out
         self._cards = cards
         self._known: OrderedDict[bytes, Template | None] = OrderedDict()

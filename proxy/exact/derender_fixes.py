@@ -21,7 +21,7 @@ _TEXTS = ("content", "reasoning")  # in the order in which a stop string is look
 Json = dict[str, Any]
 
 
-def without_turn_end(choice: Ended) -> Ended:
+def strip_turn_end(choice: Ended) -> Ended:
     """Return the choice without the id that ended it; a stop string is no id of its own."""
     ids = choice.token_ids or []
     if choice.finish_reason == "stop" and not isinstance(choice.stop_reason, str):
@@ -29,7 +29,7 @@ def without_turn_end(choice: Ended) -> Ended:
     return Ended(choice.index, ids, choice.finish_reason, choice.stop_reason)
 
 
-def whole_message(message: Mapping[str, Any] | None, choice: Ended) -> Json:
+def fix_message(message: Mapping[str, Any] | None, choice: Ended) -> Json:
     """Return a whole message as plain chat words it; derender has none where there are no ids."""
     worded: Json = {"role": "assistant", "content": None if message else "", **(message or {})}
     if isinstance(choice.stop_reason, str):
@@ -39,7 +39,7 @@ def whole_message(message: Mapping[str, Any] | None, choice: Ended) -> Json:
     return worded
 
 
-def whole_finish(choice: Ended, message: Mapping[str, Any], tool_choice: Any) -> str | None:
+def fix_finish_reason(choice: Ended, message: Mapping[str, Any], tool_choice: Any) -> str | None:
     """Return the finish reason of a whole answer."""
     called = bool(message.get("tool_calls")) and tool_choice in (None, "auto")
     required = tool_choice == "required" and choice.finish_reason == "stop"
@@ -59,7 +59,7 @@ def _with_prefix(call: Mapping[str, Any]) -> Json:
     return {**call, "id": name if not name or name.startswith(TOOL_ID) else TOOL_ID + name}
 
 
-class StreamRepair:
+class DerenderStreamFixer:
     """Sets the pieces of one streamed choice right, in order."""
 
     def __init__(self, stops: Sequence[str], tool_choice: Any) -> None:
@@ -109,6 +109,6 @@ def _without_nulls(call: Mapping[str, Any]) -> Json:
     return kept
 
 
-def first_delta(index: int) -> Json:
+def make_first_delta(index: int) -> Json:
     """Return the choice of a stream's first event: the role, and nothing yet."""
     return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}

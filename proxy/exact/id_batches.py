@@ -40,7 +40,7 @@ class Batch:
     last: bool = False
 
 
-class Arrivals:
+class IdBatches:
     """The events of one generate stream."""
 
     def __init__(self, ids: Answer) -> None:

@@ -1,7 +1,7 @@
 """vLLM's token-in-token-out endpoints (`--enable-scale-out`): render, generate, derender, detokenize.
 
 Each is one function from our words to vLLM's and back; what an answer means is for others. An endpoint that is not
-there is `NotOffered`, any other refusal is `Refused`; neither is ever the client's business. Generating is not done
+there is `EndpointNotOffered`, any other refusal is `Refused`; neither is ever the client's business. Generating is not done
 here, as it is a call like any other that may take minutes: only its body is made.
 """
 
@@ -39,7 +39,7 @@ class Refused(UpstreamError):
     code = "exact_refused"
 
 
-class NotOffered(Refused):
+class EndpointNotOffered(Refused):
     """The replica was started without these endpoints."""
 
     code = "exact_not_offered"
@@ -78,7 +78,7 @@ class Generated(msgspec.Struct):
     error: Raw = Raw()
 
 
-class Worded(msgspec.Struct):
+class DerenderedChunk(msgspec.Struct):
     """One piece of a stream in words, and the state that the next piece needs."""
 
     chunk: dict[str, Any]
@@ -91,7 +91,7 @@ class _Text(msgspec.Struct):
 
 _ids = msgspec.json.Decoder(list[int])
 generated = msgspec.json.Decoder(Generated)
-_worded = msgspec.json.Decoder(Worded)
+_worded = msgspec.json.Decoder(DerenderedChunk)
 _text = msgspec.json.Decoder(_Text)
 _object = msgspec.json.Decoder(dict[str, Any])
 
@@ -121,7 +121,7 @@ class ScaleOut:
         """Return a whole answer in words, for a body of `whole_body`. Raises UpstreamError."""
         return _read(_object, await self._ask(url, DERENDER, body), DERENDER)
 
-    async def delta(self, url: str, body: bytes) -> Worded:
+    async def delta(self, url: str, body: bytes) -> DerenderedChunk:
         """Return the next piece of a streamed answer, for a body of `piece_body`. Raises UpstreamError."""
         return _read(_worded, await self._ask(url, DERENDER, body), DERENDER)
 
@@ -138,7 +138,7 @@ class ScaleOut:
         if answer.status == 200:
             return told
         if answer.status == 404 and b'"error"' not in told:  # vLLM's own 404, for a model, has an error object
-            raise NotOffered(f"upstream {url} has no {path}")
+            raise EndpointNotOffered(f"upstream {url} has no {path}")
         raise Refused(f"upstream {url}: {path} answered {answer.status} {told[:300].decode('utf-8', 'replace')}")
 
 

@@ -43,7 +43,7 @@ class Context(msgspec.Struct, frozen=True):
         return Context(self.ids + new + sampled, (*self.spans, (start, start + len(sampled) // 4)))
 
 
-NOTHING = Context(b"", ())
+EMPTY_CONTEXT = Context(b"", ())
 
 
 @dataclass(slots=True, frozen=True)

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Raw
 
 from ratchet.proxy.exact import derender_fixes
-from ratchet.proxy.exact.id_batches import Arrivals, Batch
+from ratchet.proxy.exact.id_batches import Batch, IdBatches
 from ratchet.proxy.exact.scale_out import Ended, Refused, ScaleOut, piece_body
 from ratchet.proxy.exact.whole_response import Wanted
 from ratchet.proxy.telemetry.metrics import Metrics
@@ -47,7 +47,7 @@ class _Choice:
     __slots__ = ("repair", "state")
 
     def __init__(self, wanted: Wanted) -> None:
-        self.repair = derender_fixes.StreamRepair(wanted.stops, wanted.tool_choice)
+        self.repair = derender_fixes.DerenderStreamFixer(wanted.stops, wanted.tool_choice)
         self.state: Raw | None = None
 
 
@@ -67,7 +67,7 @@ class StreamedAnswer:
         self._choices: dict[int, _Choice] = {}
         self._pace = pace
         self._pace.streams += 1
-        self._arrivals = Arrivals(ids)
+        self._arrivals = IdBatches(ids)
         self._first = b""
         self._over = False
         self._closed = False
@@ -83,7 +83,7 @@ class StreamedAnswer:
         if batch.error is None:
             self._wanted.check_prompt(batch.prompt_token_ids)
             opening = [
-                self._event([derender_fixes.first_delta(index)], prompt_token_ids=batch.prompt_token_ids)
+                self._event([derender_fixes.make_first_delta(index)], prompt_token_ids=batch.prompt_token_ids)
                 for index in range(self._wanted.count)
             ]
         self._first = b"".join(opening) + await self._worded(batch)
@@ -128,7 +128,7 @@ class StreamedAnswer:
         wanted = self._wanted
         choice = self._choices.setdefault(piece.index, _Choice(wanted))
         body = piece_body(
-            wanted.model, wanted.request, wanted.rendered, derender_fixes.without_turn_end(piece), choice.state
+            wanted.model, wanted.request, wanted.rendered, derender_fixes.strip_turn_end(piece), choice.state
         )
         told = await self._scale_out.delta(self.url, body)
         choice.state = told.stream_state

@@ -109,17 +109,17 @@ async def whole(scale_out: ScaleOut, ids: Answer, wanted: Wanted) -> WholeAnswer
     """Return generate's answer in words. Raises UpstreamError."""
     told = read_generated(await ids.read())
     wanted.check_prompt(told.prompt_token_ids)
-    cut = [derender_fixes.without_turn_end(choice) for choice in told.choices]
+    cut = [derender_fixes.strip_turn_end(choice) for choice in told.choices]
     worded = await _worded(scale_out, ids.url, wanted, [choice for choice in cut if choice.token_ids])
     choices = []
     for choice in told.choices:
-        message = derender_fixes.whole_message(worded.get(choice.index), choice)
+        message = derender_fixes.fix_message(worded.get(choice.index), choice)
         choices.append(
             {
                 "index": choice.index,
                 "message": message,
                 "logprobs": wanted.logprobs(choice.logprobs),
-                "finish_reason": derender_fixes.whole_finish(choice, message, wanted.tool_choice),
+                "finish_reason": derender_fixes.fix_finish_reason(choice, message, wanted.tool_choice),
                 "stop_reason": choice.stop_reason,
                 "token_ids": choice.token_ids,
             }

@@ -28,7 +28,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from ratchet.proxy.errors import NotReady, StartError
-from ratchet.proxy.journal.preallocation import Blanks, adopt
+from ratchet.proxy.journal.preallocation import SegmentPreallocator, adopt
 from ratchet.proxy.journal.segments import (
     MAGIC,
     frame,
@@ -39,8 +39,8 @@ from ratchet.proxy.journal.segments import (
     sync_folder,
     write_all,
 )
-from ratchet.proxy.runtime.critical_tasks import Vitals
-from ratchet.proxy.telemetry.alarm_queue import Bell
+from ratchet.proxy.runtime.critical_tasks import CriticalTasks
+from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.store.records import Shipment
 
@@ -68,26 +68,26 @@ class Journal:
     def __init__(
         self,
         folder: Path,
-        most_bytes: int,
+        max_bytes: int,
         journal_segment_bytes: int,
         metrics: Metrics,
-        bell: Bell,
-        vitals: Vitals | None = None,
+        alarm_queue: AlarmQueue,
+        critical_tasks: CriticalTasks | None = None,
     ) -> None:
-        vitals = vitals or Vitals()
+        critical_tasks = critical_tasks or CriticalTasks()
         self.folder = folder
         self.first = 1  # the first segment of this process; older ones are another's
         self.bytes = 0
         self.taken = 0  # records since the start
         self.lost = 0  # those given up
         self.fresh = threading.Event()  # set when there is something to ship
-        self._most_bytes = most_bytes
+        self._most_bytes = max_bytes
         self._segment_bytes = journal_segment_bytes
         self._metrics = metrics
-        self._bell = bell
+        self._alarm_queue = alarm_queue
         self._taken: list[_Entry] = []  # not handed to the writer yet
         self._handing: asyncio.Handle | None = None  # when they will be
-        self._hurried = False
+        self._flush_scheduled = False
         self._batches: queue.SimpleQueue[list[_Entry] | None] = queue.SimpleQueue()
         self._held: deque[bytes] = deque()
         self._held_bytes = 0
@@ -95,12 +95,12 @@ class Journal:
         self._file = -1
         self._path = ""
         self._unsynced = False  # whether the current segment has records that no sync followed
-        self._blanks = Blanks(folder, journal_segment_bytes, vitals)
+        self._preallocator = SegmentPreallocator(folder, journal_segment_bytes, critical_tasks)
         self._written: dict[int, Written] = {}  # the segments that are there
         self._place = threading.Lock()  # guards number, file, written and bytes, which the shipper reads
         self._lock = -1
         self._dead = False  # nobody writes any more
-        self._thread = vitals.thread(self._run, "journal")
+        self._thread = critical_tasks.thread(self._run, "journal")
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
@@ -124,7 +124,7 @@ class Journal:
         self._number = self._latest()
         self.first = self._number + 1
         self._loop = asyncio.get_running_loop()
-        await asyncio.to_thread(self._blanks.start, _FIRST_BLANK)
+        await asyncio.to_thread(self._preallocator.start, _FIRST_BLANK)
         self._thread.start()
 
     def _latest(self) -> int:
@@ -136,7 +136,7 @@ class Journal:
         self._hand_over()
         self._batches.put(None)
         await asyncio.to_thread(self._thread.join)
-        await asyncio.to_thread(self._blanks.stop)
+        await asyncio.to_thread(self._preallocator.stop)
         os.close(self._lock)
 
     def write(self, record: Shipment) -> None:
@@ -153,8 +153,8 @@ class Journal:
         future: asyncio.Future[bool] = self._loop.create_future()
         self._taken.append((frame(record), future))
         self.taken += 1
-        if not self._hurried:  # what else ends in this turn of the loop goes along
-            self._hurried = True
+        if not self._flush_scheduled:  # what else ends in this turn of the loop goes along
+            self._flush_scheduled = True
             if self._handing is not None:
                 self._handing.cancel()
             self._handing = self._loop.call_soon(self._hand_over)
@@ -167,7 +167,7 @@ class Journal:
             if self._dead:
                 self._refuse(self._taken)
             self._taken = []
-        self._handing, self._hurried = None, False
+        self._handing, self._flush_scheduled = None, False
 
     def grows(self, number: int) -> bool:
         """Return whether this segment is the one that records are appended to."""
@@ -195,7 +195,7 @@ class Journal:
     def _run(self) -> None:
         batch: list[_Entry] = []
         try:
-            self._write_on(batch)
+            self._write_until_stopped(batch)
         except BaseException:
             self._dead = True
             self._refuse(batch)
@@ -203,7 +203,7 @@ class Journal:
                 self._refuse(self._batches.get_nowait() or ())
             raise
 
-    def _write_on(self, batch: list[_Entry]) -> None:
+    def _write_until_stopped(self, batch: list[_Entry]) -> None:
         """Write what comes until the end; what is being written is in `batch`."""
         going = True
         while going:
@@ -231,7 +231,7 @@ class Journal:
                 del frames[:count]
         except OSError as error:
             self._metrics.journal_errors.inc()
-            self._bell.ring(
+            self._alarm_queue.ring(
                 ALARM,
                 f"the journal {self.folder} cannot be written: {error}; calls go on, their records wait in memory: "
                 f"free space on that disk or raise max_journal_bytes",
@@ -243,7 +243,7 @@ class Journal:
         if self._held:
             self._held.clear()
             self._held_bytes = 0
-            self._bell.still(ALARM)
+            self._alarm_queue.still(ALARM)
         self._resolve(waiting, durable=True)
         self.fresh.set()
 
@@ -277,7 +277,7 @@ class Journal:
             written.records += len(frames)
             written.bytes += len(data)
             self.bytes += len(data)
-        self._blanks.want()
+        self._preallocator.want()
 
     def _size(self) -> int:
         """Return the bytes of the current segment up to and with its last written record."""
@@ -290,7 +290,7 @@ class Journal:
         self.folder.mkdir(parents=True, exist_ok=True)
         number = self._number + 1
         path = segment_path(self.folder, number)
-        file = self._blanks.take(path)
+        file = self._preallocator.take(path)
         if file is None:  # then it grows
             file = _begun(path)
         with self._place:
@@ -310,7 +310,7 @@ class Journal:
                 os.fdatasync(file)
         except OSError as error:
             log.warning("event=journal_close_failed reason=%r", str(error))
-        self._blanks.cut(file, size)
+        self._preallocator.cut(file, size)
 
     def _hold(self, frames: Sequence[bytes]) -> None:
         self._held = deque(frames)

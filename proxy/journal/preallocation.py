@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 from ratchet.proxy.journal.segments import MAGIC, records_end, sync_folder, write_all
-from ratchet.proxy.runtime.critical_tasks import Vitals
+from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 
 log = logging.getLogger("ratchet.proxy")
 
@@ -31,17 +31,17 @@ def adopt(folder: Path, segment: Path) -> None:
         left.rename(segment)
 
 
-class Blanks:
+class SegmentPreallocator:
     """Makes blanks, and cuts used ones to what they hold, in a thread of its own."""
 
-    def __init__(self, folder: Path, size: int, vitals: Vitals) -> None:
+    def __init__(self, folder: Path, size: int, critical_tasks: CriticalTasks) -> None:
         self._folder = folder
         self._size = size
         self._ready: queue.SimpleQueue[int] = queue.SimpleQueue()  # the descriptor of the blank that waits
         self._asked: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._wanted = threading.Event()  # set from the wish for a blank to its end
         self._settled = threading.Event()  # set when the latest wish was met, or could not be
-        self._thread = vitals.thread(self._run, "journal-blanks")
+        self._thread = critical_tasks.thread(self._run, "journal-blanks")
 
     @property
     def _path(self) -> Path:

@@ -116,8 +116,8 @@ class Reading:
     end: str
 
 
-def read_segment(path: Path, offset: int, most_bytes: int, until: int | None = None) -> Reading:
-    """Read records from `offset`, about `most_bytes` of them. Raises OSError.
+def read_segment(path: Path, offset: int, max_bytes: int, until: int | None = None) -> Reading:
+    """Read records from `offset`, about `max_bytes` of them. Raises OSError.
 
     `until` is where the records end, if that is known: nothing behind it is read, and zeros before it are damage.
     """
@@ -129,9 +129,9 @@ def read_segment(path: Path, offset: int, most_bytes: int, until: int | None = N
             offset = len(MAGIC)
         file.seek(offset)
         room = None if until is None else max(0, until - offset)
-        data = file.read(most_bytes if room is None else min(most_bytes, room))
+        data = file.read(max_bytes if room is None else min(max_bytes, room))
         records, used, end = _frames(data)
-        if end == "torn" and not records:  # one record larger than `most_bytes`
+        if end == "torn" and not records:  # one record larger than `max_bytes`
             length = _length(data)
             data += file.read(length if room is None else min(length, room - len(data)))
             records, used, end = _frames(data)

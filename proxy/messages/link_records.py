@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ratchet.proxy.messages.text_fingerprints import NO_TRACES, Traces
+from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS, TextFingerprints
 from ratchet.store.records import OTHER
 
 
-class Sequence32(msgspec.Struct, frozen=True):
+class TokenFingerprint(msgspec.Struct, frozen=True):
     """A token sequence by length in bytes (int32 each) and hash: enough to say what begins with it."""
 
     length: int
     digest: bytes
 
     @classmethod
-    def of(cls, packed: bytes) -> Sequence32:
+    def of(cls, packed: bytes) -> TokenFingerprint:
         """Return the fingerprint of packed ids."""
         return cls(len(packed), blake2b(packed, digest_size=16).digest())
 
@@ -45,13 +45,13 @@ class Leaf(msgspec.Struct, eq=False):
     link_key: str
     tool_call_ids: tuple[str, ...]
     key_id: str | None
-    sequence: Sequence32
+    sequence: TokenFingerprint
     born_at: float
     purpose: str = "live"
     extended: bool = False
     quoted: bool = False
     taken: bool = False
-    traces: Traces = NO_TRACES
+    traces: TextFingerprints = NO_FINGERPRINTS
 
 
 class Attempt(NamedTuple):

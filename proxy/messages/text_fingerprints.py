@@ -16,17 +16,17 @@ import msgspec
 from ratchet.store.content import messages as canon
 
 LEAST = 32  # characters that nobody writes twice by chance
-ANCHOR = 24  # of them, the first, by which a quote is looked up
-STEPS = (64, 256, 1_024, 4_096, 16_384, 65_536)  # characters after which words that begin alike are told apart
+ANCHOR_LENGTH = 24  # of them, the first, by which a quote is looked up
+PREFIX_LENGTHS = (64, 256, 1_024, 4_096, 16_384, 65_536)  # characters after which words that begin alike are told apart
 DIGEST_BYTES = 16
 PROMPT = "prompt"  # the role of a plain text prompt
 _MOST_ARGUMENTS = 4
 _TELLING_ID = re.compile(r"(?=[A-Za-z0-9]*[0-9])(?=[A-Za-z0-9]*[A-Za-z])[A-Za-z0-9]{9,}\Z")
 
 
-class Quote(msgspec.Struct, frozen=True):
+class QuotedText(msgspec.Struct, frozen=True):
     """Words of ours. `pending`: a tool call's argument, which only a sub-agent quotes, and only until it is done;
-    `heads`: this process' hashes of the first characters, so many as each of `STEPS` says that they have.
+    `heads`: this process' hashes of the first characters, so many as each of `PREFIX_LENGTHS` says that they have.
     """
 
     anchor: str
@@ -36,22 +36,24 @@ class Quote(msgspec.Struct, frozen=True):
     heads: tuple[int, ...] = ()
 
 
-class Traces(msgspec.Struct, frozen=True):
-    """`gap_key`: the path without the prompt's last message; `own_key`: the answer wherever it stands; `whole`: the
+class TextFingerprints(msgspec.Struct, frozen=True):
+    """`skip_last_key`: the path without the prompt's last message; `answer_key`: the answer wherever it stands; `whole`: the
     text of a plain prompt with the answer behind it.
     """
 
-    gap_key: str = ""
-    own_key: str = ""
+    skip_last_key: str = ""
+    answer_key: str = ""
     telling: bool = False
-    quotes: tuple[Quote, ...] = ()
-    whole: Quote | None = None
+    quotes: tuple[QuotedText, ...] = ()
+    whole: QuotedText | None = None
 
 
-NO_TRACES = Traces()
+NO_FINGERPRINTS = TextFingerprints()
 
 
-def traces(answer: Mapping[str, Any], gap_key: str, own_key: str, prompt: Sequence[Mapping[str, Any]]) -> Traces:
+def traces(
+    answer: Mapping[str, Any], skip_last_key: str, answer_key: str, prompt: Sequence[Mapping[str, Any]]
+) -> TextFingerprints:
     """Return the traces of an answer to a prompt."""
     texts = [text for text in map(canon.spoken, prompt) if isinstance(text, str)]
     said, calls = canon.spoken(answer), canon.called(answer)
@@ -59,17 +61,17 @@ def traces(answer: Mapping[str, Any], gap_key: str, own_key: str, prompt: Sequen
     quotes = [quote_of(said)] if spoken else []
     arguments = (text.strip() for text in _strings(calls))
     quotes += [quote_of(text, pending=True) for text in arguments if _is_new(text, texts)][:_MOST_ARGUMENTS]
-    return Traces(gap_key, own_key, bool(calls) or spoken, tuple(quotes), _whole(answer, prompt))
+    return TextFingerprints(skip_last_key, answer_key, bool(calls) or spoken, tuple(quotes), _whole(answer, prompt))
 
 
-def quote_of(text: str, *, pending: bool = False) -> Quote:
+def quote_of(text: str, *, pending: bool = False) -> QuotedText:
     """Return the quote of a text."""
     heads = []
-    for step in STEPS:
+    for step in PREFIX_LENGTHS:
         if step > len(text):
             break
         heads.append(hash(text[:step]))
-    return Quote(text[:ANCHOR], len(text), digest(text), pending, tuple(heads))
+    return QuotedText(text[:ANCHOR_LENGTH], len(text), digest(text), pending, tuple(heads))
 
 
 def digest(text: str) -> bytes:
@@ -77,7 +79,7 @@ def digest(text: str) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
 
 
-def is_telling(tool_call_id: str) -> bool:
+def is_distinctive(tool_call_id: str) -> bool:
     """Return whether a tool call's id ends in random letters and digits; `call_0` does not."""
     return bool(_TELLING_ID.search(tool_call_id))
 
@@ -86,7 +88,7 @@ def _is_new(text: str, before: Iterable[str]) -> bool:
     return len(text) >= LEAST and not any(text in one for one in before)
 
 
-def _whole(answer: Mapping[str, Any], prompt: Sequence[Mapping[str, Any]]) -> Quote | None:
+def _whole(answer: Mapping[str, Any], prompt: Sequence[Mapping[str, Any]]) -> QuotedText | None:
     before, after = prompt[-1].get("content") if prompt else None, answer.get("content")
     if not prompt or prompt[-1].get("role") != PROMPT or not (isinstance(before, str) and isinstance(after, str)):
         return None

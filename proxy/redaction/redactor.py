@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ratchet.proxy.dialects.dialect import LARGE, Asked, Dialect, Kept
-from ratchet.proxy.messages.link_records import Leaf, Sequence32
+from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
 from ratchet.proxy.redaction.patterns import Patterns
 from ratchet.proxy.runtime.thread_pools import parsed
 from ratchet.proxy.wire.error_shapes import Shape
@@ -75,7 +75,7 @@ class Redactor:
             return record if error == record.error else msgspec.structs.replace(record, error=error)
         nodes = tuple(canon.node(node.parent, _object(body)) for node, body in zip(record.nodes, bodies, strict=True))
         for leaf in leaves:
-            leaf.sequence = Sequence32.of(b"")
+            leaf.sequence = TokenFingerprint.of(b"")
         return msgspec.structs.replace(
             record,
             nodes=nodes,
@@ -112,7 +112,7 @@ def _digest(text: str) -> str:
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-class Redacting:
+class RedactingDialect:
     """A dialect whose requests say what may be written of them. Large requests are cleaned in a thread."""
 
     def __init__(self, dialect: Dialect, redactor: Redactor) -> None:

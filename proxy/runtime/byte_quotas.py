@@ -25,12 +25,12 @@ class _Held(Generic[Name]):
 
 
 class Shares(Generic[Name]):
-    """Bytes by key and by name, within `most` in all and `most_per_key` of a key."""
+    """Bytes by key and by name, within `most` in all and `max_bytes_per_key` of a key."""
 
-    def __init__(self, most: int, most_per_key: int) -> None:
+    def __init__(self, most: int, max_bytes_per_key: int) -> None:
         self._most = most
-        self._most_per_key = most_per_key
-        self._least = min(most, most_per_key)  # up to which nobody can hold too much
+        self._most_per_key = max_bytes_per_key
+        self._least = min(most, max_bytes_per_key)  # up to which nobody can hold too much
         self._held: dict[str, _Held[Name]] = {}
         self.bytes = 0
 

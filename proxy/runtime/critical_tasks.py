@@ -17,12 +17,12 @@ from typing import Any
 log = logging.getLogger("ratchet.proxy")
 
 
-class Vitals:
-    """The parts of one proxy. `on_death` is called once, in whichever thread it happens."""
+class CriticalTasks:
+    """The parts of one proxy. `on_failure` is called once, in whichever thread it happens."""
 
     def __init__(self) -> None:
         self.failure: str | None = None  # which part died, and why
-        self.on_death: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[], None] = lambda: None
         self._ending: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()
 
@@ -52,7 +52,7 @@ class Vitals:
         with self._lock:
             first, self.failure = self.failure is None, self.failure or reason
         if first:
-            self.on_death()
+            self.on_failure()
 
     def _run(self, work: Callable[[], None], name: str) -> None:
         try:

@@ -22,11 +22,11 @@ async def parsed(work: Callable[..., _T], *values: object) -> _T:
     return await asyncio.get_running_loop().run_in_executor(_parsing, work, *values)
 
 
-async def looked_up_for_call(look: Callable[..., _T], *values: object) -> _T:
+async def run_call_lookup(look: Callable[..., _T], *values: object) -> _T:
     """Return what the store says, for a call to a model that goes on from it. Raises what `look` raises."""
     return await asyncio.get_running_loop().run_in_executor(_calls, look, *values)
 
 
-async def looked_up(look: Callable[..., _T], *values: object) -> _T:
+async def run_lookup(look: Callable[..., _T], *values: object) -> _T:
     """Return what the store says, for any other request. Raises what `look` raises."""
     return await asyncio.get_running_loop().run_in_executor(_others, look, *values)

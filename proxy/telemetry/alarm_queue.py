@@ -13,7 +13,7 @@ from ratchet.store.store import Store
 log = logging.getLogger("ratchet.proxy")
 
 
-class Bell:
+class AlarmQueue:
     """Alarms on their way to the store."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Bell:
                 self._standing.discard(name)
                 self._over.add(name)
 
-    def deliver(self, store: Store) -> None:
+    def deliver_alarms(self, store: Store) -> None:
         """Write the alarms that wait; what the store does not take waits on. Raises nothing."""
         with self._lock:
             rung, self._rung = self._rung, {}

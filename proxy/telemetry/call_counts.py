@@ -42,7 +42,7 @@ class _Series(NamedTuple):
     inter_token: _Count
 
 
-class CallCounts:
+class CallCounters:
     """The counters of ended calls."""
 
     def __init__(self, metrics: Metrics) -> None:

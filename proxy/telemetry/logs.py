@@ -22,7 +22,12 @@ from typing import Any, Literal
 
 import msgspec
 
-_TALKATIVE = ("alembic", "httpx", "httpcore", "asyncio")  # libraries whose lines of INFO and below tell a user nothing
+_QUIETED_LOGGERS = (
+    "alembic",
+    "httpx",
+    "httpcore",
+    "asyncio",
+)  # libraries whose lines of INFO and below tell a user nothing
 _TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -37,24 +42,24 @@ log = logging.getLogger("ratchet.log")
 
 def set_up(form: Literal["text", "json"], level: Level = "info", write: Callable[[str], None] | None = None) -> None:
     """Write the lines of this process from `level` on to stderr in that form; `write` writes them in its place."""
-    lines = _Lines()
+    lines = _WaitingLines()
     logging.basicConfig(level=level.upper(), handlers=[lines])
     if lines in logging.getLogger().handlers:  # else this process has its handlers already
-        formatter = JsonLines() if form == "json" else logging.Formatter(_TEXT)
-        writer = _Writer(lines, formatter, write or _to_stderr)
+        formatter = JsonFormatter() if form == "json" else logging.Formatter(_TEXT)
+        writer = _LineWriter(lines, formatter, write or _to_stderr)
         writer.start()
         atexit.register(writer.stop)
     logging.getLogger(START).setLevel(logging.INFO)
-    for name in _TALKATIVE:
+    for name in _QUIETED_LOGGERS:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 def dropped() -> int:
     """Return how many lines of this process were not written."""
-    return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, _Lines))
+    return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, _WaitingLines))
 
 
-class _Lines(QueueHandler):
+class _WaitingLines(QueueHandler):
     """The lines that wait. Taking one never waits, and may happen in a signal's handler."""
 
     def __init__(self) -> None:
@@ -88,10 +93,10 @@ class _Lines(QueueHandler):
         self.dropped += 1
 
 
-class _Writer(QueueListener):
+class _LineWriter(QueueListener):
     """The thread that words the lines and writes them."""
 
-    def __init__(self, lines: _Lines, formatter: logging.Formatter, write: Callable[[str], None]) -> None:
+    def __init__(self, lines: _WaitingLines, formatter: logging.Formatter, write: Callable[[str], None]) -> None:
         super().__init__(lines.waiting)
         self._lines = lines
         self._formatter = formatter
@@ -142,7 +147,7 @@ def _to_stderr(line: str) -> None:
         data = data[os.write(file, data) :]
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """time (UTC, RFC 3339), level, logger; then a call's fields, or the message; then a traceback as one string."""
 
     def format(self, record: logging.LogRecord) -> str:

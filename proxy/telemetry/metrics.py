@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.telemetry import logs
-from ratchet.proxy.telemetry.store_health import StoreHealth
+from ratchet.proxy.telemetry.store_health import StoreStatus
 from ratchet.proxy.wire.asgi import send_bytes
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, of when it was made
@@ -101,7 +101,7 @@ class Metrics:
             ["outcome"],
             registry=registry,
         )
-        self.store = StoreHealth(
+        self.store = StoreStatus(
             Gauge("ratchet_store_up", "1 when the store was read and written last time, else 0", registry=registry)
         )
         self.journal_bytes = Gauge("ratchet_journal_bytes", "Bytes of records in the journal", registry=registry)
@@ -151,9 +151,9 @@ class Metrics:
 
     def refused(self, error: ProxyError | None) -> None:
         """Count a request that ended before it was a call; None is a defect of ours."""
-        self.errors.labels("defect" if error is None else error_class(error)).inc()
+        self.errors.labels("defect" if error is None else error_label(error)).inc()
 
-    def held_bytes(self, what: str, size: Callable[[], int]) -> None:
+    def set_held_bytes(self, what: str, size: Callable[[], int]) -> None:
         """Show how many bytes something holds."""
         self._held.labels(what).set_function(size)
 
@@ -177,7 +177,7 @@ class _LogLines(Collector):
         yield CounterMetricFamily("ratchet_log_lines_dropped", "Lines of the log not written", value=logs.dropped())
 
 
-def error_class(error: ProxyError) -> str:
+def error_label(error: ProxyError) -> str:
     """Return the class of an error as a label: `upstream_timeout` of UpstreamTimeout."""
     return _WORD_BORDER.sub("_", type(error).__name__).lower()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from prometheus_client import Gauge
 
 
-class StoreHealth:
+class StoreStatus:
     """The last outcome of each use of the store. May be told from any thread."""
 
     def __init__(self, gauge: Gauge) -> None:

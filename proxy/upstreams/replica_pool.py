@@ -38,7 +38,7 @@ _MOST_BEGUN = 2  # those of them that may have begun with it
 class Replica:
     """One server. `in_flight` counts the calls whose answers have not ended; `label` names it in the metrics."""
 
-    __slots__ = ("breaker", "in_flight", "label", "max_model_len", "other_base", "url")
+    __slots__ = ("breaker", "in_flight", "label", "max_model_len", "serves_other_base_model", "url")
 
     def __init__(self, url: str, breaker: Breaker, label: str = "") -> None:
         self.url = url
@@ -46,7 +46,7 @@ class Replica:
         self.label = label or url
         self.in_flight = 0
         self.max_model_len: int | None = None  # tokens, as far as it has told
-        self.other_base = False  # it serves another base model than the alias's
+        self.serves_other_base_model = False  # it serves another base model than the alias's
 
     def release(self) -> None:
         """A call is over."""
@@ -82,7 +82,7 @@ class Pool(Generic[_R]):
         """Return the replicas that a call is offered to, one after the other."""
         if len(self.replicas) == 1:
             return self.replicas
-        right = [replica for replica in self.replicas if not replica.other_base] or self.replicas
+        right = [replica for replica in self.replicas if not replica.serves_other_base_model] or self.replicas
         healthy = [replica for replica in right if replica.breaker.closed] or right
         if not trajectory_id:
             return sorted(healthy, key=lambda replica: replica.in_flight)[:_MOST_ATTEMPTS]
@@ -109,7 +109,7 @@ class Pool(Generic[_R]):
                 _close(told)
                 told = outcome
                 break
-            begun += _may_have_begun(outcome)
+            begun += _may_have_started(outcome)
             if told is None:
                 told = outcome
             else:
@@ -163,7 +163,7 @@ class Pool(Generic[_R]):
             log.info("event=upstream_up upstream=%s", replica.label)
 
 
-def _may_have_begun(outcome: HttpAnswer | UpstreamError) -> bool:
+def _may_have_started(outcome: HttpAnswer | UpstreamError) -> bool:
     """Return whether a replica that failed may have begun with the request, and have failed because of it."""
     if isinstance(outcome, HttpAnswer):
         return outcome.status in _BEGUN

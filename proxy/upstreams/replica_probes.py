@@ -3,7 +3,7 @@
 What the latest look said is kept for `/health/ready`, which asks nobody. One that cannot be reached is asked again a
 second later. One whose breaker has cooled off is asked, too, and its answer closes the breaker: no agent's call is the
 probe. A server that is not ours is asked only for that (`idle`). A slow answer opens nothing, as a replica may be
-busy; no connection does, and so does one that hangs: that leaves `_MOST_SILENT` looks in a row without an answer.
+busy; no connection does, and so does one that hangs: that leaves `_MAX_TIMEOUTS_IN_A_ROW` looks in a row without an answer.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 from ratchet.proxy.errors import UpstreamError, UpstreamTimeout, UpstreamUnreachable
-from ratchet.proxy.runtime.critical_tasks import Vitals
+from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.upstreams.circuit_breaker import State
 from ratchet.proxy.upstreams.replica_pool import Pool, Replica
 
 _PATIENCE = 2.0  # seconds for an answer
-_MOST_SILENT = 3
+_MAX_TIMEOUTS_IN_A_ROW = 3
 _SOON = 1.0  # seconds until the next look at one that cannot be reached
 
 
@@ -35,7 +35,7 @@ class Probes(Generic[_R]):
         pool: Pool[_R],
         ask: Callable[[_R], Awaitable[object]],
         every: float,
-        vitals: Vitals | None = None,
+        critical_tasks: CriticalTasks | None = None,
         *,
         idle: bool = False,
     ) -> None:
@@ -43,20 +43,21 @@ class Probes(Generic[_R]):
         self._ask = ask
         self._every = every
         self._idle = idle
-        self._vitals = vitals or Vitals()
-        self._silent: Counter[str] = Counter()  # looks in a row without an answer, by replica
-        self._wrong: dict[str, UpstreamError | None] = {}  # what the latest look said, by replica
+        self._critical_tasks = critical_tasks or CriticalTasks()
+        self._timeouts_in_a_row: Counter[str] = Counter()  # looks in a row without an answer, by replica
+        self._last_errors: dict[str, UpstreamError | None] = {}  # what the latest look said, by replica
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Begin to ask."""
         self._tasks = [
-            self._vitals.task(self._watch(replica), f"probe of {replica.label}") for replica in self._pool.replicas
+            self._critical_tasks.task(self._watch(replica), f"probe of {replica.label}")
+            for replica in self._pool.replicas
         ]
 
     async def stop(self) -> None:
         """Ask no more."""
-        await self._vitals.end(*self._tasks)
+        await self._critical_tasks.end(*self._tasks)
 
     async def _watch(self, replica: _R) -> None:
         while True:
@@ -70,7 +71,7 @@ class Probes(Generic[_R]):
         opens_in = replica.breaker.opens_in(time.monotonic())
         if opens_in is not None:
             return min(self._every, max(opens_in, 0.01))
-        wrong = self._wrong.get(replica.label)
+        wrong = self._last_errors.get(replica.label)
         return self._every if wrong is None or isinstance(wrong, UpstreamTimeout) else min(self._every, _SOON)
 
     def last(self) -> list[dict[str, Any]]:
@@ -79,9 +80,9 @@ class Probes(Generic[_R]):
 
     def _told(self, replica: _R) -> dict[str, Any]:
         state = replica.breaker.state(time.monotonic())
-        wrong = self._wrong.get(replica.label)
+        wrong = self._last_errors.get(replica.label)
         reason = None if wrong is None else str(wrong)
-        if replica.label not in self._wrong:
+        if replica.label not in self._last_errors:
             reason = f"upstream {replica.url} has not been asked yet"
         elif reason is None and state != State.CLOSED:
             reason = f"calls to upstream {replica.url} failed; it is asked again in some seconds"
@@ -90,11 +91,11 @@ class Probes(Generic[_R]):
 
     async def look(self, replica: _R) -> None:
         """Ask one replica, and tell its breaker."""
-        wrong = self._wrong[replica.label] = await self._asked(replica)
+        wrong = self._last_errors[replica.label] = await self._asked(replica)
         if wrong is None:
             self._pool.answered(replica)
         elif isinstance(wrong, UpstreamUnreachable) or (
-            isinstance(wrong, UpstreamTimeout) and self._silent[replica.label] >= _MOST_SILENT
+            isinstance(wrong, UpstreamTimeout) and self._timeouts_in_a_row[replica.label] >= _MAX_TIMEOUTS_IN_A_ROW
         ):
             self._pool.failed(replica, str(wrong))
 
@@ -104,9 +105,9 @@ class Probes(Generic[_R]):
             async with asyncio.timeout(_PATIENCE):
                 await self._ask(replica)
         except TimeoutError:
-            self._silent[replica.label] += 1
+            self._timeouts_in_a_row[replica.label] += 1
             return UpstreamTimeout(f"upstream {replica.url} does not answer within {_PATIENCE:g} s")
         except UpstreamError as error:
             return error
-        self._silent.pop(replica.label, None)
+        self._timeouts_in_a_row.pop(replica.label, None)
         return None

@@ -17,8 +17,8 @@ JSON = (b"content-type", b"application/json")
 TRAJECTORY = "ratchet.trajectory"  # scope keys that the routes set
 PATH = "ratchet.path"
 KEY_ID = "ratchet.key_id"
-BY_NAME = "ratchet.headers"  # `headers_of`; whoever changes the headers takes it out
-GONE = "ratchet.gone"  # says whether the client has left, where the server knows
+HEADERS_BY_NAME = "ratchet.headers"  # `headers_of`; whoever changes the headers takes it out
+CLIENT_LEFT = "ratchet.gone"  # says whether the client has left, where the server knows
 CALLER = "ratchet.caller"  # ratchet.proxy.access.keyring.Caller
 
 Headers = list[tuple[bytes, bytes]]
@@ -47,7 +47,7 @@ async def read_body(receive: Receive, limit: int) -> bytes:
         message = await receive()
 
 
-def replaying(body: bytes, receive: Receive) -> Receive:
+def replay_body(body: bytes, receive: Receive) -> Receive:
     """Return what hands out a body that was read already, and then whatever else comes, such as a disconnect."""
     given = False
 
@@ -73,9 +73,9 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
     """Return the request headers by lower-case name, the first of repeated ones; they are read once."""
-    found: dict[bytes, bytes] | None = scope.get(BY_NAME)
+    found: dict[bytes, bytes] | None = scope.get(HEADERS_BY_NAME)
     if found is None:
-        found = scope[BY_NAME] = dict(reversed(scope["headers"]))
+        found = scope[HEADERS_BY_NAME] = dict(reversed(scope["headers"]))
     return found
 
 
@@ -96,9 +96,11 @@ async def send_json(send: Send, status: int, value: Any, headers: Headers | None
     await send_bytes(send, status, msgspec.json.encode(value), [JSON, *(headers or [])])
 
 
-_THERE_IS = "agents ask below /v1, operators below /api (/api/openapi.json), probes /health/ready, Prometheus /metrics"
+_ROUTES_HINT = (
+    "agents ask below /v1, operators below /api (/api/openapi.json), probes /health/ready, Prometheus /metrics"
+)
 
 
-def no_route(scope: Scope) -> NotFound:
+def unknown_route_error(scope: Scope) -> NotFound:
     """Return the error of a path that nothing answers; it lists what there is."""
-    return NotFound(f"no route {scope['method']} {scope['path'][:200]}; {_THERE_IS}", code="unknown_route")
+    return NotFound(f"no route {scope['method']} {scope['path'][:200]}; {_ROUTES_HINT}", code="unknown_route")

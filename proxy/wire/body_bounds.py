@@ -43,7 +43,7 @@ class Bounds:
         least = min(self.max_json_depth, self.max_messages, self.max_tools)
         if opened <= least and len(body) <= self.max_json_values:
             return
-        bare = json_depth.outside_strings(body)
+        bare = json_depth.strip_strings(body)
         opened = bare.count(b"{") + bare.count(b"[")
         self._hold("max_json_values", opened + bare.count(b","), "JSON values")
         if opened > self.max_json_depth:

@@ -1,7 +1,7 @@
 """The longest context that the replicas take, and whether a request is known to be longer.
 
 Known means counted: only token ids are. A text's tokens, and what a chat template makes of messages, are the engine's
-to count, and it does so before it generates; its refusal is told by `read_overflow`. So nothing that fits is refused.
+to count, and it does so before it generates; its refusal is told by `parse_context_overflow`. So nothing that fits is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def longest_context(cards: Iterable[dict[str, Any]]) -> int | None:
     return max((length for length in told if isinstance(length, int)), default=None)
 
 
-def known_overflow(request: ChatRequest, limits: Iterable[int | None]) -> ContextOverflow | None:
+def find_context_overflow(request: ChatRequest, limits: Iterable[int | None]) -> ContextOverflow | None:
     """Return the refusal of a prompt of token ids that no replica can take; None where that is not known."""
     known = list(limits)
     limit = max((length for length in known if length is not None), default=0)
@@ -49,7 +49,7 @@ def known_overflow(request: ChatRequest, limits: Iterable[int | None]) -> Contex
     )
 
 
-def read_overflow(status: int, message: str) -> ContextOverflow | None:
+def parse_context_overflow(status: int, message: str) -> ContextOverflow | None:
     """Return what an upstream's refusal means where it says that the context is too long."""
     found = _LIMIT.search(message) if status == 400 else None
     if found is None:

@@ -8,7 +8,7 @@ import msgspec
 from starlette.types import Scope
 
 from ratchet.proxy.errors import ContextOverflow, ProxyError, to_openai_error, with_openai_shape
-from ratchet.proxy.wire.context_limit import read_overflow
+from ratchet.proxy.wire.context_limit import parse_context_overflow
 
 _ANTHROPIC_KINDS = {
     400: "invalid_request_error",
@@ -33,7 +33,7 @@ class Shape(Protocol):
         """Return an upstream's error body in this shape, and its message."""
 
 
-class OpenAIShape:
+class OpenAIErrorShape:
     """`{"error": {message, type, param, code}}`."""
 
     def ours(self, error: ProxyError) -> bytes:
@@ -43,11 +43,11 @@ class OpenAIShape:
     def theirs(self, status: int, body: bytes) -> tuple[bytes, str]:
         """Return an upstream's error body in this shape, and its message."""
         shaped, message = with_openai_shape(status, body)
-        overflow = read_overflow(status, message)
+        overflow = parse_context_overflow(status, message)
         return (self.ours(overflow), message) if overflow else (shaped, message)
 
 
-class AnthropicShape:
+class AnthropicErrorShape:
     """`{"type": "error", "error": {type, message}}`, with `details.error_code` where the error has a code."""
 
     def ours(self, error: ProxyError) -> bytes:
@@ -58,7 +58,7 @@ class AnthropicShape:
     def theirs(self, status: int, body: bytes) -> tuple[bytes, str]:
         """Return an upstream's error body in this shape, and its message."""
         _, message = with_openai_shape(status, body)
-        if overflow := read_overflow(status, message):
+        if overflow := parse_context_overflow(status, message):
             return self.ours(overflow), message
         return msgspec.json.encode(_anthropic(status, message, None)), message
 
@@ -78,11 +78,11 @@ def _anthropic(status: int, message: str, code: str | None) -> dict[str, Any]:
     return {"type": "error", "error": error}
 
 
-OPENAI = OpenAIShape()
-ANTHROPIC = AnthropicShape()
+OPENAI = OpenAIErrorShape()
+ANTHROPIC = AnthropicErrorShape()
 
 
-def shape_of(scope: Scope) -> Shape:
+def error_shape_of(scope: Scope) -> Shape:
     """Return the shape that a request's client reads: that of its path, or of the header that Anthropic's SDKs send."""
     if scope["path"].endswith(("/messages", "/messages/count_tokens")) or speaks_anthropic(scope):
         return ANTHROPIC

@@ -34,8 +34,8 @@ class Said(NamedTuple):
 class History:
     """Remembers in two halves: when the young one is full it becomes the old one, and the old one goes."""
 
-    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
-        self._half = most_bytes // 2
+    def __init__(self, max_bytes: int = _MOST_BYTES) -> None:
+        self._half = max_bytes // 2
         self._young: dict[tuple[str, bytes], Said] = {}
         self._old: dict[tuple[str, bytes], Said] = {}
         self._bytes = 0  # of the young half

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ratchet.bench.latency_statistics import Added, Times, WayFigures
+from ratchet.bench.latency_statistics import Added, TargetStatistics, Times
 from ratchet.bench.measurement import PROXIED, STRAIGHT, WITH_IDS, Measured
 from ratchet.output.tables import printed
 
@@ -38,7 +38,7 @@ _ROWS = (
 )  # fmt: skip
 
 
-def _cells(way: WayFigures) -> list[str]:
+def _cells(way: TargetStatistics) -> list[str]:
     proxied = way.name == PROXIED
     return [
         f"{way.calls}, {way.failed}", _times(way.first_byte), _times(way.whole), f"{way.calls_per_second:.2f}",

@@ -27,7 +27,7 @@ class Times(msgspec.Struct, frozen=True):
     p99: float
 
 
-class WayFigures(msgspec.Struct, frozen=True, kw_only=True):
+class TargetStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """What one way cost. Times are None where no call was answered."""
 
     name: str
@@ -55,14 +55,14 @@ class Added(msgspec.Struct, frozen=True, kw_only=True):
     turns: int
 
 
-def figures(name: str, blocks: Sequence[Block]) -> WayFigures:
+def figures(name: str, blocks: Sequence[Block]) -> TargetStatistics:
     """Return the figures of one way from its blocks."""
     calls = [call for block in blocks for call in block.calls]
     good = [call for call in calls if call.failure is None]
     failures = Counter(call.failure for call in calls if call.failure is not None)
     seconds = sum(block.seconds for block in blocks) or math.inf
     known = [block.proxy_cpu for block in blocks if block.proxy_cpu is not None]
-    return WayFigures(
+    return TargetStatistics(
         name=name, calls=len(calls), failed=len(calls) - len(good),
         commonest_failure=failures.most_common(1)[0][0] if failures else None,
         first_byte=times([call.first for call in good]), whole=times([call.whole for call in good]),

@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 import uvloop
 
-from ratchet.bench.latency_statistics import Added, WayFigures, added, figures
-from ratchet.bench.timed_calls import Block, Shape, Way, block
-from ratchet.errors import MeasurementFailed
+from ratchet.bench.latency_statistics import Added, TargetStatistics, added, figures
+from ratchet.bench.timed_calls import Block, CallTarget, Shape, block
+from ratchet.errors import BenchmarkFailed
 from ratchet.proxy.upstreams.http_client import Client
 from ratchet.proxy.upstreams.http_connection import Limits
 
@@ -46,7 +46,7 @@ class Measured(msgspec.Struct, frozen=True):
     """What was measured."""
 
     plan: Plan
-    ways: tuple[WayFigures, ...]
+    ways: tuple[TargetStatistics, ...]
     added: tuple[Added, ...]
 
     @property
@@ -61,14 +61,14 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def measure(
-    ways: Sequence[Way], shape: Shape, plan: Plan, cpu: Callable[[], float] | None, told: Told = lambda *_: None
+    ways: Sequence[CallTarget], shape: Shape, plan: Plan, cpu: Callable[[], float] | None, told: Told = lambda *_: None
 ) -> Measured:
-    """Measure the ways; `cpu` tells the proxy's CPU seconds so far. Raises MeasurementFailed."""
+    """Measure the ways; `cpu` tells the proxy's CPU seconds so far. Raises BenchmarkFailed."""
     return uvloop.run(_measure(ways, shape, plan, cpu, told))
 
 
 async def _measure(
-    ways: Sequence[Way], shape: Shape, plan: Plan, cpu: Callable[[], float] | None, told: Told
+    ways: Sequence[CallTarget], shape: Shape, plan: Plan, cpu: Callable[[], float] | None, told: Told
 ) -> Measured:
     client = Client(Limits(plan.timeout, plan.timeout, _LARGEST_ANSWER), _CONNECT)
     blocks: dict[str, list[Block]] = {way.name: [] for way in ways}
@@ -92,8 +92,8 @@ async def _measure(
     return Measured(plan, found, tuple(gain for gain in gains if gain is not None))
 
 
-async def _warm_up(client: Client, way: Way, shape: Shape, concurrency: int) -> None:
+async def _warm_up(client: Client, way: CallTarget, shape: Shape, concurrency: int) -> None:
     tried = await block(client, way, shape, concurrency, concurrency)
     failures = [call.failure for call in tried.calls if call.failure is not None]
     if len(failures) == len(tried.calls):
-        raise MeasurementFailed(f"{way.name} ({way.url}, model {way.model}): no call succeeds: {failures[0]}")
+        raise BenchmarkFailed(f"{way.name} ({way.url}, model {way.model}): no call succeeds: {failures[0]}")

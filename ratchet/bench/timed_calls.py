@@ -35,7 +35,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class CallTarget:
     """Where calls go, and as what: a base URL without `/v1`, the model's name there, and what the body has besides."""
 
     name: str
@@ -75,7 +75,7 @@ class Block:
 _numbers = itertools.count()
 
 
-def body(way: Way, shape: Shape, number: int) -> bytes:
+def body(way: CallTarget, shape: Shape, number: int) -> bytes:
     """Return the body of a call; the number makes it another one."""
     text = " ".join(itertools.islice(itertools.cycle(_WORDS), shape.words))
     message = {"role": "user", "content": f"{time.time_ns() % 10**9:09d}{number:06d} {text}"}
@@ -85,7 +85,7 @@ def body(way: Way, shape: Shape, number: int) -> bytes:
 
 
 async def block(
-    client: Client, way: Way, shape: Shape, count: int, concurrency: int, cpu: Callable[[], float] | None = None
+    client: Client, way: CallTarget, shape: Shape, count: int, concurrency: int, cpu: Callable[[], float] | None = None
 ) -> Block:
     """Make so many calls, so many at a time. `cpu` tells the CPU seconds that the proxy has used so far."""
     left = iter(range(count))
@@ -96,12 +96,12 @@ async def block(
     return Block(tuple(calls), seconds, cpu() - before if cpu and before is not None else None, used)
 
 
-async def _worker(client: Client, way: Way, shape: Shape, left: Iterator[int], calls: list[Call]) -> None:
+async def _worker(client: Client, way: CallTarget, shape: Shape, left: Iterator[int], calls: list[Call]) -> None:
     while next(left, None) is not None:
         calls.append(await _call(client, way, body(way, shape, next(_numbers))))
 
 
-async def _call(client: Client, way: Way, data: bytes) -> Call:
+async def _call(client: Client, way: CallTarget, data: bytes) -> Call:
     began = time.perf_counter()
     try:
         answer = await client.send(way.url, "POST", "/v1/chat/completions", data, way.headers)

@@ -7,7 +7,7 @@
     batches    on a CPU: beside adapters, vLLM answers requests for the base model by the base model
     judge      it answers, tells answers apart and does not crash (`judge_proof.py`)
 
-and, where shadows are asked for, that they can be made (`shadow_proof.py`).
+and, where resamples are asked for, that they can be made (`shadow_proof.py`).
 
 Promises: what it leaves in the store is dropped at once and never trained; its adapter is unloaded; a failed proof
 names the remedy, and the proofs that rest on it say so. Torch is imported for the last two only.
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.checks.check_result import Finding
-from ratchet.errors import FaceError
+from ratchet.errors import CliError
 from ratchet.settings import Settings
 from ratchet.supervisor import vllm_command
-from ratchet.supervisor.up import read_running
+from ratchet.supervisor.up import read_run_state
 
 _WAIT_FOR_RECORD = 10.0  # seconds
 _ANY_IDS = tuple(range(1, 25))  # where no call was captured; every vocabulary has them
@@ -41,7 +41,7 @@ _NO_PROJECT = "start the project with `ratchet up --detach`, then run `ratchet d
 
 def examine(settings: Settings) -> Iterator[Finding]:
     """Yield the findings in order, each as soon as it is known."""
-    running = read_running(settings.state)
+    running = read_run_state(settings.state)
     if not running.get("ready"):
         running = {}
     yield _vllm(settings, running)
@@ -52,14 +52,14 @@ def examine(settings: Settings) -> Iterator[Finding]:
         yield finding
         swapped = _swap(settings, running, learner, captured, Path(folder))
         yield swapped
-        if swapped.passed and not vllm_command.sees_a_gpu(settings):
+        if swapped.passed and not vllm_command.has_visible_gpu(settings):
             yield _batches(settings, running, captured, Path(folder))
-    from ratchet.checks.judge_quality_check import prove_judge
-    from ratchet.checks.resampling_check import prove_shadows, wants_shadows
+    from ratchet.checks.judge_quality_check import check_judge_quality
+    from ratchet.checks.resampling_check import check_resampling, wants_resampling
 
-    yield prove_judge(settings)
-    if wants_shadows(settings):
-        yield prove_shadows(settings, running)
+    yield check_judge_quality(settings)
+    if wants_resampling(settings):
+        yield check_resampling(settings, running)
 
 
 def _vllm(settings: Settings, running: dict[str, Any]) -> Finding:
@@ -67,7 +67,7 @@ def _vllm(settings: Settings, running: dict[str, Any]) -> Finding:
 
     try:
         vllm_command.check_installed(settings)
-    except FaceError as error:
+    except CliError as error:
         return Finding("vllm", False, "vLLM cannot be started", str(error))
     if not running:
         return Finding(
@@ -114,7 +114,7 @@ def _capture(settings: Settings, running: dict[str, Any]) -> tuple[tuple[int, ..
     except httpx.HTTPError as error:
         return (), Finding("capture", False, f"{running['base_url']} does not answer: {error}", f"look at {log}")
     if answer.status_code == httpx.codes.UNAUTHORIZED:
-        return (), Finding("capture", False, keys_wanted(settings.store_url), _WITH_A_KEY)
+        return (), Finding("capture", False, missing_key_kinds(settings.store_url), _WITH_A_KEY)
     if answer.status_code != httpx.codes.OK:
         return (), Finding(
             "capture", False, f"the call failed: {answer.status_code} {answer.text[:300]}", f"look at {log}"
@@ -128,13 +128,13 @@ def _capture(settings: Settings, running: dict[str, Any]) -> tuple[tuple[int, ..
 
 def _key() -> dict[str, str]:
     """One of the proxy's own keys, where it asks for any."""
-    from ratchet.tuning.context import first_key
+    from ratchet.tuning.context import first_api_key
 
-    key = first_key()
+    key = first_api_key()
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def keys_wanted(store_url: str) -> str:
+def missing_key_kinds(store_url: str) -> str:
     """Return which agents' keys the store knows; it holds hashes, so that a key itself must be given."""
     from ratchet.store.states import KeyScope
     from ratchet.store.store import open_store
@@ -150,7 +150,7 @@ def keys_wanted(store_url: str) -> str:
 
 
 def _read_back(store: Any, call_id: str, log: str) -> tuple[tuple[int, ...], Finding]:
-    from ratchet.store.errors import UnknownRecord
+    from ratchet.store.errors import RecordNotFound
     from ratchet.store.records import unpack_ids, unpack_logprobs
     from ratchet.store.states import CallState
 
@@ -158,7 +158,7 @@ def _read_back(store: Any, call_id: str, log: str) -> tuple[tuple[int, ...], Fin
     while time.monotonic() < deadline:
         try:
             call = store.calls.read(call_id)
-        except UnknownRecord:
+        except RecordNotFound:
             call = None
         if call is not None and call.state is CallState.ANSWERED:
             break
@@ -256,13 +256,13 @@ def _swap(
 
 def _batches(settings: Settings, running: dict[str, Any], captured: tuple[int, ...], folder: Path) -> Finding:
     """Return the finding about batches of both kinds; the adapter is the one that the swap has proven."""
-    from ratchet.checks.mixed_batch_check import prove_batches
+    from ratchet.checks.mixed_batch_check import check_batches
     from ratchet.trainer.adapters.vllm_api import Replica
 
     replica = Replica(running["vllm_url"])
     base = vllm_command.served_name(settings.model)
     try:
-        return prove_batches(replica, base, folder / "adapter", settings.vllm.max_loras, _probes(captured))
+        return check_batches(replica, base, folder / "adapter", settings.vllm.max_loras, _probes(captured))
     finally:
         replica.close()
 

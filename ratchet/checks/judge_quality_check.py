@@ -29,7 +29,7 @@ _ASK = "let the agent work and run this again, or ask it with `ratchet judge lin
 _WAITS = ("feedback", "next_state", "workflow")  # kinds that score what only traffic brings
 
 
-def prove_judge(settings: Settings) -> Finding:
+def check_judge_quality(settings: Settings) -> Finding:
     """Return the finding on the project's judge."""
     import os
 
@@ -79,13 +79,13 @@ def proof(judge: Judge, kind: str, store: Store, alias: str) -> Finding:
 
 def _recorded(store: Store, alias: str) -> Iterator[Sequence[Transcript]]:
     """Yield the newest groups' members; without a group the newest trajectories of traffic, as one."""
-    from ratchet.store.calls.trajectory_filter import Chosen
+    from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 
     groups = [group for group in store.groups.page(20) if group.alias == alias and group.members]
     for group in groups[:_GROUPS]:
         yield [store.trajectories.read(name) for name in group.members[:_MEMBERS]]
     if not groups:
-        newest = store.trajectories.page(100, chosen=Chosen(alias=alias))
+        newest = store.trajectories.page(100, chosen=TrajectoryFilter(alias=alias))
         live = [run.id for run in newest if run.purpose == "live" and run.drop_reason is None]
         if live:
             yield [store.trajectories.read(name) for name in live[:_MEMBERS]]

@@ -25,7 +25,7 @@ _ASKED = ({"role": "user", "content": "Tell a long story."},)
 Likeliest = Sequence[Mapping[int, float]]
 
 
-def prove_batches(replica: Replica, base: str, adapter: Path, slots: int, probes: Sequence[Sequence[int]]) -> Finding:
+def check_batches(replica: Replica, base: str, adapter: Path, slots: int, probes: Sequence[Sequence[int]]) -> Finding:
     """Ask the base model alone and beside `slots` adapters, and compare. `probes` are id sequences."""
     names = [f"{base}-beside-{number}" for number in range(slots)]
     try:

@@ -1,6 +1,6 @@
 """Whether shadow calls can be made: vLLM tells how busy it is, and the proxy lets the trainer's own key in.
 
-A proof of `ratchet doctor` where `trainer.resample.samples` asks for shadows. Asks for nothing that costs a token.
+A proof of `ratchet doctor` where `trainer.resample.samples` asks for resamples. Asks for nothing that costs a token.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from ratchet.settings import Settings
 _NAME = "shadow"
 
 
-def wants_shadows(settings: Settings) -> bool:
-    """Whether the trainer is to ask for shadows."""
+def wants_resampling(settings: Settings) -> bool:
+    """Whether the trainer is to ask for resamples."""
     return bool((settings.trainer.get("shadow") or {}).get("samples"))
 
 
-def prove_shadows(settings: Settings, running: dict[str, Any]) -> Finding:
+def check_resampling(settings: Settings, running: dict[str, Any]) -> Finding:
     """Return the finding on a running project."""
     import httpx
 

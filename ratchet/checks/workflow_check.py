@@ -104,19 +104,19 @@ def _proxy(url: str) -> Finding:
 
 
 def _jobs(task: Task, attempts: int) -> list[Any]:
-    from ratchet.tuner.rollouts.runner import Job
+    from ratchet.tuner.rollouts.runner import RolloutJob
 
-    return [Job(task, attempt, candidate="doctor") for attempt in range(attempts)]
+    return [RolloutJob(task, attempt, candidate="doctor") for attempt in range(attempts)]
 
 
 def _transcripts(store: Store, rollouts: list[Rollout]) -> list[Transcript]:
-    from ratchet.store.errors import UnknownRecord
+    from ratchet.store.errors import RecordNotFound
 
     found = []
     for one in rollouts:
         try:
             found.append(store.trajectories.read(one.id))
-        except UnknownRecord:
+        except RecordNotFound:
             continue
     return found
 
@@ -143,7 +143,7 @@ def _reasons(
 
 
 def _seconds(rollout: Rollout) -> float:
-    return (rollout.ended_at or 0.0) - (rollout.began_at or 0.0)
+    return (rollout.ended_at or 0.0) - (rollout.started_at or 0.0)
 
 
 def _seen(rollouts: list[Rollout], transcripts: list[Transcript], blind: bool) -> dict[str, str]:
@@ -175,9 +175,9 @@ def _by_step(reasons: list[Reason], seen: dict[str, str]) -> Iterator[Finding]:
 
 def _forget(store: Store, transcripts: list[Transcript]) -> None:
     """Put the attempts aside. They are of an evaluation, never trained; a trainer that is quicker does the same."""
-    from ratchet.store.errors import ForbiddenChange
+    from ratchet.store.errors import InvalidTransition
 
     for one in transcripts:
-        with contextlib.suppress(ForbiddenChange):
+        with contextlib.suppress(InvalidTransition):
             store.trajectories.seal(one.trajectory.id, time.time())
             store.trajectories.drop([one.trajectory.id], _DROPPED)

@@ -9,7 +9,7 @@ import click
 from ratchet import options
 
 if TYPE_CHECKING:
-    from ratchet.bench.timed_calls import Shape, Way
+    from ratchet.bench.timed_calls import CallTarget, Shape
     from ratchet.settings import Settings
 
 
@@ -49,7 +49,7 @@ def bench(
     """
     from ratchet.bench import bench_report
     from ratchet.bench.measurement import Plan, measure
-    from ratchet.bench.targets import cpu_of
+    from ratchet.bench.targets import cpu_seconds_of
     from ratchet.bench.timed_calls import Shape
     from ratchet.output.progress_bars import bars
 
@@ -58,13 +58,13 @@ def bench(
             f"--calls {calls}: {turns} turns of {concurrency} calls at a time need {turns * concurrency} or more; "
             "with fewer, give less --turns or --concurrency"
         )
-    settings = options.running_settings_of(context, {"model": model, "project": project})
+    settings = options.project_settings_of(context, {"model": model, "project": project})
     ways = _ways(settings, proxy, upstream, upstream_model)
     shape, plan = Shape(stream, words, max_tokens), Plan(calls or 2 * concurrency * turns, concurrency, turns, timeout)
     if not as_json:
         click.echo(_told(ways, shape), err=True)
     with bars() as told:
-        measured = measure(ways, shape, plan, cpu_of(ways[-1].url), told)
+        measured = measure(ways, shape, plan, cpu_seconds_of(ways[-1].url), told)
     if as_json:
         options.emit(bench_report.plain(measured))
     else:
@@ -72,32 +72,34 @@ def bench(
     return 1 if measured.failed else 0
 
 
-def _ways(settings: Settings, proxy: str | None, upstream: str | None, upstream_model: str | None) -> tuple[Way, ...]:
+def _ways(
+    settings: Settings, proxy: str | None, upstream: str | None, upstream_model: str | None
+) -> tuple[CallTarget, ...]:
     import os
 
     from ratchet.bench import targets
     from ratchet.bench.measurement import IDS, PROXIED, STRAIGHT, WITH_IDS
-    from ratchet.bench.timed_calls import Way
-    from ratchet.supervisor.up import read_running
+    from ratchet.bench.timed_calls import CallTarget
+    from ratchet.supervisor.up import read_run_state
     from ratchet.tuning import context as tuning
 
     proxy_url = _base(proxy or tuning.proxy_of(settings))
-    vllm_url = upstream or read_running(settings.state).get("vllm_url")
+    vllm_url = upstream or read_run_state(settings.state).get("vllm_url")
     if not vllm_url:
         raise click.UsageError(
             "which vLLM is behind the proxy? start the project with `ratchet up --detach`, or give --upstream URL"
         )
     vllm_url = _base(str(vllm_url))
-    key, vllm_key = tuning.first_key(), os.environ.get("RATCHET_UPSTREAM_API_KEY")
+    key, vllm_key = tuning.first_api_key(), os.environ.get("RATCHET_UPSTREAM_API_KEY")
     listed = targets.cards(proxy_url, key, "is it running (`ratchet up`), and does it accept RATCHET_API_KEYS?")
-    asked = targets.asked_of_proxy(settings.model, listed)
-    name = upstream_model or targets.asked_of_vllm(
+    asked = targets.proxy_model_name(settings.model, listed)
+    name = upstream_model or targets.vllm_model_name(
         asked, targets.cards(vllm_url, vllm_key, "is --upstream its URL, and RATCHET_UPSTREAM_API_KEY its key?")
     )
     return (
-        Way(STRAIGHT, vllm_url, name, vllm_key),
-        Way(WITH_IDS, vllm_url, name, vllm_key, IDS),
-        Way(PROXIED, proxy_url, asked, key),
+        CallTarget(STRAIGHT, vllm_url, name, vllm_key),
+        CallTarget(WITH_IDS, vllm_url, name, vllm_key, IDS),
+        CallTarget(PROXIED, proxy_url, asked, key),
     )
 
 
@@ -105,7 +107,7 @@ def _base(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _told(ways: tuple[Way, ...], shape: Shape) -> str:
+def _told(ways: tuple[CallTarget, ...], shape: Shape) -> str:
     straight, proxied = ways[0], ways[-1]
     return (
         f"{proxied.model} at {proxied.url} beside {straight.model} at {straight.url}: "

@@ -59,7 +59,7 @@ def bfcl(
     from ratchet.tuner.environments.bfcl import VERSION
     from ratchet.tuner.environments.bfcl.virtual_env import find, set_up
 
-    settings = options.running_settings_of(context, {"project": project, "store": store, "model": model})
+    settings = options.project_settings_of(context, {"project": project, "store": store, "model": model})
     folder = environment or settings.folder.absolute() / "environments" / f"bfcl-{VERSION}"
     if settings.model in versions:
         raise click.UsageError(f"{settings.model} is trained on what it is asked: name a version, {settings.model}@0")
@@ -71,7 +71,7 @@ def bfcl(
     else:
         python = find(folder)
     asked = _asked(given)
-    with options.opened_store(settings.store_url) as opened:
+    with options.open_store_for_command(settings.store_url) as opened:
         found, ranked = _evaluate(opened, settings, versions or _both(opened, settings.model), python, asked, proxy)
     if as_json:
         from ratchet.tuner.reports.tuning_result import plain
@@ -112,14 +112,14 @@ def _evaluate(
     from ratchet.tuner.environments.bfcl.evaluation import ask, ranking, result
     from ratchet.tuner.reports.tuning_result import plain
     from ratchet.tuner.rollouts.prices import prices_of
-    from ratchet.tuning.context import first_key, proxy_of
+    from ratchet.tuning.context import first_api_key, proxy_of
     from ratchet.tuning.run_lease import Hold
 
     base_url = f"{(proxy or proxy_of(settings)).rstrip('/').removesuffix('/v1')}/v1"
     began = time.monotonic()
     tuning = store.tunings.begin("eval", settings.model, {"versions": versions, **msgspec.to_builtins(asked)})
     folder = settings.state.root / "evaluations" / tuning.id
-    key = first_key() or "x"
+    key = first_api_key() or "x"
     answers = {}
     with Hold(store).on(tuning.id):
         with bars() as told:

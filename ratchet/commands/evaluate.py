@@ -10,7 +10,7 @@ import click
 from ratchet import options
 from ratchet.commands.eval_bfcl import bfcl
 from ratchet.commands.eval_versions import versions
-from ratchet.tuning.context import rollout_options
+from ratchet.tuning.context import add_rollout_options
 
 EVALUATIONS: tuple[click.Command, ...] = (bfcl,)
 
@@ -23,7 +23,7 @@ EVALUATIONS: tuple[click.Command, ...] = (bfcl,)
 @click.option("--score-range", type=(float, float), metavar="LOW HIGH", help="What the judge can give.  [default: 0 1]")
 @click.option("--resume", metavar="ID", help="Go on with a run that was stopped; what ended is not run again.")
 @click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the comparison into this file.")
-@rollout_options
+@add_rollout_options
 @options.as_json
 @click.pass_context
 def evaluate(

@@ -14,7 +14,7 @@ from ratchet import options
 from ratchet.options.trajectory_filter import filters
 
 if TYPE_CHECKING:
-    from ratchet.store.calls.trajectory_filter import Chosen
+    from ratchet.store.calls.trajectory_filter import TrajectoryFilter
     from ratchet.store.store import Store
     from ratchet.trainer.rows.trajectory_export import Exported
 
@@ -39,21 +39,21 @@ def export(
 ) -> None:
     """Write trajectories that fit every option to a file, newest first, with the engine's ids, masks and logprobs.
 
-    Training rows (trl) are of live traffic and shadows alone: measurements and held-out tasks stay out.
+    Training rows (trl) are of live traffic and resamples alone: measurements and held-out tasks stay out.
 
     \b
     Example:
       ratchet store export --format parquet --state trained --out trained.parquet
     """
     from ratchet.output.export_files import write_lines, write_parquet
-    from ratchet.store.calls.trajectory_filter import Chosen
+    from ratchet.store.calls.trajectory_filter import TrajectoryFilter
     from ratchet.trainer.rows.trajectory_export import training_records, trajectory_record
 
     if shape == "parquet" and out is None:
         raise click.UsageError("Parquet needs a file: give --out FILE")
-    settings = options.running_settings_of(context, {"store": store, "project": project})
-    with options.opened_store(settings.store_url, create=False) as opened:
-        found = _chosen(opened, Chosen(**filters))
+    settings = options.project_settings_of(context, {"store": store, "project": project})
+    with options.open_store_for_command(settings.store_url, create=False) as opened:
+        found = _chosen(opened, TrajectoryFilter(**filters))
         records: Iterable[dict[str, Any]] = map(trajectory_record, found)
         if shape == "trl":
             held_out = options.held_out(settings)
@@ -76,10 +76,10 @@ def _trainable(found: Iterable[Exported], held_out: float) -> Iterator[Exported]
         click.echo(f"{count} {why} left out: they are no training data", err=True)
 
 
-def _chosen(store: Store, chosen: Chosen) -> Iterator[Exported]:
+def _chosen(store: Store, chosen: TrajectoryFilter) -> Iterator[Exported]:
     """Yield the chosen trajectories, one at a time; one that is deleted meanwhile is left out."""
     from ratchet.output.progress_bars import bars
-    from ratchet.store.errors import UnknownRecord
+    from ratchet.store.errors import RecordNotFound
     from ratchet.trainer.rows.trajectory_export import Exported
 
     advantages = lru_cache(maxsize=256)(lambda group: _advantages(store, group))
@@ -91,7 +91,7 @@ def _chosen(store: Store, chosen: Chosen) -> Iterator[Exported]:
             for run in page:
                 try:
                     transcript = store.trajectories.read(run.id)
-                except UnknownRecord:
+                except RecordNotFound:
                     continue
                 calls = store.trajectories.context_calls(transcript)
                 advantage = advantages(run.group_id).get(run.id) if run.group_id else None

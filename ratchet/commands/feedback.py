@@ -65,12 +65,12 @@ def add(
     import msgspec
 
     from ratchet.proxy.coordinator.keys.caller import OPERATOR
-    from ratchet.proxy.coordinator.operator_api.feedback import read_feedback
+    from ratchet.proxy.coordinator.operator_api.feedback import parse_feedback
 
     named: dict[str, Any] = {"response_id": response, "call_id": call, "trajectory_id": trajectory}
     body = named | {"comment": comment, "demonstration": demonstration, "end_user": end_user, "value": _value(value)}
-    said = read_feedback(msgspec.json.encode(body)).record(OPERATOR, None, time.time())
-    with options.running_store(context, **given) as store:
+    said = parse_feedback(msgspec.json.encode(body)).record(OPERATOR, None, time.time())
+    with options.open_project_store(context, **given) as store:
         place = store.feedback.place_of(said)
         if place is None:
             raise click.ClickException(f"the store holds no {said.kind} {said.target!r}")
@@ -98,7 +98,7 @@ def list_feedback(context: click.Context, /, trajectory: str | None, limit: int,
     """
     import msgspec
 
-    with options.running_store(context, **given) as store:
+    with options.open_project_store(context, **given) as store:
         found = store.feedback.page(limit, trajectory=trajectory)
         trained = store.lineage.of(list({said.trajectory_id for said in found if said.trajectory_id}))
     if as_json:
@@ -135,9 +135,9 @@ def export(context: click.Context, /, form: str, out: str, limit: int, as_json: 
 
     from ratchet.trainer.rows import preference_rows
 
-    settings = options.running_settings_of(context, given)
+    settings = options.project_settings_of(context, given)
     alias, held_out = settings.model, Counter[str]()
-    with options.opened_store(settings.store_url) as store:
+    with options.open_store_for_command(settings.store_url) as store:
         if form == "pairs":
             found = preference_rows.pairs(_judged_groups(store, alias, limit, options.held_out(settings)))
         else:

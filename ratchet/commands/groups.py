@@ -59,7 +59,7 @@ def list_groups(
       ratchet groups list --state dropped --reason no_variance
       ratchet groups list --json
     """
-    with options.running_store(context, store=store, project=project) as opened:
+    with options.open_project_store(context, store=store, project=project) as opened:
         found = opened.groups.page(limit, before, state=state, alias=model, drop_reason=reason)
         verdicts = opened.groups.verdicts([name for group in found for name in group.members])
     if as_json:
@@ -87,7 +87,7 @@ def show(context: click.Context, group_id: str, store: str | None, project: str 
     Example:
       ratchet groups show grp_01J8
     """
-    with options.running_store(context, store=store, project=project) as opened:
+    with options.open_project_store(context, store=store, project=project) as opened:
         group = opened.groups.get(group_id)
         verdicts = opened.groups.verdicts(group.members)
     if as_json:
@@ -111,24 +111,24 @@ def _state(group: Group) -> str:
 
 
 def _cells(group: Group, verdicts: Mapping[str, Verdict]) -> tuple[Any, ...]:
-    from ratchet.commands.trajectories import score_told
-    from ratchet.output.tables import moment_told
+    from ratchet.commands.trajectories import format_score
+    from ratchet.output.tables import format_time
 
-    scores = ", ".join(score_told(verdicts.get(name)) or "-" for name in group.members)
-    formed = moment_told(group.formed_at)
+    scores = ", ".join(format_score(verdicts.get(name)) or "-" for name in group.members)
+    formed = format_time(group.formed_at)
     return group.id, formed, _state(group), len(group.members), scores, compared_by(group.key)
 
 
 def _lines(group: Group, verdicts: Mapping[str, Verdict]) -> Iterator[str]:
-    from ratchet.commands.trajectories import score_told
-    from ratchet.output.tables import moment_told
+    from ratchet.commands.trajectories import format_score
+    from ratchet.output.tables import format_time
 
-    yield f"{group.id}  {group.alias}  {_state(group)}  formed {moment_told(group.formed_at)}"
+    yield f"{group.id}  {group.alias}  {_state(group)}  formed {format_time(group.formed_at)}"
     yield f"  compared by {compared_by(group.key)}"
     for name in group.members:
         verdict = verdicts.get(name)
         said = f"{verdict.judge}: {verdict.failure or verdict.explanation}" if verdict else "no verdict yet"
-        yield f"  {name}  {score_told(verdict) or '-'}  {said}".rstrip(": ")
+        yield f"  {name}  {format_score(verdict) or '-'}  {said}".rstrip(": ")
 
 
 def compared_by(key: str) -> str:

@@ -51,7 +51,7 @@ def try_(context: click.Context, /, names: tuple[str, ...], as_json: bool, **giv
       ratchet judge try traj_01J8 traj_01J9 --judge my_agent.judge:judge
     """
     settings = _settings(context, given)
-    with options.opened_store(settings.store_url) as store, _judge(settings) as made:
+    with options.open_store_for_command(settings.store_url) as store, _judge(settings) as made:
         judgement = made.judge(None, [store.trajectories.read(name) for name in names])
     if as_json:
         options.emit({"judge": made.name, "version": made.version, "verdicts": [_plain(v) for v in judgement.verdicts]})
@@ -76,7 +76,7 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
     Example:
       ratchet judge show grp_01J8
     """
-    with options.opened_store(_settings(context, given).store_url) as store:
+    with options.open_store_for_command(_settings(context, given).store_url) as store:
         found = store.groups.get(group)
         members = [store.trajectories.get(name) for name in found.members]
         rollouts = store.rollouts.among(found.members)
@@ -163,7 +163,7 @@ def lint(context: click.Context, /, as_json: bool, **given: Any) -> int:
 
 
 def _stage(settings: Settings, asked: dict[str, Any]) -> Stage:
-    """Return the trajectory whose answer is replaced. Raises JudgeError, UnknownRecord, UsageError."""
+    """Return the trajectory whose answer is replaced. Raises JudgeError, RecordNotFound, UsageError."""
     from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, made_up, recorded
 
     place = Place.read(asked["tool"])
@@ -173,7 +173,7 @@ def _stage(settings: Settings, asked: dict[str, Any]) -> Stage:
                 "give --answer, the right answer, or --trajectory, a recorded one that solved its task"
             )
         return made_up(asked["task"], asked["question"], asked["right"], place)
-    with options.opened_store(settings.store_url, create=False) as store:
+    with options.open_store_for_command(settings.store_url, create=False) as store:
         return recorded(store.trajectories.read(asked["trajectory"]), asked["right"], place)
 
 
@@ -197,7 +197,7 @@ def rescore(context: click.Context, /, limit: int, as_json: bool, **given: Any) 
 
     settings = _settings(context, given)
     compared = []
-    with options.opened_store(settings.store_url) as store, _judge(settings) as made:
+    with options.open_store_for_command(settings.store_url) as store, _judge(settings) as made:
         for group in tqdm(store.groups.page(limit), unit="group", disable=not sys.stderr.isatty() or as_json):
             old = store.groups.verdicts(group.members)
             if old:
@@ -259,7 +259,11 @@ def calibrate(
     settings = _settings(context, given)
     truth_settings = _settings(context, given | {"judge": truth_given})
     asked = []
-    with options.opened_store(settings.store_url) as store, _judge(settings) as made, _judge(truth_settings) as truth:
+    with (
+        options.open_store_for_command(settings.store_url) as store,
+        _judge(settings) as made,
+        _judge(truth_settings) as truth,
+    ):
         groups = [group for group in store.groups.page(limit) if len(group.members) > 1]
         for group in tqdm(groups, unit="group", disable=not sys.stderr.isatty() or as_json):
             members = [store.trajectories.read(name) for name in group.members]
@@ -296,7 +300,7 @@ def _calibration_lines(judge_name: str, truth_name: str, found: Calibration) -> 
 
 def _settings(context: click.Context, given: dict[str, Any]) -> Settings:
     values = {"trainer.judge" if name == "judge" else name: value for name, value in given.items()}
-    return options.running_settings_of(context, values)
+    return options.project_settings_of(context, values)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def create(
     from ratchet.store.states import KeyScope
 
     key = new_key()
-    with options.running_store(context, create=True, store=store, project=project) as opened:
+    with options.open_project_store(context, create=True, store=store, project=project) as opened:
         made = opened.keys.create(name, hash_key(key.encode()), KeyScope(scope), requests_per_minute, tokens_per_minute)
     click.echo(key)
     click.echo(f"{made.id}: scope {scope}; the key is not shown again", err=True)
@@ -68,7 +68,7 @@ def list_keys(context: click.Context, store: str | None, project: str | None, as
     """
     import msgspec
 
-    with options.running_store(context, create=True, store=store, project=project) as opened:
+    with options.open_project_store(context, create=True, store=store, project=project) as opened:
         found = opened.keys.all()
     if as_json:
         options.emit([{k: v for k, v in msgspec.structs.asdict(key).items() if k != "hash"} for key in found])
@@ -97,7 +97,7 @@ def revoke(context: click.Context, key_id: str, store: str | None, project: str 
     Example:
       ratchet keys revoke key_06f3k9q2m8d4x7w1n5b0c3v6t2
     """
-    with options.running_store(context, store=store, project=project) as opened:
+    with options.open_project_store(context, store=store, project=project) as opened:
         revoked = opened.keys.revoke(key_id)
     click.echo(f"{revoked.id} ({revoked.name}) is revoked")
 

@@ -45,7 +45,7 @@ def list_policies(
     Example:
       ratchet policies list --model mail --json
     """
-    with options.running_store(context, store=store, project=project) as opened:
+    with options.open_project_store(context, store=store, project=project) as opened:
         found, decided = opened.policies.all(model), opened.decisions.latest(model)
         learnt = {(one.alias, one.version) for one in opened.deletions.inherited()}
     if as_json:
@@ -85,15 +85,15 @@ def show(
     Example:
       ratchet policies show mail 7
     """
-    from ratchet.status.project_status import canary_line
-    from ratchet.store.reports.undecided_versions import canary_scores
+    from ratchet.status.project_status import format_canary
+    from ratchet.store.reports.undecided_versions import read_canary_scores
 
     alias, version = _named(alias, version)
-    with options.running_store(context, store=store, project=project) as opened:
+    with options.open_project_store(context, store=store, project=project) as opened:
         versions = opened.policies.all(alias) if version is None else [opened.policies.get(alias, version)]
         prompts = {one.version: opened.prompts.get(one.prompt_id) for one in versions if one.prompt_id}
         decisions = opened.decisions.of(alias, version)
-        scores = canary_scores(opened, alias)
+        scores = read_canary_scores(opened, alias)
         known = sorted(opened.policies.live())
     if not versions and not decisions:
         raise click.UsageError(f"{alias}: no version of it is known; known are {', '.join(known) or 'none'}")
@@ -104,7 +104,7 @@ def show(
     for number, prompt in prompts.items():
         click.echo("\n".join(_prompt_lines(prompt, f"{alias}@{number}")))
     if scores:
-        click.echo(f"canary {alias}{canary_line(scores)}")
+        click.echo(f"canary {alias}{format_canary(scores)}")
     for decision in decisions:
         click.echo(f"{alias}@{decision.version}  {_decided(decision)}")
         for name, value in _leaves(decision.evidence):
@@ -141,8 +141,8 @@ def promote(
       ratchet policies promote mail --reason "read fifty answers, the gain is real"
     """
     alias, version = _named(alias, version)
-    with options.running_store(context, store=store, project=project) as opened:
-        done = opened.policies.promote_by_hand(alias, version, by=options.person(), reason=reason, rejected=rejected)
+    with options.open_project_store(context, store=store, project=project) as opened:
+        done = opened.policies.promote_manually(alias, version, by=options.person(), reason=reason, rejected=rejected)
     click.echo(f"{done.alias}@{done.version} is live")
 
 
@@ -166,8 +166,8 @@ def rollback(
       ratchet policies rollback mail 6 --reason "version 7 is rude"
     """
     alias, version = _named(alias, version)
-    with options.running_store(context, store=store, project=project) as opened:
-        rejected = opened.policies.roll_back_by_hand(alias, version, by=options.person(), reason=reason)
+    with options.open_project_store(context, store=store, project=project) as opened:
+        rejected = opened.policies.roll_back_manually(alias, version, by=options.person(), reason=reason)
         live = opened.policies.live()[alias]
     names = ", ".join(f"{policy.alias}@{policy.version}" for policy in rejected)
     click.echo(f"{alias}@{live.version} is live; rejected: {names}")

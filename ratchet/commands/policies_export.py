@@ -61,9 +61,9 @@ def export(
 
     if folder.exists():
         raise click.UsageError(f"{folder} is there already: name a new folder")
-    settings = options.running_settings_of(context, {"base_model": base_model, "store": store, "project": project})
+    settings = options.project_settings_of(context, {"base_model": base_model, "store": store, "project": project})
     base = check_model(settings.base_model)
-    with options.opened_store(settings.store_url, create=False) as opened:
+    with options.open_store_for_command(settings.store_url, create=False) as opened:
         found, source = _exportable(opened, name)
         card = model_card(gather(opened, found, base, versions()), merged=merged is not None)
     if merged:

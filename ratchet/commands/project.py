@@ -116,11 +116,11 @@ def status(
     Example:
       ratchet status --report --png learning_report.png
     """
-    settings = options.running_settings_of(context, {"project": project, "store": store, "model": model})
+    settings = options.project_settings_of(context, {"project": project, "store": store, "model": model})
     if tensorboard is not None:
-        from ratchet.status.tensorboard import draw_tensorboard
+        from ratchet.status.tensorboard import write_tensorboard
 
-        click.echo(f"{draw_tensorboard(settings, tensorboard)} points: tensorboard --logdir {tensorboard}")
+        click.echo(f"{write_tensorboard(settings, tensorboard)} points: tensorboard --logdir {tensorboard}")
         return
     if report:
         _report(settings, png, as_json)
@@ -193,7 +193,7 @@ def _examination(
         from ratchet.trainer.settings.devices import pinned
 
         own = {"project": given["project"], "base_model": base_model, "trainer.judge": given["judge"]}
-        settings = options.running_settings_of(context, own)
+        settings = options.project_settings_of(context, own)
         os.environ.update(pinned(settings.trainer_devices))  # it learns as the trainer would
         yield from proving.examine(settings)
         return

@@ -11,8 +11,8 @@ from ratchet.commands.export import export
 from ratchet.options.time_types import Age, Moment
 
 if TYPE_CHECKING:
-    from ratchet.store.calls.trajectory_filter import Chosen
-    from ratchet.store.deletion.affected_versions import Inheritor
+    from ratchet.store.calls.trajectory_filter import TrajectoryFilter
+    from ratchet.store.deletion.affected_versions import AffectedVersion
     from ratchet.store.deletion.deletion import Deletion
     from ratchet.store.store import Store
 
@@ -113,11 +113,11 @@ def prune(
     """
     import time
 
-    from ratchet.store.calls.trajectory_filter import Chosen
+    from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 
-    chosen = Chosen(still_since=time.time() - older_than, trained=False if keep_trained else None)
+    chosen = TrajectoryFilter(inactive_since=time.time() - older_than, trained=False if keep_trained else None)
     why = f"prune: still for {older_than:g} s" + (", not trained" if keep_trained else "")
-    with options.running_store(context, store=store, project=project) as opened:
+    with options.open_project_store(context, store=store, project=project) as opened:
         return _delete(opened, [chosen], why, dry_run=dry_run, as_json=as_json)
 
 
@@ -160,16 +160,16 @@ def forget(
     Example:
       ratchet store forget --key key_01J8 --dry-run
     """
-    from ratchet.store.calls.trajectory_filter import Chosen
+    from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 
     given = {"key": key, "task": task, "tag": tag, "until": before}
     if not trajectories and all(value is None for value in given.values()):
         raise click.UsageError("name a trajectory, or give --key, --task, --tag or --before")
-    chosen = [Chosen(id=name, **given) for name in trajectories] or [Chosen(**given)]  # type: ignore[arg-type]
+    chosen = [TrajectoryFilter(id=name, **given) for name in trajectories] or [TrajectoryFilter(**given)]  # type: ignore[arg-type]
     # What was asked for, without the words themselves: a task or a tag may name a person.
     named = [f"{len(trajectories)} by name"] if trajectories else []
     why = "forget: " + ", ".join([*named, *(f"by {name}" for name, value in given.items() if value is not None)])
-    with options.running_store(context, store=store, project=project) as opened:
+    with options.open_project_store(context, store=store, project=project) as opened:
         if not dry_run and not yes:
             count = sum(opened.deletions.count(one) for one in chosen)
             click.confirm(f"delete {count} trajectories for good?", abort=True, err=True)
@@ -181,9 +181,9 @@ def forget(
 
 def _reject(store: Store, *, as_json: bool) -> None:
     """Take every version that holds something deleted out of service."""
-    from ratchet.store.deletion.affected_versions import take_out
+    from ratchet.store.deletion.affected_versions import reject_affected
 
-    for alias, rejected in take_out(store.policies, store.deletions.inherited(), by=options.person()).items():
+    for alias, rejected in reject_affected(store.policies, store.deletions.inherited(), by=options.person()).items():
         if not as_json:
             live = store.policies.live()[alias]
             names = ", ".join(f"{alias}@{policy.version}" for policy in rejected)
@@ -192,10 +192,10 @@ def _reject(store: Store, *, as_json: bool) -> None:
 
 def store_url_of(context: click.Context, store: str | None, project: str | None) -> str:
     """Return the store that a command is about."""
-    return options.running_settings_of(context, {"store": store, "project": project}).store_url
+    return options.project_settings_of(context, {"store": store, "project": project}).store_url
 
 
-def _delete(store: Store, chosen: list[Chosen], why: str, *, dry_run: bool, as_json: bool) -> int:
+def _delete(store: Store, chosen: list[TrajectoryFilter], why: str, *, dry_run: bool, as_json: bool) -> int:
     if dry_run:
         count = sum(store.deletions.count(one) for one in chosen)
         policies = [policy for one in chosen for policy in store.deletions.trained_into(one)]
@@ -208,10 +208,10 @@ def _delete(store: Store, chosen: list[Chosen], why: str, *, dry_run: bool, as_j
         options.emit([msgspec.structs.asdict(one) | {"policies": list(map(_plain, one.policies))} for one in done])
     else:
         _tell(done)
-    return 1 if any(one.unswept for one in done) else 0
+    return 1 if any(one.unswept_messages for one in done) else 0
 
 
-def _with_bar(store: Store, chosen: Chosen, why: str) -> Deletion:
+def _with_bar(store: Store, chosen: TrajectoryFilter, why: str) -> Deletion:
     from ratchet.output.progress_bars import bars
 
     total = store.deletions.count(chosen)
@@ -219,7 +219,7 @@ def _with_bar(store: Store, chosen: Chosen, why: str) -> Deletion:
         return store.deletions.delete(chosen, why, lambda count: told("deleting", count, total))
 
 
-def _tell_plan(count: int, policies: list[Inheritor], as_json: bool) -> None:
+def _tell_plan(count: int, policies: list[AffectedVersion], as_json: bool) -> None:
     if as_json:
         options.emit({"trajectories": count, "policies": list(map(_plain, policies))})
         return
@@ -238,14 +238,14 @@ def _tell(done: list[Deletion]) -> None:
     if waited := sum(one.feedback for one in done):
         click.echo(f"{waited} pieces of feedback that waited for a call deleted")
     _tell_policies([policy for one in done for policy in one.policies])
-    if unswept := max((one.unswept for one in done), default=0):
+    if unswept_messages := max((one.unswept_messages for one in done), default=0):
         click.echo(
-            f"{unswept} messages wait for a proxy that has not shipped its journal (/health/backlog): "
+            f"{unswept_messages} messages wait for a proxy that has not shipped its journal (/health/backlog): "
             "run `ratchet store prune --older-than 9999d` when it has"
         )
 
 
-def _tell_policies(policies: list[Inheritor]) -> None:
+def _tell_policies(policies: list[AffectedVersion]) -> None:
     """Say what stays of it in adapters."""
     kept = {(policy.alias, policy.version): policy for policy in policies}
     if not kept:
@@ -262,7 +262,7 @@ def _tell_policies(policies: list[Inheritor]) -> None:
         click.echo(f"  and {len(kept) - _SHOWN} more; --json lists them all")
 
 
-def _plain(policy: Inheritor) -> dict[str, Any]:
+def _plain(policy: AffectedVersion) -> dict[str, Any]:
     import msgspec
 
     return msgspec.structs.asdict(policy)

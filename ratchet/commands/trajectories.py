@@ -53,10 +53,10 @@ def list_trajectories(
       ratchet trajectories list --state dropped --limit 5
       ratchet trajectories list --task math/17 --json
     """
-    from ratchet.store.calls.trajectory_filter import Chosen
+    from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 
-    with options.running_store(context, store=store, project=project) as opened:
-        found = opened.trajectories.page(limit, before, chosen=Chosen(**chosen))
+    with options.open_project_store(context, store=store, project=project) as opened:
+        found = opened.trajectories.page(limit, before, chosen=TrajectoryFilter(**chosen))
         verdicts = opened.groups.verdicts([run.id for run in found])
     if as_json:
         options.emit([_plain(run, verdicts.get(run.id)) for run in found])
@@ -76,14 +76,14 @@ def _plain(run: Trajectory, verdict: Verdict | None) -> dict[str, Any]:
 
 
 def _cells(run: Trajectory, verdict: Verdict | None) -> tuple[Any, ...]:
-    from ratchet.output.tables import moment_told
+    from ratchet.output.tables import format_time
 
     state = f"{run.state}: {run.drop_reason}" if run.drop_reason else str(run.state)
     version = f"{run.alias}@{run.version}"
-    return run.id, moment_told(run.opened_at), version, state, run.calls, score_told(verdict), run.task or ""
+    return run.id, format_time(run.opened_at), version, state, run.calls, format_score(verdict), run.task or ""
 
 
-def score_told(verdict: Verdict | None) -> str:
+def format_score(verdict: Verdict | None) -> str:
     """Return a verdict's score for people; a failure is no number."""
     if verdict is None:
         return ""
@@ -103,7 +103,7 @@ def show(context: click.Context, trajectory_id: str, store: str | None, project:
     Example:
       ratchet trajectories show traj_01J8
     """
-    with options.running_store(context, store=store, project=project) as opened:
+    with options.open_project_store(context, store=store, project=project) as opened:
         found = opened.trajectories.read(trajectory_id)
         verdict = opened.groups.verdicts([trajectory_id]).get(trajectory_id)
         if as_json:
@@ -121,16 +121,16 @@ def _record(store: Store, found: Transcript, verdict: Verdict | None) -> dict[st
 
 
 def _lines(found: Transcript, verdict: Verdict | None) -> Iterator[str]:
-    from ratchet.output.tables import moment_told
+    from ratchet.output.tables import format_time
     from ratchet.trainer.rows.trajectory_export import chat
 
     run = found.trajectory
-    yield f"{run.id}  {run.alias}@{run.version}  {run.state}  opened {moment_told(run.opened_at)}  {run.purpose}"
+    yield f"{run.id}  {run.alias}@{run.version}  {run.state}  opened {format_time(run.opened_at)}  {run.purpose}"
     for name, value in (("task", run.task), ("group", run.group_id), ("dropped", run.drop_reason)):
         if value:
             yield f"  {name:<8} {value}"
     if verdict is not None:
-        yield f"  {'score':<8} {score_told(verdict)} by {verdict.judge}: {verdict.failure or verdict.explanation}"
+        yield f"  {'score':<8} {format_score(verdict)} by {verdict.judge}: {verdict.failure or verdict.explanation}"
     yield from (f"  {'call':<8} {_call(call)}" for call in found.calls)
     for message in found.messages:
         told = chat(message)

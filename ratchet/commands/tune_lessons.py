@@ -11,7 +11,7 @@ from ratchet import options
 from ratchet.output.tables import strip_control_characters
 
 if TYPE_CHECKING:
-    from ratchet.tuner.prompts.lessons.reflexion import Learned
+    from ratchet.tuner.prompts.lessons.reflexion import LearnedLessons
 
 
 @click.command()
@@ -41,7 +41,7 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
     from ratchet.tuner.prompts.lessons.reflexion import check, learn, on_trial
     from ratchet.tuning.run_lease import Hold
 
-    settings = options.running_settings_of(context, _named(given))
+    settings = options.project_settings_of(context, _named(given))
     tuner, alias = settings.tuner_settings(), settings.model
     if tuner.reflection is None:
         raise click.UsageError("no language model is named: give --reflection-url and --reflection-model, or set "
@@ -49,7 +49,7 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
     model = LanguageModel(tuner.reflection, os.environ.get(tuner.reflection.api_key_env))
     version = run = None
     try:
-        with options.opened_store(settings.store_url) as store:
+        with options.open_store_for_command(settings.store_url) as store:
             check(store, alias)
             learned = learn(
                 store, alias, model, tuner.lessons, lambda family: click.echo(f"asking: {family}", err=True)
@@ -83,7 +83,7 @@ def _named(given: dict[str, Any]) -> dict[str, Any]:
     return named | ({"tuner.reflection": {"base_url": url, "model": model}} if url is not None else {})
 
 
-def _show(learned: Learned) -> None:
+def _show(learned: LearnedLessons) -> None:
     """Print the lessons; they are a language model's words, so nothing in them steers the terminal."""
     for family, said in learned.lessons.items():
         found = learned.failing[family]

@@ -9,7 +9,7 @@ import click
 
 from ratchet import options
 from ratchet.output.tables import strip_control_characters
-from ratchet.tuning.context import NOT_SHOWN, fail_unless_better, rollout_options
+from ratchet.tuning.context import EXIT_NOT_BETTER, add_rollout_options, fail_unless_better
 
 _METHODS = ("gepa", "mipro")
 
@@ -35,7 +35,7 @@ _METHODS = ("gepa", "mipro")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the prompt that was found here.")
 @click.option("--promote", is_flag=True, help="Make a candidate version of it where it is shown to be better.")
 @options.alias
-@rollout_options
+@add_rollout_options
 @fail_unless_better
 @options.as_json
 @click.pass_context
@@ -63,12 +63,12 @@ def prompt(
         out.write_text(found.prompt)
     if as_json:
         options.emit(found.content | {"promoted": version})
-        return NOT_SHOWN if fails and not found.better else 0
+        return EXIT_NOT_BETTER if fails and not found.better else 0
     for line in found.lines():
         click.echo(strip_control_characters(line))
     if promote:
         click.echo(f"candidate {version}: `ratchet policies` shows it" if version else "not promoted: it is not better")
-    return NOT_SHOWN if fails and not found.better else 0
+    return EXIT_NOT_BETTER if fails and not found.better else 0
 
 
 @click.command("promote")
@@ -89,7 +89,7 @@ def promote_(
     """
     from ratchet.tuning import tune_prompt
 
-    with options.running_store(context, store=store, project=project) as opened:
+    with options.open_project_store(context, store=store, project=project) as opened:
         version = tune_prompt.candidate(opened, run, anyway=anyway)
     if as_json:
         options.emit({"run": run, "promoted": version})

@@ -49,7 +49,7 @@ def report(
     from ratchet.tuner.reports.report import report as made
     from ratchet.tuning import tuning_report
 
-    with options.running_store(context, store=store, project=project) as opened:
+    with options.open_project_store(context, store=store, project=project) as opened:
         live, newest = opened.policies.live(), opened.tunings.page(limit=_MOST)
     if told := missing(newest, model, tasks, judged_by):
         raise TuningError(told)
@@ -89,7 +89,7 @@ def runs(
     from ratchet.tuning import tuning_report
     from ratchet.tuning.run_lease import LEASES
 
-    with options.running_store(context, store=store, project=project) as opened:
+    with options.open_project_store(context, store=store, project=project) as opened:
         found = opened.tunings.page(kind=method, limit=limit)
         held = {one.name.removeprefix(LEASES) for one in opened.leases.held(LEASES)}
     if as_json:

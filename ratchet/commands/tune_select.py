@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.tuning.context import NOT_SHOWN, fail_unless_better, rollout_options
+from ratchet.tuning.context import EXIT_NOT_BETTER, add_rollout_options, fail_unless_better
 
 if TYPE_CHECKING:
     from ratchet.tuning.compare_models import Asked
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.option("--resume", metavar="ID", help="Go on with a run that was stopped; what ended is not run again.")
 @click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the comparison into this file.")
 @options.alias
-@rollout_options
+@add_rollout_options
 @fail_unless_better
 @options.as_json
 @click.pass_context
@@ -68,7 +68,7 @@ def select_model(context: click.Context, /, png: Path | None, as_json: bool, **g
         click.echo(f"drawn: {png}", err=True)
     if not found.measured:
         return 1
-    return NOT_SHOWN if fails and not found.chosen else 0
+    return EXIT_NOT_BETTER if fails and not found.chosen else 0
 
 
 def _check(asked: Asked) -> None:

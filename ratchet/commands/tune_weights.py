@@ -76,4 +76,4 @@ def weights(context: click.Context, /, png: Path | None, as_json: bool, fail_unl
     if png is not None:
         weights_report.draw(result, png)
         click.echo(f"drawn: {png}", err=True)
-    return tuning.NOT_SHOWN if fail_unless_better and result.best is None else 0
+    return tuning.EXIT_NOT_BETTER if fail_unless_better and result.best is None else 0

@@ -35,10 +35,10 @@ def write(figures: Figures, folder: Path) -> None:
     path.write_text(json.dumps(result(figures), indent=2) + "\n")
     draw(figures, folder / CURVE)
     print(f"figures: {path}\ncurve:   {folder / CURVE}")
-    print(look_further(sys.argv[0], folder))
+    print(describe_next_steps(sys.argv[0], folder))
 
 
-def look_further(program: str, folder: Path) -> str:
+def describe_next_steps(program: str, folder: Path) -> str:
     """Return what shows more of the run; `program` as it was started, since `make` does not put it on the path."""
     where = "" if folder.parent == Path(".ratchet").resolve() else f"RATCHET_FOLDER={folder.parent} "
     command = where + (program if Path(program).name == "ratchet" else "ratchet")

@@ -28,11 +28,11 @@ from ratchet.settings.state_folder import StateFolder
 from ratchet.store.store import Store, open_store
 from ratchet.supervisor import pidfile, signals, vllm_command
 from ratchet.supervisor.attach import started
-from ratchet.supervisor.leftover_processes import end_leftovers
+from ratchet.supervisor.leftover_processes import stop_leftover_processes
 from ratchet.supervisor.project_lock import ProjectLock
 from ratchet.supervisor.supervisor import Supervisor
-from ratchet.trainer.controller.rounds.drained import is_settled
-from ratchet.tuning.context import first_key
+from ratchet.trainer.controller.rounds.drained import is_drained
+from ratchet.tuning.context import first_api_key
 
 EXAMPLE = "ratchet.demo.email_search"
 _FOLDER = Path(__file__).parent / "email_search"
@@ -89,11 +89,11 @@ class Demo:
             with self._stage("prepare", "make the mailbox and the task set"):
                 os.environ["EMAIL_SEARCH_HOME"] = str(self._home)  # the judge reads the task set there
                 self._agent(["build-db"], "")
-            return self._figures(*self._with_rooms(lock))
+            return self._figures(*self._with_services(lock))
         finally:
             lock.release()
 
-    def _with_rooms(self, lock: ProjectLock) -> tuple[Evaluation, Evaluation]:
+    def _with_services(self, lock: ProjectLock) -> tuple[Evaluation, Evaluation]:
         """Run the stages that need the rooms; return the evaluations before and after."""
         alias = self._settings.model
         rooms = ExitStack()
@@ -122,7 +122,7 @@ class Demo:
         lock = self._lock()
         if is_new:
             return lock
-        end_leftovers(state)  # of a run that was killed; their pid files are about to move
+        stop_leftover_processes(state)  # of a run that was killed; their pid files are about to move
         last = StateFolder(self.folder.with_name(self.folder.name + ".last"))
         shutil.rmtree(last.root, ignore_errors=True)
         self.folder.rename(last.root)  # the last run is kept, the one before it goes
@@ -177,7 +177,7 @@ class Demo:
 
     def _is_settled(self, store: Store) -> bool:
         trainer = self._settings.trainer_settings()
-        return is_settled(
+        return is_drained(
             store,
             self._settings.model,
             num_generations=trainer.num_generations,
@@ -188,7 +188,7 @@ class Demo:
         """Run the agent's own command as any user would, and watch the rooms meanwhile."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RATCHET_")}
         environment |= {
-            "OPENAI_API_KEY": first_key() or "demo",
+            "OPENAI_API_KEY": first_api_key() or "demo",
             "OPENAI_MODEL": model,
             "EMAIL_SEARCH_HOME": str(self._home),
         }

@@ -71,7 +71,7 @@ def settings_of(context: click.Context, values: dict[str, Any]) -> Settings:
     return load(context.obj, options)
 
 
-def running_settings_of(context: click.Context, values: dict[str, Any]) -> Settings:
+def project_settings_of(context: click.Context, values: dict[str, Any]) -> Settings:
     """Read the settings as `settings_of` does, with model and store of what the project runs, or ran last.
 
     Options win over what runs. Raises SettingsError.
@@ -90,7 +90,7 @@ def held_out(settings: Settings) -> float:
 
 
 @contextmanager
-def opened_store(url: str, *, create: bool = True) -> Iterator[Store]:
+def open_store_for_command(url: str, *, create: bool = True) -> Iterator[Store]:
     """Open a store for one command. A command that only reads makes none where a name was misspelt."""
     from ratchet.store.store import open_store
 
@@ -101,9 +101,9 @@ def opened_store(url: str, *, create: bool = True) -> Iterator[Store]:
         opened.close()
 
 
-def running_store(context: click.Context, *, create: bool = False, **given: Any) -> AbstractContextManager[Store]:
+def open_project_store(context: click.Context, *, create: bool = False, **given: Any) -> AbstractContextManager[Store]:
     """Open the store of what the project runs, or ran last; options win. Raises SettingsError."""
-    return opened_store(running_settings_of(context, given).store_url, create=create)
+    return open_store_for_command(project_settings_of(context, given).store_url, create=create)
 
 
 def person() -> str:

@@ -26,7 +26,7 @@ _OPTIONS = (
 
 
 def filters(command: _Command) -> _Command:
-    """Give a command the options of `store.listing.Chosen`, by the names of its fields."""
+    """Give a command the options of `store.listing.TrajectoryFilter`, by the names of its fields."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command

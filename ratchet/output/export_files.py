@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from ratchet.errors import FaceError
+from ratchet.errors import CliError
 
 _BATCH = 64  # trajectories in one row group
 
 
-class ExportError(FaceError):
+class ExportError(CliError):
     """The export cannot be written; the message names the remedy."""
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ratchet.errors import FaceError
+from ratchet.errors import CliError
 
 
 def pyplot() -> Any:
-    """Return matplotlib's pyplot for files. Raises FaceError where it is missing."""
+    """Return matplotlib's pyplot for files. Raises CliError where it is missing."""
     try:
         import matplotlib
     except ImportError as error:
-        raise FaceError("a picture needs matplotlib: pip install 'ratchet-rl[demo]'") from error
+        raise CliError("a picture needs matplotlib: pip install 'ratchet-rl[demo]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as loaded
 

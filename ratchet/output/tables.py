@@ -39,6 +39,6 @@ def strip_control_characters(text: Any) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in str(text))
 
 
-def moment_told(moment: float) -> str:
+def format_time(moment: float) -> str:
     """Return a moment (Unix seconds) as people read it, in UTC."""
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -256,7 +256,7 @@ def load(
     _check_store(settings)
     settings.proxy_settings(environ)
     settings.tuner_settings()
-    _check_load_is_told(settings)
+    _check_load_is_reported(settings)
     # A wrong trainer setting is told at once, also while nothing is trained yet.
     settings.trainer_settings(
         base_model=settings.base_model or "unset", judge=settings.trainer.get("judge") or "unset:unset"
@@ -278,7 +278,7 @@ def _check_store(settings: Settings) -> None:
         raise SettingsError(f"{source}: {str(error).removeprefix('--store ')}") from error
 
 
-def _check_load_is_told(settings: Settings) -> None:
+def _check_load_is_reported(settings: Settings) -> None:
     """Raise SettingsError where shadow calls would wait for ever for a vLLM that does not say whether it is idle."""
     wanted = (settings.trainer.get("shadow") or {}).get("samples")
     if wanted and "--disable-log-stats" in settings.vllm.extra_args:

@@ -12,7 +12,7 @@ import yaml
 
 from ratchet.errors import SettingsError
 from ratchet.settings import Settings
-from ratchet.settings.masking import HIDDEN, shown_store
+from ratchet.settings.masking import HIDDEN, mask_store_url
 
 _TAKEN = ("model", "base_model", "store")
 
@@ -30,7 +30,7 @@ def adopt(settings: Settings, given: Collection[str] = ()) -> Settings:
         found["trainer"] = {**settings.trainer, "judge": judge}
     store = found.get("store")
     if isinstance(store, str) and HIDDEN in store:
-        if settings.store is None or shown_store(settings.store) != store:
+        if settings.store is None or mask_store_url(settings.store) != store:
             raise SettingsError(
                 f"store: project {settings.project} runs, or ran last, on {store}, whose password is never written "
                 "down: set RATCHET_STORE or give --store"

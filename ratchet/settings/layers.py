@@ -22,7 +22,7 @@ from ratchet.errors import SettingsError
 
 # Free-form mappings such as vllm.env: their keys are the user's own.
 _FREE = "free"
-_MOST_NAMED = 3  # keys of one name that are all named
+_MAX_NAMED = 3  # keys of one name that are all named
 # What Kubernetes puts into every container of a namespace that has a service of our name: RATCHET_PORT=tcp://..., say.
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
 
@@ -126,7 +126,7 @@ def nearest(path: tuple[str, ...], known: Mapping[str, Any]) -> str:
 
     keys = list(leaves(known, inner=True))
     same = [".".join(key) for key in keys if len(path) == 1 and key[-1] == path[0]]
-    if 1 < len(same) <= _MOST_NAMED:
+    if 1 < len(same) <= _MAX_NAMED:
         return f"the nearest known keys are {', '.join(sorted(same))}"
     best = max(keys, key=closeness)
     return f"the nearest known key is {'.'.join(best)}"

@@ -18,22 +18,22 @@ _USERINFO = re.compile(r"(://[^:/@]*:).*(?=@)")
 _QUERY = re.compile(r"([?&][^=&]*(?:password|secret|token)[^=&]*=)[^&]*", re.IGNORECASE)
 
 
-def shown_store(url: str) -> str:
+def mask_store_url(url: str) -> str:
     """Return a store URL with its password hidden; without one it comes back as it is."""
     return _QUERY.sub(rf"\g<1>{HIDDEN}", _USERINFO.sub(rf"\g<1>{HIDDEN}", url))
 
 
 def has_password(url: str) -> bool:
     """Return whether a store URL holds a password."""
-    return shown_store(url) != url
+    return mask_store_url(url) != url
 
 
-def shown_variables(variables: Mapping[str, str]) -> dict[str, str]:
+def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return variables with the values of secret ones hidden."""
     return {name: HIDDEN if _SECRET_VARIABLE.search(name) else value for name, value in variables.items()}
 
 
-def shown_arguments(arguments: Iterable[str]) -> Iterator[str]:
+def mask_arguments(arguments: Iterable[str]) -> Iterator[str]:
     """Yield a command's arguments with the values of secret options hidden: `--api-key X` and `--api-key=X`."""
     hide = False
     for argument in arguments:

@@ -49,7 +49,7 @@ class StateFolder:
         return self.root / "logs" / f"{room}.log"
 
     def pid(self, name: str) -> Path:
-        """A pid file: of a room, of its leash (`<room>.leash`), or of `ratchet up` itself (`up`)."""
+        """A pid file: of a room, of its process_guard (`<room>.process_guard`), or of `ratchet up` itself (`up`)."""
         return self.root / "run" / f"{name}.pid"
 
     @property

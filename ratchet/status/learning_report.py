@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ratchet.errors import FaceError
+from ratchet.errors import CliError
 from ratchet.output.plots import pyplot
 from ratchet.settings import Settings
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def read(settings: Settings) -> LearningReport:
-    """Return the report on what the store holds. Raises FaceError where there is no store yet."""
-    from ratchet.store.reports.relative_judges import report_of
+    """Return the report on what the store holds. Raises CliError where there is no store yet."""
+    from ratchet.store.reports.relative_judges import read_learning_report
     from ratchet.store.store import open_store
 
     if settings.store is None and not settings.state.store.exists():
-        raise FaceError("nothing has run yet: there is no store to report on")
+        raise CliError("nothing has run yet: there is no store to report on")
     store = open_store(settings.store_url, create=False)
     try:
-        return report_of(store, settings.model)
+        return read_learning_report(store, settings.model)
     finally:
         store.close()
 
@@ -46,7 +46,7 @@ def lines(report: LearningReport) -> list[str]:
 
 
 def draw(report: LearningReport, path: Path) -> None:
-    """Draw the mean score by version with its intervals. Raises FaceError where matplotlib is missing."""
+    """Draw the mean score by version with its intervals. Raises CliError where matplotlib is missing."""
     plots = pyplot()
     figure, axes = plots.subplots(figsize=(8, 4.5), dpi=120)
     shown = [version for version in report.versions if version.count > 1]

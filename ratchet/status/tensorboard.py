@@ -5,28 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 from ratchet import options
-from ratchet.errors import FaceError
+from ratchet.errors import CliError
 from ratchet.settings import Settings
 
 
-def draw_tensorboard(settings: Settings, folder: Path) -> int:
+def write_tensorboard(settings: Settings, folder: Path) -> int:
     """Write every round and decision of the project's alias into a new folder; return how many points.
 
-    Raises FaceError where there is no store yet or the folder holds something, SettingError without tensorboard.
+    Raises CliError where there is no store yet or the folder holds something, SettingError without tensorboard.
     """
     from ratchet.trainer.observability.monitors.monitor_thread import check_installed, open_monitor, replay
 
     check_installed(["tensorboard"])
     if settings.store is None and not settings.state.store.exists():
-        raise FaceError("nothing has run yet: there is no store to read")
+        raise CliError("nothing has run yet: there is no store to read")
     if folder.exists() and any(folder.iterdir()):
-        raise FaceError(f"{folder} is not empty, and two tellings of one training would be drawn: name a new folder")
-    with options.opened_store(settings.store_url) as store:
+        raise CliError(f"{folder} is not empty, and two tellings of one training would be drawn: name a new folder")
+    with options.open_store_for_command(settings.store_url) as store:
         monitor = open_monitor("tensorboard", folder, settings.model)
         try:
             count = replay(store, settings.model, monitor)
         finally:
             monitor.close()
     if not count:
-        raise FaceError(f"the store holds no round of {settings.model} and no decision about it: set `model`")
+        raise CliError(f"the store holds no round of {settings.model} and no decision about it: set `model`")
     return count

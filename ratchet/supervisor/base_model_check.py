@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ratchet.errors import OtherBaseModel
 from ratchet.settings import Settings
-from ratchet.store.calls.trajectory_filter import Chosen
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.policies.base_models import BaseModel
 from ratchet.store.store import Store
 from ratchet.supervisor import vllm_command
@@ -35,13 +35,13 @@ def check(settings: Settings, store: Store, note: Callable[[str], None], *, serv
         note(f"base model {model}: reading its {size / 1e9:.1f} GB of weights once, to know them again")
     files = digests(folder, cache)
     known = store.base_models.of(settings.model)
-    if known is not None and (parts := known.differs_in(files)):
+    if known is not None and (parts := known.differing_parts(files)):
         if not store.base_models.forget(settings.model):
             raise OtherBaseModel(refusal(settings, store, known, model, files, parts))
         note(f"base model: {model} takes the place of {known.name}, on which nothing has run yet")
         known = None
     rests = known is None and _rests(settings, store)
-    store.base_models.take_up(settings.model, model, files=files)
+    store.base_models.register_base_model(settings.model, model, files=files)
     if not serves:  # how vLLM answers with the same files may change with its options: the proxy takes it up anew
         store.base_models.forget(settings.model, served_only=True)
     if rests:
@@ -76,4 +76,4 @@ def refusal(
 def _rests(settings: Settings, store: Store) -> bool:
     """Return whether versions or trajectories of before rest on a base model that nobody wrote down."""
     later = any(policy.version for policy in store.policies.all(settings.model))
-    return later or bool(store.trajectories.page(1, chosen=Chosen(alias=settings.model)))
+    return later or bool(store.trajectories.page(1, chosen=TrajectoryFilter(alias=settings.model)))

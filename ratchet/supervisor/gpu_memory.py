@@ -10,7 +10,7 @@ import os
 import subprocess
 from dataclasses import dataclass
 
-from ratchet.errors import GpuBusy
+from ratchet.errors import GpuMemoryTooLow
 from ratchet.trainer.settings.devices import VARIABLE
 
 _TIMEOUT = 20.0  # seconds
@@ -26,14 +26,14 @@ class Gpu:
     used: float
 
 
-def check_free(devices: str | None, share: float) -> None:
-    """Raise GpuBusy where the first GPU that vLLM sees has less free memory than the share that vLLM will take."""
+def check_gpu_memory(devices: str | None, share: float) -> None:
+    """Raise GpuMemoryTooLow where the first GPU that vLLM sees has less free memory than the share that vLLM will take."""
     seen = os.environ.get(VARIABLE) if devices is None else devices
     first = seen.split(",")[0].strip() if seen else "0"
     gpu = next((one for one in _gpus() if first == one.index or one.uuid.startswith(first)), None)
     if gpu is None or gpu.total - gpu.used >= share * gpu.total:
         return
-    raise GpuBusy(
+    raise GpuMemoryTooLow(
         f"GPU {gpu.index} has {gpu.total - gpu.used:.0f} of {gpu.total:.0f} MiB free and vLLM takes {share:.0%} of it; "
         f"{_holders(gpu)}: end them, set vllm.devices to another GPU, or lower vllm.gpu_memory_utilization"
     )

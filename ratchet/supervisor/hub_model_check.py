@@ -6,14 +6,14 @@ HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN, HF_HOME. Without that package nothing can
 
 from __future__ import annotations
 
-from ratchet.errors import ModelMissing
+from ratchet.errors import BaseModelNotFound
 
 _TIMEOUT = 10.0  # seconds
 _FILE = "config.json"
 
 
 def check(name: str) -> None:
-    """Raise ModelMissing, with the remedy, where neither the local cache nor the hub has the model."""
+    """Raise BaseModelNotFound, with the remedy, where neither the local cache nor the hub has the model."""
     try:
         from huggingface_hub import constants, try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
@@ -23,13 +23,15 @@ def check(name: str) -> None:
         if isinstance(try_to_load_from_cache(name, _FILE), str):
             return
     except HFValidationError as error:
-        raise ModelMissing(f"base model {name}: no folder and no hub name: {' '.join(str(error).split())}") from error
+        raise BaseModelNotFound(
+            f"base model {name}: no folder and no hub name: {' '.join(str(error).split())}"
+        ) from error
     if constants.HF_HUB_OFFLINE:
         said = "not in the local hub cache, and HF_HUB_OFFLINE is set: download it, or name a folder"
     else:
         said = _ask(name, constants.ENDPOINT)
     if said:
-        raise ModelMissing(f"base model {name}: no folder of that name here; taken as a hub name it is {said}")
+        raise BaseModelNotFound(f"base model {name}: no folder of that name here; taken as a hub name it is {said}")
 
 
 def _ask(name: str, hub: str) -> str:

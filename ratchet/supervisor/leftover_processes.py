@@ -14,35 +14,35 @@ import psutil
 from ratchet.settings.state_folder import ROOMS, StateFolder
 from ratchet.supervisor import pidfile, user_pidfile
 
-_LEASH_TIME = 16.0  # seconds: longer than the longest grace of a room
+_GUARD_TIMEOUT = 16.0  # seconds: longer than the longest grace of a room
 _KILL_TIME = 3.0
 
 
-def end_leftovers(state: StateFolder) -> list[str]:
-    """End every recorded room and leash that still runs; return the rooms' names."""
+def stop_leftover_processes(state: StateFolder) -> list[str]:
+    """End every recorded room and process_guard that still runs; return the rooms' names."""
     ended: list[str] = []
     found: list[psutil.Process] = []
     for room in ROOMS:
-        recorded = [pidfile.running(state.pid(f"{room}.leash")), pidfile.running(state.pid(room))]
+        recorded = [pidfile.running(state.pid(f"{room}.process_guard")), pidfile.running(state.pid(room))]
         running = [process for process in recorded if process is not None]
         if running:
             ended.append(f"{room} (pid {running[-1].pid})")
-            # The leash ends the room with all that it started; alone, the room is asked itself.
+            # The process_guard ends the room with all that it started; alone, the room is asked itself.
             found += [*running, *_below(running[0])]
             _quietly(running[0].terminate)
             _quietly(running[0].resume)  # a suspended process would not hear it
-    _, alive = psutil.wait_procs(found, timeout=_LEASH_TIME)
+    _, alive = psutil.wait_procs(found, timeout=_GUARD_TIMEOUT)
     for process in alive:
         kill_tree(process)
     psutil.wait_procs(alive, timeout=_KILL_TIME)
     for room in ROOMS:
-        for name in (room, f"{room}.leash"):
+        for name in (room, f"{room}.process_guard"):
             pidfile.remove(state.pid(name))
     pidfile.remove(state.running)
     return ended
 
 
-def end_supervisor(state: StateFolder, within: float) -> int | None:
+def stop_supervisor(state: StateFolder, within: float) -> int | None:
     """Ask a running `ratchet up` to stop and wait; return its pid, None where there is none."""
     process = user_pidfile.running(state)
     if process is None:

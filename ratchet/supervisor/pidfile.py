@@ -17,7 +17,7 @@ _SAME_BIRTH = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
+class ProcessIdentity:
     """A process: its pid and when it was born (Unix seconds)."""
 
     pid: int
@@ -34,10 +34,10 @@ class Birth:
         return process
 
 
-def write(path: Path, pid: int) -> Birth | None:
+def write(path: Path, pid: int) -> ProcessIdentity | None:
     """Record a running process; None where it has already ended."""
     try:
-        birth = Birth(pid, psutil.Process(pid).create_time())
+        birth = ProcessIdentity(pid, psutil.Process(pid).create_time())
     except psutil.Error:
         return None
     aside = path.with_name(f"{path.name}.{os.getpid()}")
@@ -46,11 +46,11 @@ def write(path: Path, pid: int) -> Birth | None:
     return birth
 
 
-def read(path: Path) -> Birth | None:
+def read(path: Path) -> ProcessIdentity | None:
     """Return what a pid file names, running or not; None where there is none or it is no pid file."""
     try:
         pid, born = path.read_text().split()
-        return Birth(int(pid), float(born))
+        return ProcessIdentity(int(pid), float(born))
     except (OSError, ValueError):
         return None
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from ratchet.errors import PortBusy
+from ratchet.errors import PortInUse
 
 _TRIES = 200
 
@@ -56,7 +56,7 @@ def holder(port: int) -> Holder | None:
 def choose(name: str, setting: str, host: str, port: int, *, fixed: bool, taken: set[int]) -> int:
     """Return the port for a room: `port` if it is free, else the next free one unless the user fixed it.
 
-    0 takes any free port. `taken` are ports that other rooms of this project are about to use. Raises PortBusy, naming
+    0 takes any free port. `taken` are ports that other rooms of this project are about to use. Raises PortInUse, naming
     the holder.
     """
     if port == 0:
@@ -68,11 +68,11 @@ def choose(name: str, setting: str, host: str, port: int, *, fixed: bool, taken:
         by = f"held by pid {who.pid} ({who.command[:200]})" if who else "held by a process that this user cannot see"
         if port in taken:
             by = "given to another room of this project"
-        raise PortBusy(f"{name}: port {port} is {by}; stop it, or set {setting} to a free port")
+        raise PortInUse(f"{name}: port {port} is {by}; stop it, or set {setting} to a free port")
     for candidate in range(port + 1, port + _TRIES):
         if candidate not in taken and is_free(host, candidate):
             return candidate
-    raise PortBusy(f"{name}: no free port from {port} to {port + _TRIES - 1}; set {setting} to a free port")
+    raise PortInUse(f"{name}: no free port from {port} to {port + _TRIES - 1}; set {setting} to a free port")
 
 
 def _any_free(host: str, taken: set[int]) -> int:

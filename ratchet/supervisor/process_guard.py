@@ -1,11 +1,11 @@
-"""The leash: a small parent process that no room outlives.
+"""The process_guard: a small parent process that no room outlives.
 
-    python -I -S leash.py GRACE COMMAND...          (stdin: a pipe whose other end only the supervisor holds)
+    python -I -S process_guard.py GRACE COMMAND...          (stdin: a pipe whose other end only the supervisor holds)
 
 Promises, on Linux: when the supervisor ends in any way, SIGKILL among them, the pipe closes and the room gets SIGTERM,
 then SIGKILL after GRACE seconds, and so does everything that the room started, also what left its process group. When
-the leash itself is killed, the kernel sends the room SIGTERM. SIGTERM to the leash ends the room in the same way. The
-leash ends last, with the room's exit code (128 + number for a signal). The first line on stdout is the room's pid;
+the process_guard itself is killed, the kernel sends the room SIGTERM. SIGTERM to the process_guard ends the room in the same way. The
+process_guard ends last, with the room's exit code (128 + number for a signal). The first line on stdout is the room's pid;
 after it, stdout is not used. Elsewhere than on Linux only the room's process group is ended.
 
 Stands alone: only the standard library, no other module of Ratchet, so that it starts in some 30 ms.
@@ -30,12 +30,12 @@ _LEFTOVER_GRACE = 3.0  # seconds that a room's children get once the room itself
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command on the leash; return its exit code."""
+    """Run the command on the process_guard; return its exit code."""
     grace, command = float(arguments[0]), arguments[1:]
     wake = _wake_on(signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the supervisor starts it with signals held back
     if _LINUX:
-        # Orphans of the room become children of the leash, so that it finds them whatever group they are in.
+        # Orphans of the room become children of the process_guard, so that it finds them whatever group they are in.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     room = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=sys.stderr, process_group=0, preexec_fn=_die_with_parent(os.getpid())
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     _wait_for_end(room, wake)
     if room.poll() is None:
         _stop(room, grace)
-    _end_leftovers(room.pid)
+    _stop_leftovers(room.pid)
     code = room.returncode
     return code if code >= 0 else 128 - code
 
@@ -62,7 +62,7 @@ def _wake_on(*signals: int) -> int:
 
 
 def _wait_for_end(room: subprocess.Popen[bytes], wake: int) -> None:
-    """Return when the room has ended, the pipe has closed, or the leash was told to stop."""
+    """Return when the room has ended, the pipe has closed, or the process_guard was told to stop."""
     while room.poll() is None:
         readable, _, _ = select.select([0, wake], [], [])
         if 0 in readable and not os.read(0, 4096):
@@ -80,7 +80,7 @@ def _stop(room: subprocess.Popen[bytes], grace: float) -> None:
         room.wait()
 
 
-def _end_leftovers(group: int) -> None:
+def _stop_leftovers(group: int) -> None:
     """End what the room left behind: first kindly, then not."""
     _signal_all(group, signal.SIGTERM)
     deadline = time.monotonic() + _LEFTOVER_GRACE
@@ -111,7 +111,7 @@ def _signal_all(group: int, number: int) -> None:
 
 
 def _reap() -> None:
-    """Take in every child that has ended; the leash is their last parent."""
+    """Take in every child that has ended; the process_guard is their last parent."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -138,7 +138,7 @@ def _descendants(ancestor: int) -> Iterator[int]:
 
 
 def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """For between fork and exec: ask the kernel to end the room when the leash ends."""
+    """For between fork and exec: ask the kernel to end the room when the process_guard ends."""
     if not _LINUX:
         return None
 

@@ -2,7 +2,7 @@
 
 Promises: the other rooms are left alone meanwhile; each death is told at once, with the end of the room's log, and is
 an alarm in the store until the room is back; a room that dies more often than `most` times within `WINDOW` is given up.
-Without its trainer a project goes on serving and recording, and says so; without vLLM or the proxy it ends (RoomDied).
+Without its trainer a project goes on serving and recording, and says so; without vLLM or the proxy it ends (ServiceExited).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ratchet.errors import RoomDied
+from ratchet.errors import ServiceExited
 from ratchet.settings.state_folder import StateFolder
 from ratchet.supervisor import signals
 from ratchet.supervisor.events import Event
-from ratchet.supervisor.service_process import Child
+from ratchet.supervisor.service_process import ServiceProcess
 
 WINDOW = 600.0  # seconds in which deaths are counted
 _LONGEST_PAUSE = 30.0  # seconds
@@ -26,7 +26,7 @@ _DISPENSABLE = ("trainer",)
 RaiseAlarm = Callable[[str, str | None], None]  # room, reason; None: the alarm is over
 
 
-class Deaths:
+class RestartBackoff:
     """How often one room died. Pure; `now` is monotonic seconds."""
 
     def __init__(self, most: int) -> None:
@@ -46,22 +46,22 @@ class Deaths:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _ManagedService:
     """A room under upkeep: it runs and is ready, or is starting, or starts again at `again_at`, or was given up."""
 
-    deaths: Deaths
+    deaths: RestartBackoff
     starting: bool = False
     again_at: float | None = None
     given_up: bool = False
     reason: str = ""
 
 
-class Upkeep:
+class RestartManager:
     """The upkeep of `children`, in which a room that is started again takes the place of the one that died."""
 
     def __init__(
         self,
-        children: list[Child],
+        children: list[ServiceProcess],
         state: StateFolder,
         most: int,
         on_event: Callable[[Event], None],
@@ -72,7 +72,7 @@ class Upkeep:
         self._most = most
         self._on_event = on_event
         self._alarm = alarm
-        self._kept = {child.room.name: _Kept(Deaths(most)) for child in children}
+        self._kept = {child.room.name: _ManagedService(RestartBackoff(most)) for child in children}
 
     def deaths(self) -> dict[str, dict[str, Any]]:
         """Return, by room that died, how often, why last, and whether it was given up."""
@@ -83,7 +83,7 @@ class Upkeep:
         }
 
     def turn(self, now: float) -> bool:
-        """Do what is due; return whether a room died or was started. Raises RoomDied."""
+        """Do what is due; return whether a room died or was started. Raises ServiceExited."""
         changed = [self._look(place, now) for place in range(len(self._children))]
         return any(changed)
 
@@ -98,14 +98,14 @@ class Upkeep:
             return self._died(child, kept, child.ending(), now)
         return kept.starting and self._wait(child, kept, now)
 
-    def _start(self, place: int, kept: _Kept) -> bool:
+    def _start(self, place: int, kept: _ManagedService) -> bool:
         room = self._children[place].room
-        with signals.held_back():  # a child that was started is a child that will be stopped
-            self._children[place] = Child(room, self._state)
+        with signals.defer_signals():  # a child that was started is a child that will be stopped
+            self._children[place] = ServiceProcess(room, self._state)
         kept.starting, kept.again_at = True, None
         return True
 
-    def _wait(self, child: Child, kept: _Kept, now: float) -> bool:
+    def _wait(self, child: ServiceProcess, kept: _ManagedService, now: float) -> bool:
         """Look whether a room that was started again is ready; one that takes too long is ended, as if it had died."""
         seconds = now - child.started_at
         if child.room.ready():
@@ -118,7 +118,7 @@ class Upkeep:
         child.finish_stop(time.monotonic() + child.room.grace)
         return self._died(child, kept, f"was not ready within {child.room.start_timeout_seconds:.0f} s", now)
 
-    def _died(self, child: Child, kept: _Kept, ending: str, now: float) -> bool:
+    def _died(self, child: ServiceProcess, kept: _ManagedService, ending: str, now: float) -> bool:
         child.finish_stop(time.monotonic() + child.room.grace)
         name, pause = child.room.name, kept.deaths.died(now)
         kept.reason = f"{name} (pid {child.pid}) {ending}"
@@ -130,7 +130,7 @@ class Upkeep:
             return True
         kept.given_up = True
         if name not in _DISPENSABLE:
-            raise RoomDied(f"{self._too_often(kept)}; the others are being stopped. {log}")
+            raise ServiceExited(f"{self._too_often(kept)}; the others are being stopped. {log}")
         self._tell(
             name,
             f"{self._too_often(kept)}; it is not started again: agents are served and recorded, nothing is trained "
@@ -139,7 +139,7 @@ class Upkeep:
         )
         return True
 
-    def _too_often(self, kept: _Kept) -> str:
+    def _too_often(self, kept: _ManagedService) -> str:
         if not self._most:
             return kept.reason
         return f"{kept.reason}; it has died {self._most + 1} times within {WINDOW / 60:.0f} minutes (restarts)"

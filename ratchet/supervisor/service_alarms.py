@@ -27,7 +27,7 @@ def clear_all(store: Store) -> None:
         store.alarms.clear(name_of(room))
 
 
-class RoomAlarms:
+class ServiceAlarms:
     """Call it with a room and the reason, or with None where its alarm is over."""
 
     def __init__(self, open_store: Callable[[], Store], on_event: Callable[[Event], None]) -> None:

@@ -1,6 +1,6 @@
-"""One room as a child process on its leash: started, watched, stopped.
+"""One room as a child process on its process_guard: started, watched, stopped.
 
-Promises: the room and its leash are recorded by pid and birth before `start` returns; closing this process's end of the
+Promises: the room and its process_guard are recorded by pid and birth before `start` returns; closing this process's end of the
 pipe, on purpose or by its death, ends the room and all that it started.
 """
 
@@ -20,20 +20,20 @@ from ratchet.supervisor import pidfile
 from ratchet.supervisor.leftover_processes import kill_tree
 from ratchet.supervisor.services import Room
 
-_LEASH = Path(__file__).with_name("process_guard.py")
+_PROCESS_GUARD = Path(__file__).with_name("process_guard.py")
 _TAIL_LINES = 12
 _KILL_TIME = 3.0  # seconds
 _TAIL_BYTES = 16_384
 
 
-class Child:
+class ServiceProcess:
     """A started room."""
 
     def __init__(self, room: Room, state: StateFolder) -> None:
         self.room = room
         self.log = state.log(room.name)
         self.started_at = time.monotonic()
-        self._pids = (state.pid(room.name), state.pid(f"{room.name}.leash"))
+        self._pids = (state.pid(room.name), state.pid(f"{room.name}.process_guard"))
         if self.log.exists():
             self.log.replace(self.log.with_suffix(".1.log"))  # why the last run ended stays readable
         with self.log.open("wb") as log:
@@ -41,7 +41,7 @@ class Child:
                 log.write(f"{room.heading}\n".encode())
                 log.flush()
             self._leash = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_LEASH), str(room.grace), *room.command],
+                [sys.executable, "-I", "-S", str(_PROCESS_GUARD), str(room.grace), *room.command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -85,24 +85,24 @@ class Child:
         return "\n".join(f"    {line}" for line in lines[-_TAIL_LINES:])
 
     def begin_stop(self) -> None:
-        """Close the pipe: the leash now ends the room."""
+        """Close the pipe: the process_guard now ends the room."""
         if self._leash.stdin and not self._leash.stdin.closed:
             self._leash.stdin.close()
 
     def finish_stop(self, deadline: float) -> None:
-        """Wait for the end until `deadline` (monotonic), then end leash and room by force."""
+        """Wait for the end until `deadline` (monotonic), then end process_guard and room by force."""
         self.begin_stop()
         try:
             self._leash.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._kill(deadline)
             self._leash.wait()
-        self._kill(deadline)  # a leash that was killed has only asked the room to end
+        self._kill(deadline)  # a process_guard that was killed has only asked the room to end
         for path in self._pids:
             pidfile.remove(path)
 
     def _kill(self, deadline: float) -> None:
-        """End what still runs of leash and room by force, at `deadline`."""
+        """End what still runs of process_guard and room by force, at `deadline`."""
         running = [process for birth in self._births if (process := birth.process()) is not None]
         _, alive = psutil.wait_procs(running, max(0.0, deadline - time.monotonic()))
         for process in alive:

@@ -18,7 +18,7 @@ import yaml
 
 from ratchet import urls
 from ratchet.settings import OTHER_VARIABLES, PREFIX, Settings
-from ratchet.settings.masking import has_password, shown_arguments, shown_store, shown_variables
+from ratchet.settings.masking import has_password, mask_arguments, mask_store_url, mask_variables
 from ratchet.supervisor import gpu_memory, ports, vllm_command
 from ratchet.supervisor.judge_check import check_judge
 from ratchet.trainer.settings.devices import pinned
@@ -66,33 +66,33 @@ class Plan:
 def plan(settings: Settings, *, config: Path) -> Plan:
     """Return the rooms of a project; `config` is where the resolved settings will be written.
 
-    Raises EngineMissing, GpuBusy, ModelMissing, PortBusy or SettingsError.
+    Raises VllmNotFound, GpuMemoryTooLow, BaseModelNotFound, PortInUse or SettingsError.
     """
     vllm_command.check_installed(settings)
     model = vllm_command.check_model(settings.base_model)
-    if vllm_command.sees_a_gpu(settings):
-        gpu_memory.check_free(settings.vllm.devices, settings.vllm.gpu_memory_utilization)
+    if vllm_command.has_visible_gpu(settings):
+        gpu_memory.check_gpu_memory(settings.vllm.devices, settings.vllm.gpu_memory_utilization)
     settings, notes = _with_ports(settings)
     if not vllm_command.is_folder(model):
         notes.append(f"base model {model}: no folder of that name here; taken as a hub name")
     proxy_url = urls.url(settings.proxy_settings().host, settings.proxy["port"])
     vllm_url = urls.url(settings.vllm.host, settings.vllm.port)
     vllm = vllm_command.plan(settings, settings.vllm.port)
-    rooms = [_vllm_room(settings, vllm, vllm_url), _proxy_room(settings, proxy_url, config)]
+    rooms = [_vllm_service(settings, vllm, vllm_url), _proxy_service(settings, proxy_url, config)]
     if settings.has_judge:
-        check_judge(settings, _for_a_room(settings))
-        rooms.append(_trainer_room(settings, config))
+        check_judge(settings, _service_environment(settings))
+        rooms.append(_trainer_service(settings, config))
     else:
         notes.append("no judge is named (trainer.judge): calls are recorded, nothing is trained")
     return Plan(tuple(rooms), vllm, vllm_url, proxy_url, tuple(notes), settings)
 
 
-def write_resolved(settings: Settings, file: Path) -> None:
+def write_resolved_settings(settings: Settings, file: Path) -> None:
     """Write the settings for the rooms, without what is secret: they get the store's password by variable."""
     content = settings.model_dump(mode="json")
-    content["vllm"]["env"] = shown_variables(settings.vllm.env)
-    content["vllm"]["extra_args"] = list(shown_arguments(settings.vllm.extra_args))
-    content["store"] = settings.store and shown_store(settings.store)
+    content["vllm"]["env"] = mask_variables(settings.vllm.env)
+    content["vllm"]["extra_args"] = list(mask_arguments(settings.vllm.extra_args))
+    content["store"] = settings.store and mask_store_url(settings.store)
     file.touch(mode=0o600)
     file.write_text(yaml.safe_dump(content, sort_keys=False))
 
@@ -125,7 +125,7 @@ def _with_ports(settings: Settings) -> tuple[Settings, list[str]]:
     return settings.model_copy(update=changes), notes
 
 
-def _vllm_room(settings: Settings, vllm: vllm_command.Engine, url: str) -> Room:
+def _vllm_service(settings: Settings, vllm: vllm_command.Engine, url: str) -> Room:
     environment = _without_settings(os.environ) | dict(vllm.environment)
     return Room(
         name="vllm",
@@ -138,23 +138,23 @@ def _vllm_room(settings: Settings, vllm: vllm_command.Engine, url: str) -> Room:
     )
 
 
-def _proxy_room(settings: Settings, url: str, config: Path) -> Room:
+def _proxy_service(settings: Settings, url: str, config: Path) -> Room:
     return Room(
         name="proxy",
         command=(sys.executable, "-m", "ratchet", "--config", str(config), "proxy"),
-        environment=_for_a_room(settings),
+        environment=_service_environment(settings),
         ready=lambda: _answers(f"{url}/health/ready"),
         start_timeout_seconds=settings.vllm.start_timeout_seconds,
         grace=_DRAIN + 4.0,
     )
 
 
-def _trainer_room(settings: Settings, config: Path) -> Room:
+def _trainer_service(settings: Settings, config: Path) -> Room:
     log = settings.state.log("trainer")
     return Room(
         name="trainer",
         command=(sys.executable, "-m", *_launcher(settings), "ratchet", "--config", str(config), "trainer"),
-        environment=_for_a_room(settings) | pinned(settings.trainer_devices),
+        environment=_service_environment(settings) | pinned(settings.trainer_devices),
         ready=lambda: _TRAINER_READY in log.read_bytes(),
         start_timeout_seconds=settings.vllm.start_timeout_seconds,
         grace=10.0,
@@ -171,7 +171,7 @@ def _launcher(settings: Settings) -> tuple[str, ...]:
     return ("accelerate.commands.launch", "--multi_gpu", *named, "-m")
 
 
-def _for_a_room(settings: Settings) -> dict[str, str]:
+def _service_environment(settings: Settings) -> dict[str, str]:
     """Return the environment of a room that uses the store."""
     environment = _without_settings(os.environ)
     if has_password(settings.store_url):

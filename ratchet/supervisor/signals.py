@@ -32,7 +32,7 @@ def _first(number: int, _: FrameType | None) -> None:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Let no signal come between the lines of the block; it arrives after them. Children inherit this."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:

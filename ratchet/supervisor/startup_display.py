@@ -20,7 +20,7 @@ from rich.progress import (
 from ratchet.supervisor.events import Event
 
 
-class Display:
+class StartupDisplay:
     """Call it with each event; use it as a context so that the cursor comes back."""
 
     def __init__(self) -> None:

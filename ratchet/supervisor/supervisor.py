@@ -2,8 +2,8 @@
 
     with Supervisor(settings) as project:        # returns when every room is ready
         agent(base_url=project.plan.base_url)
-        project.check()                          # raises RoomDied if a room has ended
-        project.watch()                          # or: starts again what dies, and raises RoomDied where that is no use
+        project.check()                          # raises ServiceExited if a room has ended
+        project.watch()                          # or: starts again what dies, and raises ServiceExited where that is no use
 
 Promises: one supervisor a project; nothing outlives it, however it ends; a room that dies is named with the end of its
 log; rooms are stopped vLLM last, so that nothing recorded is lost. What it does is told through `on_event`; it prints
@@ -20,17 +20,17 @@ from types import TracebackType
 from typing import Any, Self
 
 from ratchet import __version__
-from ratchet.errors import RoomDied, RoomSlow
+from ratchet.errors import ServiceExited, ServiceStartTimeout
 from ratchet.proxy.coordinator.keys import key_cache
 from ratchet.settings import Settings
-from ratchet.settings.masking import shown_store
+from ratchet.settings.masking import mask_store_url
 from ratchet.supervisor import base_model_check, hub_model_check, service_alarms, services, signals
 from ratchet.supervisor import vllm_command as engine
 from ratchet.supervisor.events import Event, ignore
-from ratchet.supervisor.leftover_processes import end_leftovers
+from ratchet.supervisor.leftover_processes import stop_leftover_processes
 from ratchet.supervisor.project_lock import ProjectLock
-from ratchet.supervisor.restarts import Upkeep
-from ratchet.supervisor.service_process import Child
+from ratchet.supervisor.restarts import RestartManager
+from ratchet.supervisor.service_process import ServiceProcess
 from ratchet.supervisor.services import Plan
 
 _POLL = 0.1  # seconds
@@ -49,7 +49,7 @@ class Supervisor:
         self.settings = settings
         self.state = settings.state
         self._on_event = on_event
-        self._children: list[Child] = []
+        self._children: list[ServiceProcess] = []
         self._lock = lock
         self._plan: Plan | None = None
         self._base_is_known = False
@@ -82,7 +82,7 @@ class Supervisor:
     def prepare(self) -> Plan:
         """Check everything that can be checked, take the project, choose ports; start nothing yet.
 
-        Raises DiskFull, AlreadyRunning, EngineMissing, ModelMissing, OtherBaseModel, PortBusy, SettingsError and
+        Raises DiskFull, AlreadyRunning, VllmNotFound, BaseModelNotFound, OtherBaseModel, PortInUse, SettingsError and
         StoreError.
         """
         engine.check_installed(self.settings)
@@ -92,7 +92,7 @@ class Supervisor:
             self._lock = ProjectLock(self.state)
         if not engine.is_folder(model):
             hub_model_check.check(model)
-        for name in end_leftovers(self.state):
+        for name in stop_leftover_processes(self.state):
             self._note(f"{name} was left over from a run that was killed; it is stopped now")
         self._plan = services.plan(self.settings, config=self.state.resolved)
         self._prepare_store()
@@ -101,15 +101,15 @@ class Supervisor:
         return self._plan
 
     def start(self) -> None:
-        """Start every room and return when all are ready. Raises what `prepare` does, RoomDied or RoomSlow."""
+        """Start every room and return when all are ready. Raises what `prepare` does, ServiceExited or ServiceStartTimeout."""
         if self._plan is None:
             self.prepare()
         began = time.monotonic()
-        services.write_resolved(self.plan.settings, self.state.resolved)
+        services.write_resolved_settings(self.plan.settings, self.state.resolved)
         for room in self.plan.rooms:
             self._on_event(Event("starting", room.name))
-            with signals.held_back():  # a child that was started is a child that will be stopped
-                self._children.append(Child(room, self.state))
+            with signals.defer_signals():  # a child that was started is a child that will be stopped
+                self._children.append(ServiceProcess(room, self.state))
         self._record()
         self._wait_until_ready()
         if not self._base_is_known:  # vLLM has downloaded it by now
@@ -118,21 +118,21 @@ class Supervisor:
         self._on_event(Event("all_ready", text=self.plan.base_url, seconds=time.monotonic() - began))
 
     def check(self) -> None:
-        """Raise RoomDied if a room has ended."""
+        """Raise ServiceExited if a room has ended."""
         for child in self._children:
             if child.exit_code is not None:
-                raise RoomDied(
+                raise ServiceExited(
                     f"{child.room.name} (pid {child.pid}) {child.ending()}; the others are being stopped. "
                     f"Its log is {child.log}; it ends with:\n{child.tail()}"
                 )
 
     def watch(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Keep the rooms up until `stopped` says so. Raises RoomDied where one that is needed dies again and again."""
+        """Keep the rooms up until `stopped` says so. Raises ServiceExited where one that is needed dies again and again."""
         from ratchet.store.store import open_store
 
         url = self.settings.store_url
-        alarms = service_alarms.RoomAlarms(lambda: open_store(url, create=False), self._on_event)
-        upkeep = Upkeep(self._children, self.state, self.settings.restarts, self._on_event, alarms)
+        alarms = service_alarms.ServiceAlarms(lambda: open_store(url, create=False), self._on_event)
+        upkeep = RestartManager(self._children, self.state, self.settings.restarts, self._on_event, alarms)
         while not stopped():
             if upkeep.turn(time.monotonic()):
                 self._record(ready=True, died=upkeep.deaths())
@@ -142,12 +142,12 @@ class Supervisor:
         """Stop every room; safe at any moment and more than once. Ctrl-C does not break it."""
         with signals.ignored():
             if self._children:
-                self._stop_rooms()
+                self._stop_services()
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
 
-    def _stop_rooms(self) -> None:
+    def _stop_services(self) -> None:
         began = time.monotonic()
         self._on_event(Event("stopping"))
         # vLLM last: until then the proxy ends its running calls and drains its journal.
@@ -167,7 +167,7 @@ class Supervisor:
 
         store = open_store(self.settings.store_url)
         try:
-            key_cache.refuse_open_host(self.settings.proxy_settings(), store.keys.all())
+            key_cache.check_host_has_keys(self.settings.proxy_settings(), store.keys.all())
             store.policies.register_base(self.settings.model, engine.served_name(self.settings.model))
             self._base_is_known = base_model_check.check(self.settings, store, self._note)
             service_alarms.clear_all(store)
@@ -196,7 +196,7 @@ class Supervisor:
                     waiting.remove(child)
                     self._on_event(Event("ready", child.room.name, seconds=seconds))
                 elif seconds > child.room.start_timeout_seconds:
-                    raise RoomSlow(
+                    raise ServiceStartTimeout(
                         f"{child.room.name} was not ready within {child.room.start_timeout_seconds:.0f} s "
                         f"(vllm.start_timeout_seconds). Its log is {child.log}; it ends with:\n{child.tail()}"
                     )
@@ -218,7 +218,7 @@ class Supervisor:
             "console": self.plan.console,
             "vllm_url": self.plan.vllm_url,
             "vllm_command": str(self.plan.vllm),
-            "store": shown_store(self.settings.store_url),
+            "store": mask_store_url(self.settings.store_url),
             "started_at": time.time(),
             "rooms": self.pids,
             "died": died or {},

@@ -10,13 +10,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ratchet.errors import FaceError
+from ratchet.errors import CliError
 from ratchet.settings import Settings
 from ratchet.settings.state_folder import StateFolder
 from ratchet.supervisor import pidfile, signals, user_pidfile
-from ratchet.supervisor.leftover_processes import end_leftovers, end_supervisor
+from ratchet.supervisor.leftover_processes import stop_leftover_processes, stop_supervisor
 from ratchet.supervisor.project_lock import already_running
-from ratchet.supervisor.startup_display import Display
+from ratchet.supervisor.startup_display import StartupDisplay
 from ratchet.supervisor.supervisor import Supervisor
 
 _SUPERVISOR_TIME = 20.0  # seconds for an `up` to stop its rooms
@@ -26,11 +26,11 @@ _POLL = 0.1
 def run(settings: Settings) -> None:
     """Start the rooms and hold them until Ctrl-C, SIGTERM, or the death of one."""
     signals.install()
-    with Display() as show:
+    with StartupDisplay() as show:
         supervisor = Supervisor(settings, show)
         try:
             plan = supervisor.prepare()
-            print(started_line(settings), flush=True)
+            print(describe_vllm_start(settings), flush=True)
             supervisor.start()
             print(f"base_url: {plan.base_url}   model: {settings.model}   (Ctrl-C stops everything)", flush=True)
             if plan.console:
@@ -40,7 +40,7 @@ def run(settings: Settings) -> None:
             supervisor.stop()
 
 
-def started_line(settings: Settings) -> str:
+def describe_vllm_start(settings: Settings) -> str:
     """Return what is said of vLLM when it is started: its command is long, and stands at the head of its log."""
     return f"vLLM: starting {settings.base_model}; its command stands in {settings.state.log('vllm')}"
 
@@ -65,12 +65,12 @@ def run_detached(settings: Settings, arguments: Sequence[str]) -> dict[str, Any]
             env=os.environ,
             start_new_session=True,
         )
-    with Display():
+    with StartupDisplay():
         try:
-            while not _is_ready(found := read_running(state), behind.pid):
+            while not _is_ready(found := read_run_state(state), behind.pid):
                 if behind.poll() is not None:
                     said = log.read_text(errors="replace").strip()
-                    raise FaceError(said.rpartition("ratchet: ")[2] or f"it ended without a word; its log is {log}")
+                    raise CliError(said.rpartition("ratchet: ")[2] or f"it ended without a word; its log is {log}")
                 time.sleep(_POLL)
         except BaseException:
             behind.terminate()
@@ -103,15 +103,15 @@ def down(settings: Settings) -> list[str]:
     lost = user_pidfile.orphaned_pid(state)
     rooms = [name for name in ("vllm", "proxy", "trainer") if pidfile.running(state.pid(name))]
     pids = {name: birth.pid for name in rooms if (birth := pidfile.read(state.pid(name)))}
-    supervisor = end_supervisor(state, within=_SUPERVISOR_TIME)
-    end_leftovers(state)
+    supervisor = stop_supervisor(state, within=_SUPERVISOR_TIME)
+    stop_leftover_processes(state)
     ended = [f"{name} (pid {pid})" for name, pid in pids.items()]
     if lost is not None:
         return [f"up (pid {lost}) with its rooms, whose state folder {state.root} was deleted while they ran"]
     return ([f"up (pid {supervisor})"] if supervisor else []) + ended
 
 
-def read_running(state: StateFolder) -> dict[str, Any]:
+def read_run_state(state: StateFolder) -> dict[str, Any]:
     """Return what `up` wrote about what it started; empty where nothing runs, also if a killed `up` left its file."""
     process = pidfile.running(state.pid("up"))
     if process is None:

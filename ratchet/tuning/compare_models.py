@@ -44,7 +44,7 @@ def compare(settings: Settings, asked: Asked) -> tuple[Request, Selection]:
 
     Raises TuningError, UsageError, and what `context.opened` raises.
     """
-    with context.opened(context.as_begun(settings, asked.resume)) as bench:
+    with context.opened(context.with_run_settings(settings, asked.resume)) as bench:
         from ratchet.tuner.selection.model_selection import ModelSelector
 
         request, run = _resumed(bench, asked.resume, asked.kind) if asked.resume else _begun(bench, asked)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ratchet.tuner.rollouts.scoring import Scorer
     from ratchet.tuner.settings.tuner_settings import TunerSettings
 
-NOT_SHOWN = 3  # exit code where nothing is shown to be better, and --fail-unless-better is given
+EXIT_NOT_BETTER = 3  # exit code where nothing is shown to be better, and --fail-unless-better is given
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _OPTIONS = (
@@ -44,11 +44,13 @@ _OPTIONS = (
 
 
 fail_unless_better = click.option(
-    "--fail-unless-better", is_flag=True, help=f"End with {NOT_SHOWN} where nothing is shown to be better, for scripts."
+    "--fail-unless-better",
+    is_flag=True,
+    help=f"End with {EXIT_NOT_BETTER} where nothing is shown to be better, for scripts.",
 )
 
 
-def rollout_options(command: _Command) -> _Command:
+def add_rollout_options(command: _Command) -> _Command:
     """Give a command the options of everything that makes rollouts."""
     for option in reversed(_OPTIONS):
         command = option(command)
@@ -56,17 +58,17 @@ def rollout_options(command: _Command) -> _Command:
 
 
 def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
-    """Return the settings of the running project, with the options that `rollout_options` gave laid over them."""
+    """Return the settings of the running project, with the options that `add_rollout_options` gave laid over them."""
     tuner = ("tasks", "test_size", "workflow", "attempts", "concurrency", "seed")
     names = {"judge": "trainer.judge", "proxy": "tuner.proxy_url"} | {name: f"tuner.{name}" for name in tuner}
-    return options.running_settings_of(context, {names.get(key, key): value for key, value in given.items()})
+    return options.project_settings_of(context, {names.get(key, key): value for key, value in given.items()})
 
 
-def as_begun(settings: Settings, run: str | None) -> Settings:
+def with_run_settings(settings: Settings, run: str | None) -> Settings:
     """Return the settings with workflow and judge of the run that goes on, where none are named. Raises StoreError."""
     if run is None:
         return settings
-    with options.opened_store(settings.store_url, create=False) as store:
+    with options.open_store_for_command(settings.store_url, create=False) as store:
         config = store.tunings.get(run).config
     tuner, trainer = dict(settings.tuner), dict(settings.trainer)
     if tuner.get("workflow") is None and (workflow := config.get("workflow")):
@@ -118,7 +120,7 @@ def task_set_of(settings: Settings, source: str) -> TaskSet:
 @contextmanager
 def opened(settings: Settings) -> Iterator[Bench]:
     """Open what the settings name. Raises SettingsError, WorkflowError, JudgeError, StoreError."""
-    from ratchet.trainer.observability.progress import Progress, for_a_person
+    from ratchet.trainer.observability.progress import Progress, format_for_terminal
     from ratchet.tuner.rollouts.prices import prices_of
     from ratchet.tuner.rollouts.runner import RolloutRunner
     from ratchet.tuner.rollouts.scoring import Scorer
@@ -128,9 +130,9 @@ def opened(settings: Settings) -> Iterator[Bench]:
     if tuner.workflow is None:
         raise click.UsageError("no workflow is named: give --workflow module:function, or set tuner.workflow")
     workflow = load_workflow(tuner.workflow)
-    progress = Progress(for_a_person())
-    proxy_url, key = tuner.proxy_url or proxy_of(settings), first_key()
-    with options.opened_store(settings.store_url) as store, judge_of(settings) as judge:
+    progress = Progress(format_for_terminal())
+    proxy_url, key = tuner.proxy_url or proxy_of(settings), first_api_key()
+    with options.open_store_for_command(settings.store_url) as store, judge_of(settings) as judge:
         hold = Hold(store)
         yield Bench(
             settings=settings, tuner=tuner, store=store, proxy_url=proxy_url, api_key=key, progress=progress, hold=hold,
@@ -167,6 +169,6 @@ def proxy_of(settings: Settings) -> str:
         return url(own.host, own.port)
 
 
-def first_key() -> str | None:
+def first_api_key() -> str | None:
     """Return the key that the rollouts send: the first of RATCHET_API_KEYS."""
     return os.environ.get("RATCHET_API_KEYS", "").split(",")[0].strip() or None

@@ -38,7 +38,7 @@ class Hold:
 
     @contextmanager
     def on(self, run: str, command: str | None = None, *, resume: bool = False) -> Iterator[Tuning]:
-        """Have a run that was begun here, or go on with one. Raises LeaseHeld, ForbiddenChange, UnknownRecord.
+        """Have a run that was begun here, or go on with one. Raises LeaseTaken, InvalidTransition, RecordNotFound.
 
         `command` is what goes on with a run of this kind; None: nothing does.
         """

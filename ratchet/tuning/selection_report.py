@@ -62,7 +62,7 @@ def choice(selection: Selection) -> str:
 def draw(selection: Selection, path: Path) -> None:
     """Draw every candidate's score with its interval, and beside it what a rollout costs: money, or tokens."""
     plots = pyplot()
-    priced = any(one.money_per_rollout is not None for one in selection.figures)
+    priced = any(one.cost_per_rollout is not None for one in selection.figures)
     figure, (left, right) = plots.subplots(1, 2, figsize=(9, 1.6 + 0.5 * len(selection.figures)), dpi=120, sharey=True)
     names = []
     for place, (standing, figures) in enumerate(zip(selection.ranking.standings, selection.figures, strict=True)):
@@ -70,7 +70,7 @@ def draw(selection: Selection, path: Path) -> None:
         if standing.mean is not None:
             reach = [[max(0.0, standing.mean - standing.low)], [max(0.0, standing.high - standing.mean)]]
             left.errorbar([standing.mean], [place], xerr=reach, fmt="o", capsize=4, color="tab:blue")
-        cost = figures.money_per_rollout if priced else figures.tokens_per_rollout
+        cost = figures.cost_per_rollout if priced else figures.tokens_per_rollout
         if cost is not None:
             right.barh([place], [cost], color="tab:gray", height=0.5)
         else:
@@ -87,7 +87,7 @@ def draw(selection: Selection, path: Path) -> None:
 
 def _cells(selection: Selection, standing: Standing, figures: Figures) -> tuple[str, ...]:
     interval = f"({standing.low:.3f} to {standing.high:.3f})"
-    money, tokens = figures.money_per_rollout, figures.tokens_per_rollout
+    money, tokens = figures.cost_per_rollout, figures.tokens_per_rollout
     return (
         f"{standing.candidate} *" if standing.candidate == selection.chosen else standing.candidate,
         "not judged" if standing.mean is None else f"{standing.mean:.3f} {interval}",

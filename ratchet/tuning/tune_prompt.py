@@ -89,7 +89,7 @@ def resumed(context: click.Context, name: str, given: dict[str, Any]) -> Outcome
         told = ", ".join(f"--{key.replace('_', '-')}" for key in fixed)
         raise click.UsageError(f"--resume goes on with what run {name} was asked: leave out {told}")
     settings = tuning.settings_of(context, {key: given[key] for key in free})
-    with options.opened_store(settings.store_url) as store:
+    with options.open_store_for_command(settings.store_url) as store:
         run = store.tunings.get(name)
         if run.kind != "prompt":
             raise click.UsageError(f"--resume {name}: that run is of another kind, {run.kind}")
@@ -117,7 +117,7 @@ def candidate(store: Store, name: str, *, anyway: bool = False) -> str:
 
 def promoted(context: click.Context, found: Outcome, given: Mapping[str, Any]) -> str:
     """Make a candidate version of what a run of this command found."""
-    with options.running_store(context, store=given["store"], project=given["project"]) as store:
+    with options.open_project_store(context, store=given["store"], project=given["project"]) as store:
         return candidate(store, found.run)
 
 

@@ -12,7 +12,7 @@ import click
 from ratchet import options
 from ratchet.settings import last_run
 from ratchet.supervisor.attach import attached
-from ratchet.supervisor.up import read_running
+from ratchet.supervisor.up import read_run_state
 from ratchet.tuning import context as tuning
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
     """Return the project's settings with the command's options laid over them. Raises SettingsError."""
     names = {name: f"tuner.{name}" for name in _TUNER}
     names |= {"judge": "trainer.judge", "attempts": "trainer.num_generations"}
-    settings = options.running_settings_of(context, {names.get(name, name): value for name, value in given.items()})
+    settings = options.project_settings_of(context, {names.get(name, name): value for name, value in given.items()})
     if not settings.has_judge:
         raise click.UsageError("no judge is named: give --judge, or set trainer.judge in ratchet.yaml")
     if settings.base_model is None:
@@ -46,7 +46,7 @@ def weigh(settings: Settings, own: dict[str, Any], *, quiet: bool = False) -> Tu
     """Run to the end; `own` are the command's own options. Raises TuningError, UsageError, and what the rooms raise."""
     if own["resume"] is not None and (own["families"] or own["warm_start"]):
         raise click.UsageError("--resume goes on with the tasks and the warm start of that run: leave them out")
-    settings = tuning.as_begun(settings, own["resume"])
+    settings = tuning.with_run_settings(settings, own["resume"])
     _check(settings, own)
     _check_group_size(settings)
     say = partial(click.echo, file=sys.stderr) if quiet else click.echo
@@ -168,7 +168,7 @@ def _check_group_size(settings: Settings) -> None:
     """Refuse attempts that the running trainer would wait for more of. Raises UsageError."""
     from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
-    if not read_running(settings.state):
+    if not read_run_state(settings.state):
         return
     usual = TrainerSettings.model_fields["num_generations"].default
     running = (last_run.read(settings).get("trainer") or {}).get("num_generations", usual)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.output.plots import pyplot
-from ratchet.output.tables import moment_told, strip_control_characters
+from ratchet.output.tables import format_time, strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.tuner.reports.report import Report, Row
-    from ratchet.tuner.rollouts.prices import Spent
+    from ratchet.tuner.rollouts.prices import RolloutCost
 
 COLUMNS = ("method", "technique", "score", "gain, 95% interval", "effect", "tokens", "time", "money", "serves now?")
 
@@ -60,7 +60,7 @@ def _without_effect(row: Row) -> str:
     return "not measured" if row.promoted else "nothing better found"
 
 
-def cost_cells(spent: Spent | None, wall_seconds: float | None) -> tuple[str, str, str]:
+def cost_cells(spent: RolloutCost | None, wall_seconds: float | None) -> tuple[str, str, str]:
     """Return tokens, time and money."""
     if spent is None:
         return "", "", ""
@@ -112,7 +112,7 @@ def _piped(texts: Any) -> str:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw every method's gain with its interval. Raises FaceError where matplotlib is missing."""
+    """Draw every method's gain with its interval. Raises CliError where matplotlib is missing."""
     plots = pyplot()
     figure, axes = plots.subplots(figsize=(8, 3.2), dpi=120)
     rows = list(reversed(report.rows))
@@ -157,8 +157,8 @@ def show(report: Report) -> None:
 def run_line(tuning: Any, *, at_work: bool) -> str:
     """Return one line of the list of runs; `at_work`: a process has it."""
     under_way = "since then" if at_work else "cut off: no process works on it"
-    how_long = duration(tuning.ended_at - tuning.began_at) if tuning.ended_at else under_way
+    how_long = duration(tuning.ended_at - tuning.started_at) if tuning.ended_at else under_way
     line = (
-        f"{tuning.id}  {tuning.kind:<12} {tuning.state:<7} {tuning.alias}  {moment_told(tuning.began_at)}  {how_long}"
+        f"{tuning.id}  {tuning.kind:<12} {tuning.state:<7} {tuning.alias}  {format_time(tuning.started_at)}  {how_long}"
     )
     return f"{line}  {tuning.error}" if tuning.error else line

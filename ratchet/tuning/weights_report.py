@@ -71,7 +71,7 @@ def warm_start_lines(story: Mapping[str, Any]) -> list[str]:
 
 def draw(result: TuningResult, path: Path) -> None:
     """Draw the validation tasks' mean over the rounds, with intervals, the test tasks' at both ends, and the training
-    reward. Raises FaceError."""
+    reward. Raises CliError."""
     plots = pyplot()
     figure, axes = plots.subplots(figsize=(8, 4.5), dpi=120)
     for name, points in _training(result.details["training"]).items():

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read, write
-from ratchet.store.errors import UnknownRecord
+from ratchet.store.errors import RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records import Key
 from ratchet.store.states import KeyScope
@@ -55,7 +55,7 @@ class Keys:
         return [_key(row) for row in rows]
 
     def revoke(self, key_id: str) -> Key:
-        """Revoke a key; revoking it again changes nothing. Raises UnknownRecord."""
+        """Revoke a key; revoking it again changes nothing. Raises RecordNotFound."""
         table = schema.keys
         with write(self._engine) as connection:
             connection.execute(
@@ -65,7 +65,7 @@ class Keys:
             )
             row = connection.execute(sa.select(table).where(table.c.id == key_id)).one_or_none()
         if row is None:
-            raise UnknownRecord(f"no key {key_id}; `ratchet keys list` shows the ids")
+            raise RecordNotFound(f"no key {key_id}; `ratchet keys list` shows the ids")
         return _key(row)
 
     def used(self, key_ids: Collection[str], at: float) -> None:

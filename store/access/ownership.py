@@ -5,7 +5,7 @@ from __future__ import annotations
 UNCHECKED = "open:"  # begins the id of a key that nobody checked, since the door was open
 
 
-def may_share(one: str | None, other: str | None) -> bool:
+def may_share_trajectory(one: str | None, other: str | None) -> bool:
     """Return whether calls with these key ids may be of one trajectory.
 
     They may where they are the same, and where neither key was checked: without keys everyone on the machine is one.

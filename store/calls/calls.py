@@ -10,13 +10,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ratchet.store.calls.feedback import add, keep_apart, place_waiting
+from ratchet.store.calls.feedback import add, attach_pending_feedback, lock_feedback_order
 from ratchet.store.calls.prompt_blocks import Blocks
 from ratchet.store.calls.shipping import ship
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import IN_MOST
+from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read, write
-from ratchet.store.errors import UnknownRecord
+from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import Call, Choice, Feedback, Shipment
 from ratchet.store.states import CallState
 
@@ -38,10 +38,10 @@ class Calls:
         calls = [record for record in records if not isinstance(record, Feedback)]
         said = [record for record in records if isinstance(record, Feedback)]
         with write(self._engine) as connection:
-            keep_apart(connection, feedback=bool(said))
+            lock_feedback_order(connection, feedback=bool(said))
             if calls:
                 ship(connection, calls)
-                place_waiting(connection, calls)
+                attach_pending_feedback(connection, calls)
             add(connection, said)
 
     def interrupt(self, call_ids: Iterable[str]) -> None:
@@ -54,11 +54,11 @@ class Calls:
             )
 
     def read(self, call_id: str) -> Call:
-        """Return one call with its tokens. Raises UnknownRecord."""
+        """Return one call with its tokens. Raises RecordNotFound."""
         with read(self._engine) as connection:
             found = load_calls(connection, schema.calls.c.id == call_id)
         if not found:
-            raise UnknownRecord(f"no call {call_id}")
+            raise RecordNotFound(f"no call {call_id}")
         return found[0]
 
     def page(
@@ -106,8 +106,8 @@ def load_calls(connection: sa.Connection, where: sa.ColumnElement[bool], *, toke
         sa.select(*columns).where(where).order_by(schema.calls.c.started_at, schema.calls.c.id)
     ).all()
     answers: dict[str, list[Choice]] = {}
-    for chunk in range(0, len(rows), IN_MOST):
-        names = [row.id for row in rows[chunk : chunk + IN_MOST]]
+    for chunk in range(0, len(rows), MAX_IN_VALUES):
+        names = [row.id for row in rows[chunk : chunk + MAX_IN_VALUES]]
         found = sa.select(*answered).where(schema.choices.c.call_id.in_(names)).order_by(schema.choices.c.choice)
         for answer in connection.execute(found):
             answers.setdefault(answer.call_id, []).append(_choice(answer))

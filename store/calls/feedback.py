@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from ratchet.store.access.ownership import may_share
-from ratchet.store.calls.trajectory_filter import Chosen
+from ratchet.store.access.ownership import may_share_trajectory
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import IN_MOST, insert_new
+from ratchet.store.db.bulk import MAX_IN_VALUES, insert_or_ignore
 from ratchet.store.db.engine import read, write
-from ratchet.store.errors import UnknownRecord
+from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import CallEnded, CallRecord, Feedback
 from ratchet.store.states import GroupState, TrajectoryState
 
@@ -34,10 +34,13 @@ _LOCK = 0x52414D46  # advisory lock: shared by those who ship calls, held alone 
 
 Place = tuple[str, str | None]  # trajectory, call
 
-UNHEARD = (schema.feedback.c.heard_at.is_(None), schema.feedback.c.value.is_not(None))  # as the index of these says it
+UNAPPLIED = (
+    schema.feedback.c.heard_at.is_(None),
+    schema.feedback.c.value.is_not(None),
+)  # as the index of these says it
 
 
-class Feedbacks:
+class FeedbackVerbs:
     """The verbs over feedback."""
 
     def __init__(self, engine: sa.Engine) -> None:
@@ -46,7 +49,7 @@ class Feedbacks:
     def add(self, said: Sequence[Feedback]) -> None:
         """Add what is not there yet."""
         with write(self._engine) as connection:
-            keep_apart(connection, feedback=True)
+            lock_feedback_order(connection, feedback=True)
             add(connection, said)
 
     def place_of(self, said: Feedback) -> Place | None:
@@ -55,14 +58,14 @@ class Feedbacks:
             return _place(connection, said)
 
     def get(self, name: str) -> Feedback:
-        """Return one. Raises UnknownRecord."""
+        """Return one. Raises RecordNotFound."""
         found = self._select(schema.feedback.c.id == name, 1)
         if not found:
-            raise UnknownRecord(f"no feedback {name}")
+            raise RecordNotFound(f"no feedback {name}")
         return found[0]
 
     def page(self, limit: int = 100, before: str | None = None, trajectory: str | None = None) -> list[Feedback]:
-        """Return at most `limit`, newest first, older than the one with the id `before`. Raises UnknownRecord."""
+        """Return at most `limit`, newest first, older than the one with the id `before`. Raises RecordNotFound."""
         table = schema.feedback
         where = [table.c.trajectory_id == trajectory] if trajectory else []
         if before:
@@ -75,8 +78,8 @@ class Feedbacks:
         """Return when somebody first gave a value, for each of these trajectories that has one."""
         table = schema.feedback
         found: dict[str, float] = {}
-        for start in range(0, len(trajectory_ids), IN_MOST):
-            chosen = table.c.trajectory_id.in_(trajectory_ids[start : start + IN_MOST])
+        for start in range(0, len(trajectory_ids), MAX_IN_VALUES):
+            chosen = table.c.trajectory_id.in_(trajectory_ids[start : start + MAX_IN_VALUES])
             query = sa.select(table.c.trajectory_id, sa.func.min(table.c.given_at))
             query = query.where(chosen, table.c.value.is_not(None)).group_by(table.c.trajectory_id)
             with read(self._engine) as connection:
@@ -87,8 +90,8 @@ class Feedbacks:
         """Note that a verdict took these into account."""
         table = schema.feedback
         with write(self._engine) as connection:
-            for start in range(0, len(names), IN_MOST):
-                chosen = table.c.id.in_(names[start : start + IN_MOST])
+            for start in range(0, len(names), MAX_IN_VALUES):
+                chosen = table.c.id.in_(names[start : start + MAX_IN_VALUES])
                 connection.execute(sa.update(table).where(chosen, table.c.heard_at.is_(None)).values(heard_at=now))
 
     def late(self, alias: str, limit: int = 100) -> list[str]:
@@ -104,7 +107,7 @@ class Feedbacks:
             .distinct()
             .join(table, table.c.trajectory_id == runs.c.id)
             .outerjoin(groups, groups.c.id == runs.c.group_id)
-            .where(*UNHEARD, unindexed(runs.c.alias) == alias, settled)
+            .where(*UNAPPLIED, unindexed(runs.c.alias) == alias, settled)
             .order_by(runs.c.id)
             .limit(limit)
         )
@@ -123,7 +126,7 @@ def unindexed(column: sa.ColumnElement[str]) -> sa.ColumnElement[str]:
     return column.concat("")
 
 
-def keep_apart(connection: sa.Connection, *, feedback: bool) -> None:
+def lock_feedback_order(connection: sa.Connection, *, feedback: bool) -> None:
     """Have no call and no feedback on it be stored at once, neither seeing the other. SQLite has one writer anyway.
 
     The first lock of its transaction; `feedback` says whether there is any in it.
@@ -138,18 +141,18 @@ def add(connection: sa.Connection, said: Iterable[Feedback]) -> None:
     for one in said:
         trajectory, call = _place(connection, one) or (None, None)
         rows.append(msgspec.structs.asdict(one) | {"trajectory_id": trajectory, "call_id": call})
-    insert_new(connection, schema.feedback, rows)
+    insert_or_ignore(connection, schema.feedback, rows)
 
 
-def place_waiting(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
+def attach_pending_feedback(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
     """Put feedback that came before these calls where it belongs, inside the caller's transaction."""
     table = schema.feedback
     waits = table.c.trajectory_id.is_(None)
     if connection.scalar(sa.select(table.c.id).where(waits).limit(1)) is None:
         return
     names = sorted({name for record in records for name in _names(record)})
-    for start in range(0, len(names), IN_MOST):
-        chosen = sa.select(table).where(waits, table.c.target.in_(names[start : start + IN_MOST]))
+    for start in range(0, len(names), MAX_IN_VALUES):
+        chosen = sa.select(table).where(waits, table.c.target.in_(names[start : start + MAX_IN_VALUES]))
         for row in connection.execute(chosen).all():
             place = _place(connection, _feedback(row))
             if place is not None:
@@ -157,7 +160,7 @@ def place_waiting(connection: sa.Connection, records: Sequence[CallRecord]) -> N
                 connection.execute(sa.update(table).where(table.c.id == row.id).values(values))
 
 
-def delete_waiting_for(connection: sa.Connection, trajectory_ids: Sequence[str]) -> int:
+def delete_pending_feedback_of(connection: sa.Connection, trajectory_ids: Sequence[str]) -> int:
     """Delete what names these trajectories or their calls and was never placed; return how many.
 
     Another key said it. What was placed goes with its trajectory.
@@ -168,20 +171,20 @@ def delete_waiting_for(connection: sa.Connection, trajectory_ids: Sequence[str])
     return _delete_waiting(connection, sorted(names | set(trajectory_ids)))
 
 
-def delete_waiting(connection: sa.Connection, chosen: Chosen) -> int:
+def delete_pending_feedback(connection: sa.Connection, chosen: TrajectoryFilter) -> int:
     """Delete what was never placed, where a filter says no more than whose and how old; return how many."""
     table = schema.feedback
-    said = [table.c.given_at < moment for moment in (chosen.until, chosen.still_since) if moment is not None]
+    said = [table.c.given_at < moment for moment in (chosen.until, chosen.inactive_since) if moment is not None]
     said += [table.c.key_id == chosen.key] if chosen.key is not None else []
-    if not said or not replace(chosen, key=None, until=None, still_since=None, trained=None).nothing_said:
+    if not said or not replace(chosen, key=None, until=None, inactive_since=None, trained=None).is_unrestricted:
         return 0
     return int(connection.execute(sa.delete(table).where(table.c.trajectory_id.is_(None), *said)).rowcount)
 
 
 def _delete_waiting(connection: sa.Connection, targets: Sequence[str]) -> int:
     table, count = schema.feedback, 0
-    for start in range(0, len(targets), IN_MOST):
-        meant = table.c.target.in_(targets[start : start + IN_MOST])
+    for start in range(0, len(targets), MAX_IN_VALUES):
+        meant = table.c.target.in_(targets[start : start + MAX_IN_VALUES])
         count += connection.execute(sa.delete(table).where(table.c.trajectory_id.is_(None), meant)).rowcount
     return count
 
@@ -230,7 +233,7 @@ def _call_of(said: Feedback) -> str | None:
 
 
 def _may_speak(said: Feedback, key_id: str | None) -> bool:
-    return said.trusted or may_share(said.key_id, key_id)
+    return said.trusted or may_share_trajectory(said.key_id, key_id)
 
 
 def _feedback(row: Any) -> Feedback:

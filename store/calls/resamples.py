@@ -1,6 +1,6 @@
-"""Shadows: further answers to the prompt of a recorded call, written down before anybody asks for them.
+"""Resamples: further answers to the prompt of a recorded call, written down before anybody asks for them.
 
-Promises: an original gets its shadows planned once, whoever plans; each is asked for at most once, since it is written
+Promises: an original gets its resamples planned once, whoever plans; each is asked for at most once, since it is written
 down as asked before the request goes out: what a killed trainer leaves so is never asked for again. A shadow goes with
 its original when that is deleted. Its trajectory, of the same id, has the purpose `shadow`.
 """
@@ -14,21 +14,21 @@ import sqlalchemy as sa
 
 from ratchet.store.calls.shipping import FINISH
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import insert_new
-from ratchet.store.db.count_cache import Remembered
+from ratchet.store.db.bulk import insert_or_ignore
+from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.db.engine import read, write
 from ratchet.store.db.table_types import TIME, TRAJECTORY_ID, metadata, one_of
 from ratchet.store.db.text_limits import fitting
-from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records import SHADOW, Trajectory
 from ratchet.store.records.base import Record
-from ratchet.store.states import SHADOW_STEPS, ShadowState, TrajectoryState, origins
+from ratchet.store.states import RESAMPLE_TRANSITIONS, ResampleState, TrajectoryState, origins
 
 PREFIX = "shad"  # of the ids; the proxy knows a shadow by it
 
-shadows = sa.Table(
-    "shadows",
+resamples = sa.Table(
+    "resamples",
     metadata,
     sa.Column("id", TRAJECTORY_ID, primary_key=True),
     sa.Column("original_id", TRAJECTORY_ID, sa.ForeignKey("trajectories.id", ondelete="CASCADE"), nullable=False),
@@ -41,8 +41,8 @@ shadows = sa.Table(
     sa.Column("ended_at", TIME),
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("failure", sa.Text),
-    one_of("state", ShadowState),
-    # An original has one set of shadows: planning it twice is no second set.
+    one_of("state", ResampleState),
+    # An original has one set of resamples: planning it twice is no second set.
     sa.UniqueConstraint("original_id", "number"),
     # What is over has an end; a failed one has a reason, no other has one.
     sa.CheckConstraint("(state IN ('answered', 'failed')) = (ended_at IS NOT NULL)", name="end_is_known"),
@@ -51,7 +51,7 @@ shadows = sa.Table(
 )
 
 
-class Shadow(Record, frozen=True):
+class Resample(Record, frozen=True):
     """A further answer to the prompt of `original_id`. Its id is that of its trajectory."""
 
     id: str
@@ -62,131 +62,133 @@ class Shadow(Record, frozen=True):
     planned_at: float
     asked_at: float | None = None
     ended_at: float | None = None
-    state: ShadowState = ShadowState.PLANNED
+    state: ResampleState = ResampleState.PLANNED
     failure: str | None = None
 
     @property
     def over(self) -> bool:
         """Whether nothing more will come."""
-        return self.state in (ShadowState.ANSWERED, ShadowState.FAILED)
+        return self.state in (ResampleState.ANSWERED, ResampleState.FAILED)
 
 
-class ShadowCount(Record, frozen=True):
-    """How many shadows there are and how many tokens they took."""
+class ResampleCount(Record, frozen=True):
+    """How many resamples there are and how many tokens they took."""
 
-    shadows: int = 0
+    resamples: int = 0
     tokens: int = 0
 
 
-class Shadows:
-    """The verbs over shadows."""
+class Resamples:
+    """The verbs over resamples."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
-        self._counts = Remembered(self._count)
+        self._counts = CachedCount(self._count)
 
     def plan(self, original: Trajectory, count: int, tokens: int, now: float) -> None:
-        """Write down that `count` further answers are wanted. Raises ForbiddenChange where they were planned before."""
+        """Write down that `count` further answers are wanted. Raises InvalidTransition where they were planned before."""
         values = {"original_id": original.id, "alias": original.alias, "version": original.version, "tokens": tokens}
         planned = {"planned_at": now, "asked_at": None, "ended_at": None, "failure": None}
         rows = [
-            {"id": new_id(PREFIX), "number": number, "state": ShadowState.PLANNED, **values, **planned}
+            {"id": new_id(PREFIX), "number": number, "state": ResampleState.PLANNED, **values, **planned}
             for number in range(count)
         ]
         with write(self._engine) as connection:
-            known = sa.select(sa.func.count()).where(shadows.c.original_id == original.id)
+            known = sa.select(sa.func.count()).where(resamples.c.original_id == original.id)
             if connection.scalar(known):
-                raise ForbiddenChange(f"the shadows of trajectory {original.id} were planned before")
-            insert_new(connection, shadows, rows)
+                raise InvalidTransition(f"the resamples of trajectory {original.id} were planned before")
+            insert_or_ignore(connection, resamples, rows)
 
     def ask(self, shadow_id: str, now: float) -> None:
-        """Write down that a shadow is asked for now. Raises ForbiddenChange where it is not planned any more."""
-        self._move(shadow_id, ShadowState.ASKED, asked_at=now)
+        """Write down that a shadow is asked for now. Raises InvalidTransition where it is not planned any more."""
+        self._move(shadow_id, ResampleState.ASKED, asked_at=now)
 
     def answer(self, shadow_id: str, now: float, tokens: int) -> None:
-        """Write down that the proxy gave the whole answer. Raises ForbiddenChange where its end is known."""
-        self._move(shadow_id, ShadowState.ANSWERED, ended_at=now, tokens=tokens)
+        """Write down that the proxy gave the whole answer. Raises InvalidTransition where its end is known."""
+        self._move(shadow_id, ResampleState.ANSWERED, ended_at=now, tokens=tokens)
 
     def fail(self, shadow_id: str, now: float, failure: str) -> None:
-        """Write down why there is no answer. Raises ForbiddenChange where its end is known."""
-        self._move(shadow_id, ShadowState.FAILED, ended_at=now, failure=failure)
+        """Write down why there is no answer. Raises InvalidTransition where its end is known."""
+        self._move(shadow_id, ResampleState.FAILED, ended_at=now, failure=failure)
 
-    def get(self, shadow_id: str) -> Shadow:
-        """Return one. Raises UnknownRecord."""
+    def get(self, shadow_id: str) -> Resample:
+        """Return one. Raises RecordNotFound."""
         with read(self._engine) as connection:
-            row = connection.execute(sa.select(shadows).where(shadows.c.id == shadow_id)).one_or_none()
+            row = connection.execute(sa.select(resamples).where(resamples.c.id == shadow_id)).one_or_none()
         if row is None:
-            raise UnknownRecord(f"no shadow {shadow_id}")
+            raise RecordNotFound(f"no shadow {shadow_id}")
         return _shadow(row)
 
-    def waiting(self, alias: str, originals: Collection[str] | None = None) -> list[Shadow]:
-        """Return the shadows whose original still waits for a group, those of one original together, oldest first.
+    def waiting(self, alias: str, originals: Collection[str] | None = None) -> list[Resample]:
+        """Return the resamples whose original still waits for a group, those of one original together, oldest first.
 
         Of all originals, which looks at every shadow of the alias, or of these alone.
         """
         runs = schema.trajectories
-        mine = shadows.c.alias == alias if originals is None else shadows.c.original_id.in_(list(originals))
+        mine = resamples.c.alias == alias if originals is None else resamples.c.original_id.in_(list(originals))
         query = (
-            sa.select(shadows)
-            .join(runs, runs.c.id == shadows.c.original_id)
+            sa.select(resamples)
+            .join(runs, runs.c.id == resamples.c.original_id)
             .where(mine, runs.c.state == TrajectoryState.SEALED)
-            .order_by(shadows.c.original_id, shadows.c.number)
+            .order_by(resamples.c.original_id, resamples.c.number)
         )
         with read(self._engine) as connection:
             return [_shadow(row) for row in connection.execute(query)]
 
     def originals(self, shadow_ids: Sequence[str]) -> dict[str, str]:
-        """Return the original of each of these shadows; those that nobody planned, or any more, are left out."""
-        query = sa.select(shadows.c.id, shadows.c.original_id).where(shadows.c.id.in_(list(shadow_ids)))
+        """Return the original of each of these resamples; those that nobody planned, or any more, are left out."""
+        query = sa.select(resamples.c.id, resamples.c.original_id).where(resamples.c.id.in_(list(shadow_ids)))
         with read(self._engine) as connection:
             return {row.id: row.original_id for row in connection.execute(query)}
 
     def sealed(self, original_id: str) -> list[str]:
-        """Return the shadows of an original whose trajectories are sealed: in the store, and whole."""
+        """Return the resamples of an original whose trajectories are sealed: in the store, and whole."""
         runs = schema.trajectories
-        query = sa.select(runs.c.id).join(shadows, shadows.c.id == runs.c.id).order_by(shadows.c.number)
-        mine = sa.and_(shadows.c.original_id == original_id, runs.c.state == TrajectoryState.SEALED)
+        query = sa.select(runs.c.id).join(resamples, resamples.c.id == runs.c.id).order_by(resamples.c.number)
+        mine = sa.and_(resamples.c.original_id == original_id, runs.c.state == TrajectoryState.SEALED)
         with read(self._engine) as connection:
             return list(connection.scalars(query.where(mine)))
 
-    def spent(self, alias: str, since: float) -> ShadowCount:
+    def spent(self, alias: str, since: float) -> ResampleCount:
         """Return how many were asked for since then (Unix seconds), and the tokens that they took or may take."""
-        columns = (sa.func.count(), sa.func.coalesce(sa.func.sum(shadows.c.tokens), 0))
-        query = sa.select(*columns).where(shadows.c.alias == alias, shadows.c.asked_at > since)
+        columns = (sa.func.count(), sa.func.coalesce(sa.func.sum(resamples.c.tokens), 0))
+        query = sa.select(*columns).where(resamples.c.alias == alias, resamples.c.asked_at > since)
         with read(self._engine) as connection:
             count, tokens = connection.execute(query).one()
-        return ShadowCount(shadows=int(count), tokens=int(tokens))
+        return ResampleCount(resamples=int(count), tokens=int(tokens))
 
-    def counts(self, alias: str) -> dict[ShadowState, ShadowCount]:
-        """Return how many shadows of an alias are in each state, with their tokens. Where they are many, a bit old."""
+    def counts(self, alias: str) -> dict[ResampleState, ResampleCount]:
+        """Return how many resamples of an alias are in each state, with their tokens. Where they are many, a bit old."""
         return {state: count for (whose, state), count in self._counts().items() if whose == alias}
 
     def seal(self, alias: str, shipped_until: float) -> None:
-        """Seal the trajectories of shadows that ended before `shipped_until`: every proxy has shipped them."""
+        """Seal the trajectories of resamples that ended before `shipped_until`: every proxy has shipped them."""
         runs = schema.trajectories
-        over = sa.exists().where(shadows.c.id == runs.c.id, shadows.c.ended_at < shipped_until)
+        over = sa.exists().where(resamples.c.id == runs.c.id, resamples.c.ended_at < shipped_until)
         mine = sa.and_(runs.c.alias == alias, runs.c.state == TrajectoryState.OPEN, runs.c.purpose == SHADOW)
         values = {"state": TrajectoryState.SEALED, "sealed_at": shipped_until, "sealed_by": FINISH}
         with write(self._engine) as connection:
             connection.execute(sa.update(runs).where(mine, over).values(**values))
 
-    def _count(self) -> dict[tuple[str, ShadowState], ShadowCount]:
-        columns = (shadows.c.alias, shadows.c.state, sa.func.count(), sa.func.sum(shadows.c.tokens))
-        query = sa.select(*columns).group_by(shadows.c.alias, shadows.c.state)
+    def _count(self) -> dict[tuple[str, ResampleState], ResampleCount]:
+        columns = (resamples.c.alias, resamples.c.state, sa.func.count(), sa.func.sum(resamples.c.tokens))
+        query = sa.select(*columns).group_by(resamples.c.alias, resamples.c.state)
         with read(self._engine) as connection:
             return {
-                (alias, ShadowState(state)): ShadowCount(shadows=count, tokens=tokens)
+                (alias, ResampleState(state)): ResampleCount(resamples=count, tokens=tokens)
                 for alias, state, count, tokens in connection.execute(query)
             }
 
-    def _move(self, shadow_id: str, state: ShadowState, **values: Any) -> None:
-        mine = sa.and_(shadows.c.id == shadow_id, shadows.c.state.in_(origins(SHADOW_STEPS, state)))
+    def _move(self, shadow_id: str, state: ResampleState, **values: Any) -> None:
+        mine = sa.and_(resamples.c.id == shadow_id, resamples.c.state.in_(origins(RESAMPLE_TRANSITIONS, state)))
         with write(self._engine) as connection:
-            moved = connection.execute(sa.update(shadows).where(mine).values(state=state, **fitting(shadows, values)))
+            moved = connection.execute(
+                sa.update(resamples).where(mine).values(state=state, **fitting(resamples, values))
+            )
         if not moved.rowcount:
-            raise ForbiddenChange(f"shadow {shadow_id} is {self.get(shadow_id).state} and cannot become {state}")
+            raise InvalidTransition(f"shadow {shadow_id} is {self.get(shadow_id).state} and cannot become {state}")
 
 
-def _shadow(row: Any) -> Shadow:
-    names = [name for name in Shadow.__struct_fields__ if name != "state"]
-    return Shadow(state=ShadowState(row.state), **{name: getattr(row, name) for name in names})
+def _shadow(row: Any) -> Resample:
+    names = [name for name in Resample.__struct_fields__ if name != "state"]
+    return Resample(state=ResampleState(row.state), **{name: getattr(row, name) for name in names})

@@ -14,7 +14,7 @@ from ratchet.store.calls.calls import load_calls
 from ratchet.store.content.token_sequences import sequences
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read
-from ratchet.store.records import OpenAttempt, OpenLeaf, family_of
+from ratchet.store.records import OpenLeaf, UnansweredCall, family_of
 from ratchet.store.states import CallState, TrajectoryState
 
 _IN_MOST = 500  # values in one IN (...)
@@ -23,7 +23,7 @@ _FAMILY = (schema.trajectories.c.task, schema.trajectories.c.tools_hash.label("f
 _RETRIED = (408, 409, 429)  # and every 5xx
 
 
-class OpenRuns:
+class ResumeState:
     """The verbs over open trajectories."""
 
     def __init__(self, engine: sa.Engine) -> None:
@@ -50,7 +50,7 @@ class OpenRuns:
         continued = {(call.parent_call, call.parent_choice) for call in inside}
         return [_leaf(row, known, continued, bodies) for row in reversed(rows)]
 
-    def attempts(self, since: float, limit: int = 10_000) -> list[OpenAttempt]:
+    def attempts(self, since: float, limit: int = 10_000) -> list[UnansweredCall]:
         """Return the calls of open trajectories that nobody got an answer to since then, oldest first."""
         calls, runs = schema.calls, schema.trajectories
         failed = sa.and_(calls.c.state == CallState.FAILED, sa.or_(calls.c.status >= 500, calls.c.status.in_(_RETRIED)))
@@ -102,11 +102,11 @@ def _leaf(
     )
 
 
-def _attempt(row: Any) -> OpenAttempt:
-    names = [name for name in OpenAttempt.__struct_fields__ if name not in ("ended_at", "family")]
+def _attempt(row: Any) -> UnansweredCall:
+    names = [name for name in UnansweredCall.__struct_fields__ if name not in ("ended_at", "family")]
     told = {name: getattr(row, name) for name in names}
     family = family_of(row.task, row.first_tools)
-    return OpenAttempt(ended_at=row.ended_at or row.started_at, family=family, **told)
+    return UnansweredCall(ended_at=row.ended_at or row.started_at, family=family, **told)
 
 
 def _bodies(connection: sa.Connection, names: Iterable[str]) -> dict[str, bytes]:

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from ratchet.store.access.ownership import may_share
+from ratchet.store.access.ownership import may_share_trajectory
 from ratchet.store.calls import prompt_blocks as blocks
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import among, change, insert_columns, insert_new
-from ratchet.store.db.text_limits import all_fitting
+from ratchet.store.db.bulk import among, change, insert_columns, insert_or_ignore
+from ratchet.store.db.text_limits import truncate_columns
 from ratchet.store.records import CallBegun, CallEnded, CallRecord, MessageNode
 from ratchet.store.states import CallState, TrajectoryState
 
@@ -72,7 +72,7 @@ class _Run(NamedTuple):
 
 def ship(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
     """Write a batch of beginnings and ends inside the caller's transaction."""
-    share_messages(connection)
+    lock_messages_shared(connection)
     # The first record of a kind counts; those that follow it in the batch repeat it.
     begun = {one.call_id: one for one in map(_begun_of, reversed(records))}
     ended = {one.begun.call_id: one for one in reversed(records) if isinstance(one, CallEnded)}
@@ -90,7 +90,7 @@ def ship(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
     _touch(connection, _active(new, ending.values(), hosts), runs)
 
 
-def share_messages(connection: sa.Connection) -> None:
+def lock_messages_shared(connection: sa.Connection) -> None:
     """Keep messages from being deleted until this transaction ends. SQLite has one writer at a time anyway."""
     if connection.dialect.name == "postgresql":
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock_shared({MESSAGES_LOCK})")
@@ -113,14 +113,14 @@ def _add_messages(
     for end in ended:
         nodes |= {node.hash: node for node in end.nodes}
     _insert(connection, schema.messages, _NODE_COLUMNS, [_node_values(nodes[n]) for n in sorted(nodes)], new_only=True)
-    insert_new(connection, schema.toolsets, [{"hash": name, "body": toolsets[name]} for name in sorted(toolsets)])
+    insert_or_ignore(connection, schema.toolsets, [{"hash": name, "body": toolsets[name]} for name in sorted(toolsets)])
 
 
 def _insert(
     connection: sa.Connection, table: sa.Table, names: Sequence[str], rows: Iterable[Any], *, new_only: bool = False
 ) -> int:
     """Insert rows that are tuples of these columns, each text cut to its column; return how many."""
-    columns = all_fitting(table, dict(zip(names, zip(*rows, strict=True), strict=False)))
+    columns = truncate_columns(table, dict(zip(names, zip(*rows, strict=True), strict=False)))
     return insert_columns(connection, table, columns, new_only=new_only)
 
 
@@ -151,9 +151,9 @@ def _write_calls(
         columns: dict[str, Sequence[Any]] = dict(said) | dict(zip(_ENDED_COLUMNS, came, strict=True))
         columns |= {
             "trajectory_id": [hosts[begun.call_id] for begun in rows],
-            "held_node": list(map(_held, rows, ends)),
+            "retained_node": list(map(_held, rows, ends)),
         }
-        insert_columns(connection, table, all_fitting(table, _cut_prompts(connection, columns)))
+        insert_columns(connection, table, truncate_columns(table, _cut_prompts(connection, columns)))
     _add_tags(connection, new, hosts)
 
 
@@ -178,7 +178,7 @@ def _cut_prompts(connection: sa.Connection, columns: dict[str, Sequence[Any]]) -
         named.append(b"".join(names) or None)
         left.append(rest)
     ordered = [{"trajectory_id": run, "digest": name, "ids": stored[run, name]} for run, name in sorted(stored)]
-    insert_new(connection, schema.blocks, ordered)
+    insert_or_ignore(connection, schema.blocks, ordered)
     return {**columns, "prompt_ids": left, "prompt_blocks": named}
 
 
@@ -254,7 +254,9 @@ def _takes(run: _Run, begun: CallBegun) -> bool:
     one of each.
     """
     still = run.state == TrajectoryState.SEALED and run.sealed_by == IDLE
-    same = (run.version, run.purpose) == (begun.version, begun.purpose) and may_share(run.key_id, begun.key_id)
+    same = (run.version, run.purpose) == (begun.version, begun.purpose) and may_share_trajectory(
+        run.key_id, begun.key_id
+    )
     return bool(same and (run.state == TrajectoryState.OPEN or still))
 
 

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import among, change, insert
 from ratchet.store.db.engine import read, write
-from ratchet.store.records.tool_calls import ToolAnswer, ToolCall, ToolTally
+from ratchet.store.records.tool_calls import ToolCall, ToolCallCounts, ToolCallResult
 from ratchet.store.states import ToolOutcome, ToolResult
 
 _MOST_TALLIED = 1_000  # tools, the most called ones
@@ -42,7 +42,9 @@ class Tools:
         with read(self._engine) as connection:
             return connection.scalar(query)
 
-    def record(self, found: Sequence[ToolCall], answers: Sequence[ToolAnswer]) -> tuple[list[ToolCall], list[ToolCall]]:
+    def record(
+        self, found: Sequence[ToolCall], answers: Sequence[ToolCallResult]
+    ) -> tuple[list[ToolCall], list[ToolCall]]:
         """Write tool calls, then what came of those and of earlier ones; return (new calls, newly answered ones).
 
         Calls that the store does not hold are left out. Raises StoreUnavailable; then nothing was written.
@@ -69,7 +71,7 @@ class Tools:
         with read(self._engine) as connection:
             return [_tool_call(row) for row in connection.execute(query)]
 
-    def tally(self, alias: str | None = None, version: int | None = None) -> list[ToolTally]:
+    def tally(self, alias: str | None = None, version: int | None = None) -> list[ToolCallCounts]:
         """Return the counts per alias, version and tool, the most called first; at most `_MOST_TALLIED`."""
         names = (_rows.c.alias, _rows.c.version, _rows.c.tool)
         chosen = [
@@ -87,7 +89,7 @@ class Tools:
                 if row.result is not None:
                     results[key][row.result] += row.n
         tallies = [
-            ToolTally(
+            ToolCallCounts(
                 alias=key[0],
                 version=key[1],
                 tool=key[2],
@@ -121,7 +123,7 @@ def _without_known(connection: sa.Connection, found: Sequence[ToolCall]) -> list
     return [row for key, row in new.items() if key not in known]
 
 
-def _answer(connection: sa.Connection, answers: Sequence[ToolAnswer]) -> list[ToolCall]:
+def _answer(connection: sa.Connection, answers: Sequence[ToolCallResult]) -> list[ToolCall]:
     wanted = {(answer.call_id, answer.choice, answer.tool_call_id): answer.result for answer in answers}
     answered = []
     for row in _unanswered(connection, sorted({answer.call_id for answer in answers})):

@@ -13,20 +13,20 @@ import sqlalchemy as sa
 
 from ratchet.store.calls.calls import load_calls
 from ratchet.store.calls.completeness import incomplete
-from ratchet.store.calls.feedback import UNHEARD, feedback_of, unindexed
+from ratchet.store.calls.feedback import UNAPPLIED, feedback_of, unindexed
 from ratchet.store.calls.shipping import FINISH, IDLE
 from ratchet.store.calls.tool_call_outcomes import tool_calls_of
-from ratchet.store.calls.trajectory_filter import FEW, Chosen, besides_tag, page_ids
-from ratchet.store.content.last_answer import last_word
+from ratchet.store.calls.trajectory_filter import FEW, TrajectoryFilter, count_without_tag, select_page_ids
+from ratchet.store.content.last_answer import last_answer_node
 from ratchet.store.content.messages import ROOT
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import IN_MOST
-from ratchet.store.db.count_cache import Remembered
+from ratchet.store.db.bulk import MAX_IN_VALUES
+from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.db.engine import read, write
-from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.records import Call, Trajectory, Transcript
-from ratchet.store.states import TRAJECTORY_STEPS, CallState, RolloutState, TrajectoryState, origins
-from ratchet.store.tuning.rollouts import returned_by, rollouts
+from ratchet.store.states import TRAJECTORY_TRANSITIONS, CallState, RolloutState, TrajectoryState, origins
+from ratchet.store.tuning.rollouts import rollouts, workflow_result_of
 from ratchet.store.tuning.tasks import row_of
 from ratchet.store.tuning.tunings import at_work
 
@@ -38,10 +38,12 @@ class Trajectories:
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
-        self._counts = Remembered(self._count)
-        self._drop_counts = Remembered(self._count_drops)
+        self._counts = CachedCount(self._count)
+        self._drop_counts = CachedCount(self._count_drops)
 
-    def seal_idle(self, alias: str, now: float, idle_seconds: float, lost_after: float = 3600.0) -> list[str]:
+    def seal_idle_trajectories(
+        self, alias: str, now: float, idle_seconds: float, lost_after: float = 3600.0
+    ) -> list[str]:
         """Seal an alias's open trajectories that have been still for `idle_seconds`; return their ids.
 
         A call under way keeps its trajectory open, unless it began more than `lost_after` seconds ago; a rollout whose
@@ -68,7 +70,7 @@ class Trajectories:
     def seal_rollouts(self, alias: str, shipped_until: float, lost_after: float = 3600.0) -> list[str]:
         """Seal an alias's open trajectories whose rollout ended before `shipped_until`; return their ids.
 
-        Up to that moment every proxy has shipped what it recorded. A call under way counts as for `seal_idle`. An
+        Up to that moment every proxy has shipped what it recorded. A call under way counts as for `seal_idle_trajectories`. An
         abandoned rollout's agent may call yet: its trajectory waits until it is still.
         """
         runs = schema.trajectories
@@ -86,7 +88,7 @@ class Trajectories:
             )
 
     def seal(self, trajectory_id: str, now: float) -> Trajectory:
-        """Seal one trajectory now; sealing it again changes nothing. Raises UnknownRecord."""
+        """Seal one trajectory now; sealing it again changes nothing. Raises RecordNotFound."""
         runs = schema.trajectories
         with write(self._engine) as connection:
             connection.execute(
@@ -97,16 +99,16 @@ class Trajectories:
         return self.get(trajectory_id)
 
     def drop(self, trajectory_ids: Iterable[str], reason: str) -> None:
-        """Put trajectories aside for good. Raises ForbiddenChange where one is open, trained or already dropped."""
+        """Put trajectories aside for good. Raises InvalidTransition where one is open, trained or already dropped."""
         names = list(trajectory_ids)
         with write(self._engine) as connection:
             drop(connection, names, reason)
 
     def get(self, trajectory_id: str) -> Trajectory:
-        """Return one trajectory without its content. Raises UnknownRecord."""
+        """Return one trajectory without its content. Raises RecordNotFound."""
         found = self._select(schema.trajectories.c.id == trajectory_id, 1)
         if not found:
-            raise UnknownRecord(f"no trajectory {trajectory_id}")
+            raise RecordNotFound(f"no trajectory {trajectory_id}")
         return found[0]
 
     def sealed(self, alias: str, limit: int = 1000, silent_before: float | None = None) -> list[Trajectory]:
@@ -121,7 +123,7 @@ class Trajectories:
         # Two walks, each along its index: those that still wait for a word may be very many.
         silent = sa.select(runs.c.id).where(where, runs.c.last_active_at < silent_before)
         silent = silent.order_by(runs.c.last_active_at).limit(limit)
-        unheard = sa.select(schema.feedback.c.trajectory_id).where(*UNHEARD)
+        unheard = sa.select(schema.feedback.c.trajectory_id).where(*UNAPPLIED)
         sealed = sa.and_(unindexed(runs.c.state) == TrajectoryState.SEALED, unindexed(runs.c.alias) == alias)
         spoken = sa.select(runs.c.id).where(runs.c.id.in_(unheard), sealed).limit(limit)
         with read(self._engine) as connection:
@@ -136,11 +138,11 @@ class Trajectories:
         roots = sorted({run.root_node for run in like if not run.task})
         still_open = sa.and_(runs.c.alias == alias, runs.c.state == TrajectoryState.OPEN, runs.c.purpose == "live")
         alike: list[sa.ColumnElement[bool]] = [
-            runs.c.task.in_(tasks[at : at + IN_MOST]) for at in range(0, len(tasks), IN_MOST)
+            runs.c.task.in_(tasks[at : at + MAX_IN_VALUES]) for at in range(0, len(tasks), MAX_IN_VALUES)
         ]
         alike += [
-            sa.and_(runs.c.task.is_(None), runs.c.root_node.in_(roots[at : at + IN_MOST]))
-            for at in range(0, len(roots), IN_MOST)
+            sa.and_(runs.c.task.is_(None), runs.c.root_node.in_(roots[at : at + MAX_IN_VALUES]))
+            for at in range(0, len(roots), MAX_IN_VALUES)
         ]
         found: list[Trajectory] = []
         with read(self._engine) as connection:
@@ -169,34 +171,38 @@ class Trajectories:
             return incomplete(connection, trajectory_ids)
 
     def page(
-        self, limit: int = 100, before: str | None = None, state: str | None = None, chosen: Chosen | None = None
+        self,
+        limit: int = 100,
+        before: str | None = None,
+        state: str | None = None,
+        chosen: TrajectoryFilter | None = None,
     ) -> list[Trajectory]:
         """Return at most `limit` trajectories that are meant, newest first, from the trajectory `before` on."""
         runs = schema.trajectories
-        wanted = chosen or Chosen(state=state)
+        wanted = chosen or TrajectoryFilter(state=state)
         opened_at = self.get(before).opened_at if before else 0.0
-        besides = besides_tag(wanted)
+        besides = count_without_tag(wanted)
         with read(self._engine) as connection:
             by_tag = besides is None or (connection.scalar(besides) or 0) > FEW
-            ids = page_ids(wanted, min(limit, _PAGE_MOST), before, opened_at, by_tag=by_tag)
+            ids = select_page_ids(wanted, min(limit, _PAGE_MOST), before, opened_at, by_tag=by_tag)
             names = list(connection.scalars(ids))
         found = {run.id: run for run in self._select(runs.c.id.in_(names), len(names))} if names else {}
         return [found[name] for name in names if name in found]
 
     def read(self, trajectory_id: str, *, tokens: bool = True) -> Transcript:
-        """Return a trajectory with its calls and the messages up to its last word. Raises UnknownRecord.
+        """Return a trajectory with its calls and the messages up to its last word. Raises RecordNotFound.
 
         Without `tokens` the calls' ids and logprobs are not read and stand as empty.
         """
         trajectory = self.get(trajectory_id)
         with read(self._engine) as connection:
             calls = load_calls(connection, schema.calls.c.trajectory_id == trajectory_id, tokens=tokens)
-            leaf, own_tools = last_word(calls, lambda node: _system_prompt(connection, node))
+            leaf, own_tools = last_answer_node(calls, lambda node: _system_prompt(connection, node))
             messages = load_path(connection, leaf)
             tools = _load_tools(connection, own_tools)
             said = feedback_of(connection, trajectory_id)
             called = tool_calls_of(connection, trajectory_id)
-            task, returned = returned_by(connection, trajectory_id)
+            task, returned = workflow_result_of(connection, trajectory_id)
             row = row_of(connection, task or trajectory.task)
         return Transcript(
             trajectory=trajectory, calls=tuple(calls), messages=messages, tools=tools, feedback=said, row=row,
@@ -313,14 +319,14 @@ def _under_way(now: float, lost_after: float) -> sa.ColumnElement[bool]:
 def drop(connection: sa.Connection, names: Sequence[str], reason: str) -> None:
     """Drop trajectories inside a transaction; all or none."""
     runs = schema.trajectories
-    allowed = origins(TRAJECTORY_STEPS, TrajectoryState.DROPPED)
+    allowed = origins(TRAJECTORY_TRANSITIONS, TrajectoryState.DROPPED)
     changed = connection.execute(
         sa.update(runs)
         .where(runs.c.id.in_(names), runs.c.state.in_(allowed))
         .values(state=TrajectoryState.DROPPED, drop_reason=reason)
     )
     if changed.rowcount != len(names):
-        raise ForbiddenChange(f"{len(names) - changed.rowcount} of {len(names)} trajectories cannot be dropped now")
+        raise InvalidTransition(f"{len(names) - changed.rowcount} of {len(names)} trajectories cannot be dropped now")
 
 
 def load_path(connection: sa.Connection, leaf: str) -> tuple[Mapping[str, Any], ...]:

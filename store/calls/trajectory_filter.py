@@ -12,7 +12,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ratchet.store.calls.resamples import shadows
+from ratchet.store.calls.resamples import resamples
 from ratchet.store.calls.shipping import short_task
 from ratchet.store.db import schema
 from ratchet.store.states import TrajectoryState
@@ -22,7 +22,7 @@ FEW = 1000  # trajectories that are walked sooner than a tag's
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class TrajectoryFilter:
     """The trajectories that fit everything that is said here. Times are Unix seconds."""
 
     state: str | None = None
@@ -35,11 +35,11 @@ class Chosen:
     until: float | None = None  # opened before then
     search: str | None = None  # the beginning of the id
     id: str | None = None  # the whole id, with the trajectories that succeeded it
-    still_since: float | None = None  # no call since then, nor of a successor that needs its tokens
+    inactive_since: float | None = None  # no call since then, nor of a successor that needs its tokens
     trained: bool | None = None  # whether a round trained it
 
     @property
-    def nothing_said(self) -> bool:
+    def is_unrestricted(self) -> bool:
         """Whether every trajectory fits."""
         return all(getattr(self, field.name) is None for field in fields(self))
 
@@ -60,8 +60,8 @@ class Chosen:
             said.append(runs.c.opened_at < self.until)
         if self.trained is not None:
             said.append((runs.c.state == TrajectoryState.TRAINED) == sa.literal(self.trained))
-        if self.still_since is not None:
-            said += [runs.c.last_active_at < self.still_since, ~self._is_needed(self.still_since)]
+        if self.inactive_since is not None:
+            said += [runs.c.last_active_at < self.inactive_since, ~self._is_needed(self.inactive_since)]
         if self.search:
             said += [runs.c.id >= self.search, runs.c.id < self.search + _LAST]
         if self.id is not None:
@@ -70,10 +70,10 @@ class Chosen:
             said.append(runs.c.id.in_(sa.select(tags.c.trajectory_id).where(tags.c.tag == self.tag[:128])))
         return sa.and_(sa.true(), *said)
 
-    def _is_needed(self, still_since: float) -> sa.ColumnElement[bool]:
+    def _is_needed(self, inactive_since: float) -> sa.ColumnElement[bool]:
         """Return whether a trajectory has a successor that is not meant: its contexts go on from this one's."""
         runs, later = schema.trajectories, schema.trajectories.alias("later")
-        stays = later.c.last_active_at >= still_since
+        stays = later.c.last_active_at >= inactive_since
         if self.trained is not None:
             stays = sa.or_(stays, (later.c.state == TrajectoryState.TRAINED) != sa.literal(self.trained))
         return sa.and_(runs.c.successors > 0, sa.exists().where(_succeeds(later, runs), stays))
@@ -83,13 +83,13 @@ def _succeeds(later: Any, run: Any) -> sa.ColumnElement[bool]:
     return sa.and_(later.c.id > run.c.id + "~", later.c.id < run.c.id + "~:")
 
 
-def with_successors(chosen: sa.ColumnElement[bool]) -> sa.CompoundSelect[Any]:
-    """Return the ids of the trajectories that fit, of those that took their later calls, and of their shadows."""
+def ids_with_successors(chosen: sa.ColumnElement[bool]) -> sa.CompoundSelect[Any]:
+    """Return the ids of the trajectories that fit, of those that took their later calls, and of their resamples."""
     runs, later = schema.trajectories, schema.trajectories.alias("later")
     own = sa.select(runs.c.id).where(chosen)
     after = sa.select(later.c.id).join(runs, _succeeds(later, runs)).where(chosen, runs.c.successors > 0)
-    asked = sa.select(shadows.c.id).join(runs, runs.c.id == shadows.c.original_id)
-    shadow = asked.join(later, later.c.id == shadows.c.id).where(chosen)  # those that there are
+    asked = sa.select(resamples.c.id).join(runs, runs.c.id == resamples.c.original_id)
+    shadow = asked.join(later, later.c.id == resamples.c.id).where(chosen)  # those that there are
     return own.union(after, shadow)
 
 
@@ -99,20 +99,20 @@ def successors_of(name: str) -> sa.ColumnElement[bool]:
     return sa.and_(runs.c.id > f"{name}~", runs.c.id < f"{name}~:")  # a number follows the ~; a colon follows the 9
 
 
-def besides_tag(chosen: Chosen) -> sa.Select[int] | None:
+def count_without_tag(chosen: TrajectoryFilter) -> sa.Select[int] | None:
     """Return the count, up to one more than `FEW`, of those that fit the rest of a filter by tag.
 
     None where the tag's own order serves the rest as well, or there is no tag.
     """
     rest = replace(chosen, tag=None, since=None, until=None)
-    if chosen.tag is None or chosen.search or rest.nothing_said:
+    if chosen.tag is None or chosen.search or rest.is_unrestricted:
         return None
     some = sa.select(sa.literal(1)).select_from(schema.trajectories).where(replace(chosen, tag=None).where())
     return sa.select(sa.func.count()).select_from(some.limit(FEW + 1).subquery())
 
 
-def page_ids(
-    chosen: Chosen, limit: int, before: str | None, opened_at: float, *, by_tag: bool = True
+def select_page_ids(
+    chosen: TrajectoryFilter, limit: int, before: str | None, opened_at: float, *, by_tag: bool = True
 ) -> sa.Select[str]:
     """Return the ids of a page in order. `opened_at` is that of `before`, the last trajectory of the page before.
 
@@ -137,7 +137,7 @@ def page_ids(
     return query.order_by(time.desc(), name.desc()).limit(limit)
 
 
-def _tagged(chosen: Chosen) -> sa.Select[str]:
+def _tagged(chosen: TrajectoryFilter) -> sa.Select[str]:
     """Return the ids at a tag that fit; it knows their times itself."""
     runs, tags = schema.trajectories, schema.tags
     query = sa.select(tags.c.trajectory_id).where(tags.c.tag == (chosen.tag or "")[:128])
@@ -146,4 +146,4 @@ def _tagged(chosen: Chosen) -> sa.Select[str]:
     if chosen.until is not None:
         query = query.where(tags.c.opened_at < chosen.until)
     rest = replace(chosen, tag=None, since=None, until=None)
-    return query if rest.nothing_said else query.join(runs, runs.c.id == tags.c.trajectory_id).where(rest.where())
+    return query if rest.is_unrestricted else query.join(runs, runs.c.id == tags.c.trajectory_id).where(rest.where())

@@ -12,7 +12,7 @@ _STEP[ord("]")] = _STEP[ord("}")] = -1
 _FLAT = bytes(set(range(256)) - set(b"[]{}"))
 
 
-def outside_strings(text: bytes) -> bytes:
+def strip_strings(text: bytes) -> bytes:
     """Return JSON without its strings."""
     return b"".join(text.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
 
@@ -22,8 +22,8 @@ def depth(bare: bytes) -> int:
     return max(accumulate(map(_STEP.__getitem__, bare.translate(None, _FLAT))), default=0)
 
 
-def is_deeper(text: str, most: int) -> bool:
+def exceeds_depth(text: str, most: int) -> bool:
     """Return whether JSON goes deeper than `most` levels."""
     if text.count("[") + text.count("{") <= most:
         return False
-    return depth(outside_strings(text.encode("utf-8", "surrogatepass"))) > most
+    return depth(strip_strings(text.encode("utf-8", "surrogatepass"))) > most

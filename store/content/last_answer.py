@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from ratchet.store.records import Call
 
 
-def last_word(calls: Sequence[Call], system_prompt: Callable[[str], str]) -> tuple[str, str]:
+def last_answer_node(calls: Sequence[Call], system_prompt: Callable[[str], str]) -> tuple[str, str]:
     """Return the node of the last answer (of the last prompt where nothing was answered), and the agent's tools' hash.
 
     `calls` come in the order in which they began; `system_prompt` tells, of a prompt's node, which one it begins with.

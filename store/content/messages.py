@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ratchet.store.content.json_depth import is_deeper
+from ratchet.store.content.json_depth import exceeds_depth
 from ratchet.store.records import MessageNode
 
 ROOT = ""
@@ -62,7 +62,7 @@ def _arguments(text: Any) -> Any:
     if not isinstance(text, str):
         return text or {}
     try:
-        return (text.strip() if is_deeper(text, _DEEP) else _decode_arguments(text)) or {}
+        return (text.strip() if exceeds_depth(text, _DEEP) else _decode_arguments(text)) or {}
     except msgspec.DecodeError:
         return text.strip() or {}
 

@@ -7,7 +7,7 @@ import time
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import insert_new
+from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.records import Alarm
 
@@ -31,7 +31,7 @@ class Alarms:
         }
         again = sa.case((table.c.cleared_at.is_not(None), now), else_=table.c.raised_at)
         with write(self._engine) as connection:
-            insert_new(connection, table, [row])
+            insert_or_ignore(connection, table, [row])
             connection.execute(
                 sa.update(table)
                 .where(table.c.name == name)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import sqlalchemy as sa
 
-from ratchet.store.db.bulk import insert_new
+from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.db.table_types import JSON, TIME, metadata
 from ratchet.store.records.base import Record
@@ -30,7 +30,7 @@ works = sa.Table(
 )
 
 
-class Paced:
+class ProgressRate:
     """What can be told of work from how far it is: `done` of `total`, `seconds` since it began."""
 
     __slots__ = ()
@@ -50,7 +50,7 @@ class Paced:
         return None if each is None else each * max(0.0, self.total - self.done)
 
 
-class WorkNoted(Record, Paced, frozen=True):
+class JobProgress(Record, ProgressRate, frozen=True):
     """How far a work was at `noted_at`: `seconds` since it began; `means` by metric, each over its own rows."""
 
     alias: str
@@ -77,13 +77,13 @@ class Works:
         told = {"done": done, "total": total, "seconds": seconds, "means": dict(means), "ended": ended}
         row = {**told, "noted_at": time.time()}
         with write(self._engine) as connection:
-            insert_new(connection, works, [{"alias": alias, "work": work, **row}])
+            insert_or_ignore(connection, works, [{"alias": alias, "work": work, **row}])
             mine = sa.and_(works.c.alias == alias, works.c.work == work)
             connection.execute(sa.update(works).where(mine).values(**row))
 
-    def all(self, alias: str | None = None) -> list[WorkNoted]:
+    def all(self, alias: str | None = None) -> list[JobProgress]:
         """Return the works of one alias or of all, the latest told first."""
         query = sa.select(works).where(sa.true() if alias is None else works.c.alias == alias)
         with read(self._engine) as connection:
             rows = connection.execute(query.order_by(works.c.noted_at.desc())).all()
-        return [WorkNoted(**{name: getattr(row, name) for name in WorkNoted.__struct_fields__}) for row in rows]
+        return [JobProgress(**{name: getattr(row, name) for name in JobProgress.__struct_fields__}) for row in rows]

@@ -8,7 +8,7 @@ import msgspec
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import insert_new
+from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
 
 
@@ -30,7 +30,7 @@ class Leases:
         """Take or renew a lease for `seconds`; False when another owner holds it."""
         table, now = schema.leases, time.time()
         with write(self._engine) as connection:
-            insert_new(connection, table, [{"name": name, "owner": owner, "expires_at": now + seconds}])
+            insert_or_ignore(connection, table, [{"name": name, "owner": owner, "expires_at": now + seconds}])
             free = sa.or_(table.c.owner == owner, table.c.expires_at < now)
             taken = connection.execute(
                 sa.update(table).where(table.c.name == name, free).values(owner=owner, expires_at=now + seconds)

@@ -1,4 +1,4 @@
-"""Doors: what every running proxy says it serves and holds, so that the trainer knows when a version has drained."""
+"""ProxyInstances: what every running proxy says it serves and holds, so that the trainer knows when a version has drained."""
 
 from __future__ import annotations
 
@@ -6,34 +6,36 @@ import msgspec
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import insert_new
+from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
-from ratchet.store.records import Door
+from ratchet.store.records import ProxyInstance
 
 _FORGOTTEN = 3600.0  # seconds of silence after which a proxy that was killed is forgotten
 
 
-class Doors:
+class ProxyInstances:
     """The verbs over doors."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    def beat(self, door: Door) -> None:
+    def beat(self, door: ProxyInstance) -> None:
         """Write what a proxy knows now."""
         table = schema.doors
         row = msgspec.structs.asdict(door) | {"live": dict(door.live), "pins": dict(door.pins)}
         with write(self._engine) as connection:
-            insert_new(connection, table, [row])
-            connection.execute(sa.delete(table).where(table.c.beat_at < door.beat_at - _FORGOTTEN))
+            insert_or_ignore(connection, table, [row])
+            connection.execute(sa.delete(table).where(table.c.heartbeat_at < door.heartbeat_at - _FORGOTTEN))
             connection.execute(sa.update(table).where(table.c.id == door.id).values(**row))
 
-    def open(self, alias: str | None, since: float) -> list[Door]:
+    def open(self, alias: str | None, since: float) -> list[ProxyInstance]:
         """Return the proxies that serve an alias, or any, and were heard of since then (Unix seconds)."""
         table = schema.doors
         with read(self._engine) as connection:
-            rows = connection.execute(sa.select(table).where(table.c.beat_at >= since)).all()
-        doors = [Door(**{name: getattr(row, name) for name in Door.__struct_fields__}) for row in rows]
+            rows = connection.execute(sa.select(table).where(table.c.heartbeat_at >= since)).all()
+        doors = [
+            ProxyInstance(**{name: getattr(row, name) for name in ProxyInstance.__struct_fields__}) for row in rows
+        ]
         return [door for door in doors if alias is None or alias in door.live]
 
     def shipped_until(self, alias: str, now: float, since: float) -> float:
@@ -46,4 +48,4 @@ class Doors:
             connection.execute(sa.delete(schema.doors).where(schema.doors.c.id == door_id))
 
 
-DOOR_SILENCE = 10.0  # seconds after which a proxy that does not beat counts as gone
+PROXY_TIMEOUT_SECONDS = 10.0  # seconds after which a proxy that does not beat counts as gone

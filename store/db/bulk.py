@@ -87,9 +87,9 @@ def _compiled_change(dialect: sa.Dialect, statement: sa.Update) -> _Statement:
     return _Statement(dialect, statement, None)
 
 
-def insert_new(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]]) -> int:
+def insert_or_ignore(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]]) -> int:
     """Insert rows, leaving those whose primary key exists as they are; return how many are new."""
     return insert(connection, table, rows, new_only=True)
 
 
-IN_MOST = 500  # values in one IN (...)
+MAX_IN_VALUES = 500  # values in one IN (...)

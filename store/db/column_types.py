@@ -85,11 +85,11 @@ class Ids(sa.types.TypeDecorator[bytes]):
 
     def bind_processor(self, dialect: sa.Dialect) -> _Pack:
         """Return what makes of a value what the database holds."""
-        return _or_none(squeeze_ids)
+        return _or_none(compress_token_ids)
 
     def process_result_value(self, value: Any, dialect: sa.Dialect) -> bytes | None:
         """Return the int32 bytes."""
-        return None if value is None else unsqueeze_ids(bytes(value))
+        return None if value is None else decompress_token_ids(bytes(value))
 
 
 def _or_none(pack: Callable[[Any], bytes]) -> _Pack:
@@ -140,7 +140,7 @@ def unpack_body(packed: bytes) -> bytes:
     return body
 
 
-def squeeze_ids(ids: bytes) -> bytes:
+def compress_token_ids(ids: bytes) -> bytes:
     """Return a byte that says how many bytes a token takes, then all lowest bytes, all second ones, and so on.
 
     Four bytes a token are left as they come. No ids are no bytes. Raises ValueError where these are not whole int32.
@@ -155,8 +155,8 @@ def squeeze_ids(ids: bytes) -> bytes:
     return b"\4" + ids if width == 4 else bytes([width]) + b"".join([ids[place::4] for place in range(width)])
 
 
-def unsqueeze_ids(squeezed: bytes) -> bytes:
-    """Return the ids of `squeeze_ids`. Raises ValueError where they are damaged."""
+def decompress_token_ids(squeezed: bytes) -> bytes:
+    """Return the ids of `compress_token_ids`. Raises ValueError where they are damaged."""
     if not squeezed:
         return b""
     width, count = squeezed[0], (len(squeezed) - 1) // max(1, squeezed[0])

@@ -17,7 +17,7 @@ _QUICK = 0.02  # seconds
 _TIMES = 20
 
 
-class Remembered(Generic[_T]):
+class CachedCount(Generic[_T]):
     """One count. One thread counts at a time."""
 
     def __init__(self, count: Callable[[], _T]) -> None:

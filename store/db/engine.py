@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DatabaseError, DataError, DBAPIError, OperationalError
 
 from ratchet.store.db.sqlite_files import watch_files
-from ratchet.store.errors import SchemaMismatch, StoreError, StoreMissing, StoreUnavailable, UnknownRecord
+from ratchet.store.errors import RecordNotFound, SchemaMismatch, StoreError, StoreNotFound, StoreUnavailable
 
 HEAD = "0019"  # the newest migration; a test holds it equal to the migrations folder
 _WAL_SECONDS = 15.0
@@ -134,7 +134,7 @@ def write(engine: sa.Engine) -> Iterator[sa.Connection]:
 def read(engine: sa.Engine) -> Iterator[sa.Connection]:
     """Open one read transaction, a single point in time. Raises StoreUnavailable when the database is down.
 
-    Raises UnknownRecord where something is asked for that no column can hold (a number too large, a NUL in a text).
+    Raises RecordNotFound where something is asked for that no column can hold (a number too large, a NUL in a text).
     """
     try:
         with engine.connect() as connection:
@@ -142,7 +142,7 @@ def read(engine: sa.Engine) -> Iterator[sa.Connection]:
                 connection.exec_driver_sql("BEGIN")
             yield connection
     except (DataError, OverflowError) as error:
-        raise UnknownRecord("no record can have such a value") from error
+        raise RecordNotFound("no record can have such a value") from error
     except DatabaseError as error:
         if (away := _away(error, engine)) is None:
             raise
@@ -178,13 +178,13 @@ def _remedy(error: OperationalError, engine: sa.Engine) -> str:
 
 
 def check_url(text: str) -> None:
-    """Check a store's URL without connecting to it. Raises StoreError; StoreMissing where its folder is not there."""
+    """Check a store's URL without connecting to it. Raises StoreError; StoreNotFound where its folder is not there."""
     url = _url(text)
     if url.get_backend_name() != "sqlite" or not url.database or url.database == ":memory:":
         return
     folder = Path(url.database).absolute().parent
     if not folder.is_dir():
-        raise StoreMissing(
+        raise StoreNotFound(
             f"--store {url.database}: there is no folder {folder}; make it (mkdir -p {folder}) or name another store"
         )
 

@@ -14,7 +14,7 @@ from ratchet.store.db.table_types import ID as _ID
 from ratchet.store.db.table_types import JSON as _JSON
 from ratchet.store.db.table_types import TIME as _TIME
 from ratchet.store.db.table_types import TRAJECTORY_ID as _TRAJECTORY_ID
-from ratchet.store.db.table_types import index_said as _index_said
+from ratchet.store.db.table_types import index_when_set as _index_said
 from ratchet.store.db.table_types import metadata as metadata
 from ratchet.store.db.table_types import one_of as _state
 from ratchet.store.states import (
@@ -128,13 +128,13 @@ calls = sa.Table(
     sa.Column("error", sa.Text),
     sa.Column("answer_id", sa.String(128)),
     # The prompt's last message, where no stored answer of the call stands under it and so keeps it.
-    sa.Column("held_node", _HASH),
+    sa.Column("retained_node", _HASH),
     _state("state", CallState),
     sa.CheckConstraint("context IN ('root', 'exact', 'fork')", name="context_known"),
     sa.Index(None, "trajectory_id", "started_at"),
 )
 # Which calls keep a message by themselves: one that nothing keeps may be deleted.
-_index_said(calls, "held_node")
+_index_said(calls, "retained_node")
 # The calls that were not answered are few and often asked for.
 sa.Index("ix_calls_unanswered", calls.c.state, calls.c.id,
          sqlite_where=calls.c.state != "answered", postgresql_where=calls.c.state != "answered")  # fmt: skip
@@ -216,7 +216,7 @@ verdicts = sa.Table(
     sa.Column("cost", sa.Double),
     sa.Column("latency", sa.Double, nullable=False),
     sa.Column("judged_at", _TIME, nullable=False),
-    sa.Column("exchange_id", _ID),
+    sa.Column("judge_request_id", _ID),
     sa.Column("baseline_mean", sa.Double),
     sa.Column("baseline_std", sa.Double),
     # A judge failure is a state, never a number: a verdict has a score or a failure, not both, not neither.
@@ -249,7 +249,7 @@ feedback = sa.Table(
 sa.Index("ix_feedback_waiting", feedback.c.target,
          sqlite_where=feedback.c.trajectory_id.is_(None),
          postgresql_where=feedback.c.trajectory_id.is_(None))  # fmt: skip
-sa.Index("ix_feedback_unheard", feedback.c.trajectory_id,
+sa.Index("ix_feedback_unapplied", feedback.c.trajectory_id,
          sqlite_where=sa.and_(feedback.c.heard_at.is_(None), feedback.c.value.is_not(None)),
          postgresql_where=sa.and_(feedback.c.heard_at.is_(None), feedback.c.value.is_not(None)))  # fmt: skip
 
@@ -338,7 +338,7 @@ deletions = sa.Table(
     metadata,
     sa.Column("id", _ID, primary_key=True),
     sa.Column("why", sa.Text, nullable=False),
-    sa.Column("began_at", _TIME, nullable=False),
+    sa.Column("started_at", _TIME, nullable=False),
     sa.Column("last_at", _TIME, nullable=False),
     sa.Column("trajectories", sa.Integer, nullable=False),
     sa.Column("calls", sa.Integer, nullable=False),
@@ -346,7 +346,7 @@ deletions = sa.Table(
 )
 
 # Messages and tool lists that a deleted call named: the sweep looks whether anybody else does.
-unclaimed = sa.Table("unclaimed", metadata, sa.Column("hash", _HASH, primary_key=True))
+orphan_candidates = sa.Table("orphan_candidates", metadata, sa.Column("hash", _HASH, primary_key=True))
 
 # A lease is held by one owner until it expires; the holder renews it.
 leases = sa.Table(
@@ -365,7 +365,7 @@ doors = sa.Table(
     sa.Column("live", _JSON, nullable=False),
     sa.Column("pins", _JSON, nullable=False),
     sa.Column("shipped_until", _TIME, nullable=False),
-    sa.Column("beat_at", _TIME, nullable=False),
+    sa.Column("heartbeat_at", _TIME, nullable=False),
 )
 
 alarms = sa.Table(

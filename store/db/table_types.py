@@ -33,7 +33,7 @@ def one_of(column: str, states: type[StrEnum]) -> sa.CheckConstraint:
     return sa.CheckConstraint(f"{column} IN ({listed})", name=f"{column}_known")
 
 
-def index_said(table: sa.Table, *columns: str) -> None:
+def index_when_set(table: sa.Table, *columns: str) -> None:
     """Index the rows in which the first of these columns says something; the others cost nothing."""
     said = table.c[columns[0]].is_not(None)
     name = "_".join(("ix", table.name, *columns))

@@ -15,10 +15,10 @@ import sqlalchemy as sa
 
 def fitting(table: sa.Table, row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with every text cut to its column."""
-    return {name: values[0] for name, values in all_fitting(table, {key: (row[key],) for key in row}).items()}
+    return {name: values[0] for name, values in truncate_columns(table, {key: (row[key],) for key in row}).items()}
 
 
-def all_fitting(table: sa.Table, columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+def truncate_columns(table: sa.Table, columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     """Return columns of rows so that each text fits; a column whose texts all fit is not gone through."""
     fit = dict(columns)
     for name, length in _texts(table):

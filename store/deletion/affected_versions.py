@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
-from ratchet.store.errors import ForbiddenChange
+from ratchet.store.errors import InvalidTransition
 from ratchet.store.records import Policy
 from ratchet.store.records.base import Record
 from ratchet.store.states import PolicyState, RoundState
@@ -26,7 +26,7 @@ _REASON = "it learnt from trajectories that were deleted"
 Version = tuple[str, int]  # alias, number
 
 
-class Inheritor(Record, frozen=True):
+class AffectedVersion(Record, frozen=True):
     """A policy version that holds what it learnt from deleted trajectories, by itself or from the version before it."""
 
     alias: str
@@ -36,7 +36,7 @@ class Inheritor(Record, frozen=True):
     directly: bool
 
 
-def inheritors(connection: sa.Connection, rounds: Collection[str]) -> tuple[Inheritor, ...]:
+def versions_trained_by(connection: sa.Connection, rounds: Collection[str]) -> tuple[AffectedVersion, ...]:
     """Return the versions that hold what these rounds trained, in order."""
     if not rounds:
         return ()
@@ -47,17 +47,17 @@ def inheritors(connection: sa.Connection, rounds: Collection[str]) -> tuple[Inhe
     return _inheritors(connection, {(row.alias, row.to_version) for row in connection.execute(made)})
 
 
-def marked(connection: sa.Connection) -> tuple[Inheritor, ...]:
+def marked(connection: sa.Connection) -> tuple[AffectedVersion, ...]:
     """Return the versions that hold what they learnt from trajectories that were deleted, in order."""
     noted = [policy for policies in connection.scalars(sa.select(schema.deletions.c.policies)) for policy in policies]
     return _inheritors(connection, {(one["alias"], one["version"]) for one in noted if one["directly"]})
 
 
-def take_out(policies: Policies, held: Sequence[Inheritor], *, by: str) -> dict[str, list[Policy]]:
+def reject_affected(policies: Policies, held: Sequence[AffectedVersion], *, by: str) -> dict[str, list[Policy]]:
     """Reject these versions, of each alias; return those that were not rejected before.
 
     Where the live version is among them, the newest that is not, and still can serve, is live in its place.
-    Raises ForbiddenChange where there is none.
+    Raises InvalidTransition where there is none.
     """
     done: dict[str, list[Policy]] = {}
     for alias in sorted({one.alias for one in held}):
@@ -85,11 +85,11 @@ def _newest_before(known: Sequence[Policy], live: int, held: Collection[int]) ->
         and policy.state is not PolicyState.REJECTED
     ]
     if not usable:
-        raise ForbiddenChange(f"no version of {known[0].alias} before {live} can serve: promote one by hand")
+        raise InvalidTransition(f"no version of {known[0].alias} before {live} can serve: promote one by hand")
     return max(usable)
 
 
-def _inheritors(connection: sa.Connection, own: Collection[Version]) -> tuple[Inheritor, ...]:
+def _inheritors(connection: sa.Connection, own: Collection[Version]) -> tuple[AffectedVersion, ...]:
     """Return the versions of `own`, and those that were made from one of them."""
     if not own:
         return ()
@@ -105,5 +105,5 @@ def _inheritors(connection: sa.Connection, own: Collection[Version]) -> tuple[In
         if name in own or origins.get(name) in held or (row.alias, row.adapter) in adapters:
             held.add(name)
             adapters |= {(row.alias, row.adapter)} if row.adapter else set()
-            found.append(Inheritor(row.alias, row.version, row.state, row.adapter, name in own))
+            found.append(AffectedVersion(row.alias, row.version, row.state, row.adapter, name in own))
     return tuple(found)

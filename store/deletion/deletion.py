@@ -24,19 +24,19 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from ratchet.store.calls.feedback import delete_waiting, delete_waiting_for
+from ratchet.store.calls.feedback import delete_pending_feedback, delete_pending_feedback_of
 from ratchet.store.calls.shipping import MESSAGES_LOCK
-from ratchet.store.calls.trajectory_filter import Chosen, with_successors
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter, ids_with_successors
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import insert_new
+from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
-from ratchet.store.deletion.affected_versions import Inheritor, inheritors, marked
+from ratchet.store.deletion.affected_versions import AffectedVersion, marked, versions_trained_by
 from ratchet.store.ids import new_id
 from ratchet.store.records.base import Record
 from ratchet.store.states import CallState, GroupState, TrajectoryState
 from ratchet.store.tuning.rollouts import forget
 
-MEMBER_GONE = "member_deleted"  # why a group and its other members were dropped
+MEMBER_DELETED = "member_deleted"  # why a group and its other members were dropped
 _BATCH = 100  # trajectories in one transaction
 _PAGE = 500  # messages
 _SEEN_AFTER = 3.0  # seconds in which a running proxy has seen a deletion
@@ -48,15 +48,15 @@ class Deletion(Record, frozen=True):
 
     id: str
     why: str
-    began_at: float
+    started_at: float
     last_at: float
     trajectories: int = 0
     calls: int = 0
     messages: int = 0  # and tool lists; told once, not kept
     groups_dropped: int = 0  # that were not trained yet; likewise
-    unswept: int = 0  # messages that wait for a proxy; likewise
+    unswept_messages: int = 0  # messages that wait for a proxy; likewise
     feedback: int = 0  # that waited for a call; likewise
-    policies: tuple[Inheritor, ...] = ()
+    policies: tuple[AffectedVersion, ...] = ()
 
 
 class Deletions:
@@ -65,12 +65,12 @@ class Deletions:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    def count(self, chosen: Chosen) -> int:
+    def count(self, chosen: TrajectoryFilter) -> int:
         """Return how many trajectories `delete` would delete."""
         with read(self._engine) as connection:
             return int(connection.scalar(sa.select(sa.func.count()).select_from(_meant(chosen))) or 0)
 
-    def under_way(self, chosen: Chosen, since: float) -> int:
+    def under_way(self, chosen: TrajectoryFilter, since: float) -> int:
         """Return how many calls of the chosen began after `since` and have no end: their ends would come back."""
         calls = schema.calls
         query = sa.select(sa.func.count()).where(
@@ -81,38 +81,42 @@ class Deletions:
         with read(self._engine) as connection:
             return int(connection.scalar(query) or 0)
 
-    def trained_into(self, chosen: Chosen) -> tuple[Inheritor, ...]:
+    def trained_into(self, chosen: TrajectoryFilter) -> tuple[AffectedVersion, ...]:
         """Return the versions that hold something of the chosen trajectories, in order."""
         runs, imitated = schema.trajectories, schema.imitated
         meant = sa.select(_meant(chosen).c.id)
         trained = sa.select(runs.c.round_id).where(runs.c.id.in_(meant), runs.c.round_id.is_not(None))
         shown = sa.select(imitated.c.round_id).where(imitated.c.trajectory_id.in_(meant))
         with read(self._engine) as connection:
-            return inheritors(connection, {name for name in connection.scalars(trained.union(shown)) if name})
+            return versions_trained_by(connection, {name for name in connection.scalars(trained.union(shown)) if name})
 
-    def inherited(self) -> tuple[Inheritor, ...]:
+    def inherited(self) -> tuple[AffectedVersion, ...]:
         """Return the versions that hold something of trajectories that were deleted, in order."""
         with read(self._engine) as connection:
             return marked(connection)
 
     def delete(
-        self, chosen: Chosen, why: str, told: Callable[[int], None] = lambda count: None, patience: float = 30.0
+        self,
+        chosen: TrajectoryFilter,
+        why: str,
+        told: Callable[[int], None] = lambda count: None,
+        patience: float = 30.0,
     ) -> Deletion:
         """Delete the chosen trajectories and what is theirs alone; `told` hears of each batch's size.
 
         Waits at most `patience` seconds for running proxies; what then remains is swept by the next deletion.
         """
-        deletion = Deletion(id=new_id("del"), why=why, began_at=time.time(), last_at=time.time())
+        deletion = Deletion(id=new_id("del"), why=why, started_at=time.time(), last_at=time.time())
         rounds: set[str] = set()
         for names in self._batches(chosen):
             with write(self._engine) as connection:
                 deletion = _delete_batch(connection, names, deletion, rounds)
             told(len(names))
         with write(self._engine) as connection:
-            waited = delete_waiting(connection, chosen)
+            waited = delete_pending_feedback(connection, chosen)
         deletion = msgspec.structs.replace(deletion, feedback=deletion.feedback + waited)
         swept = self.sweep(patience)
-        return msgspec.structs.replace(deletion, messages=swept, unswept=self._waiting())
+        return msgspec.structs.replace(deletion, messages=swept, unswept_messages=self._waiting())
 
     def latest(self) -> float:
         """Return when something was deleted last (Unix seconds), 0 where nothing was: it changes with each deletion."""
@@ -141,14 +145,14 @@ class Deletions:
         self._truncate()
         return gone
 
-    def _batches(self, chosen: Chosen) -> Iterator[list[str]]:
+    def _batches(self, chosen: TrajectoryFilter) -> Iterator[list[str]]:
         """Yield the chosen, each batch with its successors."""
         runs, last = schema.trajectories, ""
         while True:
             page = sa.select(runs.c.id).where(chosen.where(), runs.c.id > last).order_by(runs.c.id).limit(_BATCH)
             with read(self._engine) as connection:
                 names = list(connection.scalars(page))
-                whole = sorted(connection.scalars(with_successors(runs.c.id.in_(names)))) if names else []
+                whole = sorted(connection.scalars(ids_with_successors(runs.c.id.in_(names)))) if names else []
             if not names:
                 return
             last = names[-1]
@@ -156,7 +160,7 @@ class Deletions:
 
     def _waiting(self) -> int:
         with read(self._engine) as connection:
-            return int(connection.scalar(sa.select(sa.func.count()).select_from(schema.unclaimed)) or 0)
+            return int(connection.scalar(sa.select(sa.func.count()).select_from(schema.orphan_candidates)) or 0)
 
     def _proxies_know(self, since: float, until: float) -> bool:
         """Wait until every running proxy has shipped what it recorded before `since`; return whether all have."""
@@ -164,7 +168,7 @@ class Deletions:
         query = sa.select(sa.func.min(doors.c.shipped_until))
         while True:
             with read(self._engine) as connection:
-                oldest = connection.scalar(query.where(doors.c.beat_at > time.time() - _SILENCE))
+                oldest = connection.scalar(query.where(doors.c.heartbeat_at > time.time() - _SILENCE))
             if oldest is None or oldest >= since:
                 return True
             if time.monotonic() > until:
@@ -178,8 +182,8 @@ class Deletions:
                 connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def _meant(chosen: Chosen) -> sa.Subquery:
-    return with_successors(chosen.where()).subquery()
+def _meant(chosen: TrajectoryFilter) -> sa.Subquery:
+    return ids_with_successors(chosen.where()).subquery()
 
 
 def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Deletion, rounds: set[str]) -> Deletion:
@@ -193,10 +197,10 @@ def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Del
     new = ({row.round_id for row in found if row.round_id} | set(connection.scalars(shown))) - rounds
     rounds |= new
     dropped = _drop_groups(connection, groups, names)
-    _unclaim(connection, names)
+    _add_orphan_candidates(connection, names)
     _delete_verdicts(connection, names, groups)
     forget(connection, names)
-    waited = delete_waiting_for(connection, names)
+    waited = delete_pending_feedback_of(connection, names)
     count = connection.execute(sa.delete(calls).where(calls.c.trajectory_id.in_(names))).rowcount
     gone = connection.execute(sa.delete(runs).where(runs.c.id.in_(names))).rowcount
     _delete_empty(connection, groups)
@@ -207,7 +211,7 @@ def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Del
         calls=deletion.calls + count,
         groups_dropped=deletion.groups_dropped + dropped,
         feedback=deletion.feedback + waited,
-        policies=inheritors(connection, rounds) if new else deletion.policies,
+        policies=versions_trained_by(connection, rounds) if new else deletion.policies,
     )
     _note(connection, deletion)
     return deletion
@@ -218,7 +222,7 @@ def _note(connection: sa.Connection, deletion: Deletion) -> None:
     table = schema.deletions
     row = {column.name: getattr(deletion, column.name) for column in table.c}
     row["policies"] = [msgspec.structs.asdict(policy) for policy in deletion.policies]
-    insert_new(connection, table, [row])
+    insert_or_ignore(connection, table, [row])
     connection.execute(sa.update(table).where(table.c.id == deletion.id).values(**row))
 
 
@@ -227,16 +231,16 @@ def _drop_groups(connection: sa.Connection, groups: Sequence[str], leaving: Sequ
     table, runs = schema.groups, schema.trajectories
     waiting = (GroupState.READY, GroupState.JUDGED)
     drop = sa.update(table).where(table.c.id.in_(groups), table.c.state.in_(waiting)).returning(table.c.id)
-    dropped = list(connection.scalars(drop.values(state=GroupState.DROPPED, drop_reason=MEMBER_GONE)))
+    dropped = list(connection.scalars(drop.values(state=GroupState.DROPPED, drop_reason=MEMBER_DELETED)))
     connection.execute(
         sa.update(runs)
         .where(runs.c.group_id.in_(dropped), runs.c.state == TrajectoryState.GROUPED, runs.c.id.not_in(leaving))
-        .values(state=TrajectoryState.DROPPED, drop_reason=MEMBER_GONE)
+        .values(state=TrajectoryState.DROPPED, drop_reason=MEMBER_DELETED)
     )
     return len(dropped)
 
 
-def _unclaim(connection: sa.Connection, names: Sequence[str]) -> None:
+def _add_orphan_candidates(connection: sa.Connection, names: Sequence[str]) -> None:
     """Note what the calls of trajectories name: it may be nobody else's."""
     calls, choices = schema.calls, schema.choices
     own = calls.c.trajectory_id.in_(names)
@@ -244,7 +248,7 @@ def _unclaim(connection: sa.Connection, names: Sequence[str]) -> None:
     hashes = {name for row in prompts for name in row}
     replies = sa.select(choices.c.reply_node).join(calls, calls.c.id == choices.c.call_id).where(own)
     hashes |= set(connection.scalars(replies))
-    insert_new(connection, schema.unclaimed, [{"hash": name} for name in sorted(hashes - {""})])
+    insert_or_ignore(connection, schema.orphan_candidates, [{"hash": name} for name in sorted(hashes - {""})])
 
 
 def _delete_verdicts(connection: sa.Connection, names: Sequence[str], groups: Sequence[str]) -> None:
@@ -253,12 +257,12 @@ def _delete_verdicts(connection: sa.Connection, names: Sequence[str], groups: Se
     own = verdicts.c.trajectory_id.in_(names)
     asked = sa.or_(
         exchanges.c.group_id.in_(groups),
-        exchanges.c.id.in_(sa.select(verdicts.c.exchange_id).where(own, verdicts.c.exchange_id.is_not(None))),
+        exchanges.c.id.in_(sa.select(verdicts.c.judge_request_id).where(own, verdicts.c.judge_request_id.is_not(None))),
     )
     connection.execute(sa.delete(exchanges).where(asked))
     connection.execute(sa.delete(verdicts).where(own))
     connection.execute(
-        sa.update(verdicts).where(verdicts.c.group_id.in_(groups)).values(explanation="", exchange_id=None)
+        sa.update(verdicts).where(verdicts.c.group_id.in_(groups)).values(explanation="", judge_request_id=None)
     )
 
 
@@ -275,19 +279,19 @@ def _delete_empty(connection: sa.Connection, groups: Sequence[str]) -> None:
 
 
 def _sweep_page(connection: sa.Connection) -> tuple[int, int]:
-    """Look at some unclaimed messages and tool lists; return how many, and how many of them were deleted."""
+    """Look at some orphan_candidates messages and tool lists; return how many, and how many of them were deleted."""
     if connection.dialect.name == "sqlite":
         connection.exec_driver_sql("PRAGMA secure_delete=ON")
     else:
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({MESSAGES_LOCK})")
-    unclaimed = schema.unclaimed
-    page = list(connection.scalars(sa.select(unclaimed.c.hash).order_by(unclaimed.c.hash).limit(_PAGE)))
+    orphan_candidates = schema.orphan_candidates
+    page = list(connection.scalars(sa.select(orphan_candidates.c.hash).order_by(orphan_candidates.c.hash).limit(_PAGE)))
     if not page:
         return 0, 0
-    connection.execute(sa.delete(unclaimed).where(unclaimed.c.hash.in_(page)))
+    connection.execute(sa.delete(orphan_candidates).where(orphan_candidates.c.hash.in_(page)))
     parents = _delete_orphans(connection, page)
     # A message whose last child has gone may be nobody's as well.
-    insert_new(connection, unclaimed, [{"hash": name} for name in sorted(set(parents.values()) - {""})])
+    insert_or_ignore(connection, orphan_candidates, [{"hash": name} for name in sorted(set(parents.values()) - {""})])
     return len(page), len(parents) + _delete_toolsets(connection, page)
 
 
@@ -297,7 +301,7 @@ def _delete_orphans(connection: sa.Connection, page: Sequence[str]) -> Mapping[s
     orphans = sa.select(table.c.hash, table.c.parent).where(
         table.c.hash.in_(page),
         ~sa.exists().where(child.c.parent == table.c.hash),
-        ~sa.exists().where(schema.calls.c.held_node == table.c.hash),
+        ~sa.exists().where(schema.calls.c.retained_node == table.c.hash),
         ~sa.exists().where(schema.choices.c.reply_node == table.c.hash),
     )
     found = {row.hash: row.parent for row in connection.execute(orphans)}

@@ -29,7 +29,7 @@ base_models = sa.Table(
     sa.Column("name", sa.Text, nullable=False),
     sa.Column("files", JSON, nullable=False),
     sa.Column("served", JSON, nullable=False),
-    sa.Column("taken_at", TIME, nullable=False),
+    sa.Column("registered_at", TIME, nullable=False),
 )
 _PARTS = ("config", "weights", "tokenizer", "chat_template")
 
@@ -41,9 +41,9 @@ class BaseModel(Record, frozen=True):
     name: str
     files: Mapping[str, str]
     served: Mapping[str, Any]
-    taken_at: float
+    registered_at: float
 
-    def differs_in(self, files: Mapping[str, str]) -> list[str]:
+    def differing_parts(self, files: Mapping[str, str]) -> list[str]:
         """Return the parts whose digests are known on both sides and differ."""
         return [part for part in _PARTS if part in self.files and part in files and self.files[part] != files[part]]
 
@@ -63,7 +63,7 @@ class BaseModels:
             row = connection.execute(query).one_or_none()
         return None if row is None else BaseModel(**{n: getattr(row, n) for n in BaseModel.__struct_fields__})
 
-    def take_up(
+    def register_base_model(
         self, alias: str, name: str, *, files: Mapping[str, str] | None = None, served: Mapping[str, Any] | None = None
     ) -> BaseModel | None:
         """Write down what is not known yet of an alias's base model; what is known already stays.
@@ -79,7 +79,7 @@ class BaseModels:
                 return None
             known = row.base_id or new_id("base")
             if row.base_id is None:
-                fresh = {"id": known, "name": name, "taken_at": time.time(), **given}
+                fresh = {"id": known, "name": name, "registered_at": time.time(), **given}
                 connection.execute(sa.insert(base_models).values(**fresh))
                 unknown = sa.and_(policies.c.alias == alias, policies.c.base_id.is_(None))
                 connection.execute(sa.update(policies).where(unknown).values(base_id=known))

@@ -85,7 +85,7 @@ class Decisions:
         return {(row.alias, row.version): _decision(row) for row in rows}
 
 
-def write_down(
+def record_decision(
     connection: sa.Connection,
     alias: str,
     version: int,

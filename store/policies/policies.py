@@ -15,14 +15,14 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import insert_new
+from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
-from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.policies.base_models import base_id_of
-from ratchet.store.policies.decisions import decisions, write_down
+from ratchet.store.policies.decisions import decisions, record_decision
 from ratchet.store.policies.prompts import prompts
 from ratchet.store.records import BASE_VERSION, Policy
-from ratchet.store.states import POLICY_STEPS, PolicyAction, PolicyState, check
+from ratchet.store.states import POLICY_TRANSITIONS, PolicyAction, PolicyState, check
 
 
 class Policies:
@@ -39,7 +39,7 @@ class Policies:
         table = schema.policies
         base = sa.and_(table.c.alias == alias, table.c.adapter.is_(None))  # with its prompts, if there are any
         with write(self._engine) as connection:
-            insert_new(
+            insert_or_ignore(
                 connection,
                 table,
                 [
@@ -69,7 +69,7 @@ class Policies:
     ) -> Policy:
         """Make a candidate of the live version with another prompt, or, with None, without one.
 
-        With a `share` it is a canary at once. Raises UnknownRecord, and ForbiddenChange where the live version serves
+        With a `share` it is a canary at once. Raises RecordNotFound, and InvalidTransition where the live version serves
         so already, nothing is live, or there is a canary.
         """
         table = schema.policies
@@ -92,25 +92,25 @@ class Policies:
             try:
                 connection.execute(sa.insert(table).values(version=version, **row))
             except IntegrityError as taken:
-                raise ForbiddenChange(
+                raise InvalidTransition(
                     f"{alias}@{version} was made by another process, or there is a canary that is not decided"
                 ) from taken
             if share is not None:
                 told = {**evidence, "share": share}
-                write_down(connection, alias, version, PolicyAction.CANARY, by, reason, told)
+                record_decision(connection, alias, version, PolicyAction.CANARY, by, reason, told)
         return self.get(alias, version)
 
-    def take_prompt(self, alias: str, version: int) -> Policy:
+    def adopt_prompt(self, alias: str, version: int) -> Policy:
         """Give a candidate the prompt that is live now.
 
-        Raises ForbiddenChange where it is no candidate any more, or nothing is live.
+        Raises InvalidTransition where it is no candidate any more, or nothing is live.
         """
         table = schema.policies
         mine = sa.and_(table.c.alias == alias, table.c.version == version, table.c.state == PolicyState.CANDIDATE)
         with write(self._engine) as connection:
             change = sa.update(table).where(mine).values(prompt_id=_live(connection, alias).prompt_id)
             if not connection.execute(change).rowcount:
-                raise ForbiddenChange(f"{alias}@{version} is no candidate any more")
+                raise InvalidTransition(f"{alias}@{version} is no candidate any more")
         return self.get(alias, version)
 
     def serving(self) -> list[Policy]:
@@ -148,11 +148,11 @@ class Policies:
         return self._select(sa.and_(table.c.alias == alias, table.c.state == PolicyState.UNPROVEN, newer))
 
     def get(self, alias: str, version: int) -> Policy:
-        """Return one version. Raises UnknownRecord."""
+        """Return one version. Raises RecordNotFound."""
         table = schema.policies
         found = self._select(sa.and_(table.c.alias == alias, table.c.version == version))
         if not found:
-            raise UnknownRecord(f"no policy {alias}@{version}")
+            raise RecordNotFound(f"no policy {alias}@{version}")
         return found[0]
 
     def all(self, alias: str | None = None) -> list[Policy]:
@@ -171,19 +171,19 @@ class Policies:
     ) -> Policy:
         """Make a version live and retire the older one that was; with `only_from`, only if that is its state.
 
-        Raises ForbiddenChange, UnknownRecord.
+        Raises InvalidTransition, RecordNotFound.
         """
         policy = self._usable(alias, version)
-        check(POLICY_STEPS, policy.state, PolicyState.LIVE, f"policy {alias}@{version}")
+        check(POLICY_TRANSITIONS, policy.state, PolicyState.LIVE, f"policy {alias}@{version}")
         if only_from is not None and policy.state is not only_from:
-            raise ForbiddenChange(f"policy {alias}@{version} is {policy.state} by now, not {only_from}")
+            raise InvalidTransition(f"policy {alias}@{version} is {policy.state} by now, not {only_from}")
         old = self.live().get(alias)
         _check_newer(policy, old)
         with write(self._engine) as connection:
             if old is not None:
                 _settle(connection, old, PolicyState.RETIRED, {})
             _settle(connection, policy, PolicyState.LIVE, evidence)
-            write_down(connection, alias, version, PolicyAction.PROMOTE, by, reason, evidence)
+            record_decision(connection, alias, version, PolicyAction.PROMOTE, by, reason, evidence)
         return self.get(alias, version)
 
     def canary(
@@ -198,89 +198,91 @@ class Policies:
     ) -> Policy:
         """Let a candidate serve a share of new trajectories, more than 0 and less than 1; or change a canary's share.
 
-        Raises ForbiddenChange where the alias has another canary, or a newer version is live, UnknownRecord.
+        Raises InvalidTransition where the alias has another canary, or a newer version is live, RecordNotFound.
         """
         if not 0.0 < share < 1.0:
-            raise ForbiddenChange(f"policy {alias}@{version}: a canary's share is between 0 and 1, not {share:g}")
+            raise InvalidTransition(f"policy {alias}@{version}: a canary's share is between 0 and 1, not {share:g}")
         policy = self._usable(alias, version)
         if policy.state != PolicyState.CANARY:
-            check(POLICY_STEPS, policy.state, PolicyState.CANARY, f"policy {alias}@{version}")
+            check(POLICY_TRANSITIONS, policy.state, PolicyState.CANARY, f"policy {alias}@{version}")
             _check_newer(policy, self.live().get(alias))
         serving = [found for found in self.serving() if found.alias == alias and found.version != version]
         if other := next((found.version for found in serving if found.state == PolicyState.CANARY), None):
-            raise ForbiddenChange(f"{alias}@{other} is a canary already: promote or reject it before {alias}@{version}")
+            raise InvalidTransition(
+                f"{alias}@{other} is a canary already: promote or reject it before {alias}@{version}"
+            )
         with write(self._engine) as connection:
             _settle(connection, policy, PolicyState.CANARY, evidence or {}, share)
             told = {**(evidence or {}), "share": share}
-            write_down(connection, alias, version, PolicyAction.CANARY, by, reason, told)
+            record_decision(connection, alias, version, PolicyAction.CANARY, by, reason, told)
         return self.get(alias, version)
 
     def hold(self, alias: str, version: int, evidence: Mapping[str, Any], *, by: str, reason: str) -> None:
-        """Say that only a person promotes this version; its state stays. Raises UnknownRecord."""
+        """Say that only a person promotes this version; its state stays. Raises RecordNotFound."""
         self.get(alias, version)
         with write(self._engine) as connection:
-            write_down(connection, alias, version, PolicyAction.HOLD, by, reason, evidence)
+            record_decision(connection, alias, version, PolicyAction.HOLD, by, reason, evidence)
 
-    def leave_unproven(self, alias: str, version: int, evidence: Mapping[str, Any], *, reason: str) -> Policy:
+    def mark_unproven(self, alias: str, version: int, evidence: Mapping[str, Any], *, reason: str) -> Policy:
         """Put a candidate aside whose proof could not decide: it serves nobody, and training goes on on top of it.
 
-        Raises ForbiddenChange, UnknownRecord.
+        Raises InvalidTransition, RecordNotFound.
         """
         policy = self.get(alias, version)
-        check(POLICY_STEPS, policy.state, PolicyState.UNPROVEN, f"policy {alias}@{version}")
+        check(POLICY_TRANSITIONS, policy.state, PolicyState.UNPROVEN, f"policy {alias}@{version}")
         with write(self._engine) as connection:
             _settle(connection, policy, PolicyState.UNPROVEN, evidence)
-            write_down(connection, alias, version, PolicyAction.UNPROVEN, "proof", reason, evidence)
+            record_decision(connection, alias, version, PolicyAction.UNPROVEN, "proof", reason, evidence)
         return self.get(alias, version)
 
     def reject(
         self, alias: str, version: int, evidence: Mapping[str, Any], *, by: str = "proof", reason: str = "rejected"
     ) -> Policy:
-        """Mark a candidate that failed its proof or its gate. Raises ForbiddenChange, UnknownRecord."""
+        """Mark a candidate that failed its proof or its gate. Raises InvalidTransition, RecordNotFound."""
         policy = self.get(alias, version)
-        check(POLICY_STEPS, policy.state, PolicyState.REJECTED, f"policy {alias}@{version}")
+        check(POLICY_TRANSITIONS, policy.state, PolicyState.REJECTED, f"policy {alias}@{version}")
         with write(self._engine) as connection:
             _settle(connection, policy, PolicyState.REJECTED, evidence)
-            write_down(connection, alias, version, PolicyAction.REJECT, by, reason, evidence)
+            record_decision(connection, alias, version, PolicyAction.REJECT, by, reason, evidence)
         return self.get(alias, version)
 
     def roll_back(self, alias: str, version: int, evidence: Mapping[str, Any], *, by: str, reason: str) -> list[Policy]:
         """Make an earlier version live, or leave it so, and reject every later one; return the rejected ones.
 
-        Raises ForbiddenChange where the live version is older or there is nothing to reject, UnknownRecord.
+        Raises InvalidTransition where the live version is older or there is nothing to reject, RecordNotFound.
         """
         target, live = self._usable(alias, version), self.live().get(alias)
         if live is not None and live.version < version:
-            raise ForbiddenChange(f"{alias}@{version} is newer than {live.version}, the live one: promote it instead")
+            raise InvalidTransition(f"{alias}@{version} is newer than {live.version}, the live one: promote it instead")
         later = [p for p in self.all(alias) if p.version > version and p.state is not PolicyState.REJECTED]
         if not later:
-            raise ForbiddenChange(f"{alias}@{version} is the newest version: there is nothing to roll back")
+            raise InvalidTransition(f"{alias}@{version} is the newest version: there is nothing to roll back")
         with write(self._engine) as connection:
             for policy in later:
                 _settle(connection, policy, PolicyState.REJECTED, evidence)
-                write_down(connection, alias, policy.version, PolicyAction.ROLLBACK, by, reason, evidence)
+                record_decision(connection, alias, policy.version, PolicyAction.ROLLBACK, by, reason, evidence)
             if target.state is not PolicyState.LIVE:
                 _settle(connection, target, PolicyState.LIVE, {})
                 words = f"rolled back to, from {max(p.version for p in later)}: {reason}"
-                write_down(connection, alias, version, PolicyAction.PROMOTE, by, words, {})
+                record_decision(connection, alias, version, PolicyAction.PROMOTE, by, words, {})
         return [self.get(alias, policy.version) for policy in later]
 
-    def promote_by_hand(
+    def promote_manually(
         self, alias: str, version: int | None, *, by: str, reason: str, rejected: bool = False
     ) -> Policy:
         """Promote the version that is named, else the canary, else the candidate that is held.
 
-        A version that was rejected is promoted only where `rejected` says that this is meant. Raises ForbiddenChange,
-        UnknownRecord.
+        A version that was rejected is promoted only where `rejected` says that this is meant. Raises InvalidTransition,
+        RecordNotFound.
         """
         if version is None:
             canary = next((p for p in self.all(alias) if p.state is PolicyState.CANARY), None)
             chosen = canary or self.held(alias)
             if chosen is None:
-                raise ForbiddenChange(f"{alias} has no canary that could be promoted: name the version")
+                raise InvalidTransition(f"{alias} has no canary that could be promoted: name the version")
             version = chosen.version
         if not rejected and self.get(alias, version).state is PolicyState.REJECTED:
-            raise ForbiddenChange(
+            raise InvalidTransition(
                 f"{alias}@{version} was rejected{self._why_rejected(alias, version)}: promote it nevertheless "
                 "with --rejected (in the API: `rejected: true`)"
             )
@@ -295,10 +297,10 @@ class Policies:
             row = connection.execute(query).one_or_none()
         return "" if row is None else f" by {row.by} ({row.reason})"
 
-    def roll_back_by_hand(self, alias: str, version: int | None, *, by: str, reason: str) -> list[Policy]:
+    def roll_back_manually(self, alias: str, version: int | None, *, by: str, reason: str) -> list[Policy]:
         """Go back to the version that is named; else take back a canary or what is held; else to what was before.
 
-        Raises ForbiddenChange, UnknownRecord.
+        Raises InvalidTransition, RecordNotFound.
         """
         return self.roll_back(alias, self._before(alias) if version is None else version, {}, by=by, reason=reason)
 
@@ -306,18 +308,18 @@ class Policies:
         known = self.all(alias)
         live = next((policy for policy in known if policy.state is PolicyState.LIVE), None)
         if live is None:
-            raise UnknownRecord(f"{alias} has no live version")
+            raise RecordNotFound(f"{alias} has no live version")
         if any(policy.state is PolicyState.CANARY for policy in known) or self.held(alias):
             return live.version
         older = [p.version for p in known if p.state is PolicyState.RETIRED and p.version < live.version]
         if not older:
-            raise ForbiddenChange(f"{alias}@{live.version} is live and nothing was before it")
+            raise InvalidTransition(f"{alias}@{live.version} is live and nothing was before it")
         return older[-1]
 
     def prune(self, alias: str, version: int, now: float) -> Policy:
         """Say that a version's folder is about to be deleted, of all versions that share it at once.
 
-        Raises ForbiddenChange where one of them is in use.
+        Raises InvalidTransition where one of them is in use.
         """
         table, other = schema.policies, schema.policies.alias("other")
         named = sa.select(table.c.adapter).where(table.c.alias == alias, table.c.version == version).scalar_subquery()
@@ -329,13 +331,13 @@ class Policies:
         sharing = sa.and_(table.c.alias == alias, table.c.adapter == named, ~in_use)
         with write(self._engine) as connection:
             if not connection.execute(sa.update(table).where(sharing).values(pruned_at=now)).rowcount:
-                raise ForbiddenChange(f"{alias}@{version} is in use and cannot be pruned")
+                raise InvalidTransition(f"{alias}@{version} is in use and cannot be pruned")
         return self.get(alias, version)
 
     def _usable(self, alias: str, version: int) -> Policy:
         policy = self.get(alias, version)
         if policy.pruned_at is not None:
-            raise ForbiddenChange(f"{alias}@{version} cannot serve again: its folder was pruned")
+            raise InvalidTransition(f"{alias}@{version} cannot serve again: its folder was pruned")
         return policy
 
     def _select(self, where: sa.ColumnElement[bool]) -> list[Policy]:
@@ -352,28 +354,28 @@ class Policies:
 
 
 def _live(connection: sa.Connection, alias: str) -> Any:
-    """Return the row of what is live, which stays so until the transaction ends. Raises ForbiddenChange."""
+    """Return the row of what is live, which stays so until the transaction ends. Raises InvalidTransition."""
     table = schema.policies
     live = sa.select(table).where(table.c.alias == alias, table.c.state == PolicyState.LIVE).with_for_update()
     for _ in range(2):  # PostgreSQL finds none where it waited for one that was retired meanwhile
         if (row := connection.execute(live).one_or_none()) is not None:
             return row
-    raise ForbiddenChange(f"alias {alias} has no live version: start `ratchet proxy` first")
+    raise InvalidTransition(f"alias {alias} has no live version: start `ratchet proxy` first")
 
 
 def _check_prompt(connection: sa.Connection, alias: str, live: Any, prompt_id: str | None) -> None:
     if live.prompt_id == prompt_id:
-        raise ForbiddenChange(f"{alias}@{live.version} is live and has prompt {prompt_id or '(none)'} already")
+        raise InvalidTransition(f"{alias}@{live.version} is live and has prompt {prompt_id or '(none)'} already")
     if prompt_id is None and live.adapter is None:
-        raise ForbiddenChange(f"{alias} without a prompt is the base model: roll back to {alias}@{BASE_VERSION}")
+        raise InvalidTransition(f"{alias} without a prompt is the base model: roll back to {alias}@{BASE_VERSION}")
     known = sa.select(prompts.c.id).where(prompts.c.id == prompt_id)
     if prompt_id is not None and connection.scalar(known) is None:
-        raise UnknownRecord(f"no prompt {prompt_id}")
+        raise RecordNotFound(f"no prompt {prompt_id}")
 
 
 def _check_newer(policy: Policy, live: Policy | None) -> None:
     if live is not None and policy.version < live.version:
-        raise ForbiddenChange(
+        raise InvalidTransition(
             f"{policy.alias}@{policy.version} is older than {live.version}, the live version: roll back to it instead, "
             "which also rejects the versions after it"
         )
@@ -392,4 +394,4 @@ def _settle(
         sa.update(table).where(one).values(state=state, evidence=dict(policy.evidence) | dict(evidence), share=share)
     )
     if not settled.rowcount:
-        raise ForbiddenChange(f"policy {policy.alias}@{policy.version} was changed by another process")
+        raise InvalidTransition(f"policy {policy.alias}@{policy.version} was changed by another process")

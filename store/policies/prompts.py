@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from ratchet.store.db.bulk import insert_new
+from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.db.table_types import ID, JSON, TIME, metadata, one_of
-from ratchet.store.errors import UnfitRecord, UnknownRecord
+from ratchet.store.errors import InvalidRecord, RecordNotFound
 from ratchet.store.records.tuning import Prompt
 from ratchet.store.states import PromptMode
 
@@ -45,7 +45,7 @@ class Prompts:
     def remember(
         self, text: str, mode: str = "replace", origin: str = "", families: Mapping[str, str] | None = None
     ) -> Prompt:
-        """Return the prompt of this content, written down if it was not. Raises UnfitRecord.
+        """Return the prompt of this content, written down if it was not. Raises InvalidRecord.
 
         `families` has other texts for task families; an empty text leaves the calls that it is for as they are.
         """
@@ -61,15 +61,15 @@ class Prompts:
         )
         row = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
         with write(self._engine) as connection:
-            insert_new(connection, prompts, [row])
+            insert_or_ignore(connection, prompts, [row])
         return self.get(prompt.id)
 
     def get(self, prompt_id: str) -> Prompt:
-        """Return one prompt. Raises UnknownRecord."""
+        """Return one prompt. Raises RecordNotFound."""
         with read(self._engine) as connection:
             row = connection.execute(sa.select(prompts).where(prompts.c.id == prompt_id)).one_or_none()
         if row is None:
-            raise UnknownRecord(f"no prompt {prompt_id}")
+            raise RecordNotFound(f"no prompt {prompt_id}")
         return _prompt(row)
 
     def page(self, limit: int = 100, before: str | None = None) -> list[Prompt]:
@@ -91,19 +91,19 @@ def prompt_id(mode: str, text: str, families: Mapping[str, str]) -> str:
 
 def _check(text: str, mode: str, families: Mapping[str, str]) -> None:
     if mode not in list(PromptMode):
-        raise UnfitRecord(f"prompt mode {mode!r}: use {' or '.join(PromptMode)}")
+        raise InvalidRecord(f"prompt mode {mode!r}: use {' or '.join(PromptMode)}")
     texts = [text, *families.values()]
     if not any(said.strip() for said in texts):
-        raise UnfitRecord("the prompt's text is empty: give a text")
+        raise InvalidRecord("the prompt's text is empty: give a text")
     if (size := sum(map(len, texts))) > MOST:
-        raise UnfitRecord(f"the prompt's text has {size} characters, at most {MOST} are kept: shorten it")
+        raise InvalidRecord(f"the prompt's text has {size} characters, at most {MOST} are kept: shorten it")
     for said in (*texts, *families):
         try:
             said.encode()
         except UnicodeEncodeError as error:
-            raise UnfitRecord(f"the prompt's text is no valid Unicode: {error.reason}") from error
+            raise InvalidRecord(f"the prompt's text is no valid Unicode: {error.reason}") from error
         if "\0" in said:
-            raise UnfitRecord("the prompt's text holds a NUL character: remove it")
+            raise InvalidRecord("the prompt's text holds a NUL character: remove it")
 
 
 def _prompt(row: Any) -> Prompt:

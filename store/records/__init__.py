@@ -154,7 +154,7 @@ class OpenLeaf(Record, frozen=True):
     asked: tuple[bytes, ...] = ()  # the trajectory's first prompt message and the one that was answered, likewise
 
 
-class OpenAttempt(Record, frozen=True):
+class UnansweredCall(Record, frozen=True):
     """A call of an open trajectory that nobody got an answer to, as the proxy needs it after a restart."""
 
     trajectory_id: str
@@ -172,7 +172,7 @@ class OpenAttempt(Record, frozen=True):
     family: str | None = None  # likewise
 
 
-class Door(Record, frozen=True):
+class ProxyInstance(Record, frozen=True):
     """What one proxy knows and holds: the versions it serves and the trajectories pinned to each."""
 
     id: str
@@ -180,7 +180,7 @@ class Door(Record, frozen=True):
     live: Mapping[str, int]  # alias -> version that new trajectories begin on
     pins: Mapping[str, int]  # "alias@version" -> open trajectories pinned to it
     shipped_until: float  # everything that it recorded before this moment is in the store
-    beat_at: float
+    heartbeat_at: float
 
 
 # --- what the trainer and the API read ------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class Trajectory(Record, frozen=True):
         return family_of(self.task, self.tools_hash)
 
 
-class Returned(Record, frozen=True):
+class WorkflowResult(Record, frozen=True):
     """What the workflow of a rollout came to; all None while it works."""
 
     response: str | None = None  # JSON text
@@ -276,7 +276,7 @@ class Transcript(Record, frozen=True):
     tools: tuple[Mapping[str, Any], ...]
     feedback: tuple[Feedback, ...] = ()  # oldest first
     row: Mapping[str, Any] | None = None  # the task's row, where its task set is known
-    returned: Returned | None = None  # None: no rollout of the tuner
+    returned: WorkflowResult | None = None  # None: no rollout of the tuner
     tool_calls: tuple[ToolCall, ...] = ()  # what became of each, in order; see docs/tools.md
 
 
@@ -294,7 +294,7 @@ class Verdict(Record, frozen=True):
     cost: float | None = None  # money, where the price is known
     latency: float = 0.0  # seconds
     judged_at: float = 0.0
-    exchange_id: str | None = None  # the last exchange that led to it, where the judge asked somebody
+    judge_request_id: str | None = None  # the last exchange that led to it, where the judge asked somebody
     baseline_mean: float | None = None  # of a single: what its family scored before, as it was then
     baseline_std: float | None = None
 
@@ -339,7 +339,7 @@ class Group(Record, frozen=True):
     members: tuple[str, ...]
     failures: int = 0  # judge failures so far
     drop_reason: str | None = None
-    formed_of: int = 0  # members when it was formed: some may have been dropped since
+    initial_size: int = 0  # members when it was formed: some may have been dropped since
 
 
 class Policy(Record, frozen=True):

@@ -23,7 +23,7 @@ class ToolCall(Record, frozen=True):
     result: ToolResult | None = None
 
 
-class ToolAnswer(Record, frozen=True):
+class ToolCallResult(Record, frozen=True):
     """What a request's messages say came of a tool call of an earlier call."""
 
     call_id: str  # the earlier call
@@ -32,7 +32,7 @@ class ToolAnswer(Record, frozen=True):
     result: ToolResult
 
 
-class ToolTally(Record, frozen=True):
+class ToolCallCounts(Record, frozen=True):
     """How often a tool was called under one policy version, by outcome and by result."""
 
     alias: str

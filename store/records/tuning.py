@@ -41,7 +41,7 @@ class Tuning(Record, frozen=True):
     alias: str
     state: TuningState
     config: Mapping[str, Any]
-    began_at: float
+    started_at: float
     result: Mapping[str, Any] | None = None  # progress while it runs
     error: str | None = None  # why it failed
     ended_at: float | None = None
@@ -63,7 +63,7 @@ class Rollout(Record, frozen=True):
     key_id: str | None = None  # whose calls alone are served as this rollout; None: anybody's
     scenario: Mapping[str, Any] = {}
     step: int = 0
-    began_at: float | None = None
+    started_at: float | None = None
     ended_at: float | None = None
     state: RolloutState = RolloutState.PLANNED
     failure: str | None = None  # the exception of a failed one

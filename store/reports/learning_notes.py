@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ratchet.store.reports.policy_movement import Movement, nothing_moves
+from ratchet.store.reports.policy_movement import Movement, describe_stall
 
 if TYPE_CHECKING:
     from ratchet.store.reports.learning_comparison import FamilyReport, Gain, Side, VersionScore
@@ -51,7 +51,7 @@ def _notes(
         yield f"left out: {own}, which answered with other weights than both"
     if whole.same_tasks is not None and _is_wide(whole.same_tasks, whole.gain):
         yield _few_tasks(whole.same_tasks)
-    if whole.gain.verdict != "better" and (still := nothing_moves(newest_first)) is not None:
+    if whole.gain.verdict != "better" and (still := describe_stall(newest_first)) is not None:
         yield still
 
 

@@ -60,7 +60,7 @@ def tallies(scores: Sequence[PastScore]) -> list[Tally]:
 
 
 def learning_report(told: Sequence[Tally], newest_first: Sequence[Movement] = ()) -> LearningReport:
-    """Return the report on tallied scores; `newest_first` is how far the last rounds moved the policy."""
+    """Return the report on score_tallies scores; `newest_first` is how far the last rounds moved the policy."""
     versions, reach = _by_version(told), _range(told)
     curve = tuple(_version_score(version, versions[version], reach) for version in sorted(versions))
     if len(versions) < 2:

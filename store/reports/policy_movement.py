@@ -84,7 +84,7 @@ def lately(store: Store, alias: str) -> list[Movement]:
     return [moved for moved in found if moved is not None][:LATELY]
 
 
-def collapse_reason(moved: Movement) -> str:
+def describe_collapse(moved: Movement) -> str:
     """Return why a round warns of collapse, and the remedies."""
     return (
         f"its steps made its good answers less likely ({moved.good_gap:+.3f} nats a token at rate {moved.rate:.2g}), "
@@ -94,7 +94,7 @@ def collapse_reason(moved: Movement) -> str:
     )
 
 
-def nothing_moves(newest_first: Sequence[Movement]) -> str | None:
+def describe_stall(newest_first: Sequence[Movement]) -> str | None:
     """Return that the last rounds moved too little to be seen, and what to do; None where one of them did move."""
     last = newest_first[:LATELY]
     if len(last) < LATELY or any(moved.size != "too small" for moved in last):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _KIND = "judge"
 
 
-def note_judge(store: Store, alias: str, version: str, *, relative: bool) -> None:
+def record_judge_scale(store: Store, alias: str, version: str, *, relative: bool) -> None:
     """Write down whether the scores of a judge's version are relative, once."""
     known = store.observations.latest(alias, _KIND).get(version)
     if known is None or bool(known.content.get("relative")) is not relative:
@@ -30,9 +30,9 @@ def is_relative(store: Store, alias: str, version: str | None) -> bool:
     return known is not None and bool(known.content.get("relative"))
 
 
-def report_of(store: Store, alias: str) -> LearningReport:
+def read_learning_report(store: Store, alias: str) -> LearningReport:
     """Return the learning report on the newest judge's scores; of relative ones no figure."""
-    judge = store.groups.newest_judge(alias)
+    judge = store.groups.newest_judge_version(alias)
     if is_relative(store, alias, judge):
         return relative_report()
-    return learning_report(store.groups.tallied(alias, judge) if judge else [], lately(store, alias))
+    return learning_report(store.groups.score_tallies(alias, judge) if judge else [], lately(store, alias))

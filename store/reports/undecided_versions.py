@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ratchet.store.store import Store
 
 
-def canary_scores(store: Store, alias: str) -> dict[str, Any] | None:
+def read_canary_scores(store: Store, alias: str) -> dict[str, Any] | None:
     """Return what the canary of an alias and the live version beside it have scored; None without a canary."""
     serving = {policy.state: policy for policy in store.policies.serving() if policy.alias == alias}
     canary, live = serving.get(PolicyState.CANARY), serving.get(PolicyState.LIVE)
@@ -18,7 +18,7 @@ def canary_scores(store: Store, alias: str) -> dict[str, Any] | None:
         return None
     told = store.decisions.of(alias, canary.version)
     since = min((one.decided_at for one in told if one.action is PolicyAction.CANARY), default=canary.created_at)
-    judge = store.groups.newest_judge(alias) or ""
+    judge = store.groups.newest_judge_version(alias) or ""
     sides = {"canary": (canary.version, 0.0), "live": (live.version, since)}
     content: dict[str, Any] = {"version": canary.version, "share": canary.share}
     content["held"] = bool(told) and told[0].action is PolicyAction.HOLD

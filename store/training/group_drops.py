@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import IN_MOST
+from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read, write
 from ratchet.store.states import GroupState, PolicyState, TrajectoryState
 
@@ -53,11 +53,11 @@ class GroupDrops:
                 connection.execute(emptied.values(state=GroupState.DROPPED, drop_reason=reason))
         return dropped
 
-    def set_aside(self, trajectory_ids: Sequence[str], reason: str) -> None:
+    def drop_members(self, trajectory_ids: Sequence[str], reason: str) -> None:
         """Drop members of groups that wait for a round; a group that loses all of them is dropped too."""
         groups, runs = schema.groups, schema.trajectories
-        for start in range(0, len(trajectory_ids), IN_MOST):
-            names = trajectory_ids[start : start + IN_MOST]
+        for start in range(0, len(trajectory_ids), MAX_IN_VALUES):
+            names = trajectory_ids[start : start + MAX_IN_VALUES]
             mine = sa.and_(runs.c.id.in_(names), runs.c.state == TrajectoryState.GROUPED)
             theirs = sa.select(runs.c.group_id).where(runs.c.id.in_(names))
             left = sa.exists().where(runs.c.group_id == groups.c.id, runs.c.state != TrajectoryState.DROPPED)
@@ -89,8 +89,8 @@ class GroupDrops:
             return 0
         with write(self._engine) as connection:
             return sum(
-                _drop_open(connection, found[start : start + IN_MOST], reason)
-                for start in range(0, len(found), IN_MOST)
+                _drop_open(connection, found[start : start + MAX_IN_VALUES], reason)
+                for start in range(0, len(found), MAX_IN_VALUES)
             )
 
 

@@ -16,10 +16,10 @@ from ratchet.store.calls.trajectories import drop as drop_trajectories
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read, write
 from ratchet.store.db.text_limits import fitting
-from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records import SHADOW, Exchange, Group, PastScore, Tally, Verdict, cohort_of, family_of
-from ratchet.store.states import GROUP_STEPS, GroupState, TrajectoryState, check
+from ratchet.store.states import GROUP_TRANSITIONS, GroupState, TrajectoryState, check
 from ratchet.store.statistics import Sums
 from ratchet.store.training.group_drops import GroupDrops
 
@@ -28,7 +28,7 @@ class Groups(GroupDrops):
     """The verbs over groups and verdicts."""
 
     def form(self, key: str, alias: str, members: Sequence[str], now: float) -> Group:
-        """Make a group of sealed trajectories. Raises ForbiddenChange when one of them is no longer sealed."""
+        """Make a group of sealed trajectories. Raises InvalidTransition when one of them is no longer sealed."""
         group = Group(
             id=new_id("grp"),
             key=key,
@@ -36,7 +36,7 @@ class Groups(GroupDrops):
             state=GroupState.READY,
             formed_at=now,
             members=tuple(members),
-            formed_of=len(members),
+            initial_size=len(members),
         )
         runs = schema.trajectories
         with write(self._engine) as connection:
@@ -49,7 +49,7 @@ class Groups(GroupDrops):
                 .values(state=TrajectoryState.GROUPED, group_id=group.id)
             )
             if taken.rowcount != len(members):
-                raise ForbiddenChange(f"{len(members) - taken.rowcount} of {len(members)} members are not sealed")
+                raise InvalidTransition(f"{len(members) - taken.rowcount} of {len(members)} members are not sealed")
         return group
 
     def ready(self, alias: str, now: float, limit: int = 100, *, newest_first: bool = False) -> list[Group]:
@@ -74,14 +74,14 @@ class Groups(GroupDrops):
     ) -> None:
         """Add the verdicts of all members and move the group on, to judged or, with a reason, to dropped.
 
-        It goes on without the members `aside`, which are dropped for the reasons given there. Raises ForbiddenChange
+        It goes on without the members `aside`, which are dropped for the reasons given there. Raises InvalidTransition
         where a verdict is missing or the group was moved meanwhile; then nothing is written.
         """
         group, aside = self.get(group_id), aside or {}
-        check(GROUP_STEPS, group.state, GroupState.JUDGED, f"group {group_id}")
+        check(GROUP_TRANSITIONS, group.state, GroupState.JUDGED, f"group {group_id}")
         scored = {verdict.trajectory_id for verdict in verdicts if verdict.score is not None}
         if not scored | set(aside) >= set(group.members):
-            raise ForbiddenChange(f"group {group_id} has {len(group.members)} members, {len(scored)} of them scored")
+            raise InvalidTransition(f"group {group_id} has {len(group.members)} members, {len(scored)} of them scored")
         with write(self._engine) as connection:
             if drop_reason is None:  # first: a member may have been deleted
                 _move(connection, group, GroupState.JUDGED)
@@ -99,7 +99,7 @@ class Groups(GroupDrops):
     ) -> None:
         """Add what the judge managed, failures included; the group stays ready and is tried again at `retry_at`.
 
-        Raises ForbiddenChange where it is not ready any more.
+        Raises InvalidTransition where it is not ready any more.
         """
         groups = schema.groups
         with write(self._engine) as connection:
@@ -109,7 +109,7 @@ class Groups(GroupDrops):
                 .values(failures=groups.c.failures + 1, retry_at=retry_at)
             )
             if not waits.rowcount:
-                raise ForbiddenChange(f"group {group_id} does not wait for a judge")
+                raise InvalidTransition(f"group {group_id} does not wait for a judge")
             _add_verdicts(connection, verdicts, exchanges)
 
     def rescore(self, verdicts: Sequence[Verdict], exchanges: Sequence[Exchange] = ()) -> None:
@@ -126,16 +126,16 @@ class Groups(GroupDrops):
     def drop(self, group_id: str, reason: str) -> None:
         """Put a group and its members aside with the reason."""
         group = self.get(group_id)
-        check(GROUP_STEPS, group.state, GroupState.DROPPED, f"group {group_id}")
+        check(GROUP_TRANSITIONS, group.state, GroupState.DROPPED, f"group {group_id}")
         with write(self._engine) as connection:
             _move(connection, group, GroupState.DROPPED, drop_reason=reason)
             drop_trajectories(connection, group.members, reason)
 
     def get(self, group_id: str) -> Group:
-        """Return one group. Raises UnknownRecord."""
+        """Return one group. Raises RecordNotFound."""
         found = self._select(schema.groups.c.id == group_id, 1)
         if not found:
-            raise UnknownRecord(f"no group {group_id}")
+            raise RecordNotFound(f"no group {group_id}")
         return found[0]
 
     def page(self, limit: int = 100, before: str | None = None, **chosen: str | None) -> list[Group]:
@@ -148,7 +148,7 @@ class Groups(GroupDrops):
         older = table.c.id < before if before else sa.true()
         return self._select(sa.and_(older, *wanted), min(limit, 1000), newest_first=True)
 
-    def dropped_since_judged(self, alias: str, reason: str, limit: int) -> list[Group]:
+    def newly_dropped(self, alias: str, reason: str, limit: int) -> list[Group]:
         """Return an alias's newest groups that were dropped for a reason since its newest one that was not, oldest
         first."""
         groups = schema.groups
@@ -200,7 +200,7 @@ class Groups(GroupDrops):
         with read(self._engine) as connection:
             return [_verdict(row) for row in connection.execute(query)]
 
-    def newest_judge(self, alias: str) -> str | None:
+    def newest_judge_version(self, alias: str) -> str | None:
         """Return the version of the judge that scored a trajectory of an alias last; None where none did."""
         runs, table = schema.trajectories, schema.verdicts
         query = (
@@ -217,7 +217,7 @@ class Groups(GroupDrops):
     def scored(self, alias: str, judge_version: str, limit: int = 5000) -> list[PastScore]:
         """Return the newest scores that this version of a judge gave an alias's trajectories, oldest first.
 
-        Of a trajectory that it scored several times, the newest alone; none of shadows, which are no traffic.
+        Of a trajectory that it scored several times, the newest alone; none of resamples, which are no traffic.
         """
         runs, table = schema.trajectories, schema.verdicts
         query = (
@@ -232,7 +232,7 @@ class Groups(GroupDrops):
             newest = {row.id: row for row in reversed(connection.execute(query).all())}
         return [_past_score(row) for row in sorted(newest.values(), key=lambda row: row.verdict)]
 
-    def tallied(self, alias: str, judge_version: str, limit: int = 100_000) -> list[Tally]:
+    def score_tallies(self, alias: str, judge_version: str, limit: int = 100_000) -> list[Tally]:
         """Return the scores that `scored` tells, added up by version and task; few rows where there are many scores."""
         runs, table = schema.trajectories, schema.verdicts
         by_judge = (runs.c.alias == alias, table.c.judge_version == judge_version, table.c.score.is_not(None))
@@ -274,7 +274,7 @@ class Groups(GroupDrops):
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(groups).where(where).order_by(order).limit(limit)).all()
             members: dict[str, list[str]] = {}
-            formed_of: Counter[str] = Counter()
+            initial_size: Counter[str] = Counter()
             left = sa.or_(groups.c.state == GroupState.DROPPED, runs.c.state != TrajectoryState.DROPPED)
             named = (
                 sa.select(runs.c.group_id, runs.c.id, left.label("left"))
@@ -282,7 +282,7 @@ class Groups(GroupDrops):
                 .where(runs.c.group_id.in_([row.id for row in rows]))
             )
             for group_id, name, is_left in connection.execute(named.order_by(runs.c.id)):
-                formed_of[group_id] += 1
+                initial_size[group_id] += 1
                 if is_left:
                     members.setdefault(group_id, []).append(name)
         return [
@@ -293,7 +293,7 @@ class Groups(GroupDrops):
                 state=GroupState(row.state),
                 formed_at=row.formed_at,
                 members=tuple(members.get(row.id, ())),
-                formed_of=formed_of[row.id],
+                initial_size=initial_size[row.id],
                 failures=row.failures,
                 drop_reason=row.drop_reason,
             )
@@ -332,7 +332,7 @@ def _move(connection: sa.Connection, group: Group, state: GroupState, **values: 
         sa.update(groups).where(groups.c.id == group.id, groups.c.state == group.state).values(state=state, **values)
     )
     if not moved.rowcount:
-        raise ForbiddenChange(f"group {group.id} was moved by another process")
+        raise InvalidTransition(f"group {group.id} was moved by another process")
 
 
 def _add_verdicts(connection: sa.Connection, verdicts: Sequence[Verdict], exchanges: Sequence[Exchange]) -> None:

@@ -15,13 +15,13 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import IN_MOST
+from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read, write
-from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.policies.base_models import base_id_of
 from ratchet.store.records import BASE_VERSION, Policy, Round
-from ratchet.store.states import ROUND_STEPS, GroupState, PolicyState, RoundState, TrajectoryState, check
+from ratchet.store.states import ROUND_TRANSITIONS, GroupState, PolicyState, RoundState, TrajectoryState, check
 
 
 class Rounds:
@@ -33,7 +33,7 @@ class Rounds:
     def start(self, alias: str, from_version: int) -> Round:
         """Begin a round. A round that a dead trainer left open is abandoned: its work was never committed.
 
-        Raises ForbiddenChange when `from_version` is not the newest committed one that is not rejected: what another
+        Raises InvalidTransition when `from_version` is not the newest committed one that is not rejected: what another
         trainer committed meanwhile would be lost. Since one round of an alias is open at a time, that holds until the
         commit.
         """
@@ -69,7 +69,7 @@ class Rounds:
                 )
             )
             if (newest or BASE_VERSION) != from_version:
-                raise ForbiddenChange(
+                raise InvalidTransition(
                     f"{alias}@{newest} is committed: a round goes on from it, not from {from_version}"
                 )
             connection.execute(
@@ -104,14 +104,14 @@ class Rounds:
         """Consume the groups, record the checkpoint folder and register `version` as a candidate, all at once.
 
         The candidate has the prompt that is live. `shown` are trajectories that it imitated without consuming them;
-        those deleted meanwhile are left out. Raises ForbiddenChange when a group is not waiting for a round any more,
+        those deleted meanwhile are left out. Raises InvalidTransition when a group is not waiting for a round any more,
         or the number was taken; then nothing is written.
         """
         current = self.get(round_id)
-        check(ROUND_STEPS, current.state, RoundState.COMMITTED, f"round {round_id}")
+        check(ROUND_TRANSITIONS, current.state, RoundState.COMMITTED, f"round {round_id}")
         with write(self._engine) as connection:
             _consume(connection, round_id, groups)
-            _note_shown(connection, round_id, shown)
+            _record_demonstrations(connection, round_id, shown)
             now = time.time()
             settled = connection.execute(
                 sa.update(schema.rounds)
@@ -125,7 +125,7 @@ class Rounds:
                 )
             )
             if not settled.rowcount:
-                raise ForbiddenChange(f"round {round_id} was settled by another process")
+                raise InvalidTransition(f"round {round_id} was settled by another process")
             policy = Policy(
                 alias=current.alias,
                 version=version,
@@ -141,7 +141,7 @@ class Rounds:
 
     def abandon(self, round_id: str, reason: str) -> None:
         """Give a round up; its groups wait for another one."""
-        check(ROUND_STEPS, self.get(round_id).state, RoundState.ABANDONED, f"round {round_id}")
+        check(ROUND_TRANSITIONS, self.get(round_id).state, RoundState.ABANDONED, f"round {round_id}")
         table = schema.rounds
         with write(self._engine) as connection:
             connection.execute(
@@ -151,10 +151,10 @@ class Rounds:
             )
 
     def get(self, round_id: str) -> Round:
-        """Return one round. Raises UnknownRecord."""
+        """Return one round. Raises RecordNotFound."""
         found = self._select(schema.rounds.c.id == round_id, 1)
         if not found:
-            raise UnknownRecord(f"no round {round_id}")
+            raise RecordNotFound(f"no round {round_id}")
         return found[0]
 
     def newest_committed(self, alias: str) -> Round | None:
@@ -199,12 +199,12 @@ def _live_prompt(connection: sa.Connection, alias: str) -> str | None:
 
 
 def _register(connection: sa.Connection, policy: Policy) -> None:
-    """Write a new version down. Raises ForbiddenChange where its number is taken."""
+    """Write a new version down. Raises InvalidTransition where its number is taken."""
     row = {name: getattr(policy, name) for name in Policy.__struct_fields__}
     try:
         connection.execute(sa.insert(schema.policies).values(**row, base_id=base_id_of(policy.alias)))
     except IntegrityError as taken:  # a prompt was registered while the round was under way
-        raise ForbiddenChange(f"{policy.served_name} was made by another process meanwhile") from taken
+        raise InvalidTransition(f"{policy.served_name} was made by another process meanwhile") from taken
 
 
 def _rejected(alias: str) -> sa.Select[tuple[int]]:
@@ -221,7 +221,7 @@ def _consume(connection: sa.Connection, round_id: str, group_ids: Sequence[str])
         .values(state=GroupState.TRAINED)
     )
     if moved.rowcount != len(group_ids):
-        raise ForbiddenChange(f"{len(group_ids) - moved.rowcount} of {len(group_ids)} groups do not wait for a round")
+        raise InvalidTransition(f"{len(group_ids) - moved.rowcount} of {len(group_ids)} groups do not wait for a round")
     connection.execute(
         sa.update(runs)
         .where(runs.c.group_id.in_(group_ids), runs.c.state == TrajectoryState.GROUPED)
@@ -229,10 +229,10 @@ def _consume(connection: sa.Connection, round_id: str, group_ids: Sequence[str])
     )
 
 
-def _note_shown(connection: sa.Connection, round_id: str, shown: Sequence[str]) -> None:
+def _record_demonstrations(connection: sa.Connection, round_id: str, shown: Sequence[str]) -> None:
     runs = schema.trajectories
-    for start in range(0, len(shown), IN_MOST):
-        there = sa.select(runs.c.id).where(runs.c.id.in_(shown[start : start + IN_MOST]))
+    for start in range(0, len(shown), MAX_IN_VALUES):
+        there = sa.select(runs.c.id).where(runs.c.id.in_(shown[start : start + MAX_IN_VALUES]))
         rows = [{"round_id": round_id, "trajectory_id": name} for name in connection.scalars(there)]
         if rows:
             connection.execute(sa.insert(schema.imitated), rows)

@@ -15,19 +15,19 @@ import msgspec
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import IN_MOST, insert_new
+from ratchet.store.db.bulk import MAX_IN_VALUES, insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.db.table_types import ID, JSON, TIME, TRAJECTORY_ID, metadata, one_of
 from ratchet.store.db.text_limits import fitting
-from ratchet.store.errors import ForbiddenChange, UnknownRecord
-from ratchet.store.records import Returned
+from ratchet.store.errors import InvalidTransition, RecordNotFound
+from ratchet.store.records import WorkflowResult
 from ratchet.store.records.tuning import Rollout
-from ratchet.store.states import ROLLOUT_STEPS, RolloutState, check
+from ratchet.store.states import ROLLOUT_TRANSITIONS, RolloutState, check
 from ratchet.store.tuning.tasks import TASK_ID
 
 # What its end tells of a rollout.
 _ENDS = (
-    "state", "began_at", "ended_at", "failure", "response", "reward", "metrics", "prompt_tokens", "completion_tokens",
+    "state", "started_at", "ended_at", "failure", "response", "reward", "metrics", "prompt_tokens", "completion_tokens",
 )  # fmt: skip
 FORGOTTEN = "forgotten"  # in place of words that may quote a deleted trajectory
 
@@ -47,7 +47,7 @@ rollouts = sa.Table(
     sa.Column("scenario", JSON, nullable=False),
     sa.Column("step", sa.Integer, nullable=False),
     sa.Column("planned_at", TIME, nullable=False),
-    sa.Column("began_at", TIME),
+    sa.Column("started_at", TIME),
     sa.Column("ended_at", TIME),
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("failure", sa.Text),
@@ -83,15 +83,15 @@ class Rollouts:
     def plan(self, planned: Sequence[Rollout]) -> None:
         """Write rollouts down before they begin; what is known stays as it is."""
         rows = [_fitting(_row(rollout)) for rollout in planned]
-        for start in range(0, len(rows), IN_MOST):
+        for start in range(0, len(rows), MAX_IN_VALUES):
             with write(self._engine) as connection:
-                insert_new(connection, rollouts, rows[start : start + IN_MOST])
+                insert_or_ignore(connection, rollouts, rows[start : start + MAX_IN_VALUES])
 
     def end(
         self,
         rollout_id: str,
         *,
-        began_at: float,
+        started_at: float,
         ended_at: float,
         response: str | None = None,
         reward: float | None = None,
@@ -99,10 +99,10 @@ class Rollouts:
         prompt_tokens: int = 0,
         completion_tokens: int = 0,
     ) -> Rollout:
-        """Write down that the workflow returned. Raises ForbiddenChange where the end is known, UnknownRecord."""
+        """Write down that the workflow returned. Raises InvalidTransition where the end is known, RecordNotFound."""
         tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
         told = {"response": response, "reward": reward, "metrics": dict(metrics or {})}
-        times = {"began_at": began_at, "ended_at": ended_at}
+        times = {"started_at": started_at, "ended_at": ended_at}
         return self._end(rollout_id, RolloutState.ENDED, {**times, **told, **tokens})
 
     def fail(
@@ -111,19 +111,19 @@ class Rollouts:
         failure: str,
         ended_at: float,
         *,
-        began_at: float | None = None,
+        started_at: float | None = None,
         prompt_tokens: int = 0,
         completion_tokens: int = 0,
     ) -> Rollout:
-        """Write down why the workflow did not return. Raises ForbiddenChange where the end is known, UnknownRecord."""
+        """Write down why the workflow did not return. Raises InvalidTransition where the end is known, RecordNotFound."""
         tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-        told = {"failure": failure, "began_at": began_at, "ended_at": ended_at}
+        told = {"failure": failure, "started_at": started_at, "ended_at": ended_at}
         return self._end(rollout_id, RolloutState.FAILED, {**told, **tokens})
 
     def score(self, rollout_id: str, score: float | None, judge: str, judge_failure: str | None = None) -> Rollout:
-        """Write down what a judge said, or why it said nothing; a later word counts. Raises UnknownRecord."""
+        """Write down what a judge said, or why it said nothing; a later word counts. Raises RecordNotFound."""
         if (score is None) == (judge_failure is None):
-            raise ForbiddenChange(f"rollout {rollout_id}: a judge gives a score or a failure, not both, not neither")
+            raise InvalidTransition(f"rollout {rollout_id}: a judge gives a score or a failure, not both, not neither")
         values = _fitting({"score": score, "judge": judge, "judge_failure": judge_failure})
         with write(self._engine) as connection:
             connection.execute(sa.update(rollouts).where(rollouts.c.id == rollout_id).values(**values))
@@ -132,16 +132,16 @@ class Rollouts:
     def count_tokens(self, rollout_ids: Sequence[str]) -> None:
         """Write down how many tokens the calls of these rollouts took that have been shipped by now."""
         took = {name: _summed(schema.calls.c[name]) for name in ("prompt_tokens", "completion_tokens")}
-        for start in range(0, len(rollout_ids), IN_MOST):
-            mine = rollouts.c.id.in_(rollout_ids[start : start + IN_MOST])
+        for start in range(0, len(rollout_ids), MAX_IN_VALUES):
+            mine = rollouts.c.id.in_(rollout_ids[start : start + MAX_IN_VALUES])
             with write(self._engine) as connection:
                 connection.execute(sa.update(rollouts).where(mine).values(**took))
 
     def get(self, rollout_id: str) -> Rollout:
-        """Return one. Raises UnknownRecord."""
+        """Return one. Raises RecordNotFound."""
         found = self._select(rollouts.c.id == rollout_id)
         if not found:
-            raise UnknownRecord(f"no rollout {rollout_id}")
+            raise RecordNotFound(f"no rollout {rollout_id}")
         return found[0]
 
     def among(self, trajectory_ids: Sequence[str]) -> dict[str, Rollout]:
@@ -153,8 +153,8 @@ class Rollouts:
         origins = {name: name.partition("~")[0] for name in trajectory_ids}
         named = sorted(set(origins.values()))
         found: set[str] = set()
-        for start in range(0, len(named), IN_MOST):
-            some = rollouts.c.id.in_(named[start : start + IN_MOST])
+        for start in range(0, len(named), MAX_IN_VALUES):
+            some = rollouts.c.id.in_(named[start : start + MAX_IN_VALUES])
             query = sa.select(rollouts.c.id).where(some, rollouts.c.state == RolloutState.ABANDONED)
             with read(self._engine) as connection:
                 found |= set(connection.scalars(query))
@@ -180,18 +180,18 @@ class Rollouts:
     def close(self, over: Sequence[Rollout]) -> None:
         """Write down how rollouts ended, in one transaction: all of them or none.
 
-        Raises ForbiddenChange where one is not planned any more.
+        Raises InvalidTransition where one is not planned any more.
         """
         with write(self._engine) as connection:
             for rollout in over:
                 mine = sa.and_(rollouts.c.id == rollout.id, rollouts.c.state == RolloutState.PLANNED)
                 values = _fitting({name: _row(rollout)[name] for name in _ENDS})
                 if not connection.execute(sa.update(rollouts).where(mine).values(**values)).rowcount:
-                    raise ForbiddenChange(f"rollout {rollout.id} is unknown, or was ended by another process")
+                    raise InvalidTransition(f"rollout {rollout.id} is unknown, or was ended by another process")
 
     def _end(self, rollout_id: str, state: RolloutState, values: dict[str, Any]) -> Rollout:
         planned = self.get(rollout_id)
-        check(ROLLOUT_STEPS, planned.state, state, f"rollout {rollout_id}")
+        check(ROLLOUT_TRANSITIONS, planned.state, state, f"rollout {rollout_id}")
         self.close([msgspec.structs.replace(planned, state=state, **values)])
         return self.get(rollout_id)
 
@@ -209,13 +209,13 @@ def abandon(connection: sa.Connection, tuning_id: str) -> None:
     connection.execute(sa.update(rollouts).where(planned).values(**gone))
 
 
-def returned_by(connection: sa.Connection, trajectory_id: str) -> tuple[str | None, Returned | None]:
+def workflow_result_of(connection: sa.Connection, trajectory_id: str) -> tuple[str | None, WorkflowResult | None]:
     """Return the task of a trajectory's rollout and what its workflow came to; None where it is no rollout."""
     columns = (rollouts.c.task_id, rollouts.c.response, rollouts.c.reward, rollouts.c.failure)
     row = connection.execute(sa.select(*columns).where(rollouts.c.id == trajectory_id)).one_or_none()
     if row is None:
         return None, None
-    return row.task_id, Returned(response=row.response, reward=row.reward, failure=row.failure)
+    return row.task_id, WorkflowResult(response=row.response, reward=row.reward, failure=row.failure)
 
 
 def _fitting(values: dict[str, Any]) -> dict[str, Any]:

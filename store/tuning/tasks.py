@@ -11,10 +11,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ratchet.store.db.bulk import IN_MOST, insert_new
+from ratchet.store.db.bulk import MAX_IN_VALUES, insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.db.table_types import JSON, metadata
-from ratchet.store.errors import UnfitRecord
+from ratchet.store.errors import InvalidRecord
 from ratchet.store.records.tuning import TaskRow
 
 TASK_ID = sa.String(256)
@@ -36,11 +36,11 @@ class Tasks:
         self._engine = engine
 
     def remember(self, rows: Iterable[TaskRow]) -> None:
-        """Write down what is not known yet. Raises UnfitRecord."""
+        """Write down what is not known yet. Raises InvalidRecord."""
         waiting = iter(rows)
-        while some := [_checked(row) for row in islice(waiting, IN_MOST)]:
+        while some := [_checked(row) for row in islice(waiting, MAX_IN_VALUES)]:
             with write(self._engine) as connection:
-                insert_new(connection, tasks, some)
+                insert_or_ignore(connection, tasks, some)
 
     def get(self, task_id: str) -> TaskRow | None:
         """Return one task's row; None where it is not known."""
@@ -59,7 +59,7 @@ def row_of(connection: sa.Connection, task_id: str | None) -> Mapping[str, Any] 
 
 def _checked(task: TaskRow) -> dict[str, Any]:
     if not 0 < len(task.id) <= 256:
-        raise UnfitRecord(f"the task id {task.id[:40]!r}... has {len(task.id)} characters: use 1 to 256")
+        raise InvalidRecord(f"the task id {task.id[:40]!r}... has {len(task.id)} characters: use 1 to 256")
     return {"id": task.id, "set": task.set, "split": task.split, "row": dict(task.row)}
 
 

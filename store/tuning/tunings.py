@@ -10,10 +10,10 @@ import sqlalchemy as sa
 
 from ratchet.store.db.engine import read, write
 from ratchet.store.db.table_types import ID, JSON, TIME, metadata, one_of
-from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records.tuning import Tuning
-from ratchet.store.states import TUNING_STEPS, RolloutState, TuningKind, TuningState, check
+from ratchet.store.states import TUNING_TRANSITIONS, RolloutState, TuningKind, TuningState, check
 from ratchet.store.tuning.rollouts import abandon, rollouts
 
 _NO_TUNING = "no tuning {}; `ratchet tune runs` shows the ids"
@@ -28,7 +28,7 @@ tunings = sa.Table(
     sa.Column("config", JSON, nullable=False),
     sa.Column("result", sa.JSON(none_as_null=True)),
     sa.Column("error", sa.Text),
-    sa.Column("began_at", TIME, nullable=False),
+    sa.Column("started_at", TIME, nullable=False),
     sa.Column("ended_at", TIME),
     one_of("kind", TuningKind),
     one_of("state", TuningState),
@@ -36,7 +36,7 @@ tunings = sa.Table(
     sa.CheckConstraint("(state = 'running') = (ended_at IS NULL)", name="end_is_known"),
     # A failed run has a reason.
     sa.CheckConstraint("state <> 'failed' OR error IS NOT NULL", name="failure_has_reason"),
-    sa.Index(None, "kind", "began_at"),
+    sa.Index(None, "kind", "started_at"),
 )
 
 
@@ -54,7 +54,7 @@ class Tunings:
             alias=alias,
             state=TuningState.RUNNING,
             config=dict(config),
-            began_at=time.time(),
+            started_at=time.time(),
         )
         row = {name: getattr(tuning, name) for name in Tuning.__struct_fields__}
         with write(self._engine) as connection:
@@ -62,16 +62,16 @@ class Tunings:
         return tuning
 
     def update(self, tuning_id: str, result: Mapping[str, Any]) -> None:
-        """Write down how far a running one is. Raises UnknownRecord, ForbiddenChange where it does not run."""
+        """Write down how far a running one is. Raises RecordNotFound, InvalidTransition where it does not run."""
         with write(self._engine) as connection:
             self._change(connection, tuning_id, TuningState.RUNNING, result=dict(result))
 
     def end(
         self, tuning_id: str, state: str, result: Mapping[str, Any] | None = None, error: str | None = None
     ) -> Tuning:
-        """Write down how a run ended; without a `result` its progress stays. Raises ForbiddenChange, UnknownRecord."""
+        """Write down how a run ended; without a `result` its progress stays. Raises InvalidTransition, RecordNotFound."""
         new = TuningState(state)
-        check(TUNING_STEPS, self.get(tuning_id).state, new, f"tuning {tuning_id}")
+        check(TUNING_TRANSITIONS, self.get(tuning_id).state, new, f"tuning {tuning_id}")
         told = {} if result is None else {"result": dict(result)}
         if new is TuningState.FAILED:
             error = error or "no reason was given"
@@ -84,25 +84,25 @@ class Tunings:
         return self.get(tuning_id)
 
     def resume(self, tuning_id: str) -> Tuning:
-        """Let a run go on that was stopped, failed or killed. Raises ForbiddenChange, UnknownRecord.
+        """Let a run go on that was stopped, failed or killed. Raises InvalidTransition, RecordNotFound.
 
         What it planned and never ended is abandoned: whoever was to make it is gone, or will find nobody who listens.
         """
         state = self.get(tuning_id).state
         if state is TuningState.DONE:
-            raise ForbiddenChange(f"tuning {tuning_id} is done: there is nothing to go on with")
+            raise InvalidTransition(f"tuning {tuning_id} is done: there is nothing to go on with")
         if state is not TuningState.RUNNING:
-            check(TUNING_STEPS, state, TuningState.RUNNING, f"tuning {tuning_id}")
+            check(TUNING_TRANSITIONS, state, TuningState.RUNNING, f"tuning {tuning_id}")
         with write(self._engine) as connection:
             self._change(connection, tuning_id, state, state=TuningState.RUNNING, error=None, ended_at=None)
             abandon(connection, tuning_id)
         return self.get(tuning_id)
 
     def get(self, tuning_id: str) -> Tuning:
-        """Return one. Raises UnknownRecord."""
+        """Return one. Raises RecordNotFound."""
         found = self._select(tunings.c.id == tuning_id, 1)
         if not found:
-            raise UnknownRecord(_NO_TUNING.format(tuning_id))
+            raise RecordNotFound(_NO_TUNING.format(tuning_id))
         return found[0]
 
     def page(
@@ -120,8 +120,8 @@ class Tunings:
             return
         state = connection.scalar(sa.select(tunings.c.state).where(tunings.c.id == tuning_id))
         if state is None:
-            raise UnknownRecord(_NO_TUNING.format(tuning_id))
-        raise ForbiddenChange(f"tuning {tuning_id} is {state} by now, not {old}")
+            raise RecordNotFound(_NO_TUNING.format(tuning_id))
+        raise InvalidTransition(f"tuning {tuning_id} is {state} by now, not {old}")
 
     def _select(self, where: sa.ColumnElement[bool], limit: int) -> list[Tuning]:
         query = sa.select(tunings).where(where).order_by(tunings.c.id.desc()).limit(limit)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 
-from ratchet.store.calls.resamples import shadows
+from ratchet.store.calls.resamples import resamples
 from ratchet.store.db import schema
 from ratchet.store.db.engine import connect, ensure_schema, read
 from ratchet.store.policies.prompts import prompts
@@ -33,7 +33,7 @@ _WALKS: tuple[tuple[sa.Table, str, int, Callable[[sa.Connection, Page], Iterator
     (schema.rounds, "id", 500, check_training.check_rounds),
     (prompts, "id", 200, check_tuning.check_prompts),
     (rollouts, "id", 500, check_tuning.check_rollouts),
-    (shadows, "id", 500, check_tuning.check_shadows),
+    (resamples, "id", 500, check_tuning.check_shadows),
 )
 
 

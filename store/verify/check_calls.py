@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from ratchet.store.calls.prompt_blocks import digests
 from ratchet.store.db import schema
-from ratchet.store.db.column_types import unsqueeze_ids
+from ratchet.store.db.column_types import decompress_token_ids
 from ratchet.store.states import CallState
 from ratchet.store.verify.check_messages import known, undecoded
 from ratchet.store.verify.finding import Finding, Page
@@ -98,7 +98,7 @@ def _answer(name: str, row: Any, one: Any, messages: set[str]) -> Iterator[Findi
 def _size(packed: bytes) -> int | None:
     """Return how many token ids are packed; None where they are damaged."""
     try:
-        return len(unsqueeze_ids(bytes(packed))) // 4
+        return len(decompress_token_ids(bytes(packed))) // 4
     except ValueError:
         return None
 

@@ -67,9 +67,9 @@ def _unnamed(connection: sa.Connection, names: list[str]) -> set[str]:
     query = sa.select(table.c.hash).where(
         table.c.hash.in_(names),
         ~sa.exists().where(child.c.parent == table.c.hash),
-        ~sa.exists().where(schema.calls.c.held_node == table.c.hash),
+        ~sa.exists().where(schema.calls.c.retained_node == table.c.hash),
         ~sa.exists().where(schema.choices.c.reply_node == table.c.hash),
-        ~sa.exists().where(schema.unclaimed.c.hash == table.c.hash),
+        ~sa.exists().where(schema.orphan_candidates.c.hash == table.c.hash),
     )
     return set(connection.scalars(query))
 

@@ -78,7 +78,7 @@ def check_verdicts(connection: sa.Connection, page: Page) -> Iterator[Finding]:
     wanted = sorted({row.trajectory_id for row in page})
     query = sa.select(runs.c.id, runs.c.group_id).where(runs.c.id.in_(wanted))
     groups = {row.id: row.group_id for row in connection.execute(query)}
-    asked = known(connection, exchanges.c.id, {row.exchange_id for row in page if row.exchange_id})
+    asked = known(connection, exchanges.c.id, {row.judge_request_id for row in page if row.judge_request_id})
     remedy = "delete the verdict, or restore what it names from a backup"
     for row in page:
         name = f"verdict {row.id}"
@@ -88,8 +88,8 @@ def check_verdicts(connection: sa.Connection, page: Page) -> Iterator[Finding]:
         elif row.group_id is not None and groups[row.trajectory_id] != row.group_id:
             problem = f"it is of group {row.group_id}, its trajectory is of {groups[row.trajectory_id]}"
             yield Finding(row=name, problem=problem, remedy=remedy)
-        if row.exchange_id and row.exchange_id not in asked:
-            yield Finding(row=name, problem=f"its exchange {row.exchange_id} is not there", remedy=remedy)
+        if row.judge_request_id and row.judge_request_id not in asked:
+            yield Finding(row=name, problem=f"its exchange {row.judge_request_id} is not there", remedy=remedy)
 
 
 def check_rounds(connection: sa.Connection, page: Page) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Prompts, rollouts, shadows, and versions that share an adapter: do they say what they hold, and agree?"""
+"""Prompts, rollouts, resamples, and versions that share an adapter: do they say what they hold, and agree?"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import sqlalchemy as sa
 
-from ratchet.store.calls.resamples import shadows
+from ratchet.store.calls.resamples import resamples
 from ratchet.store.db import schema
 from ratchet.store.policies.prompts import prompt_id
 from ratchet.store.states import TrajectoryState
@@ -35,10 +35,10 @@ def check_shadows(connection: sa.Connection, page: Page) -> Iterator[Finding]:
     """A shadow that was trained was compared with its original, in one group."""
     runs, originals = schema.trajectories, schema.trajectories.alias("original")
     query = (
-        sa.select(shadows.c.id)
-        .join(runs, runs.c.id == shadows.c.id)
-        .join(originals, originals.c.id == shadows.c.original_id)
-        .where(shadows.c.id.in_([row.id for row in page]), runs.c.state == TrajectoryState.TRAINED)
+        sa.select(resamples.c.id)
+        .join(runs, runs.c.id == resamples.c.id)
+        .join(originals, originals.c.id == resamples.c.original_id)
+        .where(resamples.c.id.in_([row.id for row in page]), runs.c.state == TrajectoryState.TRAINED)
         .where(sa.func.coalesce(originals.c.group_id, "") != runs.c.group_id)
     )
     for name in connection.scalars(query):

@@ -1,4 +1,4 @@
-"""Shadows on the real vLLM: its own load says when, and a further answer is one to the very same prompt ids."""
+"""Resamples on the real vLLM: its own load says when, and a further answer is one to the very same prompt ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from ratchet.demo.email_search.prompt import opening
 from ratchet.demo.email_search.tools import TOOLS
-from ratchet.store.states import ShadowState, TrajectoryState
+from ratchet.store.states import ResampleState, TrajectoryState
 from ratchet.store.store import open_store
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.cli.project import Project
@@ -48,5 +48,5 @@ def test_a_single_call_with_tools_is_asked_again_token_for_token(project: Projec
         assert sorted(one.trajectory.purpose for one in told) == ["live", "shadow", "shadow"]
         assert len({one.calls[0].prompt_ids for one in told}) == 1
         assert all(choice.ids and choice.logprobs for one in told for choice in one.calls[0].choices)
-        assert store.shadows.counts("agent")[ShadowState.ANSWERED].shadows == len(runs(store)) == 2
+        assert store.resamples.counts("agent")[ResampleState.ANSWERED].resamples == len(runs(store)) == 2
     assert 'ratchet_calls_total{alias="agent",dialect="chat",purpose="shadow",state="answered"} 2.0' in counted

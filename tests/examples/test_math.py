@@ -23,7 +23,7 @@ from ratchet.trainer.daemon import Daemon
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.tasks.task_set import TaskSet
-from ratchet.tuner.rollouts.runner import Job, RolloutRunner
+from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.settings.tuner_settings import TunerSettings
 from tests.harness.clients.program import Program
@@ -159,7 +159,7 @@ async def test_what_agentscope_did_in_rollouts_is_judged_and_trained_into_a_vers
     task = next(iter(TaskSet.open(FOLDER / "tasks").rows("test")))
     task = dataclasses.replace(task, row=TASK)
     tuning = proxy.store.tunings.begin("weights", "agent", {})
-    jobs = [Job(task, attempt=attempt, purpose="live") for attempt in range(2)]
+    jobs = [RolloutJob(task, attempt=attempt, purpose="live") for attempt in range(2)]
     rollouts = await runner.run(jobs, tuning.id)
     assert [one.failure for one in rollouts] == [None, None]
     proxy.settled()

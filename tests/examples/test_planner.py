@@ -17,7 +17,7 @@ from examples.planner.problems import SIZES, task_set
 from examples.planner.prompt import PLANNER
 from examples.planner.workflow import workflow
 from ratchet.settings import load
-from ratchet.trainer.controller.collect.role_resolution import Casting
+from ratchet.trainer.controller.collect.role_resolution import RoleResolver
 from ratchet.trainer.rows.build_rows import build_rows
 from ratchet.trainer.rows.roles import ANOTHER_ROLE, Roles
 from tests.harness.examples.player import Messages, Script, calls, says, text_of
@@ -50,7 +50,7 @@ async def test_both_roles_are_in_one_trajectory_and_only_the_planners_tokens_are
     assert response == "The answer is 42"
     proxy.settled()
     settings = load(FOLDER / "ratchet.yaml").trainer_settings()
-    casting = Casting(proxy.store, "agent", Roles(settings.roles, settings.role_patterns))
+    casting = RoleResolver(proxy.store, "agent", Roles(settings.roles, settings.role_patterns))
     recorded = proxy.store.trajectories.read("roll_1")
     named = casting.named(proxy.store.trajectories.context_calls(recorded))
     assert [call.role for call in named] == ["planner", *["worker"] * 2, "planner", *["worker"] * 2, "planner"]

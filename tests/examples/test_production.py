@@ -57,7 +57,7 @@ async def test_every_thumb_is_heard_where_it_belongs_and_scores_its_trajectory(p
     assert sum(given.statuses.values()) == len(served) == 24
     assert set(given.statuses) <= {201, 202}
     proxy.settled()
-    proxy.store.trajectories.seal_idle("agent", time.time() + 10.0, 1.0)
+    proxy.store.trajectories.seal_idle_trajectories("agent", time.time() + 10.0, 1.0)
     runs = proxy.store.trajectories.page(state=TrajectoryState.SEALED)
     assert len(runs) == 24
     assert len({run.group_key for run in runs}) == 24, "hardly a question comes twice"

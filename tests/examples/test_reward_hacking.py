@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Send
 
-from benchmarks.scripted_school import ScriptedPupil
+from benchmarks.scripted_learner import ScriptedLearner
 from examples.reward_hacking import judge as fooled
 from examples.reward_hacking import second
 from examples.reward_hacking.teacher import EVERYTHING, answer, teaching
@@ -67,7 +67,7 @@ def proxy(home: Path, tmp_path: Path) -> Iterator[Proxy]:
         store = stack.enter_context(contextlib.closing(open_store(str(tmp_path / "store.db"))))
         url = stack.enter_context(served(TwoVersions(read_tasks(home, "train"))))
         made = stack.enter_context(running(url, store, tmp_path))
-        folder, pupil = tmp_path / "checkpoints" / "0001", ScriptedPupil(settings(tmp_path), None)
+        folder, pupil = tmp_path / "checkpoints" / "0001", ScriptedLearner(settings(tmp_path), None)
         pupil.learn(["what the teacher did"])
         pupil.save(folder)
         held = store.rounds.start("agent", 0)
@@ -108,7 +108,7 @@ async def test_a_policy_that_learnt_to_list_every_answer_is_held_before_it_is_pr
     assert not any(one.success for one in hedged), "by the agent's own rule none of them is right"
     proxy.settled()
     store = proxy.store
-    daemon = Daemon(settings(tmp_path), store, threading.Event(), None, ScriptedPupil)
+    daemon = Daemon(settings(tmp_path), store, threading.Event(), None, ScriptedLearner)
     try:
         await asyncio.to_thread(turns_until_held, daemon, proxy)
     finally:
@@ -124,7 +124,7 @@ async def test_a_policy_that_learnt_to_list_every_answer_is_held_before_it_is_pr
     assert SECOND in waiting["reason"]
     alarms = {alarm["name"]: alarm["reason"] for alarm in alarms_of(proxy)}
     assert "agent@1 waits for a person" in alarms["held:agent"]
-    store.policies.roll_back_by_hand("agent", None, by="anna", reason="it lists every answer")
+    store.policies.roll_back_manually("agent", None, by="anna", reason="it lists every answer")
     assert store.policies.get("agent", 1).state is PolicyState.REJECTED
 
 

@@ -109,7 +109,7 @@ def judged_group(
     """Ship, seal, group and judge one-call trajectories."""
     for name, version in zip(names, versions or [0] * len(names), strict=True):
         answered_trajectory(store, name, task=task, version=version, alias=alias)
-    store.trajectories.seal_idle(alias, now=100.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories(alias, now=100.0, idle_seconds=1.0)
     group = store.groups.form(f"task:{task}", alias, names, now=101.0)
     verdicts = [
         Verdict(trajectory_id=name, group_id=group.id, judge="rule", judge_version="1", score=score)

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from ratchet.proxy.coordinator.versions.base_model_check import BaseCheck
+from ratchet.proxy.coordinator.versions.base_model_check import BaseModelCheck
 from ratchet.proxy.errors import UpstreamError
 from ratchet.proxy.upstreams.circuit_breaker import Breaker
 from ratchet.proxy.upstreams.replica_pool import Replica
@@ -114,7 +114,7 @@ def test_a_replica_of_another_base_gets_no_calls_while_a_right_one_is_there(stor
             assert (len(right.calls), len(wrong.calls)) == (10, 0)
 
 
-async def refused(check: BaseCheck, replica: Replica) -> bool:
+async def refused(check: BaseModelCheck, replica: Replica) -> bool:
     """Whether a look at a replica says that it serves another base model."""
     try:
         await check.look(replica)
@@ -128,7 +128,7 @@ async def test_a_replica_that_gives_no_sign_of_a_change_is_asked_again_after_a_w
     app = ScriptedVllm()
     with served(app) as url:
         upstream, replica = Upstream((url,)), Replica(url, Breaker(3, 1.0))
-        check = BaseCheck("agent", store, upstream, lambda one: upstream.models(one.url), every=0.05)
+        check = BaseModelCheck("agent", store, upstream, lambda one: upstream.models(one.url), every=0.05)
         await check.start()
         await check.look(replica)
         while not app.model.asked:
@@ -145,7 +145,7 @@ async def test_a_replica_that_is_well_is_not_asked_with_every_look(store: Store)
     app = ScriptedVllm()
     with served(app) as url:
         upstream, replica = Upstream((url,)), Replica(url, Breaker(3, 1.0))
-        check = BaseCheck("agent", store, upstream, lambda one: upstream.models(one.url))
+        check = BaseModelCheck("agent", store, upstream, lambda one: upstream.models(one.url))
         await check.start()
         for _ in range(30):
             await check.look(replica)

@@ -34,7 +34,7 @@ def deep(levels: int) -> Any:
     ],
 )
 def test_depth_is_counted_outside_of_strings(text: str, depth: int) -> None:
-    assert json_depth.depth(json_depth.outside_strings(text.encode())) == depth
+    assert json_depth.depth(json_depth.strip_strings(text.encode())) == depth
 
 
 def test_brackets_within_texts_count_for_nothing() -> None:

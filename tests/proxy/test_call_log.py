@@ -16,7 +16,7 @@ import pytest
 
 from ratchet.proxy.telemetry.call_log import logfmt, note
 from ratchet.proxy.telemetry.call_timing import Timing
-from ratchet.proxy.telemetry.logs import JsonLines
+from ratchet.proxy.telemetry.logs import JsonFormatter
 from tests.harness.proxy.servers import ProxyProcess, eventually
 from tests.harness.records import begun, ended
 from tests.proxy.conftest import Proxy, Start
@@ -85,7 +85,7 @@ def test_neither_content_nor_keys_are_logged(proxy: Proxy, lines: Lines) -> None
     for words in (f"#say={SECRET}", f"{SECRET} #status=400", f"{SECRET} #tokens=9 #cut=2"):
         proxy.http.post(CALL, json=asking(words, stream=True, user=SECRET), headers=headers)
     records = eventually(lambda: len(lines.records) == 3 and lines.records)
-    assert SECRET not in "".join(record.getMessage() + JsonLines().format(record) for record in records)
+    assert SECRET not in "".join(record.getMessage() + JsonFormatter().format(record) for record in records)
 
 
 def test_what_waits_for_its_line_is_not_the_calls_record(lines: Lines) -> None:

@@ -12,8 +12,8 @@ import msgspec
 import psutil
 import pytest
 
-from ratchet.proxy.coordinator.shipping.store_writer import DEAD_LETTERS, Piece
-from ratchet.proxy.coordinator.shipping.writer_process import CarrierProcess
+from ratchet.proxy.coordinator.shipping.store_writer import DEAD_LETTERS, SegmentRange
+from ratchet.proxy.coordinator.shipping.writer_process import WriterProcess
 from ratchet.proxy.journal.segments import MAGIC, frame
 from ratchet.store.errors import StoreError
 from ratchet.store.store import Store
@@ -24,10 +24,10 @@ BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 REPLY = {"role": "assistant", "content": "Oslo"}
 
 
-def segment(folder: Path, *ends: Any) -> Piece:
+def segment(folder: Path, *ends: Any) -> SegmentRange:
     path = folder / "000000000001.journal"
     path.write_bytes(MAGIC + b"".join(frame(end) for end in ends))
-    return Piece(str(path), 0, None)
+    return SegmentRange(str(path), 0, None)
 
 
 def end(name: str) -> Any:
@@ -35,8 +35,8 @@ def end(name: str) -> Any:
 
 
 @pytest.fixture
-def carrier(tmp_path: Path, store: Store) -> Iterator[CarrierProcess]:
-    process = CarrierProcess(str(tmp_path / "store.db"))
+def store_writer(tmp_path: Path, store: Store) -> Iterator[WriterProcess]:
+    process = WriterProcess(str(tmp_path / "store.db"))
     process.start()
     yield process
     process.close()
@@ -47,10 +47,10 @@ def ready(url: str) -> bool:
 
 
 def test_records_reach_the_store_and_those_that_it_refuses_are_put_aside(
-    carrier: CarrierProcess, store: Store, tmp_path: Path
+    store_writer: WriterProcess, store: Store, tmp_path: Path
 ) -> None:
     bad = msgspec.structs.replace(end("bad"), context="nonsense")
-    carried = carrier.carry(segment(tmp_path, end("a"), bad, end("b")))
+    carried = store_writer.carry(segment(tmp_path, end("a"), bad, end("b")))
     assert (carried.records, carried.end) == (3, "end")
     assert set(carried.ended) == {"call_a", "call_bad", "call_b"}
     assert [letter.call_id for letter in carried.dead] == ["call_bad"]
@@ -59,28 +59,28 @@ def test_records_reach_the_store_and_those_that_it_refuses_are_put_aside(
 
 
 def test_a_sick_store_and_a_missing_segment_are_told_as_what_they_are(
-    carrier: CarrierProcess, store: Store, tmp_path: Path
+    store_writer: WriterProcess, store: Store, tmp_path: Path
 ) -> None:
     with pytest.raises(OSError, match="No such file"):
-        carrier.carry(Piece(str(tmp_path / "000000000009.journal"), 0, None))
+        store_writer.carry(SegmentRange(str(tmp_path / "000000000009.journal"), 0, None))
     store.close()
     spoil(*tmp_path.glob("store.db*"))
     with pytest.raises(StoreError, match="not a database"):
-        carrier.carry(segment(tmp_path, end("a")))
+        store_writer.carry(segment(tmp_path, end("a")))
 
 
 def test_a_killed_process_is_replaced_with_the_next_piece(
-    carrier: CarrierProcess, store: Store, tmp_path: Path
+    store_writer: WriterProcess, store: Store, tmp_path: Path
 ) -> None:
     piece = segment(tmp_path, end("a"))
-    assert carrier.carry(piece).records == 1
-    first = carrier.pid
+    assert store_writer.carry(piece).records == 1
+    first = store_writer.pid
     assert first is not None
     psutil.Process(first).kill()
     with pytest.raises(OSError, match="died"):
-        carrier.carry(piece)
-    assert carrier.carry(piece).records == 1
-    assert carrier.pid not in (first, None)
+        store_writer.carry(piece)
+    assert store_writer.carry(piece).records == 1
+    assert store_writer.pid not in (first, None)
     assert len(store.calls.page(9)) == 1
 
 

@@ -8,7 +8,7 @@ import anthropic
 import openai
 import pytest
 
-from ratchet.proxy.wire.context_limit import read_overflow
+from ratchet.proxy.wire.context_limit import parse_context_overflow
 from tests.harness.proxy.scripted_vllm import ScriptedVllm, render
 from tests.proxy.conftest import Proxy, Start
 
@@ -88,11 +88,11 @@ def test_a_prompt_of_token_ids_is_refused_before_it_is_sent_and_never_one_that_f
     ],
 )
 def test_every_wording_of_vllm_is_understood(message: str, limit: int, asked: int | None) -> None:
-    overflow = read_overflow(400, message)
+    overflow = parse_context_overflow(400, message)
     assert overflow is not None
     assert (overflow.limit, overflow.asked, str(overflow)) == (limit, asked, message)
-    assert read_overflow(500, message) is None
+    assert parse_context_overflow(500, message) is None
 
 
 def test_another_refusal_is_no_overflow() -> None:
-    assert read_overflow(400, "max_tokens must be at least 1, got 0.") is None
+    assert parse_context_overflow(400, "max_tokens must be at least 1, got 0.") is None

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from ratchet.store.calls.trajectory_filter import Chosen
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.store import Store, open_store
 from ratchet.store.verify import verify
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
@@ -42,8 +42,8 @@ def test_what_was_deleted_and_is_sent_again_is_stored_again(vllm_url: str, tmp_p
             _say(http)
             eventually(lambda: http.get("/health/backlog").json()["unshipped_records"] == 0)
             eventually(lambda: store.trajectories.page())
-            done = store.deletions.delete(Chosen(still_since=4e9), "prune")
-            assert (done.trajectories, done.unswept, store.calls.message_count()) == (1, 0, 0)
+            done = store.deletions.delete(TrajectoryFilter(inactive_since=4e9), "prune")
+            assert (done.trajectories, done.unswept_messages, store.calls.message_count()) == (1, 0, 0)
             name = _say(http)
             eventually(lambda: store.calls.page(trajectory=name, state="answered"))
             _is_whole(store, name)
@@ -66,11 +66,11 @@ def test_calls_during_a_deletion_lose_no_message(proxy: Proxy, vllm: ScriptedVll
 
     thread = threading.Thread(target=agents)
     thread.start()
-    done = [proxy.store.deletions.delete(Chosen(id=name), "asked") for name in names[:2]]
+    done = [proxy.store.deletions.delete(TrajectoryFilter(id=name), "asked") for name in names[:2]]
     stop.set()
     thread.join()
     proxy.settled()
-    assert [one.unswept for one in done] == [0, 0]
+    assert [one.unswept_messages for one in done] == [0, 0]
     assert len(kept) > 5
     for name in kept:
         _is_whole(proxy.store, name)

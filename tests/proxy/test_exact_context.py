@@ -14,9 +14,9 @@ import msgspec
 import openai
 import pytest
 
-from ratchet.proxy.coordinator.conversations.token_contexts import Contexts
+from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
 from ratchet.proxy.exact.splice import Context
-from ratchet.proxy.messages.link_records import Leaf, Sequence32
+from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.records import Call, CallBegun, CallEnded, Choice, pack_ids
 from ratchet.store.states import CallState
@@ -269,20 +269,20 @@ def test_a_template_is_looked_at_once_and_each_kind_of_answer_is_proven_once(
 
 
 def test_the_memory_of_ids_is_bounded_and_the_stillest_go_first(store: Store) -> None:
-    contexts = Contexts(store, most_bytes=6_000)  # an answer takes 1,000 bytes of ids and 500 for itself
+    contexts = TokenContexts(store, max_bytes=6_000)  # an answer takes 1,000 bytes of ids and 500 for itself
     for number in range(10):
         contexts.add(ended(f"call_{number}", 250))
     assert (len(contexts), contexts.bytes) == (4, 6_000)
 
 
 async def test_few_ids_are_remembered_as_long_as_nobody_asks_for_any(store: Store) -> None:
-    contexts = Contexts(store, most_bytes=2**24)
+    contexts = TokenContexts(store, max_bytes=2**24)
     for number in range(100):
         contexts.add(ended(f"call_{number}", 10_000))
     assert contexts.bytes <= 2**20
     record = ended("call_99", 10_000)
     ids = record.prompt_ids + record.choices[0].ids
-    leaf = Leaf("t", "call_99", 0, 0, "", (), None, Sequence32.of(ids), 0.0)
+    leaf = Leaf("t", "call_99", 0, 0, "", (), None, TokenFingerprint.of(ids), 0.0)
     assert await contexts.of(leaf) == Context(ids, ((10, 10_000),)), "the latest are among them"
     for number in range(100, 200):
         contexts.add(ended(f"call_{number}", 10_000))
@@ -292,7 +292,7 @@ async def test_few_ids_are_remembered_as_long_as_nobody_asks_for_any(store: Stor
 
 
 def test_of_the_remembered_ids_those_that_were_continued_go_first(store: Store) -> None:
-    contexts = Contexts(store, most_bytes=4_500)
+    contexts = TokenContexts(store, max_bytes=4_500)
     for number in (1, 2):
         contexts.add(ended(f"call_{number}", 100))
     goes_on = ended("call_3", 100)

@@ -16,7 +16,7 @@ def piece(text_end: str | None = None, stop: int | str | None = None) -> Ended:
 
 def stream(stops: tuple[str, ...], deltas: list[dict[str, Any]], stop: str | None) -> dict[str, str]:
     """Return what the client ends with."""
-    repair = derender_fixes.StreamRepair(stops, None)
+    repair = derender_fixes.DerenderStreamFixer(stops, None)
     said = {"content": "", "reasoning": ""}
     for place, given in enumerate(deltas):
         last = place == len(deltas) - 1
@@ -31,20 +31,20 @@ def stream(stops: tuple[str, ...], deltas: list[dict[str, Any]], stop: str | Non
     [("stop", None, [1, 2]), ("stop", 3, [1, 2]), ("stop", "x", [1, 2, 3]), ("length", None, [1, 2, 3])],
 )
 def test_only_the_id_that_ended_the_answer_is_cut(finish: str, stop: int | str | None, kept: list[int]) -> None:
-    assert derender_fixes.without_turn_end(Ended(0, [1, 2, 3], finish, stop)).token_ids == kept
+    assert derender_fixes.strip_turn_end(Ended(0, [1, 2, 3], finish, stop)).token_ids == kept
 
 
 def test_a_whole_text_ends_before_its_stop_string() -> None:
-    message = derender_fixes.whole_message({"content": "a stop b stop", "reasoning": "stop"}, piece("stop", "stop"))
+    message = derender_fixes.fix_message({"content": "a stop b stop", "reasoning": "stop"}, piece("stop", "stop"))
     assert (message["content"], message["reasoning"]) == ("a stop b ", "stop")
     assert (
-        derender_fixes.whole_message({"content": None, "reasoning": "so stop"}, piece("stop", "stop"))["reasoning"]
+        derender_fixes.fix_message({"content": None, "reasoning": "so stop"}, piece("stop", "stop"))["reasoning"]
         == "so "
     )
 
 
 def test_an_answer_without_ids_is_empty_text() -> None:
-    assert derender_fixes.whole_message(None, piece("stop")) == {"role": "assistant", "content": ""}
+    assert derender_fixes.fix_message(None, piece("stop")) == {"role": "assistant", "content": ""}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50])
@@ -67,7 +67,7 @@ def test_a_stop_string_of_one_letter_is_cut_too() -> None:
 
 
 def test_a_delta_has_no_role_and_no_null_members_and_ids_as_the_engine_gives_them() -> None:
-    repair = derender_fixes.StreamRepair((), None)
+    repair = derender_fixes.DerenderStreamFixer((), None)
     call = {"index": 0, "id": "abc", "type": "function", "function": {"name": "f", "arguments": None}}
     delta = repair.delta({"role": "assistant", "content": None, "reasoning": None, "tool_calls": [call]}, piece())
     told = {"index": 0, "id": "chatcmpl-tool-abc", "type": "function", "function": {"name": "f"}}
@@ -86,7 +86,7 @@ def test_a_delta_has_no_role_and_no_null_members_and_ids_as_the_engine_gives_the
 )
 def test_the_finish_reason_is_plain_chats(engine: str, tool_choice: Any, whole: str, streamed: str) -> None:
     message = {"tool_calls": [{"id": "a"}]}
-    assert derender_fixes.whole_finish(piece(engine), message, tool_choice) == whole
-    repair = derender_fixes.StreamRepair((), tool_choice)
+    assert derender_fixes.fix_finish_reason(piece(engine), message, tool_choice) == whole
+    repair = derender_fixes.DerenderStreamFixer((), tool_choice)
     repair.delta({"tool_calls": [{"index": 0}]}, piece())
     assert repair.finish(piece(engine)) == streamed

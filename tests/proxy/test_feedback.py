@@ -11,7 +11,7 @@ import anthropic
 import httpx
 import pytest
 
-from ratchet.store.records import Door
+from ratchet.store.records import ProxyInstance
 from ratchet.store.states import KeyScope
 from ratchet.store.store import Store, open_store
 from tests.harness.proxy.servers import ProxyProcess, eventually
@@ -189,7 +189,9 @@ def test_an_id_that_neither_of_two_proxies_knows_is_a_404(start: Start, tmp_path
 
 
 def test_where_another_proxy_has_not_shipped_the_answer_says_that_the_id_is_not_known_yet(proxy: Proxy) -> None:
-    proxy.store.doors.beat(Door(id="d", url="u", live={"another": 0}, pins={}, shipped_until=0.0, beat_at=time.time()))
+    proxy.store.doors.beat(
+        ProxyInstance(id="d", url="u", live={"another": 0}, pins={}, shipped_until=0.0, heartbeat_at=time.time())
+    )
     told = say(proxy, 202, response_id="chatcmpl-elsewhere", value="up")
     assert told["state"] == "waiting"
     assert "has not shipped its journal" in told["detail"]

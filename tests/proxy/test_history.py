@@ -48,7 +48,7 @@ def test_other_bytes_of_an_equal_message_lead_to_an_equal_node() -> None:
 
 
 def test_memory_is_bounded_and_what_is_still_sent_stays() -> None:
-    history = History(most_bytes=100_000)
+    history = History(max_bytes=100_000)
     kept = read(history, turns(5))[0]
     for number in range(3000):
         assert read(history, [*turns(5), {"role": "user", "content": f"{number} " * 20}])[0] is kept

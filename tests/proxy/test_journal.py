@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
-from ratchet.proxy.coordinator.shipping.store_writer import DEAD_LETTERS, Carried, Piece, Porter
+from ratchet.proxy.coordinator.shipping.store_writer import DEAD_LETTERS, Carried, InProcessWriter, SegmentRange
 from ratchet.proxy.errors import StartError
 from ratchet.proxy.journal.journal import ALARM, Journal
 from ratchet.proxy.journal.segments import (
@@ -25,7 +25,7 @@ from ratchet.proxy.journal.segments import (
     segment_path,
     write_position,
 )
-from ratchet.proxy.telemetry.alarm_queue import Bell
+from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.store.records import CallBegun, CallEnded
 from ratchet.store.states import CallState
@@ -49,8 +49,8 @@ async def journal(tmp_path: Path) -> AsyncIterator[Open]:
     """Open journals in one folder; all are stopped with the test."""
     opened: list[Journal] = []
 
-    def begin(most_bytes: int = 2**20, journal_segment_bytes: int = 2**16, folder: str = "journal") -> Journal:
-        opened.append(Journal(tmp_path / folder, most_bytes, journal_segment_bytes, Metrics(), Bell()))
+    def begin(max_bytes: int = 2**20, journal_segment_bytes: int = 2**16, folder: str = "journal") -> Journal:
+        opened.append(Journal(tmp_path / folder, max_bytes, journal_segment_bytes, Metrics(), AlarmQueue()))
         return opened[-1]
 
     yield begin
@@ -60,7 +60,14 @@ async def journal(tmp_path: Path) -> AsyncIterator[Open]:
 
 
 def shipping(journal: Journal, store: Store) -> Shipper:
-    return Shipper(journal, store, Porter(store), journal._metrics, journal._bell, forget_known=lambda: None)
+    return Shipper(
+        journal,
+        store,
+        InProcessWriter(store),
+        journal._metrics,
+        journal._alarm_queue,
+        forget_durable_messages=lambda: None,
+    )
 
 
 @pytest.mark.parametrize("cut", [1, 7, 8, 9, 20])
@@ -239,25 +246,27 @@ async def test_records_that_come_while_others_are_shipped_wait_until_they_are_a_
 ) -> None:
     opened = journal()
     await opened.start()
-    carrier = _Counting(store)
-    shipper = Shipper(opened, store, carrier, opened._metrics, opened._bell, forget_known=lambda: None)
+    store_writer = _Counting(store)
+    shipper = Shipper(
+        opened, store, store_writer, opened._metrics, opened._alarm_queue, forget_durable_messages=lambda: None
+    )
     await shipper.start()
     began = time.monotonic()
     for n in range(50):
         await opened.commit(pair(str(n))[1])
         await asyncio.sleep(0.005)
     most = (time.monotonic() - began) / 0.1 + 2  # each turn waits 0.1 s at least
-    assert carrier.carried <= most
+    assert store_writer.carried <= most
     await shipper.stop()
     assert len(store.calls.page(100)) == 50
 
 
-class _Counting(Porter):
+class _Counting(InProcessWriter):
     """Counts the pieces that it carries."""
 
     carried = 0
 
-    def carry(self, piece: Piece) -> Carried:
+    def carry(self, piece: SegmentRange) -> Carried:
         self.carried += 1
         return super().carry(piece)
 
@@ -288,7 +297,7 @@ async def test_a_restart_ships_what_was_left_and_interrupts_what_never_ended(jou
 
 
 async def test_a_full_journal_holds_records_and_writes_them_later(journal: Open, store: Store) -> None:
-    opened = journal(most_bytes=3000)
+    opened = journal(max_bytes=3000)
     await opened.start()
     results = [await opened.commit(pair(str(n))[1]) for n in range(10)]
     assert results[0] is True
@@ -336,7 +345,7 @@ async def test_what_can_never_be_shipped_is_counted_lost_and_told(journal: Open,
 
 
 async def test_a_small_journal_is_emptied_by_shipping(journal: Open, store: Store) -> None:
-    opened = journal(most_bytes=6000, journal_segment_bytes=2**20)
+    opened = journal(max_bytes=6000, journal_segment_bytes=2**20)
     await opened.start()
     shipper = shipping(opened, store)
     await shipper.start()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ratchet.proxy.api_keys import hash_key
-from ratchet.proxy.coordinator.limits.rate_limits import Bucket, Hold, Meter, estimate
+from ratchet.proxy.coordinator.limits.rate_limits import Bucket, Hold, KeyMeter, estimate
 from ratchet.store.store import Store
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, leave
@@ -65,7 +65,7 @@ def test_a_call_larger_than_the_limit_waits_for_a_full_bucket_and_leaves_a_debt_
 @pytest.mark.parametrize("used", [0, 3, 10**7])
 def test_no_call_that_is_left_costs_its_key_more_than_a_full_bucket(asked: Any, used: int) -> None:
     for context in (None, 4096):
-        meter = Meter(None, 100_000)
+        meter = KeyMeter(None, 100_000)
         hold = Hold(meter)
         hold.reserve({"max_tokens": asked, "n": 100}, b"x" * 400, context)
         assert _seconds(meter) <= 60.01
@@ -75,7 +75,7 @@ def test_no_call_that_is_left_costs_its_key_more_than_a_full_bucket(asked: Any, 
         assert used != 3 or _seconds(meter) < 0.1
 
 
-def _seconds(meter: Meter) -> float:
+def _seconds(meter: KeyMeter) -> float:
     """Return how long a key waits for a full bucket."""
     reset = dict(meter.headers())[b"x-ratelimit-reset-tokens"].decode()
     minutes, _, rest = reset.rpartition("m") if not reset.endswith("ms") else ("", "", f"{int(reset[:-2]) / 1000}s")

@@ -8,9 +8,9 @@ from typing import Any
 import openai
 import pytest
 
-from ratchet.proxy.coordinator.linking.linker import Links
+from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.errors import BadRequest
-from ratchet.proxy.messages.link_records import Attempt, Evidence, Leaf, Link, Sequence32
+from ratchet.proxy.messages.link_records import Attempt, Evidence, Leaf, Link, TokenFingerprint
 from ratchet.proxy.messages.text_fingerprints import traces
 from ratchet.store.content import messages as canon
 from ratchet.store.records import OpenLeaf, pack_ids, unpack_ids
@@ -31,7 +31,7 @@ def asked(messages: list[Message], key: str = "k", **more: Any) -> Evidence:
     return Evidence(**(values | more))
 
 
-def answered(links: Links, prompt: list[Message], reply: Message, now: float = 1.0, key: str = "k") -> Link:
+def answered(links: TrajectoryLinker, prompt: list[Message], reply: Message, now: float = 1.0, key: str = "k") -> Link:
     """A first call with this prompt that got this reply."""
     link = links.find(asked(prompt, key))
     links.begin(link, "agent", link.version or 0, now)
@@ -45,7 +45,7 @@ def answered(links: Links, prompt: list[Message], reply: Message, now: float = 1
         link_key=path,
         tool_call_ids=canon.tool_call_ids(reply),
         key_id=key,
-        sequence=Sequence32.of(pack_ids([1, 2, 3])),
+        sequence=TokenFingerprint.of(pack_ids([1, 2, 3])),
         born_at=now,
         traces=traces(reply, gap if len(keys) > 1 else "", own, prompt),
     )
@@ -59,8 +59,8 @@ def tool_reply(arguments: str, call_id: str = "call_1", **more: Any) -> Message:
 
 
 @pytest.fixture
-def links() -> Links:
-    return Links(idle_seconds=900)
+def links() -> TrajectoryLinker:
+    return TrajectoryLinker(idle_seconds=900)
 
 
 @pytest.mark.parametrize(
@@ -74,26 +74,28 @@ def links() -> Links:
         ({**REPLY, "reasoning": "hm"}, {**REPLY, "refusal": None, "tool_calls": []}),
     ],
 )
-def test_an_answer_is_known_again_however_the_agent_echoes_it(links: Links, given: Message, echoed: Message) -> None:
+def test_an_answer_is_known_again_however_the_agent_echoes_it(
+    links: TrajectoryLinker, given: Message, echoed: Message
+) -> None:
     first = answered(links, [USER], given)
     found = links.find(asked([USER, echoed, NEXT]))
     assert found.trajectory_id == first.trajectory_id
     assert found.linked_by.startswith("graph")
 
 
-def test_parallel_runs_of_one_prompt_never_merge(links: Links) -> None:
+def test_parallel_runs_of_one_prompt_never_merge(links: TrajectoryLinker) -> None:
     runs = {answered(links, [USER], REPLY).trajectory_id for _ in range(8)}
     assert len(runs) == 8
 
 
-def test_equal_answers_are_told_apart_by_tool_ids(links: Links) -> None:
+def test_equal_answers_are_told_apart_by_tool_ids(links: TrajectoryLinker) -> None:
     runs = [answered(links, [USER], tool_reply("{}", f"call_{n}")).trajectory_id for n in range(5)]
     for n in (3, 0, 4, 1, 2):
         found = links.find(asked([USER, tool_reply("{}", f"call_{n}"), NEXT]))
         assert (found.trajectory_id, found.linked_by) == (runs[n], "graph+tool_ids")
 
 
-def test_equal_answers_without_ids_are_each_continued_once(links: Links) -> None:
+def test_equal_answers_without_ids_are_each_continued_once(links: TrajectoryLinker) -> None:
     runs = {answered(links, [USER], REPLY, now=float(n)).trajectory_id for n in range(4)}
     continued = set()
     for _ in range(4):
@@ -103,13 +105,13 @@ def test_equal_answers_without_ids_are_each_continued_once(links: Links) -> None
     assert continued == runs
 
 
-def test_the_same_key_is_preferred_among_equal_answers(links: Links) -> None:
+def test_the_same_key_is_preferred_among_equal_answers(links: TrajectoryLinker) -> None:
     mine = answered(links, [USER], REPLY, now=1.0, key="mine")
     answered(links, [USER], REPLY, now=2.0, key="other")
     assert links.find(asked([USER, REPLY, NEXT], key="mine")).trajectory_id == mine.trajectory_id
 
 
-def test_the_deepest_answer_decides(links: Links) -> None:
+def test_the_deepest_answer_decides(links: TrajectoryLinker) -> None:
     first = answered(links, [USER], REPLY)
     second = answered(links, [USER, REPLY, NEXT], tool_reply("{}"))
     assert second.trajectory_id == first.trajectory_id
@@ -118,7 +120,7 @@ def test_the_deepest_answer_decides(links: Links) -> None:
     assert found.parent.tool_call_ids == ("call_1",)
 
 
-def test_an_answer_that_we_did_not_give_begins_a_new_run(links: Links) -> None:
+def test_an_answer_that_we_did_not_give_begins_a_new_run(links: TrajectoryLinker) -> None:
     answered(links, [USER], REPLY)
     assert links.find(asked([USER, {**REPLY, "content": "hello?"}, NEXT])).linked_by == "root"
 
@@ -126,7 +128,7 @@ def test_an_answer_that_we_did_not_give_begins_a_new_run(links: Links) -> None:
 ATTEMPT = Attempt("k", "b2:prompt", "")
 
 
-def test_a_retry_of_an_unanswered_attempt_is_the_same_run_and_each_attempt_counts_once(links: Links) -> None:
+def test_a_retry_of_an_unanswered_attempt_is_the_same_run_and_each_attempt_counts_once(links: TrajectoryLinker) -> None:
     lost = []
     for _ in range(2):
         link = links.find(asked([USER]))
@@ -140,7 +142,7 @@ def test_a_retry_of_an_unanswered_attempt_is_the_same_run_and_each_attempt_count
     assert again[0].version == 3
 
 
-def test_a_resend_without_the_sdks_header_is_believed_for_a_minute(links: Links) -> None:
+def test_a_resend_without_the_sdks_header_is_believed_for_a_minute(links: TrajectoryLinker) -> None:
     link = links.find(asked([USER]))
     links.begin(link, "agent", 3, 1.0)
     for arrived_at, by in ((100.0, "root"), (31.0, "resend")):
@@ -148,7 +150,7 @@ def test_a_resend_without_the_sdks_header_is_believed_for_a_minute(links: Links)
         assert links.find(asked([USER], attempt=ATTEMPT, arrived_at=arrived_at)).linked_by == by
 
 
-def test_an_explicit_id_wins_and_a_contradicting_version_is_refused(links: Links) -> None:
+def test_an_explicit_id_wins_and_a_contradicting_version_is_refused(links: TrajectoryLinker) -> None:
     answered(links, [USER], REPLY)
     link = links.find(asked([USER, REPLY, NEXT], explicit="mine", explicit_by="header"))
     assert (link.trajectory_id, link.parent, link.linked_by) == ("mine", None, "header")
@@ -159,7 +161,7 @@ def test_an_explicit_id_wins_and_a_contradicting_version_is_refused(links: Links
 
 
 def test_memory_is_bounded_and_still_runs_are_forgotten() -> None:
-    links = Links(idle_seconds=10, most_bytes=150_000)
+    links = TrajectoryLinker(idle_seconds=10, max_bytes=150_000)
     for n in range(200):
         answered(links, [USER], {**REPLY, "content": str(n)}, now=float(n))
     assert len(links) <= 50
@@ -167,14 +169,14 @@ def test_memory_is_bounded_and_still_runs_are_forgotten() -> None:
     assert links.find(asked([USER, {**REPLY, "content": "199"}, NEXT])).linked_by == "graph"
 
 
-def test_a_finished_run_is_forgotten(links: Links) -> None:
+def test_a_finished_run_is_forgotten(links: TrajectoryLinker) -> None:
     link = answered(links, [USER], REPLY)
     links.forget(link.trajectory_id)
     assert links.find(asked([USER, REPLY, NEXT])).linked_by == "root"
     assert links.pins(1.0, 30) == {}
 
 
-def test_pins_count_runs_that_are_active_or_under_way(links: Links) -> None:
+def test_pins_count_runs_that_are_active_or_under_way(links: TrajectoryLinker) -> None:
     answered(links, [USER], REPLY, now=1.0)
     running = links.find(asked([USER]))
     links.begin(running, "agent", 4, 1.0)
@@ -189,7 +191,7 @@ def test_pins_count_runs_that_are_active_or_under_way(links: Links) -> None:
 
 
 def test_what_pins_cost_does_not_grow_with_the_open_runs() -> None:
-    links = Links(idle_seconds=900)
+    links = TrajectoryLinker(idle_seconds=900)
     for n in range(5_000):
         answered(links, [USER], {**REPLY, "content": str(n)}, now=n / 1000)
     began = time.thread_time()
@@ -198,7 +200,7 @@ def test_what_pins_cost_does_not_grow_with_the_open_runs() -> None:
     assert time.thread_time() - began < 0.2
 
 
-def test_a_restored_answer_is_continued(links: Links) -> None:
+def test_a_restored_answer_is_continued(links: TrajectoryLinker) -> None:
     leaf = OpenLeaf(
         trajectory_id="traj_old",
         call_id="call_old",
@@ -225,7 +227,7 @@ def test_a_restored_answer_is_continued(links: Links) -> None:
     ("live", None, True), ("live", 2, False), ("eval", 2, True), ("eval", None, False),
 ])  # fmt: skip
 def test_after_a_restart_an_evaluation_and_an_agent_at_work_stay_apart(
-    links: Links, purpose: str, version: int | None, joins: bool
+    links: TrajectoryLinker, purpose: str, version: int | None, joins: bool
 ) -> None:
     leaf = OpenLeaf(
         trajectory_id="traj_old",
@@ -246,7 +248,7 @@ def test_after_a_restart_an_evaluation_and_an_agent_at_work_stay_apart(
     assert found.purpose == ("live" if version is None else "eval")
 
 
-def test_a_named_run_keeps_its_purpose(links: Links) -> None:
+def test_a_named_run_keeps_its_purpose(links: TrajectoryLinker) -> None:
     trial = links.find(asked([USER], explicit="trial", explicit_by="header", version=1))
     links.begin(trial, "agent", 1, 1.0)
     followed = links.find(asked([USER], explicit="trial", explicit_by="header"))
@@ -257,7 +259,7 @@ def test_a_named_run_keeps_its_purpose(links: Links) -> None:
         links.find(asked([USER], explicit="work", explicit_by="header", version=1))
 
 
-def test_failures_with_one_body_take_bounded_memory(links: Links) -> None:
+def test_failures_with_one_body_take_bounded_memory(links: TrajectoryLinker) -> None:
     for number in range(1000):
         links.unanswered(Link(f"traj_{number}", 0, "root"), ATTEMPT, 1.0)
     assert len(links._attempts) == 64
@@ -357,7 +359,7 @@ def test_a_time_out_while_the_first_attempt_runs_is_one_run_whose_attempts_are_a
     assert len({call.trajectory_id for call in calls}) == 1
 
 
-def test_a_retry_of_an_answered_call_is_known_by_its_history(links: Links) -> None:
+def test_a_retry_of_an_answered_call_is_known_by_its_history(links: TrajectoryLinker) -> None:
     run = answered(links, [USER], REPLY)
     for again, by in ((False, "graph"), (True, "retry")):
         link = links.find(asked([USER, REPLY, NEXT], attempt=ATTEMPT, again=again))

@@ -6,26 +6,26 @@ from hashlib import blake2b
 
 import pytest
 
-from ratchet.proxy.coordinator.linking.linker import Links
+from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.trajectory_names import names
-from ratchet.proxy.messages.link_records import Leaf, Sequence32
+from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
 from ratchet.store.content import messages as canon
 from tests.proxy.test_linking import NEXT, REPLY, USER, asked
 
 
 @pytest.fixture
-def links() -> Links:
-    return Links(idle_seconds=900)
+def links() -> TrajectoryLinker:
+    return TrajectoryLinker(idle_seconds=900)
 
 
-def choices_of(links: Links, texts: list[str], now: float) -> str:
+def choices_of(links: TrajectoryLinker, texts: list[str], now: float) -> str:
     """A first call that got these answers; return its trajectory."""
     link = links.find(asked([USER]))
     links.begin(link, "agent", 0, now)
     keys = canon.link_keys([USER])
     leaves = [
         Leaf(link.trajectory_id, f"call_{now}", place, 0, canon.answer_keys(keys, {**REPLY, "content": text})[0], (),
-             "k", Sequence32(0, b""), now)
+             "k", TokenFingerprint(0, b""), now)
         for place, text in enumerate(texts)
     ]  # fmt: skip
     links.end(link, leaves, now)
@@ -33,7 +33,9 @@ def choices_of(links: Links, texts: list[str], now: float) -> str:
 
 
 @pytest.mark.parametrize("texts", [["hello"] * 4, ["bye", "hello", "hello", "well"]])
-def test_of_several_answers_one_is_taken_from_each_run_before_a_second_from_any(links: Links, texts: list[str]) -> None:
+def test_of_several_answers_one_is_taken_from_each_run_before_a_second_from_any(
+    links: TrajectoryLinker, texts: list[str]
+) -> None:
     runs = {choices_of(links, texts, float(now)) for now in range(3)}
     reply = {**REPLY, "content": "hello"}
     begun = []
@@ -47,7 +49,7 @@ def test_of_several_answers_one_is_taken_from_each_run_before_a_second_from_any(
     assert [choice for _, choice in begun] == [first] * 3 + [first + 1]
 
 
-def test_a_run_whose_other_answer_was_continued_comes_after_one_of_which_none_was(links: Links) -> None:
+def test_a_run_whose_other_answer_was_continued_comes_after_one_of_which_none_was(links: TrajectoryLinker) -> None:
     free = choices_of(links, ["hello", "bye"], 1.0)
     taken = choices_of(links, ["hello", "bye"], 2.0)
     found = links.find(asked([USER, {**REPLY, "content": "bye"}, NEXT]))
@@ -56,7 +58,9 @@ def test_a_run_whose_other_answer_was_continued_comes_after_one_of_which_none_wa
     assert links.find(asked([USER, {**REPLY, "content": "hello"}, NEXT])).trajectory_id == free
 
 
-def test_a_name_that_another_key_has_made_up_for_this_one_gives_it_neither_version_nor_purpose(links: Links) -> None:
+def test_a_name_that_another_key_has_made_up_for_this_one_gives_it_neither_version_nor_purpose(
+    links: TrajectoryLinker,
+) -> None:
     mine = blake2b(b"victim", digest_size=4).hexdigest()
     for name in ("job", f"job~{mine}"):
         taken = links.find(asked([USER], "attacker", explicit=name, explicit_by="header", version=3))

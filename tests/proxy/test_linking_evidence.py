@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.proxy.coordinator.linking.linker import Links
+from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from tests.proxy.test_linking import NEXT, USER, Message, answered, asked, tool_reply
 
 LONG = "The budget of the spring meeting is 4,300, as the treasurer's second message says."
@@ -17,8 +17,8 @@ ID = "chatcmpl-tool-0123456789abcdef0123456789abcdef"
 
 
 @pytest.fixture
-def links() -> Links:
-    return Links(idle_seconds=900)
+def links() -> TrajectoryLinker:
+    return TrajectoryLinker(idle_seconds=900)
 
 
 def system(text: str) -> Message:
@@ -49,13 +49,15 @@ def tool(call_id: str, text: str = "done") -> Message:
         (tool_reply(""), tool_reply("{}")),
     ],
 )  # fmt: skip
-def test_an_answer_is_known_again_however_it_is_trimmed(links: Links, given: Message, echoed: Message) -> None:
+def test_an_answer_is_known_again_however_it_is_trimmed(
+    links: TrajectoryLinker, given: Message, echoed: Message
+) -> None:
     first = answered(links, [USER], given)
     found = links.find(asked([USER, echoed, NEXT]))
     assert (found.trajectory_id, found.linked_by.startswith("graph")) == (first.trajectory_id, True)
 
 
-def test_a_reminder_that_is_gone_on_the_next_call_changes_nothing(links: Links) -> None:
+def test_a_reminder_that_is_gone_on_the_next_call_changes_nothing(links: TrajectoryLinker) -> None:
     first = answered(links, [USER, user("it is 12:00")], said("ok"))
     second = answered(links, [USER, said("ok"), NEXT, user("it is 12:01")], said("yes"))
     assert second.trajectory_id == first.trajectory_id
@@ -65,7 +67,7 @@ def test_a_reminder_that_is_gone_on_the_next_call_changes_nothing(links: Links) 
     assert found.parent.call_id.startswith("call_4")
 
 
-def test_a_system_prompt_with_the_time_is_seen_through_by_what_we_answered(links: Links) -> None:
+def test_a_system_prompt_with_the_time_is_seen_through_by_what_we_answered(links: TrajectoryLinker) -> None:
     run = answered(links, [system("12:00"), USER], said(LONG))
     other = answered(links, [system("12:00"), USER], said(LONG + " No."))
     for link, words in ((run, LONG), (other, LONG + " No.")):
@@ -73,7 +75,9 @@ def test_a_system_prompt_with_the_time_is_seen_through_by_what_we_answered(links
         assert (found.trajectory_id, found.linked_by) == (link.trajectory_id, "answer")
 
 
-def test_a_short_answer_is_no_evidence_by_itself_but_is_the_parent_once_the_run_is_known(links: Links) -> None:
+def test_a_short_answer_is_no_evidence_by_itself_but_is_the_parent_once_the_run_is_known(
+    links: TrajectoryLinker,
+) -> None:
     first = [system("12:00"), USER]
     run = answered(links, first, said(LONG))
     answered(links, [*first, said(LONG), NEXT], said("ok"))
@@ -83,7 +87,9 @@ def test_a_short_answer_is_no_evidence_by_itself_but_is_the_parent_once_the_run_
     assert (found.trajectory_id, found.parent and found.parent.call_id[:6]) == (run.trajectory_id, "call_4")
 
 
-def test_answers_that_two_runs_gave_are_no_evidence_unless_their_whole_past_is_the_same(links: Links) -> None:
+def test_answers_that_two_runs_gave_are_no_evidence_unless_their_whole_past_is_the_same(
+    links: TrajectoryLinker,
+) -> None:
     answered(links, [system("12:00"), USER], said(LONG))
     answered(links, [system("12:01"), USER], said(LONG))
     assert links.find(asked([system("12:02"), USER, said(LONG), NEXT])).linked_by == "root"
@@ -96,7 +102,7 @@ def test_answers_that_two_runs_gave_are_no_evidence_unless_their_whole_past_is_t
     assert found == same | {"root"}
 
 
-def test_one_id_of_ours_is_proof_and_an_id_that_anybody_may_give_is_none(links: Links) -> None:
+def test_one_id_of_ours_is_proof_and_an_id_that_anybody_may_give_is_none(links: TrajectoryLinker) -> None:
     run = answered(links, [USER], tool_reply("{}", ID))
     answered(links, [user("other")], tool_reply("{}", "call_0"))
     kept = [system("the beginning was dropped"), tool_reply("{}", ID), tool(ID), NEXT]
@@ -106,7 +112,7 @@ def test_one_id_of_ours_is_proof_and_an_id_that_anybody_may_give_is_none(links: 
     assert links.find(asked([user("x"), tool_reply('{"other": 1}', "call_0"), tool("call_0")])).linked_by == "root"
 
 
-def test_a_later_answer_counts_though_a_turn_before_it_was_edited(links: Links) -> None:
+def test_a_later_answer_counts_though_a_turn_before_it_was_edited(links: TrajectoryLinker) -> None:
     run = answered(links, [USER], said("hello"))
     answered(links, [USER, said("hello"), NEXT], said("ok"))
     found = links.find(asked([USER, said("hello"), user("edited"), said("ok"), NEXT]))
@@ -115,21 +121,21 @@ def test_a_later_answer_counts_though_a_turn_before_it_was_edited(links: Links) 
     assert found.parent.call_id.startswith("call_3")
 
 
-def test_tool_calls_that_were_turned_into_text_are_known_by_their_id(links: Links) -> None:
+def test_tool_calls_that_were_turned_into_text_are_known_by_their_id(links: TrajectoryLinker) -> None:
     run = answered(links, [USER], tool_reply("{}", ID))
     text = f"Calling tools:\n[{{'id': '{ID}', 'type': 'function', 'function': {{'name': 'search'}}}}]"
     found = links.find(asked([USER, said(text), user("Observation:\n3")]))
     assert (found.trajectory_id, found.linked_by, bool(found.parent)) == (run.trajectory_id, "tool_ids", True)
 
 
-def test_an_answer_with_an_end_put_on_is_known_by_all_that_stands_before_it(links: Links) -> None:
+def test_an_answer_with_an_end_put_on_is_known_by_all_that_stands_before_it(links: TrajectoryLinker) -> None:
     runs = [answered(links, [user(f"task {number}")], said(LONG)) for number in range(2)]
     for number, run in enumerate(runs):
         found = links.find(asked([user(f"task {number}"), said(LONG + "</code>"), NEXT]))
         assert (found.trajectory_id, found.linked_by, bool(found.parent)) == (run.trajectory_id, "quote", True)
 
 
-def test_the_same_words_after_another_task_are_not_our_answer(links: Links) -> None:
+def test_the_same_words_after_another_task_are_not_our_answer(links: TrajectoryLinker) -> None:
     answered(links, [user("task")], said(LONG))
     assert links.find(asked([user("another task"), said(LONG + "</code>"), NEXT])).linked_by == "root"
 
@@ -143,27 +149,27 @@ def test_the_same_words_after_another_task_are_not_our_answer(links: Links) -> N
         json.dumps([{"role": "assistant", "content": SUMMARY}]),
     ],
 )
-def test_a_prompt_that_quotes_our_answer_begins_a_segment_of_its_run(links: Links, prompt: str) -> None:
+def test_a_prompt_that_quotes_our_answer_begins_a_segment_of_its_run(links: TrajectoryLinker, prompt: str) -> None:
     run = answered(links, [USER], said(SUMMARY))
     answered(links, [user("other")], said(LONG))
     found = links.find(asked([system("s"), user(prompt)]))
     assert (found.trajectory_id, found.linked_by, found.parent) == (run.trajectory_id, "quote", None)
 
 
-def test_an_answer_with_line_breaks_is_known_inside_a_json_string(links: Links) -> None:
+def test_an_answer_with_line_breaks_is_known_inside_a_json_string(links: TrajectoryLinker) -> None:
     words = f'{LONG}\n\n"{TASK}"\n- and no more'
     run = answered(links, [USER], said(words))
     found = links.find(asked([user("Rate: " + json.dumps({"said": words, "by": "agent"}))]))
     assert (found.trajectory_id, found.linked_by) == (run.trajectory_id, "quote")
 
 
-def test_a_prompt_that_quotes_two_runs_belongs_to_none(links: Links) -> None:
+def test_a_prompt_that_quotes_two_runs_belongs_to_none(links: TrajectoryLinker) -> None:
     answered(links, [USER], said(LONG))
     answered(links, [USER], said(SUMMARY))
     assert links.find(asked([user(f"Which is better?\n{LONG}\n{SUMMARY}")])).linked_by == "root"
 
 
-def test_a_sub_agent_is_found_by_its_task_only_while_the_parents_call_waits(links: Links) -> None:
+def test_a_sub_agent_is_found_by_its_task_only_while_the_parents_call_waits(links: TrajectoryLinker) -> None:
     call = tool_reply(json.dumps({"task": TASK}), ID)
     run = answered(links, [USER], call)
     sub = links.find(asked([system("You are a reader."), user(TASK)]))
@@ -172,13 +178,13 @@ def test_a_sub_agent_is_found_by_its_task_only_while_the_parents_call_waits(link
     assert links.find(asked([system("You are a reader."), user(TASK)])).linked_by == "root"
 
 
-def test_words_of_the_task_itself_are_no_evidence(links: Links) -> None:
+def test_words_of_the_task_itself_are_no_evidence(links: TrajectoryLinker) -> None:
     """Another attempt at the same task, begun later, holds the same words."""
     answered(links, [system("12:00"), user(TASK)], tool_reply(json.dumps({"q": TASK}), ID))
     assert links.find(asked([system("12:01"), user(TASK)])).linked_by == "root"
 
 
-def test_no_evidence_reaches_into_another_keys_runs(links: Links) -> None:
+def test_no_evidence_reaches_into_another_keys_runs(links: TrajectoryLinker) -> None:
     call = tool_reply(json.dumps({"task": TASK}), ID)
     answered(links, [USER], call, key="mine")
     answered(links, [USER], said(SUMMARY), key="mine")
@@ -187,7 +193,7 @@ def test_no_evidence_reaches_into_another_keys_runs(links: Links) -> None:
         assert links.find(asked(messages, key="mine")).linked_by != "root"
 
 
-def test_a_run_that_is_forgotten_leaves_nothing_behind(links: Links) -> None:
+def test_a_run_that_is_forgotten_leaves_nothing_behind(links: TrajectoryLinker) -> None:
     link = answered(links, [USER], tool_reply(json.dumps({"task": TASK}), ID))
     links.forget(link.trajectory_id)
     assert not links._leaves

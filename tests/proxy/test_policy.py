@@ -154,7 +154,7 @@ def test_the_trainer_sees_when_a_version_has_drained(start: Start) -> None:
     )[0]
     assert (door.live, door.url) == ({"agent": 0}, "http://test")
     drained = eventually(lambda: [d for d in proxy.store.doors.open("agent", time.time() - 2) if d.pins == {}])[0]
-    assert drained.shipped_until == drained.beat_at
+    assert drained.shipped_until == drained.heartbeat_at
 
 
 def test_without_vllm_calls_get_503_until_it_comes(start: Start) -> None:

@@ -78,7 +78,7 @@ def test_a_candidate_that_takes_the_live_prompt_never_serves_without_it(proxy: P
     rounds.commit(learnt.id, version=2, checkpoint="/adapters/2", groups=[], metrics={})
     eventually(lambda: '"agent@2"' in proxy.http.get("/v1/models").text)
     policies.promote("agent", 1, {}, by="me", reason="by hand")
-    policies.take_prompt("agent", 2)
+    policies.adopt_prompt("agent", 2)
     policies.promote("agent", 2, {})
     body = {"model": "agent", "messages": [USER]}
     eventually(lambda: proxy.http.post("/v1/chat/completions", json=body).headers["x-ratchet-policy"] == "agent@2")

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from ratchet.proxy.coordinator.linking import quote_match
-from ratchet.proxy.coordinator.linking.fuzzy_match import choose, shared_runs
+from ratchet.proxy.coordinator.linking.fuzzy_match import choose, shared_trajectories
 from ratchet.proxy.coordinator.linking.leaf_index import Leaves
-from ratchet.proxy.coordinator.linking.leaves_by_name import ByName
-from ratchet.proxy.coordinator.linking.linker import Links
-from ratchet.proxy.coordinator.linking.quote_index import QuoteIndex, TooMuchWork, Work
-from ratchet.proxy.messages.link_records import Leaf, Sequence32
-from ratchet.proxy.messages.text_fingerprints import ANCHOR, LEAST, Traces, quote_of
+from ratchet.proxy.coordinator.linking.leaves_by_name import LeavesByName
+from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
+from ratchet.proxy.coordinator.linking.quote_index import QuoteIndex, Work, WorkLimitExceeded
+from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
+from ratchet.proxy.messages.text_fingerprints import ANCHOR_LENGTH, LEAST, TextFingerprints, quote_of
 from ratchet.store.content import messages as canon
 from tests.proxy.test_linking import USER, Message, answered, asked
 
@@ -41,9 +41,9 @@ def leaf_of(number: int, said: Sequence[tuple[str, bool]], rng: random.Random) -
     return Leaf(
         trajectory_id=f"traj_{number % 5}", call_id=f"call_{number}", choice=0, version=0,
         link_key=canon.link_key(canon.ROOT, {"role": "assistant", "content": said[0][0]}) if rng.random() < 0.5 else "",
-        tool_call_ids=(), key_id="k", sequence=Sequence32(0, b""), born_at=float(number),
+        tool_call_ids=(), key_id="k", sequence=TokenFingerprint(0, b""), born_at=float(number),
         extended=rng.random() < 0.3,
-        traces=Traces(quotes=tuple(quote_of(words, pending=pending) for words, pending in said)),
+        traces=TextFingerprints(quotes=tuple(quote_of(words, pending=pending) for words, pending in said)),
     )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def stands(words: str, text: str, at: int) -> bool:
     """Whether words stand there, as they are or as a JSON string."""
     if text.startswith(words, at):
         return True
-    if text[at - 1 : at] != '"' or text[at : at + ANCHOR] != words[:ANCHOR]:
+    if text[at - 1 : at] != '"' or text[at : at + ANCHOR_LENGTH] != words[:ANCHOR_LENGTH]:
         return False
     try:
         within, _ = json.JSONDecoder(strict=False).raw_decode(text, at - 1)
@@ -77,7 +77,7 @@ def plainly(known: Known, messages: Sequence[Message], keys: Sequence[str]) -> t
     last = ""
     for place, message in enumerate(messages):
         text = str(message["content"]).strip()
-        for at in (at for at in range(len(text) - ANCHOR + 1) if begins(text, at)):
+        for at in (at for at in range(len(text) - ANCHOR_LENGTH + 1) if begins(text, at)):
             for leaf, said in known:
                 for words, pending in said:
                     if not stands(words, text, at) or (pending and leaf.extended):
@@ -86,7 +86,7 @@ def plainly(known: Known, messages: Sequence[Message], keys: Sequence[str]) -> t
                     if message["role"] != "assistant" or at or path == leaf.link_key:
                         groups.setdefault(words, []).append(leaf)
                         last = message["role"]
-    runs = shared_runs(groups.values())
+    runs = shared_trajectories(groups.values())
     found = choose(leaf for leaf in list(groups.values())[-1] if leaf.trajectory_id in runs) if runs else None
     return found, last == "assistant"
 
@@ -172,7 +172,7 @@ LARGE = {
 
 @pytest.mark.parametrize("kind", ["code", "JSON"])
 def test_a_large_prompt_is_read_in_few_steps_beside_thousands_of_answers_that_begin_alike(kind: str) -> None:
-    links = Links(idle_seconds=900)
+    links = TrajectoryLinker(idle_seconds=900)
     for number in range(4000):
         answered(links, [USER], {"role": "assistant", "content": alike(number)})
     text = LARGE[kind][:142_000]
@@ -187,7 +187,7 @@ def test_a_large_prompt_is_read_in_few_steps_beside_thousands_of_answers_that_be
 
 
 def test_words_of_another_key_are_not_looked_at() -> None:
-    links = Links(idle_seconds=900)
+    links = TrajectoryLinker(idle_seconds=900)
     for number in range(500):
         answered(links, [USER], {"role": "assistant", "content": alike(number)}, key="other")
     text = "\n".join(alike(number) for number in range(100))
@@ -198,8 +198,8 @@ def test_a_prompt_that_repeats_how_we_begin_without_end_is_no_evidence_and_soon_
     index, work = QuoteIndex(), Work()
     leaf = leaf_of(0, [("x", False)], random.Random(0))
     for number in range(2000):
-        index.add(quote_of('"' * (ANCHOR + 40 + number)), leaf)
-    with pytest.raises(TooMuchWork):
+        index.add(quote_of('"' * (ANCHOR_LENGTH + 40 + number)), leaf)
+    with pytest.raises(WorkLimitExceeded):
         list(index.standing('"' * 140_000, work))
     leaves = Leaves()
     leaves.add(leaf_of(1, [('"' * 4000, False)], random.Random(0)))
@@ -208,7 +208,7 @@ def test_a_prompt_that_repeats_how_we_begin_without_end_is_no_evidence_and_soon_
 
 
 def test_under_one_name_the_oldest_are_forgotten_first() -> None:
-    names: ByName[str] = ByName()
+    names: LeavesByName[str] = LeavesByName()
     leaves = [leaf_of(number, [("x" * 40, False)], random.Random(0)) for number in range(5000)]
     for leaf in leaves:
         names.add("n", leaf)

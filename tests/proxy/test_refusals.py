@@ -74,4 +74,4 @@ def test_the_shape_of_errors_is_the_one_that_is_described(proxy: Proxy) -> None:
     for path in told["paths"].values():
         for operation in path.values():
             schema = operation["responses"]["4XX"]["content"]["application/json"]["schema"]
-            assert schema == {"$ref": "#/components/schemas/ErrorAnswer"}
+            assert schema == {"$ref": "#/components/schemas/ErrorResponse"}

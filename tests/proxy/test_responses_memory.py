@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from ratchet.proxy.coordinator.conversations.conversation_cache import ResponseMemory
+from ratchet.proxy.coordinator.conversations.conversation_cache import ConversationCache
 from ratchet.proxy.coordinator.shipping.record_lookups import Lookups
 from ratchet.proxy.dialects.conversation import Turn
 from ratchet.proxy.dialects.responses_renderer import response_id
@@ -18,7 +18,7 @@ from tests.harness.records import answered_trajectory, begun
 LIMIT = 50_000
 
 
-def say(memory: ResponseMemory, number: int, previous: Turn | None, size: int = 1000) -> Turn:
+def say(memory: ConversationCache, number: int, previous: Turn | None, size: int = 1000) -> Turn:
     """Keep a response with `size` characters; return its turn, also where it was forgotten at once."""
     call = begun(f"call_{number}", "t1", key_id="k1")
     memory.keep(call, [{"role": "user", "content": "x" * size}], previous)
@@ -38,7 +38,7 @@ def held(others: list[Turn]) -> int:
 
 @pytest.mark.parametrize(("chains", "turns"), [(1, 40), (7, 20)])
 def test_conversations_never_hold_more_than_the_limit(store: Store, chains: int, turns: int) -> None:
-    memory = ResponseMemory(store, Lookups(store), LIMIT, LIMIT)
+    memory = ConversationCache(store, Lookups(store), LIMIT, LIMIT)
     others = turns_alive()
     for chain in range(chains):
         last: Turn | None = None
@@ -56,7 +56,7 @@ def test_conversations_never_hold_more_than_the_limit(store: Store, chains: int,
 
 
 def test_the_conversation_used_longest_ago_is_forgotten_and_others_stay_whole(store: Store) -> None:
-    memory = ResponseMemory(store, Lookups(store), LIMIT, LIMIT)
+    memory = ConversationCache(store, Lookups(store), LIMIT, LIMIT)
     lasts: list[str] = []
     for chain in range(3):
         last: Turn | None = None
@@ -74,7 +74,7 @@ def test_the_conversation_used_longest_ago_is_forgotten_and_others_stay_whole(st
 
 def test_a_conversation_that_was_read_back_is_counted_once(store: Store) -> None:
     answered_trajectory(store, "t9", dialect="responses", key_id="k1")
-    memory = ResponseMemory(store, Lookups(store), LIMIT, LIMIT)
+    memory = ConversationCache(store, Lookups(store), LIMIT, LIMIT)
     call = store.trajectories.read("t9").calls[0]
     for _ in range(5):
         asyncio.run(memory.find(response_id(call.id), "k1"))
@@ -85,7 +85,7 @@ def test_a_conversation_that_was_read_back_is_counted_once(store: Store) -> None
 
 
 def test_another_keys_conversation_is_not_known(store: Store) -> None:
-    memory = ResponseMemory(store, Lookups(store), LIMIT, LIMIT)
+    memory = ConversationCache(store, Lookups(store), LIMIT, LIMIT)
     say(memory, 1, None)
     with pytest.raises(NotFound):
         asyncio.run(memory.find("resp_1", "k2"))

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from ratchet.proxy.coordinator.rollouts.rollout_plans import Rollouts
 from ratchet.store.db.engine import connect
-from ratchet.store.errors import UnknownRecord
+from ratchet.store.errors import RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records.tuning import Rollout
 from ratchet.store.store import Store
@@ -210,7 +210,7 @@ async def test_memory_is_bounded_and_one_look_serves_all_who_ask(store: Store) -
     assert all(one is not None and one.task == "mail/7" for one in found)
     assert sum(rollouts.known(name, None) is not None for name in names) == 10
     assert await rollouts.find("traj_x", None) is None
-    with pytest.raises(UnknownRecord):
+    with pytest.raises(RecordNotFound):
         store.rollouts.get("roll_x")
     assert await rollouts.find("roll_x", None) is None
     prompt = store.prompts.remember("A long text.").id

@@ -14,13 +14,13 @@ import httpx
 import pytest
 
 from ratchet.proxy.api_keys import hash_key
-from ratchet.proxy.coordinator.conversations.conversation_cache import ResponseMemory
-from ratchet.proxy.coordinator.linking.linker import Links
-from ratchet.proxy.coordinator.linking.unanswered_attempts import RETRIED_WITHIN, Attempts
+from ratchet.proxy.coordinator.conversations.conversation_cache import ConversationCache
+from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
+from ratchet.proxy.coordinator.linking.unanswered_attempts import RETRY_WINDOW, Attempts
 from ratchet.proxy.coordinator.shipping.record_lookups import Lookups
 from ratchet.proxy.dialects.responses_renderer import response_id
 from ratchet.proxy.errors import NotFound
-from ratchet.proxy.messages.link_records import Attempt, Leaf, Link, Sequence32
+from ratchet.proxy.messages.link_records import Attempt, Leaf, Link, TokenFingerprint
 from ratchet.proxy.messages.text_fingerprints import traces
 from ratchet.proxy.runtime.byte_quotas import Shares
 from ratchet.proxy.settings import ProxySettings
@@ -53,7 +53,7 @@ def test_who_holds_most_gives_up_what_it_used_longest_ago() -> None:
     assert (shares.bytes, shares.of(OTHER)) == (550, 0)
 
 
-def call(links: Links, messages: list[Message], reply: Message, key: str) -> Link:
+def call(links: TrajectoryLinker, messages: list[Message], reply: Message, key: str) -> Link:
     """A call of this key that gets this answer."""
     link = links.find(asked(messages, key))
     links.begin(link, "agent", 0, 1.0)
@@ -61,7 +61,7 @@ def call(links: Links, messages: list[Message], reply: Message, key: str) -> Lin
     own, path, gap = canon.answer_keys((canon.ANYWHERE, keys[-1], keys[-2] if len(keys) > 1 else ""), reply)
     leaf = Leaf(
         link.trajectory_id, ids.new_id("call"), 0, 0, path, canon.tool_call_ids(reply), key,
-        Sequence32.of(uuid.uuid4().bytes), 1.0, traces=traces(reply, gap, own, messages),
+        TokenFingerprint.of(uuid.uuid4().bytes), 1.0, traces=traces(reply, gap, own, messages),
     )  # fmt: skip
     links.end(link, [leaf], 1.0)
     return link
@@ -84,7 +84,7 @@ def test_a_hostile_key_fills_its_share_and_another_keys_trajectories_stay_linked
     gc.collect()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    links = Links(900, most, most)
+    links = TrajectoryLinker(900, most, most)
     reply = {"role": "assistant", "content": "done"}
     theirs = [call(links, [message], reply, OTHER) for message in mine]
     for number in range(6000):
@@ -103,14 +103,14 @@ def test_a_hostile_key_fills_its_share_and_another_keys_trajectories_stay_linked
 
 
 def test_a_key_holds_no_more_than_a_key_may_though_there_is_room() -> None:
-    links = Links(900, 2**22, 2**19)
+    links = TrajectoryLinker(900, 2**22, 2**19)
     for number in range(3000):
         call(links, [{**USER, "content": f"fill {number}"}], own_reply(number), HOSTILE)
     assert 0.9 * 2**19 < links.bytes <= 2**19
 
 
 def test_runs_with_a_call_under_way_are_not_forgotten() -> None:
-    links = Links(900, 2**17, 2**17)
+    links = TrajectoryLinker(900, 2**17, 2**17)
     link = links.find(asked([USER], HOSTILE))
     links.begin(link, "agent", 3, 1.0)
     for number in range(500):
@@ -127,13 +127,13 @@ def test_unanswered_attempts_are_bounded_per_key_and_forgotten_with_time() -> No
     assert 2**16 < attempts.bytes <= 2**17 + 1000
     assert attempts.take(mine, 0.0) is link
     for _ in range(2000):
-        attempts.add(Attempt(HOSTILE, "b2:late", ""), link, RETRIED_WITHIN + 2.0)
+        attempts.add(Attempt(HOSTILE, "b2:late", ""), link, RETRY_WINDOW + 2.0)
     assert len(attempts) == 64
     assert attempts.bytes == len(attempts) * 800
 
 
 def test_a_hostile_key_forgets_its_own_conversations_only(store: Store) -> None:
-    memory = ResponseMemory(store, Lookups(store), 200_000, 150_000)
+    memory = ConversationCache(store, Lookups(store), 200_000, 150_000)
 
     def keep(number: int, key: str) -> str:
         made = begun(f"call_{number}", "t1", key_id=key)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ratchet.proxy.exact.chat_templates import Template
-from ratchet.proxy.exact.splice import NOTHING, Context, Fork, first_after_change, splice, tail_after_change
+from ratchet.proxy.exact.splice import EMPTY_CONTEXT, Context, Fork, first_after_change, splice, tail_after_change
 from ratchet.store.records import pack_ids, unpack_ids
 
 END = 99  # ends a turn
@@ -16,7 +16,7 @@ USER, ANSWER = 1, 2  # begin one
 
 def said(*turns: tuple[list[int], list[int]], ended: bool = True) -> Context:
     """Return the context of turns of (what was sent, what was sampled after it)."""
-    context = NOTHING
+    context = EMPTY_CONTEXT
     for sent, sampled in turns:
         context = context.followed(pack_ids(sent), pack_ids([*sampled, END]))
     if ended:
@@ -87,7 +87,7 @@ def test_long_text_before_an_answer_in_the_same_turn_must_be_the_same() -> None:
 def test_every_splice_begins_with_the_held_ids_and_ends_with_the_renders_own() -> None:
     dice = random.Random(5)
     for _ in range(300):
-        history, held, rendered = [], NOTHING, []
+        history, held, rendered = [], EMPTY_CONTEXT, []
         for _ in range(dice.randint(1, 6)):
             sent = [USER, *dice.choices(range(3, 90), k=dice.randint(0, 9)), END, ANSWER]
             sampled = dice.choices(range(3, 90), k=dice.randint(0, 9))
@@ -118,9 +118,9 @@ def test_a_template_that_drops_the_changed_words_proves_nothing() -> None:
 
 def test_an_exact_prompt_that_leaves_the_answer_much_less_room_is_a_fork() -> None:
     template = Template(END, "<|end|>", longest=1000)
-    template.check_room(plain=500, exact=700, wanted=300)
-    template.check_room(plain=500, exact=740, wanted=None)
+    template.check_context_length(plain=500, exact=700, wanted=300)
+    template.check_context_length(plain=500, exact=740, wanted=None)
     for wanted, exact in ((400, 700), (None, 760)):
         with pytest.raises(Fork, match="too_long"):
-            template.check_room(500, exact, wanted)
-    template.check_room(plain=700, exact=500, wanted=900)
+            template.check_context_length(500, exact, wanted)
+    template.check_context_length(plain=700, exact=500, wanted=900)

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from ratchet.proxy.coordinator.tool_checks.checker import ToolChecks, ToolCount
-from ratchet.proxy.coordinator.tool_checks.tool_counts import ToolCounts
+from ratchet.proxy.coordinator.tool_checks.checker import ToolCallChecker, ToolCallCount
+from ratchet.proxy.coordinator.tool_checks.tool_counts import ToolCallCounters
 from ratchet.proxy.coordinator.tool_checks.tool_results import result_of
 from ratchet.proxy.coordinator.tool_checks.toolset import Toolset
 from ratchet.proxy.telemetry.metrics import Metrics
-from ratchet.store.records.tool_calls import ToolTally
+from ratchet.store.records.tool_calls import ToolCallCounts
 from ratchet.store.states import CallState, ToolOutcome
 from ratchet.store.store import Store
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
@@ -276,12 +276,12 @@ def test_shipping_again_counts_nothing_again(store: Store) -> None:
     answers = [*question, reply(("a", "{}"), ("b", "{}")), {"role": "tool", "tool_call_id": "b", "content": "fine"}]
     second = begun("call_2", "job", answers, parent_call="call_1")
     store.calls.ship([first, second])
-    once = ToolChecks(store).check([first, second])
-    assert sorted(once, key=str) == [ToolCount("search", "valid", None, 2), ToolCount("search", None, "ok", 1)]
-    assert ToolChecks(store).check([first, second]) == []
+    once = ToolCallChecker(store).check([first, second])
+    assert sorted(once, key=str) == [ToolCallCount("search", "valid", None, 2), ToolCallCount("search", None, "ok", 1)]
+    assert ToolCallChecker(store).check([first, second]) == []
     assert [row.result for row in store.tools.of_call("call_1")] == [None, "ok"]
     assert store.tools.tally() == [
-        ToolTally(alias="agent", version=0, tool="search", calls=2, outcomes={"valid": 2}, results={"ok": 1})
+        ToolCallCounts(alias="agent", version=0, tool="search", calls=2, outcomes={"valid": 2}, results={"ok": 1})
     ]
 
 
@@ -289,7 +289,7 @@ def test_calls_that_were_not_answered_or_not_stored_are_left_out(store: Store) -
     aborted = ended(begun("call_1", "job"), reply(("a", '{"cut')), state=CallState.ABORTED)
     refused = ended(begun("call_2", "job"), reply(("a", "{}")))
     store.calls.ship([aborted])
-    assert ToolChecks(store).check([aborted, refused]) == []
+    assert ToolCallChecker(store).check([aborted, refused]) == []
 
 
 def test_tools_of_a_list_that_was_shipped_before_are_read_from_the_store(store: Store) -> None:
@@ -297,13 +297,13 @@ def test_tools_of_a_list_that_was_shipped_before_are_read_from_the_store(store: 
     store.calls.ship([first])
     later = msgspec.structs.replace(second, begun=msgspec.structs.replace(second.begun, tools=b""))
     store.calls.ship([later])
-    assert ToolChecks(store).check([later]) == [ToolCount("search", "valid", None, 1)]
+    assert ToolCallChecker(store).check([later]) == [ToolCallCount("search", "valid", None, 1)]
 
 
 def test_clients_cannot_make_more_than_a_hundred_series() -> None:
     metrics = Metrics()
-    counts = ToolCounts(metrics)
-    counts.count(ToolCount(f"tool-{number}" * 50, "valid", None, 1) for number in range(5_000))
+    counts = ToolCallCounters(metrics)
+    counts.count(ToolCallCount(f"tool-{number}" * 50, "valid", None, 1) for number in range(5_000))
     names = {s.labels["tool"] for f in metrics.registry.collect() for s in f.samples if "tool" in s.labels}
     assert len(names) == 101
     assert max(map(len, names)) == 64
@@ -315,6 +315,6 @@ def test_names_that_a_database_would_refuse_are_made_plain(store: Store) -> None
     odd["tool_calls"][0]["function"]["name"] = "sea\0rch" * 100
     end = ended(begun("call_1", "job"), odd)
     store.calls.ship([end])
-    ToolChecks(store).check([end])
+    ToolCallChecker(store).check([end])
     [row] = store.tools.of_call("call_1")
     assert (len(row.tool), "\0" in row.tool + row.tool_call_id) == (200, False)

@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.errors import StartError
-from ratchet.proxy.worker.call.tracing import spans_for
+from ratchet.proxy.worker.call.tracing import make_spans
 from ratchet.store.store import Store
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
@@ -199,8 +199,8 @@ def test_a_dead_collector_costs_no_call_and_little_at_the_stop(
 def test_a_setting_without_the_package_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)  # as if it were not installed
     with pytest.raises(StartError, match=r"otlp_endpoint .* pip install 'ratchet-rl\[otel\]'"):
-        spans_for("http://x", {})
-    assert spans_for(None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}) is None
+        make_spans("http://x", {})
+    assert make_spans(None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}) is None
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_setting_without_the_package_is_an_error_with_a_remedy(monkeypatch: py
      {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_TRACES_EXPORTER": "none"}],
 )  # fmt: skip
 def test_it_is_off_unless_it_is_asked_for(environ: Mapping[str, str]) -> None:
-    assert spans_for(None, environ) is None
+    assert make_spans(None, environ) is None
 
 
 def test_without_tracing_the_clients_trace_goes_on_as_it_came(start: Start, traced: tuple[Traced, str]) -> None:

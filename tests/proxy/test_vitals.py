@@ -17,8 +17,8 @@ from uvicorn.server import ServerState
 
 from ratchet.proxy.errors import NotReady
 from ratchet.proxy.journal.journal import Journal
-from ratchet.proxy.runtime.critical_tasks import Vitals
-from ratchet.proxy.telemetry.alarm_queue import Bell
+from ratchet.proxy.runtime.critical_tasks import CriticalTasks
+from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.worker.http.connections import Connection, Connections
 from tests.harness import records
@@ -82,18 +82,18 @@ def test_a_part_that_dies_ends_the_process_loudly_and_live_says_so_meanwhile(
     assert "event=failed" in log
 
 
-class _Mute(Bell):
-    """A bell that breaks when it is rung."""
+class _Mute(AlarmQueue):
+    """A alarm_queue that breaks when it is rung."""
 
     def ring(self, name: str, reason: str) -> None:
-        raise RuntimeError("the bell broke")
+        raise RuntimeError("the alarm_queue broke")
 
 
 async def test_where_the_journals_writer_died_nothing_counts_as_recorded(tmp_path: Path) -> None:
     deaths: list[str] = []
-    vitals = Vitals()
-    vitals.on_death = lambda: deaths.append(str(vitals.failure))
-    journal = Journal(tmp_path / "journal", 2**20, 2**16, Metrics(), _Mute(), vitals)
+    critical_tasks = CriticalTasks()
+    critical_tasks.on_failure = lambda: deaths.append(str(critical_tasks.failure))
+    journal = Journal(tmp_path / "journal", 2**20, 2**16, Metrics(), _Mute(), critical_tasks)
     await journal.start()
     assert await journal.commit(records.begun("call_1", "t"))
     shutil.rmtree(journal.folder)
@@ -103,7 +103,7 @@ async def test_where_the_journals_writer_died_nothing_counts_as_recorded(tmp_pat
     with pytest.raises(NotReady, match="writer died"):
         await journal.commit(records.begun("call_3", "t"))
     await asyncio.to_thread(eventually, lambda: deaths)
-    assert deaths == ["its part 'journal' died: RuntimeError: the bell broke"]
+    assert deaths == ["its part 'journal' died: RuntimeError: the alarm_queue broke"]
     await journal.stop()
 
 

@@ -19,9 +19,9 @@ import sqlalchemy as sa
 
 from ratchet.proxy.coordinator.shipping.record_lookups import MOST_WAITING
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
-from ratchet.proxy.coordinator.shipping.store_writer import Carried, Piece, Porter
+from ratchet.proxy.coordinator.shipping.store_writer import Carried, InProcessWriter, SegmentRange
 from ratchet.proxy.journal.journal import Journal
-from ratchet.proxy.telemetry.alarm_queue import Bell
+from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.store.ids import new_id
 from ratchet.store.store import Store
@@ -100,12 +100,12 @@ def test_an_id_that_nobody_recorded_costs_one_look(proxy: Proxy, store: Store, w
     assert len(looks) == 1
 
 
-class _Counting(Porter):
+class _Counting(InProcessWriter):
     """Counts the pieces that it carries."""
 
     carried = 0
 
-    def carry(self, piece: Piece) -> Carried:
+    def carry(self, piece: SegmentRange) -> Carried:
         self.carried += 1
         return super().carry(piece)
 
@@ -113,18 +113,18 @@ class _Counting(Porter):
 @pytest.fixture
 async def counted(tmp_path: Path, store: Store) -> AsyncIterator[tuple[Journal, Shipper, _Counting]]:
     """A journal that is shipped, and who carries it."""
-    journal = Journal(tmp_path / "journal", 2**20, 2**16, Metrics(), Bell())
+    journal = Journal(tmp_path / "journal", 2**20, 2**16, Metrics(), AlarmQueue())
     await journal.start()
-    carrier = _Counting(store)
-    shipper = Shipper(journal, store, carrier, Metrics(), Bell(), forget_known=lambda: None)
+    store_writer = _Counting(store)
+    shipper = Shipper(journal, store, store_writer, Metrics(), AlarmQueue(), forget_durable_messages=lambda: None)
     await shipper.start()
-    yield journal, shipper, carrier
+    yield journal, shipper, store_writer
     await shipper.stop()
     await journal.stop()
 
 
 async def test_many_who_wait_do_not_end_the_batching(counted: tuple[Journal, Shipper, _Counting]) -> None:
-    journal, shipper, carrier = counted
+    journal, shipper, store_writer = counted
     waiting, began, number = set(), time.monotonic(), 0
     while time.monotonic() - began < 2.0:
         number += 1
@@ -132,5 +132,5 @@ async def test_many_who_wait_do_not_end_the_batching(counted: tuple[Journal, Shi
         waiting.add(asyncio.create_task(shipper.settle(5.0)))
         await asyncio.sleep(0.002)
     turns = (time.monotonic() - began) / 0.1 + 2  # each waits 0.1 s at least
-    assert carrier.carried <= turns + 3  # and those that a waiting one may hurry: one a second
+    assert store_writer.carried <= turns + 3  # and those that a waiting one may hurry: one a second
     assert all(await asyncio.gather(*waiting))

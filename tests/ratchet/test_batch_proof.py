@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ratchet.checks.mixed_batch_check import prove_batches
+from ratchet.checks.mixed_batch_check import check_batches
 from ratchet.trainer.adapters.vllm_api import Replica
 from tests.harness.cli.mixing_engine import MixingEngine
 from tests.harness.proxy.servers import served
@@ -15,7 +15,7 @@ PROBES = [(1, 2, 3), (4, 5)]
 def prove(engine: MixingEngine) -> tuple[bool, str]:
     with served(engine) as url:
         replica = Replica(url)
-        found = prove_batches(replica, "policy@0", Path("/adapter"), 2, PROBES)
+        found = check_batches(replica, "policy@0", Path("/adapter"), 2, PROBES)
         replica.close()
     assert engine.loaded == []
     return found.passed, found.seen + found.remedy

@@ -15,11 +15,11 @@ from pathlib import Path
 import click
 import pytest
 
-from ratchet.checks.doctor import keys_wanted
+from ratchet.checks.doctor import missing_key_kinds
 from ratchet.cli import cli
 from ratchet.store.db.column_types import pack_hash
 from ratchet.store.db.engine import HEAD
-from ratchet.store.records import Door
+from ratchet.store.records import ProxyInstance
 from ratchet.store.states import KeyScope
 from ratchet.store.store import open_store
 from ratchet.supervisor import pidfile
@@ -88,7 +88,7 @@ def test_status_without_a_run_names_the_projects_that_there_are(project: Project
 def test_status_names_the_proxies_that_run_elsewhere_on_the_same_store(project: Project) -> None:
     url = str(project.folder / "store.db")
     with contextlib.closing(open_store(url)) as store:
-        store.doors.beat(Door("d", "http://proxy:8000", {"mail": 0}, {}, 0.0, time.time()))
+        store.doors.beat(ProxyInstance("d", "http://proxy:8000", {"mail": 0}, {}, 0.0, time.time()))
     said = project.run("status", "--store", url, "--model", "mail").stdout
     assert "proxies   of this store, started elsewhere: http://proxy:8000" in said
 
@@ -220,11 +220,11 @@ def test_a_doctor_that_is_refused_tells_which_keys_the_store_knows(
     monkeypatch.delenv("RATCHET_API_KEYS", raising=False)
     url = str(tmp_path / "store.db")
     store = open_store(url)
-    assert keys_wanted(url).endswith("the store has no agent's key, and RATCHET_API_KEYS is not set")
+    assert missing_key_kinds(url).endswith("the store has no agent's key, and RATCHET_API_KEYS is not set")
     for number, (name, scope) in enumerate((("crawler", "agent"), ("boss", "operator"), ("gone", "agent"))):
         made = store.keys.create(name, str(number) * 64, KeyScope(scope))
         if name == "gone":
             store.keys.revoke(made.id)
     store.close()
     monkeypatch.setenv("RATCHET_API_KEYS", "rk-other")
-    assert keys_wanted(url).endswith("by the names crawler, and the key in RATCHET_API_KEYS is none of them")
+    assert missing_key_kinds(url).endswith("by the names crawler, and the key in RATCHET_API_KEYS is none of them")

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ratchet.demo.demo_report import look_further
+from ratchet.demo.demo_report import describe_next_steps
 from ratchet.supervisor.leftover_processes import kill_tree
 from tests.harness.cli.project import ROOT, SCRIPTED_VLLM, wait_for
 
@@ -117,7 +117,7 @@ def test_a_demo_after_a_demo_keeps_the_last_one(demo: DemoRun) -> None:
 
 
 def test_the_demo_says_what_shows_more_of_it_where_it_left_it(tmp_path: Path) -> None:
-    here = look_further("/x/.venv/bin/ratchet", Path(".ratchet").resolve() / "demo")
+    here = describe_next_steps("/x/.venv/bin/ratchet", Path(".ratchet").resolve() / "demo")
     assert "/x/.venv/bin/ratchet status --project demo" in here
     assert "RATCHET_FOLDER" not in here
-    assert f"RATCHET_FOLDER={tmp_path} ratchet status" in look_further("__main__.py", tmp_path / "demo")
+    assert f"RATCHET_FOLDER={tmp_path} ratchet status" in describe_next_steps("__main__.py", tmp_path / "demo")

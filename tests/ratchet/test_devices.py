@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ratchet.errors import GpuBusy, SettingsError
+from ratchet.errors import GpuMemoryTooLow, SettingsError
 from ratchet.settings import load
 from ratchet.supervisor import gpu_memory, services, vllm_command
 from ratchet.trainer.settings.devices import VARIABLE
@@ -69,7 +69,7 @@ def test_what_is_no_device_is_told(project: Project, devices: str) -> None:
 def test_hidden_gpus_are_none(project: Project) -> None:
     project.write(vllm={**project.content["vllm"], "devices": ""})
     settings = load(project.folder / "ratchet.yaml", environ={})
-    assert not vllm_command.sees_a_gpu(settings)
+    assert not vllm_command.has_visible_gpu(settings)
     assert "--enforce-eager" in str(vllm_command.plan(settings, 8235))
 
 
@@ -92,14 +92,14 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nvidia_smi")
 @pytest.mark.parametrize("devices", [None, "0", "GPU-aaa", "0,1"])
 def test_a_busy_gpu_is_reported_with_the_pid_that_holds_it(devices: str | None) -> None:
-    with pytest.raises(GpuBusy, match=r"GPU 0 has 19000 of 80000 MiB free .* pid 4711 \(python, 60990 MiB\)"):
-        gpu_memory.check_free(devices, 0.5)
+    with pytest.raises(GpuMemoryTooLow, match=r"GPU 0 has 19000 of 80000 MiB free .* pid 4711 \(python, 60990 MiB\)"):
+        gpu_memory.check_gpu_memory(devices, 0.5)
 
 
 @pytest.mark.usefixtures("nvidia_smi")
 def test_a_gpu_with_room_is_taken() -> None:
-    gpu_memory.check_free("1", 0.9)
-    gpu_memory.check_free("0", 0.2)
+    gpu_memory.check_gpu_memory("1", 0.9)
+    gpu_memory.check_gpu_memory("0", 0.2)
 
 
 def test_several_processes_of_the_trainer_are_started_by_the_launcher(project: Project) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.errors import EngineMissing, ModelMissing, SettingsError
+from ratchet.errors import BaseModelNotFound, SettingsError, VllmNotFound
 from ratchet.settings import Settings, load
 from ratchet.supervisor import vllm_command
 from tests.harness.cli.project import Project
@@ -96,12 +96,12 @@ def test_the_users_own_arguments_come_last(project: Project) -> None:
 )
 def test_a_folder_that_is_no_model_is_told_by_what_it_lacks(project: Project, missing: str, told: str) -> None:
     (project.folder / "model" / missing).unlink()
-    with pytest.raises(ModelMissing, match=told):
+    with pytest.raises(BaseModelNotFound, match=told):
         vllm_command.check_model(str(project.folder / "model"))
 
 
 def test_a_vllm_that_cannot_be_started_is_told(project: Project) -> None:
-    with pytest.raises(EngineMissing, match=r"vllm\.command: /nowhere/vllm was not found"):
+    with pytest.raises(VllmNotFound, match=r"vllm\.command: /nowhere/vllm was not found"):
         vllm_command.check_installed(settings(str(project.folder / "model"), command=("/nowhere/vllm",)))
 
 
@@ -109,7 +109,7 @@ def test_a_vllm_that_cannot_be_started_is_told(project: Project) -> None:
 def test_what_looks_like_a_path_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
-    with pytest.raises(ModelMissing, match="there is no such folder, looked for at /"):
+    with pytest.raises(BaseModelNotFound, match="there is no such folder, looked for at /"):
         vllm_command.check_model(name)
     assert vllm_command.check_model("other/mine") == "other/mine"
 
@@ -117,7 +117,7 @@ def test_what_looks_like_a_path_must_be_there(tmp_path: Path, monkeypatch: pytes
 def test_on_few_cores_the_engine_binds_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert vllm_command.unbound_threads(2) == {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    assert vllm_command.unbound_threads(64) == {}
+    assert vllm_command.cpu_binding_environment(2) == {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    assert vllm_command.cpu_binding_environment(64) == {}
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
-    assert vllm_command.unbound_threads(2) == {}
+    assert vllm_command.cpu_binding_environment(2) == {}

@@ -64,7 +64,7 @@ def test_what_cannot_be_meant_is_refused(project: Project, store: Store, words: 
 def test_preferences_are_exported_in_every_form(project: Project, store: Store) -> None:
     for name, answer in (("t1", "Oslo"), ("t2", "Rome")):
         answered_trajectory(store, name, answer)
-    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     group = store.groups.form("k", "agent", ["t1", "t2"], now=101.0)
     said = [
         Verdict(trajectory_id=name, group_id=group.id, judge="rule", judge_version="1", score=score)

@@ -33,7 +33,7 @@ def store(project: Project, migrated: Path) -> Iterator[Store]:
 def grouped(store: Store) -> Group:
     for name, answer in (("t1", "Oslo"), ("t2", "not Oslo")):
         answered_trajectory(store, name, answer)
-    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     return store.groups.form("k", "agent", ["t1", "t2"], now=101.0)
 
 
@@ -108,7 +108,7 @@ def test_a_groups_members_keep_version_scenario_step_and_exception_through_judgi
     for attempt, name in enumerate(("t1", "t2")):
         scenario = {"mailbox": f"box {attempt}"}
         store.rollouts.plan([Rollout(id=name, attempt=attempt, scenario=scenario, step=7, **planned)])
-    store.rollouts.end("t1", began_at=1.0, ended_at=2.0)
+    store.rollouts.end("t1", started_at=1.0, ended_at=2.0)
     store.rollouts.fail("t2", "TimeoutError: 60 s are over", 2.0)
     group = grouped(store)
     said: dict[str, Any] = {"group_id": group.id, "judge": "j", "judge_version": "1"}

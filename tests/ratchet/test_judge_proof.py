@@ -79,9 +79,9 @@ def test_with_traffic_a_judge_is_asked_about_what_was_recorded(
     for run, answer in (("t1", "Oslo"), ("t2", "Rome")):
         answered_trajectory(store, run, answer)
     if grouped:
-        store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+        store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
         store.groups.form("k", "agent", ["t1", "t2"], now=101.0)
     found = proven(store, tmp_path, name)
     assert found.passed is passed
     assert seen in found.seen
-    assert store.groups.newest_judge("agent") is None, "nothing is recorded"
+    assert store.groups.newest_judge_version("agent") is None, "nothing is recorded"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ratchet.settings.state_folder import StateFolder
 from ratchet.supervisor import pidfile
-from ratchet.supervisor.leftover_processes import end_leftovers
+from ratchet.supervisor.leftover_processes import stop_leftover_processes
 
 
 def test_a_running_process_is_found(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_recycled_pid_is_not_the_process_that_was_recorded(tmp_path: Path) -> 
         birth = pidfile.write(state.pid("vllm"), other.pid)
         assert birth is not None
         state.pid("vllm").write_text(f"{other.pid} {birth.born - 60}\n")
-        assert end_leftovers(state) == []
+        assert stop_leftover_processes(state) == []
         assert other.poll() is None
         other.kill()
     assert not state.pid("vllm").exists()

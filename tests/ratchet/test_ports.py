@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from ratchet.errors import PortBusy
+from ratchet.errors import PortInUse
 from ratchet.supervisor import ports
 
 
@@ -20,7 +20,7 @@ def test_a_default_port_that_is_busy_moves_to_the_next_free_one() -> None:
 def test_a_chosen_port_that_is_busy_names_pid_and_setting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         busy = server.getsockname()[1]
-        with pytest.raises(PortBusy, match=rf"vllm: port {busy} is held by pid {os.getpid()} .* set vllm.port"):
+        with pytest.raises(PortInUse, match=rf"vllm: port {busy} is held by pid {os.getpid()} .* set vllm.port"):
             ports.choose("vllm", "vllm.port", "127.0.0.1", busy, fixed=True, taken=set())
 
 
@@ -28,7 +28,7 @@ def test_two_rooms_never_get_the_same_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         free = server.getsockname()[1] + 1
     assert ports.choose("vllm", "vllm.port", "127.0.0.1", free, fixed=False, taken={free}) != free
-    with pytest.raises(PortBusy, match="another room"):
+    with pytest.raises(PortInUse, match="another room"):
         ports.choose("vllm", "vllm.port", "127.0.0.1", free, fixed=True, taken={free})
 
 

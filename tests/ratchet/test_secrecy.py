@@ -24,19 +24,19 @@ from tests.harness.cli.project import Project
     ],
 )
 def test_only_the_password_of_a_store_is_hidden(url: str, shown: str) -> None:
-    assert masking.shown_store(url) == shown
+    assert masking.mask_store_url(url) == shown
     assert masking.has_password(url) == (url != shown)
 
 
 def test_variables_are_hidden_by_their_name() -> None:
     given = {"HF_TOKEN": "a", "aws_secret_access_key": "b", "DB_PASSWORD": "c", "TOKENIZERS_PARALLELISM": "false"}
-    assert set(masking.shown_variables(given).values()) == {"***", "false"}
+    assert set(masking.mask_variables(given).values()) == {"***", "false"}
 
 
 def test_secret_arguments_are_hidden_and_others_are_not() -> None:
     given = ["--api-key", "a", "b", "--hf-token=c", "--max-num-batched-tokens", "8", "--tokenizer", "t"]
     hidden = ["--api-key", "***", "***", "--hf-token=***", "--max-num-batched-tokens", "8", "--tokenizer", "t"]
-    assert list(masking.shown_arguments(given)) == hidden
+    assert list(masking.mask_arguments(given)) == hidden
 
 
 def test_the_stores_password_reaches_the_rooms_by_variable_and_no_file(project: Project) -> None:
@@ -45,7 +45,7 @@ def test_the_stores_password_reaches_the_rooms_by_variable_and_no_file(project: 
     by_name = {room.name: room.environment for room in plan.rooms}
     assert by_name["proxy"]["RATCHET_STORE"] == "postgresql://u:pw9@db/p"
     assert "RATCHET_STORE" not in by_name["vllm"]
-    services.write_resolved(plan.settings, project.folder / "settings.yaml")
+    services.write_resolved_settings(plan.settings, project.folder / "settings.yaml")
     written = project.folder / "settings.yaml"
     assert "pw9" not in written.read_text()
     again = load(written, environ=by_name["proxy"])

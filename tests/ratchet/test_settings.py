@@ -117,10 +117,10 @@ def test_an_ipv6_address_is_bracketed_wherever_it_stands_in_a_url(tmp_path: Path
 
 
 def test_shadows_are_refused_beside_a_vllm_that_does_not_tell_whether_it_is_idle(tmp_path: Path) -> None:
-    shadows, silent = "trainer: {shadow: {samples: 2}}", "vllm: {extra_args: [--disable-log-stats]}"
+    resamples, silent = "trainer: {shadow: {samples: 2}}", "vllm: {extra_args: [--disable-log-stats]}"
     with pytest.raises(SettingsError, match=r"take that out of vllm\.extra_args"):
-        read(tmp_path, f"{shadows}\n{silent}")
-    read(tmp_path, shadows)
+        read(tmp_path, f"{resamples}\n{silent}")
+    read(tmp_path, resamples)
     read(tmp_path, silent)
 
 

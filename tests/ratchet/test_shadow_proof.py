@@ -1,4 +1,4 @@
-"""`ratchet doctor` where shadows are asked for: vLLM tells its load, and the trainer's key opens the door."""
+"""`ratchet doctor` where resamples are asked for: vLLM tells its load, and the trainer's key opens the door."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.checks.resampling_check import prove_shadows, wants_shadows
+from ratchet.checks.resampling_check import check_resampling, wants_resampling
 from ratchet.settings import Settings
 from ratchet.store.store import open_store
 from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
@@ -22,21 +22,21 @@ SETTINGS = Settings.model_validate({"trainer": {"shadow": {"samples": 2}}})
 def test_each_thing_that_keeps_shadows_from_being_asked_for_is_told_with_its_remedy(
     tmp_path: Path, store_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert wants_shadows(SETTINGS)
-    assert not wants_shadows(Settings())
-    assert "ratchet up" in prove_shadows(SETTINGS, {}).remedy
+    assert wants_resampling(SETTINGS)
+    assert not wants_resampling(Settings())
+    assert "ratchet up" in check_resampling(SETTINGS, {}).remedy
     store, engine = open_store(str(store_file)), ScriptedEngine(lambda name, ids: 0.0)
     with served(ScriptedVllm()) as url, running(url, store, tmp_path) as proxy:
         project = {"vllm_url": engine.url, "base_url": f"{proxy.url}/v1"}
         engine.load = None
-        assert "--disable-log-stats" in prove_shadows(SETTINGS, project).remedy
+        assert "--disable-log-stats" in check_resampling(SETTINGS, project).remedy
         engine.load = (3, 1)
-        assert prove_shadows(SETTINGS, project).passed
+        assert check_resampling(SETTINGS, project).passed
         key, _ = made(store)
         eventually(lambda: proxy.http.get("/v1/models").status_code == 401)
-        refused = prove_shadows(SETTINGS, project)
+        refused = check_resampling(SETTINGS, project)
         assert (refused.passed, KEY_VARIABLE in refused.remedy) == (False, True)
         monkeypatch.setenv(KEY_VARIABLE, key)
-        assert prove_shadows(SETTINGS, project).passed
+        assert check_resampling(SETTINGS, project).passed
     engine.close()
     store.close()

@@ -10,7 +10,7 @@ import pytest
 from ratchet.store.store import open_store
 from ratchet.trainer.statistics.paired_comparison import compare
 from ratchet.tuner.reports.tuning_result import Method, TuningResult, plain, task_set
-from ratchet.tuner.rollouts.prices import UNKNOWN, Spent
+from ratchet.tuner.rollouts.prices import UNKNOWN, RolloutCost
 from tests.harness.cli.project import Project
 
 TASKS = [f"task{number}" for number in range(12)]
@@ -22,7 +22,7 @@ def result(method: Method, score: float, **changes: Any) -> TuningResult:
         "technique": "GRPO, 3 rounds", "alias": "policy", "task_set": task_set("tasks/", "test", TASKS), "judge": "j:1",
         "workflow": "w", "baseline": "old", "best": "new", "wall_seconds": 90.0, "notes": ("as it was",),
         "gain": compare(dict.fromkeys(TASKS, (score,)), dict.fromkeys(TASKS, (0.0,)), names=("new", "old")),
-        "spent": Spent(prompt_tokens=1000, completion_tokens=234, money=UNKNOWN),
+        "spent": RolloutCost(prompt_tokens=1000, completion_tokens=234, money=UNKNOWN),
     }  # fmt: skip
     return TuningResult(method=method, **(values | changes))
 

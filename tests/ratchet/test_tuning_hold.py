@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.store.errors import ForbiddenChange, StoreUnavailable
+from ratchet.store.errors import InvalidTransition, StoreUnavailable
 from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import TuningState
 from ratchet.store.store import Store, open_store
@@ -77,7 +77,7 @@ def test_an_end_that_is_known_stays(store: Store, run: str) -> None:
     assert store.tunings.get(run).error == "warm start: too little"
     done = store.tunings.begin("eval", "policy", {}).id
     store.tunings.end(done, "done")
-    with pytest.raises(ForbiddenChange, match="is done"), Hold(store).on(done, resume=True):
+    with pytest.raises(InvalidTransition, match="is done"), Hold(store).on(done, resume=True):
         pass
 
 
@@ -116,7 +116,7 @@ def test_a_run_that_is_under_way_is_refused_and_taken_over_once_its_process_is_d
         assert first.stdout.readline() == "has it\n"
         with _holding(project, run) as second:
             told, _ = second.communicate(timeout=30)
-        assert f"LeaseHeld: tuning:{run} is under way: process {first.pid} on " in told
+        assert f"LeaseTaken: tuning:{run} is under way: process {first.pid} on " in told
         assert ", since 20" in told
         first.kill()
         first.communicate(timeout=10)

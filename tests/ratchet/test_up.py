@@ -56,8 +56,8 @@ def test_nothing_outlives_a_sigkill_of_up(project: Project) -> None:
 def test_an_up_after_a_killed_one_ends_what_is_left_and_starts(project: Project) -> None:
     first = project.up()
     left = project.pids()
-    leash = int((project.state / "run" / "vllm.leash.pid").read_text().split()[0])
-    os.kill(leash, signal.SIGSTOP)  # a leash that cannot act
+    process_guard = int((project.state / "run" / "vllm.process_guard.pid").read_text().split()[0])
+    os.kill(process_guard, signal.SIGSTOP)  # a process_guard that cannot act
     first.kill()
     first.communicate()
     second = project.up()

@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ratchet.errors import RoomDied
+from ratchet.errors import ServiceExited
 from ratchet.settings.state_folder import StateFolder
 from ratchet.supervisor import pidfile
 from ratchet.supervisor.events import Event
-from ratchet.supervisor.restarts import WINDOW, Deaths, Upkeep
-from ratchet.supervisor.service_process import Child
+from ratchet.supervisor.restarts import WINDOW, RestartBackoff, RestartManager
+from ratchet.supervisor.service_process import ServiceProcess
 from ratchet.supervisor.services import Room
 from tests.harness.cli.project import is_alive, wait_for
 
@@ -30,7 +30,7 @@ class Kept:
     def __init__(self, folder: Path) -> None:
         self.state = StateFolder(folder)
         self.state.make(min_free_disk_mb=0)
-        self.children: list[Child] = []
+        self.children: list[ServiceProcess] = []
         self.events: list[Event] = []
         self.alarms: list[tuple[str, str | None]] = []
         self.now = time.monotonic()
@@ -38,22 +38,24 @@ class Kept:
     def add(self, name: str, script: str = SLEEPS, ready: Callable[[], bool] = lambda: True) -> None:
         """Start a room that is a Python script."""
         command = (sys.executable, "-I", "-S", "-c", script)
-        self.children.append(Child(Room(name, command, dict(os.environ), ready, 5.0, 1.0), self.state))
+        self.children.append(ServiceProcess(Room(name, command, dict(os.environ), ready, 5.0, 1.0), self.state))
 
-    def upkeep(self, most: int) -> Upkeep:
+    def upkeep(self, most: int) -> RestartManager:
         """Return the upkeep of what was started."""
-        return Upkeep(self.children, self.state, most, self.events.append, lambda *told: self.alarms.append(told))
+        return RestartManager(
+            self.children, self.state, most, self.events.append, lambda *told: self.alarms.append(told)
+        )
 
-    def turn(self, upkeep: Upkeep, seconds: float = 0.0) -> bool:
+    def turn(self, upkeep: RestartManager, seconds: float = 0.0) -> bool:
         """Let so much time pass, then let upkeep look."""
         self.now += seconds
         return upkeep.turn(self.now)
 
     def end(self, place: int, number: int = signal.SIGKILL) -> int:
-        """End a room; return its pid once its leash has ended, too."""
+        """End a room; return its pid once its process_guard has ended, too."""
         child = self.children[place]
         os.kill(child.pid, number)
-        wait_for("the leash has ended", lambda: child.exit_code is not None)
+        wait_for("the process_guard has ended", lambda: child.exit_code is not None)
         return child.pid
 
 
@@ -66,11 +68,11 @@ def kept(tmp_path: Path) -> Iterator[Kept]:
 
 
 def test_the_pause_before_a_restart_grows_and_old_deaths_are_forgotten() -> None:
-    deaths = Deaths(7)
+    deaths = RestartBackoff(7)
     assert [deaths.died(float(at)) for at in range(8)] == [1, 2, 4, 8, 16, 30, 30, None]
     assert deaths.died(WINDOW + 6.5) == 2  # the one at 7 s counts yet
     assert deaths.count == 9
-    assert Deaths(0).died(0.0) is None
+    assert RestartBackoff(0).died(0.0) is None
 
 
 def test_a_room_that_dies_is_started_again_after_its_pause_and_the_others_are_left_alone(kept: Kept) -> None:
@@ -118,7 +120,7 @@ def test_without_restarts_the_death_of_a_room_that_is_needed_ends_all(kept: Kept
     kept.add(name)
     upkeep = kept.upkeep(0)
     kept.end(0)
-    with pytest.raises(RoomDied, match="was ended by SIGKILL; the others are being stopped"):
+    with pytest.raises(ServiceExited, match="was ended by SIGKILL; the others are being stopped"):
         kept.turn(upkeep)
 
 
@@ -138,10 +140,10 @@ def test_a_room_whose_leash_is_killed_does_not_run_on_beside_its_successor(kept:
     kept.add("proxy", "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(300)")
     stubborn = kept.children[0]
     wait_for("it ignores SIGTERM", lambda: stubborn.tail() != "")
-    leash = pidfile.running(kept.state.pid("proxy.leash"))
-    assert leash is not None
-    psutil.Process(leash.pid).kill()
-    wait_for("the leash has ended", lambda: stubborn.exit_code is not None)
+    process_guard = pidfile.running(kept.state.pid("proxy.process_guard"))
+    assert process_guard is not None
+    psutil.Process(process_guard.pid).kill()
+    wait_for("the process_guard has ended", lambda: stubborn.exit_code is not None)
     upkeep = kept.upkeep(5)
     assert kept.turn(upkeep)
     assert not is_alive(stubborn.pid)

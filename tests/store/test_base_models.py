@@ -15,9 +15,9 @@ SERVED: dict[str, Any] = {"tokens": [1, 2], "rendered": [3, 4], "likeliest": [{"
 
 
 def test_every_version_belongs_to_the_base_model_of_version_0(store: Store) -> None:
-    assert store.base_models.take_up("agent", "/m", files=FILES) is None  # nothing is registered yet
+    assert store.base_models.register_base_model("agent", "/m", files=FILES) is None  # nothing is registered yet
     store.policies.register_base("agent", "base")
-    known = store.base_models.take_up("agent", "/m", files=FILES)
+    known = store.base_models.register_base_model("agent", "/m", files=FILES)
     assert known is not None
     assert (known.name, known.files, known.served) == ("/m", FILES, {})
     round_ = store.rounds.start("agent", BASE_VERSION)
@@ -33,30 +33,30 @@ def test_versions_of_before_are_given_the_base_model_that_is_taken_up_first(stor
     round_ = store.rounds.start("agent", BASE_VERSION)
     store.rounds.commit(round_.id, version=1, checkpoint="/c/1", groups=[], metrics={})
     assert store.base_models.of("agent", 1) is None
-    store.base_models.take_up("agent", "/m", files=FILES)
+    store.base_models.register_base_model("agent", "/m", files=FILES)
     found = store.base_models.of("agent", 1)
     assert found is not None
-    assert found.differs_in(FILES) == []
-    assert found.differs_in({**FILES, "weights": "other"}) == ["weights"]
-    assert found.differs_in({}) == []
+    assert found.differing_parts(FILES) == []
+    assert found.differing_parts({**FILES, "weights": "other"}) == ["weights"]
+    assert found.differing_parts({}) == []
 
 
 def test_what_is_known_of_a_base_model_is_completed_and_never_replaced(store: Store) -> None:
     store.policies.register_base("agent", "base")
-    store.base_models.take_up("agent", "http://far", served=SERVED)
-    found = store.base_models.take_up("agent", "/m", files=FILES, served={"tokens": [9]})
+    store.base_models.register_base_model("agent", "http://far", served=SERVED)
+    found = store.base_models.register_base_model("agent", "/m", files=FILES, served={"tokens": [9]})
     assert found is not None
     assert (found.name, found.files, found.served) == ("/m", FILES, SERVED)
-    again = store.base_models.take_up("agent", "/other", files={"weights": "other"})
+    again = store.base_models.register_base_model("agent", "/other", files={"weights": "other"})
     assert again == found
 
 
 def test_a_base_model_is_forgotten_only_while_nothing_rests_on_it(store: Store) -> None:
     store.policies.register_base("agent", "base")
-    store.base_models.take_up("agent", "/m", files=FILES, served=SERVED)
+    store.base_models.register_base_model("agent", "/m", files=FILES, served=SERVED)
     assert store.base_models.forget("agent")
     assert store.base_models.of("agent") is None
-    store.base_models.take_up("agent", "/n", files=FILES, served=SERVED)
+    store.base_models.register_base_model("agent", "/n", files=FILES, served=SERVED)
     store.calls.ship([ended(begun("call_1", "t1"), {"role": "assistant", "content": "hello"})])
     assert not store.base_models.forget("agent")
     assert store.base_models.forget("agent", served_only=True)

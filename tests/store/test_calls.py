@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ratchet.store.errors import UnknownRecord
+from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import unpack_ids, unpack_logprobs
 from ratchet.store.states import CallState, TrajectoryState
 from ratchet.store.store import Store
@@ -59,7 +59,7 @@ def test_a_beginning_without_end_becomes_interrupted(store: Store) -> None:
 
 def test_a_call_after_a_still_trajectory_was_sealed_opens_it_again(store: Store) -> None:
     answered_trajectory(store, "t1")
-    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     store.calls.ship([begun("call_2", "t1", at=101.0)])
     run = store.trajectories.get("t1")
     assert (run.state, run.calls, run.sealed_by) == (TrajectoryState.OPEN, 2, None)
@@ -67,7 +67,7 @@ def test_a_call_after_a_still_trajectory_was_sealed_opens_it_again(store: Store)
 
 def test_a_call_after_grouping_opens_a_successor(store: Store) -> None:
     answered_trajectory(store, "t1")
-    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     store.groups.form("k", "agent", ["t1"], now=100.0)
     store.calls.ship([begun("call_2", "t1", at=101.0)])
     assert store.trajectories.get("t1").calls == 1
@@ -121,7 +121,7 @@ def test_open_leaves_hold_the_whole_token_context(store: Store) -> None:
     store.calls.ship([ended(second, tool_call(), prompt=(4,), ids=(5,), context="exact")])
     answered_trajectory(store, "gone")
     store.trajectories.seal("gone", now=9.0)
-    leaves = store.open_runs.leaves(since=0.0)
+    leaves = store.resume_state.leaves(since=0.0)
     assert [(leaf.call_id, unpack_ids(leaf.sequence)) for leaf in leaves] == [
         ("call_1", (1, 2, 3)),
         ("call_2", (1, 2, 3, 4, 5)),
@@ -140,9 +140,9 @@ def test_open_attempts_are_those_that_nobody_repeated(store: Store) -> None:
     store.calls.ship([begun("call_5", "t5", at=5.0)])
     store.calls.interrupt(["call_5"])
     store.calls.ship([ended(begun("call_6", "t3", at=6.0, linked_by="retry"), tool_call())])
-    found = store.open_runs.attempts(since=0.0)
+    found = store.resume_state.attempts(since=0.0)
     assert [(one.trajectory_id, one.linked_by) for one in found] == [("t0", "root"), ("t1", "root"), ("t5", "root")]
-    assert [one.trajectory_id for one in store.open_runs.attempts(since=4.0)] == ["t5"]
+    assert [one.trajectory_id for one in store.resume_state.attempts(since=4.0)] == ["t5"]
 
 
 def test_pages_go_backwards_without_gaps(store: Store) -> None:
@@ -155,7 +155,7 @@ def test_pages_go_backwards_without_gaps(store: Store) -> None:
 
 
 def test_an_unknown_call_is_an_error_with_its_id(store: Store) -> None:
-    with pytest.raises(UnknownRecord, match="call_9"):
+    with pytest.raises(RecordNotFound, match="call_9"):
         store.calls.read("call_9")
 
 

@@ -7,7 +7,14 @@ import random
 import pytest
 
 from ratchet.store.content.messages import path
-from ratchet.store.db.column_types import pack_body, pack_hash, squeeze_ids, unpack_body, unpack_hash, unsqueeze_ids
+from ratchet.store.db.column_types import (
+    compress_token_ids,
+    decompress_token_ids,
+    pack_body,
+    pack_hash,
+    unpack_body,
+    unpack_hash,
+)
 from ratchet.store.records import pack_ids
 
 
@@ -36,12 +43,12 @@ def test_a_body_that_was_cut_off_is_an_error() -> None:
 @pytest.mark.parametrize(("most", "size"), [(255, 1), (65_535, 2), (151_000, 3), (2**31 - 1, 4)])
 def test_every_id_comes_back_and_takes_no_more_than_it_needs(most: int, size: int) -> None:
     ids = pack_ids([0, 7, most, *range(100)])
-    assert unsqueeze_ids(squeeze_ids(ids)) == ids
-    assert len(squeeze_ids(ids)) == 1 + size * 103
+    assert decompress_token_ids(compress_token_ids(ids)) == ids
+    assert len(compress_token_ids(ids)) == 1 + size * 103
 
 
 def test_ids_that_are_damaged_are_an_error() -> None:
     with pytest.raises(ValueError, match="damaged"):
-        unsqueeze_ids(squeeze_ids(pack_ids([1, 2, 300]))[:-1])
+        decompress_token_ids(compress_token_ids(pack_ids([1, 2, 300]))[:-1])
     with pytest.raises(ValueError, match="int32"):
-        squeeze_ids(b"abc")
+        compress_token_ids(b"abc")

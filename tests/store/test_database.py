@@ -19,7 +19,7 @@ from alembic.script import ScriptDirectory
 
 import ratchet.store.db.engine as database
 from ratchet.store.db.schema import metadata
-from ratchet.store.errors import SchemaMismatch, StoreError, StoreMissing, StoreUnavailable
+from ratchet.store.errors import SchemaMismatch, StoreError, StoreNotFound, StoreUnavailable
 from ratchet.store.store import open_store
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ def test_a_store_of_another_version_is_refused_with_the_remedy(store_url: str) -
 
 
 def test_a_store_that_is_only_read_is_never_made(tmp_path: Path) -> None:
-    with pytest.raises(StoreMissing, match="there is no store at"):
+    with pytest.raises(StoreNotFound, match="there is no store at"):
         open_store(str(tmp_path / "typo" / "s.db"), create=False)
     assert not (tmp_path / "typo").exists()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
-from ratchet.store.calls.trajectory_filter import Chosen
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.db import schema
 from ratchet.store.db.engine import connect
-from ratchet.store.deletion.affected_versions import take_out
-from ratchet.store.errors import ForbiddenChange, UnknownRecord
-from ratchet.store.records import Door, Exchange, Feedback, Verdict
+from ratchet.store.deletion.affected_versions import reject_affected
+from ratchet.store.errors import InvalidTransition, RecordNotFound
+from ratchet.store.records import Exchange, Feedback, ProxyInstance, Verdict
 from ratchet.store.states import GroupState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.store.verify import verify
@@ -45,12 +45,12 @@ def test_a_deleted_trajectory_leaves_no_row_and_others_keep_what_they_share(stor
     content = store.trajectories.read("stays")
     _secretive(store, "goes")
     store.calls.ship([begun("call_later", "goes", at=2.0)])
-    done = store.deletions.delete(Chosen(id="goes"), "asked")
-    assert (done.trajectories, done.calls, done.messages, done.unswept) == (1, 2, 2, 0)
+    done = store.deletions.delete(TrajectoryFilter(id="goes"), "asked")
+    assert (done.trajectories, done.calls, done.messages, done.unswept_messages) == (1, 2, 2, 0)
     assert _rows(store_url) == before
     assert store.trajectories.read("stays") == content
     assert [(one.why, one.trajectories) for one in store.deletions.all()] == [("asked", 1)]
-    store.deletions.delete(Chosen(), "all")
+    store.deletions.delete(TrajectoryFilter(), "all")
     assert _rows(store_url) == {}
 
 
@@ -58,13 +58,13 @@ def test_a_prompt_stays_for_a_call_without_an_answer_and_goes_with_it(store: Sto
     answered_trajectory(store, "goes")
     waiting = begun("call_waits", "waits")
     store.calls.ship([waiting])
-    store.deletions.delete(Chosen(id="goes"), "asked")
+    store.deletions.delete(TrajectoryFilter(id="goes"), "asked")
     assert store.trajectories.read("waits").messages == tuple(QUESTION)
     store.calls.ship([ended(waiting, {"role": "assistant", "content": "Oslo"})])
     store.deletions.sweep(0.0)
     assert len(store.trajectories.read("waits").messages) == 3
     assert verify(store_url).sound
-    store.deletions.delete(Chosen(id="waits"), "asked")
+    store.deletions.delete(TrajectoryFilter(id="waits"), "asked")
     assert _rows(store_url) == {}
 
 
@@ -75,7 +75,7 @@ def test_on_sqlite_the_file_holds_nothing_of_it_either(store: Store, store_url: 
     start = begun("call_1", "goes", task=words)
     store.calls.ship([start, ended(start, tool_call(), error=words)])
     file = sa.make_url(store_url).database or ""
-    store.deletions.delete(Chosen(id="goes"), "asked")
+    store.deletions.delete(TrajectoryFilter(id="goes"), "asked")
     for name in (file, file + "-wal"):
         with open(name, "rb") as opened:
             assert words.encode() not in opened.read()
@@ -86,8 +86,8 @@ def test_successors_go_with_the_trajectory_that_they_continue(store: Store) -> N
     store.trajectories.seal("t1", now=2.0)
     store.calls.ship([begun("call_2", "t1", at=3.0)])
     answered_trajectory(store, "t10")
-    assert store.deletions.count(Chosen(id="t1")) == 2
-    assert store.deletions.delete(Chosen(id="t1"), "asked").trajectories == 2
+    assert store.deletions.count(TrajectoryFilter(id="t1")) == 2
+    assert store.deletions.delete(TrajectoryFilter(id="t1"), "asked").trajectories == 2
     assert [run.id for run in store.trajectories.page()] == ["t10"]
 
 
@@ -96,31 +96,31 @@ def test_pruning_keeps_what_a_younger_successor_goes_on_from(store: Store) -> No
         answered_trajectory(store, name)
     store.trajectories.seal("t1", now=2.0)
     store.calls.ship([begun("call_2", "t1", at=50.0)])
-    old = Chosen(still_since=10.0)
+    old = TrajectoryFilter(inactive_since=10.0)
     assert store.deletions.delete(old, "old").trajectories == 1
     assert {run.id for run in store.trajectories.page()} == {"t1", "t1~1"}
-    assert store.deletions.delete(Chosen(still_since=60.0), "old").trajectories == 2
+    assert store.deletions.delete(TrajectoryFilter(inactive_since=60.0), "old").trajectories == 2
 
 
 def test_a_group_that_loses_a_member_before_it_is_trained_is_dropped_and_its_round_cannot_commit(store: Store) -> None:
     group = judged_group(store, ["a", "b"], [0.0, 1.0])
     store.policies.register_base("agent", "base")
     held = store.rounds.start("agent", 0)
-    done = store.deletions.delete(Chosen(id="a"), "asked")
+    done = store.deletions.delete(TrajectoryFilter(id="a"), "asked")
     assert (done.groups_dropped, done.policies) == (1, ())
     assert store.groups.get(group.id).state is GroupState.DROPPED
     stayed = store.trajectories.get("b")
     assert (stayed.state, stayed.drop_reason) == (TrajectoryState.DROPPED, "member_deleted")
-    with pytest.raises(ForbiddenChange):
+    with pytest.raises(InvalidTransition):
         store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[group.id], metrics={})
-    with pytest.raises(ForbiddenChange):
+    with pytest.raises(InvalidTransition):
         store.groups.fail(group.id, [], retry_at=1.0)
 
 
 def test_what_a_judge_asked_and_said_of_the_group_goes_and_other_scores_stay(store: Store) -> None:
     for name in ("a", "b"):
         answered_trajectory(store, name)
-    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     group = store.groups.form("k", "agent", ["a", "b"], now=101.0)
     asked = Exchange(
         id="exc_1", group_id=group.id, judge="j", url="u", request=SECRET.encode(), answer=b"", status=200,
@@ -128,14 +128,14 @@ def test_what_a_judge_asked_and_said_of_the_group_goes_and_other_scores_stay(sto
     )  # fmt: skip
     said = [
         Verdict(trajectory_id=name, group_id=group.id, judge="j", judge_version="1", score=score, explanation=SECRET,
-                exchange_id="exc_1")
+                judge_request_id="exc_1")
         for name, score in (("a", 0.0), ("b", 1.0))
     ]  # fmt: skip
     store.groups.record(group.id, said, [asked])
-    store.deletions.delete(Chosen(id="a"), "asked")
+    store.deletions.delete(TrajectoryFilter(id="a"), "asked")
     assert store.groups.exchanges(group.id) == []
     (left,) = store.groups.history(group.id)
-    assert (left.trajectory_id, left.score, left.explanation, left.exchange_id) == ("b", 1.0, "", None)
+    assert (left.trajectory_id, left.score, left.explanation, left.judge_request_id) == ("b", 1.0, "", None)
 
 
 def test_the_policies_that_learnt_from_it_are_named_with_those_that_went_on_from_them(store: Store) -> None:
@@ -144,11 +144,11 @@ def test_the_policies_that_learnt_from_it_are_named_with_those_that_went_on_from
         group = judged_group(store, [*names, names[0] + "2"], [0.0, 1.0], task=names[0])
         held = store.rounds.start("agent", version - 1)
         store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[group.id], metrics={})
-    told = store.deletions.trained_into(Chosen(id="mine"))
+    told = store.deletions.trained_into(TrajectoryFilter(id="mine"))
     assert [(one.version, one.directly, one.adapter) for one in told] == [(2, True, "/c/2"), (3, False, "/c/3")]
-    done = store.deletions.delete(Chosen(id="mine"), "asked")
+    done = store.deletions.delete(TrajectoryFilter(id="mine"), "asked")
     assert done.policies == told == store.deletions.all()[0].policies
-    assert store.deletions.delete(Chosen(trained=False), "kept").trajectories == 0
+    assert store.deletions.delete(TrajectoryFilter(trained=False), "kept").trajectories == 0
     assert len(store.trajectories.page()) == 5
 
 
@@ -165,7 +165,7 @@ def test_versions_that_are_made_later_from_what_learnt_it_are_marked_too(store: 
     _trained(store, "other", "mine")
     store.policies.promote("agent", 2, {})
     assert store.deletions.inherited() == ()
-    store.deletions.delete(Chosen(id="mine"), "asked")
+    store.deletions.delete(TrajectoryFilter(id="mine"), "asked")
     store.policies.with_prompt("agent", store.prompts.remember("be kind").id, {})
     group = judged_group(store, ["later", "later2"], [0.0, 1.0], task="later")
     held = store.rounds.start("agent", 2)
@@ -177,19 +177,19 @@ def test_what_learnt_it_can_be_taken_out_of_service(store: Store) -> None:
     _trained(store, "other", "mine", "third")
     for version in (1, 2, 3):
         store.policies.promote("agent", version, {})
-    store.deletions.delete(Chosen(id="mine"), "asked")
-    rejected = take_out(store.policies, store.deletions.inherited(), by="ann")
+    store.deletions.delete(TrajectoryFilter(id="mine"), "asked")
+    rejected = reject_affected(store.policies, store.deletions.inherited(), by="ann")
     assert [one.version for one in rejected["agent"]] == [2, 3]
     assert store.policies.live()["agent"].version == 1
     assert store.decisions.of("agent", 3)[0].reason == "it learnt from trajectories that were deleted"
-    assert take_out(store.policies, store.deletions.inherited(), by="ann") == {}
+    assert reject_affected(store.policies, store.deletions.inherited(), by="ann") == {}
 
 
 def test_where_every_version_learnt_it_the_base_model_serves(store: Store) -> None:
     _trained(store, "mine")
     store.policies.promote("agent", 1, {})
-    store.deletions.delete(Chosen(id="mine"), "asked")
-    take_out(store.policies, store.deletions.inherited(), by="ann")
+    store.deletions.delete(TrajectoryFilter(id="mine"), "asked")
+    reject_affected(store.policies, store.deletions.inherited(), by="ann")
     assert store.policies.live()["agent"].version == 0
 
 
@@ -202,22 +202,24 @@ def test_feedback_that_was_never_placed_goes_with_what_it_names(store: Store) ->
     store.calls.ship([start, ended(start, tool_call(), answer_id="chatcmpl-9")])
     targets = ["call_1", "resp_1", "msg_1", "chatcmpl-9", "goes", "call_2"]
     store.calls.ship([_said(f"fb_{n}", target, "another") for n, target in enumerate(targets)])
-    assert store.deletions.delete(Chosen(id="goes"), "asked").feedback == 5
+    assert store.deletions.delete(TrajectoryFilter(id="goes"), "asked").feedback == 5
     assert [one.target for one in store.feedback.page()] == ["call_2"]
 
 
 @pytest.mark.parametrize(
     ("chosen", "left"),
     [
-        (Chosen(key="k1"), ["fb_2", "fb_3"]),
-        (Chosen(key="k1", until=4.0), ["fb_1", "fb_2", "fb_3"]),
-        (Chosen(still_since=4.0, trained=False), ["fb_1", "fb_3"]),
-        (Chosen(key="k1", task="find/1"), ["fb_0", "fb_1", "fb_2", "fb_3"]),
-        (Chosen(id="t1"), ["fb_0", "fb_1", "fb_2", "fb_3"]),
+        (TrajectoryFilter(key="k1"), ["fb_2", "fb_3"]),
+        (TrajectoryFilter(key="k1", until=4.0), ["fb_1", "fb_2", "fb_3"]),
+        (TrajectoryFilter(inactive_since=4.0, trained=False), ["fb_1", "fb_3"]),
+        (TrajectoryFilter(key="k1", task="find/1"), ["fb_0", "fb_1", "fb_2", "fb_3"]),
+        (TrajectoryFilter(id="t1"), ["fb_0", "fb_1", "fb_2", "fb_3"]),
     ],
     ids=str,
 )
-def test_feedback_that_was_never_placed_goes_by_key_and_age(store: Store, chosen: Chosen, left: list[str]) -> None:
+def test_feedback_that_was_never_placed_goes_by_key_and_age(
+    store: Store, chosen: TrajectoryFilter, left: list[str]
+) -> None:
     words = [("fb_0", "k1", 1.0), ("fb_1", "k1", 5.0), ("fb_2", "k2", 1.0), ("fb_3", "k2", 5.0)]
     store.calls.ship([_said(name, "call_9", key, at) for name, key, at in words])
     store.deletions.delete(chosen, "asked")
@@ -226,21 +228,21 @@ def test_feedback_that_was_never_placed_goes_by_key_and_age(store: Store, chosen
 
 def test_the_sweep_waits_for_a_proxy_that_may_leave_messages_out(store: Store, store_url: str) -> None:
     _secretive(store, "goes")
-    store.doors.beat(Door(id="d", url="u", live={}, pins={}, shipped_until=0.0, beat_at=4e9))
-    first = store.deletions.delete(Chosen(id="goes"), "asked", patience=0.3)
+    store.doors.beat(ProxyInstance(id="d", url="u", live={}, pins={}, shipped_until=0.0, heartbeat_at=4e9))
+    first = store.deletions.delete(TrajectoryFilter(id="goes"), "asked", patience=0.3)
     assert (first.trajectories, first.messages) == (1, 0)
-    assert first.unswept == 3
-    store.doors.beat(Door(id="d", url="u", live={}, pins={}, shipped_until=4e9, beat_at=4e9))
-    again = store.deletions.delete(Chosen(id="goes"), "asked")
-    assert (again.trajectories, again.messages, again.unswept) == (0, 5, 0)
+    assert first.unswept_messages == 3
+    store.doors.beat(ProxyInstance(id="d", url="u", live={}, pins={}, shipped_until=4e9, heartbeat_at=4e9))
+    again = store.deletions.delete(TrajectoryFilter(id="goes"), "asked")
+    assert (again.trajectories, again.messages, again.unswept_messages) == (0, 5, 0)
     assert store.calls.message_count() == 0
     assert verify(store_url).sound
 
 
 def test_a_message_that_comes_back_is_stored_again(store: Store) -> None:
     _secretive(store, "goes")
-    store.deletions.delete(Chosen(id="goes"), "asked")
-    with pytest.raises(UnknownRecord):
+    store.deletions.delete(TrajectoryFilter(id="goes"), "asked")
+    with pytest.raises(RecordNotFound):
         store.trajectories.get("goes")
     _secretive(store, "goes")
     assert store.trajectories.read("goes").messages[2]["content"] == SECRET
@@ -250,7 +252,7 @@ def test_many_are_deleted_in_batches_and_the_newest_stay(store: Store) -> None:
     for number in range(230):
         answered_trajectory(store, f"t{number:03}", f"answer {number}", at=float(number))
     told: list[int] = []
-    done = store.deletions.delete(Chosen(until=220.0), "old", told.append)
+    done = store.deletions.delete(TrajectoryFilter(until=220.0), "old", told.append)
     assert (done.trajectories, sum(told), len(told)) == (220, 220, 3)
     assert len(store.trajectories.page()) == 10
     assert store.calls.message_count() == len(QUESTION) + 10
@@ -269,8 +271,8 @@ def test_what_a_round_imitated_names_its_versions_and_is_forgotten_with_the_traj
     assert store.trajectories.get("shown").state is TrajectoryState.SEALED, "it may be trained besides"
     both = ("agent@1", "agent@2")
     assert store.lineage.of(["shown", "a", "b", "other"]) == {"shown": both, "a": both, "b": ("agent@2",)}
-    assert [one.version for one in store.deletions.trained_into(Chosen(id="shown"))] == [1, 2]
-    done = store.deletions.delete(Chosen(id="shown"), "asked")
+    assert [one.version for one in store.deletions.trained_into(TrajectoryFilter(id="shown"))] == [1, 2]
+    done = store.deletions.delete(TrajectoryFilter(id="shown"), "asked")
     assert [(one.version, one.directly) for one in done.policies] == [(1, True), (2, False)]
     assert store.lineage.of(["shown"]) == {}
     assert _rows(store_url)["imitated"] == 1

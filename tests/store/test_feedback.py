@@ -130,7 +130,7 @@ def test_descent_follows_the_rounds_and_not_the_numbers() -> None:
 def test_those_that_wait_for_a_word_are_told_once_it_is_said_or_its_time_is_up(store: Store) -> None:
     for name, at in (("old", 1.0), ("new", 50.0), ("spoken", 60.0)):
         store.calls.ship([ended(begun(f"call_{name}", name, key_id="k1", at=at), REPLY)])
-    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     store.feedback.add([said("fb_1", target="call_spoken", given_at=70.0), said("fb_2", target="call_new", value=None)])
 
     def told(silent_before: float | None) -> list[str]:

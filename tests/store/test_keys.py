@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
-from ratchet.store.errors import UnknownRecord
+from ratchet.store.errors import RecordNotFound
 from ratchet.store.states import KeyScope, TrajectoryState
 from ratchet.store.store import Store
 from tests.harness.records import begun
@@ -24,7 +24,7 @@ def test_a_key_is_made_used_and_revoked(store: Store) -> None:
 
 
 def test_an_unknown_key_is_told_with_the_remedy(store: Store) -> None:
-    with pytest.raises(UnknownRecord, match="ratchet keys list"):
+    with pytest.raises(RecordNotFound, match="ratchet keys list"):
         store.keys.revoke("key_x")
 
 

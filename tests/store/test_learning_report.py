@@ -116,6 +116,6 @@ def test_sums_of_the_database_are_those_of_the_scores(store: Store) -> None:
     again = Verdict(trajectory_id="1-3", group_id=None, judge="rule", judge_version="1", score=0.75, judged_at=9.0)
     store.groups.rescore([again])
     of_scores = {one.cohort: one for one in tallies(store.groups.scored("agent", "1"))}
-    of_sums = {one.cohort: one for one in store.groups.tallied("agent", "1")}
+    of_sums = {one.cohort: one for one in store.groups.score_tallies("agent", "1")}
     assert of_sums == of_scores
     assert (of_sums["task:mail/1"].sums.count, of_sums["task:mail/1"].sums.total) == (4, 3.25)

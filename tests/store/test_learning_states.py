@@ -7,8 +7,8 @@ import time
 import pytest
 import sqlalchemy as sa
 
-from ratchet.store.errors import ForbiddenChange, UnknownRecord
-from ratchet.store.records import Door, Verdict
+from ratchet.store.errors import InvalidTransition, RecordNotFound
+from ratchet.store.records import ProxyInstance, Verdict
 from ratchet.store.states import CallState, GroupState, PolicyState, RoundState, TrajectoryState
 from ratchet.store.store import Store
 from tests.harness.records import answered_trajectory, begun, ended, judged_group, tool_call
@@ -18,8 +18,8 @@ def test_only_still_trajectories_are_sealed(store: Store) -> None:
     answered_trajectory(store, "old", at=1.0)
     answered_trajectory(store, "new", at=50.0)
     store.calls.ship([begun("call_busy", "busy", at=1.0)])
-    assert store.trajectories.seal_idle("agent", now=55.0, idle_seconds=10.0) == ["old"]
-    assert store.trajectories.seal_idle("agent", now=55.0, idle_seconds=10.0) == []
+    assert store.trajectories.seal_idle_trajectories("agent", now=55.0, idle_seconds=10.0) == ["old"]
+    assert store.trajectories.seal_idle_trajectories("agent", now=55.0, idle_seconds=10.0) == []
     assert store.trajectories.counts()["open"] == 2
 
 
@@ -50,9 +50,9 @@ def test_attempts_under_way_are_the_open_ones_at_the_same_things(store: Store) -
 def test_aliases_share_a_store_without_meeting(store: Store) -> None:
     answered_trajectory(store, "mine")
     answered_trajectory(store, "other", alias="other")
-    assert store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0) == ["mine"]
+    assert store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0) == ["mine"]
     assert [run.id for run in store.trajectories.sealed("agent")] == ["mine"]
-    store.doors.beat(Door(id="d", url="u", live={"other": 3}, pins={}, shipped_until=1.0, beat_at=50.0))
+    store.doors.beat(ProxyInstance(id="d", url="u", live={"other": 3}, pins={}, shipped_until=1.0, heartbeat_at=50.0))
     assert store.doors.open("agent", since=0.0) == []
     assert store.doors.shipped_until("agent", now=60.0, since=0.0) == 60.0
 
@@ -60,9 +60,9 @@ def test_aliases_share_a_store_without_meeting(store: Store) -> None:
 def test_a_trajectory_joins_one_group_only(store: Store) -> None:
     for name in ("a", "b"):
         answered_trajectory(store, name)
-    store.trajectories.seal_idle("agent", now=10.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories("agent", now=10.0, idle_seconds=1.0)
     store.groups.form("k", "agent", ["a", "b"], now=11.0)
-    with pytest.raises(ForbiddenChange, match="not sealed"):
+    with pytest.raises(InvalidTransition, match="not sealed"):
         store.groups.form("k", "agent", ["a"], now=12.0)
     assert len(store.groups.page()) == 1
 
@@ -70,11 +70,11 @@ def test_a_trajectory_joins_one_group_only(store: Store) -> None:
 def test_a_group_is_judged_only_when_every_member_has_a_score(store: Store) -> None:
     for name in ("a", "b"):
         answered_trajectory(store, name)
-    store.trajectories.seal_idle("agent", now=10.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories("agent", now=10.0, idle_seconds=1.0)
     group = store.groups.form("k", "agent", ["a", "b"], now=11.0)
     scored = Verdict(trajectory_id="a", group_id=group.id, judge="j", judge_version="1", score=1.0)
     failed = Verdict(trajectory_id="b", group_id=group.id, judge="j", judge_version="1", failure="no answer")
-    with pytest.raises(ForbiddenChange, match="1 of them scored"):
+    with pytest.raises(InvalidTransition, match="1 of them scored"):
         store.groups.record(group.id, [scored, failed])
     store.groups.fail(group.id, [scored, failed], retry_at=20.0)
     assert store.groups.ready("agent", now=19.0) == []
@@ -100,7 +100,7 @@ def test_a_commit_consumes_its_groups_once(store: Store) -> None:
     assert store.trajectories.get("a").state is TrajectoryState.TRAINED
     assert store.trajectories.of_round(first.id) == ["a", "b"]
     second = store.rounds.start("agent", 1)
-    with pytest.raises(ForbiddenChange, match="1 of 1 groups"):
+    with pytest.raises(InvalidTransition, match="1 of 1 groups"):
         store.rounds.commit(second.id, version=2, checkpoint="/c/0002", groups=[group.id], metrics={})
     assert [policy.version for policy in store.policies.all("agent")] == [0, 1]
     assert store.rounds.get(second.id).state is RoundState.STARTED
@@ -118,11 +118,11 @@ def test_a_round_that_a_dead_trainer_left_is_abandoned(store: Store) -> None:
 def test_a_round_goes_on_from_the_newest_commit_or_not_at_all(store: Store) -> None:
     first = store.rounds.start("agent", 0)
     store.rounds.commit(first.id, version=1, checkpoint="/c/0001", groups=[], metrics={})
-    with pytest.raises(ForbiddenChange, match="agent@1 is committed: a round goes on from it, not from 0"):
+    with pytest.raises(InvalidTransition, match="agent@1 is committed: a round goes on from it, not from 0"):
         store.rounds.start("agent", 0)
     overtaken = store.rounds.start("agent", 1)
     second = store.rounds.start("agent", 1)
-    with pytest.raises(ForbiddenChange, match="abandoned and cannot become committed"):
+    with pytest.raises(InvalidTransition, match="abandoned and cannot become committed"):
         store.rounds.commit(overtaken.id, version=2, checkpoint="/c/0002", groups=[], metrics={})
     store.rounds.commit(second.id, version=3, checkpoint="/c/0003", groups=[], metrics={})
 
@@ -130,7 +130,7 @@ def test_a_round_goes_on_from_the_newest_commit_or_not_at_all(store: Store) -> N
 def test_a_group_that_teaches_nothing_is_judged_and_dropped_at_once(store: Store) -> None:
     for name in ("a", "b"):
         answered_trajectory(store, name)
-    store.trajectories.seal_idle("agent", now=10.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories("agent", now=10.0, idle_seconds=1.0)
     group = store.groups.form("k", "agent", ["a", "b"], now=11.0)
     given = [Verdict(trajectory_id=n, group_id=group.id, judge="j", judge_version="1", score=1.0) for n in ("a", "b")]
     store.groups.record(group.id, given, drop_reason="no_variance")
@@ -146,7 +146,7 @@ def test_an_overtaken_candidate_is_not_promoted_by_who_has_not_noticed(store: St
         store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
     store.policies.reject("agent", 1, {"reason": "a newer version came first"})
     store.policies.promote("agent", 2, {}, only_from=PolicyState.CANDIDATE)
-    with pytest.raises(ForbiddenChange, match="agent@1 is rejected by now"):
+    with pytest.raises(InvalidTransition, match="agent@1 is rejected by now"):
         store.policies.promote("agent", 1, {}, only_from=PolicyState.CANDIDATE)
     assert store.policies.live()["agent"].version == 2
 
@@ -160,9 +160,9 @@ def test_one_version_is_live_and_the_old_one_stays_addressable(store: Store) -> 
     assert store.policies.live()["agent"].version == 1
     assert store.policies.get("agent", 0).state is PolicyState.RETIRED
     assert store.policies.get("agent", 1).evidence == {"proof": 0.001}
-    with pytest.raises(ForbiddenChange, match="live and cannot become live"):
+    with pytest.raises(InvalidTransition, match="live and cannot become live"):
         store.policies.promote("agent", 1, {})
-    with pytest.raises(ForbiddenChange, match="roll back to it instead"):
+    with pytest.raises(InvalidTransition, match="roll back to it instead"):
         store.policies.promote("agent", 0, {})
     (rejected,) = store.policies.roll_back("agent", 0, {}, by="anna", reason="rude")
     assert (rejected.version, rejected.state, store.policies.live()["agent"].version) == (1, PolicyState.REJECTED, 0)
@@ -175,7 +175,7 @@ def test_one_version_is_live_and_the_old_one_stays_addressable(store: Store) -> 
         (1, "rollback", "anna", "rude"),
         (1, "promote", "proof", "proven"),
     ]
-    with pytest.raises(ForbiddenChange, match="nothing to roll back"):
+    with pytest.raises(InvalidTransition, match="nothing to roll back"):
         store.policies.roll_back("agent", 0, {}, by="anna", reason="again")
     store.policies.register_base("agent", "renamed")
     assert store.policies.get("agent", 0).served_name == "renamed"
@@ -185,12 +185,12 @@ def test_training_goes_on_on_top_of_an_unproven_version_and_nothing_is_served_by
     store.policies.register_base("agent", "base")
     held = store.rounds.start("agent", 0)
     store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[], metrics={})
-    left = store.policies.leave_unproven("agent", 1, {"error": 0.9}, reason="lost in rounding")
+    left = store.policies.mark_unproven("agent", 1, {"error": 0.9}, reason="lost in rounding")
     assert (left.state, left.evidence) == (PolicyState.UNPROVEN, {"error": 0.9})
     assert [policy.version for policy in store.policies.serving()] == [0]
     (decision,) = store.decisions.of("agent", 1)
     assert (decision.action, decision.by, decision.reason) == ("unproven", "proof", "lost in rounding")
-    with pytest.raises(ForbiddenChange, match="unproven and cannot become canary"):
+    with pytest.raises(InvalidTransition, match="unproven and cannot become canary"):
         store.policies.canary("agent", 1, 0.5)
     held = store.rounds.start("agent", 1)  # it was not rejected
     store.rounds.commit(held.id, version=2, checkpoint="/c/2", groups=[], metrics={})
@@ -208,13 +208,13 @@ def test_one_candidate_is_a_canary_until_it_is_promoted_or_rejected(store: Store
     assert store.policies.canary("agent", 1, 0.05, {"why": "gate"}).share == 0.05
     assert store.policies.canary("agent", 1, 0.5).evidence == {"why": "gate"}
     assert [(p.version, p.state, p.share) for p in store.policies.serving()] == [(0, "live", None), (1, "canary", 0.5)]
-    with pytest.raises(ForbiddenChange, match="agent@1 is a canary already: promote or reject it"):
+    with pytest.raises(InvalidTransition, match="agent@1 is a canary already: promote or reject it"):
         store.policies.canary("agent", 2, 0.1)
     for share in (0.0, 1.0, -1.0, float("nan")):
-        with pytest.raises(ForbiddenChange, match="between 0 and 1"):
+        with pytest.raises(InvalidTransition, match="between 0 and 1"):
             store.policies.canary("agent", 1, share)
     assert store.policies.promote("agent", 1, {}).share is None
-    with pytest.raises(ForbiddenChange, match="live and cannot become canary"):
+    with pytest.raises(InvalidTransition, match="live and cannot become canary"):
         store.policies.canary("agent", 1, 0.1)
     store.policies.canary("agent", 2, 0.1)
     assert store.policies.reject("agent", 2, {}).share is None
@@ -259,10 +259,10 @@ def test_a_pruned_version_serves_no_more(store: Store) -> None:
         held = store.rounds.start("agent", version - 1)
         store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
         store.policies.promote("agent", version, {})
-    with pytest.raises(ForbiddenChange, match="in use"):
+    with pytest.raises(InvalidTransition, match="in use"):
         store.policies.prune("agent", 2, now=5.0)
     assert store.policies.prune("agent", 1, now=5.0).pruned_at == 5.0
-    with pytest.raises(ForbiddenChange, match="was pruned"):
+    with pytest.raises(InvalidTransition, match="was pruned"):
         store.policies.roll_back("agent", 1, {}, by="anna", reason="rude")
 
 
@@ -273,7 +273,7 @@ def test_dropped_trajectories_are_counted_by_reason(store: Store) -> None:
     store.trajectories.seal("c", now=5.0)
     store.trajectories.drop(["c"], "single")
     assert store.trajectories.drop_counts() == {"no_variance": 2, "single": 1}
-    with pytest.raises(ForbiddenChange):
+    with pytest.raises(InvalidTransition):
         store.trajectories.drop(["c"], "again")
 
 
@@ -307,9 +307,13 @@ def test_an_alarm_counts_up_and_stays_readable_after_it_is_cleared(store: Store)
 
 def test_doors_tell_what_they_hold_until_they_close(store: Store) -> None:
     store.doors.beat(
-        Door(id="d1", url="http://x", live={"agent": 1}, pins={"agent@0": 2}, shipped_until=1.0, beat_at=10.0)
+        ProxyInstance(
+            id="d1", url="http://x", live={"agent": 1}, pins={"agent@0": 2}, shipped_until=1.0, heartbeat_at=10.0
+        )
     )
-    store.doors.beat(Door(id="d1", url="http://x", live={"agent": 2}, pins={}, shipped_until=1.0, beat_at=11.0))
+    store.doors.beat(
+        ProxyInstance(id="d1", url="http://x", live={"agent": 2}, pins={}, shipped_until=1.0, heartbeat_at=11.0)
+    )
     (door,) = store.doors.open("agent", since=10.5)
     assert (door.live, door.pins) == ({"agent": 2}, {})
     store.doors.close("d1")
@@ -318,7 +322,7 @@ def test_doors_tell_what_they_hold_until_they_close(store: Store) -> None:
 
 def test_unknown_records_are_named(store: Store) -> None:
     for ask in (store.trajectories.get, store.groups.get, store.rounds.get):
-        with pytest.raises(UnknownRecord, match="nothing_1"):
+        with pytest.raises(RecordNotFound, match="nothing_1"):
             ask("nothing_1")
-    with pytest.raises(UnknownRecord, match="agent@3"):
+    with pytest.raises(RecordNotFound, match="agent@3"):
         store.policies.get("agent", 3)

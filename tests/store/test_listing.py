@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from ratchet.store.calls.trajectory_filter import FEW, Chosen, besides_tag, page_ids
+from ratchet.store.calls.trajectory_filter import FEW, TrajectoryFilter, count_without_tag, select_page_ids
 from ratchet.store.db.engine import connect
-from ratchet.store.errors import UnknownRecord
+from ratchet.store.errors import RecordNotFound
 from ratchet.store.store import Store
 from tests.harness.records import answered_trajectory
 
@@ -55,7 +55,7 @@ def test_every_filter_finds_what_it_says_without_gaps(
     filled: Store, said: dict[str, Any], expected: list[str], limit: int
 ) -> None:
     seen: list[str] = []
-    while page := filled.trajectories.page(limit, seen[-1] if seen else None, chosen=Chosen(**said)):
+    while page := filled.trajectories.page(limit, seen[-1] if seen else None, chosen=TrajectoryFilter(**said)):
         seen += [run.id for run in page]
     assert seen == expected
 
@@ -63,12 +63,12 @@ def test_every_filter_finds_what_it_says_without_gaps(
 @pytest.mark.parametrize(
     ("said", "by_tag"),
     [(said, True) for said, _ in FILTERS if said]
-    + [(said, False) for said, _ in FILTERS if besides_tag(Chosen(**said)) is not None],
+    + [(said, False) for said, _ in FILTERS if count_without_tag(TrajectoryFilter(**said)) is not None],
     ids=str,
 )
 def test_no_filter_reads_the_whole_table(filled: Store, store_url: str, said: dict[str, Any], by_tag: bool) -> None:
     engine = connect(store_url)
-    ids = page_ids(Chosen(**said), 10, "t2", 2.0, by_tag=by_tag)
+    ids = select_page_ids(TrajectoryFilter(**said), 10, "t2", 2.0, by_tag=by_tag)
     query = ids.compile(engine, compile_kwargs={"literal_binds": True})
     with engine.connect() as connection:
         if engine.dialect.name == "sqlite":
@@ -84,10 +84,10 @@ def test_no_filter_reads_the_whole_table(filled: Store, store_url: str, said: di
 
 def test_the_rest_of_a_filter_by_tag_is_counted_no_further_than_it_matters(filled: Store, store_url: str) -> None:
     engine = connect(store_url)
-    asked = besides_tag(Chosen(tag="red", alias="mail"))
-    assert besides_tag(Chosen(tag="red")) is None
-    assert besides_tag(Chosen(tag="red", since=1.0)) is None
-    assert besides_tag(Chosen(alias="mail")) is None
+    asked = count_without_tag(TrajectoryFilter(tag="red", alias="mail"))
+    assert count_without_tag(TrajectoryFilter(tag="red")) is None
+    assert count_without_tag(TrajectoryFilter(tag="red", since=1.0)) is None
+    assert count_without_tag(TrajectoryFilter(alias="mail")) is None
     assert asked is not None
     assert str(FEW + 1) in str(asked.compile(engine, compile_kwargs={"literal_binds": True}))
     with engine.connect() as connection:
@@ -96,7 +96,7 @@ def test_the_rest_of_a_filter_by_tag_is_counted_no_further_than_it_matters(fille
 
 
 def test_a_value_that_no_column_holds_is_no_failure(filled: Store) -> None:
-    with pytest.raises(UnknownRecord):
-        filled.trajectories.page(chosen=Chosen(version=2**70))
-    with pytest.raises(UnknownRecord):
+    with pytest.raises(RecordNotFound):
+        filled.trajectories.page(chosen=TrajectoryFilter(version=2**70))
+    with pytest.raises(RecordNotFound):
         filled.trajectories.page(before="gone")

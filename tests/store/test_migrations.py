@@ -97,7 +97,7 @@ def test_versions_and_decisions_outlive_the_change_of_their_tables_rule(empty_ur
     (decision,) = store.decisions.of("agent")
     assert (decision.version, decision.reason, decision.evidence) == (1, "better", {"a": 1})
     assert store.policies.with_prompt("agent", store.prompts.remember("Be brief.").id, {}).version == 2
-    assert store.policies.leave_unproven("agent", 2, {}, reason="lost in rounding").state == "unproven"
+    assert store.policies.mark_unproven("agent", 2, {}, reason="lost in rounding").state == "unproven"
     store.policies.roll_back("agent", 0, {}, by="me", reason="r")
     store.close()
     assert verify(empty_url).sound
@@ -108,7 +108,7 @@ def test_runs_and_rollouts_outlive_the_change_of_their_tables_rules(empty_url: s
     database.migrate(engine, "0011")
     old = sa.MetaData()
     old.reflect(engine)
-    run = {"alias": "agent", "state": "running", "began_at": 1.0}
+    run = {"alias": "agent", "state": "running", "started_at": 1.0}
     rollout: dict[str, Any] = {"tuning_id": "tun_1", "task_id": "t", "split": "train", "attempt": 0, "candidate": "a"}
     rollout |= {"purpose": "live", "scenario": {"seed": 3}, "step": 2, "planned_at": 1.0, "metrics": {}}
     rollout |= {"prompt_tokens": 3, "completion_tokens": 4}
@@ -154,7 +154,7 @@ def test_a_prompt_that_no_stored_answer_keeps_is_kept_by_its_call_after_the_migr
         connection.execute(sa.insert(schema.choices).values(**choice))
     database.migrate(engine)
     with database.read(engine) as connection:
-        held = {row.id: row.held_node for row in connection.execute(sa.select(schema.calls))}
+        held = {row.id: row.retained_node for row in connection.execute(sa.select(schema.calls))}
     engine.dispose()
     assert held == {"call_1": None, "call_2": waiting.prompt_node}
     assert verify(empty_url).sound
@@ -181,6 +181,6 @@ def test_versions_of_before_belong_to_no_known_base_model_until_one_is_taken_up(
     engine.dispose()
     store = open_store(empty_url)
     assert store.base_models.of("agent", 1) is None
-    taken = store.base_models.take_up("agent", "/m", files={"weights": "w"})
+    taken = store.base_models.register_base_model("agent", "/m", files={"weights": "w"})
     assert store.base_models.of("agent", 1) == taken
     store.close()

@@ -9,7 +9,7 @@ import pytest
 
 from ratchet.store.records import PastScore
 from ratchet.store.reports.learning_report import LearningReport, learning_report, tallies
-from ratchet.store.reports.policy_movement import Movement, collapse_reason, lately, movement_of, nothing_moves
+from ratchet.store.reports.policy_movement import Movement, describe_collapse, describe_stall, lately, movement_of
 from ratchet.store.store import Store
 
 
@@ -84,7 +84,7 @@ def test_steps_too_small_are_named_only_where_no_gain_is_seen() -> None:
     assert "at most 3e-08 nats a token, at rate 1e-05; set trainer.learner.learning_rate: auto" in words
     assert said(report(*better, moved=still), "the steps are too small") == ""
     assert said(report(*flat, moved=[moved(0.004), *still]), "the steps are too small") == ""
-    assert nothing_moves(still[:2]) is None
+    assert describe_stall(still[:2]) is None
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_small_round_that_was_meant_to_take_a_small_step_is_not_called_too_sma
 
 def test_a_round_that_makes_good_answers_less_likely_warns_of_collapse() -> None:
     assert [moved(0.1, good=gap).collapsing for gap in (0.01, -0.005, -0.02, -0.15)] == [False, False, True, True]
-    assert "made its good answers less likely (-0.150 nats a token" in collapse_reason(moved(0.1, good=-0.15))
+    assert "made its good answers less likely (-0.150 nats a token" in describe_collapse(moved(0.1, good=-0.15))
 
 
 def test_the_last_rounds_are_read_from_the_store_and_older_ones_say_nothing(store: Store) -> None:

@@ -1,83 +1,83 @@
-"""Shadows: planned once, asked for at most once, gone with their original; in every database."""
+"""Resamples: planned once, asked for at most once, gone with their original; in every database."""
 
 from __future__ import annotations
 
 import pytest
 
-from ratchet.store.calls.trajectory_filter import Chosen
-from ratchet.store.errors import ForbiddenChange, UnknownRecord
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
+from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.records import SHADOW, Verdict
-from ratchet.store.states import ShadowState, TrajectoryState
+from ratchet.store.states import ResampleState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.store.verify import verify
 from tests.harness.records import answered_trajectory
 
 
 def planned(store: Store, count: int = 2, name: str = "original") -> list[str]:
-    """A sealed trajectory with its shadows; their ids."""
+    """A sealed trajectory with its resamples; their ids."""
     answered_trajectory(store, name)
     run = store.trajectories.seal(name, 2.0)
-    store.shadows.plan(run, count, 9, 3.0)
-    return [one.id for one in store.shadows.waiting("agent", [name])]
+    store.resamples.plan(run, count, 9, 3.0)
+    return [one.id for one in store.resamples.waiting("agent", [name])]
 
 
 def test_a_shadow_takes_its_steps_once(store: Store) -> None:
     first, second, third = planned(store, 3)
-    store.shadows.ask(first, 4.0)
-    for again in (store.shadows.ask, store.shadows.ask):
-        with pytest.raises(ForbiddenChange, match="asked and cannot become asked"):
+    store.resamples.ask(first, 4.0)
+    for again in (store.resamples.ask, store.resamples.ask):
+        with pytest.raises(InvalidTransition, match="asked and cannot become asked"):
             again(first, 5.0)
-    store.shadows.answer(first, 6.0, tokens=12)
-    store.shadows.ask(second, 7.0)
-    store.shadows.fail(second, 8.0, "the proxy was away")
-    store.shadows.fail(third, 8.0, "vLLM was busy")
-    with pytest.raises(ForbiddenChange):
-        store.shadows.answer(second, 9.0, tokens=1)
-    assert [one.over for one in store.shadows.waiting("agent")] == [True] * 3
-    assert store.shadows.get(second).failure == "the proxy was away"
-    counts = store.shadows.counts("agent")
-    assert {state: (one.shadows, one.tokens) for state, one in counts.items()} == {
-        ShadowState.ANSWERED: (1, 12), ShadowState.FAILED: (2, 18),
+    store.resamples.answer(first, 6.0, tokens=12)
+    store.resamples.ask(second, 7.0)
+    store.resamples.fail(second, 8.0, "the proxy was away")
+    store.resamples.fail(third, 8.0, "vLLM was busy")
+    with pytest.raises(InvalidTransition):
+        store.resamples.answer(second, 9.0, tokens=1)
+    assert [one.over for one in store.resamples.waiting("agent")] == [True] * 3
+    assert store.resamples.get(second).failure == "the proxy was away"
+    counts = store.resamples.counts("agent")
+    assert {state: (one.resamples, one.tokens) for state, one in counts.items()} == {
+        ResampleState.ANSWERED: (1, 12), ResampleState.FAILED: (2, 18),
     }  # fmt: skip
-    assert store.shadows.counts("another") == {}
-    with pytest.raises(UnknownRecord):
-        store.shadows.get("shad_x")
+    assert store.resamples.counts("another") == {}
+    with pytest.raises(RecordNotFound):
+        store.resamples.get("shad_x")
 
 
 def test_an_original_has_one_set_of_shadows(store: Store) -> None:
     planned(store)
-    with pytest.raises(ForbiddenChange, match="planned before"):
-        store.shadows.plan(store.trajectories.get("original"), 1, 9, 4.0)
-    assert len(store.shadows.waiting("agent")) == 2
+    with pytest.raises(InvalidTransition, match="planned before"):
+        store.resamples.plan(store.trajectories.get("original"), 1, 9, 4.0)
+    assert len(store.resamples.waiting("agent")) == 2
 
 
 def test_what_was_asked_for_lately_counts_with_what_it_may_take(store: Store) -> None:
     first, second = planned(store)
-    store.shadows.ask(first, 100.0)
-    store.shadows.ask(second, 130.0)
-    store.shadows.answer(second, 131.0, tokens=40)
-    assert (store.shadows.spent("agent", 99.0).shadows, store.shadows.spent("agent", 99.0).tokens) == (2, 49)
-    assert (store.shadows.spent("agent", 100.0).shadows, store.shadows.spent("agent", 100.0).tokens) == (1, 40)
+    store.resamples.ask(first, 100.0)
+    store.resamples.ask(second, 130.0)
+    store.resamples.answer(second, 131.0, tokens=40)
+    assert (store.resamples.spent("agent", 99.0).resamples, store.resamples.spent("agent", 99.0).tokens) == (2, 49)
+    assert (store.resamples.spent("agent", 100.0).resamples, store.resamples.spent("agent", 100.0).tokens) == (1, 40)
 
 
 def test_a_shadows_trajectory_is_sealed_once_every_proxy_has_shipped_it(store: Store) -> None:
     first, second = planned(store)
     for name in (first, second):
         answered_trajectory(store, name, purpose=SHADOW)
-        store.shadows.ask(name, 4.0)
-    store.shadows.answer(first, 5.0, tokens=9)
-    store.shadows.seal("agent", 5.0)
-    assert store.shadows.sealed("original") == []
-    store.shadows.seal("agent", 5.1)
-    assert store.shadows.sealed("original") == [first]
+        store.resamples.ask(name, 4.0)
+    store.resamples.answer(first, 5.0, tokens=9)
+    store.resamples.seal("agent", 5.0)
+    assert store.resamples.sealed("original") == []
+    store.resamples.seal("agent", 5.1)
+    assert store.resamples.sealed("original") == [first]
     assert store.trajectories.get(second).state is TrajectoryState.OPEN
-    assert store.shadows.originals([first, "shad_x"]) == {first: "original"}
+    assert store.resamples.originals([first, "shad_x"]) == {first: "original"}
 
 
 def test_only_originals_that_still_wait_have_shadows_to_wait_for(store: Store) -> None:
     planned(store)
     store.trajectories.drop(["original"], "single")
-    assert store.shadows.waiting("agent") == []
+    assert store.resamples.waiting("agent") == []
 
 
 def test_scores_of_shadows_are_no_scores_of_traffic(store: Store) -> None:
@@ -91,28 +91,30 @@ def test_scores_of_shadows_are_no_scores_of_traffic(store: Store) -> None:
     assert [one.trajectory_id for one in store.groups.scored("agent", "1")] == ["original"]
 
 
-@pytest.mark.parametrize("chosen", [Chosen(id="original"), Chosen(until=99.0), Chosen(version=0)])
-def test_every_deletion_of_an_original_takes_its_shadows(store: Store, chosen: Chosen) -> None:
+@pytest.mark.parametrize(
+    "chosen", [TrajectoryFilter(id="original"), TrajectoryFilter(until=99.0), TrajectoryFilter(version=0)]
+)
+def test_every_deletion_of_an_original_takes_its_shadows(store: Store, chosen: TrajectoryFilter) -> None:
     shadow, _ = planned(store)
     answered_trajectory(store, shadow, purpose=SHADOW, key_id="key_of_the_trainer")
     assert store.deletions.count(chosen) == 2
     assert store.deletions.delete(chosen, "asked for").trajectories == 2
-    assert store.shadows.counts("agent") == {}
+    assert store.resamples.counts("agent") == {}
 
 
 def test_a_shadow_that_was_trained_apart_from_its_original_is_told(store: Store, store_url: str) -> None:
-    shadows = planned(store)
-    for name in shadows:
+    resamples = planned(store)
+    for name in resamples:
         answered_trajectory(store, name, purpose=SHADOW)
         store.trajectories.seal(name, 4.0)
-    group = store.groups.form("t", "agent", shadows, 5.0)
+    group = store.groups.form("t", "agent", resamples, 5.0)
     verdicts = [
         Verdict(trajectory_id=name, group_id=group.id, judge="rule", judge_version="1", score=score)
-        for name, score in zip(shadows, (0.0, 1.0), strict=True)
+        for name, score in zip(resamples, (0.0, 1.0), strict=True)
     ]
     store.groups.record(group.id, verdicts)
     store.policies.register_base("agent", "base")
     held = store.rounds.start("agent", 0)
     store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[group.id], metrics={})
     told = {finding.row: finding.problem for finding in verify(store_url).findings}
-    assert "not in the group of its original" in told[f"shadow {shadows[0]}"]
+    assert "not in the group of its original" in told[f"shadow {resamples[0]}"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.store.calls.trajectory_filter import Chosen
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.errors import StoreError
 from ratchet.store.records import CallEnded, Shipment, Verdict, pack_ids
 from ratchet.store.states import CallState, TrajectoryState
@@ -46,7 +46,7 @@ def test_an_end_that_comes_later_replaces_the_beginning_where_it_is(store: Store
 def test_an_end_brings_its_prompt_back_where_the_beginning_was_deleted_meanwhile(store: Store, store_url: str) -> None:
     start, end = _pair("call_1", "t1")
     store.calls.ship([start])
-    store.deletions.delete(Chosen(id="t1"), "asked", patience=0.0)
+    store.deletions.delete(TrajectoryFilter(id="t1"), "asked", patience=0.0)
     store.calls.ship([end])
     assert len(store.trajectories.read("t1").messages) == len(QUESTION) + 1
     assert verify(store_url).sound

@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy as sa
 
 from ratchet.store.db.schema import calls
-from ratchet.store.records.tool_calls import ToolAnswer, ToolCall
+from ratchet.store.records.tool_calls import ToolCall, ToolCallResult
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import Store
 from tests.harness.records import answered_trajectory
@@ -21,9 +21,9 @@ def tool_call(place: int = 0, **changes: Any) -> ToolCall:
     return ToolCall(**(values | changes))
 
 
-def told(place: int, result: ToolResult) -> ToolAnswer:
+def told(place: int, result: ToolResult) -> ToolCallResult:
     """What came of one."""
-    return ToolAnswer(call_id="call_a", choice=0, tool_call_id=f"id-{place}", result=result)
+    return ToolCallResult(call_id="call_a", choice=0, tool_call_id=f"id-{place}", result=result)
 
 
 def test_a_tool_call_is_recorded_and_answered_once(store: Store) -> None:

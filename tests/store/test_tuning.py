@@ -9,10 +9,10 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from ratchet.store.calls.trajectory_filter import Chosen
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.db import schema
 from ratchet.store.db.engine import connect, write
-from ratchet.store.errors import ForbiddenChange, UnfitRecord, UnknownRecord
+from ratchet.store.errors import InvalidRecord, InvalidTransition, RecordNotFound
 from ratchet.store.policies.prompts import prompts
 from ratchet.store.records import Policy
 from ratchet.store.records.tuning import Rollout, TaskRow
@@ -45,7 +45,7 @@ def test_a_prompt_is_known_by_its_content(store: Store) -> None:
     )  # fmt: skip
     assert [found.id for found in store.prompts.page()] == [families.id, appended.id, one.id]
     assert [found.id for found in store.prompts.page(before=families.id)] == [appended.id, one.id]
-    with pytest.raises(UnknownRecord):
+    with pytest.raises(RecordNotFound):
         store.prompts.get("prm_0")
 
 
@@ -55,7 +55,7 @@ def test_a_prompt_is_known_by_its_content(store: Store) -> None:
      ("x" * 200_001, "append", "shorten"), ("x", "prepend", "replace or append")],
 )  # fmt: skip
 def test_a_text_that_cannot_be_served_is_refused_with_the_reason(store: Store, text: str, mode: str, told: str) -> None:
-    with pytest.raises(UnfitRecord, match=told):
+    with pytest.raises(InvalidRecord, match=told):
         store.prompts.remember(text, mode)
 
 
@@ -65,7 +65,7 @@ def test_a_task_row_is_found_by_its_id_and_stays_as_it_was(store: Store) -> None
     store.tasks.remember([TaskRow(id=rows[7].id, set="other", split="test", row={})])
     assert store.tasks.get(rows[7].id) == rows[7]
     assert store.tasks.get("nothing") is None
-    with pytest.raises(UnfitRecord, match="task id"):
+    with pytest.raises(InvalidRecord, match="task id"):
         store.tasks.remember([TaskRow(id="", set="s", split="train", row={})])
 
 
@@ -74,21 +74,21 @@ def test_a_tuning_goes_on_where_it_was_and_ends_once(store: Store) -> None:
     store.tunings.update(begun_.id, {"calls": 1})
     stopped = store.tunings.end(begun_.id, "stopped")
     assert (stopped.state, stopped.result) == (TuningState.STOPPED, {"calls": 1})
-    with pytest.raises(ForbiddenChange, match="stopped by now"):
+    with pytest.raises(InvalidTransition, match="stopped by now"):
         store.tunings.update(begun_.id, {"calls": 2})
     assert store.tunings.resume(begun_.id).ended_at is None
     done = store.tunings.end(begun_.id, "done", {"gain": 0.5})
     assert (done.state, done.result, done.error) == (TuningState.DONE, {"gain": 0.5}, None)
-    with pytest.raises(ForbiddenChange, match="done"):
+    with pytest.raises(InvalidTransition, match="done"):
         store.tunings.end(done.id, "failed")
-    with pytest.raises(ForbiddenChange, match="done"):
+    with pytest.raises(InvalidTransition, match="done"):
         store.tunings.resume(done.id)
     other = store.tunings.begin("eval", "agent", {})
     assert store.tunings.end(other.id, "failed", error="no\0judge").error == "no\ufffdjudge"
     assert [one.id for one in store.tunings.page()] == [other.id, done.id]
     assert store.tunings.page(kind="prompt") == [done]
     assert store.tunings.page(before=other.id) == [done]
-    with pytest.raises(UnknownRecord, match="tune runs"):
+    with pytest.raises(RecordNotFound, match="tune runs"):
         store.tunings.get("tun_0")
 
 
@@ -97,21 +97,21 @@ def test_a_rollout_ends_once_and_a_failed_one_stays_with_its_exception(store: St
     tuning = _planned(store, "roll_1", "roll_2", prompt_id=prompt.id, scenario={"user": "mean"}, purpose="eval")
     assert store.rollouts.get("roll_1").state is RolloutState.PLANNED
     told = store.rollouts.end(
-        "roll_1", began_at=2.0, ended_at=3.0, response='"a\0b"', metrics={"turns": 2.0}, prompt_tokens=7
+        "roll_1", started_at=2.0, ended_at=3.0, response='"a\0b"', metrics={"turns": 2.0}, prompt_tokens=7
     )
     assert (told.state, told.response, told.metrics, told.prompt_tokens) == (
         RolloutState.ENDED, '"a\ufffdb"', {"turns": 2.0}, 7,
     )  # fmt: skip
-    failed = store.rollouts.fail("roll_2", "TimeoutError: 60 s", 4.0, began_at=2.0)
+    failed = store.rollouts.fail("roll_2", "TimeoutError: 60 s", 4.0, started_at=2.0)
     assert (failed.state, failed.failure, failed.scenario) == (
         RolloutState.FAILED, "TimeoutError: 60 s", {"user": "mean"},
     )  # fmt: skip
-    with pytest.raises(ForbiddenChange, match="failed and cannot become ended"):
-        store.rollouts.end("roll_2", began_at=2.0, ended_at=5.0)
+    with pytest.raises(InvalidTransition, match="failed and cannot become ended"):
+        store.rollouts.end("roll_2", started_at=2.0, ended_at=5.0)
     store.rollouts.plan([told])
     assert store.rollouts.of(tuning, responses=True) == [told, failed]
     assert store.rollouts.of(tuning, "another") == []
-    with pytest.raises(UnknownRecord):
+    with pytest.raises(RecordNotFound):
         store.rollouts.fail("roll_9", "x", 1.0)
     assert verify(store_url).sound
 
@@ -123,7 +123,7 @@ def test_a_judges_failure_is_never_a_number_and_its_later_word_counts(store: Sto
     judged = store.rollouts.score("roll_1", 0.5, "rule")
     assert (judged.score, judged.judge, judged.judge_failure) == (0.5, "rule", None)
     for score, failure in ((0.5, "both"), (None, None)):
-        with pytest.raises(ForbiddenChange, match="not both, not neither"):
+        with pytest.raises(InvalidTransition, match="not both, not neither"):
             store.rollouts.score("roll_1", score, "rule", failure)
 
 
@@ -131,19 +131,21 @@ def test_a_rollout_between_two_calls_is_not_taken_for_idle(store: Store) -> None
     run = _planned(store, "roll_1", "roll_2", "roll_3")
     for name in ("roll_1", "roll_2", "ordinary"):
         answered_trajectory(store, name)
-    store.rollouts.end("roll_2", began_at=1.0, ended_at=2.0)
+    store.rollouts.end("roll_2", started_at=1.0, ended_at=2.0)
     last = max(store.trajectories.last_active(["roll_1", "roll_2", "ordinary"]).values())
-    assert sorted(store.trajectories.seal_idle("agent", last + 60.0, 1.5)) == ["ordinary", "roll_2"]
-    assert store.trajectories.seal_idle("agent", last + 3601.0, 1.5) == ["roll_1"]  # nobody works for so long
+    assert sorted(store.trajectories.seal_idle_trajectories("agent", last + 60.0, 1.5)) == ["ordinary", "roll_2"]
+    assert store.trajectories.seal_idle_trajectories("agent", last + 3601.0, 1.5) == [
+        "roll_1"
+    ]  # nobody works for so long
     answered_trajectory(store, "roll_3")
-    assert store.trajectories.seal_idle("agent", last + 60.0, 1.5) == []
+    assert store.trajectories.seal_idle_trajectories("agent", last + 60.0, 1.5) == []
     store.tunings.end(run, "stopped")
-    assert store.trajectories.seal_idle("agent", last + 60.0, 1.5) == ["roll_3"]
+    assert store.trajectories.seal_idle_trajectories("agent", last + 60.0, 1.5) == ["roll_3"]
 
 
 def test_what_a_killed_run_planned_is_abandoned_when_it_goes_on(store: Store) -> None:
     run = _planned(store, "roll_1", "roll_2")
-    store.rollouts.end("roll_2", began_at=1.0, ended_at=2.0)
+    store.rollouts.end("roll_2", started_at=1.0, ended_at=2.0)
     other = _planned(store, "roll_3")
     answered_trajectory(store, "roll_1")
     store.tunings.resume(run)
@@ -153,9 +155,9 @@ def test_what_a_killed_run_planned_is_abandoned_when_it_goes_on(store: Store) ->
     last = store.trajectories.last_active(["roll_1"])["roll_1"]
     # Its agent may call yet: it is sealed for being still, not for being over, so that a late call stays in it.
     assert store.trajectories.seal_rollouts("agent", last + 60.0) == []
-    assert store.trajectories.seal_idle("agent", last + 60.0, 1.5) == ["roll_1"]
-    with pytest.raises(ForbiddenChange, match="abandoned"):
-        store.rollouts.end("roll_1", began_at=1.0, ended_at=2.0)
+    assert store.trajectories.seal_idle_trajectories("agent", last + 60.0, 1.5) == ["roll_1"]
+    with pytest.raises(InvalidTransition, match="abandoned"):
+        store.rollouts.end("roll_1", started_at=1.0, ended_at=2.0)
 
 
 def test_a_run_that_ends_leaves_nothing_planned(store: Store) -> None:
@@ -166,7 +168,7 @@ def test_a_run_that_ends_leaves_nothing_planned(store: Store) -> None:
 
 def test_late_calls_of_an_abandoned_rollout_are_known_by_its_name(store: Store) -> None:
     run = _planned(store, "roll_1", "roll_2")
-    store.rollouts.end("roll_2", began_at=1.0, ended_at=2.0)
+    store.rollouts.end("roll_2", started_at=1.0, ended_at=2.0)
     store.tunings.resume(run)
     names = ["roll_1", "roll_1~1", "roll_1~2", "roll_2", "roll_2~1", "t1"]
     assert store.rollouts.abandoned(names) == {"roll_1", "roll_1~1", "roll_1~2"}
@@ -185,7 +187,7 @@ def test_the_trajectory_of_an_ended_rollout_is_sealed_once_every_proxy_has_shipp
         answered_trajectory(store, name)
     store.calls.ship([begun("call_busy", "roll_3", at=4.0)])
     for name in ("roll_1", "roll_3"):
-        store.rollouts.end(name, began_at=1.0, ended_at=5.0)
+        store.rollouts.end(name, started_at=1.0, ended_at=5.0)
     assert store.trajectories.seal_rollouts("other", 6.0) == []
     assert store.trajectories.seal_rollouts("agent", 5.0) == []  # what it said last may not have been shipped
     assert store.trajectories.seal_rollouts("agent", 5.1) == ["roll_1"]
@@ -198,13 +200,13 @@ def test_a_forgotten_trajectorys_rollout_loses_its_words_and_keeps_its_score(sto
     _planned(store, "roll_1", "roll_2", "roll_3")
     for name in ("roll_1", "roll_2", "roll_3"):
         answered_trajectory(store, name)
-    store.rollouts.end("roll_1", began_at=1.0, ended_at=2.0, response=f'"{secret}"')
+    store.rollouts.end("roll_1", started_at=1.0, ended_at=2.0, response=f'"{secret}"')
     store.rollouts.score("roll_1", 1.0, "rule")
     store.rollouts.fail("roll_2", f"KeyError: {secret}", 2.0)
     store.rollouts.score("roll_2", None, "rule", f"no answer for {secret}")
-    kept = store.rollouts.end("roll_3", began_at=1.0, ended_at=2.0, response='"stays"')
+    kept = store.rollouts.end("roll_3", started_at=1.0, ended_at=2.0, response='"stays"')
     for name in ("roll_1", "roll_2"):
-        store.deletions.delete(Chosen(id=name), "asked")
+        store.deletions.delete(TrajectoryFilter(id=name), "asked")
     one, two = store.rollouts.get("roll_1"), store.rollouts.get("roll_2")
     assert (one.response, one.score, one.failure) == (None, 1.0, None)
     assert (two.state, two.failure, two.judge_failure) == (RolloutState.FAILED, "forgotten", "forgotten")
@@ -221,7 +223,7 @@ def _version(store: Store, number: int) -> None:
 
 def test_a_prompt_becomes_a_candidate_on_the_live_adapter_and_is_inherited(store: Store, store_url: str) -> None:
     prompt = store.prompts.remember("Be brief.")
-    with pytest.raises(ForbiddenChange, match="ratchet proxy"):
+    with pytest.raises(InvalidTransition, match="ratchet proxy"):
         store.policies.with_prompt("agent", prompt.id, {})
     store.policies.register_base("agent", "base")
     first = store.policies.with_prompt("agent", prompt.id, {"gain": 0.2})
@@ -230,11 +232,11 @@ def test_a_prompt_becomes_a_candidate_on_the_live_adapter_and_is_inherited(store
     store.policies.promote("agent", 1, {})
     store.policies.register_base("agent", "renamed")
     assert store.policies.get("agent", 1).served_name == "renamed"
-    with pytest.raises(ForbiddenChange, match="already"):
+    with pytest.raises(InvalidTransition, match="already"):
         store.policies.with_prompt("agent", prompt.id, {})
-    with pytest.raises(ForbiddenChange, match="roll back to agent@0"):
+    with pytest.raises(InvalidTransition, match="roll back to agent@0"):
         store.policies.with_prompt("agent", None, {})
-    with pytest.raises(UnknownRecord, match="prm_0"):
+    with pytest.raises(RecordNotFound, match="prm_0"):
         store.policies.with_prompt("agent", "prm_0", {})
     _version(store, 2)
     trained = store.policies.promote("agent", 2, {})
@@ -250,7 +252,7 @@ def test_a_round_whose_number_a_prompt_took_is_refused_whole(store: Store) -> No
     held = store.rounds.start("agent", 0)
     number = store.rounds.next_version("agent")
     store.policies.with_prompt("agent", store.prompts.remember("Be brief.").id, {})
-    with pytest.raises(ForbiddenChange, match="another process"):
+    with pytest.raises(InvalidTransition, match="another process"):
         store.rounds.commit(held.id, version=number, checkpoint="/c/1", groups=[group.id], metrics={})
     assert store.groups.judged("agent") == [group]
 
@@ -261,13 +263,13 @@ def test_a_folder_that_another_version_serves_is_never_pruned(store: Store) -> N
     store.policies.promote("agent", 1, {})
     store.policies.with_prompt("agent", store.prompts.remember("Be brief.").id, {})
     store.policies.promote("agent", 2, {})
-    with pytest.raises(ForbiddenChange, match="in use"):
+    with pytest.raises(InvalidTransition, match="in use"):
         store.policies.prune("agent", 1, 9.0)
     _version(store, 3)
     store.policies.promote("agent", 3, {})
     store.policies.prune("agent", 1, 9.0)
     assert [policy.pruned_at for policy in store.policies.all("agent")] == [None, 9.0, 9.0, None]
-    with pytest.raises(ForbiddenChange, match="pruned"):
+    with pytest.raises(InvalidTransition, match="pruned"):
         store.policies.roll_back("agent", 2, {}, by="me", reason="r")
 
 
@@ -312,7 +314,7 @@ def test_versions_that_rollouts_are_still_to_be_made_on_are_known(store: Store) 
     _planned(store, "roll_4", model="other@7", planned_at=100.0)
     _planned(store, "roll_5", "roll_6", planned_at=100.0)
     _planned(store, "roll_7", model="gpt", planned_at=100.0)
-    store.rollouts.end("roll_2", began_at=101.0, ended_at=102.0)
+    store.rollouts.end("roll_2", started_at=101.0, ended_at=102.0)
     assert store.rollouts.awaited("agent", since=50.0) == {3}
 
 
@@ -337,7 +339,7 @@ def test_a_version_with_a_prompt_is_made_of_what_is_live_when_it_is_made(store: 
 
 def test_what_workflows_returned_is_read_only_where_it_is_asked_for(store: Store) -> None:
     run = _planned(store, "roll_1")
-    ended = store.rollouts.end("roll_1", began_at=1.0, ended_at=2.0, response='"a long one"', metrics={"turns": 1.0})
+    ended = store.rollouts.end("roll_1", started_at=1.0, ended_at=2.0, response='"a long one"', metrics={"turns": 1.0})
     assert store.rollouts.of(run, responses=True) == [ended]
     (bare,) = store.rollouts.of(run)
     assert (bare.response, bare.metrics, bare.state) == (None, {"turns": 1.0}, RolloutState.ENDED)

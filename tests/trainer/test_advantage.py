@@ -8,9 +8,9 @@ import statistics
 import pytest
 
 from ratchet.trainer.controller.advantages.advantage import (
-    LARGEST_SINGLE,
+    MAX_SINGLE_ADVANTAGE,
     group_advantages,
-    over_the_round,
+    scale_over_round,
     single_advantage,
 )
 from ratchet.trainer.errors import ScoreError
@@ -54,17 +54,17 @@ def test_rloo_compares_each_with_the_mean_of_the_others() -> None:
 def test_reinforce_pp_divides_by_the_spread_of_the_whole_round() -> None:
     groups = [group_advantages(scores, "reinforce++") for scores in ([0.0, 1.0], [0.4, 0.6])]
     flat = [("f", advantage) for group in groups for advantage in group]
-    scaled = over_the_round(flat, "reinforce++", by_family=False)
+    scaled = scale_over_round(flat, "reinforce++", by_family=False)
     assert statistics.fmean(value * value for value in scaled) == pytest.approx(1.0)
     assert scaled[1] / scaled[3] == pytest.approx(5.0)  # groups of little spread stay small
 
 
 def test_families_of_large_scores_do_not_drown_the_others() -> None:
     mixed = [("math", -50.0), ("math", 50.0), ("mail", -0.1), ("mail", 0.1)]
-    assert over_the_round(mixed, "dr_grpo", by_family=True) == pytest.approx([-1.0, 1.0, -1.0, 1.0])
-    assert over_the_round(mixed, "dr_grpo", by_family=False) == [-50.0, 50.0, -0.1, 0.1]
+    assert scale_over_round(mixed, "dr_grpo", by_family=True) == pytest.approx([-1.0, 1.0, -1.0, 1.0])
+    assert scale_over_round(mixed, "dr_grpo", by_family=False) == [-50.0, 50.0, -0.1, 0.1]
 
 
 def test_a_single_among_equals_is_not_a_hundred_times_better() -> None:
-    assert single_advantage(1.0, mean=0.0, std=0.0) == LARGEST_SINGLE
+    assert single_advantage(1.0, mean=0.0, std=0.0) == MAX_SINGLE_ADVANTAGE
     assert single_advantage(0.75, mean=0.5, std=0.25, credit="dr_grpo") == 0.25

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.baseline import ScoreBook
-from ratchet.trainer.controller.collect.collector import Assembly
-from ratchet.trainer.controller.collect.role_resolution import Casting
+from ratchet.trainer.controller.advantages.baseline import ScoreHistory
+from ratchet.trainer.controller.collect.collector import TrajectoryCollector
+from ratchet.trainer.controller.collect.role_resolution import RoleResolver
 from ratchet.trainer.rows.roles import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness import records
@@ -25,7 +25,7 @@ def test_a_trajectory_whose_messages_were_lost_is_put_aside_and_the_others_are_g
         store="s", model="agent", base_model="b", vllm=("http://127.0.0.1:1",), checkpoints="c", num_generations=2,
         judge="tests.harness.trainer.judge_samples:scripted", group_wait_seconds=1.0,
     )  # fmt: skip
-    assembly = Assembly(store, settings, Casting(store, "agent", Roles()), ScoreBook(), None)
+    assembly = TrajectoryCollector(store, settings, RoleResolver(store, "agent", Roles()), ScoreHistory(), None)
     for now in (10.0, 11.0):
         assembly.turn(now, now)
     assembly.close()

@@ -94,7 +94,7 @@ def test_a_group_that_lost_its_company_is_neither_judged_nor_trained(store: Stor
     waiting = backlog(store, groups_per_round=1)
     alone = agents_work(store, "single", [1.0])
     mixed = agents_work(store, "t", [0.0]) + agents_work(store, "u", [1.0], version=1)
-    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     held = store.rounds.start("agent", 0)
     store.rounds.commit(held.id, version=1, checkpoint="c/1", groups=[], metrics={})
     single = store.groups.form("k", "agent", alone, now=101.0)

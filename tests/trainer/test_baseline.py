@@ -9,11 +9,11 @@ import pytest
 
 from ratchet.store.records import PastScore
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.baseline import SHRINKAGE, ScoreBook
-from ratchet.trainer.controller.advantages.estimator import Credit, past
+from ratchet.trainer.controller.advantages.baseline import SHRINKAGE, ScoreHistory
+from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator, past
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller.judging.judge_runner import Scorekeeper
-from ratchet.trainer.settings.trainer_fields import MOST_REMEMBERED
+from ratchet.trainer.controller.judging.judge_runner import JudgeRunner
+from ratchet.trainer.settings.trainer_fields import MAX_SCORES_PER_FAMILY
 from tests.harness.trainer.agents import agents_work
 
 
@@ -22,7 +22,7 @@ def scored(name: str, score: float, at: float, family: str = "mail", cohort: str
 
 
 def test_a_baseline_is_made_of_earlier_scores_of_the_same_family_alone() -> None:
-    book = ScoreBook([scored("a", 0.0, 1.0), scored("b", 1.0, 2.0), scored("other", 9.0, 2.0, family="math")])
+    book = ScoreHistory([scored("a", 0.0, 1.0), scored("b", 1.0, 2.0), scored("other", 9.0, 2.0, family="math")])
     sample = scored("s", 5.0, 3.0, cohort="new")
     book.add(sample)
     book.add(scored("later", 7.0, 4.0))
@@ -34,7 +34,7 @@ def test_a_baseline_is_made_of_earlier_scores_of_the_same_family_alone() -> None
 
 
 def test_too_few_scores_are_no_baseline() -> None:
-    book = ScoreBook([scored("a", 0.0, 1.0)])
+    book = ScoreHistory([scored("a", 0.0, 1.0)])
     assert book.baseline(scored("s", 1.0, 2.0), 2) is None
     assert book.baseline(scored("s", 1.0, 2.0, family="never seen"), 1) is None
 
@@ -42,7 +42,7 @@ def test_too_few_scores_are_no_baseline() -> None:
 def test_attempts_at_the_same_task_draw_the_baseline_to_their_mean() -> None:
     easy = [scored(f"e{n}", 1.0, float(n), cohort="easy") for n in range(int(SHRINKAGE))]
     hard = [scored(f"h{n}", 0.0, float(n), cohort="hard") for n in range(int(SHRINKAGE))]
-    book = ScoreBook([*easy, *hard])
+    book = ScoreHistory([*easy, *hard])
     baselines = {name: book.baseline(scored("s", 1.0, 99.0, cohort=name), 2) for name in ("easy", "hard", "new")}
     means = {name: found.mean for name, found in baselines.items() if found is not None}
     assert means["hard"] == pytest.approx(means["new"] / 2)
@@ -50,7 +50,7 @@ def test_attempts_at_the_same_task_draw_the_baseline_to_their_mean() -> None:
 
 
 def test_the_newest_scores_count_most() -> None:
-    book = ScoreBook([scored(str(n), float(n >= 200), float(n)) for n in range(400)])
+    book = ScoreHistory([scored(str(n), float(n >= 200), float(n)) for n in range(400)])
     found = book.baseline(scored("s", 1.0, 999.0, cohort="new"), 16)
     assert found is not None
     assert found.mean > 0.85
@@ -59,7 +59,7 @@ def test_the_newest_scores_count_most() -> None:
 def test_the_baseline_leaves_the_expected_gradient_alone() -> None:
     """With scores that do not depend on what was sampled, the mean advantage over many samples is zero."""
     randomness = random.Random(1)
-    book, advantages = ScoreBook(), []
+    book, advantages = ScoreHistory(), []
     for number in range(4000):
         sample = scored(str(number), randomness.random(), float(number), cohort=str(number))
         found = book.baseline(sample, 16)
@@ -70,12 +70,12 @@ def test_the_baseline_leaves_the_expected_gradient_alone() -> None:
 
 
 def test_a_single_that_waits_long_for_its_round_keeps_what_it_was_compared_with(store: Store) -> None:
-    book = ScoreBook([scored(f"old{n}", float(n % 2), float(n), family="task:mail") for n in range(40)])
-    credit = Credit("dr_grpo", min_baseline_samples=16, book=book)
+    book = ScoreHistory([scored(f"old{n}", float(n % 2), float(n), family="task:mail") for n in range(40)])
+    credit = AdvantageEstimator("dr_grpo", min_baseline_samples=16, book=book)
     agents_work(store, "mail/1", [1.0])
-    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     group = store.groups.form("k", "agent", ["mail/1-0"], now=101.0)
-    keeper = Scorekeeper(
+    keeper = JudgeRunner(
         store, FunctionJudge("tests.harness.trainer.judge_samples:scripted", clock=lambda: 102.0), attempts=1,
         retry_seconds=1.0, alarm_after=5, credit=credit,
     )  # fmt: skip
@@ -83,7 +83,7 @@ def test_a_single_that_waits_long_for_its_round_keeps_what_it_was_compared_with(
     keeper.score(group, [member], now=102.0)
     (earned,) = credit.advantages([member.trajectory], list(store.groups.verdicts(group.members).values())) or ()
     assert earned > 0.3
-    for number in range(MOST_REMEMBERED):  # a canary's traffic, say
+    for number in range(MAX_SCORES_PER_FAMILY):  # a canary's traffic, say
         book.add(scored(f"new{number}", 1.0, 200.0 + number, family="task:mail"))
     assert book.baseline(past(member.trajectory, store.groups.verdicts(group.members)["mail/1-0"]), 16) is None
     assert credit.advantages([member.trajectory], list(store.groups.verdicts(group.members).values())) == (earned,)

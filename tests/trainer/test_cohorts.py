@@ -14,11 +14,11 @@ from ratchet.store.records import Trajectory, Verdict
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.advantages.advantage import cohort_advantages
-from ratchet.trainer.controller.advantages.baseline import ScoreBook
-from ratchet.trainer.controller.advantages.estimator import Credit, past
+from ratchet.trainer.controller.advantages.baseline import ScoreHistory
+from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator, past
 from ratchet.trainer.controller.collect.cohorts import likeness, plan_cohorts
-from ratchet.trainer.controller.collect.collector import Assembly
-from ratchet.trainer.controller.collect.role_resolution import Casting
+from ratchet.trainer.controller.collect.collector import TrajectoryCollector
+from ratchet.trainer.controller.collect.role_resolution import RoleResolver
 from ratchet.trainer.daemon import Daemon
 from ratchet.trainer.rows.roles import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
@@ -80,7 +80,7 @@ def test_credit_knows_a_cohort_by_its_tasks() -> None:
         Verdict(trajectory_id=one.id, group_id="g", judge="j", judge_version="1", score=score)
         for one, score in zip(members, (0.0, 0.0, 1.0), strict=True)
     ]
-    credit = Credit("dr_grpo")
+    credit = AdvantageEstimator("dr_grpo")
     assert credit.advantages(members, verdicts) == pytest.approx((-0.5, -0.5, 1.0))
     same = [run(str(n)) for n in range(3)]
     assert credit.advantages(same, verdicts) == pytest.approx((-1 / 3, -1 / 3, 2 / 3))
@@ -96,15 +96,15 @@ def single(store: Store, number: int, answer: str, system: str = "Answer.") -> N
 
 
 @pytest.fixture
-def assembly(store: Store, tmp_path: Path) -> Iterator[Callable[[ScoreBook], Assembly]]:
-    made: list[Assembly] = []
+def assembly(store: Store, tmp_path: Path) -> Iterator[Callable[[ScoreHistory], TrajectoryCollector]]:
+    made: list[TrajectoryCollector] = []
 
-    def make(book: ScoreBook) -> Assembly:
+    def make(book: ScoreHistory) -> TrajectoryCollector:
         settings = TrainerSettings(
             store="x", model="agent", base_model="base", vllm=("http://127.0.0.1:1",), checkpoints=tmp_path,
             judge="a:b", singles="cohort", min_baseline_samples=2, num_generations=3, group_wait_seconds=0.01,
         )  # fmt: skip
-        made.append(Assembly(store, settings, Casting(store, "agent", Roles()), book, None))
+        made.append(TrajectoryCollector(store, settings, RoleResolver(store, "agent", Roles()), book, None))
         return made[-1]
 
     yield make
@@ -113,13 +113,13 @@ def assembly(store: Store, tmp_path: Path) -> Iterator[Callable[[ScoreBook], Ass
 
 
 def test_once_a_family_has_a_past_its_singles_go_by_that(
-    store: Store, assembly: Callable[[ScoreBook], Assembly]
+    store: Store, assembly: Callable[[ScoreHistory], TrajectoryCollector]
 ) -> None:
     for number in range(3):
         single(store, number, "a")
     single(store, 3, "a", system="Another agent's.")
-    store.trajectories.seal_idle("agent", time.time(), 0.1)
-    assembly(book := ScoreBook()).turn(time.time() + 1.0, time.time())
+    store.trajectories.seal_idle_trajectories("agent", time.time(), 0.1)
+    assembly(book := ScoreHistory()).turn(time.time() + 1.0, time.time())
     sizes = sorted(len(group.members) for group in store.groups.ready("agent", time.time()))
     assert sizes == [1, 3]
     verdict = Verdict(trajectory_id="x", group_id="g", judge="j", judge_version="1", score=0.5)
@@ -127,7 +127,7 @@ def test_once_a_family_has_a_past_its_singles_go_by_that(
         book.add(past(store.trajectories.get(f"traj_{number}"), verdict))
     for number in range(4, 7):
         single(store, number, "a")
-    store.trajectories.seal_idle("agent", time.time(), 0.1)
+    store.trajectories.seal_idle_trajectories("agent", time.time(), 0.1)
     assembly(book).turn(time.time() + 1.0, time.time())
     sizes = sorted(len(group.members) for group in store.groups.ready("agent", time.time()))
     assert sizes == [1, 1, 1, 1, 3]

@@ -17,11 +17,11 @@ from ratchet.store.states import GroupState, RoundState, ToolResult, TrajectoryS
 from ratchet.store.store import Store
 from ratchet.store.training.rounds import Rounds
 from ratchet.trainer.adapters.checkpoint import newest_complete
-from ratchet.trainer.controller.advantages.estimator import Credit
-from ratchet.trainer.controller.rounds.round_runner import School
+from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
+from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.daemon import Daemon
 from ratchet.trainer.errors import CheckpointDamaged, OutOfMemory, TrainingDiverged
-from ratchet.trainer.learner_protocol import Pupil, RoundReport
+from ratchet.trainer.learner_protocol import LearnerProtocol, RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.agents import agents_work
@@ -46,7 +46,7 @@ class OutageAtCommit(Rounds):
 class Power:
     """A power cut, right after the checkpoint is on disk and before the commit."""
 
-    def __init__(self, learner: Pupil) -> None:
+    def __init__(self, learner: LearnerProtocol) -> None:
         self._learner = learner
 
     @property
@@ -135,9 +135,9 @@ def test_a_power_cut_between_checkpoint_and_commit_trains_nothing_twice(
     daemon = make_daemon(groups_per_round=9)
     daemon.turn(1000.0)
     groups = store.groups.judged("agent")
-    school = School(store, "agent", tmp_path / "checkpoints", Credit())
+    school = RoundRunner(store, "agent", tmp_path / "checkpoints", AdvantageEstimator())
     with pytest.raises(KeyboardInterrupt):
-        school.hold_round(Power(daemon.learner), groups, 0)
+        school.run_round(Power(daemon.learner), groups, 0)
     assert newest_complete(tmp_path / "checkpoints") is not None
     assert {store.groups.get(group.id).state for group in groups} == {GroupState.JUDGED}
 
@@ -184,9 +184,9 @@ def test_a_round_that_diverges_is_put_aside_loudly(
     names = agents_work(store, "a", [0.0, 1.0])
     daemon = make_daemon(groups_per_round=9)
     daemon.turn(1000.0)
-    school = School(store, "agent", tmp_path / "checkpoints", Credit())
+    school = RoundRunner(store, "agent", tmp_path / "checkpoints", AdvantageEstimator())
     with pytest.raises(TrainingDiverged):
-        school.hold_round(Diverging(daemon.learner), store.groups.judged("agent"), 0)
+        school.run_round(Diverging(daemon.learner), store.groups.judged("agent"), 0)
     assert store.trajectories.get(names[0]).drop_reason == "diverged"
     assert store.alarms.standing()[0].name == "diverged:agent"
 
@@ -198,14 +198,14 @@ def test_a_round_that_is_broken_off_says_why_and_its_groups_wait_for_the_next(
     agents_work(store, "b", [0.0, 1.0])
     daemon = make_daemon(groups_per_round=9)
     daemon.turn(1000.0)
-    school = School(store, "agent", tmp_path / "checkpoints", Credit())
+    school = RoundRunner(store, "agent", tmp_path / "checkpoints", AdvantageEstimator())
     with pytest.raises(OutOfMemory):
-        school.hold_round(TooLarge(daemon.learner), store.groups.judged("agent"), 0)
+        school.run_round(TooLarge(daemon.learner), store.groups.judged("agent"), 0)
     (held,) = store.rounds.page("agent")
     assert (held.state, held.reason) == (RoundState.ABANDONED, "OutOfMemory: lower learner.token_budget")
     (alarm,) = store.alarms.standing()
     assert (alarm.name, alarm.reason) == ("unfinished:agent", f"round {held.id} was broken off: {held.reason}")
-    assert school.hold_round(daemon.learner, store.groups.judged("agent"), 0) is not None
+    assert school.run_round(daemon.learner, store.groups.judged("agent"), 0) is not None
     assert not store.alarms.standing()
 
 
@@ -291,7 +291,7 @@ def test_what_ended_after_the_verdict_is_not_trained_by_it(store: Store, make_da
     first = store.groups.judged("agent")[0]
     members = [store.trajectories.read(name) for name in first.members]
     verdicts = [msgspec.structs.replace(v, judged_at=1.0) for v in store.groups.verdicts(first.members).values()]
-    school = School(store, "agent", daemon.settings.checkpoints, Credit())
+    school = RoundRunner(store, "agent", daemon.settings.checkpoints, AdvantageEstimator())
     built = [school.rows(member, verdict, {None: 1.0}) for member, verdict in zip(members, verdicts, strict=True)]
     assert [(rows.rows, rows.untrained) for rows in built] == [((), {"after the verdict": 3})] * 2
 
@@ -328,8 +328,8 @@ def test_a_candidate_that_a_dead_trainer_left_is_published_by_the_next(
     agents_work(store, "b", [0.0, 1.0])
     daemon = make_daemon(groups_per_round=9)
     daemon.turn(1000.0)
-    school = School(store, "agent", daemon.settings.checkpoints, Credit())
-    left = school.hold_round(daemon.learner, store.groups.judged("agent"), 0)
+    school = RoundRunner(store, "agent", daemon.settings.checkpoints, AdvantageEstimator())
+    left = school.run_round(daemon.learner, store.groups.judged("agent"), 0)
     assert isinstance(left, Policy)
     make_daemon().turn(1001.0)
     assert store.policies.live()["agent"].version == 1

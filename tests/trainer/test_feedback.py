@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from ratchet.store.records import Feedback, Transcript
 from ratchet.store.states import GroupState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.collect.feedback_wait import Patience, patience_of
+from ratchet.trainer.controller.collect.feedback_wait import FeedbackWait, feedback_wait_of
 from ratchet.trainer.controller.collect.grouping import NO_FEEDBACK
 from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge, votes_of
 from ratchet.trainer.controller.judges.make_judge import make_judge
@@ -107,9 +107,9 @@ def test_it_is_named_like_any_judge_and_works_as_a_part(store: Store) -> None:
     spec = read_spec({"kind": "composite", "parts": parts})
     verdict = make_judge(spec, {}).judge(None, [read(store, "t")]).verdicts[0]
     assert (verdict.score, verdict.components) == (0.75, {"liked": 1.0, "brief": 0.5})
-    assert patience_of(spec) == Patience(5.0, drops=True)
-    assert patience_of(read_spec({"kind": "feedback", "missing": 0.5})) == Patience(DAY, drops=False)
-    assert patience_of(read_spec("a:b")) is None
+    assert feedback_wait_of(spec) == FeedbackWait(5.0, drops=True)
+    assert feedback_wait_of(read_spec({"kind": "feedback", "missing": 0.5})) == FeedbackWait(DAY, drops=False)
+    assert feedback_wait_of(read_spec("a:b")) is None
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_the_documents_loop_takes_a_step_on_exported_rows_and_none_of_them_is_a_
     judged_group(store, ["a", "b"], [0.0, 1.0])
     answered_trajectory(store, "measured", purpose="eval")
     answered_trajectory(store, "held-out", task="kept back")
-    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     store.trajectories.drop(["held-out"], "held_out")
     assert run(["store", "export", "--store", str(store_file), "--format", "trl", "--out", "trained.jsonl"]) == 0
     said = capsys.readouterr().err

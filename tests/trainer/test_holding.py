@@ -64,7 +64,7 @@ def test_a_person_promotes_what_is_held_and_training_goes_on(store: Store, make_
     daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, daemon, time.time())
     now = until(daemon, now, lambda: store.policies.held("agent") is not None, most=200)
-    assert store.policies.promote_by_hand("agent", None, by="anna", reason="read them").version == 1
+    assert store.policies.promote_manually("agent", None, by="anna", reason="read them").version == 1
     for number in range(24):
         agents_work(store, f"later-{number}", [0.0, 1.0], at=now)
     until(daemon, now + 1.0, lambda: len(store.rounds.page("agent")) == 2, most=200)
@@ -77,7 +77,7 @@ def test_a_person_takes_back_what_is_held_and_training_goes_on_from_the_live_ver
     daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, daemon, time.time())
     now = until(daemon, now, lambda: store.policies.held("agent") is not None, most=200)
-    rejected = store.policies.roll_back_by_hand("agent", None, by="anna", reason="it flatters")
+    rejected = store.policies.roll_back_manually("agent", None, by="anna", reason="it flatters")
     assert [policy.version for policy in rejected] == [1]
     daemon.turn(now + 1.0)
     assert "held:agent" not in standing(store)
@@ -96,7 +96,7 @@ def test_what_is_held_is_held_after_a_restart_too(store: Store, make_daemon: Cal
         daemon.turn(now + later)
     assert store.policies.live()["agent"].version == 0
     assert "held:agent" in standing(store)
-    store.policies.roll_back_by_hand("agent", None, by="anna", reason="it flatters")
+    store.policies.roll_back_manually("agent", None, by="anna", reason="it flatters")
     make_daemon(groups_per_round=24).turn(now + 10.0)
     assert "held:agent" not in standing(store), "decided while no trainer ran"
 

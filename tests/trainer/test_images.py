@@ -18,7 +18,7 @@ import pytest
 
 from ratchet.status.project_status import lines
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.images import Pictures
+from ratchet.trainer.controller.judges.images import JudgeImages
 from ratchet.trainer.daemon import Daemon
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
@@ -142,7 +142,7 @@ def test_a_judge_model_that_sees_is_shown_as_many_as_it_is_told_to(model: Script
 
 
 def test_an_image_is_shown_once_and_an_address_is_left_as_it_is() -> None:
-    pictures = Pictures(4)
+    pictures = JudgeImages(4)
     told = pictures.described([asked_about(url, "x") for url in (data_url(1), data_url(1), "https://e.org/cat.png")])
     named = [messages[0]["content"][1] for messages in told]
     assert [one.get("shown_as") for one in named] == ["image 1", "image 1", None]
@@ -152,7 +152,7 @@ def test_an_image_is_shown_once_and_an_address_is_left_as_it_is() -> None:
 
 def test_an_image_too_large_to_be_shown_is_described() -> None:
     data = base64.b64encode(random.Random(0).randbytes(7_000_000)).decode()
-    pictures = Pictures(4)
+    pictures = JudgeImages(4)
     told = pictures.described(asked_about(f"data:image/png;base64,{data}", "x"))
     assert told[0]["content"][1]["bytes"] == 7_000_000
     assert pictures.content("?") == "?"
@@ -160,7 +160,7 @@ def test_an_image_too_large_to_be_shown_is_described() -> None:
 
 def test_the_status_names_images_among_what_was_left_out() -> None:
     store: dict[str, Any] = {
-        "trajectories": {}, "dropped": {}, "dropped_groups": {}, "untrained_tokens": {"image": 12}, "shadows": {},
+        "trajectories": {}, "dropped": {}, "dropped_groups": {}, "untrained_tokens": {"image": 12}, "resamples": {},
         "rounds": {}, "live": None, "canary": None, "held": [], "decisions": [], "alarms": [], "proxies": [],
         "next_round": None, "moved": None, "base_model": None,
     }  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from ratchet.store.records import Transcript
-from ratchet.store.records.tool_calls import ToolAnswer, ToolCall
+from ratchet.store.records.tool_calls import ToolCall, ToolCallResult
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges import Judge
@@ -179,7 +179,7 @@ def with_tools(store: Store, name: str, *made: tuple[ToolOutcome, ToolResult | N
         for place, (outcome, _) in enumerate(made)
     ]  # fmt: skip
     answered = [
-        ToolAnswer(call_id=f"call_{name}", choice=0, tool_call_id=f"i{place}", result=result)
+        ToolCallResult(call_id=f"call_{name}", choice=0, tool_call_id=f"i{place}", result=result)
         for place, (_, result) in enumerate(made)
         if result is not None
     ]

@@ -11,7 +11,7 @@ from ratchet.store.states import GroupState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.controller.judging.judge_runner import Scorekeeper, flat_groups
+from ratchet.trainer.controller.judging.judge_runner import JudgeRunner, zero_variance_groups
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import read_spec
 from tests.harness.records import answered_trajectory
@@ -28,16 +28,16 @@ def ready_group(store: Store, answers: dict[str, Any]) -> Group:
     names = [f"t{start + number}" for number in range(len(answers))]
     for name, answer in zip(names, answers, strict=True):
         answered_trajectory(store, name, answer)
-    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     return store.groups.form("k", "agent", names, now=101.0)
 
 
-def keeper(store: Store, **changes: Any) -> Scorekeeper:
+def keeper(store: Store, **changes: Any) -> JudgeRunner:
     settings: dict[str, Any] = {"attempts": 2, "retry_seconds": 5.0, "alarm_after": 2} | changes
-    return Scorekeeper(store, FunctionJudge(f"{HERE}:scripted"), **settings)
+    return JudgeRunner(store, FunctionJudge(f"{HERE}:scripted"), **settings)
 
 
-def score(store: Store, keep: Scorekeeper, group: Group, now: float = 102.0) -> Group:
+def score(store: Store, keep: JudgeRunner, group: Group, now: float = 102.0) -> Group:
     keep.score(store.groups.get(group.id), [store.trajectories.read(name) for name in group.members], now)
     return store.groups.get(group.id)
 
@@ -148,20 +148,20 @@ def test_groups_in_a_row_without_variance_are_counted_over_a_restart(store: Stor
         score(store, first, ready_group(store, {"c": 0.5, "d": 0.5}))
     first.close()
     assert store.alarms.standing() == []
-    later = keeper(store, alarm_after=3, flat=flat_groups(store, "agent"))
+    later = keeper(store, alarm_after=3, flat=zero_variance_groups(store, "agent"))
     score(store, later, ready_group(store, {"e": 0.5, "f": 0.5}))
     (alarm,) = store.alarms.standing()
     assert alarm.reason.startswith("last 3 groups: no variance")
     assert "gave 0.5 to all 6 trajectories" in alarm.reason
     score(store, later, ready_group(store, {"g": 0.0, "h": 1.0}))
-    assert flat_groups(store, "agent") == []
+    assert zero_variance_groups(store, "agent") == []
 
 
 @pytest.mark.parametrize("function", ["needs_another_caller", "awaits_another_caller"])
 def test_a_function_is_asked_about_several_groups_at_once_where_that_is_set(store: Store, function: str) -> None:
     groups = [ready_group(store, {f"group {number}": None}) for number in range(2)]
     judge = make_judge(read_spec({"kind": "function", "function": f"{HERE}:{function}", "at_once": 2}), {})
-    keep = Scorekeeper(store, judge, attempts=1, retry_seconds=5.0, alarm_after=2)
+    keep = JudgeRunner(store, judge, attempts=1, retry_seconds=5.0, alarm_after=2)
     keep.ask(groups, store.trajectories.read)
     waited = 0
     while waited < 2:

@@ -86,7 +86,7 @@ def test_a_rejected_version_leaves_the_base_model_where_it_is_and_there_is_one(
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])
     daemon.turn(1000.0)
-    store.policies.roll_back_by_hand("agent", None, by="anna", reason="it is rude")
+    store.policies.roll_back_manually("agent", None, by="anna", reason="it is rude")
     agents_work(store, "c", [0.0, 1.0])
     agents_work(store, "d", [1.0, 0.0])
     daemon.turn(2000.0)

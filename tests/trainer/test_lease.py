@@ -10,7 +10,7 @@ import pytest
 from ratchet.store.coordination.leases import Leases
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.store import Store
-from ratchet.trainer.errors import LeaseHeld, LeaseLost
+from ratchet.trainer.errors import LeaseLost, LeaseTaken
 from ratchet.trainer.lease import Lease
 
 
@@ -80,7 +80,7 @@ def test_a_lease_that_is_renewed_is_refused_with_its_holder_and_since_when(store
     waited: list[str] = []
     with Lease(store, "tuning:tun_1", seconds=2.0) as first, Lease(store, "tuning:tun_1", seconds=2.0) as second:
         first.claim()
-        with pytest.raises(LeaseHeld, match=rf"process {os.getpid()} on .+, since 20\d\d-\d\d-\d\d .* UTC has it"):
+        with pytest.raises(LeaseTaken, match=rf"process {os.getpid()} on .+, since 20\d\d-\d\d-\d\d .* UTC has it"):
             second.claim(waited.append)
         assert len(waited) == 1
         assert first.confirmed()

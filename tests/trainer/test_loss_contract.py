@@ -203,7 +203,7 @@ def build_groups(trainer: loss.RecordedGRPOTrainer) -> list[TokenRow]:
     return rows
 
 
-def backward(trainer: loss.RecordedGRPOTrainer, micros: Sequence[Micro]) -> tuple[Computed, loss.StepNumbers]:
+def backward(trainer: loss.RecordedGRPOTrainer, micros: Sequence[Micro]) -> tuple[Computed, loss.StepMetrics]:
     trainer.model.zero_grad()
     numbers = trainer.backward(micros)
     return Computed(numbers.loss, gradients(trainer)), numbers

@@ -57,7 +57,7 @@ def make_cramped(store: Store, engine: ScriptedEngine, tmp_path: Path) -> Iterat
             "checkpoints": tmp_path / "checkpoints", "num_generations": 2, "groups_per_round": 1,
         }  # fmt: skip
         settings = TrainerSettings(**(values | changes))
-        daemon = Daemon(settings, store, threading.Event(), make_pupil=lambda given, folder: pupil)
+        daemon = Daemon(settings, store, threading.Event(), learner_factory=lambda given, folder: pupil)
         made.append(daemon)
         daemon._gate.turn(0.0)
         return daemon
@@ -73,7 +73,7 @@ def judged(store: Store, task: str, lengths: Sequence[int]) -> list[str]:
         agents_work(store, f"{task}{place}", [0.0], prompt=(5,) * (length - 3))[0]
         for place, length in enumerate(lengths)
     ]
-    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     group = store.groups.form("k", "agent", names, now=101.0)
     store.groups.record(
         group.id,
@@ -159,10 +159,10 @@ def test_a_round_that_ran_out_of_memory_leaves_no_gradient_to_the_next(tiny_mode
         if standing.done > 1 and not standing.ended:
             raise RuntimeError("CUDA out of memory")
 
-    other.watched_by(Progress(meet_the_end))
+    other.report_progress_to(Progress(meet_the_end))
     with pytest.raises(OutOfMemory):
         other.train_round(rows)
-    other.watched_by(Progress())
+    other.report_progress_to(Progress())
     again = other.train_round(rows)
     assert (again.loss, again.grad_norm, again.weight_change) == (
         expected.loss, expected.grad_norm, expected.weight_change,

@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file
 
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.estimator import Credit
-from ratchet.trainer.controller.rounds.round_runner import School
+from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
+from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.daemon import Daemon
 from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.learner_protocol import RoundReport
@@ -101,13 +101,13 @@ def test_a_round_that_makes_good_answers_less_likely_raises_an_alarm_until_one_d
     store: Store, make_daemon: Callable[..., Daemon], tiny_model: Path, tmp_path: Path
 ) -> None:
     daemon = make_daemon(groups_per_round=9)
-    school = School(store, "agent", tmp_path / "checkpoints", Credit())
+    school = RoundRunner(store, "agent", tmp_path / "checkpoints", AdvantageEstimator())
     learner = Collapsing(str(tiny_model), replace(SETTINGS, steps_per_round=1), workdir=tmp_path / "work")
     for version, names in enumerate((["collapse:agent"], ["collapse:agent"], [])):
         for task in "ab":
             agents_work(store, f"{task}{version}", [0.0, 1.0])
         daemon.turn(1000.0)
-        school.hold_round(learner, store.groups.judged("agent"), version)
+        school.run_round(learner, store.groups.judged("agent"), version)
         assert [alarm.name for alarm in store.alarms.standing()] == names
     (held, *_) = store.rounds.page("agent")
     assert held.metrics["approx_kl"] > 0

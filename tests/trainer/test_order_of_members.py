@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ratchet.store.records import Transcript
-from ratchet.trainer.controller.judges.both_orders import compares, in_both_orders
+from ratchet.trainer.controller.judges.both_orders import compares, judge_in_both_orders
 from ratchet.trainer.controller.judges.kinds.composite import CompositeJudge, Part
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.kinds.ruler import RulerJudge
@@ -107,14 +107,14 @@ def test_both_orders_are_paid_for_and_kept_and_a_failure_in_one_is_a_failure(
     model: ScriptedJudgeModel, ruler: RulerJudge
 ) -> None:
     model.answers = [favours_the_first, favours_the_first]
-    one, whole = pair(1), in_both_orders(ruler, pair(1))
+    one, whole = pair(1), judge_in_both_orders(ruler, pair(1))
     assert [verdict.trajectory_id for verdict in whole.verdicts] == [run.trajectory.id for run in one]
     assert len(whole.exchanges) == 2
     assert sum(verdict.cost or 0.0 for verdict in whole.verdicts) == pytest.approx(
         sum(exchange.cost or 0.0 for exchange in whole.exchanges)
     )
     model.answers = [favours_the_first, says("nothing")]
-    assert [verdict.score for verdict in in_both_orders(ruler, pair(2)).verdicts] == [None, None]
+    assert [verdict.score for verdict in judge_in_both_orders(ruler, pair(2)).verdicts] == [None, None]
 
 
 def test_judges_that_score_each_member_alone_are_asked_once(ruler: RulerJudge) -> None:

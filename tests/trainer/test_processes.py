@@ -130,7 +130,7 @@ def test_an_error_that_one_of_two_processes_meets_ends_both_with_its_reason(case
     heard = (together / f"{case}-{other}").read_text()
     assert said.endswith(("ended with 1\n", "ended with 3\n")) or "killed" in case, said[-2000:]
     assert heard.endswith("ended with 1\n"), heard[-2000:]
-    assert "ProcessLost" in heard
+    assert "WorkerProcessLost" in heard
     assert APART[case] in said
     if other == "0":  # it had the notes
         assert APART[case] in heard, heard[-2000:]
@@ -209,7 +209,7 @@ def _goes_on(store: Store, settings: str, log: Path) -> tuple[int, str]:
 def test_a_process_that_dies_in_a_round_ends_all_with_a_reason(story: Story) -> None:
     code, said = story.first
     assert code != 0
-    assert "error=ProcessLost" in said, said[-3000:]
+    assert "error=WorkerProcessLost" in said, said[-3000:]
     assert (story.rounds, story.live_after_the_death) == ([None], 0), said[-3000:]
 
 
@@ -218,7 +218,7 @@ def test_the_next_start_trains_the_round_once_and_ends_as_one(story: Story) -> N
     assert story.store.policies.live()["agent"].version == 1, said[-3000:]
     (broken_off,) = [held for held in story.store.rounds.page("agent") if held.to_version is None]
     assert broken_off.reason is not None
-    assert broken_off.reason.startswith("ProcessLost: a process that trains along has ended")
+    assert broken_off.reason.startswith("WorkerProcessLost: a process that trains along has ended")
     committed = [held for held in story.store.rounds.page("agent") if held.to_version is not None]
     assert [held.metrics["trajectories"] for held in committed] == [6]
     assert "event=trainer_stopped" in said

@@ -11,8 +11,8 @@ import pytest
 from ratchet.store.db.engine import connect
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.observability.metrics import Metrics
-from ratchet.trainer.observability.progress import Bars, Lines, Progress, RunningMeans, Standing, for_a_person
-from ratchet.trainer.observability.stored_progress import StoredStandings
+from ratchet.trainer.observability.progress import Bars, Lines, Progress, RunningMeans, Standing, format_for_terminal
+from ratchet.trainer.observability.stored_progress import StoredProgress
 
 
 class Clock:
@@ -71,7 +71,7 @@ def test_a_command_off_the_terminal_tells_people_how_far_it_is_and_how_long_it_t
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     clock = Clock()
-    work = Progress(for_a_person(), clock=clock).begin("rollouts", 100)
+    work = Progress(format_for_terminal(), clock=clock).begin("rollouts", 100)
     clock.now += 20
     work.add(40, score=0.25)
     clock.now += 11
@@ -139,7 +139,7 @@ def test_threads_may_add_at_once() -> None:
 
 def test_the_same_numbers_stand_in_the_store_and_are_written_seldom(store: Store) -> None:
     clock = Clock()
-    standings = StoredStandings(store, "agent", every=3.0, clock=clock)
+    standings = StoredProgress(store, "agent", every=3.0, clock=clock)
     progress = Progress(standings, clock=clock)
     work = progress.begin("judging", 8)
     for tokens in (35.0, 42.0, 51.0):
@@ -155,7 +155,7 @@ def test_the_same_numbers_stand_in_the_store_and_are_written_seldom(store: Store
 
 def test_a_store_that_is_away_does_not_end_the_work(tmp_path: Path) -> None:
     away = open_store(str(tmp_path / "store.db"))
-    progress = Progress(StoredStandings(away, "agent"))
+    progress = Progress(StoredProgress(away, "agent"))
     with connect(str(tmp_path / "store.db")).begin() as connection:
         connection.exec_driver_sql("DROP TABLE works")
     work = progress.begin("training", 2)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.scripted_school import ScriptedPupil
-from ratchet.store.errors import ForbiddenChange
+from benchmarks.scripted_learner import ScriptedLearner
+from ratchet.store.errors import InvalidTransition
 from ratchet.store.records import Policy
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store, open_store
@@ -73,7 +73,7 @@ def make(
             judge="tests.harness.trainer.prompted_vllm:judged", seal_after_idle_seconds=0.01, group_wait_seconds=0.01,
             round_wait_seconds=1e9, groups_per_round=1000, num_generations=2, gate=gate,
         )  # fmt: skip
-        made.append(Daemon(settings, store, threading.Event(), make_pupil=ScriptedPupil))
+        made.append(Daemon(settings, store, threading.Event(), learner_factory=ScriptedLearner))
         return made[-1]
 
     yield make
@@ -163,7 +163,7 @@ def test_lessons_are_measured_against_what_serves_and_stay_only_where_they_help(
 
 
 def _scores(store: Store) -> int:
-    judge = store.groups.newest_judge("agent")
+    judge = store.groups.newest_judge_version("agent")
     return len(store.groups.scored("agent", judge)) if judge else 0
 
 
@@ -271,7 +271,7 @@ def test_what_was_learnt_takes_the_prompt_that_became_live_meanwhile(local: Stor
 def test_a_candidate_that_is_older_than_what_a_person_made_live_is_put_aside_and_blocks_nothing(local: Store) -> None:
     overtaken, by_hand = prompted(local, "First."), prompted(local, "Second.")
     local.policies.promote("agent", by_hand.version, {}, by="me", reason="by hand")
-    with pytest.raises(ForbiddenChange, match="older than 2, the live version"):
+    with pytest.raises(InvalidTransition, match="older than 2, the live version"):
         local.policies.canary("agent", overtaken.version, 0.5)
     assert next_candidate(local, "agent") is None
     group = judged_group(local, ["a", "b"], [0.0, 1.0])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.store.records import Door, Policy
+from ratchet.store.records import Policy, ProxyInstance
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import Replica
@@ -81,7 +81,9 @@ def steps_of(size: float, rounding: float = 0.0) -> Callable[[str, Sequence[int]
 
 def beat(store: Store, live: int, **pins: int) -> None:
     named = {f"agent@{name[1:]}": count for name, count in pins.items()}
-    store.doors.beat(Door(id="d", url="u", live={"agent": live}, pins=named, shipped_until=1.0, beat_at=time.time()))
+    store.doors.beat(
+        ProxyInstance(id="d", url="u", live={"agent": live}, pins=named, shipped_until=1.0, heartbeat_at=time.time())
+    )
 
 
 def test_a_proven_candidate_is_loaded_everywhere_before_it_is_live(
@@ -236,6 +238,6 @@ def test_the_alarm_goes_with_the_versions_that_it_was_about(
     assert [alarm.name for alarm in store.alarms.standing()] == ["swap_unproven:agent"]
     publisher.drain(time.time())
     assert store.alarms.standing()
-    store.policies.roll_back_by_hand("agent", 0, by="anna", reason="it goes nowhere")
+    store.policies.roll_back_manually("agent", 0, by="anna", reason="it goes nowhere")
     publisher.drain(time.time())
     assert not store.alarms.standing()

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from ratchet.checks import workflow_check
-from ratchet.store.deletion.deletion import MEMBER_GONE
+from ratchet.store.deletion.deletion import MEMBER_DELETED
 from ratchet.store.reports import drop_reasons
 from ratchet.store.states import CallState
 from ratchet.trainer.controller.collect import grouping
@@ -21,7 +21,7 @@ def test_every_reason_of_a_drop_is_explained() -> None:
         grouping.EVALUATION, grouping.CUT_OFF, grouping.SINGLE, judge_runner.JUDGE_FAILED, judge_runner.NO_VARIANCE,
         judge_runner.BASELINE, round_runner.UNTRAINABLE, round_runner.DIVERGED, backlog.STALE, backlog.TOO_FEW_LEFT,
     }  # fmt: skip
-    assert given | {workflow_check._DROPPED, MEMBER_GONE} <= set(drop_reasons.DROPPED)
+    assert given | {workflow_check._DROPPED, MEMBER_DELETED} <= set(drop_reasons.DROPPED)
 
 
 def test_every_reason_of_a_token_is_explained() -> None:

@@ -10,8 +10,8 @@ import msgspec
 import torch
 
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.estimator import Credit
-from ratchet.trainer.controller.rounds.round_runner import School
+from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
+from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.learner.importance_sampling import kept
 from ratchet.trainer.learner.micro_batches import collate
 from ratchet.trainer.learner_protocol import RoundReport
@@ -57,5 +57,5 @@ def test_a_rows_age_counts_the_rounds_that_were_learnt_from_since(store: Store, 
     verdicts = store.groups.verdicts(group.members).values()
     store.groups.rescore([msgspec.structs.replace(verdict, judged_at=10.0) for verdict in verdicts])
     learner = Reading()
-    School(store, "agent", tmp_path, Credit()).hold_round(learner, [group], 3)
+    RoundRunner(store, "agent", tmp_path, AdvantageEstimator()).run_round(learner, [group], 3)
     assert learner.ages == {"new": 0, "older": 1, "oldest": 2}

@@ -10,10 +10,10 @@ import pytest
 from ratchet.proxy.coordinator.operator_api.overview import Overview
 from ratchet.store.records import Verdict
 from ratchet.store.reports.learning_report import RELATIVE
-from ratchet.store.reports.relative_judges import is_relative, note_judge, report_of
+from ratchet.store.reports.relative_judges import is_relative, read_learning_report, record_judge_scale
 from ratchet.store.store import Store
 from ratchet.trainer.daemon import Daemon
-from ratchet.trainer.settings.judge_specs import only_ranks, read_spec
+from ratchet.trainer.settings.judge_specs import gives_only_ranks, read_spec
 from ratchet.tuner.reports.version_evidence import gather
 from tests.harness.records import answered_trajectory, judged_group
 from tests.harness.trainer.agents import agents_work
@@ -37,7 +37,7 @@ def part(judge: Any, **role: float) -> dict[str, Any]:
     ],
 )
 def test_a_judge_that_only_ranks_is_known_by_its_settings(judge: Any, relative: bool) -> None:
-    assert only_ranks(read_spec(judge)) is relative
+    assert gives_only_ranks(read_spec(judge)) is relative
 
 
 def two_versions(store: Store) -> None:
@@ -50,9 +50,9 @@ def two_versions(store: Store) -> None:
 def test_the_learning_report_and_the_console_say_relative_and_give_no_mean(store: Store) -> None:
     two_versions(store)
     store.policies.register_base("agent", "agent@0")
-    assert report_of(store, "agent").families[0].gain.verdict == "better"
-    note_judge(store, "agent", "1", relative=True)
-    report = report_of(store, "agent")
+    assert read_learning_report(store, "agent").families[0].gain.verdict == "better"
+    record_judge_scale(store, "agent", "1", relative=True)
+    report = read_learning_report(store, "agent")
     assert (report.families, report.versions, report.missing) == ((), (), RELATIVE)
     assert "relative" in RELATIVE
     (alias,) = Overview(store).read()["aliases"]
@@ -66,7 +66,7 @@ def test_the_trainer_notes_what_its_judge_is(store: Store, make_daemon: Callable
     daemon = make_daemon(judge=RULER, singles="drop")
     version = daemon._judge_version
     assert is_relative(store, "agent", version)
-    note_judge(store, "agent", version, relative=True)
+    record_judge_scale(store, "agent", version, relative=True)
     assert len(store.observations.newest("agent", "judge", 10)) == 1, "once"
     assert not is_relative(store, "agent", "another")
 
@@ -79,7 +79,7 @@ def test_no_version_is_kept_for_its_relative_mean(
     names = [f"r{number}" for number in range(20)]
     for name in names:
         answered_trajectory(store, name, task="t", version=1)
-    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     group = store.groups.form("task:t", "agent", names, now=101.0)
     said: dict[str, Any] = {"group_id": group.id, "judge": "j", "judge_version": daemon._judge_version}
     store.groups.record(group.id, [Verdict(trajectory_id=n, score=float(n == "r0"), **said) for n in names])

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from ratchet.store.records import Call, Verdict, pack_logprobs, unpack_ids
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.estimator import Credit
-from ratchet.trainer.controller.collect.role_resolution import Casting
+from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
+from ratchet.trainer.controller.collect.role_resolution import RoleResolver
 from ratchet.trainer.rows.build_rows import build_rows
 from ratchet.trainer.rows.roles import ANOTHER_ROLE, OTHER_ROLE, Roles
 from tests.harness.records import begun, ended, judged_group
@@ -76,7 +76,7 @@ def test_the_header_says_the_role_and_else_the_system_prompt_does(store: Store) 
         begun("c4", "t1", PLAN[1:], at=4.0),
     ]
     store.calls.ship([ended(start, {"role": "assistant", "content": start.call_id}) for start in shipped])
-    casting = Casting(store, "agent", Roles(("planner",), PROMPTS))
+    casting = RoleResolver(store, "agent", Roles(("planner",), PROMPTS))
     calls = casting.named(store.trajectories.read("t1").calls)
     assert [one.role for one in calls] == ["planner", "worker", "critic", None]
 
@@ -101,7 +101,7 @@ def verdicts(scores: Sequence[float], **components: Sequence[float]) -> list[Ver
 def test_a_component_of_a_roles_name_is_that_roles_score_where_every_member_has_it(store: Store) -> None:
     group = judged_group(store, ["a", "b"], [0.0, 1.0])
     members = [store.trajectories.get(name) for name in group.members]
-    credit = Credit("dr_grpo", roles=("planner", "worker"))
+    credit = AdvantageEstimator("dr_grpo", roles=("planner", "worker"))
     said = verdicts([1.0, 0.0], planner=[0.0, 1.0], worker=[0.5])
     assert credit.advantages(members, said, "planner") == (-0.5, 0.5)
     assert credit.advantages(members, said, "worker") == (0.5, -0.5)
@@ -111,9 +111,9 @@ def test_a_group_teaches_where_the_roles_that_train_differ_and_only_there(store:
     group = judged_group(store, ["a", "b"], [0.0, 1.0])
     members = [store.trajectories.get(name) for name in group.members]
     same = verdicts([1.0, 1.0], planner=[0.0, 1.0])
-    assert Credit(roles=("planner",)).teaches(members, same)
-    assert not Credit(roles=("worker",)).teaches(members, same)
-    assert not Credit(roles=("planner",)).teaches(members, verdicts([0.0, 1.0], planner=[1.0, 1.0]))
+    assert AdvantageEstimator(roles=("planner",)).teaches(members, same)
+    assert not AdvantageEstimator(roles=("worker",)).teaches(members, same)
+    assert not AdvantageEstimator(roles=("planner",)).teaches(members, verdicts([0.0, 1.0], planner=[1.0, 1.0]))
 
 
 def two_roles(store: Store, task: str, scores: Sequence[float]) -> None:

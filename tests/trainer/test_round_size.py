@@ -15,8 +15,8 @@ from ratchet.status.next_round import line, next_round
 from ratchet.store.records import Group
 from ratchet.store.states import GroupState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.estimator import Credit
-from ratchet.trainer.controller.rounds.round_runner import School
+from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
+from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.controller.rounds.round_size import RoundSize
 from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.learner_protocol import RoundReport
@@ -57,7 +57,9 @@ class Noting:
 
 def group(members: int) -> Group:
     names = tuple(map(str, range(members)))
-    return Group(id="g", key="k", alias="a", state=GroupState.JUDGED, formed_at=0.0, members=names, formed_of=members)
+    return Group(
+        id="g", key="k", alias="a", state=GroupState.JUDGED, formed_at=0.0, members=names, initial_size=members
+    )
 
 
 def test_many_small_rounds_add_as_much_noise_as_one_whole_round_of_the_same_samples() -> None:
@@ -71,7 +73,7 @@ def test_many_small_rounds_add_as_much_noise_as_one_whole_round_of_the_same_samp
 
 def test_a_round_begins_whole_or_late_and_never_below_its_least(store: Store) -> None:
     waiting = backlog(store, round_wait_seconds=600.0, min_groups_per_round=2)
-    assert [waiting.makes_a_round(*case) for case in ((16.0, 0.0), (15.5, 599.0), (2.0, 600.0), (1.875, 1e9))] == [
+    assert [waiting.is_round_due(*case) for case in ((16.0, 0.0), (15.5, 599.0), (2.0, 600.0), (1.875, 1e9))] == [
         True, False, True, False,
     ]  # fmt: skip
 
@@ -82,8 +84,10 @@ def test_a_round_takes_the_step_that_its_trained_groups_are_worth(store: Store, 
         verdicts = store.groups.verdicts(one.members).values()
         store.groups.rescore([msgspec.structs.replace(verdict, judged_at=10.0) for verdict in verdicts])
     learner = Noting(unfit=["d1", "d2"])
-    school = School(store, "agent", tmp_path, Credit(), size=RoundSize(groups_per_round=12, num_generations=2))
-    candidate = school.hold_round(learner, groups, 0)
+    school = RoundRunner(
+        store, "agent", tmp_path, AdvantageEstimator(), size=RoundSize(groups_per_round=12, num_generations=2)
+    )
+    candidate = school.run_round(learner, groups, 0)
     assert candidate is not None
     assert learner.scales == [0.5]  # of three groups of twelve: the fourth held nothing to train
     assert store.rounds.get(candidate.round_id or "").metrics["rate_scale"] == 0.5

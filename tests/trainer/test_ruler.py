@@ -14,7 +14,7 @@ from ratchet.store.records import Trajectory, Transcript
 from ratchet.store.states import TrajectoryState
 from ratchet.trainer.controller.judges import Judgement
 from ratchet.trainer.controller.judges.kinds.ruler import RulerJudge, common_prefix, ranked, scores_of, with_plain_ids
-from ratchet.trainer.controller.judges.language_model import LanguageModel, found_json, urls_of
+from ratchet.trainer.controller.judges.language_model import LanguageModel, extract_json, urls_of
 from ratchet.trainer.controller.judges.truncation import fitted
 from ratchet.trainer.settings.judge_specs import RulerSpec
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
@@ -204,7 +204,7 @@ def test_the_whole_exchange_is_kept_with_its_price_and_without_the_key(model: Sc
     assert b"because" in exchange.answer
     assert exchange.cost == pytest.approx((1000 * 2.0 + 100 * 10.0) / 1e6)
     assert sum(verdict.cost or 0 for verdict in judgement.verdicts) == pytest.approx(exchange.cost)
-    assert {verdict.exchange_id for verdict in judgement.verdicts} == {exchange.id}
+    assert {verdict.judge_request_id for verdict in judgement.verdicts} == {exchange.id}
     assert model.headers[0]["authorization"] == "Bearer sk-judge-secret"
     assert b"sk-judge-secret" not in exchange.request + exchange.answer
 
@@ -259,7 +259,7 @@ def test_what_is_short_is_never_cut() -> None:
 
 
 def test_json_is_found_in_fences_and_after_thoughts() -> None:
-    assert found_json('<think>{"a": 1}</think>Here:\n```json\n{"b": 2}\n```') == {"b": 2}
+    assert extract_json('<think>{"a": 1}</think>Here:\n```json\n{"b": 2}\n```') == {"b": 2}
 
 
 def test_a_score_is_bound_to_its_label() -> None:

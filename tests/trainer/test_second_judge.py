@@ -12,9 +12,9 @@ from ratchet.store.records import Transcript
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges import Judgement
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller.judges.opinion import Opinion
-from ratchet.trainer.controller.judging.judge_agreement import Heard, agreement
-from ratchet.trainer.controller.judging.judge_runner import Scorekeeper
+from ratchet.trainer.controller.judges.opinion import DraftVerdict
+from ratchet.trainer.controller.judging.judge_agreement import PairedJudgements, agreement
+from ratchet.trainer.controller.judging.judge_runner import JudgeRunner
 from ratchet.trainer.controller.judging.second_judge import SecondJudge, in_sample
 from ratchet.trainer.controller.sentinel.sentinel import Sentinel
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
@@ -35,7 +35,7 @@ class Contrary:
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
         if self._gate is not None:
             self._gate.wait(10)
-        opinions = [Opinion.of(float(place)) for place in range(len(members))]
+        opinions = [DraftVerdict.of(float(place)) for place in range(len(members))]
         return Judgement(
             tuple(
                 opinion.verdict(member, group_id, judge=self.name, version="1", judged_at=1.0)
@@ -54,14 +54,14 @@ def form(store: Store, count: int) -> list[str]:
         for place, name in enumerate(names):
             judge_samples.by_answer[name] = -float(place)
             answered_trajectory(store, name, name, task=f"t{number}")
-        store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+        store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
         store.groups.form(f"task:t{number}", "agent", names, now=101.0)
     return [group.id for group in store.groups.ready("agent", 102.0)]
 
 
-def keeper(store: Store, second: SecondJudge) -> Scorekeeper:
+def keeper(store: Store, second: SecondJudge) -> JudgeRunner:
     first = FunctionJudge("tests.harness.trainer.judge_samples:scripted")
-    return Scorekeeper(store, first, attempts=1, retry_seconds=1.0, alarm_after=5, second=second)
+    return JudgeRunner(store, first, attempts=1, retry_seconds=1.0, alarm_after=5, second=second)
 
 
 def test_judges_that_disagree_are_an_alarm_and_the_first_ones_scores_count(store: Store) -> None:
@@ -124,9 +124,9 @@ def scores(*values: float) -> Mapping[str, float]:
 
 
 def test_agreement_is_counted_in_pairs_and_small_samples_raise_nothing() -> None:
-    same = [Heard(f"g{n}", scores(0, 1, 2), scores(0.1, 0.5, 0.9)) for n in range(20)]
+    same = [PairedJudgements(f"g{n}", scores(0, 1, 2), scores(0.1, 0.5, 0.9)) for n in range(20)]
     assert agreement(same, "second", SETTINGS)[0].value == 1.0
-    turned = [Heard(f"g{n}", scores(0, 1, 2), scores(0.9, 0.5, 0.1)) for n in range(19)]
+    turned = [PairedJudgements(f"g{n}", scores(0, 1, 2), scores(0.9, 0.5, 0.1)) for n in range(19)]
     (found,) = agreement(turned, "second", SETTINGS)
     assert (found.value, found.reason) == (-1.0, None)
     assert agreement([], "second", SETTINGS) == []
@@ -137,14 +137,18 @@ def test_a_judge_with_noise_agrees_still() -> None:
     heard = []
     for number in range(100):
         first = scores(*(noise.random() for _ in range(4)))
-        heard.append(Heard(f"g{number}", first, {name: one + noise.gauss(0, 0.2) for name, one in first.items()}))
+        heard.append(
+            PairedJudgements(f"g{number}", first, {name: one + noise.gauss(0, 0.2) for name, one in first.items()})
+        )
     (found,) = agreement(heard, "second", SETTINGS)
     assert found.value > 0.4
     assert found.reason is None
 
 
 def test_a_second_judge_that_fails_is_told() -> None:
-    heard = [Heard(f"g{n}", scores(0, 1), None) for n in range(15)] + [Heard("g", scores(0, 1), scores(0, 1))] * 5
+    heard = [PairedJudgements(f"g{n}", scores(0, 1), None) for n in range(15)] + [
+        PairedJudgements("g", scores(0, 1), scores(0, 1))
+    ] * 5
     (found,) = agreement(heard, "second", SETTINGS)
     assert found.reason == "second judge second failed on 15 of the last 20 groups"
 

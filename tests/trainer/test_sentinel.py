@@ -13,11 +13,11 @@ from pydantic import ValidationError
 from ratchet.store.records import Round, Trajectory, Transcript
 from ratchet.store.records.tool_calls import ToolCall
 from ratchet.store.states import RoundState, ToolOutcome, ToolResult, TrajectoryState
-from ratchet.trainer.controller.sentinel.behavior import Conduct, conduct, occurs
+from ratchet.trainer.controller.sentinel.behavior import TrajectoryBehavior, conduct, occurs
 from ratchet.trainer.controller.sentinel.drift import coverage, drift, resource_coverage, unnecessary_tool_calls
 from ratchet.trainer.controller.sentinel.resources import names_in
 from ratchet.trainer.controller.sentinel.round_checks import last_rounds
-from ratchet.trainer.controller.sentinel.tool_health import ToolPast, tool_health
+from ratchet.trainer.controller.sentinel.tool_health import ToolHistory, tool_health
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
 from ratchet.trainer.statistics.welch_test import change, share_change
@@ -87,7 +87,7 @@ def test_a_long_sickness_does_not_become_its_own_past() -> None:
     settings = SentinelSettings(max_tool_failure_rate=1.0)
     milder = calls([ERROR, ERROR, ERROR, OK] * 500)
     assert tool_health(milder, settings)[0][0].reason is None  # nothing else is known
-    kept = {"search": ToolPast(failures=5, calls=100, same_versions=True)}
+    kept = {"search": ToolHistory(failures=5, calls=100, same_versions=True)}
     (found,), pasts = tool_health(milder, settings, kept)
     assert found.holds
     assert pasts == kept
@@ -166,8 +166,8 @@ def test_hostile_arguments_cost_little_and_break_nothing() -> None:
 # --- drift --------------------------------------------------------------------------------------------------------
 
 
-def conducts(count: int, family: str = "task:mail", **changes: Any) -> list[Conduct]:
-    base = Conduct("t", family, "c", 100, 20.0, 4, 3, 4, 0, frozenset({"search"}), frozenset({"search"}))
+def conducts(count: int, family: str = "task:mail", **changes: Any) -> list[TrajectoryBehavior]:
+    base = TrajectoryBehavior("t", family, "c", 100, 20.0, 4, 3, 4, 0, frozenset({"search"}), frozenset({"search"}))
     return [
         dataclasses.replace(base, sampled_tokens=base.sampled_tokens + n % 7, trajectory_id=f"t{n}", **changes)
         for n in range(count)
@@ -222,11 +222,11 @@ FILES = frozenset(f"docs/page{number}.md" for number in range(20))
 
 
 def test_files_that_nobody_opens_are_neglected_once_enough_were_shown_them() -> None:
-    def seen(count: int, opened: int) -> list[Conduct]:
+    def seen(count: int, opened: int) -> list[TrajectoryBehavior]:
         names = frozenset(sorted(FILES)[:opened])
         return conducts(count, shown=FILES, opened=names)
 
-    def found(*runs: Conduct) -> Finding:
+    def found(*runs: TrajectoryBehavior) -> Finding:
         return resource_coverage(runs, SETTINGS)
 
     assert found(*seen(99, 0)).reason is None

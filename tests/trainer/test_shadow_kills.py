@@ -1,4 +1,4 @@
-"""`kill -9` of the trainer while it asks for shadows: nothing is asked for or trained twice, and all goes on."""
+"""`kill -9` of the trainer while it asks for resamples: nothing is asked for or trained twice, and all goes on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 import httpx
 
 from benchmarks.school_parts import Part
-from benchmarks.scripted_school import read_weights
+from benchmarks.scripted_learner import read_weights
 from ratchet.store.records import SHADOW
-from ratchet.store.states import ShadowState, TrajectoryState
+from ratchet.store.states import ResampleState, TrajectoryState
 from ratchet.store.store import Store, open_store
 from tests.harness.ports import free_port
 from tests.harness.proxy.servers import ProxyProcess, eventually
@@ -66,30 +66,34 @@ def test_kills_of_the_trainer_ask_for_nothing_twice_and_train_nothing_twice(tmp_
             assert httpx.post(f"{proxy.url}/v1/chat/completions", json=body, timeout=30).status_code == 200
         draw = random.Random(1)
         for _ in range(KILLS):
-            done = store.shadows.spent("agent", 0.0).shadows
+            done = store.resamples.spent("agent", 0.0).resamples
             eventually(partial(_goes_on, store, done), 60)
             time.sleep(draw.uniform(0.0, 0.4))
             trainer.kill()
             trainer.start()
         eventually(lambda: _all_over(store), 90)
         runs = store.trajectories.page(1000)
-        shadows = {run.id: run for run in runs if run.purpose == SHADOW}
-        assert len(runs) - len(shadows) == SINGLES
-        assert {run.calls for run in shadows.values()} == {1}
-        counts = store.shadows.counts("agent")
-        assert sum(count.shadows for count in counts.values()) <= SINGLES * SAMPLES
-        assert set(counts) <= {ShadowState.ANSWERED, ShadowState.FAILED}
+        resamples = {run.id: run for run in runs if run.purpose == SHADOW}
+        assert len(runs) - len(resamples) == SINGLES
+        assert {run.calls for run in resamples.values()} == {1}
+        counts = store.resamples.counts("agent")
+        assert sum(count.resamples for count in counts.values()) <= SINGLES * SAMPLES
+        assert set(counts) <= {ResampleState.ANSWERED, ResampleState.FAILED}
         trained = {run.id for run in runs if run.state is TrajectoryState.TRAINED}
-        assert trained & set(shadows)
+        assert trained & set(resamples)
         newest = store.rounds.newest_committed("agent")
         weights = Counter(read_weights(Path(newest.checkpoint or "")) if newest else [])
         assert weights == dict.fromkeys(trained, 1)
         # What was on its way when the trainer died is no whole answer, or came after the others had been compared.
-        assert {run.drop_reason for run in shadows.values()} <= {None, "resample_unmatched", "resample_prompt_mismatch"}
+        assert {run.drop_reason for run in resamples.values()} <= {
+            None,
+            "resample_unmatched",
+            "resample_prompt_mismatch",
+        }
 
 
 def _goes_on(store: Store, done: int) -> bool:
-    return store.shadows.spent("agent", 0.0).shadows > done or _all_over(store)
+    return store.resamples.spent("agent", 0.0).resamples > done or _all_over(store)
 
 
 def _all_over(store: Store) -> bool:

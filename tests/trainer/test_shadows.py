@@ -1,4 +1,4 @@
-"""Shadows: a single-call prompt is asked again off the users' path, and what comes of it is a group like any other."""
+"""Resamples: a single-call prompt is asked again off the users' path, and what comes of it is a group like any other."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import httpx
 import openai
 import pytest
 
-from ratchet.store.calls.trajectory_filter import Chosen
-from ratchet.store.errors import ForbiddenChange
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
+from ratchet.store.errors import InvalidTransition
 from ratchet.store.records import Trajectory
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_load import Load, load_of
-from ratchet.trainer.controller.advantages.baseline import ScoreBook
-from ratchet.trainer.controller.collect.collector import Assembly
+from ratchet.trainer.controller.advantages.baseline import ScoreHistory
+from ratchet.trainer.controller.collect.collector import TrajectoryCollector
 from ratchet.trainer.controller.collect.resampling import resample_request
 from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
-from ratchet.trainer.controller.collect.role_resolution import Casting
+from ratchet.trainer.controller.collect.role_resolution import RoleResolver
 from ratchet.trainer.rows.roles import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
@@ -71,12 +71,14 @@ class Line:
     def __init__(self, store: Store, settings: TrainerSettings) -> None:
         self._store = store
         self._settings = settings
-        self.assembly = Assembly(store, settings, Casting(store, "agent", Roles()), ScoreBook(), None)
+        self.assembly = TrajectoryCollector(
+            store, settings, RoleResolver(store, "agent", Roles()), ScoreHistory(), None
+        )
 
     def turn(self) -> None:
         now = time.time()
         shipped = self._store.doors.shipped_until("agent", now, since=now - 60)
-        self._store.trajectories.seal_idle("agent", shipped, self._settings.seal_after_idle_seconds)
+        self._store.trajectories.seal_idle_trajectories("agent", shipped, self._settings.seal_after_idle_seconds)
         self.assembly.turn(now, shipped)
 
     def until(self, claim: Callable[[], Any], seconds: float = 60.0) -> Any:
@@ -138,19 +140,19 @@ def test_a_single_learns_from_its_shadows_and_nobody_else_sees_them(tiny_model: 
 
 
 def compared(store: Store) -> str:
-    """A live call and its two shadows are one group, and only the live one counts as traffic; returns its id."""
+    """A live call and its two resamples are one group, and only the live one counts as traffic; returns its id."""
     (original,) = runs(store, "live")
-    shadows = runs(store)
-    assert len(shadows) == 2
-    assert {run.state for run in (original, *shadows)} == {TrajectoryState.TRAINED}
-    assert {(run.group_id, run.task, run.version) for run in shadows} == {(original.group_id, "mail/7", 0)}
+    resamples = runs(store)
+    assert len(resamples) == 2
+    assert {run.state for run in (original, *resamples)} == {TrajectoryState.TRAINED}
+    assert {(run.group_id, run.task, run.version) for run in resamples} == {(original.group_id, "mail/7", 0)}
     assert original.key_id is not None
-    assert original.key_id not in {run.key_id for run in shadows}
+    assert original.key_id not in {run.key_id for run in resamples}
     (first,) = store.trajectories.read(original.id).calls
-    for run in shadows:
+    for run in resamples:
         (call,) = store.trajectories.read(run.id).calls
         assert (call.prompt_ids, call.role, call.sampling) == (first.prompt_ids, "clerk", {"temperature": 0.7})
-    judge = store.groups.newest_judge("agent")
+    judge = store.groups.newest_judge_version("agent")
     assert [one.trajectory_id for one in store.groups.scored("agent", judge or "")] == [original.id]
     return original.id
 
@@ -196,7 +198,7 @@ def test_calls_and_tokens_a_minute_are_kept_to(store: Store, tmp_path: Path, lin
             again.turn()
             time.sleep(0.01)
         assert len(vllm.calls) == 4
-        tokens = store.shadows.spent("agent", 0.0).tokens
+        tokens = store.resamples.spent("agent", 0.0).tokens
         frugal = line(proxy, tokens_per_minute=tokens, at_once=4, samples=8)
         for _ in range(20):
             frugal.turn()
@@ -209,16 +211,16 @@ def test_what_a_killed_trainer_asked_for_is_never_asked_for_again_and_the_rest_g
     with door(store, tmp_path) as (proxy, vllm):
         name = ask(proxy)
         store.trajectories.seal(name, time.time())
-        store.shadows.plan(store.trajectories.get(name), 3, 50, time.time())
-        asked, *_ = store.shadows.waiting("agent")
-        store.shadows.ask(asked.id, time.time())  # and here it was killed
+        store.resamples.plan(store.trajectories.get(name), 3, 50, time.time())
+        asked, *_ = store.resamples.waiting("agent")
+        store.resamples.ask(asked.id, time.time())  # and here it was killed
         trainer = line(proxy)
         trainer.until(lambda: store.trajectories.get(name).state is TrajectoryState.GROUPED)
         group = store.groups.get(store.trajectories.get(name).group_id or "")
         assert len(group.members) == 3
         assert asked.id not in group.members
         assert len(vllm.calls) == 3
-        assert "stopped while it was asked" in (store.shadows.get(asked.id).failure or "")
+        assert "stopped while it was asked" in (store.resamples.get(asked.id).failure or "")
         answered_trajectory(store, asked.id, purpose="shadow")  # it had gone out, and comes after all
         trainer.until(lambda: store.trajectories.get(asked.id).drop_reason == "resample_unmatched")
 
@@ -251,9 +253,9 @@ def test_deleting_an_original_deletes_its_shadows(store: Store, tmp_path: Path, 
     with door(store, tmp_path) as (proxy, _):
         name = ask(proxy)
         line(proxy).until(lambda: store.trajectories.get(name).state is TrajectoryState.GROUPED)
-        assert store.deletions.delete(Chosen(id=name), "asked for").trajectories == 3
+        assert store.deletions.delete(TrajectoryFilter(id=name), "asked for").trajectories == 3
         assert store.trajectories.page() == []
-        assert store.shadows.counts("agent") == {}
+        assert store.resamples.counts("agent") == {}
 
 
 def test_a_shadow_whose_original_was_deleted_meanwhile_is_deleted_when_it_comes(
@@ -287,7 +289,7 @@ def test_switched_off_what_was_planned_is_given_up(store: Store, tmp_path: Path,
     with door(store, tmp_path) as (proxy, vllm):
         name = ask(proxy)
         store.trajectories.seal(name, time.time())
-        store.shadows.plan(store.trajectories.get(name), 3, 50, time.time())
+        store.resamples.plan(store.trajectories.get(name), 3, 50, time.time())
         line(proxy, samples=0).until(lambda: store.trajectories.get(name).drop_reason == "single")
         assert len(vllm.calls) == 1
 
@@ -295,9 +297,9 @@ def test_switched_off_what_was_planned_is_given_up(store: Store, tmp_path: Path,
 def test_shadows_are_planned_once(store: Store) -> None:
     answered_trajectory(store, "a")
     run = store.trajectories.get("a")
-    store.shadows.plan(run, 2, 9, 1.0)
-    with pytest.raises(ForbiddenChange, match="planned before"):
-        store.shadows.plan(run, 2, 9, 1.0)
+    store.resamples.plan(run, 2, 9, 1.0)
+    with pytest.raises(InvalidTransition, match="planned before"):
+        store.resamples.plan(run, 2, 9, 1.0)
 
 
 def test_the_load_of_all_replicas_counts_and_silence_is_no_idleness(engine: ScriptedEngine) -> None:
@@ -322,25 +324,25 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("changes", REFUSED.values(), ids=REFUSED)
 def test_what_could_not_be_the_same_again_is_not_asked_again(store: Store, changes: dict[str, Any]) -> None:
     answered_trajectory(store, "a", **changes)
-    assert resample_request.only_call(store.trajectories.read("a")) is None
+    assert resample_request.find_single_call(store.trajectories.read("a")) is None
 
 
 def test_several_calls_several_answers_and_what_was_redacted_are_not_asked_again(store: Store) -> None:
     answered_trajectory(store, "a")
     recorded = store.trajectories.read("a")
-    assert resample_request.only_call(recorded) is not None
+    assert resample_request.find_single_call(recorded) is not None
     start = begun("call_2", "a", at=2.0)
     store.calls.ship([ended(start, {"role": "assistant", "content": "again"})])
-    assert resample_request.only_call(store.trajectories.read("a")) is None
+    assert resample_request.find_single_call(store.trajectories.read("a")) is None
     start = begun("call_3", "b")
     store.calls.ship([ended(start, {"role": "assistant", "content": "x"}, untrainable="redacted", prompt_ids=b"")])
-    assert resample_request.only_call(store.trajectories.read("b")) is None
+    assert resample_request.find_single_call(store.trajectories.read("b")) is None
 
 
 def test_a_seed_is_not_sent_again_and_tools_are_in_the_agents_own_order(store: Store) -> None:
     answered_trajectory(store, "a", sampling={"temperature": 0.5, "seed": 3, "n": 1})
     recorded = store.trajectories.read("a")
-    call = resample_request.only_call(recorded)
+    call = resample_request.find_single_call(recorded)
     assert call is not None
     sent = resample_request.body("agent", call, recorded.messages[:-1], recorded.tools)
     assert sent == {"model": "agent", "messages": list(recorded.messages[:-1]), "temperature": 0.5, "tools": TOOLS}

@@ -16,8 +16,8 @@ from ratchet.store.states import PolicyState, RoundState, TrajectoryState, Tunin
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.warm_start.general_data import mixed
-from ratchet.trainer.controller.warm_start.sft_data import COLLECTED, Imitable, Search
-from ratchet.trainer.controller.warm_start.sft_round import story_of
+from ratchet.trainer.controller.warm_start.sft_data import COLLECTED, Search, SFTRows
+from ratchet.trainer.controller.warm_start.sft_round import warm_start_metrics
 from ratchet.trainer.daemon import Daemon
 from ratchet.trainer.rows.chat_rows import ChatRows
 from ratchet.trainer.settings.judge_specs import FunctionSpec
@@ -48,7 +48,7 @@ def general_file(folder: Path, count: int = 12) -> Path:
     return folder / "chat.jsonl"
 
 
-def search(store: Store, tuning_id: str = "", **given: Any) -> Imitable:
+def search(store: Store, tuning_id: str = "", **given: Any) -> SFTRows:
     judge = make_judge(FunctionSpec(kind="function", function="tests.harness.trainer.judge_samples:scripted"), {})
     chat = ChatRows(build_tokenizer())
     own = {name: given.pop(name) for name in ("held_out", "relative") if name in given}
@@ -69,7 +69,7 @@ def test_good_trajectories_are_imitated_and_the_version_is_proven_and_live(
     assert live.version == 2
     assert live.evidence["proof"]
     assert list(engine.loaded)[-1] == "agent@2"
-    found = story_of(store, "agent", tuning.id)
+    found = warm_start_metrics(store, "agent", tuning.id)
     assert found is not None
     version, story = found
     assert (version, story["trajectories"], story["by_source"]) == (2, 2, {"own": 2})
@@ -221,7 +221,7 @@ def test_what_the_tuning_collected_is_imitated_and_trains_nothing_else(
             purpose="eval",
         )  # fmt: skip
         store.rollouts.plan([planned])
-        store.rollouts.end(name, began_at=1.0, ended_at=2.0)
+        store.rollouts.end(name, started_at=1.0, ended_at=2.0)
         store.rollouts.score(name, score, "rule")
     make_daemon().turn(1000.0)
     assert {store.trajectories.get(name).state for name in names} == {TrajectoryState.DROPPED}

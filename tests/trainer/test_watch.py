@@ -85,7 +85,7 @@ def test_a_restart_does_not_make_a_long_sickness_a_tools_own_past(store: Store) 
 def test_an_alarm_of_drift_is_not_cleared_before_the_window_is_known_again(store: Store) -> None:
     for number in range(200):
         answered_trajectory(store, f"t{number:03}")
-    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     for check in ("length_drift", "mismatch"):
         store.alarms.raise_(f"{check}:agent", "an earlier trainer saw it")
     watching = Sentinel(SentinelSettings(interval_seconds=30.0, min_coverage=0.0), store, "agent")
@@ -101,7 +101,7 @@ def test_an_alarm_of_drift_is_not_cleared_before_the_window_is_known_again(store
 def test_a_look_reads_a_few_trajectories_at_a_time_and_each_once(store: Store) -> None:
     for number in range(100):
         answered_trajectory(store, f"t{number:03}")
-    store.trajectories.seal_idle("agent", now=100.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     watching = Sentinel(EAGER, store, "agent")
     watching.look(1.0)
     assert len(watching._conducts) == 64

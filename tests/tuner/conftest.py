@@ -13,7 +13,7 @@ import pytest
 from ratchet.store.records.tuning import Tuning
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.tasks.task_set import Task, TaskSet
-from ratchet.tuner.rollouts.runner import Job, RolloutRunner
+from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.settings.tuner_settings import TunerSettings
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
@@ -93,6 +93,6 @@ def runner(store: Store, proxy: Proxy) -> Callable[..., RolloutRunner]:
     return make
 
 
-def jobs_of(tasks: Sequence[Task], attempts: int = 1, **values: Any) -> list[Job]:
+def jobs_of(tasks: Sequence[Task], attempts: int = 1, **values: Any) -> list[RolloutJob]:
     """Return the jobs of so many attempts at each task."""
-    return [Job(task, attempt, **values) for task in tasks for attempt in range(attempts)]
+    return [RolloutJob(task, attempt, **values) for task in tasks for attempt in range(attempts)]

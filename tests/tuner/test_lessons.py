@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from ratchet.store.calls.trajectory_filter import Chosen
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.records import PastScore, Verdict
 from ratchet.store.records.tuning import Prompt
 from ratchet.store.states import PolicyState, PromptMode
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.controller.judges.language_model import LanguageModel
-from ratchet.trainer.errors import LessonsRefused, ReflectionDown
+from ratchet.trainer.errors import LessonsRefused, ReflectionUnavailable
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.tuner.prompts.lessons.failing_families import failing
 from ratchet.tuner.prompts.lessons.lesson_text import HEADER, fit, lessons_of, quotable, with_lessons
-from ratchet.tuner.prompts.lessons.reflexion import Learned, learn, on_trial
+from ratchet.tuner.prompts.lessons.reflexion import LearnedLessons, learn, on_trial
 from ratchet.tuner.settings.lesson_settings import LessonSettings
 from tests.harness.cli.project import Project
 from tests.harness.records import begun, ended
@@ -158,7 +158,7 @@ def test_a_lesson_that_no_agent_should_read_is_refused_and_asked_for_again(
     assert learned.lessons["task:mail"][0] == "Search before you answer."
     assert why in scripted.asked[1]["messages"][-1]["content"]
     scripted.answers = [says({"diagnosis": "d", "lessons": [lesson]})] * 2
-    with pytest.raises(ReflectionDown, match=why):
+    with pytest.raises(ReflectionUnavailable, match=why):
         learn(store, "agent", model, SETTINGS)
 
 
@@ -185,10 +185,10 @@ def test_evaluations_and_deleted_attempts_are_not_learnt_from(
         learn(store, "agent", model, SETTINGS)
     for number in range(2):
         tried(store, f"mail/{number}", 0.0, purpose="eval")
-    with pytest.raises(ReflectionDown, match="are evaluations"):
+    with pytest.raises(ReflectionUnavailable, match="are evaluations"):
         learn(store, "agent", model, SETTINGS)
     gone = [tried(store, f"math/{number}", 0.0) for number in range(3)]
-    store.deletions.delete(Chosen(id=gone[0]), "asked")
+    store.deletions.delete(TrajectoryFilter(id=gone[0]), "asked")
     scripted.answers = [GOOD]
     learned = learn(store, "agent", model, SETTINGS)
     assert list(learned.lessons) == ["task:math"]
@@ -202,7 +202,7 @@ def test_a_model_that_is_down_is_told_and_nothing_is_put_on_trial(
     for number in range(2):
         tried(store, f"mail/{number}", 0.0)
     scripted.answers = [(503, "busy")] * 2
-    with pytest.raises(ReflectionDown, match="no family got lessons"):
+    with pytest.raises(ReflectionUnavailable, match="no family got lessons"):
         learn(store, "agent", model, SETTINGS)
     assert len(store.policies.all("agent")) == 1
 
@@ -260,7 +260,7 @@ def test_the_command_shows_lessons_and_tries_them(project: Project, scripted: Sc
 
 
 def test_learned_is_plain_json() -> None:
-    learned = Learned({}, {}, {"task:a": "x"}, 3, None)
+    learned = LearnedLessons({}, {}, {"task:a": "x"}, 3, None)
     assert json.loads(json.dumps(learned.plain())) == {
         "families": {}, "problems": {"task:a": "x"}, "tokens": 3, "cost": None,
     }  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ratchet.store.records import Exchange
-from ratchet.tuner.rollouts.prices import FREE, UNKNOWN, Money, Spent, prices_of, spent_on_judging
+from ratchet.tuner.rollouts.prices import FREE, UNKNOWN, Money, RolloutCost, judging_cost, prices_of
 
 PRICED = {"input_cost_per_token": 2e-6, "output_cost_per_token": 8e-6}
 AS_TEXT = {name: str(price) for name, price in PRICED.items()}  # as YAML reads 2e-6
@@ -67,9 +67,9 @@ def test_an_unknown_price_is_unknown_and_a_partly_known_one_a_lower_bound() -> N
 
 
 def test_what_was_spent_adds_up() -> None:
-    one = Spent(rollouts=1, prompt_tokens=10, completion_tokens=2, seconds=0.5, money=Money(0.1))
-    assert one + one == Spent(rollouts=2, prompt_tokens=20, completion_tokens=4, seconds=1.0, money=Money(0.2))
-    assert not (one + Spent(money=UNKNOWN)).money.known
+    one = RolloutCost(rollouts=1, prompt_tokens=10, completion_tokens=2, seconds=0.5, money=Money(0.1))
+    assert one + one == RolloutCost(rollouts=2, prompt_tokens=20, completion_tokens=4, seconds=1.0, money=Money(0.2))
+    assert not (one + RolloutCost(money=UNKNOWN)).money.known
 
 
 @pytest.mark.parametrize(("costs", "money"), [((0.1, 0.2), Money(0.3)), ((0.1, None), Money(0.1, known=False))])
@@ -81,7 +81,7 @@ def test_what_a_judge_asked_a_model_is_spent_too(costs: tuple[float | None, ...]
         )
         for cost in costs
     ]  # fmt: skip
-    spent = spent_on_judging(asked)
+    spent = judging_cost(asked)
     assert (spent.rollouts, spent.prompt_tokens, spent.completion_tokens, spent.seconds) == (0, 200, 20, 1.0)
     assert spent.money.amount == pytest.approx(money.amount)
     assert spent.money.known is money.known

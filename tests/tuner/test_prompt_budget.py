@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from ratchet.trainer.errors import BudgetSpent
+from ratchet.trainer.errors import BudgetExceeded
 from ratchet.tuner.prompts.budget import Budget
 
 
 def test_no_rollout_begins_beyond_the_limit_and_a_set_is_not_begun_in_part() -> None:
-    budget = Budget(10, kept_back=4)
+    budget = Budget(10, reserved_rollouts=4)
     assert budget.allow(6) == 6
-    with pytest.raises(BudgetSpent, match="--rollouts"):
+    with pytest.raises(BudgetExceeded, match="--rollouts"):
         budget.allow(7)
     for _ in range(6):
-        budget.took_rollout(10)
-    with pytest.raises(BudgetSpent):
+        budget.record_rollout(10)
+    with pytest.raises(BudgetExceeded):
         budget.allow(1)
     assert budget.allow(4, held_out=True) == 4
 
@@ -23,18 +23,18 @@ def test_no_rollout_begins_beyond_the_limit_and_a_set_is_not_begun_in_part() -> 
 def test_of_the_tokens_only_what_is_larger_than_all_before_can_go_over() -> None:
     budget = Budget(1000, tokens=1000)
     assert budget.allow(50) == 1  # how large one is, nobody knows yet
-    budget.took_rollout(100)
+    budget.record_rollout(100)
     while budget.tokens_spent < 1000:
         for _ in range(budget.allow(50)):
-            budget.took_rollout(100)
+            budget.record_rollout(100)
     assert budget.begun == 10
-    with pytest.raises(BudgetSpent, match="--tokens 1000"):
+    with pytest.raises(BudgetExceeded, match="--tokens 1000"):
         budget.allow(50)
 
 
 def test_tokens_for_the_comparison_are_kept_back() -> None:
-    budget = Budget(1000, tokens=1000, kept_back=4)
-    budget.took_rollout(100)
+    budget = Budget(1000, tokens=1000, reserved_rollouts=4)
+    budget.record_rollout(100)
     assert budget.allow(50) == 5
     assert budget.allow(50, held_out=True) == 8  # of the nine that there is room for, not more than run at once
 
@@ -42,18 +42,18 @@ def test_tokens_for_the_comparison_are_kept_back() -> None:
 def test_reflections_count_and_are_refused_before_they_are_asked() -> None:
     budget = Budget(1000, tokens=1000)
     budget.allow_reflection(2000)
-    budget.took_reflection(900, 0.5)
+    budget.record_reflection(900, 0.5)
     assert budget.tokens_spent == 900
-    with pytest.raises(BudgetSpent):
+    with pytest.raises(BudgetExceeded):
         budget.allow_reflection(10)  # as the last one was
-    with pytest.raises(BudgetSpent):
+    with pytest.raises(BudgetExceeded):
         Budget(1000, tokens=100).allow_reflection(10_000)
 
 
 def test_an_unknown_price_makes_the_sum_unknown() -> None:
     budget = Budget(10)
-    budget.took_reflection(1, 0.25)
+    budget.record_reflection(1, 0.25)
     assert budget.cost == 0.25
-    budget.took_reflection(1, None)
-    budget.took_reflection(1, 0.25)
+    budget.record_reflection(1, None)
+    budget.record_reflection(1, 0.25)
     assert budget.cost is None

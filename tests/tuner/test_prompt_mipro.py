@@ -70,9 +70,9 @@ def test_mipro_shows_the_reflection_model_no_validation_task(outcome: dict[str, 
 
 
 def test_mipro_ends_with_the_budget(outcome: dict[str, Any]) -> None:
-    assert outcome["budget"]["error"] == "BudgetSpent"
+    assert outcome["budget"]["error"] == "BudgetExceeded"
     assert outcome["budget"]["paid"] <= 30
-    assert outcome["tokens"]["error"] == "BudgetSpent"
+    assert outcome["tokens"]["error"] == "BudgetExceeded"
 
 
 def test_mipro_leaves_an_unjudged_rollout_out_of_the_mean(outcome: dict[str, Any]) -> None:
@@ -81,4 +81,4 @@ def test_mipro_leaves_an_unjudged_rollout_out_of_the_mean(outcome: dict[str, Any
 
 
 def test_mipro_ends_when_the_reflection_model_is_down(outcome: dict[str, Any]) -> None:
-    assert outcome["down"]["error"] == "ReflectionDown"
+    assert outcome["down"]["error"] == "ReflectionUnavailable"

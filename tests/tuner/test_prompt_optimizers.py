@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.trainer.controller.judges.language_model import LanguageModel
-from ratchet.trainer.errors import BudgetSpent, OptimizerMissing, ReflectionDown, TuningError
+from ratchet.trainer.errors import BudgetExceeded, OptimizerMissing, ReflectionUnavailable, TuningError
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.make_optimizer import make_optimizer
@@ -64,7 +64,7 @@ def test_the_same_seed_asks_the_same_questions() -> None:
 
 def test_the_end_of_the_budget_comes_out_of_the_library(reflection_server: ScriptedReflectionModel) -> None:
     evaluate = WorldEvaluate(most=20)
-    with pytest.raises(BudgetSpent):
+    with pytest.raises(BudgetExceeded):
         make_optimizer("gepa").optimize(prompt_world.SEED, evaluate, reflection(reflection_server), search())
     assert evaluate.paid <= 20
 
@@ -97,7 +97,7 @@ def test_a_reflection_model_that_is_down_ends_the_search_with_its_setting_named(
     reflection_server: ScriptedReflectionModel,
 ) -> None:
     reflection_server.down = 1000
-    with pytest.raises(ReflectionDown, match=r"tuner\.reflection"):
+    with pytest.raises(ReflectionUnavailable, match=r"tuner\.reflection"):
         make_optimizer("gepa").optimize(prompt_world.SEED, WorldEvaluate(), reflection(reflection_server), search())
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ratchet.store.records import Exchange
 from ratchet.trainer.controller.judges.language_model import LanguageModel
-from ratchet.trainer.errors import BudgetSpent, ReflectionDown, Unanswered
+from ratchet.trainer.errors import BudgetExceeded, ReflectionUnavailable, Unanswered
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import Example
@@ -90,7 +90,7 @@ def test_what_was_answered_once_is_not_asked_again_by_a_run_that_goes_on(server:
 
 
 def test_a_question_that_the_budget_does_not_allow_is_not_asked(server: ScriptedJudgeModel) -> None:
-    with pytest.raises(BudgetSpent):
+    with pytest.raises(BudgetExceeded):
         reflection(server, Budget(1, tokens=10)).propose("now", [HOSTILE])
     assert server.asked == []
 
@@ -101,7 +101,7 @@ def test_three_questions_in_a_row_without_an_answer_end_it(server: ScriptedJudge
     for prompt in ("a", "b"):
         with pytest.raises(Unanswered):
             model.propose(prompt, [])
-    with pytest.raises(ReflectionDown, match=r"tuner\.reflection"):
+    with pytest.raises(ReflectionUnavailable, match=r"tuner\.reflection"):
         model.propose("c", [])
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ratchet.store.records import Transcript
 from ratchet.store.store import Store
-from ratchet.trainer.errors import SeedUnknown
+from ratchet.trainer.errors import SeedPromptUnknown
 from ratchet.tuner.prompts.seed_prompt import captured, given, serving, system_prompt
 from tests.harness.records import begun, ended
 
@@ -45,7 +45,7 @@ def test_an_agent_without_a_system_prompt_is_given_one(seen: Seen) -> None:
 def test_a_system_prompt_that_differs_from_task_to_task_is_appended_to(seen: Seen) -> None:
     seed = captured([seen("a", "You help Ann."), seen("b", "You help Bob.")])
     assert (seed.text, seed.mode) == ("", "append")
-    with pytest.raises(SeedUnknown, match="differs from task to task: replacing it takes --seed-prompt"):
+    with pytest.raises(SeedPromptUnknown, match="differs from task to task: replacing it takes --seed-prompt"):
         captured([seen("c", "You help Ann."), seen("d", "You help Bob.")], "replace")
 
 
@@ -54,14 +54,14 @@ def test_appending_can_be_asked_for(seen: Seen) -> None:
 
 
 def test_an_agent_that_calls_no_model_is_told_with_the_remedy() -> None:
-    with pytest.raises(SeedUnknown, match="ratchet doctor --workflow"):
+    with pytest.raises(SeedPromptUnknown, match="ratchet doctor --workflow"):
         captured([])
 
 
 def test_a_given_prompt_is_swapped_in_from_the_start() -> None:
     assert given(" Be good.\n").text == "Be good."
     assert not given("Be good.").as_it_comes
-    with pytest.raises(SeedUnknown):
+    with pytest.raises(SeedPromptUnknown):
         given(" \n")
 
 
@@ -72,7 +72,7 @@ def test_only_what_stands_before_the_first_word_counts_and_parts_are_joined(seen
 
 def promote(store: Store, **prompt: Any) -> None:
     policy = store.policies.with_prompt("agent", store.prompts.remember(**prompt).id, {})
-    store.policies.promote_by_hand("agent", policy.version, by="a test", reason="a test")
+    store.policies.promote_manually("agent", policy.version, by="a test", reason="a test")
 
 
 def test_a_prompt_that_serves_already_is_what_the_search_begins_from(store: Store) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ratchet.trainer.errors import TaskSetTooSmall
 from ratchet.tuner.prompts.task_splits import Sizes, divide
-from ratchet.tuner.settings.prompt_settings import LEAST_HELD_OUT, LEAST_TRAIN, LEAST_VALIDATION
+from ratchet.tuner.settings.prompt_settings import MIN_HELD_OUT_TASKS, MIN_TRAIN_TASKS, MIN_VALIDATION_TASKS
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ def test_no_task_is_in_two_sets(tasks: list[int], test: list[int], validation: l
         return
     every = [*sets.train, *sets.validation, *sets.held_out]
     assert len(every) == len(set(every))
-    assert LEAST_TRAIN <= len(sets.train) <= 10
-    assert LEAST_VALIDATION <= len(sets.validation) <= 10
-    assert LEAST_HELD_OUT <= len(sets.held_out) <= 10
+    assert MIN_TRAIN_TASKS <= len(sets.train) <= 10
+    assert MIN_VALIDATION_TASKS <= len(sets.validation) <= 10
+    assert MIN_HELD_OUT_TASKS <= len(sets.held_out) <= 10
     if test:
         assert set(sets.held_out) <= {one.id for one in named(*test)}
 

@@ -20,7 +20,7 @@ from ratchet.tuner.prompts.reflection_model import ReflectionModel
 from ratchet.tuner.prompts.seed_prompt import given
 from ratchet.tuner.prompts.task_splits import Sizes, divide
 from ratchet.tuner.prompts.trials import Trials
-from ratchet.tuner.rollouts.runner import Job, planned_for
+from ratchet.tuner.rollouts.runner import RolloutJob, plan_rollout
 from tests.harness.records import answered_trajectory
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
@@ -192,8 +192,8 @@ def test_a_killed_run_goes_on_where_it_was_and_pays_for_nothing_twice(
 def _cut_off(store: Store, world: World, more: int = 0) -> int:
     """Let a killed run go on, with so many more rollouts that were under way; return how many were cut off."""
     first = TASKS[0]
-    store.rollouts.plan([planned_for(Job(first, number, "x"), world.tuning_id) for number in range(more)])
-    store.rollouts.plan([planned_for(Job(first, 0, "only planned"), world.tuning_id)])
+    store.rollouts.plan([plan_rollout(RolloutJob(first, number, "x"), world.tuning_id) for number in range(more)])
+    store.rollouts.plan([plan_rollout(RolloutJob(first, 0, "only planned"), world.tuning_id)])
     store.tunings.resume(world.tuning_id)
     gone = [one for one in store.rollouts.of(world.tuning_id) if one.state is RolloutState.ABANDONED]
     under_way = [one.id for one in gone if one.candidate != "only planned"]

@@ -12,7 +12,7 @@ from ratchet.store.states import PolicyState, TuningKind, TuningState
 from ratchet.trainer.statistics.paired_comparison import Compared, Missing, Verdict, compare
 from ratchet.tuner.reports.report import Report, report
 from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set
-from ratchet.tuner.rollouts.prices import UNKNOWN, Money, Spent
+from ratchet.tuner.rollouts.prices import UNKNOWN, Money, RolloutCost
 from ratchet.tuning.tuning_report import effect_cells
 
 TASKS = [f"task{number}" for number in range(10)]
@@ -38,7 +38,7 @@ class Runs:
         number = len(self.made)
         tuning = Tuning(
             id=f"tun_{number}", kind=TuningKind(method), alias="policy", state=TuningState(state), config={},
-            began_at=float(number), result=result, error=error, ended_at=None if state == "running" else number + 0.5,
+            started_at=float(number), result=result, error=error, ended_at=None if state == "running" else number + 0.5,
         )  # fmt: skip
         self.made.append(tuning)
         return tuning.id
@@ -50,9 +50,11 @@ class Runs:
 def test_the_newest_finished_run_of_each_method_stands_side_by_side() -> None:
     runs = Runs([])
     older = runs.add("prompt", gain=gain(0.0, 1.0))
-    runs.add("select-model", gain=gain(0.5, 0.5), spent=Spent(prompt_tokens=5, money=UNKNOWN))
+    runs.add("select-model", gain=gain(0.5, 0.5), spent=RolloutCost(prompt_tokens=5, money=UNKNOWN))
     runs.add(
-        "prompt", spent=Spent(prompt_tokens=10, money=Money(0.5)), notes=("a script stood in for the reflection model",)
+        "prompt",
+        spent=RolloutCost(prompt_tokens=10, money=Money(0.5)),
+        notes=("a script stood in for the reflection model",),
     )
     runs.add("weights", promoted="policy@3")
     found = runs.report()
@@ -99,7 +101,7 @@ def test_runs_that_did_not_finish_are_named_and_claim_nothing() -> None:
     runs.add("prompt", state="running")
     runs.add("select-model", state="stopped")
     runs.made.append(Tuning(
-        id="tun_odd", kind=TuningKind.PROMPT, alias="a", state=TuningState.DONE, config={}, began_at=9.0, result={}
+        id="tun_odd", kind=TuningKind.PROMPT, alias="a", state=TuningState.DONE, config={}, started_at=9.0, result={}
     ))  # fmt: skip
     found = runs.report()
     assert (found.task_set, [row.tuning_id for row in found.rows]) == (None, [None] * 3)

@@ -6,7 +6,7 @@ import json
 
 from ratchet.trainer.statistics.paired_comparison import compare
 from ratchet.tuner.reports.tuning_result import TuningResult, fingerprint, plain, read, task_set
-from ratchet.tuner.rollouts.prices import UNKNOWN, Spent
+from ratchet.tuner.rollouts.prices import UNKNOWN, RolloutCost
 
 
 def test_a_result_is_read_back_as_it_was_written() -> None:
@@ -14,7 +14,7 @@ def test_a_result_is_read_back_as_it_was_written() -> None:
     result = TuningResult(
         method="weights", technique="GRPO", alias="policy", task_set=task_set("tasks/", "test", ["a", "b"]),
         judge="judge:1234", workflow="agent:workflow", baseline="policy@0", best="policy@1", gain=gain,
-        spent=Spent(rollouts=4, prompt_tokens=100, money=UNKNOWN), promoted="policy@1", details={"rounds": [1, 2]},
+        spent=RolloutCost(rollouts=4, prompt_tokens=100, money=UNKNOWN), promoted="policy@1", details={"rounds": [1, 2]},
     )  # fmt: skip
     assert read(json.loads(json.dumps(plain(result)))) == result
 

@@ -18,7 +18,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.errors import TooManyFailures
 from ratchet.trainer.observability.progress import Progress, Standing
 from ratchet.trainer.tasks.task_set import Task
-from ratchet.tuner.rollouts.runner import Job, RolloutRunner, counting, left, planned_for, told
+from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, counting, left, plan_rollout, told
 from ratchet.tuner.rollouts.workflow_output import Outcome
 from ratchet.tuner.settings.tuner_settings import TunerSettings
 from tests.proxy.conftest import Proxy
@@ -27,7 +27,7 @@ from tests.tuner.conftest import jobs_of
 Make = Callable[..., RolloutRunner]
 
 
-def run(runner: RolloutRunner, jobs: list[Job], tuning: Tuning, **given: Any) -> list[Rollout]:
+def run(runner: RolloutRunner, jobs: list[RolloutJob], tuning: Tuning, **given: Any) -> list[Rollout]:
     return asyncio.run(runner.run(jobs, tuning.id, **given))
 
 
@@ -259,7 +259,8 @@ def test_an_agent_that_outlives_its_tuner_calls_into_its_own_abandoned_rollout(
 ) -> None:
     prompt = store.prompts.remember("Be brief.")
     early, late = (
-        planned_for(Job(tasks[0], attempt, "a", purpose=purpose, prompt_id=prompt.id), tuning.id) for attempt in (0, 1)
+        plan_rollout(RolloutJob(tasks[0], attempt, "a", purpose=purpose, prompt_id=prompt.id), tuning.id)
+        for attempt in (0, 1)
     )
     store.rollouts.plan([early, late])
     before = start_proxy()

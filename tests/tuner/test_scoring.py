@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from ratchet.store.records import Door, Transcript
+from ratchet.store.records import ProxyInstance, Transcript
 from ratchet.store.records.tuning import Rollout, Tuning
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges import Judge, Judgement
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.controller.judges.opinion import Opinion
+from ratchet.trainer.controller.judges.opinion import DraftVerdict
 from ratchet.trainer.settings.judge_specs import read_spec
 from ratchet.trainer.tasks.task_set import Task
 from ratchet.tuner.rollouts.runner import RolloutRunner
@@ -113,7 +113,7 @@ def test_what_a_proxy_has_not_shipped_is_unjudged_and_never_judged_on_a_part(
 ) -> None:
     made = rollouts_of(runner(), tasks[:2], tuning)
     proxy.settled()
-    behind = Door(id="d", url="u", live={ALIAS: 0}, pins={}, shipped_until=1.0, beat_at=time.time())
+    behind = ProxyInstance(id="d", url="u", live={ALIAS: 0}, pins={}, shipped_until=1.0, heartbeat_at=time.time())
     store.doors.beat(behind)
     judge = judge_of(f"{__name__}:by_row")
     scored = Scorer(store, judge, alias=ALIAS, patience=0.3).score(made)
@@ -135,7 +135,7 @@ class Slow:
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
         time.sleep(0.05)
         self.most = max(self.most, sum(type(one) is Transcript for one in gc.get_objects()))
-        return Judgement(tuple(Opinion.of(1.0, "").verdict(
+        return Judgement(tuple(DraftVerdict.of(1.0, "").verdict(
             one, group_id, judge=self.name, version=self.version, cost=None, latency=0.0, judged_at=1.0
         ) for one in members))  # fmt: skip
 

@@ -109,7 +109,7 @@ async def test_a_tie_is_told_and_nothing_is_chosen(bench: Bench) -> None:
 async def test_the_cheapest_within_reach_is_chosen(bench: Bench) -> None:
     found = await bench.select("right-95", "right-90", policy="cheapest", within=0.3)
     assert found.chosen == "right-90"
-    money = {one.candidate: one.money_per_rollout for one in found.figures}
+    money = {one.candidate: one.cost_per_rollout for one in found.figures}
     assert money == pytest.approx({"right-95": 25e-5, "right-90": 25e-6})
 
 

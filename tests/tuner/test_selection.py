@@ -23,7 +23,7 @@ def rollouts(candidate: str, scores: Sequence[float | str | None], **changes: An
         failed = isinstance(score, str)
         values: dict[str, Any] = {
             "id": f"{candidate}{number}", "tuning_id": "tun", "task_id": f"task{number}", "split": "test", "attempt": 0,
-            "candidate": candidate, "model": candidate, "planned_at": 0.0, "began_at": 1.0, "ended_at": 2.0 + number,
+            "candidate": candidate, "model": candidate, "planned_at": 0.0, "started_at": 1.0, "ended_at": 2.0 + number,
             "state": RolloutState.FAILED if failed else RolloutState.ENDED, "failure": score if failed else None,
             "score": None if failed else score, "judge_failure": "is down" if score is None else None,
             "prompt_tokens": 90, "completion_tokens": 10,
@@ -88,7 +88,7 @@ def test_the_cheapest_within_the_margin_is_chosen() -> None:
     alike = [rollouts("large", [1.0] * 100), rollouts("small", [1.0] * 98 + [0.0] * 2)]
     found = chosen(*alike, policy="cheapest", within=0.1)
     assert found.chosen == "small"
-    assert found.figures[1].money_per_rollout == pytest.approx(1e-4)
+    assert found.figures[1].cost_per_rollout == pytest.approx(1e-4)
     assert chosen(*alike, policy="cheapest", within=0.001).chosen is None
 
 

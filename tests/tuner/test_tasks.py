@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.trainer.errors import RowBroken, SplitNotFound, TaskSetEmpty, TaskSetError, TaskSetNotFound
+from ratchet.trainer.errors import MalformedTaskRow, SplitNotFound, TaskSetEmpty, TaskSetError, TaskSetNotFound
 from ratchet.trainer.tasks.task_set import TaskSet, content_id
 from ratchet.tuner.tasks.imported import ImportedTasks
 
@@ -101,14 +101,14 @@ def test_a_json_list_of_rows_longer_than_a_chunk_is_read_whole(tmp_path: Path) -
 )
 def test_a_broken_row_is_an_error_with_file_and_line(tmp_path: Path, name: str, text: str, said: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(RowBroken, match=said.replace("[", r"\[")) as raised:
+    with pytest.raises(MalformedTaskRow, match=said.replace("[", r"\[")) as raised:
         list(TaskSet.open(tmp_path / name).rows("train"))
     assert str(tmp_path / name) in str(raised.value)
 
 
 def test_text_that_is_not_utf8_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"q": "\xff"}\n')
-    with pytest.raises(RowBroken, match="not UTF-8"):
+    with pytest.raises(MalformedTaskRow, match="not UTF-8"):
         list(TaskSet.open(tmp_path / "a.jsonl").rows("train"))
 
 
@@ -125,7 +125,7 @@ def test_zipped_text_is_read_as_it_is_and_what_is_cut_off_or_no_zip_is_told(tmp_
     cut.write_bytes(gzip.compress(random.Random(0).randbytes(90_000).hex().encode())[:40_000])
     (tmp_path / "no.csv.gz").write_bytes(b"a,b\n1,2\n")
     for name, said in (("cut.jsonl.gz", "ended before"), ("no.csv.gz", "line 1: Not a gzipped file")):
-        with pytest.raises(RowBroken, match=said):
+        with pytest.raises(MalformedTaskRow, match=said):
             TaskSet.open(tmp_path / name).preview("train")
     (tmp_path / "x.parquet.gz").touch()
     with pytest.raises(TaskSetNotFound, match=r"text also as .gz.*not .parquet.gz"):
@@ -225,7 +225,7 @@ def test_nothing_is_half_imported(folder: Path, tmp_path: Path) -> None:
     imported = ImportedTasks(tmp_path / "tasks")
     imported.add(TaskSet.open(folder), "math")
     (folder / "train.jsonl").write_text('{"question": "other"}\nbroken\n')
-    with pytest.raises(RowBroken, match="line 2"):
+    with pytest.raises(MalformedTaskRow, match="line 2"):
         imported.add(TaskSet.open(folder), "math", replace=True)
     assert imported.open("math").preview("train", 9) == ROWS
     assert [file.name for file in (tmp_path / "tasks").iterdir()] == ["math"]

@@ -57,7 +57,7 @@ class ScriptedTrainer:
 
     def turn(self) -> None:
         store = self._store
-        store.trajectories.seal_idle(ALIAS, 1e12, 1.0)
+        store.trajectories.seal_idle_trajectories(ALIAS, 1e12, 1.0)
         waiting = [run.id for run in store.trajectories.sealed(ALIAS)]
         store.trajectories.drop(waiting, "scripted")
         tunings = store.tunings.page("weights")

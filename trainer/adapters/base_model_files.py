@@ -75,12 +75,14 @@ def check_files(store: Store, alias: str, model: str, cache: Path) -> None:
         return
     files = digests(folder, cache)
     known = store.base_models.of(alias)
-    if known is not None and (parts := known.differs_in(files)):
+    if known is not None and (parts := known.differing_parts(files)):
         raise OtherBaseModel(
             f"base_model {model} is not {known.name}, which the versions of {alias} belong to: its {', '.join(parts)} "
             "differ; name that one, or train the new one under an alias or in a project of its own"
         )
-    if (known is None or not known.files) and store.base_models.take_up(alias, model, files=files) is not None:
+    if (known is None or not known.files) and store.base_models.register_base_model(
+        alias, model, files=files
+    ) is not None:
         log.info("event=base_model_taken_up alias=%s name=%s weights=%s", alias, model, files["weights"][:12])
 
 

@@ -21,7 +21,7 @@ _EVERY = 300.0  # seconds between two looks without a reason for one
 _AGAIN = 10.0  # seconds between two looks while a replica serves another base model
 
 
-class ServedBase:
+class ServedBaseModel:
     """The look at all replicas of one alias."""
 
     def __init__(self, store: Store, alias: str, replicas: Sequence[Replica]) -> None:

@@ -32,7 +32,7 @@ class Load:
         return self.unknown is None and self.waiting == 0 and self.running - own <= max_running_requests
 
 
-class Hunger:
+class BusyPeriod:
     """How long every look has found vLLM busy, and what it ran of others' calls meanwhile."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Hunger:
         few, many = min(self._others, default=0), max(self._others, default=0)
         seen = f"vLLM ran {few} to {many} other calls at {len(self._others)} looks"
         if many <= max_running_requests:
-            return f"{seen}, with others waiting: it has no time to spare; add a replica, or ask for fewer shadows"
+            return f"{seen}, with others waiting: it has no time to spare; add a replica, or ask for fewer resamples"
         return f"{seen}, and trainer.resample.max_running_requests is {max_running_requests}: set it to {many}, or wait for less traffic"
 
 

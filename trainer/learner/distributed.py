@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ratchet.trainer.errors import ProcessLost, TrainerError
+from ratchet.trainer.errors import TrainerError, WorkerProcessLost
 from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.learner_protocol import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
@@ -67,12 +67,12 @@ class Line:
         self._notes = torch.distributed.PrefixStore("ratchet", notes)
 
     def tell(self, what: str, *values: Any) -> None:
-        """Say something to every follower. Raises ProcessLost."""
+        """Say something to every follower. Raises WorkerProcessLost."""
         with self._kept():
             self._distributed.broadcast_object_list([what, values], src=0, group=self._group)
 
     def hear(self) -> tuple[str, tuple[Any, ...]]:
-        """Wait for what the leader says next. Raises ProcessLost."""
+        """Wait for what the leader says next. Raises WorkerProcessLost."""
         said: list[Any] = [None, None]
         with self._kept():
             self._distributed.broadcast_object_list(said, src=0, group=self._group)
@@ -82,13 +82,13 @@ class Line:
     def in_step(self) -> Iterator[None]:
         """Do what the leader said, as every process does, and hear how it went for the others.
 
-        Raises the TrainerError that all of them met, else ProcessLost with what the others say.
+        Raises the TrainerError that all of them met, else WorkerProcessLost with what the others say.
         """
         own: TrainerError | None = None
         try:
             with self._kept():
                 yield
-        except ProcessLost:
+        except WorkerProcessLost:
             raise
         except TrainerError as error:
             own = error
@@ -101,7 +101,7 @@ class Line:
         met = list(self._noted().values())
         if any(met) and not all(met):
             self._apart = True
-            raise ProcessLost(self._why()) from own
+            raise WorkerProcessLost(self._why()) from own
         self._turn += 1
         if own is not None:
             raise own
@@ -113,21 +113,21 @@ class Line:
         try:
             if is_leader():
                 self.tell(_STOP)
-        except ProcessLost:
+        except WorkerProcessLost:
             log.info("event=follower_gone")
         else:
             self._distributed.destroy_process_group()
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Tell the end of another process, which its collectives meet as a broken connection. Raises ProcessLost."""
+        """Tell the end of another process, which its collectives meet as a broken connection. Raises WorkerProcessLost."""
         try:
             yield
         except RuntimeError as error:
             if not isinstance(error, self._distributed.DistError) and not any(w in str(error) for w in _BROKEN):
                 raise
             self._apart = True
-            raise ProcessLost(self._why()) from error
+            raise WorkerProcessLost(self._why()) from error
 
     def _meet(self, own: TrainerError | None) -> None:
         """Wait until every process has done what the leader said; with an error only for a while."""
@@ -136,7 +136,7 @@ class Line:
             met.wait(_PATIENCE if own is None else self._company)
         except RuntimeError as gone:
             self._apart = True
-            raise ProcessLost(self._why()) from (own or gone)
+            raise WorkerProcessLost(self._why()) from (own or gone)
 
     def _note(self, error: Exception | None) -> None:
         """Write down, where all can read it, how it went here."""
@@ -163,7 +163,7 @@ class Line:
         return f"not all processes went on: {'; '.join(met)}. {_AGAIN}"
 
 
-class LeadingLearner(Learner):
+class RankZeroLearner(Learner):
     """The leader's learner: what it does, the followers do."""
 
     def __init__(
@@ -175,19 +175,19 @@ class LeadingLearner(Learner):
             super().__init__(base_model, settings, workdir=workdir, resume_from=resume_from)
 
     def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
-        """Learn from the rows once, all together. Raises as `Learner.train_round` does, and ProcessLost."""
+        """Learn from the rows once, all together. Raises as `Learner.train_round` does, and WorkerProcessLost."""
         self._line.tell("train_round", list(rows), rate_scale)
         with self._line.in_step():
             return super().train_round(rows, rate_scale)
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint. Raises as `Learner.save` does, and ProcessLost."""
+        """Write a checkpoint. Raises as `Learner.save` does, and WorkerProcessLost."""
         self._line.tell("save", folder)
         with self._line.in_step():
             super().save(folder)
 
     def load(self, folder: Path | None, settings: LearnerSettings) -> None:
-        """Go on from a checkpoint, all together. Raises as `Learner.load` does, and ProcessLost."""
+        """Go on from a checkpoint, all together. Raises as `Learner.load` does, and WorkerProcessLost."""
         self._line.tell("load", folder, settings)
         with self._line.in_step():
             super().load(folder, settings)
@@ -199,8 +199,8 @@ def follow(line: Line, make: Callable[..., Learner] = Learner) -> int:
         signal.signal(number, signal.SIG_IGN)
     try:
         _do_as_told(line, make)
-    except ProcessLost as lost:
-        log.error("event=follower_stopped error=ProcessLost reason=%r", str(lost))
+    except WorkerProcessLost as lost:
+        log.error("event=follower_stopped error=WorkerProcessLost reason=%r", str(lost))
         return 1
     line.close()
     return 0
@@ -219,7 +219,7 @@ def _do_as_told(line: Line, make: Callable[..., Learner]) -> None:
                     learner = make(base_model, settings, workdir=workdir / _own(), resume_from=resume_from)
                 elif learner is not None:
                     getattr(learner, what)(*values)
-        except ProcessLost:
+        except WorkerProcessLost:
             raise
         except TrainerError as error:  # the leader met it as well
             log.info("event=follower_error error=%s reason=%r", type(error).__name__, str(error))

@@ -24,7 +24,7 @@ class Scored:
     aux_loss: torch.Tensor | None
 
 
-class ModelPass:
+class ForwardPass:
     """Runs a causal language model that has TRL's fused LM head; `base` is that model under all wrappers."""
 
     def __init__(self, base: Any) -> None:
@@ -77,7 +77,7 @@ class ModelPass:
 SHARING = ("granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
 
 
-def worth_of_a_token(base: Any) -> float | None:
+def forward_cost_per_token(base: Any) -> float | None:
     """Return the `worth` of trainer/learner/shared_prefixes.py for a model; None where rows must stay apart.
 
     They must where attention is windowed, or its implementation takes no mask of one's own.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import NoLearningSignal, OutOfMemory, RowError, SettingError
 from ratchet.trainer.learner import preference_weights
-from ratchet.trainer.learner.learning_rate import RoundMoved, every
+from ratchet.trainer.learner.learning_rate import RoundShift, every
 from ratchet.trainer.learner.whitening import whiten
 from ratchet.trainer.learner_protocol import RoundReport
 from ratchet.trainer.observability.progress import TRAINING, Progress
@@ -32,11 +32,11 @@ from ratchet.trainer.settings.learner_settings import LearnerSettings
 if TYPE_CHECKING:
     import torch
 
-    from ratchet.trainer.learner.loss import StepNumbers
+    from ratchet.trainer.learner.loss import StepMetrics
     from ratchet.trainer.learner.micro_batches import Micro
     from ratchet.trainer.learner.policy_shift import Moved
 
-    Steps = tuple[list[list[Micro]], list[StepNumbers], list[float]]  # micro-batches, steps, losses of taken steps
+    Steps = tuple[list[list[Micro]], list[StepMetrics], list[float]]  # micro-batches, steps, losses of taken steps
 __all__ = ["Learner", "LearnerSettings", "RoundReport"]
 
 # Settings that shape the model and its adapter when they are made.
@@ -85,7 +85,7 @@ class Learner:
         """Optimiser steps taken since the first round, over all restarts."""
         return self._step
 
-    def watched_by(self, progress: Progress) -> None:
+    def report_progress_to(self, progress: Progress) -> None:
         """Tell how far a round is from now on."""
         self._progress = progress
 
@@ -164,7 +164,7 @@ class Learner:
         steering = self._trainer.steering
         used = steering.rate * scale
         target = steering.target(sum(row.tokens_trained for row in rows), len({row.trajectory_id for row in rows}))
-        seen = RoundMoved(moved.k3, entropy, target, scale)
+        seen = RoundShift(moved.k3, entropy, target, scale)
         aimed = steering.aim(seen) * scale**2
         steering.after(seen)
         return {
@@ -195,7 +195,7 @@ class Learner:
             losses.append(weighed.loss)
         return prepared, steps, losses
 
-    def _step_on(self, micros: Sequence[Micro]) -> StepNumbers:
+    def _step_on(self, micros: Sequence[Micro]) -> StepMetrics:
         step = self._trainer.optimiser_step(micros)
         self._step += step.taken
         return step

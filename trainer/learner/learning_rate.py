@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # tiny policy (4e-5 to 6e-5; deeper models presumably show more), fp32 as no step that was measured ever met.
 ROUNDING = {"bf16": 1e-4, "fp32": 1e-10}
 
-LEAST_RATE = 1e-6
+MIN_LEARNING_RATE = 1e-6
 _LARGE = 100_000_000  # parameters from which a model has the bounds of large ones
 _MOST_LARGE, _MOST_TINY = 1e-4, 1e-2
 _START = 5  # a first rate is so many times below the largest
@@ -63,7 +63,7 @@ def bounds(parameters: int) -> Bounds:
     The first one is a fifth of it: 2e-5 for large models, 2e-3 for tiny ones.
     """
     most = min(_MOST_TINY, max(_MOST_LARGE, _MOST_LARGE * _LARGE / max(parameters, 1)))
-    return Bounds(LEAST_RATE, most / _START, most)
+    return Bounds(MIN_LEARNING_RATE, most / _START, most)
 
 
 def target(target_kl: float | None, tokens: int, trajectories: int) -> float:
@@ -91,7 +91,7 @@ class RateState:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundMoved:
+class RoundShift:
     """What a round says to the rate: mean k3, mean entropy, the target a token, the factor that its rate had.
 
     `scale` is below 1 where a small round took a smaller step than the rate said: its movement is expected to be as
@@ -104,14 +104,14 @@ class RoundMoved:
     scale: float = 1.0
 
 
-def aim(state: RateState, moved: RoundMoved, rounding: float) -> float:
+def aim(state: RateState, moved: RoundShift, rounding: float) -> float:
     """Return the k3 that a round at full rate should have: the target, less as the entropy falls below its first."""
     first = moved.entropy if state.first_entropy is None else state.first_entropy
     share = min(1.0, moved.entropy / first) if first > 0 else 1.0
     return max(moved.target * share, min(moved.target, _ABOVE_ROUNDING * rounding))
 
 
-def steered(state: RateState, moved: RoundMoved, limits: Bounds, rounding: float) -> RateState:
+def steered(state: RateState, moved: RoundShift, limits: Bounds, rounding: float) -> RateState:
     """Return the state after a round."""
     first = moved.entropy if state.first_entropy is None else state.first_entropy
     expected = aim(state, moved, rounding) * moved.scale**2
@@ -129,7 +129,7 @@ def _factor(k3: float, expected: float) -> float:
     return min(_MOST_UP, math.sqrt(expected / k3)) if k3 > 0 else _MOST_UP
 
 
-class Steering:
+class LearningRateController:
     """The rate of one learner: fixed where its settings name a number or its loss imitates, else steered."""
 
     def __init__(self, settings: LearnerSettings, parameters: int, numbers: str) -> None:
@@ -153,11 +153,11 @@ class Steering:
         """Return the mean k3 a token that a round should move by."""
         return target(self._target_kl, tokens, trajectories)
 
-    def aim(self, moved: RoundMoved) -> float:
+    def aim(self, moved: RoundShift) -> float:
         """Return what a round is steered to."""
         return aim(self._state, moved, ROUNDING[self.numbers])
 
-    def after(self, moved: RoundMoved) -> None:
+    def after(self, moved: RoundShift) -> None:
         """Learn from a round."""
         if self.steers:
             self._state = steered(self._state, moved, self.bounds, ROUNDING[self.numbers])

@@ -12,7 +12,7 @@ from peft import LoraConfig
 
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.learner import base_model as policy_model
-from ratchet.trainer.learner.learning_rate import Steering
+from ratchet.trainer.learner.learning_rate import LearningRateController
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer, loss_of
 from ratchet.trainer.learner.trl_imports import GRPOConfig
 from ratchet.trainer.settings.learner_settings import LearnerSettings
@@ -31,7 +31,7 @@ def build(base_model: str, settings: LearnerSettings, output_dir: Path) -> Recor
     on_cpu = not torch.cuda.is_available()
     dtype = torch.float32 if on_cpu else torch.bfloat16
     model, tokenizer = policy_model.load(base_model, dtype=dtype, quantization=settings.quantization)
-    steering = Steering(settings, model.num_parameters(), "fp32" if on_cpu else "bf16")
+    steering = LearningRateController(settings, model.num_parameters(), "fp32" if on_cpu else "bf16")
     arguments = _arguments(settings, output_dir, on_cpu, steering.rate)
     targets = settings.target_modules
     lora = LoraConfig(

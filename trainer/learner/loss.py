@@ -36,8 +36,8 @@ from peft import LoraConfig
 
 from ratchet.trainer.errors import TrainingDiverged
 from ratchet.trainer.learner import importance_sampling, policy_shift
-from ratchet.trainer.learner.forward_pass import ModelPass, Scored, worth_of_a_token
-from ratchet.trainer.learner.learning_rate import Steering, every
+from ratchet.trainer.learner.forward_pass import ForwardPass, Scored, forward_cost_per_token
+from ratchet.trainer.learner.learning_rate import LearningRateController, every
 from ratchet.trainer.learner.micro_batches import Micro, batched, blank, collate, split, weigh
 from ratchet.trainer.learner.trl_imports import GRPOConfig, GRPOTrainer
 from ratchet.trainer.rows.token_row import TokenRow
@@ -46,7 +46,7 @@ from ratchet.trainer.settings.objectives import Objective
 
 
 @dataclass(frozen=True, slots=True)
-class StepNumbers:
+class StepMetrics:
     """What one optimiser step did, over all processes; sums are over its trained tokens.
 
     `taken` is False where nothing was left to learn from: then the weights did not move.
@@ -98,7 +98,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
         tokenizer: Any,
         peft_config: LoraConfig,
         settings: LearnerSettings,
-        steering: Steering,
+        steering: LearningRateController,
     ) -> None:
         self._settings = settings
         self.steering = steering
@@ -118,8 +118,8 @@ class RecordedGRPOTrainer(GRPOTrainer):
         for parameter in self.lora_parameters().values():  # TRL makes those of a quantised model bf16
             parameter.data = parameter.data.float()
         base = self.model.get_base_model()
-        self._pass = ModelPass(base)
-        self._worth = worth_of_a_token(base) if settings.share_prefixes else None
+        self._pass = ForwardPass(base)
+        self._worth = forward_cost_per_token(base) if settings.share_prefixes else None
         # Trainer.train() would do what follows; our loop never calls it.
         if args.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
@@ -170,11 +170,11 @@ class RecordedGRPOTrainer(GRPOTrainer):
             self._weigh(micro, torch.ones_like(micro["importance"]))  # until it is known which rows are rejected
             if self.beta:
                 micro["ref_per_token_logps"] = self.token_logprobs(micro, adapter=False)  # (N, T)
-        if self._must_look_before(only_step):
+        if self._needs_old_logprobs(only_step):
             self._narrow(micros, [self._begin_with_own(micro) for micro in micros])
         return micros
 
-    def optimiser_step(self, micros: Sequence[Micro]) -> StepNumbers:
+    def optimiser_step(self, micros: Sequence[Micro]) -> StepMetrics:
         """One step down the summed loss of the micro-batches. Raises TrainingDiverged before a non-finite step."""
         numbers = self.backward(micros)
         if not numbers.taken:
@@ -191,7 +191,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
         self.optimizer.zero_grad()
         return numbers
 
-    def backward(self, micros: Sequence[Micro]) -> StepNumbers:
+    def backward(self, micros: Sequence[Micro]) -> StepMetrics:
         """Leave the clipped gradient of the step's loss in the LoRA parameters.
 
         The mean divides by what was kept: that is known when all micro-batches have been seen, and the gradient is
@@ -214,7 +214,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
                 parameter.grad.mul_(scale)
         limit = self._settings.max_grad_norm or float("inf")
         grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
-        return StepNumbers(
+        return StepMetrics(
             taken=units > 0 and (signal > 0 or bool(self.beta)),
             loss=loss_sum * scale / self.accelerator.num_processes,
             grad_norm=grad_norm,
@@ -296,7 +296,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
         pad_id: int | None = self._tokenizer.pad_token_id
         return 0 if pad_id is None else pad_id  # padding is masked out: any id will do
 
-    def _must_look_before(self, only_step: bool) -> bool:
+    def _needs_old_logprobs(self, only_step: bool) -> bool:
         """Whether the policy at the round's start must be computed before the loss is."""
         if self._objective.ratio == "none":
             return False

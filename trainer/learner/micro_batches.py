@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ratchet.trainer.learner.shared_prefixes import Tree, together, tree
+from ratchet.trainer.learner.shared_prefixes import PrefixTree, together, tree
 from ratchet.trainer.rows.token_row import TokenRow, split_by_budget
 from ratchet.trainer.settings.objectives import Objective
 
@@ -44,11 +44,11 @@ def collate(packs: Sequence[Sequence[TokenRow]], pad_id: int, device: torch.devi
     }
     trees = [tree([row.ids for row in pack]) for pack in packs]
     micro |= _forwarded(trees, pad_id)
-    micro |= _sought(micro, trees, [row.temperature for row in rows])
+    micro |= _trained_positions(micro, trees, [row.temperature for row in rows])
     return {name: tensor.to(device) for name, tensor in micro.items()}
 
 
-def _forwarded(trees: Sequence[Tree], pad_id: int) -> Micro:
+def _forwarded(trees: Sequence[PrefixTree], pad_id: int) -> Micro:
     """What the model is run on, (M, L) each: one row a pack as usual, else trees with what says who sees whom."""
     longest = max(len(tree.ids) for tree in trees)
     if all(len(tree.paths) == 1 for tree in trees):
@@ -63,7 +63,7 @@ def _forwarded(trees: Sequence[Tree], pad_id: int) -> Micro:
     }
 
 
-def _sought(micro: Micro, trees: Sequence[Tree], temperatures: Sequence[float]) -> Micro:
+def _trained_positions(micro: Micro, trees: Sequence[PrefixTree], temperatures: Sequence[float]) -> Micro:
     """Of the K trained tokens, (K,) each: where in all M x L tokens each is predicted, what it is, how it was drawn."""
     trained = micro["trained"]  # (N, T)
     size = micro["forwarded_ids"].shape[1]

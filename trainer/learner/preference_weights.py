@@ -26,7 +26,7 @@ from ratchet.trainer.rows.token_row import TokenRow
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class PreferenceWeights:
     """The rows that count, with what their tokens weigh as advantages; and the mean loss at this moment."""
 
     rows: list[TokenRow]
@@ -41,7 +41,7 @@ def units(rows: Sequence[TokenRow], loss: str) -> list[list[TokenRow]]:
     return [members for members in found.values() if _COEFFICIENTS[loss](members, {}, 1.0) is not None]
 
 
-def weigh(rows: Sequence[TokenRow], gaps: Sequence[float], loss: str, beta: float) -> Weighed:
+def weigh(rows: Sequence[TokenRow], gaps: Sequence[float], loss: str, beta: float) -> PreferenceWeights:
     """Return the rows of one step with their weights; `gaps` are the rows' own log p - log p of the base model."""
     h: dict[str, float] = {}
     for row, gap in zip(rows, gaps, strict=True):
@@ -58,7 +58,7 @@ def weigh(rows: Sequence[TokenRow], gaps: Sequence[float], loss: str, beta: floa
     tokens = sum(row.tokens_trained for row, _ in kept)  # what the mean of imitation divides by
     scale = tokens / max(len(losses), 1)
     plain = [replace(r, advantage=w * scale, advantages=None, temperature=1.0, importance=False) for r, w in kept]
-    return Weighed(plain, fmean(losses) if losses else 0.0)
+    return PreferenceWeights(plain, fmean(losses) if losses else 0.0)
 
 
 _Found = tuple[dict[str, float], float] | None  # weight by trajectory, loss

@@ -16,7 +16,7 @@ Ids = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class PrefixTree:
     """Rows laid out as one sequence.
 
     ids        of the sequence, (L,)
@@ -32,9 +32,9 @@ class Tree:
     paths: list[list[int]]
 
 
-def tree(rows: Sequence[Ids]) -> Tree:
+def tree(rows: Sequence[Ids]) -> PrefixTree:
     """Lay out rows; those that begin alike are shared where they are neighbours, as `together` orders them."""
-    found = Tree([], [], [], [])
+    found = PrefixTree([], [], [], [])
     before: Ids = ()
     path: list[int] = []  # where the tokens of the row before stand
     for row in rows:

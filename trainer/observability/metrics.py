@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from ratchet.store.errors import StoreError
 from ratchet.store.records import Round
-from ratchet.store.states import RoundState, ShadowState
+from ratchet.store.states import ResampleState, RoundState
 from ratchet.store.store import Store
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.observability.finding import Finding
@@ -196,11 +196,11 @@ class _Stored(Collector):
             told["ratchet_groups_dropped"].add_metric([self._alias, reason], count)
         for alarm in self._store.alarms.standing():
             told["ratchet_alarm_active"].add_metric([alarm.name], 1)
-        counts = self._store.shadows.counts(self._alias)
-        for state in (state for state in counts if state in (ShadowState.ANSWERED, ShadowState.FAILED)):
-            told["ratchet_resample_calls"].add_metric([self._alias, str(state)], counts[state].shadows)
-        if ShadowState.ANSWERED in counts:
-            told["ratchet_resample_tokens"].add_metric([self._alias], counts[ShadowState.ANSWERED].tokens)
+        counts = self._store.resamples.counts(self._alias)
+        for state in (state for state in counts if state in (ResampleState.ANSWERED, ResampleState.FAILED)):
+            told["ratchet_resample_calls"].add_metric([self._alias, str(state)], counts[state].resamples)
+        if ResampleState.ANSWERED in counts:
+            told["ratchet_resample_tokens"].add_metric([self._alias], counts[ResampleState.ANSWERED].tokens)
 
     def _read_policies(self, told: Mapping[str, _Family]) -> None:
         live = self._store.policies.live().get(self._alias)
@@ -219,7 +219,7 @@ def _families() -> dict[str, _Family]:
         CounterMetricFamily("ratchet_trajectories_dropped", "Trajectories that were put aside", labels=["reason"]),
         CounterMetricFamily("ratchet_groups_dropped", "Groups that were put aside", labels=["alias", "reason"]),
         GaugeMetricFamily("ratchet_alarm_active", "1 for every alarm that is not cleared", labels=["name"]),
-        CounterMetricFamily("ratchet_resample_calls", "Shadow calls by their end", labels=["alias", "state"]),
+        CounterMetricFamily("ratchet_resample_calls", "Resample calls by their end", labels=["alias", "state"]),
         CounterMetricFamily("ratchet_resample_tokens", "Tokens of answered shadow calls", labels=["alias"]),
         GaugeMetricFamily("ratchet_live_version", "Version that is live", labels=["alias"]),
         GaugeMetricFamily("ratchet_unproven_versions", "Versions too near to the live one to prove", labels=["alias"]),

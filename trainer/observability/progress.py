@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ratchet.store.coordination.job_progress import Paced
+from ratchet.store.coordination.job_progress import ProgressRate
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class RunningMeans:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing(Paced):
+class Standing(ProgressRate):
     """How far a work is. `seconds` since it began; `means` by metric."""
 
     work: str
@@ -211,7 +211,7 @@ def on_this_terminal() -> Watcher:
     return Bars() if sys.stderr.isatty() else Lines()
 
 
-def for_a_person() -> Watcher:
+def format_for_terminal() -> Watcher:
     """Return bars where the standard error is a terminal, sentences on it elsewhere: a command has no log."""
     return Bars() if sys.stderr.isatty() else Lines(tell=lambda standing: say(standing.sentence()))
 

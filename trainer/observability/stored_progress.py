@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 EVERY = 3.0  # seconds between two writes of one work
 
 
-class StoredStandings:
+class StoredProgress:
     """A watcher of an alias's progress that notes it in the store."""
 
     def __init__(

@@ -18,10 +18,10 @@ from ratchet.trainer.release.candidates import name_of
 
 log = logging.getLogger(__name__)
 
-Doubts = Callable[[], Sequence[Finding]]  # what the sentinel says against promoting anything now
+GetBlockingFindings = Callable[[], Sequence[Finding]]  # what the sentinel says against promoting anything now
 
 
-def no_doubts() -> Sequence[Finding]:
+def no_blocking_findings() -> Sequence[Finding]:
     """Where nobody watches."""
     return ()
 
@@ -46,6 +46,6 @@ def objection(doubts: Sequence[Finding]) -> str | None:
     return f"the sentinel doubts the judge: {told}" if told else None
 
 
-def evidence_of(doubts: Sequence[Finding]) -> dict[str, Any]:
+def findings_evidence(doubts: Sequence[Finding]) -> dict[str, Any]:
     """Return doubts as a decision keeps them."""
     return {"sentinel": [asdict(found) for found in doubts]} if doubts else {}

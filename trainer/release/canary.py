@@ -11,13 +11,20 @@ from __future__ import annotations
 
 import logging
 
-from ratchet.store.errors import ForbiddenChange
+from ratchet.store.errors import InvalidTransition
 from ratchet.store.records import PastScore, Policy
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.observability.metrics import Metrics
-from ratchet.trainer.release.approval import Doubts, evidence_of, hold, no_doubts, objection, release
+from ratchet.trainer.release.approval import (
+    GetBlockingFindings,
+    findings_evidence,
+    hold,
+    no_blocking_findings,
+    objection,
+    release,
+)
 from ratchet.trainer.release.candidates import name_of
 from ratchet.trainer.release.decision import Action, Decision, decide
 from ratchet.trainer.release.second_opinion import SecondOpinions
@@ -30,7 +37,7 @@ _GATE = "gate"
 _LOOK_EVERY = 1.0  # seconds
 
 
-class Gatekeeper:
+class CanaryController:
     """Looks at the scores of the canary and of the live version since it began.
 
     `second` is asked before a promotion; `doubts` are the sentinel's, which hold one too.
@@ -43,7 +50,7 @@ class Gatekeeper:
         settings: GateSettings,
         judge_version: str,
         second: Judge | None = None,
-        doubts: Doubts = no_doubts,
+        doubts: GetBlockingFindings = no_blocking_findings,
         metrics: Metrics | None = None,
     ) -> None:
         self._store = store
@@ -51,7 +58,7 @@ class Gatekeeper:
         self._settings = settings
         self._judge_version = judge_version
         self._second = SecondOpinions(second, settings.second_judge_pairs, store.trajectories.read) if second else None
-        self._doubts = doubts
+        self._blocking_findings = doubts
         self._metrics = metrics or Metrics(alias)
         self._looked_at = 0.0
         self.pending = True  # there is a version that is not decided on, or it is not known yet
@@ -77,7 +84,7 @@ class Gatekeeper:
             self._looked_at = now
             try:
                 decided = self._look(canary, live, now)
-            except ForbiddenChange as overtaken:  # a person was quicker
+            except InvalidTransition as overtaken:  # a person was quicker
                 log.info("event=gate_overtaken reason=%r", str(overtaken))
         if decided or any(policy.state is PolicyState.REJECTED for policy in policies):
             self._drop_rejected()
@@ -102,8 +109,8 @@ class Gatekeeper:
 
     def _promote(self, canary: Policy, decision: Decision, scores: list[PastScore], beside: list[PastScore]) -> bool:
         """Promote, or hold where anything speaks against it; return False while the second judge thinks."""
-        doubts = self._doubts()
-        evidence = decision.evidence() | evidence_of(doubts)
+        doubts = self._blocking_findings()
+        evidence = decision.evidence() | findings_evidence(doubts)
         reasons = [decision.reason if decision.action is Action.HOLD else None, objection(doubts)]
         if self._second is not None and decision.found is not None:
             opinion = self._second.of(canary.version, scores, beside)

@@ -28,7 +28,7 @@ from ratchet.store.statistics import interval
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import Replica
 from ratchet.trainer.controller.judges import Judge
-from ratchet.trainer.controller.judges.both_orders import in_both_orders
+from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
 from ratchet.trainer.tasks.held_out import HELD_OUT
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def compared_by(judge: Judge, answered: Sequence[Sides], what: str = "prompts") 
 
 def _scores(judge: Judge, sides: Sides) -> tuple[float, float] | None:
     members = [*sides[0], *sides[1]]
-    scores = [verdict.score for verdict in in_both_orders(judge, members).verdicts if verdict.score is not None]
+    scores = [verdict.score for verdict in judge_in_both_orders(judge, members).verdicts if verdict.score is not None]
     if len(scores) < len(members):
         return None
     return statistics.fmean(scores[: len(sides[0])]), statistics.fmean(scores[len(sides[0]) :])

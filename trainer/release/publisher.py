@@ -16,14 +16,20 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Protocol
 
-from ratchet.store.coordination.proxies import DOOR_SILENCE
+from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
 from ratchet.store.records import BASE_VERSION, Policy
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import Replica
 from ratchet.trainer.errors import AdapterRefused
-from ratchet.trainer.release.approval import Doubts, evidence_of, hold, no_doubts, objection
-from ratchet.trainer.release.candidates import is_learnt, name_of
+from ratchet.trainer.release.approval import (
+    GetBlockingFindings,
+    findings_evidence,
+    hold,
+    no_blocking_findings,
+    objection,
+)
+from ratchet.trainer.release.candidates import is_trained, name_of
 from ratchet.trainer.release.evaluation_runner import Evaluations
 from ratchet.trainer.release.proof import Answer, Outcome, Proof, prove
 
@@ -63,7 +69,7 @@ class Publisher:
         share: float | None = None,
         evaluations: Evaluations | None = None,
         jump: float | None = None,
-        doubts: Doubts = no_doubts,
+        doubts: GetBlockingFindings = no_blocking_findings,
     ) -> None:
         self._store = store
         self._replicas = replicas
@@ -74,7 +80,7 @@ class Publisher:
         self._evaluations = evaluations
         self._jump = jump
         self.waits = False  # a candidate is being tried
-        self._doubts = doubts
+        self._blocking_findings = doubts
 
     def publish(self, candidate: Policy, probes: Sequence[Sequence[int]], scorer: Scorer) -> bool:
         """Load, prove, evaluate and release a candidate; return whether it serves now. `waits` says that it is tried.
@@ -88,7 +94,7 @@ class Publisher:
             raise AdapterRefused(f"alias {self._alias} has no base version in the store: start `ratchet proxy` first")
         try:
             proofs = self._serve_everywhere(candidate, live, probes, scorer)
-        except NotProven as refusal:
+        except ProofFailed as refusal:
             settle = self._reject if refusal.outcome is Outcome.WRONG else self._leave_unproven
             return settle(candidate, str(refusal), refusal.proofs)
         reason = _shown(candidate, live, proofs)
@@ -100,9 +106,15 @@ class Publisher:
                 return False
             evidence |= found.evidence()
             if found.first is not None and found.first.worse:
-                return self._turn_down(candidate, found.told(), evidence)
+                return self._reject_as_worse(candidate, found.told(), evidence)
             if told := found.objection(self._jump):
-                hold(self._store, candidate, told, evidence | evidence_of(self._doubts()), by="evaluation")
+                hold(
+                    self._store,
+                    candidate,
+                    told,
+                    evidence | findings_evidence(self._blocking_findings()),
+                    by="evaluation",
+                )
                 return False
             reason = f"{reason}; {found.told()}" if found.first is not None else reason
         return self._release(candidate, live, evidence, reason)
@@ -110,9 +122,9 @@ class Publisher:
     def _release(self, candidate: Policy, live: Policy, evidence: dict[str, object], reason: str) -> bool:
         """Let a proven version serve all or, where there is a gate, a share; return whether it does."""
         if self._share is None:
-            doubts = self._doubts()
+            doubts = self._blocking_findings()
             if told := objection(doubts):
-                hold(self._store, candidate, told, evidence | evidence_of(doubts), by="sentinel")
+                hold(self._store, candidate, told, evidence | findings_evidence(doubts), by="sentinel")
                 return False
             self._store.policies.promote(
                 self._alias, candidate.version, evidence, only_from=PolicyState.CANDIDATE, reason=reason
@@ -134,7 +146,7 @@ class Publisher:
     ) -> dict[str, Proof]:
         """Load both versions on every replica and prove the new one; one that is served already needs no proof.
 
-        Raises NotProven, EngineUnreachable.
+        Raises ProofFailed, EngineUnreachable.
         """
         base = self._store.policies.get(self._alias, BASE_VERSION)
         old = {policy.served_name: Path(policy.adapter) if policy.adapter else None for policy in (live, base)}
@@ -150,11 +162,11 @@ class Publisher:
                     replica, candidate.served_name, old, probes, scorer, tolerance=self._tolerance
                 )
             except AdapterRefused as refusal:
-                raise NotProven(str(refusal), Outcome.WRONG, proofs) from refusal
+                raise ProofFailed(str(refusal), Outcome.WRONG, proofs) from refusal
         for outcome in (Outcome.WRONG, Outcome.UNPROVEN):
             for url, proof in proofs.items():
                 if proof.outcome is outcome:
-                    raise NotProven(f"{url}: {proof.reason}", outcome, proofs)
+                    raise ProofFailed(f"{url}: {proof.reason}", outcome, proofs)
         return proofs
 
     def drain(self, now: float) -> list[str]:
@@ -166,7 +178,7 @@ class Publisher:
         policies = self._store.policies.all(self._alias)
         if not self._store.policies.unproven(self._alias):  # also where they were rolled back
             self._store.alarms.clear(f"{UNPROVEN}:{self._alias}")
-        doors = self._store.doors.open(self._alias, now - DOOR_SILENCE)
+        doors = self._store.doors.open(self._alias, now - PROXY_TIMEOUT_SECONDS)
         live = next((policy.version for policy in policies if policy.state is PolicyState.LIVE), BASE_VERSION)
         if any(door.live.get(self._alias) != live for door in doors):
             return []
@@ -191,7 +203,7 @@ class Publisher:
     def _leave_unproven(self, candidate: Policy, reason: str, proofs: dict[str, Proof]) -> bool:
         """Put a candidate aside that changes too little to be proven; what is trained next is built on it."""
         told = _evidence(proofs) | {"reason": reason}
-        self._store.policies.leave_unproven(self._alias, candidate.version, told, reason=reason)
+        self._store.policies.mark_unproven(self._alias, candidate.version, told, reason=reason)
         waiting = self._store.policies.unproven(self._alias)
         self._store.alarms.raise_(
             f"{UNPROVEN}:{self._alias}",
@@ -202,7 +214,7 @@ class Publisher:
         self._unload(candidate)
         return False
 
-    def _turn_down(self, candidate: Policy, reason: str, evidence: dict[str, object]) -> bool:
+    def _reject_as_worse(self, candidate: Policy, reason: str, evidence: dict[str, object]) -> bool:
         """Reject a candidate that is worse; that is no fault, so there is no alarm."""
         self._store.policies.reject(self._alias, candidate.version, evidence, by="evaluation", reason=reason)
         self._store.alarms.clear(f"swap_refused:{self._alias}")
@@ -211,7 +223,7 @@ class Publisher:
         return False
 
     def _unload(self, candidate: Policy) -> None:
-        if not is_learnt(candidate):  # the adapter is another version's
+        if not is_trained(candidate):  # the adapter is another version's
             return
         for replica in self._replicas:
             if candidate.served_name in replica.models():
@@ -260,7 +272,7 @@ def _common(likeliest: Mapping[int, float], others: Sequence[Mapping[int, float]
     return known[:_TOKENS]
 
 
-class NotProven(Exception):
+class ProofFailed(Exception):
     """No replica serves the candidate as the trainer made it, or none can say so; `proofs` are those made so far."""
 
     def __init__(self, reason: str, outcome: Outcome, proofs: dict[str, Proof]) -> None:

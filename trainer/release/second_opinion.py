@@ -16,7 +16,7 @@ from typing import Any
 
 from ratchet.store.records import PastScore, Transcript
 from ratchet.trainer.controller.judges import Judge
-from ratchet.trainer.controller.judges.both_orders import in_both_orders
+from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
 from ratchet.trainer.statistics.sequential_test import Difference
 
 _Z = statistics.NormalDist().inv_cdf(0.975)
@@ -96,7 +96,9 @@ def pair_up(canary: Sequence[PastScore], live: Sequence[PastScore], most: int) -
 def ask(judge: Judge, pairs: Sequence[Pair], read: Callable[[str], Transcript]) -> SecondOpinion:
     """Have every pair judged; takes as long as the judge takes."""
     with ThreadPoolExecutor(judge.at_once, thread_name_prefix="second_judge") as threads:
-        judged = list(threads.map(lambda pair: in_both_orders(judge, [read(name) for name in pair]).verdicts, pairs))
+        judged = list(
+            threads.map(lambda pair: judge_in_both_orders(judge, [read(name) for name in pair]).verdicts, pairs)
+        )
     found = list(_differences([[verdict.score for verdict in verdicts] for verdicts in judged]))
     mean = statistics.fmean(found) if found else 0.0
     reach = _Z * statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ratchet.store.coordination.proxies import DOOR_SILENCE
+from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
 from ratchet.store.store import Store
 
 _COMPARED_WITHIN = 3600.0  # seconds that a version is kept for a rollout that was planned on it and has not ended
@@ -10,7 +10,7 @@ _COMPARED_WITHIN = 3600.0  # seconds that a version is kept for a rollout that w
 
 def versions_in_use(store: Store, alias: str, now: float) -> set[int]:
     """Return the versions that a door has trajectories pinned to, or that rollouts of the tuner wait for."""
-    doors = store.doors.open(alias, now - DOOR_SILENCE)
+    doors = store.doors.open(alias, now - PROXY_TIMEOUT_SECONDS)
     pins = [name.rpartition("@") for door in doors for name, count in door.pins.items() if count]
     pinned = {int(version) for name, _, version in pins if name == alias}
     return pinned | store.rollouts.awaited(alias, now - _COMPARED_WITHIN)

@@ -79,7 +79,7 @@ def build_rows(
     untrained: Counter[str] = Counter()
     spans: dict[_Key, _Span] = {}
     own: dict[_Key, _Span] = {}
-    taken = TakenAnswers(calls)
+    taken = TrainedAnswers(calls)
     number = 0  # of the trajectory's own turns
     for call in calls:
         is_turn = call.trajectory_id == trajectory_id and taken.is_turn(call)
@@ -144,7 +144,7 @@ def _temperature(sampling: Mapping[str, Any]) -> float | None:
     return temperature if math.isfinite(temperature) and temperature >= 0 else None
 
 
-class TakenAnswers:
+class TrainedAnswers:
     """Which answers of a trajectory's calls earn its score: those that the agent had, and went on or ended with.
 
     Of several answers to one call those count that the agent went on with, and where it ended with the call, the one

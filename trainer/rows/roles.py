@@ -36,10 +36,12 @@ class Roles:
         if not self.prompts:
             return tuple(calls)
         return tuple(
-            call if call.role else msgspec.structs.replace(call, role=self._told_by(system_prompt(call.prompt_node)))
+            call
+            if call.role
+            else msgspec.structs.replace(call, role=self._role_by_prompt(system_prompt(call.prompt_node)))
             for call in calls
         )
 
-    def _told_by(self, prompt: str) -> str | None:
+    def _role_by_prompt(self, prompt: str) -> str | None:
         text = prompt[:_LONGEST]
         return next((role for role, pattern in self.prompts.items() if re.search(pattern, text)), None)

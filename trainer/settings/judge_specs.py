@@ -91,7 +91,7 @@ class RewardSpec(_Spec):
     failure_score: float = Field(0.0, description="score of a rollout that failed")
 
 
-class ConductSpec(_Spec):
+class BehaviorSpec(_Spec):
     """How the trajectory went, between 0 (bad) and 1 (good)."""
 
     kind: Literal["conduct"]
@@ -100,7 +100,7 @@ class ConductSpec(_Spec):
     pattern: str = Field("", description="with pattern: regular expression that the whole last answer must match")
 
     @model_validator(mode="after")
-    def _pattern_is_one(self) -> ConductSpec:
+    def _pattern_is_one(self) -> BehaviorSpec:
         import re
 
         if self.rule == "pattern" and not self.pattern:
@@ -251,7 +251,7 @@ class CompositeSpec(_Spec):
     def _gap(self) -> tuple[float, float]:
         """Return what a success is ahead by in the weighted mean, and what conduct, good or bad, adds to it at most."""
         weights = {
-            kind: sum(part.weight or 0.0 for part in self.parts if _is_conduct(part) is kind) for kind in (True, False)
+            kind: sum(part.weight or 0.0 for part in self.parts if _is_behavior(part) is kind) for kind in (True, False)
         }
         if not weights[False]:
             return self.min_gap, 0.0  # conduct is all that is asked for
@@ -259,8 +259,8 @@ class CompositeSpec(_Spec):
         return self.min_gap * (1.0 - swing), swing
 
 
-def _is_conduct(part: PartSpec) -> bool:
-    return isinstance(part.judge, ConductSpec)
+def _is_behavior(part: PartSpec) -> bool:
+    return isinstance(part.judge, BehaviorSpec)
 
 
 def _named(value: Any) -> Any:
@@ -272,7 +272,7 @@ JudgeSpec = Annotated[
     Annotated[
         FunctionSpec
         | AnswerSpec
-        | ConductSpec
+        | BehaviorSpec
         | RulerSpec
         | NextStateSpec
         | GraderSpec
@@ -286,10 +286,10 @@ JudgeSpec = Annotated[
 ]
 
 
-def only_ranks(judge: JudgeSpec) -> bool:
+def gives_only_ranks(judge: JudgeSpec) -> bool:
     """Return whether a judge's scores compare the members of a group and say nothing beyond it."""
     if isinstance(judge, CompositeSpec):
-        return all(only_ranks(part.judge) for part in judge.parts if part.weight)
+        return all(gives_only_ranks(part.judge) for part in judge.parts if part.weight)
     return isinstance(judge, RulerSpec)
 
 

@@ -20,7 +20,7 @@ AUTO: Literal["auto"] = "auto"
 QUANTIZATIONS = ("none", "nf4")
 
 # The ranks that vLLM's LoRA kernels serve; any other is padded up to one of them by --max-lora-rank.
-LARGEST_SERVABLE_RANK = 512
+MAX_SERVABLE_RANK = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class LearnerSettings:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        self._require("rank", 1 <= self.rank <= LARGEST_SERVABLE_RANK, f"an integer from 1 to {LARGEST_SERVABLE_RANK}")
+        self._require("rank", 1 <= self.rank <= MAX_SERVABLE_RANK, f"an integer from 1 to {MAX_SERVABLE_RANK}")
         self._require("alpha", self.alpha >= 1, "at least 1")
         self._require("target_modules", bool(self.target_modules), '"all-linear" or the names of linear layers')
         rate, aim = self.learning_rate, self.target_kl

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ratchet.trainer.settings.urls import PlainUrl
 
 
-class ShadowSettings(BaseModel):
+class ResamplingSettings(BaseModel):
     """What the re-sampling of single-call prompts needs to know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)

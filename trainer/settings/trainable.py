@@ -10,15 +10,15 @@ import re
 from collections.abc import Callable
 
 from ratchet.trainer.settings.judge_specs import (
+    BehaviorSpec,
     CompositeSpec,
-    ConductSpec,
     FeedbackSpec,
     JudgeSpec,
     NextStateSpec,
-    only_ranks,
+    gives_only_ranks,
 )
 from ratchet.trainer.settings.learner_settings import AUTO, LearnerSettings
-from ratchet.trainer.settings.trainer_fields import MOST_REMEMBERED, TrainerFields
+from ratchet.trainer.settings.trainer_fields import MAX_SCORES_PER_FAMILY, TrainerFields
 
 # What a pattern must tell apart: if it matches all of these, it matches everything that is worth scoring.
 _UNLIKE = ("", "x", "7", "no idea", "The answer is 42.", "{}", "a\nb", "ü" * 50, "<answer>Oslo</answer>")
@@ -28,7 +28,7 @@ _LEAST_CLIP = 1e-4  # the ratio of a token that learnt anything is farther from 
 _LEAST_TOLERANCE = 1e-5  # nats; two engines never compute equal logprobs to more digits
 
 
-def why_nothing_is_learnt(settings: TrainerFields) -> str | None:
+def check_trainable(settings: TrainerFields) -> str | None:
     """Return why these settings cannot teach anything, with the remedy; None where they can."""
     return next((reason for check in _CHECKS if (reason := check(settings)) is not None), None)
 
@@ -38,7 +38,7 @@ def constant_by_construction(judge: JudgeSpec) -> str | None:
     if isinstance(judge, CompositeSpec):
         said = [constant_by_construction(part.judge) for part in judge.parts if part.weight]
         return f"all parts with a weight are constant: {said[0]}" if said and all(said) else None
-    if not isinstance(judge, ConductSpec):
+    if not isinstance(judge, BehaviorSpec):
         return None
     if judge.rule == "short" and judge.most == 1:
         return "rule short with most 1 scores 0 whatever was sampled; set most to the longest good length in tokens"
@@ -71,16 +71,16 @@ def _least_round(settings: TrainerFields) -> str | None:
 
 
 def _single_least(settings: TrainerFields) -> str | None:
-    if settings.ungrouped == "drop" or settings.min_baseline_samples <= MOST_REMEMBERED:
+    if settings.ungrouped == "drop" or settings.min_baseline_samples <= MAX_SCORES_PER_FAMILY:
         return None
     return (
-        f"min_baseline_samples {settings.min_baseline_samples} is more than the {MOST_REMEMBERED} scores of a task family that are "
+        f"min_baseline_samples {settings.min_baseline_samples} is more than the {MAX_SCORES_PER_FAMILY} scores of a task family that are "
         "remembered: no single would ever have a baseline; lower it, 16 is usual"
     )
 
 
 def _rank_of_one(settings: TrainerFields) -> str | None:
-    if settings.ungrouped == "drop" or not only_ranks(settings.judge):
+    if settings.ungrouped == "drop" or not gives_only_ranks(settings.judge):
         return None
     return (
         f"singles: {settings.ungrouped} compares scores of different times and tasks, and the judge only ranks the "
@@ -89,7 +89,7 @@ def _rank_of_one(settings: TrainerFields) -> str | None:
     )
 
 
-def _few_shadows(settings: TrainerFields) -> str | None:
+def _too_few_resamples(settings: TrainerFields) -> str | None:
     if not 0 < settings.resample.samples < settings.min_group_size - 1:
         return None
     return (
@@ -98,8 +98,8 @@ def _few_shadows(settings: TrainerFields) -> str | None:
     )
 
 
-def _unheard_shadows(settings: TrainerFields) -> str | None:
-    what = _needs_a_listener(settings.judge) if settings.resample.samples else None
+def _resampling_without_feedback(settings: TrainerFields) -> str | None:
+    what = _feedback_without_reader(settings.judge) if settings.resample.samples else None
     if what is None:
         return None
     return (
@@ -108,10 +108,12 @@ def _unheard_shadows(settings: TrainerFields) -> str | None:
     )
 
 
-def _needs_a_listener(judge: JudgeSpec) -> str | None:
+def _feedback_without_reader(judge: JudgeSpec) -> str | None:
     """Return what a judge waits for that nobody says of an answer which nobody saw; None where it reads answers."""
     if isinstance(judge, CompositeSpec):
-        return next((what for part in judge.parts if part.weight and (what := _needs_a_listener(part.judge))), None)
+        return next(
+            (what for part in judge.parts if part.weight and (what := _feedback_without_reader(part.judge))), None
+        )
     if isinstance(judge, FeedbackSpec):
         return "judge feedback waits for the word of people"
     return "judge next_state waits for the next message" if isinstance(judge, NextStateSpec) else None
@@ -203,6 +205,6 @@ def _without_effect(settings: TrainerFields) -> str | None:
 
 
 _CHECKS: tuple[Callable[[TrainerFields], str | None], ...] = (
-    _judge, _least_group, _least_round, _single_least, _rank_of_one, _few_shadows, _unheard_shadows, _proof, _rate,
+    _judge, _least_group, _least_round, _single_least, _rank_of_one, _too_few_resamples, _resampling_without_feedback, _proof, _rate,
     _target, _norm, _clip, _no_pairs, _turns_of_whole_answers, _without_effect,
 )  # fmt: skip

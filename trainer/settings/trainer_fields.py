@@ -15,10 +15,10 @@ from ratchet.trainer.settings.devices import Devices
 from ratchet.trainer.settings.gate_settings import GateSettings
 from ratchet.trainer.settings.judge_specs import JudgeSpec
 from ratchet.trainer.settings.learner_settings import LearnerSettings
-from ratchet.trainer.settings.resampling_settings import ShadowSettings
+from ratchet.trainer.settings.resampling_settings import ResamplingSettings
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
 
-MOST_REMEMBERED = 512  # scores of a family
+MAX_SCORES_PER_FAMILY = 512  # scores of a family
 _LEARNER_FIELDS = {field.name for field in dataclasses.fields(LearnerSettings)}
 
 
@@ -110,8 +110,9 @@ class TrainerFields(BaseModel):
     sentinel: SentinelSettings = Field(
         default_factory=lambda: SentinelSettings(), description="what is watched, and from where on it is an alarm"
     )
-    shadow: ShadowSettings = Field(
-        default_factory=lambda: ShadowSettings(), description="further answers to single-call prompts, off users' path"
+    shadow: ResamplingSettings = Field(
+        default_factory=lambda: ResamplingSettings(),
+        description="further answers to single-call prompts, off users' path",
     )
     gate: GateSettings = Field(default_factory=GateSettings, description="what a proven version must show")
     learner: LearnerSettings = Field(default_factory=LearnerSettings, description="the LoRA learner")

@@ -9,7 +9,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from ratchet.trainer.settings.trainable import why_nothing_is_learnt
+from ratchet.trainer.settings.trainable import check_trainable
 from ratchet.trainer.settings.trainer_fields import TrainerFields
 
 
@@ -18,7 +18,7 @@ class TrainerSettings(TrainerFields):
 
     @model_validator(mode="after")
     def _can_learn(self) -> Self:
-        reason = why_nothing_is_learnt(self)
+        reason = check_trainable(self)
         if reason is not None:
             raise ValueError(reason)
         if self.keep_checkpoints <= self.keep_loaded_adapters:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from ratchet.trainer.errors import RowBroken, TaskSetNotFound, TuningError
+from ratchet.trainer.errors import MalformedTaskRow, TaskSetNotFound, TuningError
 
 Row = Mapping[str, Any]
 Numbered = tuple[int, Row]
@@ -33,7 +33,7 @@ _UNREADABLE = (UnicodeDecodeError, OSError, EOFError, zlib.error)  # what text, 
 
 
 def read_rows(file: Path) -> Iterator[Numbered]:
-    """Yield (line, row) of a file; in Parquet files the line is the row's number. Raises RowBroken."""
+    """Yield (line, row) of a file; in Parquet files the line is the row's number. Raises MalformedTaskRow."""
     return READERS[ending(file).removesuffix(_ZIPPED)](file)
 
 
@@ -47,13 +47,13 @@ def ending(file: Path) -> str:
 
 
 def checked(row: Any, where: str) -> Row:
-    """Return a row that is a JSON object all through. Raises RowBroken."""
+    """Return a row that is a JSON object all through. Raises MalformedTaskRow."""
     if not isinstance(row, dict):
-        raise RowBroken(f'{where}: a row is an object, such as {{"question": ...}}, not {type(row).__name__}')
+        raise MalformedTaskRow(f'{where}: a row is an object, such as {{"question": ...}}, not {type(row).__name__}')
     try:
         return {str(key): _plain(value, str(key), 1) for key, value in row.items()}
     except ValueError as error:
-        raise RowBroken(f"{where}: {error}") from error
+        raise MalformedTaskRow(f"{where}: {error}") from error
 
 
 def _plain(value: Any, path: str, depth: int) -> Any:
@@ -103,7 +103,7 @@ def _elements(file: Path, text: TextIO) -> Iterator[Numbered]:
         try:
             piece = text.read(max(_CHUNK, len(rest)))  # twice as much each time that an element did not end
         except _UNREADABLE as error:
-            raise RowBroken(f"{file}, after line {line}: {_why(error)}") from error
+            raise MalformedTaskRow(f"{file}, after line {line}: {_why(error)}") from error
         rest += piece
         while True:
             bare = rest.lstrip(" \t\r\n," if begun else " \t\r\n")
@@ -119,14 +119,14 @@ def _elements(file: Path, text: TextIO) -> Iterator[Numbered]:
             except (ValueError, RecursionError) as error:
                 if piece and len(rest) <= _LONGEST:
                     break  # the element may go on in what was not read yet
-                raise RowBroken(f"{file}, line {line}: {_said(error)}") from error
+                raise MalformedTaskRow(f"{file}, line {line}: {_said(error)}") from error
             yield line, checked(row, f"{file}, line {line}")
             line += rest.count("\n", 0, end)
             rest = rest[end:]
         if rest[:1] == "]":
             return
         if not piece:
-            raise RowBroken(f"{file}, line {line}: the list does not end; the file is cut off")
+            raise MalformedTaskRow(f"{file}, line {line}: the list does not end; the file is cut off")
 
 
 def _csv(file: Path) -> Iterator[Numbered]:
@@ -135,14 +135,14 @@ def _csv(file: Path) -> Iterator[Numbered]:
         rows = csv.reader(text, strict=True)
         header = _record(file, rows) or []
         if len(set(header)) < len(header) or not all(header):
-            raise RowBroken(f"{file}, line 1: the header must name every column once, it is {header}")
+            raise MalformedTaskRow(f"{file}, line 1: the header must name every column once, it is {header}")
         while True:
             line = rows.line_num + 1  # where the row begins: it may hold line breaks
             row = _record(file, rows)
             if row is None:
                 return
             if row and len(row) != len(header):
-                raise RowBroken(f"{file}, line {line}: {len(row)} fields, the header has {len(header)}")
+                raise MalformedTaskRow(f"{file}, line {line}: {len(row)} fields, the header has {len(header)}")
             if row:
                 yield line, dict(zip(header, row, strict=True))
 
@@ -152,7 +152,7 @@ def _record(file: Path, rows: Any) -> list[str] | None:
     try:
         record: list[str] | None = next(rows, None)
     except (csv.Error, *_UNREADABLE) as error:
-        raise RowBroken(f"{file}, line {line}: {_why(error)}") from error
+        raise MalformedTaskRow(f"{file}, line {line}: {_why(error)}") from error
     return record
 
 
@@ -177,7 +177,7 @@ def _parquet(file: Path) -> Iterator[Numbered]:
                     number += 1
                     yield number, checked(row, f"{file}, row {number}")
     except (pyarrow.ArrowException, OSError) as error:
-        raise RowBroken(f"{file}, after row {number}: {error}") from error
+        raise MalformedTaskRow(f"{file}, after row {number}: {error}") from error
 
 
 def _opened(file: Path) -> TextIO:
@@ -195,9 +195,9 @@ def _lines(file: Path, text: TextIO) -> Iterator[tuple[int, str]]:
         try:
             line = text.readline(_LONGEST + 1)
         except _UNREADABLE as error:
-            raise RowBroken(f"{file}, line {number} or just after it: {_why(error)}") from error
+            raise MalformedTaskRow(f"{file}, line {number} or just after it: {_why(error)}") from error
         if len(line) > _LONGEST:
-            raise RowBroken(f"{file}, line {number}: longer than {_LONGEST:,} characters")
+            raise MalformedTaskRow(f"{file}, line {number}: longer than {_LONGEST:,} characters")
         if not line:
             return
         yield number, line
@@ -213,7 +213,7 @@ def _parsed(line: str, where: str) -> Any:
     try:
         return json.loads(line, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise RowBroken(f"{where}: {_said(error)}") from error
+        raise MalformedTaskRow(f"{where}: {_said(error)}") from error
 
 
 def _no_constant(name: str) -> Any:

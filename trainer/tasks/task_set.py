@@ -81,7 +81,7 @@ class TaskSet:
     ) -> Iterator[Task]:
         """Yield the tasks of a split, each once; `on_duplicate` hears the numbers of a row and of its repetition.
 
-        Raises SplitNotFound, RowBroken, TaskSetEmpty.
+        Raises SplitNotFound, MalformedTaskRow, TaskSetEmpty.
         """
         self.check(split)
         return itertools.islice(self._tasks(split, on_duplicate), limit)

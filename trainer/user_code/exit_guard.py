@@ -1,7 +1,7 @@
 """`sys.exit` in a user's code: the failure of that code, never the end of the process that runs it.
 
 asyncio lets SystemExit out of the loop wherever a task raises it, so that one agent's argparse would end all others.
-`failing_exits` is a task factory under which it is an exception like any other. KeyboardInterrupt is left alone.
+`exits_raise` is a task factory under which it is an exception like any other. KeyboardInterrupt is left alone.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 
-class CodeExited(Exception):
+class UserCodeExited(Exception):
     """The user's code called sys.exit, or raised SystemExit."""
 
 
-def exited(error: SystemExit) -> CodeExited:
+def exited(error: SystemExit) -> UserCodeExited:
     """Return the failure that a SystemExit stands for."""
-    return CodeExited(f"it called sys.exit({error.code!r}); have it return or raise an exception")
+    return UserCodeExited(f"it called sys.exit({error.code!r}); have it return or raise an exception")
 
 
-def failing_exits(
+def exits_raise(
     loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, _T] | Generator[Any, None, _T], **given: Any
 ) -> asyncio.Task[_T]:
-    """Make a task whose SystemExit is a CodeExited; for `loop.set_task_factory`."""
+    """Make a task whose SystemExit is a UserCodeExited; for `loop.set_task_factory`."""
     return asyncio.Task(_Guarded(coro), loop=loop, **given)
 
 
 class _Guarded(Coroutine[Any, Any, _T]):
-    """A coroutine that raises CodeExited where the one inside raises SystemExit.
+    """A coroutine that raises UserCodeExited where the one inside raises SystemExit.
 
     No `async def`: a task that is cancelled before its first step would leave the inner one never awaited.
     """

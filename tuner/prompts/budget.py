@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ratchet.trainer.errors import BudgetSpent
+from ratchet.trainer.errors import BudgetExceeded
 
 _CHARACTERS_PER_TOKEN = 3  # of a question, when nothing was measured: on the safe side for English
 
 
 @dataclass(slots=True)
 class Budget:
-    """The limits and what is spent. `tokens` None is no limit; `kept_back` rollouts are for the held-out tasks.
+    """The limits and what is spent. `tokens` None is no limit; `reserved_rollouts` rollouts are for the held-out tasks.
 
     `at_once`: with a limit of tokens no more rollouts are allowed before it is known what the last ones took.
     """
 
     rollouts: int
     tokens: int | None = None
-    kept_back: int = 0
+    reserved_rollouts: int = 0
     at_once: int = 8
     begun: int = 0
     agent_tokens: int = 0
@@ -41,31 +41,33 @@ class Budget:
 
     def left(self, *, held_out: bool = False) -> int:
         """Return how many rollouts may still begin."""
-        return max(0, self.rollouts - self.begun - (0 if held_out else self.kept_back))
+        return max(0, self.rollouts - self.begun - (0 if held_out else self.reserved_rollouts))
 
     def allow(self, wanted: int, *, held_out: bool = False) -> int:
-        """Return how many of the wanted rollouts may run at once. Raises BudgetSpent where it is none of them.
+        """Return how many of the wanted rollouts may run at once. Raises BudgetExceeded where it is none of them.
 
         A set that the rollout limit does not allow as a whole is not begun.
         """
         if wanted > self.left(held_out=held_out):
-            raise BudgetSpent(f"{wanted} rollouts are more than the {self.left(held_out=held_out)} of --rollouts left")
+            raise BudgetExceeded(
+                f"{wanted} rollouts are more than the {self.left(held_out=held_out)} of --rollouts left"
+            )
         if self.tokens is None:
             return wanted
         if not self._measured:
             return 1
         room = self._tokens_left(held_out) // max(1, self._largest_rollout)
         if room < 1:
-            raise BudgetSpent(f"{self.tokens_spent} tokens of --tokens {self.tokens} are spent or kept back")
+            raise BudgetExceeded(f"{self.tokens_spent} tokens of --tokens {self.tokens} are spent or kept back")
         return min(wanted, room, self.at_once)
 
     def allow_reflection(self, characters: int) -> None:
-        """Allow one question of so many characters. Raises BudgetSpent."""
+        """Allow one question of so many characters. Raises BudgetExceeded."""
         needed = max(self._largest_reflection, characters // _CHARACTERS_PER_TOKEN)
         if self.tokens is not None and self._tokens_left(False) < needed:
-            raise BudgetSpent(f"{self.tokens_spent} tokens of --tokens {self.tokens} are spent or kept back")
+            raise BudgetExceeded(f"{self.tokens_spent} tokens of --tokens {self.tokens} are spent or kept back")
 
-    def took_rollout(self, tokens: int) -> None:
+    def record_rollout(self, tokens: int) -> None:
         """Count a rollout that began."""
         self.begun += 1
         self.agent_tokens += tokens
@@ -73,7 +75,7 @@ class Budget:
             self._measured += 1
             self._largest_rollout = max(self._largest_rollout, tokens)
 
-    def took_reflection(self, tokens: int, cost: float | None) -> None:
+    def record_reflection(self, tokens: int, cost: float | None) -> None:
         """Count one proposal or answer of the reflection model, with all its tries."""
         self.reflections += 1
         self.reflection_tokens += tokens
@@ -81,5 +83,5 @@ class Budget:
         self._largest_reflection = max(self._largest_reflection, tokens)
 
     def _tokens_left(self, held_out: bool) -> int:
-        kept = 0 if held_out else self.kept_back * self.agent_tokens // max(1, self._measured)
+        kept = 0 if held_out else self.reserved_rollouts * self.agent_tokens // max(1, self._measured)
         return (self.tokens or 0) - self.tokens_spent - kept

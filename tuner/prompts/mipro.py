@@ -21,7 +21,7 @@ import dspy
 import optuna
 from dspy.lm15 import Message, Request, Response, Usage
 
-from ratchet.trainer.errors import ReflectionDown, SetAside, Unjudged
+from ratchet.trainer.errors import ReflectionUnavailable, SetAside, Unjudged
 from ratchet.tuner.prompts.optimizer import Evaluate, Reflection, Search, carried_out, taken_up
 
 _MOST_CANDIDATES: Final = 10
@@ -41,7 +41,7 @@ class Mipro:
             logging.getLogger(library).setLevel(logging.ERROR)
         # DSPy draws bars and prints; the agent's own output, where it runs in this process, is let through.
         own = sys.stdout, sys.stderr
-        with taken_up(), open(os.devnull, "w") as nowhere, _output(nowhere, nowhere), _calm():
+        with taken_up(), open(os.devnull, "w") as nowhere, _output(nowhere, nowhere), _quiet_dspy():
             model = dspy.LM("reflection/ratchet", engine=_Engine(reflection), cache=False, num_retries=0)
             agent = _Agent(seed_prompt, evaluate, search, own)
             optimizer = dspy.MIPROv2(
@@ -135,7 +135,7 @@ class _Engine:
             try:
                 text = self._reflection.say(messages, request.config.temperature)
             except SetAside as unanswered:
-                raise ReflectionDown(f"the reflection model (tuner.reflection): {unanswered}") from unanswered
+                raise ReflectionUnavailable(f"the reflection model (tuner.reflection): {unanswered}") from unanswered
         usage = Usage(input_tokens=0, output_tokens=0, total_tokens=0)  # counted by the reflection itself
         answer = Message.assistant(text)
         return Response(id=None, model=request.model, message=answer, finish_reason="stop", usage=usage)
@@ -171,7 +171,7 @@ def _output(out: TextIO, errors: TextIO) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _calm() -> Iterator[None]:
+def _quiet_dspy() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         optuna.logging.set_verbosity(optuna.logging.ERROR)

@@ -29,10 +29,10 @@ class Evaluate(Protocol):
     """What prompts score. Pairs of prompt and task that were paid for once are not paid for again."""
 
     def scores(self, prompt: str, task_ids: Sequence[str]) -> list[float]:
-        """Return a score for each task. Raises Unjudged where one has none, BudgetSpent, TuningError."""
+        """Return a score for each task. Raises Unjudged where one has none, BudgetExceeded, TuningError."""
 
     def judged(self, prompt: str, task_ids: Sequence[str]) -> list[float | None]:
-        """Return a score for each task, None where the judge failed. Raises BudgetSpent, TuningError."""
+        """Return a score for each task, None where the judge failed. Raises BudgetExceeded, TuningError."""
 
     def example(self, prompt: str, task_id: str) -> Example:
         """Return a rollout of a pair that was scored."""
@@ -45,10 +45,10 @@ class Reflection(Protocol):
     """The one language model that an optimiser may ask; whatever it costs counts against the budget."""
 
     def propose(self, prompt: str, examples: Sequence[Example]) -> str:
-        """Return a better prompt than this one. Raises Unanswered, BudgetSpent."""
+        """Return a better prompt than this one. Raises Unanswered, BudgetExceeded."""
 
     def say(self, messages: Sequence[dict[str, str]], temperature: float | None) -> str:
-        """Return an answer to a chat of the optimiser's own. Raises Unanswered, BudgetSpent."""
+        """Return an answer to a chat of the optimiser's own. Raises Unanswered, BudgetExceeded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class PromptOptimizer(Protocol):
     def optimize(self, seed_prompt: str, evaluate: Evaluate, reflection: Reflection, search: Search) -> None:
         """Search until the budget or the ideas end; what was tried is known to `evaluate`.
 
-        Deterministic: the same scores and answers lead to the same questions. Raises BudgetSpent, TuningError.
+        Deterministic: the same scores and answers lead to the same questions. Raises BudgetExceeded, TuningError.
         """
 
 

@@ -28,10 +28,10 @@ from ratchet.tuner.prompts.prompt_tuning import Found, Plan, PromptTuning, detai
 from ratchet.tuner.prompts.reflection_model import Answered, ReflectionModel
 from ratchet.tuner.prompts.seed_prompt import SeedPrompt, given, serving
 from ratchet.tuner.prompts.task_splits import Sets, Sizes, divide
-from ratchet.tuner.prompts.trials import LONGEST_FEEDBACK, SEED, Trials
+from ratchet.tuner.prompts.trials import MAX_FEEDBACK_CHARS, SEED, Trials
 from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set
-from ratchet.tuner.rollouts.prices import Money, Prices, Spent
-from ratchet.tuner.rollouts.runner import Job, RolloutRunner
+from ratchet.tuner.rollouts.prices import Money, Prices, RolloutCost
+from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
 from ratchet.tuner.rollouts.scoring import Scorer
 from ratchet.tuner.selection.choice import figures_of
 from ratchet.tuner.selection.model_selection import busy_seconds
@@ -100,7 +100,7 @@ class _Run:
         tools, settings = self._tools, self._settings
         with asyncio.Runner() as loop:  # one for all rollouts: clients of the agent's own live in it
 
-            def rolled(jobs: Sequence[Job]) -> list[Rollout]:
+            def rolled(jobs: Sequence[RolloutJob]) -> list[Rollout]:
                 made = loop.run(tools.runner.run(jobs, self._tuning.id, self._ended))
                 scored = self._scored(made)
                 for one in scored:
@@ -108,7 +108,7 @@ class _Run:
                         self._work.note(score=one.score)
                 return scored
 
-            tools.scorer.count_cut_off(self._tuning.id)
+            tools.scorer.count_abandoned_tokens(self._tuning.id)
             trials = Trials(
                 tools.store, self._tuning.id, self._tasks, rolled, self._scored, self._budget,
                 longest=settings.prompt.longest, failure_score=settings.failure_score, model=self._model(),
@@ -132,7 +132,7 @@ class _Run:
 
         def heard(verdict: Verdict) -> None:
             if verdict.trajectory_id in train and verdict.explanation:
-                self._said[verdict.trajectory_id] = shortened(verdict.explanation, LONGEST_FEEDBACK)
+                self._said[verdict.trajectory_id] = shortened(verdict.explanation, MAX_FEEDBACK_CHARS)
 
         scored = self._tools.scorer.score(rollouts, heard)
         if len(self._said) > before:
@@ -221,10 +221,10 @@ class _Run:
             details=details(found, self._plan, self._budget, about),
         )
 
-    def _spent(self, trials: Trials) -> Spent:
+    def _spent(self, trials: Trials) -> RolloutCost:
         """Return the agent's cost and the reflections'."""
         served = [replace(one, model=one.model or self._tuning.alias) for one in trials.rollouts]
         agent = figures_of("", served, self._tools.prices).spent
         tokens = self._budget.reflection_tokens
         money = Money(self._budget.cost or 0.0, known=self._budget.cost is not None)
-        return agent + Spent(prompt_tokens=tokens, money=money)
+        return agent + RolloutCost(prompt_tokens=tokens, money=money)

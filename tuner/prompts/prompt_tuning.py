@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.truncation import shortened
-from ratchet.trainer.errors import BudgetSpent, BudgetTooSmall, TooManyFailures, Unjudged
+from ratchet.trainer.errors import BudgetExceeded, BudgetTooSmall, TooManyFailures, Unjudged
 from ratchet.trainer.statistics.paired_comparison import Compared, compare
 from ratchet.trainer.statistics.paired_comparison import Verdict as Shown
 from ratchet.tuner.prompts.budget import Budget
@@ -53,7 +53,7 @@ class Plan:
         return 2 * len(self.sets.held_out) * self.attempts
 
     @property
-    def least_rollouts(self) -> int:
+    def min_rollouts(self) -> int:
         """Fewer cannot come to a result: the seed and one proposal on validation tasks, and the comparison."""
         first = min(self.at_once, len(self.sets.train))
         return PROBES + 2 * (first + len(self.sets.validation)) + self.held_out_rollouts
@@ -96,14 +96,14 @@ class PromptTuning:
         self._tell = tell
 
     def run(self) -> Found:
-        """Run to the end of the budget. Raises BudgetTooSmall, SeedUnknown, Unjudged, TuningError."""
+        """Run to the end of the budget. Raises BudgetTooSmall, SeedPromptUnknown, Unjudged, TuningError."""
         plan = self._plan
-        if self._budget.rollouts < plan.least_rollouts:
+        if self._budget.rollouts < plan.min_rollouts:
             raise BudgetTooSmall(
                 f"--rollouts {self._budget.rollouts} cannot come to a result: these tasks need at least "
-                f"{plan.least_rollouts}, {plan.held_out_rollouts} of them for the comparison on held-out tasks"
+                f"{plan.min_rollouts}, {plan.held_out_rollouts} of them for the comparison on held-out tasks"
             )
-        self._budget.kept_back = plan.held_out_rollouts - self._trials.known(plan.sets.held_out)
+        self._budget.reserved_rollouts = plan.held_out_rollouts - self._trials.known(plan.sets.held_out)
         seed = self._seed()
         self._tell(f"seed prompt: {seed.note}")
         ended_by = self._search(seed)
@@ -147,14 +147,14 @@ class PromptTuning:
             self._trials.scores(seed.text, plan.sets.validation)
         except Unjudged as error:
             raise Unjudged(f"the seed prompt itself cannot be scored: {error}; see `ratchet judge try`") from error
-        except BudgetSpent as error:
+        except BudgetExceeded as error:
             raise BudgetTooSmall(f"the budget ended before the seed prompt was scored: {error}") from error
         failure = self._trials.failure_of_all(self._trials.candidate(seed.text), plan.sets.validation)
         if failure is not None:
             raise TooManyFailures(f"every rollout of the seed prompt failed: {failure}")
         try:
             self._optimizer.optimize(seed.text, self._trials, self._reflection(seed), search)
-        except BudgetSpent as spent:
+        except BudgetExceeded as spent:
             return f"the budget ended: {spent}"
         return "the search came to its end"
 
@@ -169,7 +169,7 @@ class PromptTuning:
         plan = self._plan
         held_out = plan.sets.held_out
         both = [[(one, task, n) for n in range(plan.attempts) for one in (baseline, best)] for task in held_out]
-        enough = self._trials.affordable(both)
+        enough = self._trials.affordable_rollouts(both)
         if enough < len(both):
             held_out = held_out[:enough]
             self._tell(
@@ -177,7 +177,7 @@ class PromptTuning:
             )
         try:  # at once, so that a judge that ranks sees them side by side
             self._trials.roll([place for task in both[:enough] for place in task], held_out=True)
-        except BudgetSpent as spent:
+        except BudgetExceeded as spent:
             self._tell(f"the comparison on held-out tasks was cut short: {spent}")
         marks, against = (self._trials.marks(one, held_out, plan.attempts) for one in (best, baseline))
         return compare(marks, against, names=(best, baseline), failure_score=plan.failure_score)

@@ -17,9 +17,9 @@ from typing import Any, Final
 import msgspec
 
 from ratchet.store.records import Exchange
-from ratchet.trainer.controller.judges.language_model import Interview, LanguageModel, found_json
+from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel, extract_json
 from ratchet.trainer.controller.judges.truncation import fitted
-from ratchet.trainer.errors import JudgeUnanswered, ReflectionDown, Unanswered
+from ratchet.trainer.errors import JudgeUnavailable, ReflectionUnavailable, Unanswered
 from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import Example
 
@@ -80,11 +80,11 @@ class ReflectionModel:
             question = str(one["question"])
             self._known[question, self._asked[question]] = one["answer"]
             self._asked[question] += 1
-            budget.took_reflection(int(one["tokens"]), one["cost"])
+            budget.record_reflection(int(one["tokens"]), one["cost"])
         self._asked.clear()
 
     def propose(self, prompt: str, examples: Sequence[Example]) -> str:
-        """Return a better prompt than this one. Raises Unanswered, ReflectionDown, BudgetSpent."""
+        """Return a better prompt than this one. Raises Unanswered, ReflectionUnavailable, BudgetExceeded."""
         part, what = _PARTS[self._mode]
         taken = len(_INSTRUCTIONS) + len(prompt) + self._longest
         room = max(_LEAST_ROOM, _CHARACTERS_PER_TOKEN * self._model.spec.context_tokens - taken)
@@ -94,16 +94,16 @@ class ReflectionModel:
             {"role": "user", "content": f'{{"prompt": {json.dumps(prompt)}, "examples": {shown}}}'},
         ]
 
-        def ask(interview: Interview) -> str:
+        def ask(interview: JudgeModelSession) -> str:
             return json.dumps({"prompt": self._model.ask(question, _SCHEMA, self._read, interview)})
 
-        return self._read(found_json(self._answer(question, ask)))
+        return self._read(extract_json(self._answer(question, ask)))
 
     def say(self, messages: Sequence[dict[str, str]], temperature: float | None) -> str:
-        """Return an answer to a chat of the optimiser's own. Raises Unanswered, ReflectionDown, BudgetSpent."""
+        """Return an answer to a chat of the optimiser's own. Raises Unanswered, ReflectionUnavailable, BudgetExceeded."""
         return self._answer(messages, lambda interview: self._model.say(messages, interview, temperature))
 
-    def _answer(self, question: Sequence[dict[str, str]], ask: Callable[[Interview], str]) -> str:
+    def _answer(self, question: Sequence[dict[str, str]], ask: Callable[[JudgeModelSession], str]) -> str:
         digest = _digest(question)
         place = digest, self._asked[digest]
         self._asked[digest] += 1
@@ -114,20 +114,20 @@ class ReflectionModel:
             raise Unanswered("the reflection model gave no usable answer when it was asked")
         return answer
 
-    def _paid(self, digest: str, question: Sequence[dict[str, str]], ask: Callable[[Interview], str]) -> str:
+    def _paid(self, digest: str, question: Sequence[dict[str, str]], ask: Callable[[JudgeModelSession], str]) -> str:
         self._budget.allow_reflection(sum(len(message["content"]) for message in question))
-        interview = Interview(NAME, None)
+        interview = JudgeModelSession(NAME, None)
         answer: str | None = None
         try:
             answer = ask(interview)
-        except JudgeUnanswered as error:
+        except JudgeUnavailable as error:
             self._failed += 1
             if self._failed >= _IN_A_ROW:
-                raise ReflectionDown(f"the reflection model (tuner.reflection) is of no use: {error}") from error
+                raise ReflectionUnavailable(f"the reflection model (tuner.reflection) is of no use: {error}") from error
             raise Unanswered(str(error)) from error
         finally:
             tokens = sum(one.prompt_tokens + one.completion_tokens for one in interview.exchanges)
-            self._budget.took_reflection(tokens, interview.cost)
+            self._budget.record_reflection(tokens, interview.cost)
             seconds = sum(one.latency for one in interview.exchanges)
             told = {"question": digest, "answer": answer, "tokens": tokens, "cost": interview.cost, "seconds": seconds}
             self._keep(told, interview.exchanges)

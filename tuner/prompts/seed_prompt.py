@@ -13,7 +13,7 @@ from typing import Literal
 
 from ratchet.store.records import Transcript
 from ratchet.store.store import Store
-from ratchet.trainer.errors import SeedUnknown
+from ratchet.trainer.errors import SeedPromptUnknown
 from ratchet.tuner.prompts.trials import text_of
 
 Mode = Literal["replace", "append"]
@@ -32,9 +32,9 @@ class SeedPrompt:
 
 
 def given(text: str) -> SeedPrompt:
-    """Return a seed prompt that the user wrote. Raises SeedUnknown where it is empty."""
+    """Return a seed prompt that the user wrote. Raises SeedPromptUnknown where it is empty."""
     if not text.strip():
-        raise SeedUnknown("the file of --seed-prompt holds no text")
+        raise SeedPromptUnknown("the file of --seed-prompt holds no text")
     return SeedPrompt(text.strip(), "replace", False, "given by --seed-prompt")
 
 
@@ -55,10 +55,10 @@ def serving(store: Store, alias: str, mode: Mode | None = None) -> SeedPrompt | 
 
 
 def captured(transcripts: Sequence[Transcript], mode: Mode | None = None) -> SeedPrompt:
-    """Return what an agent sent in rollouts at different tasks. Raises SeedUnknown where it called no model."""
+    """Return what an agent sent in rollouts at different tasks. Raises SeedPromptUnknown where it called no model."""
     sent = {system_prompt(one) for one in transcripts if one.calls}
     if not sent:
-        raise SeedUnknown(
+        raise SeedPromptUnknown(
             "the agent called no model through the proxy in its first rollouts: see `ratchet doctor --workflow`, "
             "or give --seed-prompt FILE"
         )
@@ -66,7 +66,7 @@ def captured(transcripts: Sequence[Transcript], mode: Mode | None = None) -> See
         return SeedPrompt("", "append", True, "a text is appended to the agent's system prompt")
     if len(sent) > 1:
         if mode == "replace":
-            raise SeedUnknown(
+            raise SeedPromptUnknown(
                 "the agent's system prompt differs from task to task: replacing it takes --seed-prompt FILE; without "
                 "--mode replace, a text that is appended to it is tuned"
             )

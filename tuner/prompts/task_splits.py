@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from ratchet.trainer.errors import TaskSetTooSmall
-from ratchet.tuner.settings.prompt_settings import LEAST_HELD_OUT, LEAST_TRAIN, LEAST_VALIDATION
+from ratchet.tuner.settings.prompt_settings import MIN_HELD_OUT_TASKS, MIN_TRAIN_TASKS, MIN_VALIDATION_TASKS
 
 _MOST_SET_ASIDE: Final = 100  # of the training split, where no number is given and there is no test split
 
@@ -54,10 +54,10 @@ def divide(
     checked = _shuffled(validation, seed, held_out)
     rest = _shuffled(tasks, seed, {*held_out, *checked})
     if not held_out:
-        share = max(LEAST_HELD_OUT, min(sizes.held_out or _MOST_SET_ASIDE, len(rest) // 2))
+        share = max(MIN_HELD_OUT_TASKS, min(sizes.held_out or _MOST_SET_ASIDE, len(rest) // 2))
         held_out, rest = rest[:share], rest[share:]
     if not checked:
-        share = max(LEAST_TRAIN, min(sizes.train, len(rest) // 2))
+        share = max(MIN_TRAIN_TASKS, min(sizes.train, len(rest) // 2))
         rest, checked = rest[:share], rest[share:]
     sets = Sets(*(tuple(ids) for ids in (rest[: sizes.train], checked[: sizes.validation], held_out[: sizes.held_out])))
     _check(sets)
@@ -71,11 +71,15 @@ def _shuffled(tasks: Iterable[HasId], seed: int, without: Container[str] = ()) -
 
 
 def _check(sets: Sets) -> None:
-    wanted = ((sets.train, LEAST_TRAIN), (sets.validation, LEAST_VALIDATION), (sets.held_out, LEAST_HELD_OUT))
+    wanted = (
+        (sets.train, MIN_TRAIN_TASKS),
+        (sets.validation, MIN_VALIDATION_TASKS),
+        (sets.held_out, MIN_HELD_OUT_TASKS),
+    )
     if any(len(found) < least for found, least in wanted):
         raise TaskSetTooSmall(
-            f"prompt tuning needs at least {LEAST_TRAIN} training, {LEAST_VALIDATION} validation and {LEAST_HELD_OUT} "
-            f"held-out tasks, {LEAST_TRAIN + LEAST_VALIDATION + LEAST_HELD_OUT} different ones in all; this set gives "
+            f"prompt tuning needs at least {MIN_TRAIN_TASKS} training, {MIN_VALIDATION_TASKS} validation and {MIN_HELD_OUT_TASKS} "
+            f"held-out tasks, {MIN_TRAIN_TASKS + MIN_VALIDATION_TASKS + MIN_HELD_OUT_TASKS} different ones in all; this set gives "
             f"{len(sets.train)}, {len(sets.validation)} and {len(sets.held_out)}: add tasks"
         )
     every: Sequence[str] = [*sets.train, *sets.validation, *sets.held_out]

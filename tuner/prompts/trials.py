@@ -25,14 +25,14 @@ from ratchet.trainer.statistics.paired_comparison import Mark, Missing
 from ratchet.trainer.tasks.task_set import Task
 from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import Example
-from ratchet.tuner.rollouts.runner import Job
+from ratchet.tuner.rollouts.runner import RolloutJob
 
 SEED = "seed"  # the candidate that is served as the agent came
 _LONGEST_TASK = 2_000  # characters of a task, as a reflection model is shown it
 _LONGEST_COURSE = 6_000  # characters of what an agent did
-LONGEST_FEEDBACK: Final = 1_000
+MAX_FEEDBACK_CHARS: Final = 1_000
 
-Run = Callable[[Sequence[Job]], Sequence[Rollout]]  # makes rollouts and has them scored
+Run = Callable[[Sequence[RolloutJob]], Sequence[Rollout]]  # makes rollouts and has them scored
 Judge = Callable[[Sequence[Rollout]], Sequence[Rollout]]
 Place = tuple[str, str, int]  # candidate, task, attempt
 
@@ -84,7 +84,7 @@ class Trials:
                 self._take(rollout)
             elif rollout.state is RolloutState.ABANDONED:
                 self._cut_off.append(rollout)
-        self._count_cut_off()
+        self._count_abandoned_tokens()
 
     def begin(self, seed_prompt: str, validation: Sequence[str], *, as_it_comes: bool, mode: str) -> None:
         """Say what the search begins from; `as_it_comes` the agent sends it by itself, and nothing is swapped in."""
@@ -99,7 +99,7 @@ class Trials:
         return shortened(json.dumps(dict(self._tasks[task_id].row), ensure_ascii=False, default=str), _LONGEST_TASK)
 
     def scores(self, prompt: str, task_ids: Sequence[str]) -> list[float]:
-        """Return a score for each task. Raises Unjudged, PromptRefused, BudgetSpent, TuningError."""
+        """Return a score for each task. Raises Unjudged, PromptRefused, BudgetExceeded, TuningError."""
         scores = self.judged(prompt, task_ids)
         known = [score for score in scores if score is not None]
         if len(known) < len(scores):
@@ -107,7 +107,7 @@ class Trials:
         return known
 
     def judged(self, prompt: str, task_ids: Sequence[str]) -> list[float | None]:
-        """Return a score for each task, None where the judge failed. Raises PromptRefused, BudgetSpent, TuningError."""
+        """Return a score for each task, None where the judge failed. Raises PromptRefused, BudgetExceeded, TuningError."""
         candidate = self.candidate(prompt)
         self.roll([(candidate, task, 0) for task in task_ids])
         return [self._score(self._rollouts[candidate, task, 0]) for task in task_ids]
@@ -121,7 +121,7 @@ class Trials:
             task=self.text(task_id),
             course="" if transcript is None else shortened(course(transcript), _LONGEST_COURSE),
             score=math.nan if score is None else score,
-            feedback=shortened(self._feedback(rollout), LONGEST_FEEDBACK),
+            feedback=shortened(self._feedback(rollout), MAX_FEEDBACK_CHARS),
         )
 
     def candidate(self, prompt: str) -> str:
@@ -135,7 +135,7 @@ class Trials:
         return self._names[prompt]
 
     def roll(self, wanted: Sequence[Place], *, held_out: bool = False) -> None:
-        """See to it that there are rollouts at these places. Raises BudgetSpent, TuningError."""
+        """See to it that there are rollouts at these places. Raises BudgetExceeded, TuningError."""
         places = list(dict.fromkeys(wanted))
         self._judge_again([self._rollouts[place] for place in places if place in self._rollouts])
         missing = [place for place in places if place not in self._rollouts]
@@ -181,7 +181,7 @@ class Trials:
         failures = [one.failure for one in found if one is not None and one.failure is not None]
         return failures[0] if len(failures) == len(found) else None
 
-    def affordable(self, places: Sequence[Sequence[Place]]) -> int:
+    def affordable_rollouts(self, places: Sequence[Sequence[Place]]) -> int:
         """Return how many of these sets of places, from the first on, the rollouts that are left suffice for."""
         left = self._budget.left(held_out=True)
         for number, some in enumerate(places):
@@ -199,9 +199,9 @@ class Trials:
         """Return the text of a candidate."""
         return self._prompts[candidate]
 
-    def _job(self, candidate: str, task: str, attempt: int) -> Job:
+    def _job(self, candidate: str, task: str, attempt: int) -> RolloutJob:
         swapped = candidate != SEED
-        return Job(
+        return RolloutJob(
             task=self._tasks[task],
             attempt=attempt,
             candidate=candidate,
@@ -213,15 +213,15 @@ class Trials:
             step=len(self._prompts),
         )
 
-    def _count_cut_off(self) -> None:
+    def _count_abandoned_tokens(self) -> None:
         """Count what a killed run had under way; what it had only planned cost nothing."""
         began = self._store.trajectories.last_active([one.id for one in self._cut_off])
         self._cut_off = [one for one in self._cut_off if one.id in began]
         for one in self._cut_off:
-            self._budget.took_rollout(one.prompt_tokens + one.completion_tokens)
+            self._budget.record_rollout(one.prompt_tokens + one.completion_tokens)
 
     def _take(self, rollout: Rollout) -> None:
-        self._budget.took_rollout(rollout.prompt_tokens + rollout.completion_tokens)
+        self._budget.record_rollout(rollout.prompt_tokens + rollout.completion_tokens)
         self._rollouts[rollout.candidate, rollout.task_id, rollout.attempt] = rollout
 
     def _judge_again(self, rollouts: Sequence[Rollout]) -> None:

@@ -16,7 +16,7 @@ from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import TuningState
 from ratchet.trainer.statistics.paired_comparison import Compared, Verdict
 from ratchet.tuner.reports.tuning_result import TaskSetUsed, TuningResult, read
-from ratchet.tuner.rollouts.prices import Spent
+from ratchet.tuner.rollouts.prices import RolloutCost
 
 METHODS: Mapping[str, tuple[str, str]] = {  # kind -> what people call it, and the command that runs it
     "select-model": ("Model selection", "ratchet tune select-model"),
@@ -50,14 +50,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     baseline: str | None = None
     best: str | None = None
     effect: Effect | None = None  # None where nothing was compared on held-out tasks
-    spent: Spent | None = None
+    spent: RolloutCost | None = None
     wall_seconds: float | None = None
     promoted: str | None = None  # by the run itself
     serves: str | None = None  # the live version, where it is what this run found; None: something else serves
     notes: tuple[str, ...] = ()
 
 
-class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+class ExcludedTuning(msgspec.Struct, frozen=True, kw_only=True):
     """A run that does not stand in the report, and why."""
 
     tuning_id: str
@@ -72,7 +72,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     task_set: TaskSetUsed | None
     judge: str | None
     rows: tuple[Row, ...]
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[ExcludedTuning, ...]
 
 
 def report(
@@ -94,7 +94,7 @@ def report(
             continue
         found = _finished(tuning)
         if isinstance(found, str):
-            left_out.append(LeftOut(tuning_id=tuning.id, method=tuning.kind, why=found))
+            left_out.append(ExcludedTuning(tuning_id=tuning.id, method=tuning.kind, why=found))
         else:
             finished.append((tuning, found))
     asked = [one for _, one in finished if _is_asked(one, alias, tasks, judge)]
@@ -105,7 +105,7 @@ def report(
         if why is None:
             taken[tuning.kind] = (tuning, result)
         else:
-            left_out.append(LeftOut(tuning_id=tuning.id, method=tuning.kind, why=why))
+            left_out.append(ExcludedTuning(tuning_id=tuning.id, method=tuning.kind, why=why))
     return Report(
         alias=reference.alias if reference else alias,
         task_set=reference.task_set if reference else None,

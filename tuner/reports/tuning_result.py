@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from ratchet.trainer.statistics.paired_comparison import Compared
-from ratchet.tuner.rollouts.prices import Spent
+from ratchet.tuner.rollouts.prices import RolloutCost
 
 Method = Literal["select-model", "prompt", "weights", "eval", "reflexion"]
 
@@ -40,7 +40,7 @@ class TuningResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     baseline: str | None = None  # what the gain is against: a model, `alias@0`, a prompt's id
     best: str | None = None  # what was found; None where nothing is shown to be better
     gain: Compared | None = None  # best against baseline on the held-out tasks; None where it was not measured
-    spent: Spent = Spent()  # in all: search, training and evaluation
+    spent: RolloutCost = RolloutCost()  # in all: search, training and evaluation
     wall_seconds: float = 0.0  # from begin to end, for whoever waited
     promoted: str | None = None  # what serves now because of this run, such as `policy@4`; None: nothing
     notes: tuple[str, ...] = ()  # what a reader must know, such as who stood in for a model

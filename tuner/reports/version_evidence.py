@@ -55,7 +55,7 @@ class Evidence:
 
 def gather(store: Store, policy: Policy, base_model: str, versions: Mapping[str, str]) -> Evidence:
     """Return the evidence for a version; `versions` are those of the programs that exported it."""
-    judge = store.groups.newest_judge(policy.alias)
+    judge = store.groups.newest_judge_version(policy.alias)
     scores = store.groups.scored(policy.alias, judge, limit=_SCORES) if judge else []
     return Evidence(
         policy=policy,

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ratchet.store.records import Returned, Transcript
+from ratchet.store.records import Transcript, WorkflowResult
 from ratchet.store.records.tuning import Rollout
 from ratchet.store.reports.drop_reasons import left_out
 from ratchet.store.states import CallState, RolloutState
@@ -111,7 +111,7 @@ def _answered(transcript: Transcript, answer: Any, number: int) -> Transcript:
     run = msgspec.structs.replace(transcript.trajectory, id=f"{transcript.trajectory.id}-{number}")
     if answer is None:
         return msgspec.structs.replace(transcript, trajectory=run)
-    returned = transcript.returned or Returned()
+    returned = transcript.returned or WorkflowResult()
     said = None if returned.response is None else json.dumps(answer)
     return msgspec.structs.replace(
         transcript,

@@ -17,7 +17,7 @@ _SHOWN = 3  # different failures
 class Failures:
     """The failures of one part of a run: `jobs` rollouts that are made together."""
 
-    def __init__(self, settings: TunerSettings, jobs: int, tuning_id: str, beginning: Beginning) -> None:
+    def __init__(self, settings: TunerSettings, jobs: int, tuning_id: str, beginning: FirstRollouts) -> None:
         self._settings = settings
         self._jobs = jobs
         self._tuning_id = tuning_id
@@ -44,7 +44,7 @@ class Failures:
             )
 
 
-class Beginning:
+class FirstRollouts:
     """The first rollouts of a runner, until one of them returns."""
 
     def __init__(self) -> None:

@@ -46,7 +46,7 @@ FREE = Money(0.0)
 UNKNOWN = Money(0.0, known=False)
 
 
-class Spent(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutCost(msgspec.Struct, frozen=True, kw_only=True):
     """What was spent on something."""
 
     rollouts: int = 0
@@ -55,8 +55,8 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0  # of work, summed over what ran side by side
     money: Money = FREE
 
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(
+    def __add__(self, other: RolloutCost) -> RolloutCost:
+        return RolloutCost(
             rollouts=self.rollouts + other.rollouts,
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
             completion_tokens=self.completion_tokens + other.completion_tokens,
@@ -65,17 +65,17 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def spent_on_judging(exchanges: Iterable[Exchange]) -> Spent:
+def judging_cost(exchanges: Iterable[Exchange]) -> RolloutCost:
     """Return what a judge's questions to a language model took."""
     return sum(
         (
-            Spent(
+            RolloutCost(
                 prompt_tokens=one.prompt_tokens, completion_tokens=one.completion_tokens, seconds=one.latency,
                 money=UNKNOWN if one.cost is None else Money(one.cost),
             )
             for one in exchanges
         ),
-        Spent(),
+        RolloutCost(),
     )  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def prices_of(model_list: Iterable[Mapping[str, Any]], own: Mapping[str, Mapping
     for entry in model_list:
         name = str(entry["model_name"])
         price = _price({**(entry.get("model_info") or {}), **_given(entry.get("litellm_params") or {})})
-        found[name] = _dearer(found[name], price) if name in found else price
+        found[name] = _more_expensive(found[name], price) if name in found else price
     found |= {name: _price(values) for name, values in (own or {}).items()}
     return Prices({name: price for name, price in found.items() if price is not None})
 
@@ -124,7 +124,7 @@ def _price(values: Mapping[str, Any]) -> Price | None:
     return Price(*prices) if all(0 <= price < math.inf for price in prices) else None
 
 
-def _dearer(one: Price | None, other: Price | None) -> Price | None:
+def _more_expensive(one: Price | None, other: Price | None) -> Price | None:
     if one is None or other is None:
         return None
     return Price(max(one.prompt_token, other.prompt_token), max(one.completion_token, other.completion_token))

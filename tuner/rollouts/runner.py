@@ -29,8 +29,8 @@ from ratchet.store.store import Store
 from ratchet.trainer.errors import WorkflowFailed
 from ratchet.trainer.observability.progress import Progress, Work
 from ratchet.trainer.tasks.task_set import Task
-from ratchet.trainer.user_code.exit_guard import failing_exits
-from ratchet.tuner.rollouts.failure_limit import Beginning, Failures
+from ratchet.trainer.user_code.exit_guard import exits_raise
+from ratchet.tuner.rollouts.failure_limit import Failures, FirstRollouts
 from ratchet.tuner.rollouts.workflow import Workflow
 from ratchet.tuner.settings.tuner_settings import TunerSettings
 
@@ -46,7 +46,7 @@ _NOT_THE_AGENTS = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RolloutJob:
     """One rollout to be made."""
 
     task: Task
@@ -85,7 +85,7 @@ class RolloutRunner:
     ) -> None:
         self._store = store
         self._check = check
-        self._beginning = Beginning()
+        self._beginning = FirstRollouts()
         self._proxy_url = proxy_url.rstrip("/").removesuffix("/v1")
         self._api_key = api_key or NO_KEY
         self._workflow = workflow
@@ -94,11 +94,11 @@ class RolloutRunner:
         self._progress = progress or Progress()
 
     async def run(
-        self, jobs: Sequence[Job], tuning_id: str, on_end: Callable[[Rollout], object] | None = None
+        self, jobs: Sequence[RolloutJob], tuning_id: str, on_end: Callable[[Rollout], object] | None = None
     ) -> list[Rollout]:
         """Return the rollout of each job, in their order; `on_end` sees each as it ends. Raises TooManyFailures."""
         failures = Failures(self._settings, len(jobs), tuning_id, self._beginning)
-        asyncio.get_running_loop().set_task_factory(failing_exits)  # the agents' own tasks among them
+        asyncio.get_running_loop().set_task_factory(exits_raise)  # the agents' own tasks among them
         course = _Course(self._store, jobs, tuning_id, self._progress.begin(ROLLOUTS, len(jobs)), on_end, failures)
         await course.write(self._remember, jobs)
         workers = [asyncio.create_task(self._work(course)) for _ in range(min(self._settings.concurrency, len(jobs)))]
@@ -115,7 +115,7 @@ class RolloutRunner:
                 course.end()
         return [course.ended[number] for number in range(len(jobs))]
 
-    def _remember(self, jobs: Sequence[Job]) -> None:
+    def _remember(self, jobs: Sequence[RolloutJob]) -> None:
         tasks = {job.task.id: job.task for job in jobs}.values()
         self._store.tasks.remember(TaskRow(id=one.id, set=one.set, split=one.split, row=one.row) for one in tasks)
 
@@ -128,7 +128,7 @@ class RolloutRunner:
             for again in range(1, self._settings.retries + 1):
                 if not failed:
                     break
-                rollout = planned_for(job, course.tuning_id, scenario={**job.scenario, "retry": again})
+                rollout = plan_rollout(job, course.tuning_id, scenario={**job.scenario, "retry": again})
                 await course.write(self._store.rollouts.plan, [rollout])
                 failed = await self._once(course, number, rollout, last=again == self._settings.retries)
             course.failures.check()
@@ -163,7 +163,7 @@ class RolloutRunner:
 
 
 def _over(rollout: Rollout, state: RolloutState, began: float, **values: Any) -> Rollout:
-    return msgspec.structs.replace(rollout, state=state, began_at=began, ended_at=time.time(), **values)
+    return msgspec.structs.replace(rollout, state=state, started_at=began, ended_at=time.time(), **values)
 
 
 class _Course:
@@ -172,7 +172,7 @@ class _Course:
     def __init__(
         self,
         store: Store,
-        jobs: Sequence[Job],
+        jobs: Sequence[RolloutJob],
         tuning_id: str,
         work: Work,
         on_end: Callable[[Rollout], object] | None,
@@ -202,7 +202,7 @@ class _Course:
             found = next(self._coming, None)
             if found is None and self._planned < len(self.jobs):
                 numbers = range(self._planned, min(self._planned + _PLANNED_AHEAD, len(self.jobs)))
-                some = [planned_for(self.jobs[number], self.tuning_id) for number in numbers]
+                some = [plan_rollout(self.jobs[number], self.tuning_id) for number in numbers]
                 await self.write(self._store.rollouts.plan, some)
                 self._planned = numbers.stop
                 self._coming = iter(zip(numbers, some, strict=True))
@@ -235,7 +235,7 @@ class _Course:
         self.ended[number] = rollout
         failed = rollout.state is RolloutState.FAILED
         reward = {} if rollout.reward is None else {"reward": rollout.reward}
-        seconds = (rollout.ended_at or 0.0) - (rollout.began_at or 0.0)
+        seconds = (rollout.ended_at or 0.0) - (rollout.started_at or 0.0)
         self._work.add(failed=float(failed), seconds=seconds, **reward)
         if self._on_end is not None:
             self._on_end(rollout)
@@ -251,7 +251,7 @@ class _Course:
         self._work.end()
 
 
-def planned_for(job: Job, tuning_id: str, scenario: Mapping[str, Any] | None = None) -> Rollout:
+def plan_rollout(job: RolloutJob, tuning_id: str, scenario: Mapping[str, Any] | None = None) -> Rollout:
     """Return the rollout of a job as it is planned."""
     return Rollout(
         id=new_id("roll"), tuning_id=tuning_id, task_id=job.task.id, split=job.task.split, attempt=job.attempt,
@@ -291,10 +291,10 @@ def counting(rollouts: Iterable[Rollout]) -> list[Rollout]:
     return list(last.values())
 
 
-def left(jobs: Iterable[Job], rollouts: Iterable[Rollout]) -> list[Job]:
+def left(jobs: Iterable[RolloutJob], rollouts: Iterable[Rollout]) -> list[RolloutJob]:
     """Return the jobs that no rollout has ended yet, to go on where a run was interrupted."""
     done = {(one.candidate, one.task_id, one.attempt, one.step) for one in counting(rollouts)}
     return [job for job in jobs if job.place not in done]
 
 
-__all__ = ["Job", "RolloutRunner", "counting", "left"]
+__all__ = ["RolloutJob", "RolloutRunner", "counting", "left"]

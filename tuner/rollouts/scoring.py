@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from ratchet.store.coordination.proxies import DOOR_SILENCE
-from ratchet.store.errors import UnknownRecord
+from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
+from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import Transcript, Verdict
 from ratchet.store.records.tuning import Rollout
 from ratchet.store.states import CallState, RolloutState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges import Judge, Judgement
-from ratchet.trainer.controller.judges.both_orders import in_both_orders
+from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
 from ratchet.trainer.observability.progress import Progress, Work
-from ratchet.tuner.rollouts.prices import Spent, spent_on_judging
+from ratchet.tuner.rollouts.prices import RolloutCost, judging_cost
 
 SCORES = "scores"  # the work that progress is told of
 WORKFLOW = "workflow"  # who gave the score where that is the workflow itself
@@ -56,14 +56,14 @@ class Scorer:
         self._patience = patience
         self._progress = progress or Progress()
         self._clock = clock
-        self.spent = Spent()  # on questions of the judge to language models
+        self.spent = RolloutCost()  # on questions of the judge to language models
 
     @property
     def name(self) -> str:
         """Who gives the scores, with the version: scores of different ones are not comparable."""
         return f"{self._judge.name} ({self._judge.version})" if self._judge is not None else WORKFLOW
 
-    def count_cut_off(self, tuning_id: str) -> None:
+    def count_abandoned_tokens(self, tuning_id: str) -> None:
         """Count the tokens of what was under way when a run was killed, once every proxy has shipped it."""
         cut_off = [one for one in self._store.rollouts.of(tuning_id) if one.state is RolloutState.ABANDONED]
         if cut_off:
@@ -99,7 +99,7 @@ class Scorer:
         until = self._clock() + self._patience
         while True:
             now = self._clock()
-            shipped = self._store.doors.shipped_until(self._alias, now, since=now - DOOR_SILENCE)
+            shipped = self._store.doors.shipped_until(self._alias, now, since=now - PROXY_TIMEOUT_SECONDS)
             if shipped > moment or now >= until:
                 return shipped
             time.sleep(_LOOK_EVERY)
@@ -125,7 +125,7 @@ class Scorer:
             for group in _by_task(ended):
                 if members := self._transcripts(judge, group, work):
                     compared = len({one.candidate for one in group}) > 1  # else no decision rests on their order
-                    ask = partial(in_both_orders, judge) if compared else partial(judge.judge, None)
+                    ask = partial(judge_in_both_orders, judge) if compared else partial(judge.judge, None)
                     asked.append(threads.submit(ask, members))
                 while len(asked) > 2 * judge.at_once:
                     self._heard(asked.popleft().result(), work, on_verdict)
@@ -133,7 +133,7 @@ class Scorer:
                 self._heard(asked.popleft().result(), work, on_verdict)
 
     def _heard(self, judgement: Judgement, work: Work, on_verdict: Callable[[Verdict], object]) -> None:
-        self.spent += spent_on_judging(judgement.exchanges)
+        self.spent += judging_cost(judgement.exchanges)
         for verdict in judgement.verdicts:
             self._take(verdict, work)
             on_verdict(verdict)
@@ -143,7 +143,7 @@ class Scorer:
         for one in group:
             try:
                 transcript = self._store.trajectories.read(one.id)
-            except UnknownRecord:
+            except RecordNotFound:
                 self._write(one.id, None, judge.name, NO_CALL, work)
                 continue
             if any(call.state is CallState.BEGUN for call in transcript.calls):

@@ -19,7 +19,7 @@ import msgspec
 from ratchet.store.records.tuning import Rollout
 from ratchet.store.states import RolloutState
 from ratchet.trainer.statistics.paired_comparison import Mark, Missing, Ranking, ScoreRange, Standing, rank, within_best
-from ratchet.tuner.rollouts.prices import Prices, Spent
+from ratchet.tuner.rollouts.prices import Prices, RolloutCost
 
 Policy = Literal["best", "cheapest"]
 
@@ -28,7 +28,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """What a candidate's rollouts took. Seconds are of the rollouts that ended by themselves; None where none did."""
 
     candidate: str
-    spent: Spent
+    spent: RolloutCost
     ended: int
     seconds_p50: float | None
     seconds_p95: float | None
@@ -36,7 +36,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     commonest_judge_failure: str | None = None
 
     @property
-    def money_per_rollout(self) -> float | None:
+    def cost_per_rollout(self) -> float | None:
         """What a rollout costs on average; None where the price is unknown."""
         money = self.spent.money
         return money.amount / self.spent.rollouts if money.known and self.spent.rollouts else None
@@ -82,7 +82,7 @@ def _mark(rollout: Rollout) -> Mark:
 def figures_of(candidate: str, rollouts: Sequence[Rollout], prices: Prices) -> Figures:
     """Return what the rollouts of one candidate took."""
     over = [one for one in rollouts if not one.planned]
-    spent = sum((spent_on(one, prices) for one in over), Spent())
+    spent = sum((rollout_cost(one, prices) for one in over), RolloutCost())
     seconds = sorted(_seconds(one) for one in over if one.state is RolloutState.ENDED)
     return Figures(
         candidate=candidate, spent=spent, ended=len(seconds), seconds_p50=_quantile(seconds, 0.5),
@@ -91,10 +91,10 @@ def figures_of(candidate: str, rollouts: Sequence[Rollout], prices: Prices) -> F
     )  # fmt: skip
 
 
-def spent_on(rollout: Rollout, prices: Prices) -> Spent:
+def rollout_cost(rollout: Rollout, prices: Prices) -> RolloutCost:
     """Return what one rollout took."""
     money = prices.money(rollout.model or rollout.candidate, rollout.prompt_tokens, rollout.completion_tokens)
-    return Spent(
+    return RolloutCost(
         rollouts=1, prompt_tokens=rollout.prompt_tokens, completion_tokens=rollout.completion_tokens,
         seconds=_seconds(rollout), money=money,
     )  # fmt: skip
@@ -151,7 +151,7 @@ def _unjudged(standings: Iterable[Standing]) -> str:
 def _cheapest(figures: Sequence[Figures], close: Sequence[str], within: float) -> tuple[str | None, str]:
     if not close:
         return None, f"none is shown to be within {within:g} of the best: more tasks or attempts would show it"
-    prices = {one.candidate: one.money_per_rollout for one in figures if one.candidate in close}
+    prices = {one.candidate: one.cost_per_rollout for one in figures if one.candidate in close}
     unknown = [name for name, price in prices.items() if price is None]
     if unknown:
         return None, f"the price of {' and '.join(unknown)} is unknown: tell it in model_list or tuner.prices"
@@ -160,9 +160,9 @@ def _cheapest(figures: Sequence[Figures], close: Sequence[str], within: float) -
 
 
 def _seconds(rollout: Rollout) -> float:
-    if rollout.began_at is None or rollout.ended_at is None:
+    if rollout.started_at is None or rollout.ended_at is None:
         return 0.0
-    return max(0.0, rollout.ended_at - rollout.began_at)
+    return max(0.0, rollout.ended_at - rollout.started_at)
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float | None:

@@ -26,9 +26,9 @@ from ratchet.trainer.statistics.paired_comparison import ScoreRange
 from ratchet.trainer.tasks.task_set import Task
 from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set
 from ratchet.tuner.rollouts.prices import Prices
-from ratchet.tuner.rollouts.runner import Job, RolloutRunner, counting, left
+from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, counting, left
 from ratchet.tuner.rollouts.scoring import Scorer
-from ratchet.tuner.selection.choice import Policy, Selection, select, spent_on
+from ratchet.tuner.selection.choice import Policy, Selection, rollout_cost, select
 
 _PATIENCE = 30.0  # seconds for the proxy's list of models
 
@@ -97,7 +97,7 @@ def check_prices(candidates: Sequence[str], prices: Prices, policy: Policy) -> N
         )
 
 
-def jobs_of(request: Request, tasks: Sequence[Task]) -> list[Job]:
+def jobs_of(request: Request, tasks: Sequence[Task]) -> list[RolloutJob]:
     """Return every rollout in the order in which they begin: candidates take turns, and take turns at being first."""
     jobs = []
     for attempt in range(request.attempts):
@@ -105,7 +105,7 @@ def jobs_of(request: Request, tasks: Sequence[Task]) -> list[Job]:
             seed = random.Random(f"{request.seed}:{task.id}:{attempt}").getrandbits(31)
             turn = (place + attempt) % len(request.candidates)
             order = request.candidates[turn:] + request.candidates[:turn]
-            jobs += [Job(task, attempt, name, name, scenario={"seed": seed}) for name in order]
+            jobs += [RolloutJob(task, attempt, name, name, scenario={"seed": seed}) for name in order]
     return jobs
 
 
@@ -144,7 +144,7 @@ class ModelSelector:
         if request.kind == "eval":
             best = request.candidates[1]
         over = (one for one in made if not one.planned)
-        spent = sum((spent_on(one, self._prices) for one in over), self._scorer.spent)
+        spent = sum((rollout_cost(one, self._prices) for one in over), self._scorer.spent)
         notes = [f"{found.chosen or 'none'} was chosen ({found.policy}): {found.reason}"]
         if best != baseline:
             notes.append("the gain is measured on the tasks that the choice was made on")
@@ -160,7 +160,7 @@ class ModelSelector:
 def busy_seconds(rollouts: Iterable[Rollout]) -> float:
     """Return how long rollouts were under way, whatever the number at once; pauses between do not count."""
     total = over = 0.0
-    spans = sorted((one.began_at, one.ended_at) for one in rollouts if one.began_at and one.ended_at)
+    spans = sorted((one.started_at, one.ended_at) for one in rollouts if one.started_at and one.ended_at)
     for began, ended in spans:
         total += max(0.0, ended - max(began, over))
         over = max(over, ended)
@@ -178,7 +178,7 @@ def _unscored(rollouts: Sequence[Rollout]) -> list[Rollout]:
     return [one for one in over if one.task_id in tasks] + [one for one in rollouts if one.state in others]
 
 
-def _asked(rollouts: Iterable[Rollout], jobs: Sequence[Job]) -> list[Rollout]:
+def _asked(rollouts: Iterable[Rollout], jobs: Sequence[RolloutJob]) -> list[Rollout]:
     """Return the rollouts that belong to these jobs."""
     places = {job.place for job in jobs}
     return [one for one in rollouts if (one.candidate, one.task_id, one.attempt, one.step) in places]

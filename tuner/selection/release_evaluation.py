@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from ratchet.store.coordination.proxies import DOOR_SILENCE
+from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
 from ratchet.store.records import Policy, Transcript
 from ratchet.store.records.tuning import Rollout, Tuning
 from ratchet.store.states import RolloutState, TuningState
@@ -100,10 +100,10 @@ class WorkflowEvaluator:
     def _proxy_url(self) -> str:
         if self._settings.proxy_url is not None:
             return self._settings.proxy_url
-        doors = self._store.doors.open(self._alias, time.time() - DOOR_SILENCE)
+        doors = self._store.doors.open(self._alias, time.time() - PROXY_TIMEOUT_SECONDS)
         if not doors:
             raise TuningError(f"no proxy serves {self._alias}: the workflow has nothing to call; start `ratchet proxy`")
-        return max(doors, key=lambda door: door.beat_at).url
+        return max(doors, key=lambda door: door.heartbeat_at).url
 
     def _tuner(self) -> TunerSettings:
         settings = self._settings

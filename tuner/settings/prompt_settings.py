@@ -7,9 +7,9 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Method = Literal["gepa", "mipro"]
-LEAST_TRAIN: Final = 3
-LEAST_VALIDATION: Final = 3
-LEAST_HELD_OUT: Final = 6  # with fewer pairs no difference can be told from chance at 95%
+MIN_TRAIN_TASKS: Final = 3
+MIN_VALIDATION_TASKS: Final = 3
+MIN_HELD_OUT_TASKS: Final = 6  # with fewer pairs no difference can be told from chance at 95%
 SEARCH_ROLLOUTS: Final = 300  # of a search that no number is given for
 
 
@@ -33,11 +33,11 @@ class PromptSettings(BaseModel):
     tokens: int | None = Field(
         None, ge=1, description="tokens in all, the agent's and the reflection model's; a hard limit; null: none"
     )
-    train: int = Field(40, ge=LEAST_TRAIN, description="most tasks that the reflection model is shown rollouts of")
-    validation: int = Field(40, ge=LEAST_VALIDATION, description="most tasks that proposed prompts are ranked by")
+    train: int = Field(40, ge=MIN_TRAIN_TASKS, description="most tasks that the reflection model is shown rollouts of")
+    validation: int = Field(40, ge=MIN_VALIDATION_TASKS, description="most tasks that proposed prompts are ranked by")
     held_out: int | None = Field(
         None,
-        ge=LEAST_HELD_OUT,
+        ge=MIN_HELD_OUT_TASKS,
         description="most tasks that decide in the end, the first of the test split; null: all of it, as other methods "
         "take it; without a test split half of the tasks, then at most 100",
     )

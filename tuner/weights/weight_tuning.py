@@ -26,19 +26,19 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ratchet.store.errors import ForbiddenChange
+from ratchet.store.errors import InvalidTransition
 from ratchet.store.records.tuning import Rollout, Tuning
 from ratchet.store.states import PolicyState, TuningState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.rounds.drained import is_settled
+from ratchet.trainer.controller.rounds.drained import is_drained
 from ratchet.trainer.controller.warm_start.sft_data import COLLECTED
-from ratchet.trainer.controller.warm_start.sft_round import story_of
+from ratchet.trainer.controller.warm_start.sft_round import warm_start_metrics
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics.paired_comparison import Compared, Verdict, compare, rank
 from ratchet.trainer.tasks.task_set import TEST, Task
-from ratchet.tuner.rollouts.runner import Job, RolloutRunner, counting, left
+from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, counting, left
 from ratchet.tuner.rollouts.scoring import Scorer
 from ratchet.tuner.selection.choice import marks_of
 from ratchet.tuner.tasks.task_mix import Family, TaskMix
@@ -134,7 +134,7 @@ class WeightsTuning:
             await self._rollouts(self._runner, self._round(self._so_far.rounds))
             self._note(rounds=self._so_far.rounds + 1)
         work.end()
-        self._keep_the_best()
+        self._select_best_version()
         await self._evaluate(self._live(), TEST)
         return self._so_far
 
@@ -160,7 +160,7 @@ class WeightsTuning:
             await self._evaluate(self._so_far.baseline, split)
         if self._plan.warm_start is not None and self._plan.collect:
             jobs = [
-                Job(task, attempt, COLLECTED, self._name(self._so_far.baseline), "eval", step=number)
+                RolloutJob(task, attempt, COLLECTED, self._name(self._so_far.baseline), "eval", step=number)
                 for number in range(self._plan.collect)
                 for task in self._mix.draw(number, self._plan.tasks_per_round)
                 for attempt in range(self._plan.attempts)
@@ -170,7 +170,7 @@ class WeightsTuning:
 
     async def _warm_start(self) -> None:
         """Wait for the trainer, which sees the stage. Raises TuningError where it refuses."""
-        while (found := story_of(self._store, self._alias, self._tuning.id)) is None:
+        while (found := warm_start_metrics(self._store, self._alias, self._tuning.id)) is None:
             ended = self._store.tunings.get(self._tuning.id)
             if ended.state is not TuningState.RUNNING:
                 raise TuningError(ended.error or f"tuning {ended.id} was {ended.state}")
@@ -191,10 +191,10 @@ class WeightsTuning:
             await self._evaluate(version, VALIDATION)
         self._note(stage=ROUNDS)
 
-    def _round(self, number: int) -> list[Job]:
+    def _round(self, number: int) -> list[RolloutJob]:
         drawn = self._mix.draw(self._plan.collect + number, self._plan.tasks_per_round)
         return [
-            Job(task, attempt, LIVE, None, "live", step=number)
+            RolloutJob(task, attempt, LIVE, None, "live", step=number)
             for task in drawn
             for attempt in range(self._plan.attempts)
         ]
@@ -209,7 +209,7 @@ class WeightsTuning:
         if known and (split == TEST or self._so_far.rounds in {one.round for one in known}):
             return
         jobs = [
-            Job(task, attempt, self._name(version), self._name(version), "eval")
+            RolloutJob(task, attempt, self._name(version), self._name(version), "eval")
             for task in self._of_split(split)
             for attempt in range(self._plan.eval_attempts)
         ]
@@ -247,7 +247,7 @@ class WeightsTuning:
     def _is_spent(self) -> bool:
         """Whether the last evaluations gained nothing."""
         patience = self._plan.patience
-        if not patience or self._so_far.without_gain < patience:
+        if not patience or self._so_far.evaluations_without_gain < patience:
             return False
         best = self._so_far.best
         self._note(
@@ -259,7 +259,7 @@ class WeightsTuning:
         )
         return True
 
-    def _keep_the_best(self) -> None:
+    def _select_best_version(self) -> None:
         """Take back the live version where the best one is shown to be better."""
         live, best = self._live(), self._so_far.best.version
         if best >= live or live not in {one.version for one in self._so_far.validated}:
@@ -275,11 +275,11 @@ class WeightsTuning:
                 self._alias, best, {"tuning": msgspec.to_builtins(found)}, by="tuner", reason=reason
             )
             told = f"rolled back from {self._name(live)} to {self._name(best)}: {found.told()}"
-        except ForbiddenChange as refusal:  # its folder was pruned, or a person was quicker
+        except InvalidTransition as refusal:  # its folder was pruned, or a person was quicker
             told = f"{self._name(live)} is worse than {self._name(best)} ({found.told()}), but stays: {refusal}"
         self._note(notes=(*self._so_far.notes, told))
 
-    async def _rollouts(self, runner: RolloutRunner, jobs: Sequence[Job]) -> list[Rollout]:
+    async def _rollouts(self, runner: RolloutRunner, jobs: Sequence[RolloutJob]) -> list[Rollout]:
         """Make the rollouts that are not made yet; return all of them that count."""
         candidates = {job.candidate for job in jobs}
         known = [one for name in candidates for one in self._of(name)]
@@ -300,7 +300,7 @@ class WeightsTuning:
         size, groups = self._trainer.num_generations, self._trainer.groups_per_round
         while time.monotonic() < until:
             await self._pause()
-            if is_settled(self._store, self._alias, num_generations=size, groups_per_round=groups):
+            if is_drained(self._store, self._alias, num_generations=size, groups_per_round=groups):
                 return
 
     async def _pause(self) -> None:

@@ -81,7 +81,7 @@ class WeightsProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         return max(self.validated, key=lambda one: float("-inf") if one.mean is None else one.mean)
 
     @property
-    def without_gain(self) -> int:
+    def evaluations_without_gain(self) -> int:
         """How many evaluations came after the best one."""
         return len(self.validated) - 1 - self.validated.index(self.best)
 

@@ -13,9 +13,9 @@ from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics.paired_comparison import Compared, Verdict
 from ratchet.trainer.tasks.task_set import TEST
 from ratchet.tuner.reports.tuning_result import TuningResult, task_set
-from ratchet.tuner.rollouts.prices import Prices, Spent
+from ratchet.tuner.rollouts.prices import Prices, RolloutCost
 from ratchet.tuner.rollouts.runner import counting
-from ratchet.tuner.selection.choice import commonest, spent_on
+from ratchet.tuner.selection.choice import commonest, rollout_cost
 from ratchet.tuner.weights.weight_tuning import WeightsTuning, rewards
 from ratchet.tuner.weights.weights_plan import LIVE, plan_of
 
@@ -47,7 +47,7 @@ def result_of(
         baseline=f"{tuning.alias}@{so_far.baseline}",
         best=f"{tuning.alias}@{final}" if gain is not None and gain.verdict is Verdict.BETTER else None,
         gain=gain,
-        spent=sum((spent_on(one, prices) for one in made if one.counts or one.prompt_tokens), Spent()),
+        spent=sum((rollout_cost(one, prices) for one in made if one.counts or one.prompt_tokens), RolloutCost()),
         wall_seconds=so_far.wall_seconds,
         promoted=f"{tuning.alias}@{final}" if final != so_far.baseline else None,
         notes=(*notes, *_failures(rollouts)),

@@ -13,7 +13,7 @@ from pathlib import Path
 from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.errors import MethodNotAllowed, NotFound
-from ratchet.proxy.wire.asgi import Headers, header, no_route, send_bytes
+from ratchet.proxy.wire.asgi import Headers, header, send_bytes, unknown_route_error
 
 MOUNT = "/ui"
 _FOLDER = Path(__file__).parent / "static"
@@ -81,5 +81,5 @@ def _files() -> Iterator[tuple[str, _File]]:
 async def front(scope: Scope, receive: Receive, send: Send) -> None:
     """GET / leads a browser to the console; whoever else asks is told, as of any path, that nothing is there."""
     if scope["path"] != "/" or "text/html" not in (header(scope, b"accept") or ""):
-        raise no_route(scope)
+        raise unknown_route_error(scope)
     await send_bytes(send, 307, b"", [(b"location", b"ui/"), *_GUARD])

@@ -20,13 +20,13 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ratchet.proxy.coordinator.shipping.record_lookups import Lookups
-from ratchet.proxy.dialects.content_blocks import as_delta
+from ratchet.proxy.dialects.content_blocks import message_to_delta
 from ratchet.proxy.dialects.conversation import Turn, _messages
 from ratchet.proxy.dialects.inner_request import Json
-from ratchet.proxy.dialects.responses_renderer import ResponseTeller, response_id
+from ratchet.proxy.dialects.responses_renderer import ResponseRenderer, response_id
 from ratchet.proxy.errors import NotFound, NotReady
 from ratchet.proxy.runtime.byte_quotas import Shares
-from ratchet.store.errors import StoreError, StoreUnavailable, UnknownRecord
+from ratchet.store.errors import RecordNotFound, StoreError, StoreUnavailable
 from ratchet.store.ids import moment
 from ratchet.store.records import REDACTED, CallBegun
 from ratchet.store.store import Store
@@ -36,15 +36,15 @@ _RECENT = 60.0  # seconds in which they usually have, however busy
 _ID_LENGTH = len("resp_") + 26
 
 
-class ResponseMemory:
+class ConversationCache:
     """Turns by response id, the first to be forgotten first: no turn comes before one that stands on it."""
 
-    def __init__(self, store: Store, lookups: Lookups, most_bytes: int, most_per_key: int) -> None:
+    def __init__(self, store: Store, lookups: Lookups, max_bytes: int, max_bytes_per_key: int) -> None:
         self._store = store
         self._lookups = lookups
         self._turns: dict[str, Turn] = {}
-        self._shares: Shares[str] = Shares(most_bytes, most_per_key)
-        self._doubted: set[str] = set()  # they may have been deleted from the store
+        self._shares: Shares[str] = Shares(max_bytes, max_bytes_per_key)
+        self._invalidated: set[str] = set()  # they may have been deleted from the store
         self._lock = threading.Lock()  # large answers are told in threads
 
     @property
@@ -59,7 +59,7 @@ class ResponseMemory:
     async def find(self, name: str, key_id: str | None) -> Turn:
         """Return the turn of a response. Raises NotFound, NotReady."""
         turn = self._turns.get(name)
-        if turn is None or name in self._doubted:
+        if turn is None or name in self._invalidated:
             stored = await self._stored(name, key_id)
             turn = turn if turn and stored else stored
         if turn is None or turn.key_id != key_id:
@@ -68,7 +68,7 @@ class ResponseMemory:
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        self._doubted.discard(name)
+        self._invalidated.discard(name)
         self._use(turn)
         return turn
 
@@ -87,12 +87,12 @@ class ResponseMemory:
     def doubt(self) -> None:
         """Something was deleted: what is remembered is looked for in the store before it is gone on from."""
         with self._lock:
-            self._doubted = set(self._turns)
+            self._invalidated = set(self._turns)
 
     async def _stored(self, name: str, key_id: str | None) -> Turn | None:
         """Return a turn as the store has it; one that another proxy made just now may still be on its way there."""
         patience = ANSWER_SECONDS if is_recent(name) else 0.0
-        ours = name in self._doubted  # and perhaps still on its way
+        ours = name in self._invalidated  # and perhaps still on its way
         try:
             turn, _ = await self._lookups.find(lambda: self._read(name), key_id, patience, ours=ours, for_call=True)
         except StoreUnavailable as error:
@@ -118,7 +118,7 @@ class ResponseMemory:
                 return None
             messages = self._store.trajectories.path(call.choices[0].reply_node)
             key_id = self._store.trajectories.get(call.trajectory_id).key_id
-        except UnknownRecord:
+        except RecordNotFound:
             return None
         except StoreError as error:
             raise NotReady(f"previous response {name!r} cannot be looked up: {error}") from error
@@ -129,8 +129,8 @@ def _output(turn: Turn) -> dict[str, Json]:
     """Return the items of a turn's answer by their places in it."""
     call_id = turn.call_id
     begun = CallBegun(call_id, turn.trajectory_id, 0.0, "", 0, "responses", False, "", "")
-    teller = ResponseTeller(begun, {}, frozenset(), {})
-    teller.feed({"choices": [as_delta({"message": _messages.decode(turn.added)[-1], "finish_reason": "stop"})]})
+    teller = ResponseRenderer(begun, {}, frozenset(), {})
+    teller.feed({"choices": [message_to_delta({"message": _messages.decode(turn.added)[-1], "finish_reason": "stop"})]})
     teller.finish()
     return {item["id"].rpartition("_")[2]: item for item in teller.answer()["output"]}
 

@@ -16,13 +16,13 @@ from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.coordinator.conversations.conversation_cache import ANSWER_SECONDS, is_recent
 from ratchet.proxy.coordinator.shipping.record_lookups import Lookups
-from ratchet.proxy.dialects.content_blocks import as_delta
+from ratchet.proxy.dialects.content_blocks import message_to_delta
 from ratchet.proxy.dialects.inner_request import Json
-from ratchet.proxy.dialects.responses_renderer import ResponseTeller, response_id
+from ratchet.proxy.dialects.responses_renderer import ResponseRenderer, response_id
 from ratchet.proxy.dialects.responses_request import INPUT
 from ratchet.proxy.errors import BadRequest, Forbidden, NotFound, NotReady, UpstreamBroke
 from ratchet.proxy.wire.asgi import KEY_ID, PATH, send_json
-from ratchet.store.errors import StoreError, UnknownRecord
+from ratchet.store.errors import RecordNotFound, StoreError
 from ratchet.store.records import REDACTED, Call, CallBegun
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
@@ -45,7 +45,7 @@ class Kept(msgspec.Struct, frozen=True):
     tools: Any
 
 
-class KeptResponses:
+class StoredResponses:
     """The endpoint for one response."""
 
     def __init__(self, store: Store, lookups: Lookups) -> None:
@@ -84,7 +84,7 @@ class KeptResponses:
             if call.dialect != "responses" or call.untrainable == REDACTED or call.state == CallState.BEGUN:
                 return None
             run = self._store.trajectories.read(call.trajectory_id)
-        except UnknownRecord:
+        except RecordNotFound:
             return None
         if run.trajectory.key_id != key_id:
             return None
@@ -108,11 +108,13 @@ def _told_again(kept: Kept) -> Json:
         linked_by=call.linked_by,
         prompt_node=call.prompt_node,
     )
-    teller = ResponseTeller(begun, _body(call, tools), frozenset(t["name"] for t in tools if t["type"] == "custom"), {})
+    teller = ResponseRenderer(
+        begun, _body(call, tools), frozenset(t["name"] for t in tools if t["type"] == "custom"), {}
+    )
     if kept.answer is not None:
         choice = {"message": kept.answer, "finish_reason": call.choices[0].finish_reason}
         usage = {"prompt_tokens": call.prompt_tokens, "completion_tokens": call.completion_tokens}
-        teller.feed({"usage": usage, "choices": [as_delta(choice)]})
+        teller.feed({"usage": usage, "choices": [message_to_delta(choice)]})
     if call.state == CallState.ANSWERED:
         teller.finish()
     else:

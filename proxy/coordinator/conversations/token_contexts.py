@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 
-from ratchet.proxy.exact.splice import NOTHING, Context
-from ratchet.proxy.messages.link_records import Leaf, Sequence32
-from ratchet.proxy.runtime.thread_pools import looked_up_for_call
+from ratchet.proxy.exact.splice import EMPTY_CONTEXT, Context
+from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
+from ratchet.proxy.runtime.thread_pools import run_call_lookup
 from ratchet.store.content.token_sequences import sampled_spans, sequences
 from ratchet.store.errors import StoreError
 from ratchet.store.records import OTHER, CallEnded
@@ -23,15 +23,15 @@ log = logging.getLogger("ratchet.proxy")
 Key = tuple[str, int]  # (call id, choice)
 
 _RECORD = 500  # bytes that a context takes besides its ids
-_UNASKED = 2**20  # bytes until the first is asked for
+_MIN_BYTES = 2**20  # bytes until the first is asked for
 
 
-class Contexts:
-    """The contexts of answers, by call and choice. `most_bytes` bounds their ids."""
+class TokenContexts:
+    """The contexts of answers, by call and choice. `max_bytes` bounds their ids."""
 
-    def __init__(self, store: Store, most_bytes: int) -> None:
+    def __init__(self, store: Store, max_bytes: int) -> None:
         self._store = store
-        self._most = most_bytes
+        self._most = max_bytes
         self._asked = False
         self._held: OrderedDict[Key, Context] = OrderedDict()
         self.bytes = 0
@@ -44,7 +44,7 @@ class Contexts:
 
     def add(self, record: CallEnded) -> None:
         """Keep the answers of a call that has ended."""
-        begun, before = record.begun, NOTHING
+        begun, before = record.begun, EMPTY_CONTEXT
         if record.untrainable or not record.choices or begun.purpose == OTHER:
             return
         if record.context == "exact":
@@ -62,10 +62,10 @@ class Contexts:
         key = (leaf.call_id, leaf.choice)
         context = self._held.get(key)
         if context is None:
-            context = await looked_up_for_call(self._read, leaf.trajectory_id, key)
+            context = await run_call_lookup(self._read, leaf.trajectory_id, key)
             if context is not None:
                 self._put(key, context)
-        if context is None or leaf.sequence != Sequence32.of(context.ids):
+        if context is None or leaf.sequence != TokenFingerprint.of(context.ids):
             return None
         self._held.move_to_end(key)
         return context
@@ -83,7 +83,7 @@ class Contexts:
         self._shrink()
 
     def _shrink(self) -> None:
-        most = self._most if self._asked else min(self._most, _UNASKED)
+        most = self._most if self._asked else min(self._most, _MIN_BYTES)
         while self.bytes > most:
             _, gone = self._held.popitem(last=False)
             self.bytes -= _size(gone)

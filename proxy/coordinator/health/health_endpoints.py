@@ -13,32 +13,32 @@ import time
 from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
-from ratchet.proxy.coordinator.versions.policy_cache import PolicyBook
+from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.journal.journal import Journal
-from ratchet.proxy.runtime.critical_tasks import Vitals
+from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.upstreams.replica_pool import Replica
 from ratchet.proxy.upstreams.replica_probes import Probes
 from ratchet.proxy.wire.asgi import send_json
 
 
-class Health:
+class HealthEndpoints:
     """The three endpoints. `max_lag_seconds`: seconds that the store may be behind."""
 
     def __init__(
         self,
-        book: PolicyBook,
+        book: PolicyCache,
         probes: Probes[Replica],
         journal: Journal,
         shipper: Shipper,
         max_lag_seconds: float,
-        vitals: Vitals,
+        critical_tasks: CriticalTasks,
     ) -> None:
         self._book = book
         self._probes = probes
         self._journal = journal
         self._shipper = shipper
         self._most_lag = max_lag_seconds
-        self._vitals = vitals
+        self._critical_tasks = critical_tasks
         self._started_at = time.time()
         self._stopping = False
 
@@ -48,7 +48,7 @@ class Health:
 
     async def live(self, scope: Scope, receive: Receive, send: Send) -> None:
         """200 as long as the process answers; 503 with the reason where it ends because a part of it died."""
-        reason = self._vitals.failure
+        reason = self._critical_tasks.failure
         told = {"status": "live"} if reason is None else {"status": "failed", "reason": reason}
         await send_json(send, 200 if reason is None else 503, told)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ratchet.proxy.coordinator.limits.rate_limits import Meter
+from ratchet.proxy.coordinator.limits.rate_limits import KeyMeter
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -15,7 +15,7 @@ class Caller(msgspec.Struct, frozen=True):
 
     key_id: str | None
     trajectory: str | None = None
-    meter: Meter | None = None
+    meter: KeyMeter | None = None
     operator: bool = False
 
 

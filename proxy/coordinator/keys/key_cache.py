@@ -24,9 +24,9 @@ from typing import TypeVar
 
 from ratchet.proxy.api_keys import KEYS_VARIABLE, is_loopback
 from ratchet.proxy.coordinator.keys.caller import Caller
-from ratchet.proxy.coordinator.limits.rate_limits import Meter
+from ratchet.proxy.coordinator.limits.rate_limits import KeyMeter
 from ratchet.proxy.errors import NotReady, StartError
-from ratchet.proxy.runtime.critical_tasks import Vitals
+from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.errors import StoreError
 from ratchet.store.records import Key
@@ -42,18 +42,22 @@ _LOOK_EVERY = 0.25  # seconds between looks for a key that is not known
 _LOOK_PATIENCE = 1.0  # seconds that a request waits for such a look
 
 
-class KeyRing:
+class KeyCache:
     """The known keys by their SHA-256."""
 
     def __init__(
-        self, settings: ProxySettings, store: Store, vitals: Vitals | None = None, refresh_seconds: float = 2.0
+        self,
+        settings: ProxySettings,
+        store: Store,
+        critical_tasks: CriticalTasks | None = None,
+        refresh_seconds: float = 2.0,
     ) -> None:
         self._store = store
-        self._vitals = vitals or Vitals()
+        self._critical_tasks = critical_tasks or CriticalTasks()
         self._settings = settings
         self._is_reachable = not is_loopback(settings.host)
         self._usual = (settings.requests_per_minute, settings.tokens_per_minute)  # of keys without limits of their own
-        self._meters: dict[str, Meter] = {}  # by key id
+        self._meters: dict[str, KeyMeter] = {}  # by key id
         self.anyone = Caller(None, meter=self._meter("", self._usual))
         self._environment = {
             hashed: Caller(hashed[:16], meter=self._meter(hashed[:16], self._usual)) for hashed in settings.key_hashes
@@ -67,7 +71,7 @@ class KeyRing:
         self._used: set[str] = set()
         self._noted_at = time.monotonic()
         self._task: asyncio.Task[None] | None = None
-        self._looking: asyncio.Task[None] | None = None  # for a key that is not known
+        self._refresh_task: asyncio.Task[None] | None = None  # for a key that is not known
         self._looked_at = 0.0
         self._thread = ThreadPoolExecutor(1, "keys")
 
@@ -83,7 +87,7 @@ class KeyRing:
         return False
 
     @property
-    def operator_needed(self) -> bool:
+    def operator_key_needed(self) -> bool:
         """Whether the operator API needs a key. Raises NotReady where that is not known yet."""
         return bool(self._operators) or self.needed or bool(self._rows)
 
@@ -94,7 +98,7 @@ class KeyRing:
             self._used.add(hashed)
         return caller
 
-    def opens_operator(self, hashed: str) -> bool:
+    def is_operator_key(self, hashed: str) -> bool:
         """Return whether a key opens the operator API."""
         if hashed not in self._operators:
             return False
@@ -105,14 +109,14 @@ class KeyRing:
         """Return whether a key opens anything."""
         return hashed in self._agents or hashed in self._operators
 
-    async def look_for_new(self) -> None:
+    async def refresh_keys(self) -> None:
         """Look into the store for a key that was made just now; few looks, however many wrong keys there are."""
-        if self._looking is None and time.monotonic() - self._looked_at > _LOOK_EVERY:
-            self._looking = asyncio.create_task(self._look())
-        if self._looking is not None:
-            await asyncio.wait([self._looking], timeout=_LOOK_PATIENCE)
-            if self._looking is not None and self._looking.done():
-                self._looking, self._looked_at = None, time.monotonic()
+        if self._refresh_task is None and time.monotonic() - self._looked_at > _LOOK_EVERY:
+            self._refresh_task = asyncio.create_task(self._look())
+        if self._refresh_task is not None:
+            await asyncio.wait([self._refresh_task], timeout=_LOOK_PATIENCE)
+            if self._refresh_task is not None and self._refresh_task.done():
+                self._refresh_task, self._looked_at = None, time.monotonic()
 
     @property
     def has_operators(self) -> bool:
@@ -125,15 +129,15 @@ class KeyRing:
         """Read the store's keys. Raises StartError on a host that others reach where no agent has a key."""
         await self._look()
         if self._rows is not None:
-            refuse_open_host(self._settings, self._rows)
-        self._task = self._vitals.task(self._run(), "keys")
+            check_host_has_keys(self._settings, self._rows)
+        self._task = self._critical_tasks.task(self._run(), "keys")
 
     async def stop(self) -> None:
         """Write down which keys were used, and end."""
         if self._task is not None:
-            await self._vitals.end(self._task)
-        if self._looking is not None:
-            await asyncio.wait([self._looking])
+            await self._critical_tasks.end(self._task)
+        if self._refresh_task is not None:
+            await asyncio.wait([self._refresh_task])
         self._noted_at = 0.0
         await self._note()
         self._thread.shutdown(wait=False)
@@ -167,7 +171,7 @@ class KeyRing:
             bool(self._environment) or self._is_reachable or any(row.scope == KeyScope.AGENT for row in rows)
         )
 
-    def _meter(self, key_id: str, limits: tuple[int | None, int | None]) -> Meter | None:
+    def _meter(self, key_id: str, limits: tuple[int | None, int | None]) -> KeyMeter | None:
         """Return the meter of a key, the one that it has where its limits are the same; None where it has no limits."""
         limits = (limits[0] or self._usual[0], limits[1] or self._usual[1])
         if limits == (None, None):
@@ -175,7 +179,7 @@ class KeyRing:
             return None
         known = self._meters.get(key_id)
         if known is None or known.limits != limits:
-            known = self._meters[key_id] = Meter(*limits)
+            known = self._meters[key_id] = KeyMeter(*limits)
         return known
 
     async def _note(self) -> None:
@@ -196,7 +200,7 @@ class KeyRing:
         return await asyncio.get_running_loop().run_in_executor(self._thread, verb)
 
 
-def refuse_open_host(settings: ProxySettings, rows: Iterable[Key]) -> None:
+def check_host_has_keys(settings: ProxySettings, rows: Iterable[Key]) -> None:
     """Raise StartError on a host that others reach where no agent has a key; `rows` are the store's keys."""
     if is_loopback(settings.host) or settings.key_hashes or any(_standing(rows, KeyScope.AGENT)):
         return

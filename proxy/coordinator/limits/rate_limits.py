@@ -64,7 +64,7 @@ class Bucket:
         self._at = now
 
 
-class Meter:
+class KeyMeter:
     """The buckets of one key."""
 
     def __init__(self, requests_per_minute: int | None, tokens_per_minute: int | None) -> None:
@@ -124,7 +124,7 @@ class Hold:
 
     __slots__ = ("_meter", "_reserved", "_used")
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: KeyMeter) -> None:
         self._meter = meter
         self._reserved = 0
         self._used = 0
@@ -156,7 +156,7 @@ def estimate(sampling: Mapping[str, Any], body: bytes, context: int | None = Non
     return prompt + longest * answers
 
 
-async def metered(app: ASGIApp, meter: Meter, scope: Scope, receive: Receive, send: Send) -> None:
+async def with_rate_limits(app: ASGIApp, meter: KeyMeter, scope: Scope, receive: Receive, send: Send) -> None:
     """Run a request under its key's limits. Raises RateLimited."""
     meter.request()
     hold = scope[HOLD] = Hold(meter)

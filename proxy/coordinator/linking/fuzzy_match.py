@@ -18,18 +18,18 @@ from ratchet.store.content import messages as canon
 BY_IDS, BY_ANSWER = "tool_ids", "answer"
 _MOST_PLACES = 64  # messages of ours that are looked at, from the end
 
-Fits = Callable[[Leaf], bool]
+LeafFilter = Callable[[Leaf], bool]
 
 
 def continued(
-    leaves: Leaves, messages: Sequence[dict[str, Any]], fits: Fits, *, sure: bool = False
+    leaves: Leaves, messages: Sequence[dict[str, Any]], fits: LeafFilter, *, sure: bool = False
 ) -> tuple[Leaf | None, str]:
     """Return the latest answer of ours that the messages hold, and how it was known; None where no run is sure.
 
     Where the caller is sure of the run, also an answer that tells nothing by itself counts.
     """
     held = [place for place in islice(_held(leaves, messages, fits), _MOST_PLACES) if any(place)]
-    by_ids = next((_only_run(ids) for ids, _ in held if _only_run(ids)), None)
+    by_ids = next((_only_trajectory(ids) for ids, _ in held if _only_trajectory(ids)), None)
     if by_ids is not None:
         own = (leaf for ids, answers in held for leaf in reversed([*answers, *ids]) if leaf.trajectory_id == by_ids)
         return next(own), BY_IDS
@@ -40,7 +40,7 @@ def continued(
 def choose(alike: Iterable[Leaf]) -> Leaf | None:
     """Return the one that is meant: the latest of a single run, or any that is free where all pasts are the same."""
     found = list(alike)
-    if _only_run(found) is not None:
+    if _only_trajectory(found) is not None:
         return max(found, key=lambda leaf: (leaf.born_at, -leaf.choice))
     if len({leaf.link_key for leaf in found}) != 1:
         return None
@@ -53,7 +53,7 @@ def preference(leaf: Leaf) -> tuple[bool, bool, float, int]:
     return not leaf.taken, not leaf.extended, leaf.born_at, -leaf.choice
 
 
-def shared_runs(groups: Iterable[Iterable[Leaf]]) -> set[str]:
+def shared_trajectories(groups: Iterable[Iterable[Leaf]]) -> set[str]:
     """Return the runs that are in every group."""
     runs: set[str] | None = None
     for group in groups:
@@ -62,7 +62,9 @@ def shared_runs(groups: Iterable[Iterable[Leaf]]) -> set[str]:
     return runs or set()
 
 
-def _held(leaves: Leaves, messages: Sequence[dict[str, Any]], fits: Fits) -> Iterator[tuple[list[Leaf], list[Leaf]]]:
+def _held(
+    leaves: Leaves, messages: Sequence[dict[str, Any]], fits: LeafFilter
+) -> Iterator[tuple[list[Leaf], list[Leaf]]]:
     """Yield, from the last message on, the leaves of its tool-call ids and those that gave it as an answer."""
     for message in reversed(messages):
         role = message.get("role")
@@ -85,6 +87,6 @@ def _by_answers(answers: Sequence[Sequence[Leaf]], sure: bool) -> Leaf | None:
     return choose(leaf for leaf in answers[0] if leaf.trajectory_id in runs) if told else None
 
 
-def _only_run(found: Iterable[Leaf]) -> str | None:
+def _only_trajectory(found: Iterable[Leaf]) -> str | None:
     runs = {leaf.trajectory_id for leaf in found}
     return runs.pop() if len(runs) == 1 else None

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ratchet.proxy.coordinator.linking.leaves_by_name import ByName
+from ratchet.proxy.coordinator.linking.leaves_by_name import LeavesByName
 from ratchet.proxy.coordinator.linking.quote_index import QuoteIndex
 from ratchet.proxy.messages.link_records import Leaf
-from ratchet.proxy.messages.text_fingerprints import is_telling
+from ratchet.proxy.messages.text_fingerprints import is_distinctive
 
 
 class Leaves:
@@ -19,7 +19,7 @@ class Leaves:
     def __init__(self) -> None:
         self.quotes = QuoteIndex()
         self.wholes = QuoteIndex()  # plain prompts with their answers
-        self._by: ByName[str] = ByName()
+        self._by: LeavesByName[str] = LeavesByName()
 
     def __len__(self) -> int:
         return len(self._by)
@@ -52,7 +52,7 @@ class Leaves:
 
 def _names(leaf: Leaf) -> list[str]:
     seen = leaf.traces
-    names = [name for name in (leaf.link_key, seen.gap_key, seen.own_key) if name]
+    names = [name for name in (leaf.link_key, seen.skip_last_key, seen.answer_key) if name]
     if leaf.tool_call_ids:
-        names += ["id " + name for name in leaf.tool_call_ids if is_telling(name)]
+        names += ["id " + name for name in leaf.tool_call_ids if is_distinctive(name)]
     return names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ratchet.proxy.messages.link_records import Leaf
 
-RUN_BYTES = 650  # of a trajectory without its answers
+TRAJECTORY_BYTES = 650  # of a trajectory without its answers
 _LEAF = 850  # of an answer with the names that every answer has
 _ID = 300  # of a tool call's id
 _QUOTE = 500

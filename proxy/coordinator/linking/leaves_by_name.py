@@ -12,7 +12,7 @@ _MOST_EQUAL = 4_096
 Name = TypeVar("Name")
 
 
-class ByName(Generic[Name]):
+class LeavesByName(Generic[Name]):
     """Leaves by name."""
 
     def __init__(self) -> None:

@@ -25,18 +25,18 @@ import msgspec
 
 from ratchet.proxy.coordinator.linking import fuzzy_match, quote_match
 from ratchet.proxy.coordinator.linking.leaf_index import Leaves
-from ratchet.proxy.coordinator.linking.leaf_sizes import RUN_BYTES, size_of
-from ratchet.proxy.coordinator.linking.stored_leaves import restored_attempt, restored_leaf
+from ratchet.proxy.coordinator.linking.leaf_sizes import TRAJECTORY_BYTES, size_of
+from ratchet.proxy.coordinator.linking.stored_leaves import attempt_from_store, leaf_from_store
 from ratchet.proxy.coordinator.linking.trajectory_names import names
-from ratchet.proxy.coordinator.linking.unanswered_attempts import RESENT_WITHIN, RETRIED_WITHIN, Attempts
-from ratchet.proxy.coordinator.linking.version_pins import Pins
+from ratchet.proxy.coordinator.linking.unanswered_attempts import RESEND_WINDOW, RETRY_WINDOW, Attempts
+from ratchet.proxy.coordinator.linking.version_pins import VersionPins
 from ratchet.proxy.errors import BadRequest
-from ratchet.proxy.messages.link_records import Attempt, Evidence, Leaf, Link, Sequence32
+from ratchet.proxy.messages.link_records import Attempt, Evidence, Leaf, Link, TokenFingerprint
 from ratchet.proxy.runtime.byte_quotas import Shares
-from ratchet.store.access.ownership import may_share, owner
+from ratchet.store.access.ownership import may_share_trajectory, owner
 from ratchet.store.content import messages as canon
 from ratchet.store.ids import new_id
-from ratchet.store.records import CallBegun, OpenAttempt, OpenLeaf, family_of
+from ratchet.store.records import CallBegun, OpenLeaf, UnansweredCall, family_of
 
 _MOST_LEAVES = 2_000  # of one run
 _PASSED_OVER = 64  # runs with a call under way, at once
@@ -54,20 +54,20 @@ class Run(msgspec.Struct):
     purpose: str = "live"
     key_id: str | None = None
     family: str | None = None  # of its task, once somebody asked
-    calls_under_way: int = 0
+    open_calls: int = 0
     leaves: list[Leaf] = msgspec.field(default_factory=list)
 
 
-class Links:
+class TrajectoryLinker:
     """The proxy's memory of open trajectories."""
 
-    def __init__(self, idle_seconds: float, most_bytes: int = 2**28, most_per_key: int = 2**27) -> None:
+    def __init__(self, idle_seconds: float, max_bytes: int = 2**28, max_bytes_per_key: int = 2**27) -> None:
         self._idle = idle_seconds
         self._runs: OrderedDict[str, Run] = OrderedDict()  # the stillest first
         self._leaves: dict[tuple[str, str], Leaves] = {}  # by alias and whose they are
-        self._shares: Shares[str] = Shares(most_bytes, most_per_key)
-        self._attempts = Attempts(most_bytes // _ATTEMPTS, most_per_key // _ATTEMPTS)
-        self._pins = Pins()
+        self._shares: Shares[str] = Shares(max_bytes, max_bytes_per_key)
+        self._attempts = Attempts(max_bytes // _ATTEMPTS, max_bytes_per_key // _ATTEMPTS)
+        self._pins = VersionPins()
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -99,7 +99,7 @@ class Links:
         """Return the run that the client names, whatever it is; only an explicit version can contradict it."""
         for own in names(name, asked.key_id):
             name, run = own, self._runs.get(own)
-            if run is None or may_share(run.key_id, asked.key_id):
+            if run is None or may_share_trajectory(run.key_id, asked.key_id):
                 break
         leaf = self._followed(asked.follows, name, run) if asked.follows else self._parent(asked, name)[0]
         if run is None:
@@ -118,11 +118,11 @@ class Links:
     def _followed(self, call_id: str, name: str, run: Run | None) -> Leaf:
         """Return the answer of the call that the client says it continues, also where its tokens are forgotten."""
         known = (leaf for leaf in reversed(run.leaves if run else ()) if leaf.call_id == call_id)
-        return next(known, None) or Leaf(name, call_id, 0, 0, "", (), None, Sequence32(0, b""), 0.0)
+        return next(known, None) or Leaf(name, call_id, 0, 0, "", (), None, TokenFingerprint(0, b""), 0.0)
 
     def _earlier(self, asked: Evidence, attempt: Attempt) -> Link | None:
         """Return an unanswered attempt at the same whose run is still remembered; each is given once."""
-        since = asked.arrived_at - (RETRIED_WITHIN if asked.again else RESENT_WITHIN)
+        since = asked.arrived_at - (RETRY_WINDOW if asked.again else RESEND_WINDOW)
         while link := self._attempts.take(attempt, since):
             run = self._runs.get(link.trajectory_id)
             same = run is not None and (run.alias, run.purpose) == (asked.alias, asked.purpose)
@@ -157,7 +157,7 @@ class Links:
 
     def _fits(self, leaf: Leaf, asked: Evidence, trajectory: str | None) -> bool:
         run = self._runs.get(leaf.trajectory_id)
-        if run is None or run.alias != asked.alias or not may_share(leaf.key_id, asked.key_id):
+        if run is None or run.alias != asked.alias or not may_share_trajectory(leaf.key_id, asked.key_id):
             return False
         if trajectory is not None:
             return leaf.trajectory_id == trajectory
@@ -170,9 +170,9 @@ class Links:
         run, size = self._runs.get(link.trajectory_id), 0
         if run is None:
             run = self._runs[link.trajectory_id] = Run(alias, version, now, link.purpose, link.key_id)
-            size = RUN_BYTES
-            self._forget_still(now)
-        run.calls_under_way += 1
+            size = TRAJECTORY_BYTES
+            self._forget_idle(now)
+        run.open_calls += 1
         self._touch(link.trajectory_id, run, now, size)
         if link.parent is not None:
             self._extend(link.parent)
@@ -204,7 +204,7 @@ class Links:
         run = self._runs.get(link.trajectory_id)
         if run is None:
             return
-        run.calls_under_way = max(0, run.calls_under_way - 1)
+        run.open_calls = max(0, run.open_calls - 1)
         size = sum([self._add(run, leaf) for leaf in leaves])
         self._touch(link.trajectory_id, run, now, size)
         self._forget_excess(run.key_id)
@@ -214,11 +214,11 @@ class Links:
         if link.linked_by not in _EXPLICIT:
             self._attempts.add(attempt, link, now)
 
-    def restore(self, leaves: Iterable[OpenLeaf], now: float, attempts: Iterable[OpenAttempt] = ()) -> None:
+    def restore(self, leaves: Iterable[OpenLeaf], now: float, attempts: Iterable[UnansweredCall] = ()) -> None:
         """Take up the answers and the unanswered attempts that the store knows of, oldest first."""
         known: dict[tuple[str | None, int], Leaf] = {}
         for one in leaves:
-            leaf = known[one.call_id, one.choice] = restored_leaf(one)
+            leaf = known[one.call_id, one.choice] = leaf_from_store(one)
             run = self._restored(one, leaf.key_id)
             self._shares.use(run.key_id, one.trajectory_id, self._add(run, leaf))
         for leaf in known.values():
@@ -227,21 +227,21 @@ class Links:
         for lost in attempts:
             self._restored(lost, lost.key_id)
             parent = known.get((lost.parent_call, lost.parent_choice))
-            self._attempts.add(*restored_attempt(lost, parent))
+            self._attempts.add(*attempt_from_store(lost, parent))
         self._runs = OrderedDict(sorted(self._runs.items(), key=lambda item: item[1].last_active_at))
         for trajectory_id, run in self._runs.items():
             self._pins.touch(trajectory_id, run)
             self._shares.use(run.key_id, trajectory_id)
         for key_id in {run.key_id for run in self._runs.values()}:
             self._forget_excess(key_id)
-        self._forget_still(now)
+        self._forget_idle(now)
 
-    def _restored(self, known: OpenLeaf | OpenAttempt, key_id: str | None) -> Run:
+    def _restored(self, known: OpenLeaf | UnansweredCall, key_id: str | None) -> Run:
         run = self._runs.get(known.trajectory_id)
         if run is None:
             run = Run(known.alias, known.version, known.last_active_at, known.purpose, key_id, known.family)
             self._runs[known.trajectory_id] = run
-            self._shares.use(key_id, known.trajectory_id, RUN_BYTES)
+            self._shares.use(key_id, known.trajectory_id, TRAJECTORY_BYTES)
         return run
 
     def forget(self, trajectory_id: str) -> None:
@@ -251,7 +251,7 @@ class Links:
         if run is not None:
             for leaf in run.leaves:
                 self._drop(run, leaf)
-            size = RUN_BYTES + sum(map(size_of, run.leaves))
+            size = TRAJECTORY_BYTES + sum(map(size_of, run.leaves))
             self._shares.forget(run.key_id, trajectory_id, size)
 
     def pins(self, now: float, idle_seconds: float) -> dict[str, int]:
@@ -284,11 +284,11 @@ class Links:
         if not self._leaves[scope]:
             del self._leaves[scope]
 
-    def _forget_still(self, now: float) -> None:
+    def _forget_idle(self, now: float) -> None:
         """Forget what has been still for too long."""
         for _ in range(min(2, len(self._runs))):
             trajectory_id, run = next(iter(self._runs.items()))
-            if run.calls_under_way:
+            if run.open_calls:
                 self._runs.move_to_end(trajectory_id)
             elif now - run.last_active_at > self._idle:
                 self.forget(trajectory_id)
@@ -300,7 +300,7 @@ class Links:
         passed = 0
         while passed < _PASSED_OVER and (trajectory_id := self._shares.excess(key_id)) is not None:
             run = self._runs[trajectory_id]
-            if run.calls_under_way:
+            if run.open_calls:
                 self._shares.use(run.key_id, trajectory_id)
                 passed += 1
             else:

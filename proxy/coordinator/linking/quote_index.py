@@ -15,9 +15,9 @@ from hashlib import blake2b
 from json import JSONDecodeError, JSONDecoder
 from typing import TypeVar
 
-from ratchet.proxy.coordinator.linking.leaves_by_name import ByName
+from ratchet.proxy.coordinator.linking.leaves_by_name import LeavesByName
 from ratchet.proxy.messages.link_records import Leaf
-from ratchet.proxy.messages.text_fingerprints import ANCHOR, DIGEST_BYTES, STEPS, Quote
+from ratchet.proxy.messages.text_fingerprints import ANCHOR_LENGTH, DIGEST_BYTES, PREFIX_LENGTHS, QuotedText
 
 Standing = dict[bytes, int]  # by digest: the length of words that stand at a place
 
@@ -31,7 +31,7 @@ _json = JSONDecoder(strict=False)
 _T = TypeVar("_T")
 
 
-class TooMuchWork(Exception):
+class WorkLimitExceeded(Exception):
     """The text repeats what our words begin with so often that nobody goes through all of it."""
 
 
@@ -44,17 +44,17 @@ class Work:
         self._left = most
 
     def take(self, amount: int) -> None:
-        """Count what is looked at. Raises TooMuchWork."""
+        """Count what is looked at. Raises WorkLimitExceeded."""
         self._left -= amount
         if self._left < 0:
-            raise TooMuchWork
+            raise WorkLimitExceeded
 
 
 class QuoteIndex:
     """Leaves by words of theirs."""
 
     def __init__(self) -> None:
-        self._said: ByName[bytes] = ByName()  # by digest
+        self._said: LeavesByName[bytes] = LeavesByName()  # by digest
         self._anchors: dict[str, int] = {}  # how many words begin so
         self._heads: dict[int, int] = {}  # the same
         self._ends: dict[int | str, dict[int, int]] = {}  # by the last head or the anchor: how many words are so long
@@ -68,7 +68,7 @@ class QuoteIndex:
         """Return the leaves with these words, the oldest first."""
         return self._said.at(digest)
 
-    def add(self, quote: Quote, leaf: Leaf) -> None:
+    def add(self, quote: QuotedText, leaf: Leaf) -> None:
         """Remember words of a leaf."""
         if not self._said.add(quote.digest, leaf):
             return
@@ -79,7 +79,7 @@ class QuoteIndex:
             _more(self._heads, head)
         _more(self._ends.setdefault(_node(quote), {}), quote.length)
 
-    def drop(self, quote: Quote, leaf: Leaf) -> None:
+    def drop(self, quote: QuotedText, leaf: Leaf) -> None:
         """Forget words of a leaf."""
         if not self._said.drop(quote.digest, leaf):
             return
@@ -92,7 +92,7 @@ class QuoteIndex:
             del self._ends[node]
 
     def standing(self, text: str, work: Work) -> Iterator[tuple[int, Standing]]:
-        """Yield each place of a text where words of ours stand, and which. Raises TooMuchWork."""
+        """Yield each place of a text where words of ours stand, and which. Raises WorkLimitExceeded."""
         for at in self._places(text):
             found = self.standing_at(text, at, work)
             if text[at - 1 : at] == '"' and (within := _unquoted(text, at, work)) is not None:
@@ -101,7 +101,7 @@ class QuoteIndex:
                 yield at, found
 
     def standing_at(self, text: str, at: int, work: Work) -> Standing:
-        """Return which words stand at one place. Raises TooMuchWork."""
+        """Return which words stand at one place. Raises WorkLimitExceeded."""
         found: Standing = {}
         hashed, upto, known = blake2b(digest_size=DIGEST_BYTES), at, self._said.names
         for node in self._nodes(text, at):
@@ -119,11 +119,11 @@ class QuoteIndex:
 
     def _nodes(self, text: str, at: int) -> Iterator[int | str]:
         """Yield under what words may be kept that stand at a place: as far as any of ours go on like the text."""
-        anchor = text[at : at + ANCHOR]
+        anchor = text[at : at + ANCHOR_LENGTH]
         if anchor not in self._anchors:
             return
         yield anchor
-        for step in STEPS:
+        for step in PREFIX_LENGTHS:
             if at + step > len(text) or (head := hash(text[at : at + step])) not in self._heads:
                 return
             yield head
@@ -132,8 +132,8 @@ class QuoteIndex:
         """Return in order where words begin as some of ours do."""
         anchors = self._anchors
         if len(text) < _SHORT:
-            return sorted({at for at in _begins(text) if text[at : at + ANCHOR] in anchors})
-        found = [0] if text[:ANCHOR] in anchors else []
+            return sorted({at for at in _begins(text) if text[at : at + ANCHOR_LENGTH] in anchors})
+        found = [0] if text[:ANCHOR_LENGTH] in anchors else []
         pattern = self._compiled()
         if not anchors.keys().isdisjoint(pattern.findall(text)):  # seldom, and quicker asked than gone through
             found += [one.end() for one in pattern.finditer(text) if one[1] in anchors]
@@ -151,14 +151,14 @@ class QuoteIndex:
         if self._pattern is None:
             begins = "".join(f"[{''.join(sorted(kinds))}]" for kinds in self._kinds)
             bounds = "|".join(map(re.escape, _BOUNDS))
-            self._pattern = re.compile(rf"(?:{bounds})\s*+(?=({begins}.{{{ANCHOR - _LOOKED_AT}}}))", re.DOTALL)
+            self._pattern = re.compile(rf"(?:{bounds})\s*+(?=({begins}.{{{ANCHOR_LENGTH - _LOOKED_AT}}}))", re.DOTALL)
         return self._pattern
 
 
 def _begins(text: str) -> Iterator[int]:
     """Yield where words may begin: at the beginning, and behind a bound and the white space that follows it."""
     yield 0  # no text begins with white space
-    last = len(text) - ANCHOR
+    last = len(text) - ANCHOR_LENGTH
     for bound in _BOUNDS:
         start, at = 0, text.find(bound)
         while at >= 0 and (start := _BLANK.match(text, at + len(bound)).end()) <= last:  # type: ignore[union-attr]
@@ -176,7 +176,7 @@ def _unquoted(text: str, at: int, work: Work) -> str | None:
         return None
     work.take((end - at) >> 10)
     stripped = str(within).strip()
-    return stripped if stripped.startswith(text[at : at + ANCHOR]) else None
+    return stripped if stripped.startswith(text[at : at + ANCHOR_LENGTH]) else None
 
 
 @lru_cache(512)
@@ -185,7 +185,7 @@ def _kind(letter: str) -> str:
     return next((name for name, ends in _KINDS.items() if ends[0] <= letter <= ends[1]), re.escape(letter))
 
 
-def _node(quote: Quote) -> int | str:
+def _node(quote: QuotedText) -> int | str:
     return quote.heads[-1] if quote.heads else quote.anchor
 
 

@@ -14,9 +14,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from ratchet.proxy.coordinator.linking.fuzzy_match import Fits, choose, shared_runs
+from ratchet.proxy.coordinator.linking.fuzzy_match import LeafFilter, choose, shared_trajectories
 from ratchet.proxy.coordinator.linking.leaf_index import Leaves
-from ratchet.proxy.coordinator.linking.quote_index import TooMuchWork, Work
+from ratchet.proxy.coordinator.linking.quote_index import Work, WorkLimitExceeded
 from ratchet.proxy.messages.link_records import Leaf
 from ratchet.proxy.messages.text_fingerprints import LEAST, PROMPT
 from ratchet.store.content import messages as canon
@@ -31,7 +31,7 @@ Text = tuple[int, str, str]  # the message's place, its role, what it says
 
 
 def quoted(
-    leaves: Leaves, messages: Sequence[dict[str, Any]], keys: Sequence[str], fits: Fits
+    leaves: Leaves, messages: Sequence[dict[str, Any]], keys: Sequence[str], fits: LeafFilter
 ) -> tuple[Leaf | None, bool, str]:
     """Return the leaf whose words or ids are quoted last, whether an assistant's message quotes it, and how.
 
@@ -48,16 +48,16 @@ def quoted(
         return None, False, ""
     try:
         groups, last = _groups(leaves, texts, keys, fits)
-    except TooMuchWork:
+    except WorkLimitExceeded:
         return None, False, ""
-    return _of_one_run(groups), last in _CONTINUED, BY_QUOTE
+    return _of_one_trajectory(groups), last in _CONTINUED, BY_QUOTE
 
 
-def _begun_with(leaves: Leaves, text: str, fits: Fits) -> Leaf | None:
+def _begun_with(leaves: Leaves, text: str, fits: LeafFilter) -> Leaf | None:
     """Return the leaf whose plain prompt and answer the text begins with: the longest that does."""
     try:
         found = leaves.wholes.standing_at(text, 0, Work())
-    except TooMuchWork:
+    except WorkLimitExceeded:
         return None
     for digest in reversed(found):  # the longest is found last
         if same := [leaf for leaf in leaves.wholes.saying(digest) if fits(leaf)]:
@@ -66,11 +66,11 @@ def _begun_with(leaves: Leaves, text: str, fits: Fits) -> Leaf | None:
 
 
 def _groups(
-    leaves: Leaves, texts: Sequence[Text], keys: Sequence[str], fits: Fits
+    leaves: Leaves, texts: Sequence[Text], keys: Sequence[str], fits: LeafFilter
 ) -> tuple[dict[bytes, dict[Leaf, None]], str]:
     """Return who said what is quoted, by its digest in the order of the texts, and the role of the last text that does.
 
-    Raises TooMuchWork.
+    Raises WorkLimitExceeded.
     """
     groups: dict[bytes, dict[Leaf, None]] = {}
     last, work = "", Work()
@@ -108,8 +108,8 @@ def _answers(found: Sequence[Leaf], before: str, words: str) -> list[Leaf]:
     return [leaf for leaf in found if leaf.link_key == key]
 
 
-def _of_one_run(groups: Mapping[bytes, Collection[Leaf]]) -> Leaf | None:
-    runs = shared_runs(groups.values())
+def _of_one_trajectory(groups: Mapping[bytes, Collection[Leaf]]) -> Leaf | None:
+    runs = shared_trajectories(groups.values())
     if not runs:
         return None
     return choose(leaf for leaf in list(groups.values())[-1] if leaf.trajectory_id in runs)

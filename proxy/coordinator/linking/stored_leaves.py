@@ -10,15 +10,15 @@ from typing import Any
 
 import msgspec
 
-from ratchet.proxy.messages.link_records import Attempt, Leaf, Link, Sequence32
-from ratchet.proxy.messages.text_fingerprints import NO_TRACES, Traces, traces
+from ratchet.proxy.messages.link_records import Attempt, Leaf, Link, TokenFingerprint
+from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS, TextFingerprints, traces
 from ratchet.store.content import messages as canon
-from ratchet.store.records import OpenAttempt, OpenLeaf
+from ratchet.store.records import OpenLeaf, UnansweredCall
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-def restored_leaf(known: OpenLeaf) -> Leaf:
+def leaf_from_store(known: OpenLeaf) -> Leaf:
     """Return the leaf of a stored answer."""
     return Leaf(
         trajectory_id=known.trajectory_id,
@@ -28,7 +28,7 @@ def restored_leaf(known: OpenLeaf) -> Leaf:
         link_key=known.link_key,
         tool_call_ids=known.tool_call_ids,
         key_id=known.key_id,
-        sequence=Sequence32.of(known.sequence),
+        sequence=TokenFingerprint.of(known.sequence),
         born_at=known.last_active_at,
         purpose=known.purpose,
         extended=known.extended,
@@ -36,15 +36,15 @@ def restored_leaf(known: OpenLeaf) -> Leaf:
     )
 
 
-def restored_attempt(known: OpenAttempt, parent: Leaf | None) -> tuple[Attempt, Link, float]:
+def attempt_from_store(known: UnansweredCall, parent: Leaf | None) -> tuple[Attempt, Link, float]:
     """Return an unanswered attempt: what names it, where it belongs, and when it ended."""
     link = Link(known.trajectory_id, known.version, known.linked_by, parent, known.purpose, known.key_id)
     return Attempt(known.key_id, known.prompt_node, known.tools_hash), link, known.ended_at
 
 
-def _traces(known: OpenLeaf) -> Traces:
+def _traces(known: OpenLeaf) -> TextFingerprints:
     if not known.reply:
-        return NO_TRACES
+        return NO_FINGERPRINTS
     answer = _decode(known.reply)
     (own,) = canon.answer_keys([canon.ANYWHERE], answer)
     return traces(answer, "", own, [_decode(body) for body in known.asked])

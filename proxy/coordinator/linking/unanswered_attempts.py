@@ -1,7 +1,7 @@
 """Attempts that nobody got an answer to: who asks the same again under the same key goes on with their run.
 
 An SDK says so (`x-stainless-retry-count`) and waits for a minute at most; an agent that asks again by itself does not
-say so, and is believed for `RESENT_WITHIN` seconds. Each attempt is given once, and forgotten after `RETRIED_WITHIN`
+say so, and is believed for `RESEND_WINDOW` seconds. Each attempt is given once, and forgotten after `RETRY_WINDOW`
 seconds. Bounded in bytes, in all and per key. An attempt that was answered is none of these: another run of the same
 prompt would look the same.
 """
@@ -13,8 +13,8 @@ from collections import deque
 from ratchet.proxy.messages.link_records import Attempt, Link
 from ratchet.proxy.runtime.byte_quotas import Shares
 
-RETRIED_WITHIN = 120.0
-RESENT_WITHIN = 60.0
+RETRY_WINDOW = 120.0
+RESEND_WINDOW = 60.0
 _MOST_SAME = 64  # attempts with one prompt
 _BYTES = 800  # of an attempt: its link, its prompt's name, its places in the tables
 
@@ -22,9 +22,9 @@ _BYTES = 800  # of an attempt: its link, its prompt's name, its places in the ta
 class Attempts:
     """Unanswered attempts, by what names them."""
 
-    def __init__(self, most_bytes: int, most_bytes_per_key: int) -> None:
+    def __init__(self, max_bytes: int, max_bytes_per_key: int) -> None:
         self._waiting: dict[Attempt, deque[tuple[Link, float]]] = {}  # those that waited longest first
-        self._shares: Shares[Attempt] = Shares(most_bytes, most_bytes_per_key)
+        self._shares: Shares[Attempt] = Shares(max_bytes, max_bytes_per_key)
 
     def __len__(self) -> int:
         return sum(len(waiting) for waiting in self._waiting.values())
@@ -45,7 +45,7 @@ class Attempts:
         self._shares.use(attempt.key_id, attempt, more)
         for _ in range(2):
             first = next(iter(self._waiting))
-            if self._waiting[first][-1][1] < now - RETRIED_WITHIN:
+            if self._waiting[first][-1][1] < now - RETRY_WINDOW:
                 self._forget(first)
         while (excess := self._shares.excess(attempt.key_id)) is not None:
             self._forget(excess)

@@ -16,10 +16,10 @@ class Holder(Protocol):
     alias: str
     version: int
     last_active_at: float
-    calls_under_way: int
+    open_calls: int
 
 
-class Pins:
+class VersionPins:
     """The trajectories that hold their version."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Pins:
     def counts(self, now: float, idle_seconds: float) -> dict[str, int]:
         """Return how many hold each `alias@version`: active within `idle_seconds`, or with a call under way."""
         for trajectory_id, holder in self._still(now - idle_seconds):
-            if holder.calls_under_way:
+            if holder.open_calls:
                 self._held.move_to_end(trajectory_id)
             else:
                 self.forget(trajectory_id)

@@ -23,13 +23,13 @@ class _Told(BaseModel):
     code: str | None
 
 
-class ErrorAnswer(BaseModel):
+class ErrorResponse(BaseModel):
     """What every error of the operator API looks like."""
 
     error: _Told
 
 
-def answer_the_unrouted(api: FastAPI) -> None:
+def add_error_handlers(api: FastAPI) -> None:
     """Let an application answer so."""
 
     @api.exception_handler(HTTPException)

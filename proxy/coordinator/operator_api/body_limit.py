@@ -5,10 +5,10 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ratchet.proxy.errors import BodyTooLarge
-from ratchet.proxy.wire.asgi import read_body, replaying
+from ratchet.proxy.wire.asgi import read_body, replay_body
 
 
-class BoundedBodies:
+class BodyLimit:
     """The layer. Raises BodyTooLarge before more than `limit` bytes are held; `name` says of whom the limit is."""
 
     def __init__(self, app: ASGIApp, limit: int, name: str) -> None:
@@ -21,4 +21,4 @@ class BoundedBodies:
             body = await read_body(receive, self._limit)
         except BodyTooLarge as error:
             raise BodyTooLarge(f"a request body to {self._name} may have {self._limit} bytes at most") from error
-        await self._app(scope, replaying(body, receive), send)
+        await self._app(scope, replay_body(body, receive), send)

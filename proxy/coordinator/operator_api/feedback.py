@@ -26,7 +26,7 @@ from ratchet.store.records import Feedback
 from ratchet.store.store import Store
 
 BODY_LIMIT = 2**20
-WAITS = (
+WAITING_DETAIL = (
     "kept; whether its id is known cannot be said yet, since the store is down or a proxy has not shipped its journal: "
     "it is placed when its call is stored, and stays in `ratchet feedback list` as waiting if none comes"
 )
@@ -84,7 +84,7 @@ class FeedbackBody(BaseModel):
         )
 
 
-def read_feedback(body: bytes) -> FeedbackBody:
+def parse_feedback(body: bytes) -> FeedbackBody:
     """Return what a body says. Raises BadRequest that names the field."""
     try:
         return FeedbackBody.model_validate_json(body)
@@ -95,7 +95,7 @@ def read_feedback(body: bytes) -> FeedbackBody:
         raise BadRequest(f"{field}: {said}" if field else said, param=field) from error
 
 
-class FeedbackDesk:
+class FeedbackIntake:
     """Takes feedback. Belongs to the event loop's thread; the store is asked in another."""
 
     def __init__(

@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from ratchet.store.coordination.job_progress import WorkNoted
-from ratchet.store.db.count_cache import Remembered
+from ratchet.store.coordination.job_progress import JobProgress
+from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.records import Policy, Round
 from ratchet.store.reports.drop_reasons import DROPPED
 from ratchet.store.reports.learning_report import plain
 from ratchet.store.reports.policy_movement import movement_of
-from ratchet.store.reports.relative_judges import is_relative, report_of
-from ratchet.store.reports.undecided_versions import canary_scores, held
+from ratchet.store.reports.relative_judges import is_relative, read_learning_report
+from ratchet.store.reports.undecided_versions import held, read_canary_scores
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 
@@ -43,7 +43,7 @@ class Overview:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._learning: dict[str, Remembered[dict[str, Any]]] = {}
+        self._learning: dict[str, CachedCount[dict[str, Any]]] = {}
 
     def read(self) -> dict[str, Any]:
         """Return everything that the page shows, of all aliases."""
@@ -63,7 +63,7 @@ class Overview:
         }
 
     def _alias(
-        self, alias: str, serving: list[Policy], versions: dict[str, int], works: list[WorkNoted]
+        self, alias: str, serving: list[Policy], versions: dict[str, int], works: list[JobProgress]
     ) -> dict[str, Any]:
         live = _version(alias, PolicyState.LIVE, serving)
         told = self._store.decisions.of(alias, limit=_DECISIONS)
@@ -82,13 +82,13 @@ class Overview:
     def _report(self, alias: str) -> dict[str, Any]:
         """Return whether an alias learns, as old as that was dear to find out."""
         if alias not in self._learning:
-            self._learning[alias] = Remembered(lambda: self._read_report(alias))
+            self._learning[alias] = CachedCount(lambda: self._read_report(alias))
         return self._learning[alias]()
 
     def _read_report(self, alias: str) -> dict[str, Any]:
-        judge = self._store.groups.newest_judge(alias)
-        told = report_of(self._store, alias)
-        canary = canary_scores(self._store, alias)
+        judge = self._store.groups.newest_judge_version(alias)
+        told = read_learning_report(self._store, alias)
+        canary = read_canary_scores(self._store, alias)
         relative = is_relative(self._store, alias, judge)
         return {
             "judge": judge,
@@ -104,7 +104,7 @@ def _version(alias: str, state: PolicyState, serving: list[Policy]) -> dict[str,
     return {"version": found.version, "created_at": found.created_at} if found else None
 
 
-def _work(work: WorkNoted) -> dict[str, Any]:
+def _work(work: JobProgress) -> dict[str, Any]:
     pace = {"seconds_per_item": work.seconds_per_item, "eta_seconds": work.eta_seconds}
     return msgspec.structs.asdict(work) | pace
 

@@ -17,15 +17,21 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from ratchet.proxy.coordinator.linking.linker import Links
-from ratchet.proxy.coordinator.operator_api.api_errors import ErrorAnswer, answer_the_unrouted
-from ratchet.proxy.coordinator.operator_api.feedback import BODY_LIMIT, WAITS, FeedbackBody, FeedbackDesk, read_feedback
+from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
+from ratchet.proxy.coordinator.operator_api.api_errors import ErrorResponse, add_error_handlers
+from ratchet.proxy.coordinator.operator_api.feedback import (
+    BODY_LIMIT,
+    WAITING_DETAIL,
+    FeedbackBody,
+    FeedbackIntake,
+    parse_feedback,
+)
 from ratchet.proxy.coordinator.operator_api.overview import Overview
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
 from ratchet.proxy.errors import BadRequest, ProxyError, openai_error, to_openai_error
 from ratchet.proxy.wire.asgi import CALLER, read_body
-from ratchet.store.calls.trajectory_filter import Chosen
-from ratchet.store.errors import ForbiddenChange, StoreError, StoreUnavailable, UnknownRecord
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
+from ratchet.store.errors import InvalidTransition, RecordNotFound, StoreError, StoreUnavailable
 from ratchet.store.records import Call, Choice, Exchange, unpack_ids, unpack_logprobs
 from ratchet.store.records.base import Record
 from ratchet.store.store import Store
@@ -37,7 +43,7 @@ _FEEDBACK_BODY = {"content": {"application/json": {"schema": FeedbackBody.model_
 _LOST_AFTER = 3600.0  # seconds after which a call without an end is not waited for
 
 
-class _Order(BaseModel):
+class _ManualDecision(BaseModel):
     """What a person decides, and why."""
 
     model_config = ConfigDict(extra="forbid")
@@ -46,22 +52,22 @@ class _Order(BaseModel):
     by: str = Field("operator", min_length=1, max_length=100)
 
 
-class _Promotion(_Order):
+class _ManualPromotion(_ManualDecision):
     """What is to be promoted; `rejected`: also a version that was rejected."""
 
     rejected: bool = False
 
 
-_STATUS: dict[type[StoreError], int] = {UnknownRecord: 404, ForbiddenChange: 409, StoreUnavailable: 503}
+_STATUS: dict[type[StoreError], int] = {RecordNotFound: 404, InvalidTransition: 409, StoreUnavailable: 503}
 
 
-def create_operator(store: Store, shipper: Shipper, links: Links, desk: FeedbackDesk) -> FastAPI:
+def create_operator_api(store: Store, shipper: Shipper, links: TrajectoryLinker, desk: FeedbackIntake) -> FastAPI:
     """Return the operator application."""
     # No pages: they would run scripts of other servers beside an API that reads everything.
     known = [Depends(_known_parameters)]
     api = FastAPI(
         title="Ratchet operator API", version="1", docs_url=None, redoc_url=None, dependencies=known,
-        responses={"4XX": {"model": ErrorAnswer}},
+        responses={"4XX": {"model": ErrorResponse}},
     )  # fmt: skip
 
     @api.exception_handler(StoreError)
@@ -74,7 +80,7 @@ def create_operator(store: Store, shipper: Shipper, links: Links, desk: Feedback
         headers = {"retry-after": str(error.retry_after)} if error.retry_after is not None else None
         return Response(to_openai_error(error), error.status, headers, media_type="application/json")
 
-    answer_the_unrouted(api)
+    add_error_handlers(api)
     _add_calls(api, store)
     _add_endings(api, store, shipper, links)
     _add_feedback(api, store, desk)
@@ -109,7 +115,7 @@ def _add_calls(api: FastAPI, store: Store) -> None:
 
     @api.get("/trajectories")
     def trajectories(
-        chosen: Annotated[Chosen, Depends(_chosen)], limit: _Limit = 100, before: str | None = None
+        chosen: Annotated[TrajectoryFilter, Depends(_chosen)], limit: _Limit = 100, before: str | None = None
     ) -> Response:
         """Trajectories without content, newest first; those of a search in the order of their ids, the last first.
 
@@ -155,7 +161,7 @@ def _add_calls(api: FastAPI, store: Store) -> None:
         return _page([_exchange(one) for one in store.groups.exchanges(store.groups.get(group_id).id)])
 
 
-def _add_endings(api: FastAPI, store: Store, shipper: Shipper, links: Links) -> None:
+def _add_endings(api: FastAPI, store: Store, shipper: Shipper, links: TrajectoryLinker) -> None:
     """How trajectories end: finished by hand, or deleted."""
 
     @api.post("/trajectories/{trajectory_id}/finish")
@@ -170,15 +176,15 @@ def _add_endings(api: FastAPI, store: Store, shipper: Shipper, links: Links) -> 
     @api.delete("/trajectories/{trajectory_id}")
     async def delete(trajectory_id: str) -> Response:
         """Delete a trajectory and its successors for good. Takes seconds: the proxies must know of it first."""
-        chosen = Chosen(id=trajectory_id)
+        chosen = TrajectoryFilter(id=trajectory_id)
         if not await shipper.settle(_SETTLE_SECONDS):
             raise StoreUnavailable("the store has not taken all calls yet; delete the trajectory again in a moment")
         if await run_in_threadpool(store.deletions.under_way, chosen, time.time() - _LOST_AFTER):
-            raise ForbiddenChange(f"a call of trajectory {trajectory_id} is under way: delete it when it has ended")
+            raise InvalidTransition(f"a call of trajectory {trajectory_id} is under way: delete it when it has ended")
         links.forget(trajectory_id)
         done = await run_in_threadpool(store.deletions.delete, chosen, "operator")
         if not done.trajectories:
-            raise UnknownRecord(f"no trajectory {trajectory_id}")
+            raise RecordNotFound(f"no trajectory {trajectory_id}")
         return _json(_plain(done))
 
     @api.get("/deletions")
@@ -187,19 +193,19 @@ def _add_endings(api: FastAPI, store: Store, shipper: Shipper, links: Links) -> 
         return _page([_plain(found) for found in store.deletions.all()])
 
 
-def _add_feedback(api: FastAPI, store: Store, desk: FeedbackDesk) -> None:
+def _add_feedback(api: FastAPI, store: Store, desk: FeedbackIntake) -> None:
     """What people say, and what was said."""
 
     @api.post("/feedback", status_code=201, openapi_extra={"requestBody": _FEEDBACK_BODY})
     async def say(request: Request) -> Response:
         """Say how good a trajectory or an answer was: 201 once it is durable, 202 where its call is waited for."""
-        body = read_feedback(await read_body(request.receive, BODY_LIMIT))
+        body = parse_feedback(await read_body(request.receive, BODY_LIMIT))
         key = request.headers.get("idempotency-key")
         said = body.record(request.scope[CALLER], key[:200] if key else None, time.time())
         place = await desk.take(said)
         trajectory, call = place or (None, None)
         told = {"id": said.id, "trajectory_id": trajectory, "call_id": call, "state": "placed" if place else "waiting"}
-        return _json(told, 201) if place else _json(told | {"detail": WAITS}, 202)
+        return _json(told, 201) if place else _json(told | {"detail": WAITING_DETAIL}, 202)
 
     @api.get("/feedback")
     def feedback(limit: _Limit = 100, before: str | None = None, trajectory: str | None = None) -> Response:
@@ -234,15 +240,17 @@ def _add_policies(api: FastAPI, store: Store) -> None:
         return _json({"prompt": _plain(store.prompts.get(name)) if name else None})
 
     @api.post("/policies/{version}/promote")
-    def promote(version: int, alias: str, order: _Promotion) -> Response:
+    def promote(version: int, alias: str, order: _ManualPromotion) -> Response:
         """Make a version live by hand; one that was rejected only with `rejected`."""
-        made = store.policies.promote_by_hand(alias, version, by=order.by, reason=order.reason, rejected=order.rejected)
+        made = store.policies.promote_manually(
+            alias, version, by=order.by, reason=order.reason, rejected=order.rejected
+        )
         return _json(_plain(made))
 
     @api.post("/policies/{version}/rollback")
-    def rollback(version: int, alias: str, order: _Order) -> Response:
+    def rollback(version: int, alias: str, order: _ManualDecision) -> Response:
         """Go back to a version by hand: it is live, and every later one is rejected."""
-        rejected = store.policies.roll_back_by_hand(alias, version, by=order.by, reason=order.reason)
+        rejected = store.policies.roll_back_manually(alias, version, by=order.by, reason=order.reason)
         return _page([_plain(policy) for policy in rejected])
 
 
@@ -327,9 +335,9 @@ def _chosen(
     since: float | None = None,
     until: float | None = None,
     search: str | None = None,
-) -> Chosen:
+) -> TrajectoryFilter:
     """Read the filter: equal to what is given; opened from `since` on and before `until`; an id that begins so."""
-    return Chosen(state, alias, version, task, key, tag, since, until, search)
+    return TrajectoryFilter(state, alias, version, task, key, tag, since, until, search)
 
 
 def _plain(record: Record) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rollouts by the id of their trajectory: what the tuner has written down of an attempt before it began; and shadows,
+"""Rollouts by the id of their trajectory: what the tuner has written down of an attempt before it began; and resamples,
 the trainer's further answers to a recorded prompt, likewise.
 
 Each is looked up once, in a thread, and remembered; memory is bounded. An id that the store does not know is an
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ratchet.proxy.errors import NotReady
-from ratchet.store.access.ownership import may_share
+from ratchet.store.access.ownership import may_share_trajectory
 from ratchet.store.calls.resamples import PREFIX as SHADOWS
-from ratchet.store.errors import StoreError, UnknownRecord
+from ratchet.store.errors import RecordNotFound, StoreError
 from ratchet.store.records import SHADOW
 from ratchet.store.records.tuning import Prompt
 from ratchet.store.store import Store
@@ -79,7 +79,7 @@ class _Known:
             return None
         if not self.owned:
             self.owned, self.owner = True, self.plan.key_id or key_id
-        return self.plan if may_share(self.owner, key_id) else None
+        return self.plan if may_share_trajectory(self.owner, key_id) else None
 
 
 class Rollouts:
@@ -139,7 +139,7 @@ class Rollouts:
     def _read(self, name: str) -> _Known:
         try:
             plan = self._rollout(name) if name.startswith(PREFIX) else self._shadow(name)
-        except UnknownRecord:
+        except RecordNotFound:
             plan = None
         return _Known(plan, time.monotonic())
 
@@ -150,6 +150,6 @@ class Rollouts:
 
     def _shadow(self, name: str) -> Plan:
         """Return a shadow's plan: the original's task and version, under its own purpose."""
-        shadow = self._store.shadows.get(name)
+        shadow = self._store.resamples.get(name)
         task = self._store.trajectories.get(shadow.original_id).task
         return Plan(task, f"{shadow.alias}@{shadow.version}", SHADOW, None, None)

@@ -19,13 +19,13 @@ from typing import TypeVar
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
 from ratchet.proxy.errors import NotReady, TooManyWaiting
 from ratchet.proxy.runtime import thread_pools
-from ratchet.store.records import Door
+from ratchet.store.records import ProxyInstance
 from ratchet.store.store import Store
 
 MOST_WAITING = 64  # requests of one key
 _MOST_IN_ALL = 1024
 _DOOR_SILENCE = 60.0  # seconds after which another proxy is not counted
-_DOORS_FRESH = 0.1  # seconds that those who wait share one look at the doors
+_INSTANCES_CACHE_SECONDS = 0.1  # seconds that those who wait share one look at the doors
 _FIRST_PAUSE = 0.1  # seconds; each pause is twice the one before
 
 _Found = TypeVar("_Found")
@@ -38,7 +38,7 @@ class Lookups:
         self._store = store
         self._shipper = shipper
         self._waiting: Counter[str | None] = Counter()  # by key
-        self._doors: asyncio.Task[list[Door]] | None = None
+        self._doors: asyncio.Task[list[ProxyInstance]] | None = None
         self._doors_at = 0.0
 
     async def find(
@@ -55,18 +55,20 @@ class Lookups:
         Waits `patience` seconds at most; 0: looks once. `ours`: it may be this proxy's own. `for_call`: a call to a
         model goes on from it. Raises what `look` raises, StoreUnavailable, TooManyWaiting, NotReady.
         """
-        run = thread_pools.looked_up_for_call if for_call else thread_pools.looked_up
+        run = thread_pools.run_call_lookup if for_call else thread_pools.run_lookup
         if not patience:
             return await run(look), False
         asked_at, until = time.time(), time.monotonic() + patience
         shipper = self._shipper if ours else None
         mark = shipper.mark() if shipper else 0
         shipped = shipper is None or shipper.has(mark)
-        settled = shipped and await self._others_have(asked_at)  # before the look: else it might come in between
+        settled = shipped and await self._others_have_shipped(
+            asked_at
+        )  # before the look: else it might come in between
         found = await run(look)
         if found is not None or settled:
             return found, settled
-        with self._one_waits(key_id):
+        with self._count_waiter(key_id):
             pause = _FIRST_PAUSE
             while found is None and not settled and (left := until - time.monotonic()) > 0:
                 if shipper is not None and not shipped:
@@ -74,26 +76,26 @@ class Lookups:
                 else:
                     await asyncio.sleep(min(pause, left))
                     pause *= 2
-                settled = shipped and await self._others_have(asked_at)
+                settled = shipped and await self._others_have_shipped(asked_at)
                 found = await run(look)
         return found, settled
 
-    async def _others_have(self, before: float) -> bool:
+    async def _others_have_shipped(self, before: float) -> bool:
         """Return whether every other proxy has shipped what it recorded before that moment."""
-        doors = await self._look_at_doors()
+        doors = await self._read_instances()
         return len(doors) <= 1 or min(door.shipped_until for door in doors) >= before
 
-    async def _look_at_doors(self) -> list[Door]:
-        """Return the proxies that run; those who ask within `_DOORS_FRESH` share a look."""
-        if self._doors is None or time.monotonic() - self._doors_at > _DOORS_FRESH:
+    async def _read_instances(self) -> list[ProxyInstance]:
+        """Return the proxies that run; those who ask within `_INSTANCES_CACHE_SECONDS` share a look."""
+        if self._doors is None or time.monotonic() - self._doors_at > _INSTANCES_CACHE_SECONDS:
             self._doors_at = time.monotonic()
             self._doors = asyncio.create_task(
-                thread_pools.looked_up(self._store.doors.open, None, time.time() - _DOOR_SILENCE)
+                thread_pools.run_lookup(self._store.doors.open, None, time.time() - _DOOR_SILENCE)
             )
         return await asyncio.shield(self._doors)
 
     @contextmanager
-    def _one_waits(self, key_id: str | None) -> Iterator[None]:
+    def _count_waiter(self, key_id: str | None) -> Iterator[None]:
         """Count one who waits. Raises TooManyWaiting, NotReady."""
         if self._waiting[key_id] >= MOST_WAITING:
             raise TooManyWaiting(

@@ -1,7 +1,7 @@
 """Moves the journal into the store, in order, as often as it takes: says what is carried next, and keeps the place.
 
 Promises: a record leaves the journal only after the store has it; while the store is down nothing is lost and nothing
-waits for it; a record that the store refuses for good (`carrier.py` puts it aside) is told by a counter and an alarm.
+waits for it; a record that the store refuses for good (`store_writer.py` puts it aside) is told by a counter and an alarm.
 Where something is deleted from the store, the recorder hears of it within about a second, before the next batch.
 What cannot be shipped any more, since its segment was deleted or is damaged, is counted as lost and told by an alarm;
 the recorder then writes every message again, and `store.completeness` finds what was recorded without some meanwhile.
@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from ratchet.proxy.coordinator.shipping.store_writer import DEAD_LETTERS, Carried, Carrier, Piece
-from ratchet.proxy.coordinator.tool_checks.tool_counts import ToolCounts
+from ratchet.proxy.coordinator.shipping.store_writer import DEAD_LETTERS, Carried, SegmentRange, StoreWriter
+from ratchet.proxy.coordinator.tool_checks.tool_counts import ToolCallCounters
 from ratchet.proxy.journal.journal import Journal, Written
 from ratchet.proxy.journal.segments import (
     Position,
@@ -31,8 +31,8 @@ from ratchet.proxy.journal.segments import (
     segment_path,
     write_position,
 )
-from ratchet.proxy.runtime.critical_tasks import Vitals
-from ratchet.proxy.telemetry.alarm_queue import Bell
+from ratchet.proxy.runtime.critical_tasks import CriticalTasks
+from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.store.errors import SchemaMismatch, StoreUnavailable
 from ratchet.store.store import Store
@@ -57,43 +57,43 @@ class Shipper:
         self,
         journal: Journal,
         store: Store,
-        carrier: Carrier,
+        store_writer: StoreWriter,
         metrics: Metrics,
-        bell: Bell,
-        forget_known: Callable[[], None],
+        alarm_queue: AlarmQueue,
+        forget_durable_messages: Callable[[], None],
         on_deletion: Callable[[], None] = lambda: None,
-        vitals: Vitals | None = None,
+        critical_tasks: CriticalTasks | None = None,
     ) -> None:
         self.replayed = threading.Event()  # set when the segments of earlier processes are in the store
         self.moved = 0  # records taken out of the journal since the start, earlier processes' included
         self.replays = 0  # those of earlier processes
         self._journal = journal
-        self._store = store  # for alarms and interrupted calls; records go through the carrier
-        self._carrier = carrier
+        self._store = store  # for alarms and interrupted calls; records go through the store_writer
+        self._store_writer = store_writer
         self._metrics = metrics
-        self._tools = ToolCounts(metrics)
-        self._bell = bell
-        self._forget_known = forget_known
+        self._tools = ToolCallCounters(metrics)
+        self._alarm_queue = alarm_queue
+        self._forget_durable_messages = forget_durable_messages
         self._on_deletion = on_deletion  # called in this thread
         self._deleted_at = 0.0  # the store's latest deletion that was seen
         self._look_at = 0.0
-        self._given_up = 0  # records of this process that can never be shipped
+        self._records_given_up = 0  # records of this process that can never be shipped
         self._done: Counter[int] = Counter()  # by segment of this process: records shipped or given up
         self._position = Position()
         self._marks: deque[tuple[int, float]] = deque(maxlen=100_000)  # (records taken, when)
         self._until = 0.0
         self._stop = threading.Event()
-        self._hurry = threading.Event()  # set where the next batch need not grow
-        self._hurried_at = 0.0
+        self._flush_now = threading.Event()  # set where the next batch need not grow
+        self._flushed_at = 0.0
         self._waiting = 0  # those who wait for the store to have something
         self._moved = asyncio.Event()  # for them: set after each batch, and a new one put in its place
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = (vitals or Vitals()).thread(self._run, "shipper")
+        self._thread = (critical_tasks or CriticalTasks()).thread(self._run, "shipper")
 
     @property
     def backlog(self) -> int:
         """Records of this process that the store does not have yet."""
-        lost = self._journal.lost + self._given_up
+        lost = self._journal.lost + self._records_given_up
         return max(0, self._journal.taken - lost - (self.moved - self.replays))
 
     def shipped_until(self, now: float) -> float:
@@ -112,7 +112,7 @@ class Shipper:
     async def start(self) -> None:
         """Begin, where an earlier process stopped. Waits a little for its segments to be shipped."""
         self._position = read_position(self._journal.folder)
-        self._carrier.start()
+        self._store_writer.start()
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         await asyncio.to_thread(self.replayed.wait, 10.0)
@@ -121,10 +121,10 @@ class Shipper:
         """Ship what is there, within `most_seconds`; the rest stays in the journal for the next start."""
         await self.settle(most_seconds)
         self._stop.set()
-        self._hurry.set()
+        self._flush_now.set()
         self._journal.fresh.set()
         await asyncio.to_thread(self._thread.join, most_seconds)
-        await asyncio.to_thread(self._carrier.close)
+        await asyncio.to_thread(self._store_writer.close)
 
     def mark(self) -> int:
         """Return what everything recorded so far can be asked for by."""
@@ -137,9 +137,9 @@ class Shipper:
     async def settle(self, most_seconds: float, mark: int | None = None) -> bool:
         """Wait until the store has everything up to a mark, or recorded so far; return whether it has."""
         mark = self.mark() if mark is None else mark
-        if time.monotonic() - self._hurried_at > _HURRY_EVERY:
-            self._hurried_at = time.monotonic()
-            self._hurry.set()
+        if time.monotonic() - self._flushed_at > _HURRY_EVERY:
+            self._flushed_at = time.monotonic()
+            self._flush_now.set()
         self._waiting += 1
         try:
             async with asyncio.timeout(most_seconds):
@@ -165,7 +165,7 @@ class Shipper:
                 busy, failed = False, True
                 self._metrics.ship_failures.inc()
                 log.warning("event=ship_failed retry_seconds=%.1f reason=%r", wait, str(error))
-            self._bell.deliver(self._store)
+            self._alarm_queue.deliver_alarms(self._store)
             if self._waiting and self._loop is not None and not self._stop.is_set():
                 self._loop.call_soon_threadsafe(self._wake)
             if failed:
@@ -174,8 +174,8 @@ class Shipper:
             elif not busy:
                 self._journal.fresh.wait(1.0)
                 self._journal.fresh.clear()
-                self._hurry.wait(_LINGER if self.moved - moved < _MANY else _BUSY_LINGER)
-                self._hurry.clear()
+                self._flush_now.wait(_LINGER if self.moved - moved < _MANY else _BUSY_LINGER)
+                self._flush_now.clear()
                 moved = self.moved
 
     def _turn(self) -> bool:
@@ -183,7 +183,7 @@ class Shipper:
         self._look_for_deletions()
         at = self._position
         written = self._journal.written()
-        self._count_gaps(written)
+        self._count_lost_segments(written)
         numbers = [n for n in segment_numbers(self._journal.folder) if n >= max(at.segment, 1) and n in written]
         if not numbers:
             self._finish_replay()
@@ -196,14 +196,14 @@ class Shipper:
         known = number == at.segment and at.offset <= written[number].bytes  # else the position is another journal's
         offset = at.offset if known else 0
         path = segment_path(self._journal.folder, number)
-        carried = self._carry(Piece(str(path), offset, written[number].bytes if ours else None))
+        carried = self._carry(SegmentRange(str(path), offset, written[number].bytes if ours else None))
         self._advance(number, carried)
         self._count(number, carried, ours)
         # Our own segments hold whole records up to where they were written: less than that is damage, too.
         short = ours and (carried.end == "torn" or (carried.end == "more" and not carried.records))
         torn = carried.end == "torn" and next_frame(path, carried.offset + 1) is not None
         if carried.end == "damaged" or short or torn:
-            self._pass_damage(number, carried.offset, ours)
+            self._set_aside_damage(number, carried.offset, ours)
             return True
         if carried.end == "more":
             return True
@@ -219,7 +219,7 @@ class Shipper:
             return
         deleted_at = self._store.deletions.latest()
         if deleted_at != self._deleted_at:
-            self._forget_known()
+            self._forget_durable_messages()
             self._on_deletion()
         self._deleted_at, self._look_at = deleted_at, time.monotonic() + _LOOK_EVERY
 
@@ -230,13 +230,13 @@ class Shipper:
             self.replays += carried.records
         self.moved += carried.records
 
-    def _pass_damage(self, number: int, offset: int, ours: bool) -> None:
+    def _set_aside_damage(self, number: int, offset: int, ours: bool) -> None:
         """Put a segment that cannot be read on aside, for a person to see; what can be read behind it is shipped."""
         path = segment_path(self._journal.folder, number)
         kept = path.with_suffix(".damaged")
         if ours:  # first: from then on the journal writes to another one
             path.rename(kept)
-        self._forget_known()
+        self._forget_durable_messages()
         rest = self._behind(kept if ours else path, offset)
         if not ours:
             path.rename(kept)
@@ -244,21 +244,23 @@ class Shipper:
             self._advance(number, carried)
             self._count(number, carried, ours)
         read = sum(carried.records for carried in rest)
-        self._bell.ring(DAMAGE_ALARM, f"{kept} cannot be read at byte {offset}; {read} records behind it were shipped")
+        self._alarm_queue.ring(
+            DAMAGE_ALARM, f"{kept} cannot be read at byte {offset}; {read} records behind it were shipped"
+        )
 
     def _behind(self, path: Path, offset: int) -> list[Carried]:
         """Have carried what can be read behind damage at `offset`. Raises StoreError, OSError."""
         rest: list[Carried] = []
         while (at := next_frame(path, offset + 1)) is not None:
-            rest.append(self._carry(Piece(str(path), at, None)))
+            rest.append(self._carry(SegmentRange(str(path), at, None)))
             while rest[-1].end == "more" and rest[-1].records:
-                rest.append(self._carry(Piece(str(path), rest[-1].offset, None)))
+                rest.append(self._carry(SegmentRange(str(path), rest[-1].offset, None)))
             if rest[-1].end == "end":
                 break
             offset = rest[-1].offset
         return rest
 
-    def _count_gaps(self, segments: Mapping[int, Written]) -> None:
+    def _count_lost_segments(self, segments: Mapping[int, Written]) -> None:
         """Give up the records whose segment has gone before they were shipped."""
         for number, written in segments.items():
             if segment_path(self._journal.folder, number).exists():
@@ -266,10 +268,10 @@ class Shipper:
             missing = written.records - self._done[number]
             if missing > 0:
                 self._done[number] = written.records
-                self._given_up += missing
+                self._records_given_up += missing
                 self._metrics.lost.inc(missing)
-                self._forget_known()
-                self._bell.ring(
+                self._forget_durable_messages()
+                self._alarm_queue.ring(
                     LOSS_ALARM,
                     f"{missing} records of segment {number} in {self._journal.folder} are lost: it was deleted or "
                     f"damaged before the store had them; the runs that they belong to are not complete",
@@ -287,10 +289,10 @@ class Shipper:
             self._write_position(msgspec.structs.replace(self._position, open=()))
         self.replayed.set()
 
-    def _carry(self, piece: Piece) -> Carried:
+    def _carry(self, piece: SegmentRange) -> Carried:
         """Have a piece of the journal carried into the store. Raises StoreError, OSError; then nothing has moved."""
         try:
-            carried = self._carrier.carry(piece)
+            carried = self._store_writer.carry(piece)
         except (StoreUnavailable, SchemaMismatch):
             self._metrics.store.told("shipping", well=False)
             raise
@@ -302,8 +304,10 @@ class Shipper:
             log.warning("event=record_refused call=%s reason=%r", letter.call_id, letter.reason)
             self._metrics.dead_letters.inc()
             place = self._journal.folder / DEAD_LETTERS
-            self._bell.ring(DEAD_LETTER_ALARM, f"the store refuses a record of call {letter.call_id}: see {place}")
-            self._forget_known()
+            self._alarm_queue.ring(
+                DEAD_LETTER_ALARM, f"the store refuses a record of call {letter.call_id}: see {place}"
+            )
+            self._forget_durable_messages()
         return carried
 
     def _advance(self, segment: int, carried: Carried) -> None:

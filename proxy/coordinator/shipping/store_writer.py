@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from ratchet.proxy.coordinator.tool_checks.checker import ToolChecks, ToolCount
+from ratchet.proxy.coordinator.tool_checks.checker import ToolCallChecker, ToolCallCount
 from ratchet.proxy.journal.segments import read_segment
 from ratchet.store.errors import SchemaMismatch, StoreUnavailable
 from ratchet.store.records import CallBegun, CallEnded, Feedback, Shipment
@@ -25,8 +25,8 @@ DEAD_LETTERS = "dead-letters.jsonl"
 _BATCH_BYTES = 4 * 2**20
 
 
-class Piece(msgspec.Struct, frozen=True):
-    """A segment from `offset` on, never past `until`; how much of it is carried at once is the carrier's choice."""
+class SegmentRange(msgspec.Struct, frozen=True):
+    """A segment from `offset` on, never past `until`; how much of it is carried at once is the store_writer's choice."""
 
     path: str
     offset: int
@@ -49,28 +49,28 @@ class Carried(msgspec.Struct, frozen=True):
     begun: tuple[str, ...] = ()  # calls whose beginning was among them
     ended: tuple[str, ...] = ()
     dead: tuple[DeadLetter, ...] = ()
-    tools: tuple[ToolCount, ...] = ()  # what became known of tool calls
+    tools: tuple[ToolCallCount, ...] = ()  # what became known of tool calls
 
 
-class Carrier(Protocol):
+class StoreWriter(Protocol):
     """Something that carries: here, or in a process of its own."""
 
     def start(self) -> None:
         """Make ready."""
 
-    def carry(self, piece: Piece) -> Carried:
+    def carry(self, piece: SegmentRange) -> Carried:
         """Carry a piece, or its beginning. Raises StoreError, OSError; then it has to be carried again."""
 
     def close(self) -> None:
         """End; a piece under way may fail."""
 
 
-class Porter:
+class InProcessWriter:
     """Carries in the thread that asks."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._checks = ToolChecks(store)
+        self._checks = ToolCallChecker(store)
 
     def start(self) -> None:
         """Nothing to make ready."""
@@ -78,7 +78,7 @@ class Porter:
     def close(self) -> None:
         """Nothing to end."""
 
-    def carry(self, piece: Piece) -> Carried:
+    def carry(self, piece: SegmentRange) -> Carried:
         """Carry about a batch of records. Raises StoreError, OSError."""
         path = Path(piece.path)
         reading = read_segment(path, piece.offset, _BATCH_BYTES, piece.until)

@@ -23,7 +23,7 @@ from typing import IO, Any
 import msgspec
 
 import ratchet
-from ratchet.proxy.coordinator.shipping.store_writer import Carried, Piece, Porter
+from ratchet.proxy.coordinator.shipping.store_writer import Carried, InProcessWriter, SegmentRange
 from ratchet.proxy.runtime.malloc import give_back
 from ratchet.proxy.telemetry import logs
 from ratchet.store.db.engine import connect
@@ -56,11 +56,11 @@ _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (StoreUnavailable, SchemaMismatch, StoreError, OSError)
 }
 _ask = msgspec.msgpack.Encoder().encode
-_asked = msgspec.msgpack.Decoder(Piece).decode
+_asked = msgspec.msgpack.Decoder(SegmentRange).decode
 _told = msgspec.msgpack.Decoder(_Refused | _Done).decode
 
 
-class CarrierProcess:
+class WriterProcess:
     """The serving process's end. One thread at a time may ask."""
 
     def __init__(self, store_url: str, log_format: str = "text", log_level: str = "info") -> None:
@@ -77,7 +77,7 @@ class CarrierProcess:
     def start(self) -> None:
         """Start the child; it is not waited for. Raises OSError."""
         if self._closed:
-            raise OSError("the carrier is closed")
+            raise OSError("the store_writer is closed")
         path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
         self._child = subprocess.Popen(
             [sys.executable, "-m", __name__, *self._log],
@@ -88,7 +88,7 @@ class CarrierProcess:
         assert self._child.stdin is not None
         _say(self._child.stdin, self._store_url.encode())
 
-    def carry(self, piece: Piece) -> Carried:
+    def carry(self, piece: SegmentRange) -> Carried:
         """Have a piece carried. Raises StoreError, OSError."""
         if self._child is None:
             self.start()
@@ -166,7 +166,7 @@ def main(log_format: Any, log_level: Any) -> None:
     url = _hear(questions)
     if url is None:
         return
-    porter = Porter(Store(connect(url.decode(), create=False, writes_much=True)))
+    porter = InProcessWriter(Store(connect(url.decode(), create=False, writes_much=True)))
     gc.collect()
     gc.freeze()  # what was imported stays
     gc.set_threshold(*COLLECT)
@@ -177,7 +177,7 @@ def main(log_format: Any, log_level: Any) -> None:
             return
 
 
-def _answer(porter: Porter, piece: Piece) -> _Done | _Refused:
+def _answer(porter: InProcessWriter, piece: SegmentRange) -> _Done | _Refused:
     try:
         return _Done(porter.carry(piece))
     except Exception as error:  # noqa: BLE001 -- told to the one who asks, who tries again

@@ -2,7 +2,7 @@
 
 Promises: nothing is ever fetched (a `$ref` leads into the same document or nowhere); a check ends after a bounded
 amount of work, whatever the schema does (references in circles, branches that double at each step, patterns that
-backtrack without end), with `TooCostly`. Not judged: `format`, `unevaluatedProperties`, `unevaluatedItems`.
+backtrack without end), with `ValidationTooCostly`. Not judged: `format`, `unevaluatedProperties`, `unevaluatedItems`.
 
 The rules are `jsonschema`'s; every keyword pays from a budget before it runs. Patterns run in `regex`, which can be
 told to give up.
@@ -36,24 +36,24 @@ _Errors = Iterator[ValidationError]
 _Keyword = Callable[[Any, Any, Any, Any], _Errors]
 
 
-class TooCostly(Exception):
+class ValidationTooCostly(Exception):
     """The check was given up."""
 
 
 @dataclass(slots=True)
-class _Purse:
+class _WorkBudget:
     left: int
     per_error: int  # an error's text repeats the instance
 
 
-_purse: ContextVar[_Purse] = ContextVar("purse")
+_purse: ContextVar[_WorkBudget] = ContextVar("purse")
 
 
-def _pay(units: int) -> None:
+def _spend(units: int) -> None:
     purse = _purse.get()
     purse.left -= units
     if purse.left < 0:
-        raise TooCostly("too much work")
+        raise ValidationTooCostly("too much work")
 
 
 def _size(value: Any) -> int:
@@ -62,9 +62,9 @@ def _size(value: Any) -> int:
 
 def _paid(keyword: _Keyword) -> _Keyword:
     def run(validator: Any, value: Any, instance: Any, schema: Any) -> _Errors:
-        _pay(_KEYWORD + _size(value) * _size(instance))
+        _spend(_KEYWORD + _size(value) * _size(instance))
         for error in keyword(validator, value, instance, schema) or ():
-            _pay(_purse.get().per_error)
+            _spend(_purse.get().per_error)
             yield error
 
     return run
@@ -72,14 +72,14 @@ def _paid(keyword: _Keyword) -> _Keyword:
 
 def _matches(pattern: str, text: str) -> bool:
     if len(pattern) > _LONGEST_PATTERN:
-        raise TooCostly("a long pattern")
+        raise ValidationTooCostly("a long pattern")
     began = time.perf_counter()
     try:
         return regex.search(pattern, text, timeout=_PATTERN_SECONDS) is not None
     except TimeoutError:
-        raise TooCostly("a slow pattern") from None
+        raise ValidationTooCostly("a slow pattern") from None
     finally:
-        _pay(int((time.perf_counter() - began) * _SECOND))
+        _spend(int((time.perf_counter() - began) * _SECOND))
 
 
 def _pattern(validator: Any, value: Any, instance: Any, schema: Any) -> _Errors:
@@ -110,7 +110,7 @@ def _additional_properties(validator: Any, value: Any, instance: Any, schema: An
 
 def _unique_items(validator: Any, value: Any, instance: Any, schema: Any) -> _Errors:
     if value and isinstance(instance, list) and len(instance) > _MOST_UNIQUE:
-        raise TooCostly("many items that have to differ")
+        raise ValidationTooCostly("many items that have to differ")
     yield from Draft202012Validator.VALIDATORS["uniqueItems"](validator, value, instance, schema)
 
 
@@ -137,12 +137,12 @@ _NEW_RULES, _OLD_RULES = _bounded(Draft202012Validator), _bounded(Draft7Validato
 
 
 class BoundedSchema:
-    """One schema, ready to check values. Raises TooCostly, and what `jsonschema` raises for what is no schema."""
+    """One schema, ready to check values. Raises ValidationTooCostly, and what `jsonschema` raises for what is no schema."""
 
     def __init__(self, schema: Any) -> None:
         said = schema.get("$schema") if isinstance(schema, dict) else None
         rules = _OLD_RULES if isinstance(said, str) and any(name in said for name in _OLD) else _NEW_RULES
-        _purse.set(_Purse(_BUDGET, _KEYWORD))
+        _purse.set(_WorkBudget(_BUDGET, _KEYWORD))
         fault = next(rules(rules.META_SCHEMA, registry=REGISTRY).iter_errors(schema), None)
         if fault is not None:
             raise fault
@@ -150,7 +150,7 @@ class BoundedSchema:
 
     def errors(self, value: Any, size: int) -> list[ValidationError]:
         """Return the first errors of a value that was `size` bytes of JSON."""
-        _purse.set(_Purse(_BUDGET, _KEYWORD + size // 10))
+        _purse.set(_WorkBudget(_BUDGET, _KEYWORD + size // 10))
         return list(islice(self._validator.iter_errors(value), _MOST_ERRORS))
 
 

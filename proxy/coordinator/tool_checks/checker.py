@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ratchet.store.records import CallBegun, CallEnded, CallRecord
-from ratchet.store.records.tool_calls import ToolAnswer, ToolCall
+from ratchet.store.records.tool_calls import ToolCall, ToolCallResult
 from ratchet.store.states import CallState, ToolOutcome
 from ratchet.store.store import Store
 
@@ -33,7 +33,7 @@ _LONGEST_NAME = 200
 _object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-class ToolCount(msgspec.Struct, frozen=True):
+class ToolCallCount(msgspec.Struct, frozen=True):
     """How often something became known of a tool's calls: an outcome, or the result of one."""
 
     tool: str
@@ -42,14 +42,14 @@ class ToolCount(msgspec.Struct, frozen=True):
     count: int
 
 
-class ToolChecks:
+class ToolCallChecker:
     """The checker. Remembers the tool lists that it has seen last."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._toolsets: OrderedDict[str, Toolset] = OrderedDict()
 
-    def check(self, records: Sequence[CallRecord]) -> list[ToolCount]:
+    def check(self, records: Sequence[CallRecord]) -> list[ToolCallCount]:
         """Check what the store has just taken; return what is new. Raises nothing."""
         try:
             found = [row for end in records if isinstance(end, CallEnded) for row in self._tool_calls(end)]
@@ -109,7 +109,7 @@ def _beginning(record: CallRecord) -> CallBegun:
     return record.begun if isinstance(record, CallEnded) else record
 
 
-def _answers(begun: CallBegun) -> Iterator[ToolAnswer]:
+def _answers(begun: CallBegun) -> Iterator[ToolCallResult]:
     """Return what the last turn of a prompt says came of the tool calls of the call that it continues."""
     from ratchet.proxy.coordinator.tool_checks.tool_results import result_of
 
@@ -120,7 +120,7 @@ def _answers(begun: CallBegun) -> Iterator[ToolAnswer]:
             return
         if node.role == "tool":
             message = _object(node.body)
-            yield ToolAnswer(
+            yield ToolCallResult(
                 call_id=begun.parent_call,
                 choice=begun.parent_choice,
                 tool_call_id=_plain(str(message.get("tool_call_id") or "")),
@@ -128,13 +128,13 @@ def _answers(begun: CallBegun) -> Iterator[ToolAnswer]:
             )
 
 
-def _counted(new: Iterable[ToolCall], answered: Iterable[ToolCall]) -> list[ToolCount]:
+def _counted(new: Iterable[ToolCall], answered: Iterable[ToolCall]) -> list[ToolCallCount]:
     counts: Counter[tuple[str, str | None, str | None]] = Counter()
     for row in new:
         counts[_shown(row), row.outcome, None] += 1
     for row in answered:
         counts[_shown(row), None, row.result] += 1
-    return [ToolCount(tool, outcome, result, count) for (tool, outcome, result), count in counts.items()]
+    return [ToolCallCount(tool, outcome, result, count) for (tool, outcome, result), count in counts.items()]
 
 
 def _shown(row: ToolCall) -> str:

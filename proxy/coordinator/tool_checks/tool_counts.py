@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ratchet.proxy.coordinator.tool_checks.checker import ToolCount
+from ratchet.proxy.coordinator.tool_checks.checker import ToolCallCount
 from ratchet.proxy.telemetry.metrics import Metrics
 
 OTHER = "other"
@@ -12,14 +12,14 @@ _MOST_NAMES = 100
 _LONGEST_NAME = 64
 
 
-class ToolCounts:
+class ToolCallCounters:
     """The counters. The first hundred names are shown, all later ones are `other`."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._names: set[str] = set()
 
-    def count(self, counts: Iterable[ToolCount]) -> None:
+    def count(self, counts: Iterable[ToolCallCount]) -> None:
         """Add what became known."""
         for one in counts:
             name = self._shown(one.tool[:_LONGEST_NAME])

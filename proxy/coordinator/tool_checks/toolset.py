@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 from jsonschema.exceptions import ValidationError
 
-from ratchet.proxy.coordinator.tool_checks.bounded_schema import BoundedSchema, TooCostly
+from ratchet.proxy.coordinator.tool_checks.bounded_schema import BoundedSchema, ValidationTooCostly
 from ratchet.store.states import ToolOutcome
 
-Judged = tuple[ToolOutcome, str | None]
+ToolCallVerdict = tuple[ToolOutcome, str | None]
 
 _LARGEST_ARGUMENTS = 64 * 1024  # bytes
 _LARGEST_SCHEMA = 64 * 1024
@@ -46,9 +46,9 @@ class Toolset:
         listed = tools if isinstance(tools, list) else []  # what an upstream lets pass may be anything
         self._parameters: dict[str, Any] = dict(filter(None, map(_declared, listed)))
         self._ready: dict[str, BoundedSchema | str] = {}  # or why it cannot be checked
-        self._strikes: Counter[str] = Counter()
+        self._timeouts: Counter[str] = Counter()
 
-    def judge(self, name: str, arguments: Any) -> Judged:
+    def judge(self, name: str, arguments: Any) -> ToolCallVerdict:
         """Return the outcome of a call with the arguments as they were sampled, and what is wrong."""
         if self._fault:
             return ToolOutcome.UNCHECKED, self._fault
@@ -68,7 +68,7 @@ class Toolset:
             return ToolOutcome.SCHEMA_VIOLATION, f"$: {type(value).__name__} instead of an object"
         return self._held_against_schema(name, value, len(arguments))
 
-    def _held_against_schema(self, name: str, value: dict[str, Any], size: int) -> Judged:
+    def _held_against_schema(self, name: str, value: dict[str, Any], size: int) -> ToolCallVerdict:
         schema = self._ready.get(name)
         if schema is None:
             schema = self._ready[name] = _made_ready(self._parameters[name])
@@ -77,8 +77,8 @@ class Toolset:
         try:
             return _judged(schema.errors(value, size), _undeclared(self._parameters[name], value))
         except Exception as error:  # noqa: BLE001 -- the schema is a client's: what it makes a check raise is its own
-            self._strikes[name] += 1
-            if self._strikes[name] == _MOST_STRIKES:
+            self._timeouts[name] += 1
+            if self._timeouts[name] == _MOST_STRIKES:
                 self._ready[name] = _reason(error)
             return ToolOutcome.UNCHECKED, _reason(error)
 
@@ -104,7 +104,7 @@ def _made_ready(parameters: Any) -> BoundedSchema | str:
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "a schema in circles, or too deep"
-    if isinstance(error, TooCostly):
+    if isinstance(error, ValidationTooCostly):
         return str(error)
     if isinstance(error, ValidationError):
         return f"no JSON Schema: {error.json_path}: {error.validator}"[:_LONGEST_DETAIL]
@@ -120,7 +120,7 @@ def _undeclared(parameters: Any, value: Mapping[str, Any]) -> list[str]:
     return [name for name in value if name not in parameters["properties"]]
 
 
-def _judged(errors: Sequence[ValidationError], undeclared: Sequence[str]) -> Judged:
+def _judged(errors: Sequence[ValidationError], undeclared: Sequence[str]) -> ToolCallVerdict:
     extra = [error for error in errors if error.validator == "additionalProperties"]
     others = [error for error in errors if error.validator != "additionalProperties"]
     if others:

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from ratchet.proxy.errors import UpstreamError
-from ratchet.proxy.runtime.critical_tasks import Vitals
+from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.upstreams.replica_pool import Replica
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.store.errors import StoreError
@@ -40,7 +40,7 @@ _AGAIN_OTHER = 10.0  # seconds until a replica of another base model is asked ag
 Card = Mapping[str, Any]
 
 
-class BaseCheck:
+class BaseModelCheck:
     """The service. `list_models` returns a replica's model cards, and raises UpstreamError where it is not there."""
 
     def __init__(
@@ -50,7 +50,7 @@ class BaseCheck:
         upstream: Upstream,
         list_models: Callable[[Replica], Awaitable[list[dict[str, Any]]]],
         every: float = EVERY,
-        vitals: Vitals | None = None,
+        critical_tasks: CriticalTasks | None = None,
     ) -> None:
         self._alias = alias
         self._store = store
@@ -64,7 +64,7 @@ class BaseCheck:
         self._waiting: dict[str, tuple[Replica, Card]] = {}
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "base-model")
-        self._vitals = vitals or Vitals()
+        self._critical_tasks = critical_tasks or CriticalTasks()
         self._task: asyncio.Task[None] | None = None
 
     async def look(self, replica: Replica) -> None:
@@ -90,12 +90,12 @@ class BaseCheck:
 
     async def start(self) -> None:
         """Begin to compare."""
-        self._task = self._vitals.task(self._run(), "base-check")
+        self._task = self._critical_tasks.task(self._run(), "base-check")
 
     async def stop(self) -> None:
         """Compare no more."""
         if self._task is not None:
-            await self._vitals.end(self._task)
+            await self._critical_tasks.end(self._task)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self) -> None:
@@ -118,7 +118,9 @@ class BaseCheck:
         seen = {"root": named, **await self._fingerprint(replica.url, str(card["id"]))}
         known = await self._ask(partial(self._store.base_models.of, self._alias))
         if known is None or not known.served:
-            taken = await self._ask(partial(self._store.base_models.take_up, self._alias, named, served=seen))
+            taken = await self._ask(
+                partial(self._store.base_models.register_base_model, self._alias, named, served=seen)
+            )
             if taken is None:  # version 0 is not registered yet
                 self._due_at[replica.url] = time.monotonic() + _AGAIN
                 return
@@ -132,7 +134,7 @@ class BaseCheck:
 
     async def _settle(self, replica: Replica, named: str, known: str, difference: str | None) -> None:
         """Take note of what came of a comparison, and raise or clear the alarm."""
-        replica.other_base = difference is not None
+        replica.serves_other_base_model = difference is not None
         name = f"base_model:{self._alias}"
         if difference is not None:
             reason = (

@@ -24,12 +24,12 @@ from hashlib import blake2b
 from typing import TypeVar
 
 from ratchet.proxy.errors import NotFound, NotReady, UpstreamError
-from ratchet.proxy.runtime.critical_tasks import Vitals
+from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.store.errors import StoreError
 from ratchet.store.ids import new_id
-from ratchet.store.records import BASE_VERSION, Door, Policy
+from ratchet.store.records import BASE_VERSION, Policy, ProxyInstance
 from ratchet.store.records.tuning import Prompt
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
@@ -43,7 +43,7 @@ _NEWS_EVERY = 0.05  # seconds between looks because of a version that is asked f
 _ALL_EVERY = 2.0  # seconds between looks at all versions; the live ones are looked at more often
 
 
-class PolicyBook:
+class PolicyCache:
     """The versions of each alias, and the beat of this door.
 
     At a given time `pins` says how many trajectories hold each version, and `shipped_until` before which moment
@@ -60,9 +60,9 @@ class PolicyBook:
         pins: Callable[[float], dict[str, int]],
         shipped_until: Callable[[float], float],
         others: Iterable[str] = (),
-        vitals: Vitals | None = None,
+        critical_tasks: CriticalTasks | None = None,
         refresh_seconds: float = 0.2,
-        beat_seconds: float = 1.0,
+        heartbeat_seconds: float = 1.0,
     ) -> None:
         self.aliases = tuple(aliases)
         self.others = frozenset(others)  # models that are not trained here
@@ -70,12 +70,12 @@ class PolicyBook:
         self._store = store
         self._upstream = upstream
         self._metrics = metrics
-        self._door = new_id("door")
+        self._instance_id = new_id("door")
         self._url = url
         self._pins = pins
         self._shipped_until = shipped_until
         self._refresh_seconds = refresh_seconds
-        self._beat_seconds = beat_seconds
+        self._heartbeat_seconds = heartbeat_seconds
         self._live: dict[str, int] = {}
         self._canaries: dict[str, Policy] = {}
         for alias in self.aliases:
@@ -86,7 +86,7 @@ class PolicyBook:
         self._all_at = 0.0
         self._changed = asyncio.Event()
         self._news = asyncio.Lock()
-        self._vitals = vitals or Vitals()
+        self._critical_tasks = critical_tasks or CriticalTasks()
         self._tasks: list[asyncio.Task[None]] = []
         self._threads = [ThreadPoolExecutor(1, name) for name in ("policies", "beat")]
 
@@ -107,7 +107,7 @@ class PolicyBook:
             raise self._unknown(model)
         return alias, int(number)
 
-    async def hear_of(self, model: str) -> None:
+    async def refresh_if_unknown(self, model: str) -> None:
         """Look in the store at once where a version is asked for by name that is not known here: it may be new.
 
         Those who ask at the same time share a look, and looks are `_NEWS_EVERY` apart, whoever makes names up.
@@ -121,7 +121,7 @@ class PolicyBook:
                 return
             await asyncio.sleep(self._all_at + _NEWS_EVERY - time.monotonic())
             with contextlib.suppress(StoreError):  # then it is as unknown as before
-                await self._look_at_all()
+                await self._refresh_all()
 
     def begins(self, alias: str, trajectory_id: str) -> int:
         """Return the version that a new trajectory begins on: the canary for its share of them, else the live one.
@@ -184,15 +184,19 @@ class PolicyBook:
         with contextlib.suppress(StoreError):
             await self._look()
         self._tasks = [
-            self._vitals.task(work(), name)
-            for name, work in (("policies", self._refresh), ("discover", self._discover), ("beat", self._beat))
+            self._critical_tasks.task(work(), name)
+            for name, work in (
+                ("policies", self._refresh),
+                ("discover", self._discover),
+                ("beat", self._send_heartbeats),
+            )
         ]
 
     async def stop(self) -> None:
         """End the tasks and tell the store that this door is closed."""
-        await self._vitals.end(*self._tasks)
+        await self._critical_tasks.end(*self._tasks)
         try:
-            await asyncio.wait_for(self._ask(1, lambda: self._store.doors.close(self._door)), 2.0)
+            await asyncio.wait_for(self._ask(1, lambda: self._store.doors.close(self._instance_id)), 2.0)
         except (StoreError, TimeoutError) as error:
             log.warning("event=door_not_closed reason=%r", str(error))
         for thread in self._threads:
@@ -211,11 +215,11 @@ class PolicyBook:
         found = await self._ask(0, self._store.policies.serving)
         live = {policy.alias: policy.version for policy in found
                 if policy.state == PolicyState.LIVE and policy.alias in self.aliases}  # fmt: skip
-        if not all(map(self._is_as_known, found)) or time.monotonic() - self._all_at > _ALL_EVERY:
-            await self._look_at_all()
+        if not all(map(self._is_unchanged, found)) or time.monotonic() - self._all_at > _ALL_EVERY:
+            await self._refresh_all()
         self.heard_at = time.monotonic()
         self._metrics.store.told("reading", well=True)
-        self._take_canaries(policy for policy in found if policy.state == PolicyState.CANARY)
+        self._replace_canaries(policy for policy in found if policy.state == PolicyState.CANARY)
         if live != self._live:
             log.info("event=live_versions %s", " ".join(f"{alias}={version}" for alias, version in live.items()))
             for alias, version in live.items():
@@ -223,12 +227,12 @@ class PolicyBook:
             self._live = live
             self._changed.set()
 
-    async def _look_at_all(self) -> None:
+    async def _refresh_all(self) -> None:
         began = time.monotonic()
-        self._take_all(*await self._ask(0, self._read_all))
+        self._replace_policies(*await self._ask(0, self._read_all))
         self._all_at = began
 
-    def _is_as_known(self, serving: Policy) -> bool:
+    def _is_unchanged(self, serving: Policy) -> bool:
         """Return whether a version that serves is known, with its prompt: a candidate's may have changed."""
         known = self._every.get((serving.alias, serving.version))
         return serving.alias not in self.aliases or (known is not None and known.prompt_id == serving.prompt_id)
@@ -241,7 +245,7 @@ class PolicyBook:
             prompts[name] = self._store.prompts.get(name)
         return policies, prompts
 
-    def _take_all(self, policies: Iterable[Policy], prompts: dict[str, Prompt]) -> None:
+    def _replace_policies(self, policies: Iterable[Policy], prompts: dict[str, Prompt]) -> None:
         self._every = {(policy.alias, policy.version): policy for policy in policies}
         self._prompts = {key: prompts[policy.prompt_id] for key, policy in self._every.items() if policy.prompt_id}
         self._versions = {
@@ -250,7 +254,7 @@ class PolicyBook:
             if policy.state not in (PolicyState.REJECTED, PolicyState.UNPROVEN) and policy.pruned_at is None
         }
 
-    def _take_canaries(self, found: Iterable[Policy]) -> None:
+    def _replace_canaries(self, found: Iterable[Policy]) -> None:
         canaries = {policy.alias: policy for policy in found if policy.alias in self.aliases}
         for alias in self.aliases:
             policy, before = canaries.get(alias), self._canaries.get(alias)
@@ -294,17 +298,17 @@ class PolicyBook:
             told = told or UpstreamError(f"upstream {url} lists no base model")
         raise told or UpstreamError("there is no upstream")
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             self._changed.clear()
             now = time.time()
-            door = Door(
-                id=self._door,
+            door = ProxyInstance(
+                id=self._instance_id,
                 url=self._url,
                 live=dict(self._live),
                 pins=self._pins(now),
                 shipped_until=self._shipped_until(now),
-                beat_at=now,
+                heartbeat_at=now,
             )
             try:
                 await self._ask(1, partial(self._store.doors.beat, door))
@@ -313,7 +317,7 @@ class PolicyBook:
                 self._metrics.store.told("writing", well=False)
                 log.warning("event=beat_failed reason=%r", str(error))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), self._beat_seconds)
+                await asyncio.wait_for(self._changed.wait(), self._heartbeat_seconds)
 
     async def _ask(self, thread: int, verb: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads[thread], verb)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.types import Message
 
-from ratchet.proxy.dialects.dialect import Voice
+from ratchet.proxy.dialects.dialect import ResponseEncoder
 from ratchet.proxy.messages.link_records import Attempt
 from ratchet.proxy.wire.asgi import JSON, Headers
 from ratchet.proxy.wire.capture import Capture
@@ -23,7 +23,7 @@ class Exchange(msgspec.Struct):
 
     request: ChatRequest  # as it goes to vLLM; what the client said is in `opened`
     opened: Opened
-    voice: Voice
+    voice: ResponseEncoder
     request_id: bytes
     attempt: Attempt  # what a retry repeats
     arrived: float

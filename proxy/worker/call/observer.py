@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 
 from ratchet.proxy.telemetry import call_log
-from ratchet.proxy.telemetry.call_counts import CallCounts
+from ratchet.proxy.telemetry.call_counts import CallCounters
 from ratchet.proxy.telemetry.call_timing import Timing
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.worker.call.active_call import Exchange
@@ -20,11 +20,11 @@ from ratchet.proxy.worker.http import request_identity
 log = logging.getLogger("ratchet.proxy")
 
 
-class Observer:
+class CallObserver:
     """The one who is told. A line is written where `logs_calls` says so, a span made where there are spans."""
 
     def __init__(self, metrics: Metrics, spans: Spans | None = None, *, logs_calls: bool = False) -> None:
-        self._counts = CallCounts(metrics)
+        self._counts = CallCounters(metrics)
         self._logs_calls = logs_calls
         self._spans = spans
 

@@ -19,8 +19,8 @@ import msgspec
 
 from ratchet.proxy.dialects.dialect import Asked
 from ratchet.proxy.journal.journal import Journal
-from ratchet.proxy.messages.link_records import Leaf, Link, Sequence32
-from ratchet.proxy.messages.text_fingerprints import Traces, traces
+from ratchet.proxy.messages.link_records import Leaf, Link, TokenFingerprint
+from ratchet.proxy.messages.text_fingerprints import TextFingerprints, traces
 from ratchet.proxy.redaction.redactor import Redactor
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.wire.capture import Capture
@@ -70,7 +70,7 @@ class Recorder:
         self._known = Known()
         self._epoch = 0
 
-    def forget_known(self) -> None:
+    def forget_durable_messages(self) -> None:
         """Write every message again from now on: a record that carried some was put aside, or some were deleted."""
         self._epoch += 1  # first: what is under way, and left some out, proves nothing any more
         self._known.clear()
@@ -187,7 +187,7 @@ def _parent_keys(opened: Opened) -> list[str]:
     return keys
 
 
-def _leaf(begun: CallBegun, choice: Choice, prompt: bytes, now: float, seen: Traces) -> Leaf:
+def _leaf(begun: CallBegun, choice: Choice, prompt: bytes, now: float, seen: TextFingerprints) -> Leaf:
     whole = prompt + choice.ids if prompt and choice.ids else b""
     return Leaf(
         trajectory_id=begun.trajectory_id,
@@ -197,7 +197,7 @@ def _leaf(begun: CallBegun, choice: Choice, prompt: bytes, now: float, seen: Tra
         link_key=choice.link_key,
         tool_call_ids=choice.tool_call_ids,
         key_id=begun.key_id,
-        sequence=Sequence32.of(whole),
+        sequence=TokenFingerprint.of(whole),
         born_at=now,
         purpose=begun.purpose,
         traces=seen,

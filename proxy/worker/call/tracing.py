@@ -111,7 +111,7 @@ class Spans:
         span.end()
 
 
-def spans_for(endpoint: str | None, environ: Mapping[str, str]) -> Spans | None:
+def make_spans(endpoint: str | None, environ: Mapping[str, str]) -> Spans | None:
     """Return the spans that the setting or the variables ask for, or None.
 
     Raises StartError where the setting asks for them and OpenTelemetry is not installed; variables alone are not

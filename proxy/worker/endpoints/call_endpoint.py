@@ -19,32 +19,32 @@ from collections.abc import Callable, Sequence
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from ratchet.proxy.coordinator.conversations.token_contexts import Contexts
+from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
 from ratchet.proxy.coordinator.limits.rate_limits import HOLD, Hold
-from ratchet.proxy.coordinator.linking.linker import Links
+from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.rollouts.rollout_plans import PREFIX, Plan, Rollouts
-from ratchet.proxy.coordinator.versions.policy_cache import PolicyBook
+from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.dialects import tool_grammar
 from ratchet.proxy.dialects.chat import PATH
-from ratchet.proxy.dialects.dialect import LARGE, Asked, Dialect, Voice
+from ratchet.proxy.dialects.dialect import LARGE, Asked, Dialect, ResponseEncoder
 from ratchet.proxy.errors import ClientLeft, UpstreamBroke, UpstreamError, UpstreamRefused
 from ratchet.proxy.messages.link_records import Attempt
 from ratchet.proxy.runtime.thread_pools import parsed
-from ratchet.proxy.telemetry.metrics import Metrics, error_class
-from ratchet.proxy.wire.asgi import GONE, KEY_ID, headers_of, send_bytes
+from ratchet.proxy.telemetry.metrics import Metrics, error_label
+from ratchet.proxy.wire.asgi import CLIENT_LEFT, KEY_ID, headers_of, send_bytes
 from ratchet.proxy.wire.body_bounds import Bounds, read_json
-from ratchet.proxy.wire.context_limit import read_overflow
+from ratchet.proxy.wire.context_limit import parse_context_overflow
 from ratchet.proxy.wire.request_body import ChatRequest
 from ratchet.proxy.wire.sse import DONE, Events
 from ratchet.proxy.wire.upstream_response import Answer
 from ratchet.proxy.worker.call.active_call import Exchange
-from ratchet.proxy.worker.call.observer import Observer
+from ratchet.proxy.worker.call.observer import CallObserver
 from ratchet.proxy.worker.call.prompt_swap import swapped
 from ratchet.proxy.worker.call.recorder import End, Recorder
 from ratchet.proxy.worker.forwarding.forwarders import Forwarder
 from ratchet.proxy.worker.http import request_identity
 from ratchet.proxy.worker.http.disconnect_watch import Watch
-from ratchet.proxy.worker.http.sse_keep_alive import KeepAlive
+from ratchet.proxy.worker.http.sse_keep_alive import SseKeepAlive
 from ratchet.store.ids import new_id
 from ratchet.store.records import CallBegun
 from ratchet.store.states import CallState
@@ -61,14 +61,14 @@ class Endpoint:
     def __init__(
         self,
         dialect: Dialect,
-        book: PolicyBook,
-        links: Links,
+        book: PolicyCache,
+        links: TrajectoryLinker,
         recorder: Recorder,
         forwarder: Forwarder,
-        contexts: Contexts | None,
+        contexts: TokenContexts | None,
         rollouts: Rollouts,
         metrics: Metrics,
-        observer: Observer,
+        observer: CallObserver,
         bounds: Bounds,
         keep_alive: float,
         tool_strict_level: tool_grammar.Level,
@@ -104,10 +104,10 @@ class Endpoint:
             hold.reserve(asked.request.sampling, body, context)
         model = plan.model_for(asked.request.model, self._book.others) if plan else asked.request.model
         if "@" in model:
-            await self._book.hear_of(model)
+            await self._book.refresh_if_unknown(model)
         exchange = self._open(scope, headers, asked, named, plan, model, arrived)
         self._metrics.under_way += 1
-        with Watch(receive, scope.get(GONE)) as watch:
+        with Watch(receive, scope.get(CLIENT_LEFT)) as watch:
             try:
                 await self._serve(exchange, self._observer.begun(exchange, headers), send, watch)
             except UpstreamError as error:
@@ -201,7 +201,7 @@ class Endpoint:
     async def _serve(self, exchange: Exchange, trace: dict[str, str], send: Send, watch: Watch) -> None:
         quiet = None
         if exchange.request.streamed and self._keep_alive:
-            quiet = KeepAlive(send, self._keep_alive, exchange.head, exchange.begin)
+            quiet = SseKeepAlive(send, self._keep_alive, exchange.head, exchange.begin)
         try:
             answer = await self._forward(exchange, trace)
             try:
@@ -236,7 +236,7 @@ class Endpoint:
         await self._last(exchange, 200, payload, exchange.headers(), send, watch)
 
     async def _stream(
-        self, exchange: Exchange, answer: Answer, send: Send, watch: Watch, quiet: KeepAlive | None
+        self, exchange: Exchange, answer: Answer, send: Send, watch: Watch, quiet: SseKeepAlive | None
     ) -> None:
         if quiet is not None:
             await quiet.settle()
@@ -275,7 +275,7 @@ class Endpoint:
                     pass
 
     async def _refuse(
-        self, exchange: Exchange, answer: Answer, send: Send, watch: Watch, quiet: KeepAlive | None
+        self, exchange: Exchange, answer: Answer, send: Send, watch: Watch, quiet: SseKeepAlive | None
     ) -> None:
         """Pass on an upstream's error: its status, its body, and when to come back; or as an event."""
         if answer.status < 400:
@@ -288,7 +288,7 @@ class Endpoint:
         if exchange.started:
             await _wait(self._end(exchange, CallState.FAILED, 200, message))
             watch.stop()
-            refused = read_overflow(answer.status, message) or UpstreamRefused(message, answer.status)
+            refused = parse_context_overflow(answer.status, message) or UpstreamRefused(message, answer.status)
             await send({"type": "http.response.body", "body": exchange.voice.failed(refused)})
             return
         headers = exchange.headers()
@@ -301,7 +301,7 @@ class Endpoint:
         self._metrics.upstream_errors.labels(error.code or "other").inc()
         log.warning("event=call_failed call=%s reason=%r", exchange.opened.begun.call_id, str(error))
         if not exchange.over:
-            exchange.failure = error_class(error)
+            exchange.failure = error_label(error)
             await _wait(self._end(exchange, CallState.FAILED, 200 if exchange.started else error.status, str(error)))
         if exchange.started:
             watch.stop()
@@ -351,7 +351,7 @@ class Endpoint:
         await send_bytes(send, status, body, list(headers))
 
 
-def _client_events(voice: Voice, events: Events, piece: bytes) -> tuple[list[bytes], bool]:
+def _client_events(voice: ResponseEncoder, events: Events, piece: bytes) -> tuple[list[bytes], bool]:
     """Return the events of `piece` in the client's form, and whether the stream is done."""
     out: list[bytes] = []
     for data, raw in events.feed(piece):

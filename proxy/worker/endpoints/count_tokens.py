@@ -13,7 +13,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.coordinator.rollouts.rollout_plans import Plan, Rollouts
-from ratchet.proxy.coordinator.versions.policy_cache import PolicyBook
+from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.dialects import anthropic_request, inner_request
 from ratchet.proxy.dialects.dialect import read_body_with
 from ratchet.proxy.errors import BadRequest, UpstreamBroke
@@ -34,7 +34,7 @@ class CountTokens:
     """The endpoint. Nothing is generated, so nothing is recorded."""
 
     def __init__(
-        self, book: PolicyBook, upstream: Upstream, pool: Pool[Replica], rollouts: Rollouts, bounds: Bounds
+        self, book: PolicyCache, upstream: Upstream, pool: Pool[Replica], rollouts: Rollouts, bounds: Bounds
     ) -> None:
         self._book = book
         self._rollouts = rollouts
@@ -63,10 +63,10 @@ class CountTokens:
     async def _planned(self, scope: Scope) -> tuple[Plan | None, str | None]:
         """Return the plan of the rollout that is named, and the family of the task that is known. Raises NotReady."""
         headers = headers_of(scope)
-        name, task = request_identity.named_outside(scope, headers), request_identity.labels(headers)[0]
+        name, task = request_identity.trajectory_outside_body(scope, headers), request_identity.labels(headers)[0]
         plan = await self._rollouts.find(name, scope[KEY_ID]) if name else None
         if plan is not None and plan.model is not None and "@" in plan.model:
-            await self._book.hear_of(plan.model)
+            await self._book.refresh_if_unknown(plan.model)
         task = plan.task if plan else task
         return plan, family_of(task, "") if task else None
 

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 from starlette.types import Receive, Scope, Send
 
-from ratchet.proxy.coordinator.versions.policy_cache import PolicyBook
+from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.errors import NotFound
 from ratchet.proxy.wire.asgi import PATH, send_json
 from ratchet.proxy.wire.error_shapes import speaks_anthropic
@@ -23,7 +23,7 @@ Card = dict[str, Any]
 class Models:
     """The endpoint for the list and for one model."""
 
-    def __init__(self, book: PolicyBook) -> None:
+    def __init__(self, book: PolicyCache) -> None:
         self._book = book
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

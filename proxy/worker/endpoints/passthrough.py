@@ -21,7 +21,7 @@ from msgspec import Raw
 from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.coordinator.limits.rate_limits import HOLD
-from ratchet.proxy.coordinator.versions.policy_cache import PolicyBook
+from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.errors import BadRequest, NotFound
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.upstreams.http_connection import HttpAnswer
@@ -29,7 +29,7 @@ from ratchet.proxy.upstreams.replica_pool import Pool, Replica
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.wire.asgi import JSON, PATH, TRAJECTORY, header, read_body, send_bytes
 from ratchet.proxy.wire.body_bounds import Bounds, read_json
-from ratchet.proxy.wire.error_shapes import shape_of
+from ratchet.proxy.wire.error_shapes import error_shape_of
 from ratchet.proxy.wire.upstream_response import Answer
 from ratchet.proxy.worker.forwarding.adapter_loading import Adapters
 from ratchet.proxy.worker.forwarding.other_models import Deployment, OtherModels
@@ -57,7 +57,7 @@ class PassThrough:
 
     def __init__(
         self,
-        book: PolicyBook,
+        book: PolicyCache,
         upstream: Upstream,
         pool: Pool[Replica],
         others: OtherModels,
@@ -80,7 +80,7 @@ class PassThrough:
             scope[HOLD].reserve_prompt(body)
         fields, name = _fields(body) if body and is_json else ({}, None)
         if name is not None and "@" in name:
-            await self._book.hear_of(name)
+            await self._book.refresh_if_unknown(name)
         other = name in self._book.others
         if other and scope[PATH] not in _OF_OTHERS:
             raise NotFound(f"no route {scope['path'][:200]} for the model {name}", code="unknown_route")
@@ -94,7 +94,7 @@ class PassThrough:
                     answer = await self._ask(scope, *self._served(fields, name))
                 try:
                     if answer.status in (404, 405):
-                        await _tell_refusal(scope, answer, send, watch)
+                        await _send_refusal(scope, answer, send, watch)
                     else:
                         await _pass_on(answer, send, watch)
                 finally:
@@ -144,12 +144,12 @@ async def _pass_on(answer: Answer, send: Send, watch: Watch) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _tell_refusal(scope: Scope, answer: Answer, send: Send, watch: Watch) -> None:
+async def _send_refusal(scope: Scope, answer: Answer, send: Send, watch: Watch) -> None:
     """Send that the server has no such route or model in the API's own shape, which its web framework does not know."""
     body = await answer.read()
     if body == _NO_ROUTE:
         body = b"no route %s here, nor at the server for the model that it serves" % scope["path"][:200].encode()
-    told, _ = shape_of(scope).theirs(answer.status, body)
+    told, _ = error_shape_of(scope).theirs(answer.status, body)
     watch.stop()
     await send_bytes(send, answer.status, told, [JSON])
 

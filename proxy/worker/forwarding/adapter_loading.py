@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from ratchet.proxy.coordinator.versions.policy_cache import PolicyBook
+from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.errors import UpstreamError
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.upstreams.vllm_client import Upstream
@@ -20,7 +20,7 @@ log = logging.getLogger("ratchet.proxy")
 class Adapters:
     """The adapters of the versions in the book."""
 
-    def __init__(self, book: PolicyBook, upstream: Upstream, metrics: Metrics) -> None:
+    def __init__(self, book: PolicyCache, upstream: Upstream, metrics: Metrics) -> None:
         self._book = book
         self._upstream = upstream
         self._metrics = metrics

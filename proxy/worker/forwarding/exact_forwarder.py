@@ -17,13 +17,21 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from ratchet.proxy.coordinator.conversations.token_contexts import Contexts
-from ratchet.proxy.coordinator.versions.policy_cache import PolicyBook
+from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
+from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.dialects.chat import PATH
 from ratchet.proxy.errors import UpstreamError
 from ratchet.proxy.exact import chat_templates
 from ratchet.proxy.exact.chat_templates import Templates
-from ratchet.proxy.exact.scale_out import GENERATE, Fields, NotOffered, Refused, Rendered, ScaleOut, generate_body
+from ratchet.proxy.exact.scale_out import (
+    GENERATE,
+    EndpointNotOffered,
+    Fields,
+    Refused,
+    Rendered,
+    ScaleOut,
+    generate_body,
+)
 from ratchet.proxy.exact.splice import Context, Fork, Spliced, splice
 from ratchet.proxy.exact.streamed_response import Pace, StreamedAnswer
 from ratchet.proxy.exact.whole_response import Wanted, whole
@@ -63,10 +71,10 @@ class ExactForwarder:
     def __init__(
         self,
         plain: Forwarder,
-        book: PolicyBook,
+        book: PolicyCache,
         upstream: Upstream,
         pool: Pool[Replica],
-        contexts: Contexts,
+        contexts: TokenContexts,
         metrics: Metrics,
         *,
         insisted: bool,
@@ -104,7 +112,7 @@ class ExactForwarder:
 
     def _fell_back(self, exchange: Exchange, error: UpstreamError) -> None:
         self._metrics.exact_fallbacks.labels(error.code or "other").inc()
-        if isinstance(error, NotOffered):
+        if isinstance(error, EndpointNotOffered):
             url = self._replica(exchange)
             if url not in self._without or self._insisted:
                 log.warning("event=exact_context_not_offered upstream=%s reason=%r", url, str(error))
@@ -154,7 +162,7 @@ class ExactForwarder:
         cut = partial(splice, held, rendered.ids, template.turn_end)
         spliced = await parsed(cut) if len(rendered.ids) > _LONG else cut()
         if spliced is not None:
-            template.check_room(len(rendered.ids), len(spliced.ids), _limit(wanted))
+            template.check_context_length(len(rendered.ids), len(spliced.ids), _limit(wanted))
             await self._templates.prove(template, url, body, wanted.messages, place, rendered, spliced.tail)
         return rendered, spliced
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ratchet.proxy.coordinator.versions.policy_cache import PolicyBook
+from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.upstreams.http_connection import HttpAnswer
 from ratchet.proxy.upstreams.replica_pool import Pool, Replica
 from ratchet.proxy.upstreams.vllm_client import Upstream
-from ratchet.proxy.wire.context_limit import known_overflow, longest_context
+from ratchet.proxy.wire.context_limit import find_context_overflow, longest_context
 from ratchet.proxy.wire.upstream_response import Answer
 from ratchet.proxy.worker.call.active_call import Exchange
 from ratchet.proxy.worker.forwarding.adapter_loading import Adapters
@@ -28,7 +28,7 @@ class Forwarder(Protocol):
         """Send a call to `path` and return its answer; `exchange.url` says where it went. Raises UpstreamError."""
 
 
-class ByModel:
+class ModelRouter:
     """To the replicas of our own aliases, or to where another model is served."""
 
     def __init__(self, own: Forwarder, others: Forwarder) -> None:
@@ -41,10 +41,10 @@ class ByModel:
         return await chosen.forward(exchange, path, headers)
 
 
-class ReplicaForwarder:
+class VllmForwarder:
     """To the vLLM replicas; loads an adapter where one is missing."""
 
-    def __init__(self, book: PolicyBook, upstream: Upstream, pool: Pool[Replica], metrics: Metrics) -> None:
+    def __init__(self, book: PolicyCache, upstream: Upstream, pool: Pool[Replica], metrics: Metrics) -> None:
         self._book = book
         self._upstream = upstream
         self._pool = pool
@@ -59,7 +59,7 @@ class ReplicaForwarder:
     async def forward(self, exchange: Exchange, path: str, headers: Mapping[str, str]) -> Answer:
         """Send a call to `path` and return its answer; `exchange.url` says where it went. Raises UpstreamError."""
         begun = exchange.opened.begun
-        too_long = known_overflow(exchange.request, (replica.max_model_len for replica in self._pool.replicas))
+        too_long = find_context_overflow(exchange.request, (replica.max_model_len for replica in self._pool.replicas))
         if too_long:
             raise too_long
         body = exchange.request.outgoing(self._book.served(begun.alias, begun.version))

@@ -23,7 +23,7 @@ _encode = msgspec.json.Encoder().encode
 _messages = msgspec.json.Decoder(list[dict[str, Any]])
 
 
-def plain_body(request: ChatRequest, served_name: str, dialect: str) -> bytes:
+def openai_body(request: ChatRequest, served_name: str, dialect: str) -> bytes:
     """Return the body: the server's own name of the model, and usage where it streams, which is recorded."""
     fields = {**request.fields, "model": Raw(_encode(served_name))}
     fields.pop("return_token_ids", None)

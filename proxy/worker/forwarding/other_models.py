@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from ratchet.proxy.errors import UpstreamError
 from ratchet.proxy.model_list import ModelEntry, key_of
-from ratchet.proxy.runtime.critical_tasks import Vitals
+from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.upstreams.circuit_breaker import Breaker
 from ratchet.proxy.upstreams.http_connection import HttpAnswer
@@ -21,7 +21,7 @@ from ratchet.proxy.upstreams.replica_pool import Pool, Replica
 from ratchet.proxy.upstreams.replica_probes import Probes
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.worker.call.active_call import Exchange
-from ratchet.proxy.worker.forwarding.openai_body import plain_body
+from ratchet.proxy.worker.forwarding.openai_body import openai_body
 
 _REFUSED = (401, 403)
 
@@ -68,7 +68,7 @@ class OtherModels:
         max_upstream_response_bytes: int,
         failures: int,
         cool_off: float,
-        vitals: Vitals | None = None,
+        critical_tasks: CriticalTasks | None = None,
     ) -> None:
         self._clients: dict[float, Upstream] = {}
         self._pools: dict[str, Pool[Deployment]] = {}
@@ -85,7 +85,7 @@ class OtherModels:
             named.setdefault(entry.model_name, []).append(deployment)
         for name, deployments in named.items():
             self._pools[name] = Pool(deployments, metrics)
-        self._probes = [Probes(pool, _is_there, cool_off, vitals, idle=True) for pool in self._pools.values()]
+        self._probes = [Probes(pool, _is_there, cool_off, critical_tasks, idle=True) for pool in self._pools.values()]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ class OtherModels:
         async def ask(deployment: Deployment) -> HttpAnswer:
             exchange.url = deployment.url
             name = deployment.served_name
-            body = request.outgoing(name) if deployment.vllm else plain_body(request, name, begun.dialect)
+            body = request.outgoing(name) if deployment.vllm else openai_body(request, name, begun.dialect)
             sent = {"content-type": "application/json", **(headers if deployment.vllm else {})}
             answer = await deployment.send("POST", path.removeprefix("/v1"), body, sent)
             if request.streamed and answer.status == 200:

@@ -19,23 +19,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ratchet.proxy.api_keys import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, PREFIX, hash_key, is_loopback
 from ratchet.proxy.coordinator.keys.caller import NOBODY, OPERATOR, Caller
-from ratchet.proxy.coordinator.keys.key_cache import KeyRing
-from ratchet.proxy.coordinator.limits.rate_limits import metered
+from ratchet.proxy.coordinator.keys.key_cache import KeyCache
+from ratchet.proxy.coordinator.limits.rate_limits import with_rate_limits
 from ratchet.proxy.errors import Forbidden, WrongKey
 from ratchet.proxy.wire.asgi import CALLER, KEY_ID, header, headers_of
 from ratchet.store.access.ownership import UNCHECKED
 
 _OPEN_PATHS = ("/health/", "/metrics", "/ui")  # a probe or a scraper has no key; the pages hold no data
 _FRONT = "/"  # leads to the pages
-_ELSEWHERE = (b"cross-site", b"same-site")  # `sec-fetch-site` of a page of another origin; a port makes another one
+_CROSS_SITE = (b"cross-site", b"same-site")  # `sec-fetch-site` of a page of another origin; a port makes another one
 _OPERATOR_PATH = "/api"
-_SPEAKING = ("POST", "/api/feedback")  # an agent's key opens this as well: it says something and reads nothing
+_FEEDBACK_ROUTE = ("POST", "/api/feedback")  # an agent's key opens this as well: it says something and reads nothing
 
 
 class Keys:
     """Refuses unknown API keys and puts the caller into the scope. Keys are never kept, only hashes."""
 
-    def __init__(self, app: ASGIApp, ring: KeyRing, allowed_origins: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, ring: KeyCache, allowed_origins: Collection[str]) -> None:
         self._app = app
         self._ring = ring
         self._pages = frozenset(origin for origin in allowed_origins if _is_ours(origin))
@@ -46,12 +46,12 @@ class Keys:
         if not path.startswith(_OPEN_PATHS) and path != _FRONT:
             needed = self._ring.needed
             if not needed:
-                _refuse_web_pages(scope, self._pages)
+                _check_web_origin(scope, self._pages)
             key = _key_of(scope)
             if key.startswith(PREFIX) and (needed or self._ring.has_operators):
-                await self._learn(key)
-            if self._is_operators(scope, path, key):
-                if not self._ring.operator_needed and not _is_own(scope):
+                await self._refresh_keys_for(key)
+            if self._is_operator_request(scope, path, key):
+                if not self._ring.operator_key_needed and not _is_own(scope):
                     raise _other_page(scope)
                 self._check_operator(key)
                 caller = OPERATOR
@@ -62,17 +62,17 @@ class Keys:
         if caller.meter is None:
             await self._app(scope, receive, send)
         else:
-            await metered(self._app, caller.meter, scope, receive, send)
+            await with_rate_limits(self._app, caller.meter, scope, receive, send)
 
-    async def _learn(self, key: str) -> None:
+    async def _refresh_keys_for(self, key: str) -> None:
         """Have a key that nobody knows looked for: it may have been made a moment ago."""
         if not self._ring.knows(_hash(key)) and not self._ring.knows(_hash(key.partition(":")[0])):
-            await self._ring.look_for_new()
+            await self._ring.refresh_keys()
 
-    def _is_operators(self, scope: Scope, path: str, key: str) -> bool:
+    def _is_operator_request(self, scope: Scope, path: str, key: str) -> bool:
         """Return whether a request is to be let in as an operator's, or not at all."""
-        if (scope["method"], path) == _SPEAKING:  # what another page says of an answer is not the operator's word
-            return self._ring.opens_operator(_hash(key)) or (not self._ring.operator_needed and _is_own(scope))
+        if (scope["method"], path) == _FEEDBACK_ROUTE:  # what another page says of an answer is not the operator's word
+            return self._ring.is_operator_key(_hash(key)) or (not self._ring.operator_key_needed and _is_own(scope))
         return path == _OPERATOR_PATH or path.startswith(_OPERATOR_PATH + "/")
 
     def _agent(self, key: str) -> Caller:
@@ -82,7 +82,7 @@ class Keys:
         bare, colon, trajectory = key.partition(":")
         if colon and (caller := self._ring.agent(_hash(bare))):
             return Caller(caller.key_id, trajectory or None, caller.meter)
-        if self._ring.opens_operator(_hash(key)):
+        if self._ring.is_operator_key(_hash(key)):
             raise Forbidden(
                 f"an operator's key opens {_OPERATOR_PATH} alone: send an agent's key (`ratchet keys create`, or "
                 f"{KEYS_VARIABLE})"
@@ -98,7 +98,7 @@ class Keys:
 
     def _check_operator(self, key: str) -> None:
         hashed = _hash(key)
-        if self._ring.opens_operator(hashed) or not self._ring.operator_needed:
+        if self._ring.is_operator_key(hashed) or not self._ring.operator_key_needed:
             return
         if self._ring.agent(hashed) is None:
             raise _unknown_key()
@@ -123,7 +123,7 @@ def _unknown_key() -> WrongKey:
     return WrongKey("the API key is missing or not known here: send it as `Authorization: Bearer KEY`")
 
 
-def _refuse_web_pages(scope: Scope, named: Collection[str]) -> None:
+def _check_web_origin(scope: Scope, named: Collection[str]) -> None:
     """Raises Forbidden where a browser was led here: by a foreign name (DNS rebinding), or by a page of another origin.
 
     A page of this machine is let in where it is `named`.
@@ -146,7 +146,7 @@ def _is_own(scope: Scope) -> bool:
     headers = headers_of(scope)
     origin = headers.get(b"origin")
     if not origin:
-        return headers.get(b"sec-fetch-site") not in _ELSEWHERE
+        return headers.get(b"sec-fetch-site") not in _CROSS_SITE
     return origin.partition(b"://")[2] == headers.get(b"host")
 
 

@@ -14,12 +14,12 @@ from ratchet.proxy.errors import NotReady, TooManyBytes
 from ratchet.proxy.wire.asgi import KEY_ID, headers_of
 from ratchet.store.access.ownership import owner
 
-BODY = "ratchet.body"  # where the scope has the BodyBytes of a request that has a body
+BODY = "ratchet.body"  # where the scope has the BodyReservation of a request that has a body
 
 _COUNTED_BEFORE = 64 * 1024  # bytes; of larger ones only what has arrived counts
 
 
-class BodyBytes:
+class BodyReservation:
     """The bytes that one request holds."""
 
     __slots__ = ("_bodies", "_held", "_key")
@@ -43,10 +43,10 @@ class BodyBytes:
 class Bodies:
     """The layer."""
 
-    def __init__(self, app: ASGIApp, most: int, most_per_key: int) -> None:
+    def __init__(self, app: ASGIApp, most: int, max_bytes_per_key: int) -> None:
         self._app = app
         self._most = most
-        self._most_per_key = most_per_key
+        self._most_per_key = max_bytes_per_key
         self._by_key: Counter[str] = Counter()
         self.bytes = 0
 
@@ -56,7 +56,7 @@ class Bodies:
         if length == b"0" and b"transfer-encoding" not in headers:
             await self._app(scope, receive, send)
             return
-        held = scope[BODY] = BodyBytes(self, owner(scope[KEY_ID]))
+        held = scope[BODY] = BodyReservation(self, owner(scope[KEY_ID]))
         known = int(length) if length.isdigit() else 0
         try:
             if 0 < known <= _COUNTED_BEFORE:
@@ -92,7 +92,7 @@ class Bodies:
             del self._by_key[key]
 
 
-def _counting(receive: Receive, held: BodyBytes) -> Receive:
+def _counting(receive: Receive, held: BodyReservation) -> Receive:
     async def counted() -> Message:
         message = await receive()
         if message["type"] == "http.request":

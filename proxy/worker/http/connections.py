@@ -1,7 +1,7 @@
 """What one connection may cost: uvicorn's HTTP protocol with bounds on its head, its pace and its number.
 
-Promises: a request's head, and whatever else is not body, takes at most `MOST_HEAD` bytes (431); a request has to come
-at a pace of `LEAST_PACE` bytes a second after `read_timeout_seconds` (408); a client that does not read its answer holds it for
+Promises: a request's head, and whatever else is not body, takes at most `MAX_HEAD_BYTES` bytes (431); a request has to come
+at a pace of `MIN_BYTES_PER_SECOND` bytes a second after `read_timeout_seconds` (408); a client that does not read its answer holds it for
 `write_timeout_seconds` at most, in a buffer of uvicorn's size, and then counts as having left; above `most` connections a new
 one is told 503 and closed. A refusal on this level closes the connection. The cost per request is a few comparisons:
 one task looks at the open connections every second, there is no timer per request. An answer of known length goes out
@@ -27,12 +27,12 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from ratchet.proxy.errors import ClientLeft, openai_error
-from ratchet.proxy.wire.asgi import GONE
+from ratchet.proxy.wire.asgi import CLIENT_LEFT
 
 log = logging.getLogger("ratchet.proxy")
 
-MOST_HEAD = 64 * 1024  # bytes
-LEAST_PACE = 10_000  # bytes a second
+MAX_HEAD_BYTES = 64 * 1024  # bytes
+MIN_BYTES_PER_SECOND = 10_000  # bytes a second
 
 _CHUNK_COST = 8  # bytes of framing that a byte of a chunked body may take
 _LINGER = 5.0  # seconds for the rest of a body that was answered before its end
@@ -58,8 +58,8 @@ def _without_upgrade(data: bytes) -> tuple[bytes, bytes]:
     request. The header, however it is spelled, keeps its length under another name. The second value is what cannot be
     read yet: the last bytes, where they may be the beginning of such a header, or of the head's end.
     """
-    end = data.find(_HEAD_ENDS, 0, MOST_HEAD)
-    head = data[: end + 1 if end >= 0 else MOST_HEAD].lower()
+    end = data.find(_HEAD_ENDS, 0, MAX_HEAD_BYTES)
+    head = data[: end + 1 if end >= 0 else MAX_HEAD_BYTES].lower()
     place = head.find(_OFFER)
     while place >= 0:
         data = data[: place + 1] + b"offered" + data[place + 8 :]
@@ -154,8 +154,8 @@ class Connection(HttpToolsProtocol):
         if self._in_head:
             data, self._held = _without_upgrade(self._held + data)
         super().data_received(data)
-        if self._got - _CHUNK_COST * self._body > MOST_HEAD and self._phase is not _Phase.WHOLE:
-            self._refuse(431, f"a request's head is limited to {MOST_HEAD} bytes")
+        if self._got - _CHUNK_COST * self._body > MAX_HEAD_BYTES and self._phase is not _Phase.WHOLE:
+            self._refuse(431, f"a request's head is limited to {MAX_HEAD_BYTES} bytes")
         elif self._phase is _Phase.WHOLE and (self.cycle is None or self.cycle.response_complete):
             self._wait()  # empty lines between requests must not keep a connection open for ever
 
@@ -206,7 +206,7 @@ class Connection(HttpToolsProtocol):
             self._lingers_since = self._lingers_since or now
             if now - self._lingers_since > _LINGER:
                 self.transport.close()
-        elif now - self._since > self._doors.read_timeout_seconds + self._got / LEAST_PACE:
+        elif now - self._since > self._doors.read_timeout_seconds + self._got / MIN_BYTES_PER_SECOND:
             if self._phase is _Phase.WAITING:
                 self.transport.close()
             else:
@@ -239,7 +239,7 @@ class _OneWrite:
 
     def run(self, scope: Any, receive: Any, _: Any) -> Awaitable[None]:
         """What uvicorn calls."""
-        scope[GONE] = self._gone
+        scope[CLIENT_LEFT] = self._gone
         return self._app(scope, receive, self._send)
 
     def _gone(self) -> bool:

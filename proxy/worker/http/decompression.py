@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ratchet.proxy.errors import BadRequest, BodyTooLarge, UnknownEncoding
 from ratchet.proxy.runtime.thread_pools import parsed
-from ratchet.proxy.wire.asgi import BY_NAME, header, read_body, replaying
+from ratchet.proxy.wire.asgi import HEADERS_BY_NAME, header, read_body, replay_body
 from ratchet.proxy.worker.http.body_memory import BODY
 
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
@@ -21,7 +21,7 @@ _STEP = 16 * 1024
 _KNOWN = ("gzip", "x-gzip", "deflate")
 
 
-class Inflate:
+class Decompression:
     """The layer; a request without `content-encoding` passes through untouched."""
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
@@ -38,14 +38,14 @@ class Inflate:
                 f"the body's content-encoding {encoding[:40]!r} cannot be read here: send it as gzip, or uncompressed"
             )
         packed = await read_body(receive, self._body_limit)
-        body = await parsed(inflated, packed, self._body_limit)
+        body = await parsed(decompressed_body, packed, self._body_limit)
         if held := scope.get(BODY):
             held.take(len(body))
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-encoding"]
-        await self._app({**scope, "headers": headers, BY_NAME: None}, replaying(body, receive), send)
+        await self._app({**scope, "headers": headers, HEADERS_BY_NAME: None}, replay_body(body, receive), send)
 
 
-def inflated(packed: bytes, limit: int) -> bytes:
+def decompressed_body(packed: bytes, limit: int) -> bytes:
     """Return the body uncompressed, all of its gzip members.
 
     Raises BadRequest where it is broken, BodyTooLarge above `limit` bytes.

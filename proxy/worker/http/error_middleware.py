@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ratchet.proxy.errors import ClientLeft, ProxyError
 from ratchet.proxy.wire.asgi import JSON, Headers, headers_of, send_bytes
-from ratchet.proxy.wire.error_shapes import shape_of
+from ratchet.proxy.wire.error_shapes import error_shape_of
 from ratchet.proxy.worker.http import request_identity
 from ratchet.store.ids import new_id
 
@@ -54,4 +54,4 @@ async def _tell(scope: Scope, send: Send, error: ProxyError) -> None:
     headers: Headers = [JSON, (b"x-request-id", name), (b"request-id", name), *error.headers]
     if error.retry_after is not None:
         headers.append((b"retry-after", b"%d" % error.retry_after))
-    await send_bytes(send, error.status, shape_of(scope).ours(error), headers)
+    await send_bytes(send, error.status, error_shape_of(scope).ours(error), headers)

@@ -81,7 +81,7 @@ def named(scope: Scope, headers: Mapping[bytes, bytes], request: ChatRequest) ->
     return None, ""
 
 
-def named_outside(scope: Scope, headers: Mapping[bytes, bytes]) -> str | None:
+def trajectory_outside_body(scope: Scope, headers: Mapping[bytes, bytes]) -> str | None:
     """Return the trajectory that a request names outside its body, whose dialect nobody reads here."""
     said = _text(headers, b"x-ratchet-trajectory") or _text(headers, b"x-session-id")
     name: str | None = scope[TRAJECTORY] or said or scope[CALLER].trajectory

@@ -15,14 +15,14 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ratchet.proxy.errors import MethodNotAllowed, NotFound, ProxyError
-from ratchet.proxy.wire.asgi import PATH, TRAJECTORY, no_route
+from ratchet.proxy.wire.asgi import PATH, TRAJECTORY, unknown_route_error
 
 log = logging.getLogger("ratchet.proxy")
 
-_SPOILT = re.compile(r"^(/+v1)*/+")
+_REPEATED_PREFIX = re.compile(r"^(/+v1)*/+")
 
 
-class Routes:
+class Router:
     """Exact routes first, then mounted applications by prefix, then whatever else is under /v1."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Routes:
 
         So is one that a base URL has spoilt which ends with a slash, or with the /v1 that the client adds by itself.
         """
-        bare = _SPOILT.sub("/", path)
+        bare = _REPEATED_PREFIX.sub("/", path)
         if bare != path and any(route == bare for _, route in self._routes):
             path = bare
         scope[PATH], method = path, "GET" if scope["method"] == "HEAD" else scope["method"]
@@ -67,17 +67,17 @@ class Routes:
             return found
         allowed = sorted({known for known, route in self._routes if route == path})
         if allowed:
-            return _Others([*allowed, "HEAD"] if "GET" in allowed else allowed)
+            return _OtherMethods([*allowed, "HEAD"] if "GET" in allowed else allowed)
         if path.startswith("/models/") and method == "GET":
             return self._models
         if path.startswith("/responses/resp_"):
             return self._responses
         if versioned and path:
             return self._rest
-        raise no_route(scope)
+        raise unknown_route_error(scope)
 
 
-class _Others:
+class _OtherMethods:
     """The endpoint for the methods that a route does not take: says which it takes, to OPTIONS as an answer."""
 
     def __init__(self, allowed: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from starlette.types import Message, Send
 _COMMENT: Message = {"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True}
 
 
-class KeepAlive:
+class SseKeepAlive:
     """Until it is stopped, `send` gets a comment after every `seconds` of silence.
 
     `head` returns the response's head where it has not been sent yet; `sent` is told when it has.

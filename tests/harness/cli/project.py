@@ -122,7 +122,15 @@ class Project:
 
     def stop(self) -> None:
         """Leave nothing running."""
-        for name in ("up", "vllm.leash", "proxy.leash", "trainer.leash", "vllm", "proxy", "trainer"):
+        for name in (
+            "up",
+            "vllm.process_guard",
+            "proxy.process_guard",
+            "trainer.process_guard",
+            "vllm",
+            "proxy",
+            "trainer",
+        ):
             file = self.state / "run" / f"{name}.pid"
             if file.exists() and is_alive(pid := int(file.read_text().split()[0])):
                 kill_tree(psutil.Process(pid))

@@ -41,7 +41,7 @@ def fill(store: Store) -> None:
             begun(f"call_{name}", name, version=version, task=f"mail/{place % 8}") for place, name in enumerate(names)
         ]
         store.calls.ship([ended(start, {"role": "assistant", "content": "Oslo"}) for start in starts])
-        store.trajectories.seal_idle(ALIAS, now=100.0, idle_seconds=1.0)
+        store.trajectories.seal_idle_trajectories(ALIAS, now=100.0, idle_seconds=1.0)
         group = store.groups.form(f"task:mail/{version}", ALIAS, names, now=101.0)
         verdicts = [
             Verdict(trajectory_id=name, group_id=group.id, judge="rule", judge_version="1", score=score)
@@ -88,7 +88,7 @@ def hostile(store: Store) -> None:
     store.calls.ship([second, ended(second, {"role": "assistant", "content": "Oslo " + HOSTILE}, messages=seen,
                                     context="exact", prompt=(6, 7))])  # fmt: skip
     answered_trajectory(store, "beside", HOSTILE, task="evil/2", at=2.5)
-    store.trajectories.seal_idle(ALIAS, now=100.0, idle_seconds=1.0)
+    store.trajectories.seal_idle_trajectories(ALIAS, now=100.0, idle_seconds=1.0)
     group = store.groups.form("task:evil", ALIAS, ["hostile", "beside"], now=101.0)
     asking = Exchange(
         id=new_id("exg"), group_id=group.id, judge="ruler", url="http://judge.example/v1", request=b'{"messages": []}',
@@ -98,7 +98,7 @@ def hostile(store: Store) -> None:
     verdicts = [
         Verdict(
             trajectory_id=name, group_id=group.id, judge="ruler" + HOSTILE[:30], judge_version="v1", score=score,
-            explanation=HOSTILE, components={"answer": score, HOSTILE[:40]: 0.1}, exchange_id=asking.id,
+            explanation=HOSTILE, components={"answer": score, HOSTILE[:40]: 0.1}, judge_request_id=asking.id,
             judged_at=102.0,
         )
         for name, score in (("hostile", 0.25), ("beside", 0.75))

@@ -70,7 +70,7 @@ def comments(trajectory: Mapping[str, Any]) -> Any:
 
 
 def originals_first(trajectory: Mapping[str, Any]) -> float:
-    """Prefers what an agent asked for to its shadows."""
+    """Prefers what an agent asked for to its resamples."""
     return 0.0 if trajectory["id"].startswith("shad_") else 1.0
 
 

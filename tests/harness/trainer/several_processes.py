@@ -51,7 +51,7 @@ class Unlucky(Learner):
         return super()._trained(rows, rate_scale)
 
 
-class UnluckyLeader(distributed.LeadingLearner, Unlucky):
+class UnluckyLeader(distributed.RankZeroLearner, Unlucky):
     """The leader, with the error of its case."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ratchet.store.records.tool_calls import ToolAnswer, ToolCall
+from ratchet.store.records.tool_calls import ToolCall, ToolCallResult
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import Store
 
@@ -16,5 +16,7 @@ def tool_called(store: Store, name: str, result: ToolResult, times: int = 50, al
         )
         for place in range(times)
     ]  # fmt: skip
-    told = [ToolAnswer(call_id=f"call_{name}", choice=0, tool_call_id=one.tool_call_id, result=result) for one in made]
+    told = [
+        ToolCallResult(call_id=f"call_{name}", choice=0, tool_call_id=one.tool_call_id, result=result) for one in made
+    ]
     store.tools.record(made, told)

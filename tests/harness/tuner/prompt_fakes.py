@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
-from ratchet.trainer.errors import BudgetSpent, Unjudged
+from ratchet.trainer.errors import BudgetExceeded, Unjudged
 from ratchet.tuner.prompts.optimizer import Example, Search
 from tests.harness.tuner import prompt_world
 
@@ -35,7 +35,7 @@ class WorldEvaluate:
         self.questions.append((prompt, tuple(task_ids)))
         new = [task for task in task_ids if (prompt, task) not in self.known]
         if self.paid + len(new) > self._most:
-            raise BudgetSpent("the test's budget")
+            raise BudgetExceeded("the test's budget")
         for task in new:
             row = TASKS[task]
             right = prompt_world.answer(prompt, row["question"]) == row["answer"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from ratchet.store.records.tuning import Rollout
 from ratchet.store.store import Store
 from ratchet.trainer.tasks.task_set import Task, content_id
-from ratchet.tuner.rollouts.runner import Job, planned_for
+from ratchet.tuner.rollouts.runner import RolloutJob, plan_rollout
 from tests.harness.tuner import prompt_world
 
 TOKENS = 30  # of a rollout
@@ -33,13 +33,13 @@ class WorldRollouts:
         self._answer = answer
         self._lives = lives
         self.made: list[tuple[str, str]] = []
-        self.fails: Callable[[Job], bool] = lambda job: False
+        self.fails: Callable[[RolloutJob], bool] = lambda job: False
         self.unjudged: Callable[[str, str], bool] = lambda prompt, task: False
-        self.tokens: Callable[[Job], int] = lambda job: TOKENS
+        self.tokens: Callable[[RolloutJob], int] = lambda job: TOKENS
         self.reward: Callable[[bool], float] = float
         self._prompts: dict[str, str] = {}
 
-    def run(self, jobs: Sequence[Job]) -> list[Rollout]:
+    def run(self, jobs: Sequence[RolloutJob]) -> list[Rollout]:
         """Make the rollouts of these jobs, one after the other."""
         return [self._one(job) for job in jobs]
 
@@ -47,8 +47,8 @@ class WorldRollouts:
         """Score rollouts."""
         return [self._score(one) for one in rollouts]
 
-    def _one(self, job: Job) -> Rollout:
-        rollout = planned_for(job, self._tuning_id)
+    def _one(self, job: RolloutJob) -> Rollout:
+        rollout = plan_rollout(job, self._tuning_id)
         self._store.rollouts.plan([rollout])
         if len(self.made) >= self._lives:
             raise Killed
@@ -62,7 +62,7 @@ class WorldRollouts:
         right = said == job.task.row["answer"]
         self._store.rollouts.end(
             rollout.id,
-            began_at=now,
+            started_at=now,
             ended_at=now,
             reward=self.reward(right),
             prompt_tokens=self.tokens(job) - 5,

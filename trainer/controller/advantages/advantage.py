@@ -27,11 +27,11 @@ CREDITS = ("grpo", "dr_grpo", "rloo", "reinforce++")
 STD_FLOOR = 1e-4
 
 # A single that differs from hundreds of equal ones is no hundred times better than they are.
-LARGEST_SINGLE = 5.0
+MAX_SINGLE_ADVANTAGE = 5.0
 
 
 def group_advantages(scores: Sequence[float], credit: str = "grpo") -> tuple[float, ...]:
-    """Return the advantages of G scores, (G,) -> (G,), before what `over_the_round` does.
+    """Return the advantages of G scores, (G,) -> (G,), before what `scale_over_round` does.
 
     A group without variance gives zeros. Raises ScoreError when a score is not finite.
     """
@@ -65,10 +65,10 @@ def single_advantage(score: float, mean: float, std: float, credit: str = "grpo"
     Divided by the family's standard deviation where `credit` divides by the group's.
     """
     advantage = (score - mean) / (std + STD_FLOOR if credit == "grpo" else 1.0)
-    return max(-LARGEST_SINGLE, min(LARGEST_SINGLE, advantage))
+    return max(-MAX_SINGLE_ADVANTAGE, min(MAX_SINGLE_ADVANTAGE, advantage))
 
 
-def over_the_round(advantages: Sequence[tuple[str, float]], credit: str, *, by_family: bool) -> list[float]:
+def scale_over_round(advantages: Sequence[tuple[str, float]], credit: str, *, by_family: bool) -> list[float]:
     """Return the advantages of a round's trajectories, given as (task family, advantage).
 
     reinforce++ divides by the standard deviation of the round. `by_family` divides those of each family by their own,

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ratchet.store.records import PastScore
-from ratchet.trainer.settings.trainer_fields import MOST_REMEMBERED
+from ratchet.trainer.settings.trainer_fields import MAX_SCORES_PER_FAMILY
 
 HALF_LIFE = 64.0  # scores
 SHRINKAGE = 4.0  # scores
-_MOST_FAMILIES = 4096
+_MAX_FAMILIES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Baseline:
     count: int
 
 
-class ScoreBook:
+class ScoreHistory:
     """The scores of one alias and one judge's version, by family."""
 
     def __init__(self, past: Sequence[PastScore] = ()) -> None:
@@ -40,9 +40,9 @@ class ScoreBook:
 
     def add(self, scored: PastScore) -> None:
         """Remember a score; of a trajectory that was scored before, the new one alone."""
-        if scored.family not in self._families and len(self._families) >= _MOST_FAMILIES:
+        if scored.family not in self._families and len(self._families) >= _MAX_FAMILIES:
             del self._families[next(iter(self._families))]
-        known = self._families.setdefault(scored.family, deque(maxlen=MOST_REMEMBERED))
+        known = self._families.setdefault(scored.family, deque(maxlen=MAX_SCORES_PER_FAMILY))
         for earlier in [one for one in known if one.trajectory_id == scored.trajectory_id]:
             known.remove(earlier)
         known.append(scored)

@@ -1,4 +1,4 @@
-"""Credit: from the verdicts of a group, or of a single, to advantages. The only place that knows which is which.
+"""AdvantageEstimator: from the verdicts of a group, or of a single, to advantages. The only place that knows which is which.
 
 A group is compared with itself. A cohort, which is a group of different tasks, has each member compared with the mean
 of the others. A single is compared with the running baseline of its task family; until the family has `min_baseline_samples`
@@ -17,23 +17,23 @@ from ratchet.store.records import SHADOW, PastScore, Trajectory, Verdict
 from ratchet.trainer.controller.advantages.advantage import (
     cohort_advantages,
     group_advantages,
-    over_the_round,
+    scale_over_round,
     single_advantage,
 )
-from ratchet.trainer.controller.advantages.baseline import ScoreBook
+from ratchet.trainer.controller.advantages.baseline import ScoreHistory
 from ratchet.trainer.controller.advantages.turn_advantages import Turns, turn_advantages
 from ratchet.trainer.statistics.score_spread import NO_VARIANCE, has_signal
 
 
 @dataclass(frozen=True, slots=True)
-class Credit:
+class AdvantageEstimator:
     """How the scores of one alias become advantages; `book` holds the scores so far and grows."""
 
     name: str = "grpo"
     by_family: bool = False
     min_baseline_samples: int = 16
     roles: tuple[str, ...] = ()  # that train, where they were chosen
-    book: ScoreBook = field(default_factory=ScoreBook)
+    book: ScoreHistory = field(default_factory=ScoreHistory)
     turn_weight: float = 0.0
 
     def advantages(
@@ -77,14 +77,14 @@ class Credit:
         return None if advantages is None else abs(advantages[0]) > NO_VARIANCE
 
     def remember(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> None:
-        """Take the scores of a judged group into the book; those of shadows are no part of the traffic's past."""
+        """Take the scores of a judged group into the book; those of resamples are no part of the traffic's past."""
         for member, verdict in zip(members, verdicts, strict=True):
             if member.purpose != SHADOW:
                 self.book.add(past(member, verdict))
 
-    def over_the_round(self, families: Sequence[str], advantages: Sequence[float]) -> list[float]:
+    def scale_over_round(self, families: Sequence[str], advantages: Sequence[float]) -> list[float]:
         """Return the advantages of a round's trajectories, scaled as the credit wants it."""
-        return over_the_round(list(zip(families, advantages, strict=True)), self.name, by_family=self.by_family)
+        return scale_over_round(list(zip(families, advantages, strict=True)), self.name, by_family=self.by_family)
 
 
 def is_cohort(members: Sequence[Trajectory]) -> bool:

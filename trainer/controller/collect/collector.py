@@ -1,4 +1,4 @@
-"""Assembly: which sealed trajectories become groups, which get shadows first, and which are put aside.
+"""TrajectoryCollector: which sealed trajectories become groups, which get resamples first, and which are put aside.
 
 Consumes the store's sealed trajectories; produces ready groups, drops with their reasons, and shadow calls. Who belongs
 together is `grouping.py`'s to say, and of singles `cohorts.py`'s; what may be asked again is `shadowing`'s. A plan that
@@ -12,17 +12,17 @@ import os
 from functools import lru_cache, partial
 from hashlib import blake2b
 
-from ratchet.store.errors import ForbiddenChange
+from ratchet.store.errors import InvalidTransition
 from ratchet.store.records import SHADOW, Trajectory
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_load import load_of
-from ratchet.trainer.controller.advantages.baseline import ScoreBook
+from ratchet.trainer.controller.advantages.baseline import ScoreHistory
 from ratchet.trainer.controller.collect.cohorts import likeness, plan_cohorts
-from ratchet.trainer.controller.collect.feedback_wait import patience_of
+from ratchet.trainer.controller.collect.feedback_wait import feedback_wait_of
 from ratchet.trainer.controller.collect.grouping import INCOMPLETE, GroupingPlan, PlannedGroup, plan_groups
 from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
-from ratchet.trainer.controller.collect.resampling.resampler import Shadowing
-from ratchet.trainer.controller.collect.role_resolution import Casting
+from ratchet.trainer.controller.collect.resampling.resampler import Resampler
+from ratchet.trainer.controller.collect.role_resolution import RoleResolver
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.tasks.held_out import is_held_out
 
@@ -32,19 +32,24 @@ _MOST = 2000  # trajectories looked at in one turn
 _PROMPTS = 10_000  # whose system prompts' digests are remembered
 
 
-class Assembly:
+class TrajectoryCollector:
     """The groups of one alias, as they form."""
 
     def __init__(
-        self, store: Store, settings: TrainerSettings, casting: Casting, book: ScoreBook, upstream_key: str | None
+        self,
+        store: Store,
+        settings: TrainerSettings,
+        casting: RoleResolver,
+        book: ScoreHistory,
+        upstream_key: str | None,
     ) -> None:
         self._book = book
         self._prompt = lru_cache(_PROMPTS)(self._digest)
         self._store = store
         self._settings = settings
-        self._casting = casting
-        self._patience = patience_of(settings.judge)
-        self._shadowing = Shadowing(
+        self._role_resolver = casting
+        self._patience = feedback_wait_of(settings.judge)
+        self._resampler = Resampler(
             store, settings.model, settings.resample,
             least=settings.min_group_size,
             key=os.environ.get(KEY_VARIABLE),
@@ -52,26 +57,28 @@ class Assembly:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Ask for no more shadows."""
-        self._shadowing.close()
+        """Ask for no more resamples."""
+        self._resampler.close()
 
     def turn(self, now: float, shipped: float) -> bool:
         """Form and drop what is due; return whether a group was formed."""
         alias, patience = self._settings.model, self._patience
-        self._shadowing.seal(shipped)
+        self._resampler.seal(shipped)
         silent_before = None if patience is None else shipped - patience.within_seconds
         waiting = self._store.trajectories.sealed(alias, _MOST, silent_before)
-        company = self._shadowing.look(waiting, shipped, now)
+        company = self._resampler.look(waiting, shipped, now)
         plan = self._plan([run for run in waiting if run.id not in company.held and run.purpose != SHADOW], now)
         tired = now - self._settings.group_wait_seconds - self._settings.shadow.wait_seconds
-        kept = self._shadowing.take(plan.alone, company.lonely, tired, now)
+        kept = self._resampler.take(plan.alone, company.lonely, tired, now)
         cohorts, waits = self._cohorts([run for run in plan.alone if run.id not in kept], now)
         kept |= waits | {name for cohort in cohorts for name in cohort.members}
         plan = plan.settled(singles=self._settings.singles != "drop", waiting=kept)
         whole = self._whole(GroupingPlan((*company.groups, *cohorts, *plan.groups), (*company.drops, *plan.drops)))
         try:
-            self._carry_out(whole, now)
-        except ForbiddenChange as changed:  # a call came for one of them, which is open again: the next turn plans anew
+            self._apply_plan(whole, now)
+        except (
+            InvalidTransition
+        ) as changed:  # a call came for one of them, which is open again: the next turn plans anew
             log.info("event=plan_overtaken reason=%r", str(changed))
         return bool(whole.groups)
 
@@ -90,7 +97,7 @@ class Assembly:
             wait_seconds=settings.group_wait_seconds,
             now=now,
             held_out={run.id for run in waiting if is_held_out(run.group_key, settings.release.held_out)},
-            other_role=self._casting.without([run for run in waiting if run.purpose == "live"]),
+            other_role=self._role_resolver.without([run for run in waiting if run.purpose == "live"]),
             under_way=self._store.trajectories.under_way(settings.model, waiting),
         )
 
@@ -118,7 +125,7 @@ class Assembly:
     def _digest(self, root_node: str) -> bytes:
         return blake2b(self._store.trajectories.system_prompt(root_node).encode(), digest_size=8).digest()
 
-    def _carry_out(self, plan: GroupingPlan, now: float) -> None:
+    def _apply_plan(self, plan: GroupingPlan, now: float) -> None:
         for reason in {reason for _, reason in plan.drops}:
             self._store.trajectories.drop([name for name, why in plan.drops if why == reason], reason)
         for planned in plan.groups:

@@ -1,4 +1,4 @@
-"""Patience: whether a judge needs the word of people, how long a trajectory waits for it, and what then. Pure."""
+"""FeedbackWait: whether a judge needs the word of people, how long a trajectory waits for it, and what then. Pure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from ratchet.trainer.settings.judge_specs import DROP, CompositeSpec, FeedbackSp
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class FeedbackWait:
     """Wait `within_seconds` after the last call; then a silent trajectory is dropped, or judged all the same."""
 
     within_seconds: float
     drops: bool
 
 
-def patience_of(spec: JudgeSpec) -> Patience | None:
+def feedback_wait_of(spec: JudgeSpec) -> FeedbackWait | None:
     """Return the patience that a judge asks for: of several parts the longest; None where it needs nobody's word."""
     asked = _feedback_specs(spec)
     if not asked:
         return None
-    return Patience(max(one.within_seconds for one in asked), any(one.missing == DROP for one in asked))
+    return FeedbackWait(max(one.within_seconds for one in asked), any(one.missing == DROP for one in asked))
 
 
 def _feedback_specs(spec: JudgeSpec) -> list[FeedbackSpec]:

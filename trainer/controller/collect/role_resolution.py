@@ -1,4 +1,4 @@
-"""Casting: which role each recorded call plays, read from the store, and which trajectories hold none that trains.
+"""RoleResolver: which role each recorded call plays, read from the store, and which trajectories hold none that trains.
 
 Consumes trajectories that wait to be grouped. Promises that a trajectory is looked at once, unless it went on
 meanwhile, and an alarm where one after the other holds no role that trains. What a role is, `crediting/roles.py` says.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from ratchet.store.calls.trajectory_filter import Chosen
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.records import Call, Trajectory
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
@@ -19,7 +19,7 @@ _REMEMBERED = 10_000  # trajectories
 _ALARM_AFTER = 32  # trajectories in a row without a role that trains
 
 
-class Casting:
+class RoleResolver:
     """The roles of one alias's traffic."""
 
     def __init__(self, store: Store, alias: str, roles: Roles) -> None:
@@ -27,11 +27,11 @@ class Casting:
         self._alarm = f"no_role:{alias}"
         self.roles = roles
         self._seen: dict[tuple[str, float], bool] = {}  # whether a role that trains was in it
-        self._in_vain = self._left_off(alias) if roles.train else 0  # trajectories in a row
+        self._without_role = self._dropped_in_a_row(alias) if roles.train else 0  # trajectories in a row
 
-    def _left_off(self, alias: str) -> int:
+    def _dropped_in_a_row(self, alias: str) -> int:
         """Return how many of the newest trajectories in a row an earlier trainer put aside for their roles."""
-        newest = self._store.trajectories.page(_ALARM_AFTER, chosen=Chosen(alias=alias))
+        newest = self._store.trajectories.page(_ALARM_AFTER, chosen=TrajectoryFilter(alias=alias))
         waits = (TrajectoryState.OPEN, TrajectoryState.SEALED)
         seen = [run.drop_reason for run in newest if run.purpose == "live" and run.state not in waits]
         return len(list(takewhile(OTHER_ROLE.__eq__, seen)))
@@ -44,9 +44,9 @@ class Casting:
         """Return the ids of those in which no role that trains has spoken."""
         if not self.roles.train:
             return set()
-        return {run.id for run in waiting if not self._plays(run)}
+        return {run.id for run in waiting if not self._has_trained_role(run)}
 
-    def _plays(self, run: Trajectory) -> bool:
+    def _has_trained_role(self, run: Trajectory) -> bool:
         key = (run.id, run.last_active_at)
         if key not in self._seen:
             while len(self._seen) >= _REMEMBERED:
@@ -57,14 +57,14 @@ class Casting:
         return self._seen[key]
 
     def _tell(self, plays: bool, calls: Sequence[Call]) -> None:
-        self._in_vain = 0 if plays else self._in_vain + 1
+        self._without_role = 0 if plays else self._without_role + 1
         if plays:
             self._store.alarms.clear(self._alarm)
-        elif self._in_vain >= _ALARM_AFTER:
+        elif self._without_role >= _ALARM_AFTER:
             roles = ", ".join(sorted({call.role or "none" for call in calls}))
             self._store.alarms.raise_(
                 self._alarm,
-                f"the last {self._in_vain} trajectories hold no call of the roles that train "
+                f"the last {self._without_role} trajectories hold no call of the roles that train "
                 f"({', '.join(self.roles.train)}); the last one's roles: {roles}; have agents send x-ratchet-role, or "
                 "set trainer.role_patterns",
             )

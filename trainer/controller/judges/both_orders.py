@@ -17,7 +17,7 @@ from ratchet.trainer.controller.judges import Judge, Judgement
 
 
 @runtime_checkable
-class Comparing(Protocol):
+class ComparingJudge(Protocol):
     """A judge that says whether a member's score may depend on the others and their order."""
 
     @property
@@ -27,10 +27,10 @@ class Comparing(Protocol):
 
 def compares(judge: Judge) -> bool:
     """Return whether a judge sees the members of a group together."""
-    return isinstance(judge, Comparing) and judge.compares
+    return isinstance(judge, ComparingJudge) and judge.compares
 
 
-def in_both_orders(judge: Judge, members: Sequence[Transcript]) -> Judgement:
+def judge_in_both_orders(judge: Judge, members: Sequence[Transcript]) -> Judgement:
     """Return one verdict per member, in order; of two members that are compared, the mean over both orders.
 
     A member whose verdict failed in one order has failed: half of it would carry the place that it was shown at.

@@ -17,7 +17,7 @@ _MOST_CHARACTERS = 8_000_000  # of one image that is shown; a larger one is desc
 _HASH = 12  # hex digits
 
 
-class Pictures:
+class JudgeImages:
     """The images of one question: `described` collects them, `content` shows the first `most` of them."""
 
     def __init__(self, most: int) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from ratchet.store.ids import new_id
 from ratchet.store.records import Exchange
-from ratchet.trainer.errors import JudgeUnanswered
+from ratchet.trainer.errors import JudgeUnavailable
 from ratchet.trainer.settings.judge_specs import ModelSpec
 
 _T = TypeVar("_T")
@@ -29,7 +29,7 @@ Message = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Interview:
+class JudgeModelSession:
     """The tries to get one usable answer, as they are made."""
 
     judge: str
@@ -71,11 +71,11 @@ class LanguageModel:
         question: Sequence[Message],
         schema: Mapping[str, Any],
         read: Callable[[Any], _T],
-        interview: Interview,
+        interview: JudgeModelSession,
     ) -> _T:
         """Return what `read` makes of the answer's JSON; it raises ValueError with what is wrong.
 
-        Raises JudgeUnanswered when no try gave a usable answer.
+        Raises JudgeUnavailable when no try gave a usable answer.
         """
         messages = list(question)
         problem = "no attempt was made"
@@ -87,7 +87,7 @@ class LanguageModel:
                 self._pause(busy, attempt)
                 continue
             try:
-                return read(found_json(text))
+                return read(extract_json(text))
             except ValueError as wrong:
                 problem = f"its answer is unusable: {wrong}"
                 interview.exchanges[-1] = msgspec.structs.replace(interview.exchanges[-1], problem=problem)
@@ -98,8 +98,8 @@ class LanguageModel:
                 ]
         raise self._unanswered(problem)
 
-    def say(self, messages: Sequence[Message], interview: Interview, temperature: float | None = None) -> str:
-        """Return an answer's text, in whatever form. Raises JudgeUnanswered when no try gave one."""
+    def say(self, messages: Sequence[Message], interview: JudgeModelSession, temperature: float | None = None) -> str:
+        """Return an answer's text, in whatever form. Raises JudgeUnavailable when no try gave one."""
         problem = "no attempt was made"
         for attempt in range(self.spec.attempts):
             try:
@@ -113,8 +113,8 @@ class LanguageModel:
             problem = "its answer is empty"
         raise self._unanswered(problem)
 
-    def _unanswered(self, problem: str) -> JudgeUnanswered:
-        return JudgeUnanswered(f"{self.spec.model} at {self.spec.base_url}, {self.spec.attempts} tries: {problem}")
+    def _unanswered(self, problem: str) -> JudgeUnavailable:
+        return JudgeUnavailable(f"{self.spec.model} at {self.spec.base_url}, {self.spec.attempts} tries: {problem}")
 
     def _pause(self, busy: _Unavailable, attempt: int) -> None:
         if attempt + 1 < self.spec.attempts:
@@ -124,7 +124,7 @@ class LanguageModel:
         self,
         messages: Sequence[Message],
         schema: Mapping[str, Any] | None,
-        interview: Interview,
+        interview: JudgeModelSession,
         temperature: float | None = None,
     ) -> str:
         """Ask once, without a `schema` for an answer in any form; return the answer's text. Raises _Unavailable."""
@@ -160,7 +160,7 @@ class LanguageModel:
         return answer.status_code, answer.text, _retry_after(answer.headers)
 
     def _exchange(
-        self, interview: Interview, body: Mapping[str, Any], status: int, answer: str, seconds: float
+        self, interview: JudgeModelSession, body: Mapping[str, Any], status: int, answer: str, seconds: float
     ) -> Exchange:
         usage = _usage(answer) if status == 200 else {}
         taken, given = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
@@ -204,7 +204,7 @@ def urls_of(base_url: str) -> list[str]:
     return [versioned, straight]
 
 
-def found_json(text: str) -> Any:
+def extract_json(text: str) -> Any:
     """Return the JSON object in an answer, in code fences or after thoughts as well. Raises ValueError."""
     text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
     start, end = text.find("{"), text.rfind("}")

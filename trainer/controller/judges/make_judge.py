@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.kinds.answer import AnswerJudge
-from ratchet.trainer.controller.judges.kinds.behavior_rules import ConductJudge
+from ratchet.trainer.controller.judges.kinds.behavior_rules import BehaviorJudge
 from ratchet.trainer.controller.judges.kinds.composite import CompositeJudge, Part
 from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
@@ -18,8 +18,8 @@ from ratchet.trainer.controller.judges.kinds.workflow_reward import RewardJudge
 from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.settings.judge_specs import (
     AnswerSpec,
+    BehaviorSpec,
     CompositeSpec,
-    ConductSpec,
     FeedbackSpec,
     FunctionSpec,
     GraderSpec,
@@ -36,8 +36,8 @@ def make_judge(spec: JudgeSpec, environ: Mapping[str, str]) -> Judge:
         return FunctionJudge(spec.function, at_once=spec.at_once)
     if isinstance(spec, AnswerSpec):
         return AnswerJudge(spec)
-    if isinstance(spec, ConductSpec):
-        return ConductJudge(spec)
+    if isinstance(spec, BehaviorSpec):
+        return BehaviorJudge(spec)
     if isinstance(spec, FeedbackSpec):
         return FeedbackJudge(spec)
     if isinstance(spec, GraderSpec):

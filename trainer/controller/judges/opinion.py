@@ -16,7 +16,7 @@ from ratchet.store.records import Transcript, Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Opinion:
+class DraftVerdict:
     """A score with its reasons, or a failure; `of` and `failed` make them."""
 
     score: float | None
@@ -25,12 +25,12 @@ class Opinion:
     components: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, score: float, explanation: str = "", components: Mapping[str, float] | None = None) -> Opinion:
+    def of(cls, score: float, explanation: str = "", components: Mapping[str, float] | None = None) -> DraftVerdict:
         """Return a score."""
         return cls(float(score), None, explanation, components or {})
 
     @classmethod
-    def failed(cls, reason: str) -> Opinion:
+    def failed(cls, reason: str) -> DraftVerdict:
         """Return a failure; its reason is kept up to 2,000 characters."""
         return cls(None, reason[:2000])
 
@@ -44,7 +44,7 @@ class Opinion:
         cost: float | None = 0.0,
         latency: float = 0.0,
         judged_at: float,
-        exchange_id: str | None = None,
+        judge_request_id: str | None = None,
     ) -> Verdict:
         """Return the opinion as the record that the store keeps."""
         return Verdict(
@@ -59,29 +59,29 @@ class Opinion:
             cost=cost,
             latency=latency,
             judged_at=judged_at,
-            exchange_id=exchange_id,
+            judge_request_id=judge_request_id,
         )
 
 
 NO_RETURN = "the judge returned nothing (None)"  # how the failure of a missing return begins
 
 
-def read(answer: Any) -> Opinion:
+def read(answer: Any) -> DraftVerdict:
     """Return the opinion in a number, a bool, or a mapping of `score`, `components` and `explanation`.
 
     `score` may be called `reward`, and an object with such attributes will do. Anything else, and any number that is
     not finite, is a failure.
     """
     if answer is None:
-        return Opinion.failed(f"{NO_RETURN}: a return is missing, or `return 0.0` for a wrong answer")
+        return DraftVerdict.failed(f"{NO_RETURN}: a return is missing, or `return 0.0` for a wrong answer")
     parts = _parts(answer)
     score, components = parts.get("score"), parts.get("components") or {}
     if not _finite(score):
-        return Opinion.failed(f"the judge returned {answer!r:.200}, which holds no finite score")
+        return DraftVerdict.failed(f"the judge returned {answer!r:.200}, which holds no finite score")
     if not isinstance(components, Mapping) or not all(map(_finite, components.values())):
-        return Opinion.failed(f"the judge returned components that are not finite numbers: {components!r:.200}")
+        return DraftVerdict.failed(f"the judge returned components that are not finite numbers: {components!r:.200}")
     named = {str(name): float(value) for name, value in components.items()}
-    return Opinion.of(score, str(parts.get("explanation") or ""), named)
+    return DraftVerdict.of(score, str(parts.get("explanation") or ""), named)
 
 
 def _parts(answer: Any) -> Mapping[str, Any]:

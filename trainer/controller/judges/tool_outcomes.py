@@ -31,7 +31,7 @@ def tool_outcomes(member: Transcript) -> list[dict[str, Any]]:
     ]
 
 
-def share_of_good(member: Transcript) -> float:
+def success_share(member: Transcript) -> float:
     """Return the share of tool calls that fit their tool and did not fail, 1.0 where no tool was called."""
     made = taken(member)
     good = sum(one.outcome not in _UNFIT and one.result not in _FAILED for one in made)

@@ -15,7 +15,7 @@ _LEAST_GROUPS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class PairedJudgements:
     """What both judges said of one group, scores by trajectory; `second` is None where the second judge failed."""
 
     group_id: str
@@ -23,7 +23,7 @@ class Heard:
     second: Mapping[str, float] | None
 
 
-def agreement(heard: Sequence[Heard], judge: str, settings: SentinelSettings) -> list[Finding]:
+def agreement(heard: Sequence[PairedJudgements], judge: str, settings: SentinelSettings) -> list[Finding]:
     """Return Kendall's tau-b between the two judges over the newest groups; nothing before there is one."""
     told = [(one.first, one.second) for one in heard if one.second is not None]
     if len(heard) >= _LEAST_GROUPS and 2 * len(told) < len(heard):

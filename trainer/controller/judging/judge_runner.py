@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from ratchet.store.errors import ForbiddenChange
+from ratchet.store.errors import InvalidTransition
 from ratchet.store.records import Group, Trajectory, Transcript, Verdict
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.estimator import Credit
+from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.judges import Judge, Judgement
 from ratchet.trainer.controller.judging.second_judge import SecondJudge
 from ratchet.trainer.observability.progress import GATHERING, JUDGING, Progress
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 JUDGE_FAILED = "judge_failed"
 NO_VARIANCE = "no_variance"
 BASELINE = "baseline_only"  # a single of a family that has too few scores yet; its own counts for later ones
-_FLAT_REMEMBERED = 1000  # groups
+_MAX_ZERO_VARIANCE = 1000  # groups
 _FLAT_NAMED = 5  # groups
 _SINGLE_WEIGHT = 0.125  # of a group, in the alarm about missing signal
 _PAUSE_GROWS = 4.0  # times, from one failure of a judge on a group to the next
@@ -43,7 +43,7 @@ class _Asked:
     answer: Future[Judgement]
 
 
-class Scorekeeper:
+class JudgeRunner:
     """Takes ready groups to judged, or drops them with the reason."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Scorekeeper:
         attempts: int,
         retry_seconds: float,
         alarm_after: int,
-        credit: Credit | None = None,
+        credit: AdvantageEstimator | None = None,
         progress: Progress | None = None,
         second: SecondJudge | None = None,
         flat: Sequence[tuple[Group, float]] = (),
@@ -65,11 +65,13 @@ class Scorekeeper:
         self._progress = progress or Progress()
         self._store = store
         self._judge = judge
-        self._credit = credit or Credit()
+        self._credit = credit or AdvantageEstimator()
         self._attempts = attempts
         self._retry_seconds = retry_seconds
         self._alarm_after = alarm_after
-        self._flat: list[tuple[Group, float]] = list(flat)  # groups in a row whose members all got the same score
+        self._zero_variance: list[tuple[Group, float]] = list(
+            flat
+        )  # groups in a row whose members all got the same score
         self._threads = ThreadPoolExecutor(judge.at_once, thread_name_prefix="judge")
         self._asked: dict[str, _Asked] = {}
 
@@ -104,7 +106,7 @@ class Scorekeeper:
             judgement = asked.answer.result()
             try:
                 self._write_down(asked.group, asked.members, asked.heard, judgement, now)
-            except ForbiddenChange as dropped:  # with the version that sampled it
+            except InvalidTransition as dropped:  # with the version that sampled it
                 log.info("event=verdict_too_late group=%s reason=%r", asked.group.id, str(dropped))
             self._tell(asked.measures, judgement)
             if self._second is not None:
@@ -146,7 +148,7 @@ class Scorekeeper:
             if heard:
                 self._store.feedback.heard(heard, now)
         if failed:
-            self._warn_of_failure(group, judgement, list(failed.values()), left=len(left) if last else None)
+            self._alarm_judge_failed(group, judgement, list(failed.values()), left=len(left) if last else None)
 
     def _settle(
         self,
@@ -169,16 +171,18 @@ class Scorekeeper:
         if not failed:
             self._store.alarms.clear(self._name(JUDGE_FAILED, group))
         if teaches:
-            self._flat.clear()
+            self._zero_variance.clear()
             self._store.alarms.clear(self._name("no_signal", group))
         elif teaches is not None:
-            self._flat = [*self._flat[1 - _FLAT_REMEMBERED :], (group, verdicts[0].score or 0.0)]
-            self._warn_of_flatness(group)
+            self._zero_variance = [*self._zero_variance[1 - _MAX_ZERO_VARIANCE :], (group, verdicts[0].score or 0.0)]
+            self._alarm_no_signal(group)
 
     def _pause(self, group: Group) -> float:
         return self._retry_seconds * _PAUSE_GROWS**group.failures
 
-    def _warn_of_failure(self, group: Group, judgement: Judgement, failed: Sequence[Verdict], left: int | None) -> None:
+    def _alarm_judge_failed(
+        self, group: Group, judgement: Judgement, failed: Sequence[Verdict], left: int | None
+    ) -> None:
         """Say that a judge failed; `left` are the members that go on without the others, None before the last try."""
         reason = failed[0].failure
         log.warning(
@@ -200,28 +204,28 @@ class Scorekeeper:
             f"({len(failed)} of {len(judgement.verdicts)} members, e.g. {reason}); {what}",
         )
 
-    def _warn_of_flatness(self, group: Group) -> None:
-        members = sum(len(flat.members) for flat, _ in self._flat)
-        if sum(1.0 if len(flat.members) > 1 else _SINGLE_WEIGHT for flat, _ in self._flat) < self._alarm_after:
+    def _alarm_no_signal(self, group: Group) -> None:
+        members = sum(len(flat.members) for flat, _ in self._zero_variance)
+        if sum(1.0 if len(flat.members) > 1 else _SINGLE_WEIGHT for flat, _ in self._zero_variance) < self._alarm_after:
             return
-        scores = sorted({score for _, score in self._flat})
+        scores = sorted({score for _, score in self._zero_variance})
         given = f"{scores[0]:g} to all {members}" if len(scores) == 1 else f"within each group the same of {scores[:5]}"
-        named = ", ".join(flat.id for flat, _ in self._flat[-_FLAT_NAMED:])
+        named = ", ".join(flat.id for flat, _ in self._zero_variance[-_FLAT_NAMED:])
         reason = (
-            f"last {len(self._flat)} groups: no variance, judge {self._judge.name} gave {given} trajectories "
+            f"last {len(self._zero_variance)} groups: no variance, judge {self._judge.name} gave {given} trajectories "
             f"(groups {named}); nothing was learnt from them: see `ratchet judge show {group.id}`"
         )
         self._store.alarms.raise_(self._name("no_signal", group), reason)
-        log.warning("event=no_signal groups=%d judge=%s reason=%r", len(self._flat), self._judge.name, reason)
+        log.warning("event=no_signal groups=%d judge=%s reason=%r", len(self._zero_variance), self._judge.name, reason)
 
     @staticmethod
     def _name(kind: str, group: Group) -> str:
         return f"{kind}:{group.alias}"
 
 
-def flat_groups(store: Store, alias: str) -> list[tuple[Group, float]]:
+def zero_variance_groups(store: Store, alias: str) -> list[tuple[Group, float]]:
     """Return the newest groups in a row whose members all got the same score, as an earlier trainer left them."""
-    groups = store.groups.dropped_since_judged(alias, NO_VARIANCE, _FLAT_REMEMBERED)
+    groups = store.groups.newly_dropped(alias, NO_VARIANCE, _MAX_ZERO_VARIANCE)
     scores = store.groups.verdicts([group.members[0] for group in groups if group.members]) if groups else {}
     return [
         (group, scores[group.members[0]].score or 0.0)

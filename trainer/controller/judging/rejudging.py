@@ -1,4 +1,4 @@
-"""Rehearing: judges anew what people spoke of after its verdict.
+"""Rejudger: judges anew what people spoke of after its verdict.
 
 Promises: verdicts are only added; nothing moves to another state, so that nothing is trained twice; a trajectory that
 was trained already is told with the policies that learned from it. A group is judged as a whole again, since a score
@@ -16,7 +16,7 @@ import msgspec
 
 from ratchet.store.records import Trajectory, Transcript, Verdict
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.estimator import Credit
+from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.judges import Judgement
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ Ask = Callable[[str | None, Sequence[Transcript]], "Future[Judgement]"]
 
 
 @dataclass(slots=True)
-class _Hearing:
+class _PendingRejudging:
     """A group, or a trajectory that was never in one, before the judge again."""
 
     members: tuple[Transcript, ...]
@@ -42,11 +42,11 @@ class _Hearing:
         return [said.id for member in self.members for said in member.feedback]
 
 
-class Rehearing:
+class Rejudger:
     """The rehearings of one alias."""
 
     def __init__(
-        self, store: Store, alias: str, ask: Ask, credit: Credit, *, attempts: int, retry_seconds: float
+        self, store: Store, alias: str, ask: Ask, credit: AdvantageEstimator, *, attempts: int, retry_seconds: float
     ) -> None:
         self._store = store
         self._alias = alias
@@ -54,43 +54,43 @@ class Rehearing:
         self._credit = credit
         self._attempts = attempts
         self._retry_seconds = retry_seconds
-        self._hearings: dict[str, _Hearing] = {}
+        self._pending: dict[str, _PendingRejudging] = {}
 
     def look(self, now: float) -> None:
         """Ask the judge about whatever people spoke of since its verdict."""
         for name in self._store.feedback.late(self._alias, limit=_AT_ONCE):
             run = self._store.trajectories.get(name)
             key = run.group_id or name
-            hearing = self._hearings.get(key)
+            hearing = self._pending.get(key)
             if hearing is not None and (hearing.answer is not None or now < hearing.due_at):
                 continue
             names = self._store.groups.get(run.group_id).members if run.group_id else (name,)
             members = tuple(self._store.trajectories.read(one) for one in names)
             failures = hearing.failures if hearing else 0
-            self._hearings[key] = _Hearing(members, self._ask(run.group_id, members), failures)
+            self._pending[key] = _PendingRejudging(members, self._ask(run.group_id, members), failures)
 
     def collect(self, now: float, patience: float) -> int:
         """Write down what the judge has said, after waiting at most `patience` seconds; count scores that changed."""
-        wait([one.answer for one in self._hearings.values() if one.answer is not None], timeout=patience)
+        wait([one.answer for one in self._pending.values() if one.answer is not None], timeout=patience)
         changed = 0
-        for key, hearing in list(self._hearings.items()):
+        for key, hearing in list(self._pending.items()):
             if hearing.answer is not None and hearing.answer.done():
                 changed += self._write_down(key, hearing, hearing.answer.result(), now)
         return changed
 
-    def _write_down(self, key: str, hearing: _Hearing, judgement: Judgement, now: float) -> int:
+    def _write_down(self, key: str, hearing: _PendingRejudging, judgement: Judgement, now: float) -> int:
         spoken_of = {member.trajectory.id for member in hearing.members if _was_valued(member)}
         failed = [one for one in judgement.verdicts if one.trajectory_id in spoken_of and one.score is None]
         if failed and hearing.failures + 1 < self._attempts:
-            self._hearings[key] = _Hearing((), None, hearing.failures + 1, now + self._retry_seconds)
+            self._pending[key] = _PendingRejudging((), None, hearing.failures + 1, now + self._retry_seconds)
             return 0
         if failed:
-            log.warning("event=rehearing_failed of=%s failures=%d reason=%r", key, len(failed), failed[0].failure)
+            log.warning("event=rejudging_failed of=%s failures=%d reason=%r", key, len(failed), failed[0].failure)
         news = self._news(hearing.members, judgement.verdicts)
         self._store.groups.rescore([verdict for _, verdict in news], judgement.exchanges)
         self._store.feedback.heard(hearing.heard, now)
         self._credit.remember([run for run, _ in news], [verdict for _, verdict in news])
-        del self._hearings[key]
+        del self._pending[key]
         return len(news)
 
     def _news(self, members: Sequence[Transcript], verdicts: Sequence[Verdict]) -> list[tuple[Trajectory, Verdict]]:

@@ -18,7 +18,7 @@ from ratchet.store.records import Transcript, Verdict
 from ratchet.store.store import Store
 from ratchet.store.training.observations import Observation
 from ratchet.trainer.controller.judges import Judge, Judgement
-from ratchet.trainer.controller.judging.judge_agreement import Heard
+from ratchet.trainer.controller.judging.judge_agreement import PairedJudgements
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class SecondJudge:
         self._threads = ThreadPoolExecutor(judge.at_once, thread_name_prefix="second-judge")
         self._asked: dict[str, Future[Judgement]] = {}
         self._first: dict[str, Mapping[str, float]] = {}
-        self._heard: deque[Heard] = deque(self._recall(), maxlen=_REMEMBERED)
+        self._heard: deque[PairedJudgements] = deque(self._recall(), maxlen=_REMEMBERED)
         self.name = judge.name
 
     def offer(self, group_id: str, members: Sequence[Transcript]) -> None:
@@ -58,17 +58,17 @@ class SecondJudge:
         else:
             self._first[group_id] = scores
 
-    def heard(self) -> tuple[Heard, ...]:
+    def heard(self) -> tuple[PairedJudgements, ...]:
         """Return what both said of the newest groups, oldest first; keeps the exchanges of those that are new."""
         for group_id in [name for name in self._first if self._asked[name].done()]:
             judgement = self._asked.pop(group_id).result()
             self._store.groups.keep(judgement.exchanges)
-            heard = Heard(group_id, self._first.pop(group_id), _scores(judgement.verdicts))
+            heard = PairedJudgements(group_id, self._first.pop(group_id), _scores(judgement.verdicts))
             self._store.observations.note(self._alias, KIND, group_id, {**self._versions, **_figures(heard)})
             self._heard.append(heard)
         return tuple(self._heard)
 
-    def _recall(self) -> list[Heard]:
+    def _recall(self) -> list[PairedJudgements]:
         """Return what this judge said before, beside the same first one."""
         known = self._store.observations.newest(self._alias, KIND, 2 * _REMEMBERED)
         return [_heard(one) for one in known if self._versions.items() <= one.content.items()]
@@ -84,18 +84,18 @@ def in_sample(group_id: str, share: float) -> bool:
     return int.from_bytes(hashlib.sha256(group_id.encode()).digest()[:8]) < share * 2**64
 
 
-def _figures(heard: Heard) -> dict[str, list[float] | None]:
+def _figures(heard: PairedJudgements) -> dict[str, list[float] | None]:
     """Return the scores of both, member by member, without saying whose they are."""
     second = None if heard.second is None else [heard.second[name] for name in heard.first]
     return {"first": list(heard.first.values()), "second": second}
 
 
-def _heard(noted: Observation) -> Heard:
+def _heard(noted: Observation) -> PairedJudgements:
     first, second = (
         None if scores is None else {str(place): score for place, score in enumerate(scores)}
         for scores in (noted.content["first"], noted.content["second"])
     )
-    return Heard(noted.subject, first or {}, second)
+    return PairedJudgements(noted.subject, first or {}, second)
 
 
 def _scores(verdicts: Sequence[Verdict]) -> dict[str, float] | None:

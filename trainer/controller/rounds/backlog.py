@@ -33,7 +33,7 @@ class Backlog:
         self._most = max(_LEAST_SEEN, 2 * settings.groups_per_round * settings.num_generations)
         self._alarm_at = _STALE_ALARM * settings.groups_per_round
         # groups in a row that were too old
-        self._stale = len(store.groups.dropped_since_judged(self._alias, STALE, self._alarm_at))
+        self._stale = len(store.groups.newly_dropped(self._alias, STALE, self._alarm_at))
 
     def to_judge(self, now: float) -> list[Group]:
         """Return the groups that a judge should be asked about, the newest first."""
@@ -58,7 +58,7 @@ class Backlog:
         """Return how many groups these count for."""
         return self._size.weight(groups)
 
-    def makes_a_round(self, weight: float, waited: float) -> bool:
+    def is_round_due(self, weight: float, waited: float) -> bool:
         """Whether groups that count for `weight`, the first of them judged `waited` seconds ago, start a round."""
         settings = self._settings
         late = waited >= settings.round_wait_seconds
@@ -78,7 +78,7 @@ class Backlog:
     def _comparable(self, groups: Sequence[Group]) -> list[Group]:
         """Drop the groups that have lost so many members that nothing is left to compare; return the others."""
         least = self._settings.min_group_size
-        few = [group for group in groups if len(group.members) < min(least, group.formed_of)]
+        few = [group for group in groups if len(group.members) < min(least, group.initial_size)]
         for group in few:
             self._store.groups.drop(group.id, TOO_FEW_LEFT)
         return [group for group in groups if group not in few]

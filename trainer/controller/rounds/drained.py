@@ -11,7 +11,7 @@ from ratchet.store.states import PolicyState, RoundState
 from ratchet.store.store import Store
 
 
-def is_settled(store: Store, alias: str, *, num_generations: int, groups_per_round: int) -> bool:
+def is_drained(store: Store, alias: str, *, num_generations: int, groups_per_round: int) -> bool:
     """Return whether nothing is open, and nothing that waits is enough for a group, a verdict, a round or a swap."""
     waiting = store.trajectories.counts()
     return (

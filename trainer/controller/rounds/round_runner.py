@@ -17,21 +17,21 @@ from typing import Any
 
 import msgspec
 
-from ratchet.store.calls.trajectory_filter import Chosen
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.records import BASE_VERSION, Group, Policy, Round, Trajectory, Transcript, Verdict
 from ratchet.store.reports.drop_reasons import left_out
-from ratchet.store.reports.policy_movement import collapse_reason, movement_of
+from ratchet.store.reports.policy_movement import describe_collapse, movement_of
 from ratchet.store.store import Store
 from ratchet.trainer.adapters import checkpoint
-from ratchet.trainer.controller.advantages.estimator import Credit
+from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.advantages.turn_advantages import Turns
-from ratchet.trainer.controller.collect.role_resolution import Casting
+from ratchet.trainer.controller.collect.role_resolution import RoleResolver
 from ratchet.trainer.controller.judging.transcript_cache import Transcripts
 from ratchet.trainer.controller.rounds.memory_limit import TOO_LONG, Memory
 from ratchet.trainer.controller.rounds.round_size import RoundSize
 from ratchet.trainer.controller.rounds.staleness import age
 from ratchet.trainer.errors import CheckpointDamaged, NoLearningSignal, RowError, TrainerError, TrainingDiverged
-from ratchet.trainer.learner_protocol import Pupil, RoundReport
+from ratchet.trainer.learner_protocol import LearnerProtocol, RoundReport
 from ratchet.trainer.rows.build_rows import Rows, build_rows
 from ratchet.trainer.rows.probes import ROWS, contexts
 from ratchet.trainer.rows.roles import Roles
@@ -40,7 +40,9 @@ from ratchet.trainer.settings.learner_settings import LearnerSettings
 
 log = logging.getLogger(__name__)
 
-Earned = Mapping[str | None, float]  # a trajectory's advantage (of no role by name), and those of roles by name
+AdvantagesByRole = Mapping[
+    str | None, float
+]  # a trajectory's advantage (of no role by name), and those of roles by name
 
 UNTRAINABLE = "untrainable"
 DIVERGED = "diverged"
@@ -48,7 +50,7 @@ UNFINISHED = "unfinished"
 COLLAPSE = "collapse"
 
 
-class School:
+class RoundRunner:
     """Runs the rounds of one alias."""
 
     def __init__(
@@ -56,9 +58,9 @@ class School:
         store: Store,
         alias: str,
         checkpoints: Path,
-        credit: Credit,
+        credit: AdvantageEstimator,
         transcripts: Transcripts | None = None,
-        casting: Casting | None = None,
+        casting: RoleResolver | None = None,
         size: RoundSize | None = None,
         memory: Memory | None = None,
         mask_truncated: bool = False,
@@ -66,7 +68,7 @@ class School:
         self._mask_truncated = mask_truncated
         self._memory = memory or Memory(store, alias, LearnerSettings())
         self._size = size or RoundSize(1, 1)
-        self._casting = casting or Casting(store, alias, Roles())
+        self._role_resolver = casting or RoleResolver(store, alias, Roles())
         self._store = store
         self._transcripts = transcripts or Transcripts(store)
         self._alias = alias
@@ -86,14 +88,16 @@ class School:
             raise CheckpointDamaged(f"{folder}, the newest checkpoint of {self._alias}, is missing or not whole")
         return done.to_version, folder
 
-    def rows(self, member: Transcript, verdict: Verdict, earned: Earned, turns: Turns = MappingProxyType({})) -> Rows:
+    def rows(
+        self, member: Transcript, verdict: Verdict, earned: AdvantagesByRole, turns: Turns = MappingProxyType({})
+    ) -> Rows:
         """Return the rows of a judged trajectory, without what the judge has not seen."""
-        calls = self._casting.named(self._store.trajectories.context_calls(member))
+        calls = self._role_resolver.named(self._store.trajectories.context_calls(member))
         seen = [call for call in calls if call.ended_at is not None and call.ended_at <= verdict.judged_at]
         late = sum(call.completion_tokens for call in calls if call not in seen)
         try:
             rows = build_rows(
-                member.trajectory.id, seen, earned[None], self._casting.roles, earned, by_turn=turns,
+                member.trajectory.id, seen, earned[None], self._role_resolver.roles, earned, by_turn=turns,
                 mask_truncated=self._mask_truncated,
             )  # fmt: skip
         except RowError as error:
@@ -101,7 +105,7 @@ class School:
             rows = Rows((), {"unsound row": sum(call.completion_tokens for call in seen)})
         return Rows(rows.rows, {**rows.untrained, "after the verdict": late} if late else rows.untrained)
 
-    def hold_round(self, pupil: Pupil, groups: Sequence[Group], from_version: int) -> Policy | None:
+    def run_round(self, pupil: LearnerProtocol, groups: Sequence[Group], from_version: int) -> Policy | None:
         """Train on the groups and commit; None when they held nothing to train on, and were dropped for it.
 
         Raises TrainingDiverged when the gradient was not finite: the groups are dropped. Whatever else it raises breaks
@@ -110,8 +114,8 @@ class School:
         held = self._store.rounds.start(self._alias, from_version)
         try:
             rows, untrained = self._collect(pupil, groups, from_version)
-            rows, groups = self._short_enough(rows, groups, untrained)
-            scale = self._size.rate_scale(_that_teach(groups, rows))
+            rows, groups = self._drop_too_long(rows, groups, untrained)
+            scale = self._size.rate_scale(_groups_with_rows(groups, rows))
             report = pupil.train_round(rows, scale)
             metrics = {"groups": len(groups), "rate_scale": scale, "untrained_tokens": dict(untrained)}
             candidate = self.commit(pupil, held, groups, dataclasses.asdict(report) | metrics | self._reward(groups))
@@ -122,7 +126,7 @@ class School:
             self._put_aside(held, groups, DIVERGED, str(diverged))
             raise
         except TrainerError as stopped:
-            self._break_off(held, f"{type(stopped).__name__}: {stopped}")
+            self._abandon_round(held, f"{type(stopped).__name__}: {stopped}")
             raise
         self._memory.fitted()
         self._committed(held, candidate, report, groups)
@@ -130,7 +134,7 @@ class School:
 
     def commit(
         self,
-        pupil: Pupil,
+        pupil: LearnerProtocol,
         held: Round,
         groups: Sequence[Group],
         metrics: Mapping[str, Any],
@@ -156,15 +160,15 @@ class School:
         rows: list[TokenRow] = []
         for name in self._store.trajectories.of_round(candidate.round_id or "", 2 * ROWS) or self._newest():
             transcript = self._store.trajectories.read(name)
-            calls = self._casting.named(self._store.trajectories.context_calls(transcript))
-            rows += build_rows(name, calls, 0.0, self._casting.roles, imitated=True).rows
+            calls = self._role_resolver.named(self._store.trajectories.context_calls(transcript))
+            rows += build_rows(name, calls, 0.0, self._role_resolver.roles, imitated=True).rows
             if len(rows) >= ROWS:
                 break
         return contexts(rows[:ROWS])
 
     def _newest(self) -> list[str]:
         """Return some of the alias's newest trajectories."""
-        return [run.id for run in self._store.trajectories.page(2 * ROWS, chosen=Chosen(alias=self._alias))]
+        return [run.id for run in self._store.trajectories.page(2 * ROWS, chosen=TrajectoryFilter(alias=self._alias))]
 
     def _next_folder(self) -> Path:
         """Return the folder of the next version: a number that neither the store nor the disk has seen."""
@@ -178,7 +182,7 @@ class School:
             self._store.groups.drop(group.id, reason)
         self._store.alarms.raise_(f"{reason}:{self._alias}", f"round {held.id}: {words}")
 
-    def _break_off(self, held: Round, words: str) -> None:
+    def _abandon_round(self, held: Round, words: str) -> None:
         """Give a round up for what another start may mend; its groups wait for another one."""
         self._store.rounds.abandon(held.id, words)
         self._store.alarms.raise_(f"{UNFINISHED}:{self._alias}", f"round {held.id} was broken off: {words}")
@@ -199,16 +203,18 @@ class School:
         alarm = f"{COLLAPSE}:{self._alias}"
         moved = movement_of(dataclasses.asdict(report))
         if moved is not None and moved.collapsing:
-            self._store.alarms.raise_(alarm, f"{self._alias}@{candidate.version}: {collapse_reason(moved)}")
+            self._store.alarms.raise_(alarm, f"{self._alias}@{candidate.version}: {describe_collapse(moved)}")
         else:
             self._store.alarms.clear(alarm)
 
-    def _collect(self, pupil: Pupil, groups: Sequence[Group], version: int) -> tuple[list[TokenRow], Counter[str]]:
+    def _collect(
+        self, pupil: LearnerProtocol, groups: Sequence[Group], version: int
+    ) -> tuple[list[TokenRow], Counter[str]]:
         rows: list[TokenRow] = []
         untrained: Counter[str] = Counter()
         keys = {group.id: group.key for group in groups}
         policies = self._store.policies.all(self._alias)
-        for member, verdict, earned, turns in self._credited(groups):
+        for member, verdict, earned, turns in self._with_advantages(groups):
             built = self.rows(member, verdict, earned, turns)
             untrained.update(built.untrained)
             for row in built.rows:
@@ -221,7 +227,7 @@ class School:
                     log.warning("event=row_refused reason=%r", unfit)
         return rows, untrained
 
-    def _short_enough(
+    def _drop_too_long(
         self, rows: Sequence[TokenRow], groups: Sequence[Group], untrained: Counter[str]
     ) -> tuple[list[TokenRow], Sequence[Group]]:
         """Leave out the rows that are too long; drop the trajectories that have no other. Raises OutOfMemory."""
@@ -235,7 +241,7 @@ class School:
         for row in rows:
             if row.trajectory_id in aside or len(row.ids) > (most or 0):
                 untrained["too long"] += row.tokens_trained
-        self._store.groups.set_aside(sorted(aside), TOO_LONG)
+        self._store.groups.drop_members(sorted(aside), TOO_LONG)
         self._store.alarms.raise_(
             f"{TOO_LONG}:{self._alias}",
             f"{len(rows) - len(fitting)} rows of more than {most} tokens were left out, and {len(aside)} trajectories "
@@ -245,7 +251,7 @@ class School:
         kept = [msgspec.structs.replace(one, members=tuple(n for n in one.members if n not in aside)) for one in groups]
         return fitting, [group for group in kept if group.members]
 
-    def _credited(self, groups: Sequence[Group]) -> list[tuple[Transcript, Verdict, Earned, Turns]]:
+    def _with_advantages(self, groups: Sequence[Group]) -> list[tuple[Transcript, Verdict, AdvantagesByRole, Turns]]:
         """Return the members of the groups with their verdicts, their advantages and those of their single calls."""
         members: list[Transcript] = []
         said: list[Verdict] = []
@@ -262,7 +268,7 @@ class School:
                 found = self._credit.advantages(runs, given, role)
                 advantages[role] += found or (0.0,) * len(read)
         families = [member.trajectory.family for member in members]
-        scaled = [self._credit.over_the_round(families, advantages[role]) for role in roles]
+        scaled = [self._credit.scale_over_round(families, advantages[role]) for role in roles]
         earned = [dict(zip(roles, of_one, strict=True)) for of_one in zip(*scaled, strict=True)]
         return list(zip(members, said, earned, turns, strict=True))
 
@@ -272,7 +278,7 @@ class School:
         return {"reward": sum(scores) / len(scores) if scores else 0.0, "trajectories": len(names)}
 
 
-def _that_teach(groups: Sequence[Group], rows: Sequence[TokenRow]) -> list[Group]:
+def _groups_with_rows(groups: Sequence[Group], rows: Sequence[TokenRow]) -> list[Group]:
     """Return the groups of which a row is trained."""
     trained = {row.trajectory_id for row in rows}
     return [group for group in groups if not trained.isdisjoint(group.members)]

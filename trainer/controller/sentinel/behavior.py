@@ -1,4 +1,4 @@
-"""Conduct: what a trajectory did, in a few numbers, read once off its transcript. Pure.
+"""TrajectoryBehavior: what a trajectory did, in a few numbers, read once off its transcript. Pure.
 
 Made-up arguments: a value of a tool call that occurs nowhere in what the model had before it. An identifier (digits,
 @, / or _ in one word) must occur whole; of several words one must. Short numbers, booleans and words that the tool's
@@ -29,7 +29,7 @@ _REASONING = ("reasoning_content", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
-class Conduct:
+class TrajectoryBehavior:
     """What a trajectory did. An action is a tool call or an answer in words."""
 
     trajectory_id: str
@@ -47,7 +47,7 @@ class Conduct:
     opened: frozenset[str] = frozenset()  # those that its tool calls named
 
 
-def conduct(member: Transcript) -> Conduct:
+def conduct(member: Transcript) -> TrajectoryBehavior:
     """Return the conduct of a trajectory."""
     judged, made_up = _arguments(member)
     said = [message for message in member.messages if message.get("role") == "assistant"]
@@ -55,7 +55,7 @@ def conduct(member: Transcript) -> Conduct:
     tokens = sum(call.completion_tokens for call in member.calls)
     reasoning, other = (sum(map(size, said)) for size in (_reasoning_chars, _other_chars))
     offered = frozenset(filter(None, (_named(tool) for tool in member.tools)))
-    return Conduct(
+    return TrajectoryBehavior(
         trajectory_id=member.trajectory.id,
         family=member.trajectory.family,
         cohort=member.trajectory.group_key,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from ratchet.trainer.controller.sentinel.behavior import Conduct
+from ratchet.trainer.controller.sentinel.behavior import TrajectoryBehavior
 from ratchet.trainer.controller.sentinel.resources import coverage_of
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
@@ -20,7 +20,7 @@ _COVERED_BY = 100  # trajectories that could have used a tool or a resource, bef
 _RESOURCES = 5  # fewer tell nothing of how many are neglected
 
 
-def drift(conducts: Sequence[Conduct], settings: SentinelSettings) -> list[Finding]:
+def drift(conducts: Sequence[TrajectoryBehavior], settings: SentinelSettings) -> list[Finding]:
     """Return the findings of every check on conduct; nothing where there is no trajectory."""
     if not conducts:
         return []
@@ -45,7 +45,7 @@ def drift(conducts: Sequence[Conduct], settings: SentinelSettings) -> list[Findi
     ]
 
 
-def coverage(conducts: Sequence[Conduct], settings: SentinelSettings) -> list[Finding]:
+def coverage(conducts: Sequence[TrajectoryBehavior], settings: SentinelSettings) -> list[Finding]:
     """Return, per tool, the share of the trajectories that were offered it and used it."""
     findings = []
     for tool in sorted(frozenset().union(*(one.offered for one in conducts))):
@@ -61,7 +61,7 @@ def coverage(conducts: Sequence[Conduct], settings: SentinelSettings) -> list[Fi
     return findings
 
 
-def resource_coverage(conducts: Sequence[Conduct], settings: SentinelSettings) -> Finding:
+def resource_coverage(conducts: Sequence[TrajectoryBehavior], settings: SentinelSettings) -> Finding:
     """Return the share of the files and other named resources that were shown often, and that tool calls named."""
     found = coverage_of(conducts, _COVERED_BY, settings.min_coverage)
     reason = None
@@ -75,9 +75,9 @@ def resource_coverage(conducts: Sequence[Conduct], settings: SentinelSettings) -
     return Finding("resource_coverage", "ratchet_resource_use_ratio", "", found.share, reason)
 
 
-def unnecessary_tool_calls(conducts: Sequence[Conduct], scores: Mapping[str, float]) -> Finding | None:
+def unnecessary_tool_calls(conducts: Sequence[TrajectoryBehavior], scores: Mapping[str, float]) -> Finding | None:
     """Return the mean number of tool calls on tasks that an attempt without any solved as well as the best one."""
-    cohorts: dict[str, list[Conduct]] = {}
+    cohorts: dict[str, list[TrajectoryBehavior]] = {}
     for one in conducts:
         if one.trajectory_id in scores:
             cohorts.setdefault(one.cohort, []).append(one)
@@ -88,13 +88,15 @@ def unnecessary_tool_calls(conducts: Sequence[Conduct], scores: Mapping[str, flo
     return Finding("unnecessary_tool_calls", "ratchet_unnecessary_tool_calls", "", mean)
 
 
-def _solved_without_tools(members: Sequence[Conduct], scores: Mapping[str, float]) -> bool:
+def _solved_without_tools(members: Sequence[TrajectoryBehavior], scores: Mapping[str, float]) -> bool:
     best = max(scores[one.trajectory_id] for one in members)
     worst = min(scores[one.trajectory_id] for one in members)
     return best > worst and any(not one.tool_calls and scores[one.trajectory_id] == best for one in members)
 
 
-def _made_up(past: Sequence[Conduct], recent: Sequence[Conduct], settings: SentinelSettings) -> Finding:
+def _made_up(
+    past: Sequence[TrajectoryBehavior], recent: Sequence[TrajectoryBehavior], settings: SentinelSettings
+) -> Finding:
     shares = [[one.made_up / one.arguments for one in side if one.arguments] for side in (past, recent)]
     now = statistics.fmean(shares[1]) if shares[1] else 0.0
     found = change(shares[0], shares[1])
@@ -110,9 +112,9 @@ def _made_up(past: Sequence[Conduct], recent: Sequence[Conduct], settings: Senti
 def _ratio_drift(
     check: str,
     metric: str,
-    measure: Callable[[Conduct], float],
-    past: Sequence[Conduct],
-    recent: Sequence[Conduct],
+    measure: Callable[[TrajectoryBehavior], float],
+    past: Sequence[TrajectoryBehavior],
+    recent: Sequence[TrajectoryBehavior],
     limit: float,
     settings: SentinelSettings,
 ) -> Finding:
@@ -133,9 +135,9 @@ def _ratio_drift(
     return Finding(check, metric, "", now, reason)
 
 
-def _length(one: Conduct) -> float:
+def _length(one: TrajectoryBehavior) -> float:
     return float(one.sampled_tokens)
 
 
-def _reasoning(one: Conduct) -> float:
+def _reasoning(one: TrajectoryBehavior) -> float:
     return one.reasoning_tokens / max(1, one.actions)

@@ -12,20 +12,20 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from ratchet.store.calls.trajectory_filter import Chosen
-from ratchet.store.errors import UnknownRecord
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
+from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import Trajectory
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judging.judge_agreement import CHECK as AGREEMENT
 from ratchet.trainer.controller.judging.judge_agreement import agreement
 from ratchet.trainer.controller.judging.second_judge import SecondJudge
-from ratchet.trainer.controller.sentinel.behavior import Conduct, conduct
+from ratchet.trainer.controller.sentinel.behavior import TrajectoryBehavior, conduct
 from ratchet.trainer.controller.sentinel.drift import CHECKS as DRIFT
 from ratchet.trainer.controller.sentinel.drift import drift, unnecessary_tool_calls
 from ratchet.trainer.controller.sentinel.round_checks import CHECKS as LAST_ROUNDS
 from ratchet.trainer.controller.sentinel.round_checks import LOOKED_AT, last_rounds
-from ratchet.trainer.controller.sentinel.tool_health import CHECK, ToolPast, tool_health
+from ratchet.trainer.controller.sentinel.tool_health import CHECK, ToolHistory, tool_health
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.observability.metrics import Metrics
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
@@ -58,10 +58,10 @@ class Sentinel:
         self._second = second
         self._metrics = metrics or Metrics(alias)
         self._looked_at: float | None = None
-        self._conducts: dict[str, Conduct] = {}
+        self._conducts: dict[str, TrajectoryBehavior] = {}
         self._behind = False  # there is more to read than one look reads
         self._whole = False  # the window has been read once since the start
-        self._pasts: dict[str, ToolPast] | None = None  # of tools that are sick; None: not known yet
+        self._pasts: dict[str, ToolHistory] | None = None  # of tools that are sick; None: not known yet
         self._standing: set[str] | None = None  # checks whose alarm stands; None: not known yet
         self.findings: tuple[Finding, ...] = ()
         self.holding = False
@@ -74,7 +74,7 @@ class Sentinel:
             self._tell(self.findings)
             self._metrics.found(self.findings, held=self.holding)
         elif self._behind:  # at each turn some more
-            self._newest_conducts()
+            self._newest_behaviors()
         return self.holding
 
     def doubts(self) -> list[Finding]:
@@ -84,7 +84,7 @@ class Sentinel:
     def _look(self) -> list[Finding]:
         rounds = self._store.rounds.page(self._alias, limit=_ABANDONED * LOOKED_AT)
         self._metrics.rounds(rounds)
-        conducts = self._newest_conducts()
+        conducts = self._newest_behaviors()
         if not self._whole:  # what is not known yet tells of no change, and of the end of none
             conducts = []
         needless = unnecessary_tool_calls(conducts, self._scores([one.trajectory_id for one in conducts]))
@@ -98,7 +98,7 @@ class Sentinel:
 
     def _tool_health(self) -> list[Finding]:
         newest = self._store.tools.newest_answered(self._alias, _TOOL_CALLS)
-        known = self._recalled_pasts() if self._pasts is None else self._pasts
+        known = self._load_tool_history() if self._pasts is None else self._pasts
         findings, pasts = tool_health(newest, self._settings, known)
         sick = {found.subject for found in findings if found.reason}
         self._pasts = {tool: past for tool, past in pasts.items() if tool in sick}
@@ -107,18 +107,18 @@ class Sentinel:
             self._store.observations.note(self._alias, TOOL_PAST, tool, asdict(past) if past else {})
         return findings
 
-    def _recalled_pasts(self) -> dict[str, ToolPast]:
+    def _load_tool_history(self) -> dict[str, ToolHistory]:
         """Return the pasts of the tools that were sick when the trainer ended."""
         told = self._store.observations.latest(self._alias, TOOL_PAST)
-        return {tool: ToolPast(**noted.content) for tool, noted in told.items() if noted.content}
+        return {tool: ToolHistory(**noted.content) for tool, noted in told.items() if noted.content}
 
     def _scores(self, names: Sequence[str]) -> dict[str, float]:
         verdicts = self._store.groups.verdicts(names) if names else {}
         return {name: verdict.score for name, verdict in verdicts.items() if verdict.score is not None}
 
-    def _newest_conducts(self) -> list[Conduct]:
+    def _newest_behaviors(self) -> list[TrajectoryBehavior]:
         """Return the conducts of the window as far as they were read, oldest first; reads some more."""
-        runs = self._store.trajectories.page(limit=self._settings.window, chosen=Chosen(alias=self._alias))
+        runs = self._store.trajectories.page(limit=self._settings.window, chosen=TrajectoryFilter(alias=self._alias))
         ended = [run for run in runs if run.purpose == "live" and run.state is not TrajectoryState.OPEN]
         known = {run.id: self._conducts[run.id] for run in ended if run.id in self._conducts}
         unread = [run for run in ended if run.id not in known]
@@ -131,10 +131,10 @@ class Sentinel:
         self._conducts = known
         return [known[run.id] for run in reversed(ended) if run.id in known]
 
-    def _read(self, run: Trajectory) -> Conduct | None:
+    def _read(self, run: Trajectory) -> TrajectoryBehavior | None:
         try:
             return conduct(self._store.trajectories.read(run.id))
-        except UnknownRecord:  # deleted in between
+        except RecordNotFound:  # deleted in between
             return None
 
     def _tell(self, findings: Sequence[Finding]) -> None:

@@ -24,7 +24,7 @@ _FITTING = (ToolOutcome.VALID, ToolOutcome.UNCHECKED)
 
 
 @dataclass(frozen=True, slots=True)
-class ToolPast:
+class ToolHistory:
     """How a tool did before: (failures, calls), and whether under the very versions that call it now."""
 
     failures: int
@@ -33,8 +33,8 @@ class ToolPast:
 
 
 def tool_health(
-    newest: Sequence[ToolCall], settings: SentinelSettings, kept: Mapping[str, ToolPast] | None = None
-) -> tuple[list[Finding], dict[str, ToolPast]]:
+    newest: Sequence[ToolCall], settings: SentinelSettings, kept: Mapping[str, ToolHistory] | None = None
+) -> tuple[list[Finding], dict[str, ToolHistory]]:
     """Return one finding per tool, and the pasts that it was compared with.
 
     `newest` are answered tool calls, newest first. `kept` are the pasts of tools that were sick at the last look: they
@@ -59,18 +59,18 @@ def _by_tool(newest: Iterable[ToolCall]) -> dict[str, list[ToolCall]]:
     return tools
 
 
-def _past(recent: Sequence[ToolCall], earlier: Sequence[ToolCall]) -> ToolPast:
+def _past(recent: Sequence[ToolCall], earlier: Sequence[ToolCall]) -> ToolHistory:
     versions = {call.version for call in recent}
     same = [call for call in earlier if call.version in versions]
     chosen = same if len(same) >= LEAST else earlier
-    return ToolPast(sum(map(_fails, chosen)), len(chosen), chosen is same)
+    return ToolHistory(sum(map(_fails, chosen)), len(chosen), chosen is same)
 
 
 def _fails(call: ToolCall) -> bool:
     return call.result is not ToolResult.OK
 
 
-def _finding(tool: str, recent: Sequence[ToolCall], past: ToolPast, settings: SentinelSettings) -> Finding:
+def _finding(tool: str, recent: Sequence[ToolCall], past: ToolHistory, settings: SentinelSettings) -> Finding:
     failures = sum(map(_fails, recent))
     share = failures / len(recent)
     risen = share_change((past.failures, past.calls), (failures, len(recent)))

@@ -28,7 +28,7 @@ class Scorer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class GeneralRows:
+class GeneralDataRows:
     """Rows to learn from, rows that are only measured, and conversations that were left out, by reason."""
 
     learnt: tuple[TokenRow, ...] = ()
@@ -38,7 +38,7 @@ class GeneralRows:
 
 def general_rows(
     told: Iterable[tuple[str, Mapping[str, Any]]], chat: ChatRows, settings: WarmStartSettings
-) -> GeneralRows:
+) -> GeneralDataRows:
     """Return the rows of (id, row of a task set with `messages`). Raises WarmStartRefused where nothing is left."""
     left_out: Counter[str] = Counter()
     rendered: dict[str, list[TokenRow]] = {}
@@ -54,7 +54,7 @@ def general_rows(
         raise WarmStartRefused(f"general data {settings.general}: no conversations to mix in and measure ({reasons})")
     parts = order[aside:], order[:aside]
     learnt, held_out = (tuple(row for name in part for row in rendered[name]) for part in parts)
-    return GeneralRows(learnt, held_out, dict(left_out))
+    return GeneralDataRows(learnt, held_out, dict(left_out))
 
 
 def mixed(good: Sequence[TokenRow], general: Sequence[TokenRow], share: float, seed: int) -> list[TokenRow]:

@@ -21,16 +21,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ratchet.store.calls.trajectory_filter import Chosen
-from ratchet.store.errors import UnknownRecord
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
+from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import OTHER, Transcript, cohort_of
 from ratchet.store.states import CallState, RolloutState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.collect.role_resolution import Casting
+from ratchet.trainer.controller.collect.role_resolution import RoleResolver
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.errors import RowError
 from ratchet.trainer.rows import preference_rows
-from ratchet.trainer.rows.build_rows import ALL_ROLES, TakenAnswers, build_rows
+from ratchet.trainer.rows.build_rows import ALL_ROLES, TrainedAnswers, build_rows
 from ratchet.trainer.rows.chat_rows import ChatRows, Conversation
 from ratchet.trainer.rows.roles import Roles
 from ratchet.trainer.rows.token_row import TokenRow
@@ -44,7 +44,7 @@ _SET_ASIDE = "of a held-out task"
 
 
 @dataclass(frozen=True, slots=True)
-class Imitable:
+class SFTRows:
     """The rows, the trajectories that they are of with their scores, and what was left out, by reason."""
 
     rows: list[TokenRow] = field(default_factory=list)
@@ -81,15 +81,15 @@ class Search:
         self._relative = relative  # the judge only ranks: `min_score` means nothing, the best of each group are taken
         self._held_out = held_out
         self._alias = alias
-        self._casting = Casting(store, alias, roles)
+        self._role_resolver = RoleResolver(store, alias, roles)
         self._tuning_id = tuning_id
         self._judge = judge
         self._chat = chat
         self._settings = settings
 
-    def everything(self) -> Imitable:
+    def everything(self) -> SFTRows:
         """Return what the settings' sources hold."""
-        found = Imitable()
+        found = SFTRows()
         if OWN in self._settings.sources:
             self._own(found)
         if SHOWN in self._settings.sources:
@@ -98,7 +98,7 @@ class Search:
             self._taught(found, teacher)
         return found
 
-    def _own(self, found: Imitable) -> None:
+    def _own(self, found: SFTRows) -> None:
         live = self._store.groups.scored(self._alias, self._judge.version, limit=self._settings.most)
         judged_at = {one.trajectory_id: one.judged_at for one in live}
         collected = [one for one in self._store.rollouts.of(self._tuning_id, COLLECTED) if one.score is not None]
@@ -110,10 +110,10 @@ class Search:
             if transcript.trajectory.purpose != "live" and judged_at[name] != math.inf:
                 found.left_out["evaluated"] += 1
                 continue
-            calls = self._casting.named(self._store.trajectories.context_calls(transcript))
+            calls = self._role_resolver.named(self._store.trajectories.context_calls(transcript))
             seen = [call for call in calls if call.ended_at is not None and call.ended_at <= judged_at[name]]
             try:
-                rows = build_rows(name, seen, 1.0, self._casting.roles, imitated=True).rows
+                rows = build_rows(name, seen, 1.0, self._role_resolver.roles, imitated=True).rows
             except RowError:
                 found.left_out["unsound row"] += 1
                 continue
@@ -121,7 +121,7 @@ class Search:
             plain = [dataclasses.replace(row, temperature=1.0, importance=False) for row in rows]
             found.add(OWN, name, score, plain)
 
-    def _shown(self, found: Imitable) -> None:
+    def _shown(self, found: SFTRows) -> None:
         for name in self._demonstrated():
             transcript = self._store.trajectories.read(name)
             if transcript.trajectory.alias != self._alias or transcript.trajectory.purpose != "live":
@@ -138,7 +138,7 @@ class Search:
                 one = Conversation(name, (*prompt, *answer), frozenset({len(prompt)}), tools)
                 self._render(found, SHOWN, name, None, [one])
 
-    def _taught(self, found: Imitable, teacher: str) -> None:
+    def _taught(self, found: SFTRows, teacher: str) -> None:
         cohorts: dict[str, list[Transcript]] = defaultdict(list)
         for transcript in self._answered_by(teacher, found):
             cohorts[transcript.trajectory.group_key].append(transcript)
@@ -152,13 +152,13 @@ class Search:
                     judged.append((cohort, member.trajectory.id, verdict.score))
                     read[member.trajectory.id] = member
         for name, score in self._good(found, judged):
-            self._render(found, teacher, name, score, conversations(read[name], self._store, self._casting))
+            self._render(found, teacher, name, score, conversations(read[name], self._store, self._role_resolver))
 
-    def _answered_by(self, teacher: str, found: Imitable) -> Iterator[Transcript]:
+    def _answered_by(self, teacher: str, found: SFTRows) -> Iterator[Transcript]:
         before = None
         left = self._settings.most
         while left > 0:
-            page = self._store.trajectories.page(min(_PAGE, left), before, chosen=Chosen(alias=teacher))
+            page = self._store.trajectories.page(min(_PAGE, left), before, chosen=TrajectoryFilter(alias=teacher))
             if not page:
                 return
             for run in page:
@@ -175,7 +175,7 @@ class Search:
         """Return whether a tuner measured with it, or gave it up: a task that is held out must not be learnt."""
         try:
             rollout = self._store.rollouts.get(trajectory_id)
-        except UnknownRecord:
+        except RecordNotFound:
             return False
         abandoned = rollout.state is RolloutState.ABANDONED
         return rollout.purpose != "live" or rollout.split != "train" or abandoned
@@ -189,7 +189,7 @@ class Search:
             before = page[-1].id
         return list(names)
 
-    def _good(self, found: Imitable, scored: Iterable[tuple[str, str, float]]) -> list[tuple[str, float]]:
+    def _good(self, found: SFTRows, scored: Iterable[tuple[str, str, float]]) -> list[tuple[str, float]]:
         """Return (trajectory, score) of those that are good enough, the best of each task; the newest come first."""
         least, most = -math.inf if self._relative else self._settings.min_score, self._settings.max_per_task
         by_task: dict[str, list[tuple[str, float]]] = defaultdict(list)
@@ -213,7 +213,7 @@ class Search:
         return [member for members in by_task.values() for member in members[:most]]
 
     def _render(
-        self, found: Imitable, source: str, name: str, score: float | None, told: Sequence[Conversation]
+        self, found: SFTRows, source: str, name: str, score: float | None, told: Sequence[Conversation]
     ) -> None:
         rows: list[TokenRow] = []
         for one in told:
@@ -225,13 +225,13 @@ class Search:
         found.add(source, name, score, rows)
 
 
-def conversations(transcript: Transcript, store: Store, casting: Casting) -> list[Conversation]:
+def conversations(transcript: Transcript, store: Store, casting: RoleResolver) -> list[Conversation]:
     """Return the histories of a trajectory, each answer learnt in one of them: one more for each fork.
 
     Answers of roles that do not train are learnt in none.
     """
     trained = {call.id for call in casting.named(transcript.calls) if casting.roles.trains(call.role)}
-    taken = TakenAnswers(transcript.calls)
+    taken = TrainedAnswers(transcript.calls)
     parents: dict[tuple[str, int], tuple[str | None, int]] = {}
     nodes: dict[tuple[str, int], str] = {}
     for call in transcript.calls:

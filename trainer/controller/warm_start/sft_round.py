@@ -18,11 +18,11 @@ from typing import Any
 from ratchet.store.records import Policy
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges import Judge
-from ratchet.trainer.controller.rounds.round_runner import School
-from ratchet.trainer.controller.warm_start.general_data import GeneralRows, general_rows, mean_loss, mixed
-from ratchet.trainer.controller.warm_start.sft_data import Imitable, Search
+from ratchet.trainer.controller.rounds.round_runner import RoundRunner
+from ratchet.trainer.controller.warm_start.general_data import GeneralDataRows, general_rows, mean_loss, mixed
+from ratchet.trainer.controller.warm_start.sft_data import Search, SFTRows
 from ratchet.trainer.errors import LearningError, WarmStartRefused
-from ratchet.trainer.learner_protocol import Pupil, RoundReport
+from ratchet.trainer.learner_protocol import LearnerProtocol, RoundReport
 from ratchet.trainer.rows.build_rows import ALL_ROLES
 from ratchet.trainer.rows.chat_rows import ChatRows
 from ratchet.trainer.rows.roles import Roles
@@ -36,11 +36,11 @@ WARM_START = "warm_start"  # what such a round's metrics are told under
 
 
 @dataclass(frozen=True, slots=True)
-class Material:
+class SFTMaterial:
     """Everything that a warm start learns from and is measured on."""
 
-    good: Imitable
-    general: GeneralRows
+    good: SFTRows
+    general: GeneralDataRows
     rows: tuple[TokenRow, ...]  # mixed, in no order
 
 
@@ -55,7 +55,7 @@ def gather(
     roles: Roles = ALL_ROLES,
     held_out: float = 0.0,
     relative: bool = False,
-) -> Material:
+) -> SFTMaterial:
     """Return what there is to learn. Raises WarmStartRefused, with what was left out, where it is too little."""
     good = Search(store, alias, judge, chat, settings, tuning_id, roles, held_out, relative).everything()
     if len(good.scores) < settings.least:
@@ -64,8 +64,8 @@ def gather(
             f"{len(good.scores)} trajectories to imitate from {', '.join(settings.sources)}, {settings.least} are "
             f"needed ({reasons}): lower min_score or `least`, or let the agent work first"
         )
-    kept = general_rows(general, chat, settings) if settings.general is not None else GeneralRows()
-    return Material(good, kept, tuple(mixed(good.rows, kept.learnt, settings.general_ratio, settings.seed)))
+    kept = general_rows(general, chat, settings) if settings.general is not None else GeneralDataRows()
+    return SFTMaterial(good, kept, tuple(mixed(good.rows, kept.learnt, settings.general_ratio, settings.seed)))
 
 
 def learner_settings(settings: WarmStartSettings, learner: LearnerSettings, rows: int) -> LearnerSettings:
@@ -83,18 +83,18 @@ def learner_settings(settings: WarmStartSettings, learner: LearnerSettings, rows
     )
 
 
-class Imitation:
+class SFTRound:
     """Holds warm starts of one alias."""
 
-    def __init__(self, store: Store, school: School, alias: str) -> None:
+    def __init__(self, store: Store, school: RoundRunner, alias: str) -> None:
         self._store = store
-        self._school = school
+        self._round_runner = school
         self._alias = alias
 
     def hold(
         self,
-        pupil: Pupil,
-        material: Material,
+        pupil: LearnerProtocol,
+        material: SFTMaterial,
         settings: WarmStartSettings,
         from_version: int,
         tuning_id: str,
@@ -114,12 +114,12 @@ class Imitation:
                 reports.append(pupil.train_round(rows))
                 told(epoch + 1, reports[-1])
             after = mean_loss(pupil, aside) if aside else None
-            _check_forgetting(before, after, settings)
+            _check_loss_increase(before, after, settings)
         except LearningError as stopped:
             self._store.rounds.abandon(held.id, str(stopped))
             raise
         story = _story(material, settings, reports, before, after, len(rows)) | {"tuning": tuning_id}
-        candidate = self._school.commit(
+        candidate = self._round_runner.commit(
             pupil, held, groups=[], metrics=_metrics(material, reports, story), shown=sorted(material.good.scores)
         )
         log.info(
@@ -130,7 +130,7 @@ class Imitation:
         return candidate
 
 
-def story_of(store: Store, alias: str, tuning_id: str) -> tuple[int, Mapping[str, Any]] | None:
+def warm_start_metrics(store: Store, alias: str, tuning_id: str) -> tuple[int, Mapping[str, Any]] | None:
     """Return the version that a tuning's warm start made, and what is told of it; None before its commit."""
     before = None
     while page := store.rounds.page(alias, limit=200, before=before):
@@ -142,7 +142,7 @@ def story_of(store: Store, alias: str, tuning_id: str) -> tuple[int, Mapping[str
     return None
 
 
-def _check_forgetting(before: float | None, after: float | None, settings: WarmStartSettings) -> None:
+def _check_loss_increase(before: float | None, after: float | None, settings: WarmStartSettings) -> None:
     limit = settings.max_loss_increase
     if limit is not None and before is not None and after is not None and after - before > limit:
         raise WarmStartRefused(
@@ -152,7 +152,7 @@ def _check_forgetting(before: float | None, after: float | None, settings: WarmS
 
 
 def _story(
-    material: Material,
+    material: SFTMaterial,
     settings: WarmStartSettings,
     reports: Sequence[RoundReport],
     before: float | None,
@@ -175,7 +175,7 @@ def _story(
     }
 
 
-def _metrics(material: Material, reports: Sequence[RoundReport], story: Mapping[str, Any]) -> dict[str, Any]:
+def _metrics(material: SFTMaterial, reports: Sequence[RoundReport], story: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of the round: those of its last epoch, with the sums of all."""
     scores = [score for score in material.good.scores.values() if score is not None]
     return dataclasses.asdict(reports[-1]) | {

@@ -18,11 +18,11 @@ from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import TuningState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.controller.warm_start.sft_round import Material, gather, story_of
+from ratchet.trainer.controller.warm_start.sft_round import SFTMaterial, gather, warm_start_metrics
 from ratchet.trainer.errors import LearningError, RowError, SettingError, TuningError
 from ratchet.trainer.rows.chat_rows import ChatRows
 from ratchet.trainer.rows.roles import Roles
-from ratchet.trainer.settings.judge_specs import only_ranks
+from ratchet.trainer.settings.judge_specs import gives_only_ranks
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.settings.warm_start_settings import WarmStartSettings
 from ratchet.trainer.tasks.task_set import TaskSet
@@ -52,7 +52,7 @@ class WarmStarts:
         self._looked_at = now
         return next((one for one in self._asking() if not self._has_it(one)), None)
 
-    def gather(self, asked: Tuning) -> tuple[WarmStartSettings, Material]:
+    def gather(self, asked: Tuning) -> tuple[WarmStartSettings, SFTMaterial]:
         """Return what was asked for and what there is to learn. Raises one of REFUSALS."""
         try:
             wanted = WarmStartSettings.model_validate(asked.config[WARM_START])
@@ -73,7 +73,7 @@ class WarmStarts:
                 tuning_id=asked.id,
                 roles=Roles(self._settings.roles, self._settings.role_patterns),
                 held_out=self._settings.gate.held_out,
-                relative=only_ranks(self._settings.judge),
+                relative=gives_only_ranks(self._settings.judge),
             )
         finally:
             judge.close()
@@ -90,7 +90,7 @@ class WarmStarts:
         return [one for one in asking if (one.result or {}).get("stage") == WARM_START]
 
     def _has_it(self, asked: Tuning) -> bool:
-        if story_of(self._store, self._settings.model, asked.id) is None:
+        if warm_start_metrics(self._store, self._settings.model, asked.id) is None:
             return False
         self._answered.add(asked.id)
         return True

@@ -20,7 +20,7 @@ from ratchet.trainer.statistics.paired_comparison import Compared, Marks, Missin
 from ratchet.tuner.environments.bfcl import PACKAGE, VERSION
 from ratchet.tuner.environments.bfcl.virtual_env import EvaluationUnready
 from ratchet.tuner.reports.tuning_result import TuningResult, task_set
-from ratchet.tuner.rollouts.prices import Prices, Spent
+from ratchet.tuner.rollouts.prices import Prices, RolloutCost
 
 PROGRAM = Path(__file__).with_name("program.py")
 # What is in the package and needs neither network nor a second model.
@@ -105,7 +105,7 @@ def result(
     """Return the evaluation as the tuner's report reads it: the last version against the first."""
     names = list(answers)
     gain: Compared | None = found.pair(names[-1], names[0]) if len(names) > 1 else None
-    spent = sum((_spent(name, entries, prices) for name, entries in answers.items()), Spent())
+    spent = sum((_spent(name, entries, prices) for name, entries in answers.items()), RolloutCost())
     return TuningResult(
         method="eval",
         technique=f"BFCL v4, {', '.join(asked.categories)}",
@@ -122,10 +122,10 @@ def result(
     )
 
 
-def _spent(version: str, entries: Sequence[Entry], prices: Prices) -> Spent:
+def _spent(version: str, entries: Sequence[Entry], prices: Prices) -> RolloutCost:
     taken = round(sum(entry.prompt_tokens for entry in entries))
     given = round(sum(entry.completion_tokens for entry in entries))
-    return Spent(
+    return RolloutCost(
         rollouts=len(entries), prompt_tokens=taken, completion_tokens=given,
         seconds=sum(entry.seconds for entry in entries), money=prices.money(version, taken, given),
     )  # fmt: skip

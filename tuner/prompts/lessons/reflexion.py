@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ratchet.store.errors import UnknownRecord
+from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import Policy, Transcript
 from ratchet.store.records.tuning import Prompt
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges.language_model import Interview, LanguageModel
-from ratchet.trainer.errors import JudgeUnanswered, LessonsRefused, ReflectionDown
+from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
+from ratchet.trainer.errors import JudgeUnavailable, LessonsRefused, ReflectionUnavailable
 from ratchet.tuner.prompts.lessons.failing_families import Failing, failing, plain
 from ratchet.tuner.prompts.lessons.lesson_text import fit, lessons_of, quotable, with_lessons
 from ratchet.tuner.settings.lesson_settings import LessonSettings
@@ -51,7 +51,7 @@ Answer with a JSON object: "diagnosis", a few sentences, and "lessons", a list o
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class LearnedLessons:
     """Lessons by family, what they were learnt from, and what that cost. `problems` say which family has none, why."""
 
     lessons: Mapping[str, tuple[str, ...]]
@@ -85,9 +85,9 @@ def learn(
     model: LanguageModel,
     settings: LessonSettings,
     told: Callable[[str], None] = lambda family: None,
-) -> Learned:
-    """Ask for lessons about every failing family; `told` hears of each. Raises LessonsRefused, ReflectionDown."""
-    judge = store.groups.newest_judge(alias)
+) -> LearnedLessons:
+    """Ask for lessons about every failing family; `told` hears of each. Raises LessonsRefused, ReflectionUnavailable."""
+    judge = store.groups.newest_judge_version(alias)
     scores = store.groups.scored(alias, judge, settings.newest) if judge else []
     found = {one.family: one for one in failing(scores, below=settings.below, least=settings.least)}
     if not found:
@@ -97,23 +97,23 @@ def learn(
         )
     live = check(store, alias)
     prompt = store.prompts.get(live.prompt_id) if live.prompt_id else None
-    interview = Interview(NAME, None)
+    interview = JudgeModelSession(NAME, None)
     lessons: dict[str, tuple[str, ...]] = {}
     problems: dict[str, str] = {}
     for family, one in found.items():
         told(family)
         try:
             lessons[family] = tuple(_ask(store, one, prompt, model, settings, interview))
-        except (JudgeUnanswered, LessonsRefused) as error:
+        except (JudgeUnavailable, LessonsRefused) as error:
             problems[family] = str(error)
     if not lessons:
-        raise ReflectionDown(f"no family got lessons: {next(iter(problems.values()))}")
+        raise ReflectionUnavailable(f"no family got lessons: {next(iter(problems.values()))}")
     tokens = sum(one.prompt_tokens + one.completion_tokens for one in interview.exchanges)
-    return Learned(lessons, found, problems, tokens, interview.cost)
+    return LearnedLessons(lessons, found, problems, tokens, interview.cost)
 
 
-def on_trial(store: Store, alias: str, learned: Learned, share: float, run: str) -> Policy:
-    """Make a canary that has the lessons. Raises LessonsRefused, ForbiddenChange where another one came first."""
+def on_trial(store: Store, alias: str, learned: LearnedLessons, share: float, run: str) -> Policy:
+    """Make a canary that has the lessons. Raises LessonsRefused, InvalidTransition where another one came first."""
     live = check(store, alias)
     prompt = store.prompts.get(live.prompt_id) if live.prompt_id else None
     text, mode, families = with_lessons(prompt, learned.lessons)
@@ -128,7 +128,7 @@ def on_trial(store: Store, alias: str, learned: Learned, share: float, run: str)
 
 def _ask(
     store: Store, found: Failing, prompt: Prompt | None, model: LanguageModel, settings: LessonSettings,
-    interview: Interview,
+    interview: JudgeModelSession,
 ) -> list[str]:  # fmt: skip
     names = [scored.trajectory_id for scored in found.worst[: settings.examples]]
     attempts = [read for name in names if (read := _read(store, name)) is not None]
@@ -155,7 +155,7 @@ def _read(store: Store, name: str) -> Transcript | None:
     """Return a failed attempt of live traffic; None of an evaluation, and of one that was deleted meanwhile."""
     try:
         read = store.trajectories.read(name)
-    except UnknownRecord:
+    except RecordNotFound:
         return None
     return read if read.trajectory.purpose == "live" else None
 

@@ -27,7 +27,7 @@ def upgrade() -> None:
         sa.Column("live", sa.JSON(), nullable=False),
         sa.Column("pins", sa.JSON(), nullable=False),
         sa.Column("shipped_until", sa.Double(), nullable=False),
-        sa.Column("beat_at", sa.Double(), nullable=False),
+        sa.Column("heartbeat_at", sa.Double(), nullable=False),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_doors")),
     )
     op.create_table(

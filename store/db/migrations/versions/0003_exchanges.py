@@ -29,4 +29,4 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_exchanges")),
     )
     op.create_index(op.f("ix_exchanges_group_id_id"), "exchanges", ["group_id", "id"])
-    op.add_column("verdicts", sa.Column("exchange_id", sa.String(length=40), nullable=True))
+    op.add_column("verdicts", sa.Column("judge_request_id", sa.String(length=40), nullable=True))

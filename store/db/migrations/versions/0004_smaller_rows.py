@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-from ratchet.store.db.column_types import pack_hash, squeeze_ids
+from ratchet.store.db.column_types import compress_token_ids, pack_hash
 
 revision = "0004"
 down_revision = "0003"
@@ -88,7 +88,7 @@ def _rebuild() -> None:
     connection = op.get_bind().connection.dbapi_connection
     assert connection is not None
     connection.create_function("packed", 1, pack_hash, deterministic=True)
-    connection.create_function("squeezed", 1, squeeze_ids, deterministic=True)
+    connection.create_function("squeezed", 1, compress_token_ids, deterministic=True)
     for table in ("messages", "toolsets"):
         op.rename_table(table, f"old_{table}")
         columns: list[sa.Column[Any]] = [sa.Column("hash", sa.LargeBinary(), nullable=False)]

@@ -38,7 +38,7 @@ def upgrade() -> None:
     op.create_index("ix_feedback_trajectory_id_given_at", "feedback", ["trajectory_id", "given_at"])
     op.create_index("ix_feedback_given_at_id", "feedback", ["given_at", "id"])
     _partial("ix_feedback_waiting", "feedback", "target", "trajectory_id IS NULL")
-    _partial("ix_feedback_unheard", "feedback", "trajectory_id", "heard_at IS NULL AND value IS NOT NULL")
+    _partial("ix_feedback_unapplied", "feedback", "trajectory_id", "heard_at IS NULL AND value IS NOT NULL")
 
 
 def downgrade() -> None:

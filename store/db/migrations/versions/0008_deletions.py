@@ -14,7 +14,7 @@ def upgrade() -> None:
         "deletions",
         sa.Column("id", sa.String(length=40), nullable=False),
         sa.Column("why", sa.Text(), nullable=False),
-        sa.Column("began_at", sa.Double(), nullable=False),
+        sa.Column("started_at", sa.Double(), nullable=False),
         sa.Column("last_at", sa.Double(), nullable=False),
         sa.Column("trajectories", sa.Integer(), nullable=False),
         sa.Column("calls", sa.Integer(), nullable=False),
@@ -22,7 +22,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_deletions")),
     )
     op.create_table(
-        "unclaimed",
+        "orphan_candidates",
         sa.Column("hash", sa.LargeBinary(), nullable=False),
         sa.PrimaryKeyConstraint("hash", name=op.f("pk_unclaimed")),
     )
@@ -31,5 +31,5 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     op.drop_index("ix_choices_reply_node", "choices")
-    op.drop_table("unclaimed")
+    op.drop_table("orphan_candidates")
     op.drop_table("deletions")

@@ -58,7 +58,7 @@ def _tunings() -> None:
         sa.Column("config", sa.JSON, nullable=False),
         sa.Column("result", sa.JSON, nullable=True),
         sa.Column("error", sa.Text, nullable=True),
-        sa.Column("began_at", sa.Double, nullable=False),
+        sa.Column("started_at", sa.Double, nullable=False),
         sa.Column("ended_at", sa.Double, nullable=True),
         sa.CheckConstraint(f"kind IN ({_KINDS})", name=op.f("ck_tunings_kind_known")),
         sa.CheckConstraint("state IN ('running', 'done', 'failed', 'stopped')", name=op.f("ck_tunings_state_known")),
@@ -66,7 +66,7 @@ def _tunings() -> None:
         sa.CheckConstraint("state <> 'failed' OR error IS NOT NULL", name=op.f("ck_tunings_failure_has_reason")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_tunings")),
     )
-    op.create_index("ix_tunings_kind_began_at", "tunings", ["kind", "began_at"])
+    op.create_index("ix_tunings_kind_began_at", "tunings", ["kind", "started_at"])
 
 
 def _rollouts(postgres: bool) -> None:
@@ -85,7 +85,7 @@ def _rollouts(postgres: bool) -> None:
         sa.Column("scenario", sa.JSON, nullable=False),
         sa.Column("step", sa.Integer, nullable=False),
         sa.Column("planned_at", sa.Double, nullable=False),
-        sa.Column("began_at", sa.Double, nullable=True),
+        sa.Column("started_at", sa.Double, nullable=True),
         sa.Column("ended_at", sa.Double, nullable=True),
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("failure", sa.Text, nullable=True),

@@ -31,7 +31,7 @@ def _rebuild() -> None:
     op.execute("INSERT INTO new_tunings SELECT * FROM tunings")
     op.drop_table("tunings")
     op.rename_table("new_tunings", "tunings")
-    op.create_index("ix_tunings_kind_began_at", "tunings", ["kind", "began_at"])
+    op.create_index("ix_tunings_kind_began_at", "tunings", ["kind", "started_at"])
     _rollouts()
     op.execute("INSERT INTO rollouts SELECT * FROM waiting_rollouts")
     op.drop_table("waiting_rollouts")
@@ -47,7 +47,7 @@ def _tunings() -> None:
         sa.Column("config", sa.JSON, nullable=False),
         sa.Column("result", sa.JSON, nullable=True),
         sa.Column("error", sa.Text, nullable=True),
-        sa.Column("began_at", sa.Double, nullable=False),
+        sa.Column("started_at", sa.Double, nullable=False),
         sa.Column("ended_at", sa.Double, nullable=True),
         sa.CheckConstraint(f"kind IN ({_KINDS})", name=op.f("ck_tunings_kind_known")),
         sa.CheckConstraint("state IN ('running', 'done', 'failed', 'stopped')", name=op.f("ck_tunings_state_known")),
@@ -73,7 +73,7 @@ def _rollouts() -> None:
         sa.Column("scenario", sa.JSON, nullable=False),
         sa.Column("step", sa.Integer, nullable=False),
         sa.Column("planned_at", sa.Double, nullable=False),
-        sa.Column("began_at", sa.Double, nullable=True),
+        sa.Column("started_at", sa.Double, nullable=True),
         sa.Column("ended_at", sa.Double, nullable=True),
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("failure", sa.Text, nullable=True),

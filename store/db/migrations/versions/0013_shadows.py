@@ -1,4 +1,4 @@
-"""Shadows: further answers to the prompt of a recorded call, written down before they are asked for."""
+"""Resamples: further answers to the prompt of a recorded call, written down before they are asked for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ down_revision = "0012"
 def upgrade() -> None:
     collation = "C" if op.get_bind().dialect.name == "postgresql" else None
     op.create_table(
-        "shadows",
+        "resamples",
         sa.Column("id", sa.String(128, collation=collation), nullable=False),
         sa.Column("original_id", sa.String(128, collation=collation), nullable=False),
         sa.Column("number", sa.Integer, nullable=False),
@@ -35,8 +35,8 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_shadows")),
         sa.UniqueConstraint("original_id", "number", name=op.f("uq_shadows_original_id_number")),
     )
-    op.create_index("ix_shadows_alias_asked_at", "shadows", ["alias", "asked_at"])
+    op.create_index("ix_shadows_alias_asked_at", "resamples", ["alias", "asked_at"])
 
 
 def downgrade() -> None:
-    op.drop_table("shadows")
+    op.drop_table("resamples")

@@ -16,7 +16,7 @@ def upgrade() -> None:
         sa.Column("name", sa.Text, nullable=False),
         sa.Column("files", sa.JSON, nullable=False),
         sa.Column("served", sa.JSON, nullable=False),
-        sa.Column("taken_at", sa.Double, nullable=False),
+        sa.Column("registered_at", sa.Double, nullable=False),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_base_models")),
     )
     # In words that both databases know: SQLite adds a column with its reference, and no reference alone.

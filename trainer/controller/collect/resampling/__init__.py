@@ -1,1 +1,1 @@
-"""Shadow re-sampling: further answers to the prompts of single-call trajectories, so that they can be compared."""
+"""Resample re-sampling: further answers to the prompts of single-call trajectories, so that they can be compared."""

@@ -15,12 +15,12 @@ from typing import Any
 
 import httpx
 
-from ratchet.store.calls.resamples import Shadow
-from ratchet.store.coordination.proxies import DOOR_SILENCE
+from ratchet.store.calls.resamples import Resample
+from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_load import Load
 from ratchet.trainer.controller.collect.resampling import resample_request
-from ratchet.trainer.settings.resampling_settings import ShadowSettings
+from ratchet.trainer.settings.resampling_settings import ResamplingSettings
 
 KEY_VARIABLE = "RATCHET_RESAMPLE_API_KEY"
 _NO_KEY = "none"
@@ -39,10 +39,10 @@ class Outcome:
     others: int = 0
 
 
-class ShadowCaller:
-    """Asks for shadows of one alias. `load` tells what vLLM does now; may be used by several threads."""
+class ResamplingClient:
+    """Asks for resamples of one alias. `load` tells what vLLM does now; may be used by several threads."""
 
-    def __init__(self, store: Store, settings: ShadowSettings, key: str | None, load: Callable[[], Load]) -> None:
+    def __init__(self, store: Store, settings: ResamplingSettings, key: str | None, load: Callable[[], Load]) -> None:
         self._store = store
         self._settings = settings
         self._load = load
@@ -55,7 +55,7 @@ class ShadowCaller:
         """Close the connections; what is under way fails."""
         self._http.close()
 
-    def ask(self, shadow: Shadow) -> Outcome:
+    def ask(self, shadow: Resample) -> Outcome:
         """Ask for one answer, unless vLLM is busy with others' calls. Raises StoreError; then its end is not known."""
         before = self._under_way
         load = self._load()
@@ -66,15 +66,15 @@ class ShadowCaller:
             return Outcome(busy=True, others=load.running - own)
         failure, tokens = self._asked(shadow)
         if failure is None:
-            self._store.shadows.answer(shadow.id, time.time(), tokens)
+            self._store.resamples.answer(shadow.id, time.time(), tokens)
         else:
-            self._store.shadows.fail(shadow.id, time.time(), failure)
+            self._store.resamples.fail(shadow.id, time.time(), failure)
         return Outcome(failure=failure)
 
-    def _asked(self, shadow: Shadow) -> tuple[str | None, int]:
+    def _asked(self, shadow: Resample) -> tuple[str | None, int]:
         """Send the request; return (why it failed, None where it did not; the tokens that it took)."""
         recorded = self._store.trajectories.read(shadow.original_id)
-        call = resample_request.only_call(recorded)
+        call = resample_request.find_single_call(recorded)
         if call is None:
             return "the trajectory went on meanwhile", 0
         if (url := self._proxy(shadow.alias)) is None:
@@ -82,7 +82,7 @@ class ShadowCaller:
         prompt = self._store.trajectories.path(call.prompt_node)
         content = resample_request.body(shadow.alias, call, prompt, recorded.tools)
         headers = {"x-ratchet-role": call.role} if call.role else {}
-        self._store.shadows.ask(shadow.id, time.time())
+        self._store.resamples.ask(shadow.id, time.time())
         with self._running():
             try:
                 answer = self._http.post(f"{url}/t/{shadow.id}/v1/chat/completions", json=content, headers=headers)
@@ -103,7 +103,7 @@ class ShadowCaller:
     def _proxy(self, alias: str) -> str | None:
         if self._settings.proxy_url is not None:
             return self._settings.proxy_url
-        doors = self._store.doors.open(alias, time.time() - DOOR_SILENCE)
+        doors = self._store.doors.open(alias, time.time() - PROXY_TIMEOUT_SECONDS)
         return next((door.url.rstrip("/") for door in doors if door.url), None)
 
 

@@ -17,7 +17,7 @@ _NOT_SENT = ("seed", "n")
 _FLAGS = ("ignore_eos", "parallel_tool_calls", "watermarking")
 
 
-def only_call(recorded: Transcript) -> Call | None:
+def find_single_call(recorded: Transcript) -> Call | None:
     """Return the call of a trajectory that can be asked again; None where it cannot."""
     if len(recorded.calls) != 1:
         return None
@@ -39,7 +39,7 @@ def body(
     return asked | {"tools": list(tools)} if tools else asked
 
 
-def is_like(original: Call, shadow: Transcript) -> bool:
+def is_same_prompt(original: Call, shadow: Transcript) -> bool:
     """Return whether a shadow is one whole answer to the very tokens of the original's prompt."""
-    call = only_call(shadow)
+    call = find_single_call(shadow)
     return call is not None and call.prompt_ids == original.prompt_ids

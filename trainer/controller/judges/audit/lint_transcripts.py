@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ratchet.store.records import Returned, Trajectory, Transcript
+from ratchet.store.records import Trajectory, Transcript, WorkflowResult
 from ratchet.store.records.tool_calls import ToolCall
 from ratchet.store.states import ToolOutcome, TrajectoryState
 from ratchet.trainer.controller.judges.opinion import last_answer
@@ -53,7 +53,7 @@ class Stage:
         run = msgspec.structs.replace(told.trajectory, id=f"{told.trajectory.id}-{number}")
         returned = told.returned
         if returned is not None and returned.response is not None:
-            returned = Returned(response=json.dumps(answer), reward=returned.reward, failure=returned.failure)
+            returned = WorkflowResult(response=json.dumps(answer), reward=returned.reward, failure=returned.failure)
         return msgspec.structs.replace(
             told, trajectory=run, returned=returned, messages=_with(told.messages, self.place, answer)
         )

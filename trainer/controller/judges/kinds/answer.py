@@ -25,7 +25,7 @@ import msgspec
 from ratchet.store.records import Transcript, Verdict
 from ratchet.trainer.controller.judges import Judgement, opinion
 from ratchet.trainer.controller.judges.kinds.answer_statement import LIMITS, is_stated
-from ratchet.trainer.controller.judges.opinion import Opinion, response_of
+from ratchet.trainer.controller.judges.opinion import DraftVerdict, response_of
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import AnswerSpec
 
@@ -63,9 +63,9 @@ class AnswerJudge:
             member, group_id, judge=self.name, version=self.version, judged_at=self._clock()
         )
 
-    def _opinion(self, member: Transcript) -> Opinion:
+    def _opinion(self, member: Transcript) -> DraftVerdict:
         right = self._right(member)
-        if isinstance(right, Opinion):
+        if isinstance(right, DraftVerdict):
             return right
         response = response_of(member)
         given = response if isinstance(response, str) else json.dumps(response)
@@ -75,18 +75,18 @@ class AnswerJudge:
             "contains": lambda given, one: contains(given, one, longest=spec.longest),
             "numeric": lambda given, one: numeric(given, one, tolerance=spec.tolerance),
         }
-        return Opinion.of(float(any(matches[spec.match](given, one) for one in right)))
+        return DraftVerdict.of(float(any(matches[spec.match](given, one) for one in right)))
 
-    def _right(self, member: Transcript) -> tuple[str, ...] | Opinion:
+    def _right(self, member: Transcript) -> tuple[str, ...] | DraftVerdict:
         """Return the right answers of a task, or why there are none."""
         task, column = member.trajectory.task, self._spec.column
         if column is None:
             found = self._answers.get(task or "")
             missing = f"no answer for task {task!r} in {self._spec.answers}; agents send x-ratchet-task"
-            return Opinion.failed(missing) if found is None else found
+            return DraftVerdict.failed(missing) if found is None else found
         if member.row is None:
-            return Opinion.failed(f"task {task!r} is of no known task set, so that it has no column {column!r}")
-        return _texts(member.row.get(column)) or Opinion.failed(
+            return DraftVerdict.failed(f"task {task!r} is of no known task set, so that it has no column {column!r}")
+        return _texts(member.row.get(column)) or DraftVerdict.failed(
             f"column {column!r} of task {task} holds no right answer; it has {', '.join(member.row)}"
         )
 

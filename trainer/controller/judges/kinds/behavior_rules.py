@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ratchet.store.records import Transcript
 from ratchet.trainer.controller.judges import Judgement
-from ratchet.trainer.controller.judges.opinion import Opinion, last_answer, version_of
-from ratchet.trainer.controller.judges.tool_outcomes import share_of_good
-from ratchet.trainer.settings.judge_specs import ConductSpec
+from ratchet.trainer.controller.judges.opinion import DraftVerdict, last_answer, version_of
+from ratchet.trainer.controller.judges.tool_outcomes import success_share
+from ratchet.trainer.settings.judge_specs import BehaviorSpec
 
 
-class ConductJudge:
+class BehaviorJudge:
     """One rule."""
 
     at_once = 1
 
-    def __init__(self, spec: ConductSpec, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, spec: BehaviorSpec, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._rule = _RULES[spec.rule]
         self._spec = spec
@@ -36,7 +36,7 @@ class ConductJudge:
         now = self._clock()
         return Judgement(
             tuple(
-                Opinion.of(self._rule(self._spec, member)).verdict(
+                DraftVerdict.of(self._rule(self._spec, member)).verdict(
                     member, group_id, judge=self.name, version=self.version, judged_at=now
                 )
                 for member in members
@@ -44,28 +44,28 @@ class ConductJudge:
         )
 
 
-def short(spec: ConductSpec, member: Transcript) -> float:
+def short(spec: BehaviorSpec, member: Transcript) -> float:
     """1 at no sampled token, 0 at `most` and beyond."""
     return _left_of(spec.most, sum(call.completion_tokens for call in member.calls))
 
 
-def few_tool_calls(spec: ConductSpec, member: Transcript) -> float:
+def few_tool_calls(spec: BehaviorSpec, member: Transcript) -> float:
     """1 without tool calls, 0 at `most` and beyond."""
     return _left_of(spec.most, sum(len(message.get("tool_calls") or ()) for message in member.messages))
 
 
-def tools(spec: ConductSpec, member: Transcript) -> float:
+def tools(spec: BehaviorSpec, member: Transcript) -> float:
     """The share of tool calls that fit their tool and did not fail; 1 without tool calls."""
-    return share_of_good(member)
+    return success_share(member)
 
 
-def ended(spec: ConductSpec, member: Transcript) -> float:
+def ended(spec: BehaviorSpec, member: Transcript) -> float:
     """1 where the last message is an answer in words, 0 where the agent ran out of turns or said nothing."""
     last = member.messages[-1] if member.messages else {}
     return float(last.get("role") == "assistant" and not last.get("tool_calls") and bool(last_answer(member).strip()))
 
 
-def pattern(spec: ConductSpec, member: Transcript) -> float:
+def pattern(spec: BehaviorSpec, member: Transcript) -> float:
     """1 where the whole last answer matches the pattern."""
     return float(re.fullmatch(spec.pattern, last_answer(member).strip(), re.DOTALL) is not None)
 
@@ -74,7 +74,7 @@ def _left_of(most: int, used: int) -> float:
     return max(0.0, 1.0 - used / most)
 
 
-_RULES: Mapping[str, Callable[[ConductSpec, Transcript], float]] = {
+_RULES: Mapping[str, Callable[[BehaviorSpec, Transcript], float]] = {
     "short": short,
     "few_tool_calls": few_tool_calls,
     "tools": tools,

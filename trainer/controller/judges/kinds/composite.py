@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ratchet.store.records import Transcript, Verdict
 from ratchet.trainer.controller.judges import Judge, Judgement
 from ratchet.trainer.controller.judges.both_orders import compares
-from ratchet.trainer.controller.judges.opinion import Opinion, version_of
+from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +72,24 @@ class CompositeJudge:
             cost=sum(known) if len(known) == len(said) else None,
             latency=latency,
             judged_at=self._clock(),
-            exchange_id=next((verdict.exchange_id for verdict in said if verdict.exchange_id), None),
+            judge_request_id=next((verdict.judge_request_id for verdict in said if verdict.judge_request_id), None),
         )
 
 
-def combined(parts: Sequence[Part], said: Sequence[Verdict]) -> Opinion:
+def combined(parts: Sequence[Part], said: Sequence[Verdict]) -> DraftVerdict:
     """Return one opinion of the verdicts on one trajectory, one per part."""
     scores: list[float] = []
     for part, verdict in zip(parts, said, strict=True):
         if verdict.score is None:
-            return Opinion.failed(f"{part.name}: {verdict.failure}")
+            return DraftVerdict.failed(f"{part.name}: {verdict.failure}")
         if not 0.0 <= verdict.score <= 1.0:
-            return Opinion.failed(f"{part.name}: score {verdict.score:g} is not between 0 and 1, as a part's must be")
+            return DraftVerdict.failed(
+                f"{part.name}: score {verdict.score:g} is not between 0 and 1, as a part's must be"
+            )
         scores.append(verdict.score)
     whole = sum(part.weight for part in parts)
     mean = sum(part.weight * score for part, score in zip(parts, scores, strict=True)) / whole
     lost = sum(part.penalty * (1.0 - score) for part, score in zip(parts, scores, strict=True))
     words = [f"{part.name}: {verdict.explanation}" for part, verdict in zip(parts, said, strict=True)]
     components = {part.name: score for part, score in zip(parts, scores, strict=True)}
-    return Opinion.of(mean - lost, "; ".join(word for word in words if not word.endswith(": ")), components)
+    return DraftVerdict.of(mean - lost, "; ".join(word for word in words if not word.endswith(": ")), components)

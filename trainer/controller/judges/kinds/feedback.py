@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ratchet.store.records import Feedback, Transcript
 from ratchet.trainer.controller.judges import Judgement
-from ratchet.trainer.controller.judges.opinion import Opinion, version_of
+from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
 from ratchet.trainer.settings.judge_specs import DROP, FeedbackSpec
 
 _NAME = "feedback"
@@ -46,17 +46,17 @@ class FeedbackJudge:
             )
         )
 
-    def _opinion(self, member: Transcript) -> Opinion:
+    def _opinion(self, member: Transcript) -> DraftVerdict:
         votes = votes_of(member.feedback)
         if votes:
             scores = [self._score(vote) for vote in votes.values()]
             apart = max(scores) - min(scores)
             words = " | ".join(said.comment for said in member.feedback if said.comment)
             components = {"sources": float(len(scores)), "apart": apart}
-            return Opinion.of(statistics.fmean(scores), words[:_WORDS_MOST], components)
+            return DraftVerdict.of(statistics.fmean(scores), words[:_WORDS_MOST], components)
         if self._spec.missing == DROP:
-            return Opinion.failed("nobody has given feedback on this trajectory yet")
-        return Opinion.of(float(self._spec.missing), "nobody gave feedback", {"sources": 0.0})
+            return DraftVerdict.failed("nobody has given feedback on this trajectory yet")
+        return DraftVerdict.of(float(self._spec.missing), "nobody gave feedback", {"sources": 0.0})
 
     def _score(self, value: float) -> float:
         worst, best = self._spec.worst, self._spec.best

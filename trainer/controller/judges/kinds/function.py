@@ -26,11 +26,11 @@ import msgspec
 
 from ratchet.store.records import Transcript, Verdict
 from ratchet.trainer.controller.judges import Judgement
-from ratchet.trainer.controller.judges.opinion import Opinion, read, response_of, version_of
+from ratchet.trainer.controller.judges.opinion import DraftVerdict, read, response_of, version_of
 from ratchet.trainer.controller.judges.tool_outcomes import tool_outcomes
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.user_code.entry_points import NotCallable, NotImportable, Wanted, is_async, load, to_call, wanted
-from ratchet.trainer.user_code.exit_guard import exited, failing_exits
+from ratchet.trainer.user_code.exit_guard import exited, exits_raise
 
 PARAMETERS = ("trajectory", "response", "task", "tool_outcomes")
 
@@ -62,7 +62,7 @@ class FunctionJudge:
         thread = threading.get_ident()
         if thread not in self._runners:
             self._runners[thread] = runner = asyncio.Runner()
-            runner.get_loop().set_task_factory(failing_exits)
+            runner.get_loop().set_task_factory(exits_raise)
         return self._runners[thread]
 
     async def _all(self, group_id: str | None, members: Sequence[Transcript]) -> list[Verdict]:
@@ -87,7 +87,7 @@ class FunctionJudge:
     def _asked(self, member: Transcript) -> Any:
         return self._wanted.call(self._function, arguments(member))
 
-    def _written(self, opinion: Opinion, group_id: str | None, member: Transcript, began: float) -> Verdict:
+    def _written(self, opinion: DraftVerdict, group_id: str | None, member: Transcript, began: float) -> Verdict:
         return opinion.verdict(
             member,
             group_id,
@@ -119,9 +119,9 @@ def arguments(member: Transcript) -> dict[str, Any]:
     }
 
 
-def _failed(error: BaseException) -> Opinion:
+def _failed(error: BaseException) -> DraftVerdict:
     reason = exited(error) if isinstance(error, SystemExit) else error
-    return Opinion.failed(f"{type(error).__name__}: {reason}")
+    return DraftVerdict.failed(f"{type(error).__name__}: {reason}")
 
 
 def _load(entry_point: str) -> tuple[Callable[..., Any], Wanted, str]:

@@ -20,7 +20,7 @@ import msgspec
 
 from ratchet.store.records import Transcript, Verdict
 from ratchet.trainer.controller.judges import Judgement
-from ratchet.trainer.controller.judges.opinion import Opinion, read, response_of, version_of
+from ratchet.trainer.controller.judges.opinion import DraftVerdict, read, response_of, version_of
 from ratchet.trainer.controller.judges.tool_outcomes import tool_outcomes
 from ratchet.trainer.settings.judge_specs import GraderSpec
 
@@ -68,7 +68,7 @@ class GraderJudge:
             judged_at=self._clock(),
         )
 
-    def _ask(self, group_id: str | None, member: Transcript) -> Opinion:
+    def _ask(self, group_id: str | None, member: Transcript) -> DraftVerdict:
         body = msgspec.json.encode(whole(group_id, member))
         key = hashlib.sha256(f"{self.version}\0{group_id}\0{member.trajectory.id}".encode()).hexdigest()[:32]
         problem = ""
@@ -85,7 +85,7 @@ class GraderJudge:
             problem = f"status {answer.status_code}: {answer.text[:500]}"
             if answer.status_code not in _AGAIN:
                 break
-        return Opinion.failed(f"grader {self._spec.url}: {problem}")
+        return DraftVerdict.failed(f"grader {self._spec.url}: {problem}")
 
     def _headers(self, body: bytes, key: str) -> dict[str, str]:
         headers = {"content-type": "application/json", "idempotency-key": key}
@@ -124,8 +124,8 @@ def whole(group_id: str | None, member: Transcript) -> dict[str, Any]:
     }
 
 
-def _opinion(content: bytes) -> Opinion:
+def _opinion(content: bytes) -> DraftVerdict:
     try:
         return read(msgspec.json.decode(content))
     except msgspec.DecodeError as error:
-        return Opinion.failed(f"the grader's answer is not JSON: {error}")
+        return DraftVerdict.failed(f"the grader's answer is not JSON: {error}")

@@ -14,11 +14,11 @@ from typing import Any
 
 from ratchet.store.records import Transcript, Verdict
 from ratchet.trainer.controller.judges import Judgement
-from ratchet.trainer.controller.judges.images import Pictures
-from ratchet.trainer.controller.judges.language_model import Interview, LanguageModel
-from ratchet.trainer.controller.judges.opinion import Opinion, version_of
+from ratchet.trainer.controller.judges.images import JudgeImages
+from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
+from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
 from ratchet.trainer.controller.judges.truncation import fitted
-from ratchet.trainer.errors import JudgeUnanswered
+from ratchet.trainer.errors import JudgeUnavailable
 from ratchet.trainer.settings.judge_specs import NextStateSpec
 
 _WORTH: Mapping[str, float] = {"good": 1.0, "neutral": 0.5, "bad": 0.0}
@@ -59,9 +59,9 @@ class NextStateJudge:
             tuple(verdict for verdict, _ in told), tuple(one for _, asked in told for one in asked.exchanges)
         )
 
-    def _verdict(self, group_id: str | None, member: Transcript) -> tuple[Verdict, Interview]:
+    def _verdict(self, group_id: str | None, member: Transcript) -> tuple[Verdict, JudgeModelSession]:
         began = time.perf_counter()
-        interview = Interview(self.name, group_id)
+        interview = JudgeModelSession(self.name, group_id)
         opinion = self._ask(evidence(member.messages), interview)
         verdict = opinion.verdict(
             member,
@@ -71,14 +71,14 @@ class NextStateJudge:
             cost=interview.cost,
             latency=time.perf_counter() - began,
             judged_at=self._clock(),
-            exchange_id=interview.last,
+            judge_request_id=interview.last,
         )
         return verdict, interview
 
-    def _ask(self, turns: Sequence[Mapping[str, Any]], interview: Interview) -> Opinion:
+    def _ask(self, turns: Sequence[Mapping[str, Any]], interview: JudgeModelSession) -> DraftVerdict:
         if not turns:
-            return Opinion.failed("no answer of this trajectory has a next message: there is no evidence")
-        pictures = Pictures(self._images)
+            return DraftVerdict.failed("no answer of this trajectory has a next message: there is no evidence")
+        pictures = JudgeImages(self._images)
         told = fitted(pictures.described({"answers": list(turns)}), self._budget)
         question = [
             {"role": "system", "content": self._task},
@@ -86,10 +86,10 @@ class NextStateJudge:
         ]
         try:
             worth = self._model.ask(question, _schema(), lambda answer: worth_of(answer, len(turns)), interview)
-        except JudgeUnanswered as failed:
-            return Opinion.failed(str(failed))
+        except JudgeUnavailable as failed:
+            return DraftVerdict.failed(str(failed))
         named = {f"turn_{number}": value for number, value in enumerate(worth, 1)}
-        return Opinion.of(sum(worth) / len(worth), components=named)
+        return DraftVerdict.of(sum(worth) / len(worth), components=named)
 
 
 def evidence(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ratchet.store.records import Transcript, Verdict
 from ratchet.trainer.controller.judges import Judgement
-from ratchet.trainer.controller.judges.opinion import Opinion, response_of, version_of
+from ratchet.trainer.controller.judges.opinion import DraftVerdict, response_of, version_of
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import OpenJudgeSpec
 
@@ -59,13 +59,13 @@ class OpenJudgeJudge:
         latency = (time.perf_counter() - began) / max(1, len(members))
         return Judgement(tuple(self._verdict(group_id, *pair, latency) for pair in zip(members, opinions, strict=True)))
 
-    def _verdict(self, group_id: str | None, member: Transcript, opinion: Opinion, latency: float) -> Verdict:
+    def _verdict(self, group_id: str | None, member: Transcript, opinion: DraftVerdict, latency: float) -> Verdict:
         return opinion.verdict(
             member, group_id, judge=self.name, version=self.version, cost=None, latency=latency,
             judged_at=self._clock(),
         )  # fmt: skip
 
-    def _opinions(self, members: Sequence[Transcript]) -> list[Opinion]:
+    def _opinions(self, members: Sequence[Transcript]) -> list[DraftVerdict]:
         asked = [self._arguments(member) for member in members]
         known = [one for one in asked if isinstance(one, dict)]
         try:
@@ -74,7 +74,7 @@ class OpenJudgeJudge:
             said = iter(self._exchange({"members": known}, self._spec.timeout_seconds)["opinions"] if known else ())
         except JudgeError as error:
             said = iter([{"failure": str(error)}] * len(known))
-        return [self._scaled(next(said)) if isinstance(one, dict) else Opinion.failed(one) for one in asked]
+        return [self._scaled(next(said)) if isinstance(one, dict) else DraftVerdict.failed(one) for one in asked]
 
     def _arguments(self, member: Transcript) -> dict[str, Any] | str:
         """Return what the grader is given of a trajectory, or why it cannot be asked."""
@@ -85,16 +85,18 @@ class OpenJudgeJudge:
             offered[name] = member.row[column]
         return offered | dict(self._spec.arguments)
 
-    def _scaled(self, said: Mapping[str, Any]) -> Opinion:
+    def _scaled(self, said: Mapping[str, Any]) -> DraftVerdict:
         if "failure" in said:
-            return Opinion.failed(str(said["failure"]))
+            return DraftVerdict.failed(str(said["failure"]))
         low, high = sorted((self._spec.worst, self._spec.best))
         score = float(said["score"])
         if not low <= score <= high:
-            return Opinion.failed(
+            return DraftVerdict.failed(
                 f"the grader's score {score:g} is not between {low:g} and {high:g}: set worst and best"
             )
-        return Opinion.of((score - self._spec.worst) / (self._spec.best - self._spec.worst), str(said["reason"])[:4000])
+        return DraftVerdict.of(
+            (score - self._spec.worst) / (self._spec.best - self._spec.worst), str(said["reason"])[:4000]
+        )
 
     def _begin(self) -> dict[str, Any]:
         """Start the grader's process; return what the grader takes. Raises JudgeError."""

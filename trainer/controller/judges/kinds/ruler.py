@@ -20,11 +20,11 @@ import msgspec
 from ratchet.store.content import messages as canon
 from ratchet.store.records import Transcript
 from ratchet.trainer.controller.judges import Judgement
-from ratchet.trainer.controller.judges.images import Pictures
-from ratchet.trainer.controller.judges.language_model import Interview, LanguageModel, Message
-from ratchet.trainer.controller.judges.opinion import Opinion, version_of
+from ratchet.trainer.controller.judges.images import JudgeImages
+from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel, Message
+from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
 from ratchet.trainer.controller.judges.truncation import fitted
-from ratchet.trainer.errors import JudgeUnanswered
+from ratchet.trainer.errors import JudgeUnavailable
 from ratchet.trainer.settings.judge_specs import RulerSpec
 
 _CHARACTERS_A_TOKEN = 3.0  # cautious: English has four
@@ -71,7 +71,7 @@ class RulerJudge:
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
         """Return one verdict per member, in order."""
         began = time.perf_counter()
-        interview = Interview(self.name, group_id)
+        interview = JudgeModelSession(self.name, group_id)
         ranking = ranked(
             members,
             rubric=self._spec.rubric,
@@ -83,8 +83,8 @@ class RulerJudge:
             read = _reader(ranking.labels)
             by_label = self._model.ask(ranking.question, schema(sorted(ranking.labels)), read, interview)
             opinions = {place: by_label[label] for label, places in ranking.labels.items() for place in places}
-        except JudgeUnanswered as failed:
-            opinions = dict.fromkeys(range(len(members)), Opinion.failed(str(failed)))
+        except JudgeUnavailable as failed:
+            opinions = dict.fromkeys(range(len(members)), DraftVerdict.failed(str(failed)))
         seconds = (time.perf_counter() - began) / len(members)
         cost = interview.cost
         verdicts = [
@@ -96,7 +96,7 @@ class RulerJudge:
                 cost=None if cost is None else cost / len(members),
                 latency=seconds,
                 judged_at=self._clock(),
-                exchange_id=interview.last,
+                judge_request_id=interview.last,
             )
             for place, member in enumerate(members)
         ]
@@ -131,7 +131,7 @@ def ranked(
         ],
     }
     ids = ", ".join(labels)
-    pictures = Pictures(images)
+    pictures = JudgeImages(images)
     told = fitted(pictures.described(shown), budget)
     return Ranking(
         (
@@ -192,16 +192,16 @@ def schema(labels: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _reader(labels: Mapping[str, object]) -> Callable[[Any], dict[str, Opinion]]:
+def _reader(labels: Mapping[str, object]) -> Callable[[Any], dict[str, DraftVerdict]]:
     return lambda answer: scores_of(answer, set(labels))
 
 
-def scores_of(answer: Any, labels: set[str]) -> dict[str, Opinion]:
+def scores_of(answer: Any, labels: set[str]) -> dict[str, DraftVerdict]:
     """Return the opinion per label. Raises ValueError for a label missing, unknown or twice, or a score out of 0..1."""
     entries = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(entries, list):
         raise ValueError("`scores` must be a list")
-    found: dict[str, Opinion] = {}
+    found: dict[str, DraftVerdict] = {}
     for entry in entries:
         if not isinstance(entry, dict):
             raise ValueError("each of `scores` must be an object")
@@ -212,7 +212,7 @@ def scores_of(answer: Any, labels: set[str]) -> dict[str, Opinion]:
             raise ValueError(f"the score of {label!r} is not a number")
         if not 0.0 <= score <= 1.0:
             raise ValueError(f"the score of {label!r} is {score}, not between 0 and 1")
-        found[label] = Opinion.of(score, str(entry.get("explanation") or "")[:4000])
+        found[label] = DraftVerdict.of(score, str(entry.get("explanation") or "")[:4000])
     if set(found) != labels:
         missing, unknown = sorted(labels - set(found)), sorted(set(found) - labels)
         raise ValueError(f"ids missing: {missing or 'none'}; unknown: {unknown or 'none'}")

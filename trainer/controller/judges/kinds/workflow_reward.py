@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from ratchet.store.records import Transcript, Verdict
 from ratchet.trainer.controller.judges import Judgement
-from ratchet.trainer.controller.judges.opinion import Opinion, version_of
+from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
 from ratchet.trainer.settings.judge_specs import RewardSpec
 
 
@@ -38,12 +38,16 @@ class RewardJudge:
             member, group_id, judge=self.name, version=self.version, judged_at=self._clock()
         )
 
-    def _opinion(self, member: Transcript) -> Opinion:
+    def _opinion(self, member: Transcript) -> DraftVerdict:
         returned = member.returned
         if returned is None:
-            return Opinion.failed("this trajectory is no rollout of the tuner: only those have a reward of their own")
+            return DraftVerdict.failed(
+                "this trajectory is no rollout of the tuner: only those have a reward of their own"
+            )
         if returned.failure is not None:
-            return Opinion.of(self._spec.failure_score, f"the rollout failed: {returned.failure}")
+            return DraftVerdict.of(self._spec.failure_score, f"the rollout failed: {returned.failure}")
         if returned.reward is None:
-            return Opinion.failed("the workflow returned no reward; return {response, reward}, or name another judge")
-        return Opinion.of(returned.reward)
+            return DraftVerdict.failed(
+                "the workflow returned no reward; return {response, reward}, or name another judge"
+            )
+        return DraftVerdict.of(returned.reward)

@@ -5,7 +5,7 @@ is lost, is there to be read in the newest checkpoint. The vLLM serves a version
 folder, so that the proof of a swap holds exactly where the right folder was loaded. The grader scores by id alone: a
 trajectory that is judged again gets the same score. Nothing here imports torch.
 
-    python -m benchmarks.scripted_school trainer SETTINGS_JSON | grader PORT | vllm PORT
+    python -m benchmarks.scripted_learner trainer SETTINGS_JSON | grader PORT | vllm PORT
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def grade(trajectory_id: str) -> float:
     return int.from_bytes(hashlib.sha256(trajectory_id.encode()).digest()[:4]) / 2**32
 
 
-class ScriptedPupil:
+class ScriptedLearner:
     """A learner that writes down what it learns."""
 
     def __init__(self, _: TrainerSettings, resume_from: Path | None) -> None:
@@ -175,7 +175,7 @@ def main() -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     faulthandler.register(signal.SIGUSR1)  # tells where it stands
     if part == "trainer":
-        return run(TrainerSettings(**json.loads(value)), ScriptedPupil)
+        return run(TrainerSettings(**json.loads(value)), ScriptedLearner)
     app: Any = grader if part == "grader" else ScoringVllm()
     uvicorn.run(app, port=int(value), http="httptools", loop="uvloop", log_level="critical", lifespan="off")
     return 0
