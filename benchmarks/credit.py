@@ -99,7 +99,7 @@ def options(way: str, url: str, rounds: int, seed: int, folder: Path) -> DemoOpt
     if way == "ranked":
         changes = {("trainer", "judge"): {"kind": "ruler", "base_url": url, "model": "scripted"}}
     elif way == "single":
-        changes = {("trainer", "singles"): "baseline", ("trainer", "group_wait_seconds"): 0.5}
+        changes = {("trainer", "ungrouped"): "baseline", ("trainer", "group_wait_seconds"): 0.5}
         tasks, attempts = _TASKS * _ATTEMPTS, 1
     return DemoOptions(
         seed=seed, rounds=rounds, tasks_per_round=tasks, attempts=attempts, folder=folder / way, changes=changes

@@ -24,7 +24,7 @@ class RealPupil:
 
     def __init__(self, workdir: Path) -> None:
         self._learner = Learner(
-            str(POLICY), LearnerSettings(learning_rate=5e-3, rank=8, alpha=16, threads=1), workdir=workdir
+            str(POLICY), LearnerSettings(learning_rate=5e-3, lora_r=8, lora_alpha=16, threads=1), workdir=workdir
         )
         self._dice = random.Random(1)
 

@@ -59,7 +59,7 @@ TEMPLATE = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
 {%- for c in m.tool_calls or [] %}{{- '<tool_call>' + (c.function | tojson) + '</tool_call>' }}{% endfor %}
 {%- else %}{{- m.content }}{% endif %}{{- '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
-SETTINGS = LearnerSettings(rank=8, alpha=16, learning_rate=2e-3, threads=1, token_budget=8192, steps_per_round=2)
+SETTINGS = LearnerSettings(lora_r=8, lora_alpha=16, learning_rate=2e-3, threads=1, token_budget=8192, steps_per_round=2)
 GROUPS, GROUP, MOST_TOKENS = 8, 8, 48
 WAYS = ("captured", "per turn", "at the end")
 
@@ -302,7 +302,7 @@ def draw(path: Path, curves: Mapping[str, list[list[float]]]) -> None:
         means = [statistics.fmean(scores) for scores in zip(*runs, strict=True)]
         (line,) = axes.plot(means, label=way)
         for scores in runs:
-            axes.plot(scores, color=line.get_color(), alpha=0.25, linewidth=0.8)
+            axes.plot(scores, color=line.get_color(), lora_alpha=0.25, linewidth=0.8)
     axes.set(xlabel="round", ylabel="share of rollouts that are right", ylim=(0, 1))
     axes.legend()
     figure.tight_layout()

@@ -55,9 +55,9 @@ _SETTLE = 15.0  # seconds, for the last round after the last call
 _SHADOW = {"samples": 3, "calls_per_minute": 6000, "at_once": 8, "max_running_requests": 4, "wait_seconds": 10.0}
 _WAYS: Mapping[str, dict[str, Any]] = {
     "none": {},
-    "baseline": {"singles": "baseline"},
-    "cohort": {"singles": "cohort"},
-    "shadow": {"shadow": _SHADOW},
+    "baseline": {"ungrouped": "baseline"},
+    "cohort": {"ungrouped": "cohort"},
+    "resample": {"shadow": _SHADOW},
     "ranked": {"shadow": _SHADOW},
 }
 _boxes = threading.local()
@@ -153,7 +153,7 @@ def settings_of(way: str, folder: Path, seed: int, url: str, held_out_share: flo
         judged = {"kind": "ruler", "base_url": url, "model": "scripted"}
     trainer: dict[str, Any] = {
         "judge": judged, "num_generations": 8, "group_wait_seconds": 1.0, "groups_per_round": 8, "max_staleness": 3,
-        "gate": {"held_out": held_out_share, "evaluation_prompts": 16, "evaluation_samples": 2},
+        "release": {"held_out": held_out_share, "evaluation_prompts": 16, "evaluation_samples": 2},
     } | _WAYS[way]  # fmt: skip
     values: dict[tuple[str, ...], tuple[str, Any]] = {
         ("project",): ("", way),
@@ -162,7 +162,7 @@ def settings_of(way: str, folder: Path, seed: int, url: str, held_out_share: flo
         ("trainer", "learner", "seed"): ("", seed),
     }
     for name, value in trainer.items():
-        if name in ("gate", "shadow"):
+        if name in ("release", "shadow"):
             values |= {("trainer", name, key): ("", one) for key, one in value.items()}
         else:
             values[("trainer", name)] = "", value

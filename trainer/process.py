@@ -65,11 +65,11 @@ def _lead(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
     try:
-        check_installed(settings.monitors)
+        check_installed(settings.report_to)
         store = open_store(settings.store)
         with Lease(store, f"trainer:{settings.model}", settings.lease_seconds) as lease:
             if lease.wait(stop) and (daemon := _made(settings, store, stop, learner_factory, make_workflow_evaluator)):
-                with monitored(store, settings.model, settings.monitors, settings.checkpoints.parent / "monitors"):
+                with monitored(store, settings.model, settings.report_to, settings.checkpoints.parent / "monitors"):
                     daemon.run(lease)
                 daemon.close()
         store.close()

@@ -199,13 +199,13 @@ class Settings(BaseModel):
 
     def _gate(self) -> dict[str, Any]:
         """Return the gate's section with an imported task set's folder in place of its name."""
-        gate = self.trainer.get("gate")
+        gate = self.trainer.get("release")
         if not isinstance(gate, dict) or not isinstance(gate.get("tasks"), str):
             return {}
         from ratchet.tuner.tasks.imported import ImportedTasks
 
         folder = ImportedTasks(self.state.tasks).folder_of(gate["tasks"])
-        return {"gate": {**gate, "tasks": str(folder)}} if folder else {}
+        return {"release": {**gate, "tasks": str(folder)}} if folder else {}
 
     def tuner_settings(self) -> TunerSettings:
         """Return the tuner's settings. Raises SettingsError."""

@@ -254,7 +254,7 @@ def _arguments(settings: Settings, model: str, port: int, gpu: bool) -> tuple[st
 
 def _servable_rank(settings: Settings) -> int:
     """Return the smallest rank that vLLM can serve and the learner's adapters fit in, at least 16."""
-    wanted = int(settings.trainer.get("learner", {}).get("rank", 16))
+    wanted = int(settings.trainer.get("learner", {}).get("lora_r", 16))
     return next((rank for rank in _RANKS if rank >= max(wanted, 16)), _RANKS[-1])
 
 

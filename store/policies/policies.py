@@ -193,7 +193,7 @@ class Policies:
         share: float,
         evidence: Mapping[str, Any] | None = None,
         *,
-        by: str = "gate",
+        by: str = "release",
         reason: str = "proven",
     ) -> Policy:
         """Let a candidate serve a share of new trajectories, more than 0 and less than 1; or change a canary's share.

@@ -88,7 +88,7 @@ def settings(folder: Path) -> TrainerSettings:
         "num_generations": 2,
         "seal_after_idle_seconds": 0.5,
         "sentinel": {"second_judge": SECOND, "second_judge_sample_rate": 1.0, "interval_seconds": 0.5},
-        "gate": GATE,
+        "release": GATE,
     }
     return TrainerSettings(**values)
 
@@ -114,8 +114,8 @@ async def test_a_policy_that_learnt_to_list_every_answer_is_held_before_it_is_pr
     finally:
         daemon.close()
     told = store.decisions.of("agent", 1)[0]
-    assert (told.action, told.by) == (PolicyAction.HOLD, "gate")
-    assert told.evidence["gate"]["difference"]["low"] > 0, "the first judge is sure of the gain"
+    assert (told.action, told.by) == (PolicyAction.HOLD, "release")
+    assert told.evidence["release"]["difference"]["low"] > 0, "the first judge is sure of the gain"
     assert told.evidence["second_judge"]["mean"] <= 0
     assert store.policies.get("agent", 1).state is PolicyState.CANARY
     assert store.policies.live()["agent"].version == 0

@@ -18,7 +18,7 @@ from ratchet.store.states import RolloutState, TuningState
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.errors import EvaluationStopped, TuningError
-from ratchet.trainer.settings.gate_settings import GateSettings
+from ratchet.trainer.settings.release_settings import ReleaseSettings
 from ratchet.tuner.selection.release_evaluation import WorkflowEvaluator
 from tests.harness.examples.player import Messages, Script, calls, says
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
@@ -78,7 +78,7 @@ def evaluator(store: Store, home: Path) -> Iterator[Callable[..., WorkflowEvalua
             FunctionJudge("ratchet.demo.email_search.judge:judge"),
             FunctionJudge("examples.reward_hacking.second:judge"),
         ]
-        made.append(WorkflowEvaluator(store, "agent", GateSettings(**(values | changes)), *judges))
+        made.append(WorkflowEvaluator(store, "agent", ReleaseSettings(**(values | changes)), *judges))
         return made[-1]
 
     yield make
@@ -100,7 +100,11 @@ async def test_a_candidate_is_compared_on_tasks_of_several_calls(
     assert (found.second.prompts, found.second.what, found.second.candidate) == (TASKS, "tasks", 1.0)
     assert found.second.difference > 0
     run = store.tunings.get(found.run)
-    assert (run.state, run.config["gate"], run.config["candidates"]) == (TuningState.DONE, True, ["agent@0", "agent@1"])
+    assert (run.state, run.config["release"], run.config["candidates"]) == (
+        TuningState.DONE,
+        True,
+        ["agent@0", "agent@1"],
+    )
     rollouts = store.rollouts.of(run.id)
     assert len(rollouts) == 2 * 2 * TASKS
     assert {one.purpose for one in rollouts} == {"eval"}, "never trained"
@@ -143,4 +147,4 @@ async def test_an_agent_that_always_fails_measures_nothing(
 
 def test_a_workflow_without_tasks_is_refused() -> None:
     with pytest.raises(ValidationError, match="workflow and tasks belong together"):
-        GateSettings(workflow="a:b")
+        ReleaseSettings(workflow="a:b")

@@ -103,7 +103,7 @@ def test_a_gpu_with_room_is_taken() -> None:
 
 
 def test_several_processes_of_the_trainer_are_started_by_the_launcher(project: Project) -> None:
-    project.write(trainer={"judge": JUDGE, "processes": 3})
+    project.write(trainer={"judge": JUDGE, "num_processes": 3})
     settings = load(project.folder / "ratchet.yaml", environ={})
     room = services.plan(settings, config=project.folder / "resolved.yaml").rooms[-1]
     told = " ".join(room.command[1:])

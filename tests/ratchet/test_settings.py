@@ -128,8 +128,8 @@ def test_the_gates_task_set_may_be_an_imported_one(tmp_path: Path) -> None:
     file, rows = tmp_path / "ratchet.yaml", tmp_path / "test.jsonl"
     file.write_text("base_model: tiny\ntrainer: {judge: 'a:b', gate: {workflow: 'a:b', tasks: mail}}")
     settings = load(file, {("folder",): ("", str(tmp_path))}, {})
-    assert settings.trainer_settings().gate.tasks == "mail"  # of the hub, as long as none of that name is imported
+    assert settings.trainer_settings().release.tasks == "mail"  # of the hub, as long as none of that name is imported
     rows.write_text('{"question": "who?"}\n')
     ImportedTasks(settings.state.tasks).add(TaskSet.of_files("mail", {"test": rows}), "mail")
-    named = settings.trainer_settings().gate.tasks
+    named = settings.trainer_settings().release.tasks
     assert [task.row for task in TaskSet.open(named or "").rows("test")] == [{"question": "who?"}]

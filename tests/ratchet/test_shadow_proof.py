@@ -16,7 +16,7 @@ from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.proxy.conftest import running
 from tests.proxy.test_keys import made
 
-SETTINGS = Settings.model_validate({"trainer": {"shadow": {"samples": 2}}})
+SETTINGS = Settings.model_validate({"trainer": {"resample": {"samples": 2}}})
 
 
 def test_each_thing_that_keeps_shadows_from_being_asked_for_is_told_with_its_remedy(

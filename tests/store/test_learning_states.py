@@ -205,8 +205,8 @@ def test_one_candidate_is_a_canary_until_it_is_promoted_or_rejected(store: Store
     for version in (1, 2):
         held = store.rounds.start("agent", version - 1)
         store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
-    assert store.policies.canary("agent", 1, 0.05, {"why": "gate"}).share == 0.05
-    assert store.policies.canary("agent", 1, 0.5).evidence == {"why": "gate"}
+    assert store.policies.canary("agent", 1, 0.05, {"why": "release"}).share == 0.05
+    assert store.policies.canary("agent", 1, 0.5).evidence == {"why": "release"}
     assert [(p.version, p.state, p.share) for p in store.policies.serving()] == [(0, "live", None), (1, "canary", 0.5)]
     with pytest.raises(InvalidTransition, match="agent@1 is a canary already: promote or reject it"):
         store.policies.canary("agent", 2, 0.1)

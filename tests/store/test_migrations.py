@@ -81,7 +81,7 @@ def test_versions_and_decisions_outlive_the_change_of_their_tables_rule(empty_ur
         "alias": "agent",
         "version": 1,
         "action": "promote",
-        "by": "gate",
+        "by": "release",
         "reason": "better",
         "evidence": {"a": 1},
     }

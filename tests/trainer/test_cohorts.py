@@ -102,7 +102,7 @@ def assembly(store: Store, tmp_path: Path) -> Iterator[Callable[[ScoreHistory], 
     def make(book: ScoreHistory) -> TrajectoryCollector:
         settings = TrainerSettings(
             store="x", model="agent", base_model="base", vllm=("http://127.0.0.1:1",), checkpoints=tmp_path,
-            judge="a:b", singles="cohort", min_baseline_samples=2, num_generations=3, group_wait_seconds=0.01,
+            judge="a:b", ungrouped="cohort", min_baseline_samples=2, num_generations=3, group_wait_seconds=0.01,
         )  # fmt: skip
         made.append(TrajectoryCollector(store, settings, RoleResolver(store, "agent", Roles()), book, None))
         return made[-1]
@@ -138,7 +138,7 @@ def test_a_family_without_a_past_is_learnt_from_at_once(store: Store, make_daemo
     for number in range(4):
         single(store, number, "good" if number % 2 else "bad")
     daemon = make_daemon(
-        singles="cohort", num_generations=4, groups_per_round=1, group_wait_seconds=0.01, seal_after_idle_seconds=0.1
+        ungrouped="cohort", num_generations=4, groups_per_round=1, group_wait_seconds=0.01, seal_after_idle_seconds=0.1
     )
     until = time.monotonic() + 60
     while not store.rounds.newest_committed("agent"):

@@ -338,7 +338,7 @@ def test_a_candidate_that_a_dead_trainer_left_is_published_by_the_next(
 def test_singles_are_compared_with_what_their_family_scored_before(
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
-    daemon = make_daemon(singles="baseline", min_baseline_samples=3, groups_per_round=1, group_wait_seconds=1.0)
+    daemon = make_daemon(ungrouped="baseline", min_baseline_samples=3, groups_per_round=1, group_wait_seconds=1.0)
     for number, score in enumerate([0.0, 1.0, 0.0, 1.0, 0.0]):
         agents_work(store, f"mail/{number}", [score])
         daemon.turn(1000.0 + number)

@@ -43,21 +43,21 @@ def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
         ({"num_generations": 1}, "every advantage would be 0", "ungrouped: baseline"),
         ({"min_group_size": 1}, "every advantage would be 0", "take 2 or more"),
         ({"num_generations": 2, "min_group_size": 4}, "no smaller group is ever compared", "lower it"),
-        ({"singles": "baseline", "min_baseline_samples": 513}, "no single would ever have a baseline", "lower it"),
-        ({"singles": "baseline", "judge": RANKS}, "only ranks the members of one group", "ungrouped: drop"),
-        ({"singles": "cohort", "judge": RANKS}, "scores of different times and tasks", "ungrouped: drop"),
-        ({"shadow": {"samples": 1}, "min_group_size": 3}, "would never be compared", "take 2 resample.samples"),
+        ({"ungrouped": "baseline", "min_baseline_samples": 513}, "no single would ever have a baseline", "lower it"),
+        ({"ungrouped": "baseline", "judge": RANKS}, "only ranks the members of one group", "ungrouped: drop"),
+        ({"ungrouped": "cohort", "judge": RANKS}, "scores of different times and tasks", "ungrouped: drop"),
+        ({"resample": {"samples": 1}, "min_group_size": 3}, "would never be compared", "take 2 resample.samples"),
         (
-            {"shadow": {"samples": 2}, "judge": {"kind": "feedback"}},
+            {"resample": {"samples": 2}, "judge": {"kind": "feedback"}},
             "waits for the word of people",
             "resample.samples: 0",
         ),
         (
-            {"shadow": {"samples": 2}, "judge": {"kind": "composite", "parts": [part(NEXT, weight=1.0)]}},
+            {"resample": {"samples": 2}, "judge": {"kind": "composite", "parts": [part(NEXT, weight=1.0)]}},
             "waits for the next message",
             "reads the answer itself",
         ),
-        ({"singles": "baseline", "judge": RANKS}, "only ranks the members of one group", "resample.samples"),
+        ({"ungrouped": "baseline", "judge": RANKS}, "only ranks the members of one group", "resample.samples"),
         ({"proof_tolerance": 1e-7}, "every version would be rejected", "0.01 to 0.2"),
         ({"learner": {"learning_rate": 1e-12}}, "below what an fp32 weight can change by", "1e-6 to 1e-4"),
         (
@@ -67,20 +67,32 @@ def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
         ),
         ({"learner": {"max_grad_norm": 1e-9}}, "below AdamW's epsilon", "1.0 is usual"),
         (
-            {"learner": {"steps_per_round": 2, "epsilon_low": 1e-6, "epsilon_high": 1e-6}},
+            {"learner": {"steps_per_round": 2, "epsilon": 1e-6, "epsilon_high": 1e-6}},
             "silence every token after the first of 2 steps",
             "0.2 and 0.28",
         ),
-        ({"singles": "baseline", "learner": {"loss": "dpo"}}, "no two answers to one prompt", "apo_zero_unpaired"),
-        ({"learner": {"loss": "cispo", "epsilon_low": 0.1}}, "epsilon_low has no effect with loss cispo", "leave it"),
         (
-            {"learner": {"loss": "sft", "top_entropy_quantile": 0.2}},
+            {"ungrouped": "baseline", "learner": {"loss_type": "dpo"}},
+            "no two answers to one prompt",
+            "apo_zero_unpaired",
+        ),
+        ({"learner": {"loss_type": "cispo", "epsilon": 0.1}}, "epsilon has no effect with loss cispo", "leave it"),
+        (
+            {"learner": {"loss_type": "sft", "top_entropy_quantile": 0.2}},
             "top_entropy_quantile has no effect",
             "leave it out",
         ),
-        ({"learner": {"loss": "grpo", "dr_grpo_length": 9}}, "dr_grpo_length has no effect", "take a loss that has"),
+        (
+            {"learner": {"loss_type": "grpo", "dr_grpo_length": 9}},
+            "dr_grpo_length has no effect",
+            "take a loss that has",
+        ),
         ({"learner": {"preference_beta": 0.5}}, "preference_beta has no effect with loss dapo", "leave it out"),
-        ({"turn_weight": 1.0, "learner": {"loss": "dpo"}}, "turn_weight has no effect with loss dpo", "set it to 0"),
+        (
+            {"turn_weight": 1.0, "learner": {"loss_type": "dpo"}},
+            "turn_weight has no effect with loss dpo",
+            "set it to 0",
+        ),
         ({"judge": SHORT}, "same score: rule short with most 1", "longest good length"),
         ({"judge": ANYTHING}, "matches every answer", "only a good answer"),
         (
@@ -108,13 +120,13 @@ def test_a_learning_rate_of_zero_is_refused() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"singles": "drop", "min_baseline_samples": 513},  # not used
+        {"ungrouped": "drop", "min_baseline_samples": 513},  # not used
         {"max_staleness": 0},  # on-policy: what was sampled before a swap is dropped, what comes after it is trained
-        {"learner": {"epsilon_low": 1e-6, "epsilon_high": 1e-6}},  # in the only step every ratio is 1
+        {"learner": {"epsilon": 1e-6, "epsilon_high": 1e-6}},  # in the only step every ratio is 1
         {"learner": {"max_grad_norm": 0}},
-        {"singles": "baseline", "learner": {"loss": "apo_zero_unpaired", "preference_beta": 0.5}},
-        {"learner": {"loss": "cispo", "epsilon_high": 4.0, "top_entropy_quantile": 0.2}},
-        {"learner": {"loss": "dr_grpo", "dr_grpo_length": 64, "epsilon_low": 0.1}},
+        {"ungrouped": "baseline", "learner": {"loss_type": "apo_zero_unpaired", "preference_beta": 0.5}},
+        {"learner": {"loss_type": "cispo", "epsilon_high": 4.0, "top_entropy_quantile": 0.2}},
+        {"learner": {"loss_type": "dr_grpo", "dr_grpo_length": 64, "epsilon": 0.1}},
         {"judge": {"kind": "composite", "parts": [part(SHORT, weight=1.0), part({"kind": "conduct", "rule": "ended"},
                                                                                weight=1.0)]}},
         {"judge": {"kind": "conduct", "rule": "pattern", "pattern": r"\S.*"}},

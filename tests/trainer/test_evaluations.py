@@ -43,7 +43,7 @@ def test_while_a_candidate_is_tried_others_are_judged_and_nothing_is_trained(
     store: Store, make_daemon: Callable[..., Daemon], slow: threading.Event
 ) -> None:
     ready_to_train(store)
-    daemon = make_daemon(gate=GATE)
+    daemon = make_daemon(release=GATE)
     now = time.time()
     daemon.turn(now)
     later = [name for task in tasks(False, 6)[2:] for name in agents_work(store, task, [0.0, 1.0], at=time.time())]
@@ -66,12 +66,12 @@ def test_a_trainer_that_is_killed_while_a_candidate_is_tried_tries_it_again_and_
 ) -> None:
     ready_to_train(store)
     now = time.time()
-    make_daemon(gate=GATE).turn(now)
+    make_daemon(release=GATE).turn(now)
     assert store.observations.newest("agent", KIND, 10) == []
     for task in tasks(False, 6)[2:]:
         agents_work(store, task, [0.0, 1.0], at=time.time())
     slow.set()
-    daemon = make_daemon(gate=GATE)  # the first one is never asked again, as if it were dead
+    daemon = make_daemon(release=GATE)  # the first one is never asked again, as if it were dead
     until(daemon, now + 400.0, lambda: store.policies.live()["agent"].version == 1)
     assert [one.action for one in store.decisions.of("agent", 1)] == [PolicyAction.PROMOTE]
     assert len(store.rounds.page("agent")) == 1, "it was decided on before another round began"
@@ -82,12 +82,12 @@ def test_what_was_found_before_a_kill_is_decided_on_without_trying_again(
 ) -> None:
     ready_to_train(store)
     answering(engine, new=0.2, old=0.9)
-    daemon = make_daemon(gate=GATE)
+    daemon = make_daemon(release=GATE)
     daemon.turn(time.time())
     eventually(lambda: len(store.observations.newest("agent", KIND, 10)) == 1)
     asked = len(engine.asked)
     assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE
-    until(make_daemon(gate=GATE), time.time(), lambda: store.policies.get("agent", 1).state is PolicyState.REJECTED)
+    until(make_daemon(release=GATE), time.time(), lambda: store.policies.get("agent", 1).state is PolicyState.REJECTED)
     assert len(engine.asked) == asked
     assert "0.200 against 0.900" in store.decisions.of("agent", 1)[0].reason
 
@@ -132,7 +132,7 @@ def test_a_jump_on_held_out_tasks_waits_for_a_person_before_it_serves_anybody(
 ) -> None:
     ready_to_train(store)
     answering(engine, new=1.0, old=0.2)
-    daemon = make_daemon(gate=GATE | {"enabled": True, "jump": 0.5})
+    daemon = make_daemon(release=GATE | {"enabled": True, "jump": 0.5})
     until(daemon, time.time(), lambda: store.policies.held("agent") is not None)
     told = store.decisions.of("agent", 1)[0]
     assert (told.action, told.by) == (PolicyAction.HOLD, "evaluation")
@@ -145,7 +145,7 @@ def test_a_second_judge_that_sees_no_gain_in_the_same_answers_holds_the_candidat
 ) -> None:
     ready_to_train(store)
     answering(engine, new=0.9, old=0.6)
-    daemon = make_daemon(gate=GATE | {"second_judge": UNMOVED})
+    daemon = make_daemon(release=GATE | {"second_judge": UNMOVED})
     until(daemon, time.time(), lambda: store.policies.held("agent") is not None)
     told = store.decisions.of("agent", 1)[0]
     assert "does not see the gain of +0.300" in told.reason

@@ -95,8 +95,8 @@ def trained_version(store: Store, number: int, scores: tuple[float, float], metr
     held = store.rounds.start("agent", number - 1)
     told = {"trajectories": 2, "groups": 1, "tokens_trained": 4, "reward": 0.5, "loss": -0.25} | metrics
     store.rounds.commit(held.id, version=number, checkpoint=f"/c/{number}", groups=[group.id], metrics=told)
-    evidence = {"gate": {"difference": {"value": 0.125, "low": 0.0625}}}
-    return store.policies.promote("agent", number, evidence, by="gate", reason="+0.125 | better\n# x")
+    evidence = {"release": {"difference": {"value": 0.125, "low": 0.0625}}}
+    return store.policies.promote("agent", number, evidence, by="release", reason="+0.125 | better\n# x")
 
 
 def test_the_card_says_what_the_store_knows_and_what_nobody_knows(store: Store, tiny_model: Path) -> None:

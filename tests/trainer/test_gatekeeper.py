@@ -42,14 +42,14 @@ def traffic(store: Store, daemon: Daemon, now: float, *, canary: float, live: fl
 def test_a_worse_version_is_rolled_back_and_what_it_sampled_is_not_trained(
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
-    daemon = make_daemon(gate=GATE, groups_per_round=2)
+    daemon = make_daemon(release=GATE, groups_per_round=2)
     learner = daemon.learner
     now = first_canary(store, daemon)
     assert traffic(store, daemon, now, canary=0.1, live=0.9) < 40
     assert [p.version for p in store.policies.serving()] == [0]
     newest = store.decisions.of("agent", 1)[0]
-    assert (newest.action, newest.by) == (PolicyAction.ROLLBACK, "gate")
-    assert newest.evidence["gate"]["difference"]["high"] < 0
+    assert (newest.action, newest.by) == (PolicyAction.ROLLBACK, "release")
+    assert newest.evidence["release"]["difference"]["high"] < 0
     assert store.trajectories.drop_counts()["rolled_back"] > 0
     agents_work(store, "mixed", [0.0, 1.0], at=time.time())
     agents_work(store, "other", [1.0, 0.0], at=time.time())
@@ -65,14 +65,14 @@ def test_a_worse_version_is_rolled_back_and_what_it_sampled_is_not_trained(
 def test_a_better_version_is_promoted_and_nothing_is_trained_meanwhile(
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
-    daemon = make_daemon(gate=GATE | {"jump": None})
+    daemon = make_daemon(release=GATE | {"jump": None})
     now = first_canary(store, daemon)
     batches = traffic(store, daemon, now, canary=0.95, live=0.3)
     assert batches < 40
     assert store.policies.live()["agent"].version == 1
     newest = store.decisions.of("agent", 1)[0]
-    assert (newest.action, newest.by) == (PolicyAction.PROMOTE, "gate")
-    assert newest.evidence["gate"]["difference"]["low"] > -0.1
+    assert (newest.action, newest.by) == (PolicyAction.PROMOTE, "release")
+    assert newest.evidence["release"]["difference"]["low"] > -0.1
     first, *_ = reversed(store.rounds.page("agent"))
     begun_after = [held.started_at for held in store.rounds.page("agent") if held.id != first.id]
     assert all(started >= newest.decided_at for started in begun_after)
@@ -81,7 +81,7 @@ def test_a_better_version_is_promoted_and_nothing_is_trained_meanwhile(
 def test_a_jump_waits_for_a_person_with_an_alarm_and_an_order_by_hand_ends_it(
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
-    daemon = make_daemon(gate=GATE | {"jump": 0.4})
+    daemon = make_daemon(release=GATE | {"jump": 0.4})
     now = first_canary(store, daemon)
     assert traffic(store, daemon, now, canary=1.0, live=0.2, most=30) == 30
     assert store.decisions.of("agent", 1)[0].action is PolicyAction.HOLD
@@ -98,7 +98,7 @@ def test_a_jump_waits_for_a_person_with_an_alarm_and_an_order_by_hand_ends_it(
 def test_a_held_version_that_turns_out_worse_goes_back_by_itself(
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
-    daemon = make_daemon(gate=GATE)
+    daemon = make_daemon(release=GATE)
     now = first_canary(store, daemon)
     store.policies.hold("agent", 1, {}, by="anna", reason="I want to look")
     assert traffic(store, daemon, now, canary=0.0, live=1.0) < 40
@@ -107,7 +107,7 @@ def test_a_held_version_that_turns_out_worse_goes_back_by_itself(
 
 def test_a_second_judge_that_does_not_see_the_gain_holds_it(store: Store, make_daemon: Callable[..., Daemon]) -> None:
     second = {"kind": "function", "function": "tests.harness.trainer.judge_samples:unmoved"}
-    daemon = make_daemon(gate=GATE | {"jump": None, "second_judge": second})
+    daemon = make_daemon(release=GATE | {"jump": None, "second_judge": second})
     now = first_canary(store, daemon)
     assert traffic(store, daemon, now, canary=1.0, live=0.2, most=30) == 30
     held = store.decisions.of("agent", 1)[0]
@@ -118,7 +118,7 @@ def test_a_second_judge_that_does_not_see_the_gain_holds_it(store: Store, make_d
 
 def test_a_second_judge_that_sees_it_too_lets_it_pass(store: Store, make_daemon: Callable[..., Daemon]) -> None:
     second = {"kind": "function", "function": "tests.harness.trainer.judge_samples:scripted"}
-    daemon = make_daemon(gate=GATE | {"jump": None, "second_judge": second})
+    daemon = make_daemon(release=GATE | {"jump": None, "second_judge": second})
     now = first_canary(store, daemon)
     assert traffic(store, daemon, now, canary=1.0, live=0.2) < 40
     assert store.policies.live()["agent"].version == 1
@@ -128,7 +128,7 @@ def test_a_second_judge_that_sees_it_too_lets_it_pass(store: Store, make_daemon:
 def test_a_canary_without_traffic_goes_back_when_its_time_is_over(
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
-    daemon = make_daemon(gate=GATE | {"deadline_seconds": 50.0})
+    daemon = make_daemon(release=GATE | {"deadline_seconds": 50.0})
     now = first_canary(store, daemon)
     daemon.turn(now + 10.0)
     assert store.policies.get("agent", 1).state is PolicyState.CANARY
@@ -138,8 +138,8 @@ def test_a_canary_without_traffic_goes_back_when_its_time_is_over(
 
 
 def test_a_restarted_trainer_goes_on_with_the_canary(store: Store, make_daemon: Callable[..., Daemon]) -> None:
-    now = first_canary(store, make_daemon(gate=GATE))
-    daemon = make_daemon(gate=GATE)
+    now = first_canary(store, make_daemon(release=GATE))
+    daemon = make_daemon(release=GATE)
     assert traffic(store, daemon, now, canary=0.0, live=1.0) < 40
     assert store.policies.live()["agent"].version == 0
 
@@ -147,7 +147,7 @@ def test_a_restarted_trainer_goes_on_with_the_canary(store: Store, make_daemon: 
 def test_a_roll_back_by_hand_while_a_judge_thinks_stops_nothing(
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
-    daemon = make_daemon(gate=GATE)
+    daemon = make_daemon(release=GATE)
     now = first_canary(store, daemon)
     agents_work(store, "late", [0.0, 1.0], version=1, at=now)
     judge_samples.pause.clear()

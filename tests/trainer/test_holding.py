@@ -104,7 +104,7 @@ def test_what_is_held_is_held_after_a_restart_too(store: Store, make_daemon: Cal
 def test_a_canary_that_its_own_second_judge_likes_is_held_by_the_sentinels(
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
-    daemon = make_daemon(gate=GATE | {"second_judge": AGREEING}, sentinel=SENTINEL)
+    daemon = make_daemon(release=GATE | {"second_judge": AGREEING}, sentinel=SENTINEL)
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])
     now = until(daemon, time.time(), lambda: len(store.policies.all("agent")) == 2, most=200)
@@ -115,7 +115,7 @@ def test_a_canary_that_its_own_second_judge_likes_is_held_by_the_sentinels(
     assert told.action is PolicyAction.HOLD
     assert "the sentinel doubts the judge" in told.reason
     assert told.evidence["second_judge"]["low"] > 0
-    assert told.evidence["gate"]["difference"]["low"] > 0
+    assert told.evidence["release"]["difference"]["low"] > 0
 
 
 def test_it_is_only_an_alarm_where_one_says_so(store: Store, make_daemon: Callable[..., Daemon]) -> None:
@@ -129,7 +129,7 @@ def test_the_sentinels_second_judge_is_asked_about_a_canary_where_the_gate_has_n
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
     unmoved = {"kind": "function", "function": "tests.harness.trainer.judge_samples:unmoved"}
-    daemon = make_daemon(gate=GATE | {"jump": 0.4}, sentinel=SENTINEL | {"second_judge": unmoved})
+    daemon = make_daemon(release=GATE | {"jump": 0.4}, sentinel=SENTINEL | {"second_judge": unmoved})
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])
     now = until(daemon, time.time(), lambda: len(store.policies.all("agent")) == 2, most=200)

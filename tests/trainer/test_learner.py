@@ -171,10 +171,10 @@ def test_a_new_learning_rate_wins_over_the_checkpoints(make_learner: LearnerMake
     assert train(slow, range(1))[0].weight_change < 0.01 * train(learner, range(1))[0].weight_change
 
 
-@pytest.mark.parametrize("setting", ["rank", "target_modules"])
+@pytest.mark.parametrize("setting", ["lora_r", "target_modules"])
 def test_a_checkpoint_of_another_adapter_is_refused(setting: str, make_learner: LearnerMaker, tmp_path: Path) -> None:
     make_learner().save(tmp_path / "0001")
-    other = {"rank": replace(SETTINGS, rank=4), "target_modules": replace(SETTINGS, target_modules=("q_proj",))}
+    other = {"lora_r": replace(SETTINGS, lora_r=4), "target_modules": replace(SETTINGS, target_modules=("q_proj",))}
     with pytest.raises(CheckpointMismatch, match=f"trained with {setting}"):
         make_learner(other[setting], resume_from=tmp_path / "0001")
 
@@ -228,7 +228,7 @@ def test_later_steps_of_a_round_are_clipped_against_its_first_policy(make_learne
 def test_every_loss_raises_the_odds_of_what_was_good(make_learner: LearnerMaker) -> None:
     rows = [build_row(1, advantage=1.0, group="g"), build_row(2, advantage=-1.0, group="g")]
     for name in OBJECTIVES:
-        learner = make_learner(replace(SETTINGS, loss=name, steps_per_round=1, sequence_mask_threshold=None))
+        learner = make_learner(replace(SETTINGS, loss_type=name, steps_per_round=1, sequence_mask_threshold=None))
         before = learner.score(rows)[0]
         assert learner.train_round(rows if name != "sft" else rows[:1]).weight_change > 0
         assert trained_sum(rows[0], learner.score(rows)[0]) > trained_sum(rows[0], before)
@@ -252,7 +252,7 @@ def test_a_round_that_another_policy_sampled_is_refused_and_changes_nothing(
 
 def test_a_penalty_keeps_the_policy_near_the_base_and_is_reported(make_learner: LearnerMaker) -> None:
     def drift(kl: float) -> float:
-        learner = make_learner(replace(SETTINGS, kl=kl, steps_per_round=1, learning_rate=1e-2))
+        learner = make_learner(replace(SETTINGS, beta=kl, steps_per_round=1, learning_rate=1e-2))
         for _ in range(6):
             report = learner.train_round(build_rows(4, seed=3))
         return report.kl if kl else distance(learner)
@@ -310,13 +310,13 @@ def test_a_missing_model_and_a_folder_that_is_none_are_told_apart(tmp_path: Path
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("rank", 0),
+        ("lora_r", 0),
         ("learning_rate", 0.0),
         ("learning_rate", "fast"),
         ("target_kl", 0.0),
-        ("loss", "ppo"),
-        ("epsilon_low", 1.5),
-        ("kl", -0.1),
+        ("loss_type", "ppo"),
+        ("epsilon", 1.5),
+        ("beta", -0.1),
         ("vllm_importance_sampling_clip_max", 0.5),
         ("sequence_mask_threshold", 1.0),
         ("entropy_coef", -1.0),

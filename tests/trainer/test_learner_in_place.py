@@ -60,8 +60,8 @@ def test_what_is_loaded_in_place_is_bitwise_what_would_be_built_there(
         train(learner, range(rounds_before))
         learner.save(checkpoint := tmp_path / "0001")
     train(learner, range(5, 8))  # what no commit stands for
-    other = replace(SETTINGS, loss="sft", learning_rate=1e-2, kl=0.0, steps_per_round=3)
-    penalised = replace(SETTINGS, loss="cispo", kl=0.1, learning_rate=3e-4)
+    other = replace(SETTINGS, loss_type="sft", learning_rate=1e-2, beta=0.0, steps_per_round=3)
+    penalised = replace(SETTINGS, loss_type="cispo", beta=0.1, learning_rate=3e-4)
     for number, settings in enumerate((SETTINGS, other, penalised, SETTINGS)):
         fresh = built(settings, checkpoint)
         assert fresh.step == 2 * rounds_before
@@ -74,13 +74,13 @@ def test_what_is_loaded_in_place_is_bitwise_what_would_be_built_there(
 def test_a_setting_that_shapes_the_adapter_is_not_changed_in_place(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(str(tiny_model), SETTINGS, workdir=tmp_path / "work")
     with pytest.raises(SettingError, match="rank cannot change while the trainer runs"):
-        learner.load(None, replace(SETTINGS, rank=4))
+        learner.load(None, replace(SETTINGS, lora_r=4))
 
 
 def test_a_rejected_version_leaves_the_base_model_where_it_is_and_there_is_one(
     store: Store, make_daemon: Callable[..., Daemon], odd_model: Path
 ) -> None:
-    daemon = make_daemon(base_model=str(odd_model), gate={"share": 0.3})
+    daemon = make_daemon(base_model=str(odd_model), release={"share": 0.3})
     (weights,) = base_weights()
     place = weights.data_ptr()
     agents_work(store, "a", [0.0, 1.0])

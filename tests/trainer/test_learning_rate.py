@@ -138,7 +138,7 @@ def test_the_default_target_is_that_of_a_trajectory_within_bounds_of_a_token() -
 
 def test_a_fixed_rate_and_an_imitation_are_not_steered() -> None:
     moved = RoundShift(1e-9, 0.1, TARGET)
-    for settings, expected in ((LearnerSettings(learning_rate=3e-4), 3e-4), (LearnerSettings(loss="sft"), 2e-3)):
+    for settings, expected in ((LearnerSettings(learning_rate=3e-4), 3e-4), (LearnerSettings(loss_type="sft"), 2e-3)):
         steering = LearningRateController(settings, 400_000, "fp32")
         steering.after(moved)
         steering.restore({"rate": 5e-3, "first_entropy": 0.1})

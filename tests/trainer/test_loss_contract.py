@@ -32,20 +32,20 @@ WORST_RELATIVE_ERROR = 2e-5
 PLAIN: dict[str, Any] = {"vllm_importance_sampling_clip_max": None, "sequence_mask_threshold": None}
 
 CASES = [
-    *({"loss": name} for name in OBJECTIVES if OBJECTIVES[name].ratio != "none"),
-    *({"loss": name, "kl": 0.05} for name in OBJECTIVES if OBJECTIVES[name].ratio != "none"),
-    *({"loss": name, "sequence_mask_threshold": 1.1} for name in OBJECTIVES if OBJECTIVES[name].ratio != "none"),
-    {"loss": "dapo", "sequence_mask_threshold": 1.1, "kl": 0.05, "entropy_coef": 0.01},
-    {"loss": "dr_grpo", "dr_grpo_length": 7},
-    {"loss": "cispo", "epsilon_high": 1.1},
-    {"loss": "gspo", "epsilon_low": 0.05, "epsilon_high": 0.05, "entropy_coef": 0.01},
-    {"loss": "grpo", "entropy_coef": 0.01},
-    {"loss": "dapo", "top_entropy_quantile": 0.2},
-    {"loss": "grpo", "top_entropy_quantile": 0.2, "kl": 0.05, "sequence_mask_threshold": 1.1},
-    {"loss": "sft"},
-    {"loss": "sft", "kl": 0.05},
-    {"loss": "dapo", **PLAIN},
-    {"loss": "dapo", "gradient_checkpointing": True},
+    *({"loss_type": name} for name in OBJECTIVES if OBJECTIVES[name].ratio != "none"),
+    *({"loss_type": name, "beta": 0.05} for name in OBJECTIVES if OBJECTIVES[name].ratio != "none"),
+    *({"loss_type": name, "sequence_mask_threshold": 1.1} for name in OBJECTIVES if OBJECTIVES[name].ratio != "none"),
+    {"loss_type": "dapo", "sequence_mask_threshold": 1.1, "beta": 0.05, "entropy_coef": 0.01},
+    {"loss_type": "dr_grpo", "dr_grpo_length": 7},
+    {"loss_type": "cispo", "epsilon_high": 1.1},
+    {"loss_type": "gspo", "epsilon": 0.05, "epsilon_high": 0.05, "entropy_coef": 0.01},
+    {"loss_type": "grpo", "entropy_coef": 0.01},
+    {"loss_type": "dapo", "top_entropy_quantile": 0.2},
+    {"loss_type": "grpo", "top_entropy_quantile": 0.2, "beta": 0.05, "sequence_mask_threshold": 1.1},
+    {"loss_type": "sft"},
+    {"loss_type": "sft", "beta": 0.05},
+    {"loss_type": "dapo", **PLAIN},
+    {"loss_type": "dapo", "gradient_checkpointing": True},
 ]
 
 
@@ -100,7 +100,7 @@ def test_loss_and_gradient_equal_the_formulas(
 @pytest.mark.parametrize("kl", [0.0, 0.05])
 def test_the_loss_is_trls_own_where_trl_has_it(name: str, kl: float, tiny_model: Path, tmp_path: Path) -> None:
     """In one micro-batch, in which TRL's means are right."""
-    settings = LearnerSettings(loss=name, kl=kl, max_grad_norm=0, **PLAIN)
+    settings = LearnerSettings(loss_type=name, beta=kl, max_grad_norm=0, **PLAIN)
     trainer = build_trainer(settings, tiny_model, tmp_path, budget=10_000)
     rows = build_groups(trainer)
     (micro,) = trainer.prepare(rows)
@@ -138,7 +138,7 @@ def test_masked_tokens_get_exactly_zero_gradient_and_trained_ones_do_not(tiny_mo
 def test_a_round_of_one_step_looks_at_each_model_once_and_asks_the_lm_head_for_trained_tokens_alone(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    trainer = build_trainer(LearnerSettings(kl=0.05), tiny_model, tmp_path)
+    trainer = build_trainer(LearnerSettings(beta=0.05), tiny_model, tmp_path)
     scored: list[int] = []
     body = trainer.model.get_base_model().base_model
     handle = body.register_forward_hook(lambda module, given, output: scored.append(output.last_hidden_state.shape[1]))
@@ -154,14 +154,14 @@ def test_a_round_of_one_step_looks_at_each_model_once_and_asks_the_lm_head_for_t
 def test_the_size_of_micro_batches_does_not_change_the_gradient(name: str, tiny_model: Path, tmp_path: Path) -> None:
     results = []
     for budget in (1, 10_000):
-        trainer = build_trainer(LearnerSettings(loss=name), tiny_model, tmp_path, budget=budget)
+        trainer = build_trainer(LearnerSettings(loss_type=name), tiny_model, tmp_path, budget=budget)
         results.append(backward(trainer, trainer.prepare(build_groups(trainer)))[0])
     assert results[0].relative_error(results[1]) < WORST_RELATIVE_ERROR
 
 
 def test_a_rejected_row_is_as_if_it_had_never_been_there(tiny_model: Path, tmp_path: Path) -> None:
     for name in OBJECTIVES:
-        trainer = build_trainer(LearnerSettings(loss=name, sequence_mask_threshold=2.0), tiny_model, tmp_path)
+        trainer = build_trainer(LearnerSettings(loss_type=name, sequence_mask_threshold=2.0), tiny_model, tmp_path)
         rows = build_groups(trainer)
         sampled = tuple((lp - 3.0) * m for lp, m in zip(rows[2].logprobs, rows[2].mask, strict=True))
         foreign = replace(rows[2], logprobs=sampled)

@@ -62,7 +62,7 @@ def test_what_the_gate_sees_and_decides_is_told(store: Store) -> None:
         store.rounds.commit(held.id, version=version, checkpoint="x", groups=[], metrics={})
     store.policies.promote("agent", 1, {})
     store.policies.canary("agent", 2, 0.5)
-    store.policies.hold("agent", 2, {}, by="gate", reason="too good")
+    store.policies.hold("agent", 2, {}, by="release", reason="too good")
     metrics = Metrics("agent", store)
     metrics.gate(20, 30, Difference(0.5, 0.25, 0.75, 20, 30))
     metrics.evaluating(True)

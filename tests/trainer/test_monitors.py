@@ -128,7 +128,7 @@ def test_a_monitor_that_is_not_known_or_not_installed_is_told_with_the_remedy(tm
     with pytest.raises(ValueError, match="tensorboard"):
         TrainerSettings(
             store="x", model="m", base_model="b", vllm=("http://x",), checkpoints=tmp_path, judge="a:b",
-            monitors=("grafana",),
+            report_to=("grafana",),
         )  # fmt: skip
     absent: Any = "a_monitor_that_nobody_has"
     assert importlib.util.find_spec(absent) is None

@@ -63,7 +63,7 @@ def test_a_rate_that_steers_itself_is_resumed_bit_for_bit(make_learner: LearnerM
     assert train(steady, range(2, 5)) == expected
     steady.load(None, SETTINGS)
     assert train(steady, range(2)) == [first, second]
-    steady.load(None, replace(SETTINGS, loss="sft"))  # a warm start is not steered
+    steady.load(None, replace(SETTINGS, loss_type="sft"))  # a warm start is not steered
     assert [report.learning_rate for report in train(steady, range(2))] == [2e-3, 2e-3]
 
 
@@ -78,7 +78,9 @@ def test_a_rate_set_by_hand_stays_whatever_the_rounds_move(make_learner: Learner
 @pytest.mark.parametrize("loss", ["dapo", "apo_zero_unpaired", "sft"])
 @pytest.mark.parametrize("steps", [1, 2])
 def test_the_movement_is_the_one_computed_by_hand(loss: str, steps: int, make_learner: LearnerMaker) -> None:
-    learner = make_learner(replace(SETTINGS, loss=loss, steps_per_round=steps, learning_rate=1e-2, token_budget=64))
+    learner = make_learner(
+        replace(SETTINGS, loss_type=loss, steps_per_round=steps, learning_rate=1e-2, token_budget=64)
+    )
     rows = [build_row(number, advantage=1.0 - number % 2 * (loss != "sft") * 2) for number in range(4)]
     before = learner.score(rows)
     report = learner.train_round(rows)

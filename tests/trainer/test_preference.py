@@ -36,7 +36,7 @@ def build_groups() -> list[TokenRow]:
 
 def build_learner(loss: str, tiny_model: Path, folder: Path, **changes: float) -> Learner:
     settings = LearnerSettings(
-        loss=loss, preference_beta=BETA, max_grad_norm=0, threads=1, token_budget=160, **changes  # type: ignore[arg-type]
+        loss_type=loss, preference_beta=BETA, max_grad_norm=0, threads=1, token_budget=160, **changes  # type: ignore[arg-type]
     )  # fmt: skip
     learner = Learner(str(tiny_model), settings, workdir=folder)
     disturb(learner._trainer, scale=0.03, seed=2)
@@ -115,7 +115,7 @@ def test_a_daemon_trains_by_preference_from_judged_groups(
 ) -> None:
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])
-    make_daemon(learner=LearnerSettings(loss=loss, learning_rate=1e-2)).turn(1000.0)
+    make_daemon(learner=LearnerSettings(loss_type=loss, learning_rate=1e-2)).turn(1000.0)
     assert store.policies.live()["agent"].version == 1
     (held,) = store.rounds.page("agent")
     assert held.metrics["weight_change"] > 0

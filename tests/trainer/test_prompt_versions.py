@@ -71,7 +71,7 @@ def make(
         settings = TrainerSettings(
             store=store_url, model="agent", base_model=str(tmp_path), vllm=(vllm[1],), checkpoints=tmp_path / "c",
             judge="tests.harness.trainer.prompted_vllm:judged", seal_after_idle_seconds=0.01, group_wait_seconds=0.01,
-            round_wait_seconds=1e9, groups_per_round=1000, num_generations=2, gate=gate,
+            round_wait_seconds=1e9, groups_per_round=1000, num_generations=2, release=gate,
         )  # fmt: skip
         made.append(Daemon(settings, store, threading.Event(), learner_factory=ScriptedLearner))
         return made[-1]
@@ -114,7 +114,7 @@ def test_a_better_prompt_is_promoted_by_live_traffic_and_a_worse_one_goes_back(
     promoted = until(daemon, proxy, store, 1, PolicyState.CANARY)
     assert promoted.state is PolicyState.LIVE
     assert promoted.evidence["gain"] == 0.5
-    assert promoted.evidence["gate"]["difference"]["low"] > -0.1
+    assert promoted.evidence["release"]["difference"]["low"] > -0.1
     worse = store.policies.with_prompt("agent", store.prompts.remember("Be worse.").id, {})
     daemon.turn(time.time())
     rejected = until(daemon, proxy, store, worse.version, PolicyState.CANARY)
@@ -158,7 +158,7 @@ def test_lessons_are_measured_against_what_serves_and_stay_only_where_they_help(
     trial = on_trial(store, "agent", learned, 0.5, "tun_1")
     promoted = until(daemon, proxy, store, trial.version, PolicyState.CANARY)
     assert promoted.state is PolicyState.LIVE
-    assert promoted.evidence["gate"]["difference"]["low"] > -0.1
+    assert promoted.evidence["release"]["difference"]["low"] > -0.1
     assert promoted.evidence["lessons"]["families"] == {"task:task": {"failed_tasks": 3, "mean": 0.5}}
 
 

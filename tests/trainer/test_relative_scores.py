@@ -63,7 +63,7 @@ def test_the_learning_report_and_the_console_say_relative_and_give_no_mean(store
 
 
 def test_the_trainer_notes_what_its_judge_is(store: Store, make_daemon: Callable[..., Daemon]) -> None:
-    daemon = make_daemon(judge=RULER, singles="drop")
+    daemon = make_daemon(judge=RULER, ungrouped="drop")
     version = daemon._judge_version
     assert is_relative(store, "agent", version)
     record_judge_scale(store, "agent", version, relative=True)
@@ -75,7 +75,7 @@ def test_the_trainer_notes_what_its_judge_is(store: Store, make_daemon: Callable
 def test_no_version_is_kept_for_its_relative_mean(
     store: Store, make_daemon: Callable[..., Daemon], judge: Any, best: list[int]
 ) -> None:
-    daemon = make_daemon(judge=judge, singles="drop")
+    daemon = make_daemon(judge=judge, ungrouped="drop")
     names = [f"r{number}" for number in range(20)]
     for name in names:
         answered_trajectory(store, name, task="t", version=1)

@@ -60,7 +60,7 @@ def door(store: Store, folder: Path, **settings: Any) -> Iterator[tuple[Proxy, S
 def settings_of(folder: Path, engine: ScriptedEngine, proxy: str | None, **shadow: Any) -> TrainerSettings:
     values: dict[str, Any] = {
         "store": str(folder / "store.db"), "model": "agent", "base_model": "base", "vllm": (engine.url,),
-        "checkpoints": folder / "checkpoints", "shadow": {"samples": 2, "proxy_url": proxy, **shadow},
+        "checkpoints": folder / "checkpoints", "resample": {"samples": 2, "proxy_url": proxy, **shadow},
     }  # fmt: skip
     return TrainerSettings(**QUICKLY, **values)
 
@@ -127,7 +127,7 @@ def test_a_single_learns_from_its_shadows_and_nobody_else_sees_them(tiny_model: 
             agent.chat.completions.create(**asked, extra_headers=labels)
             all_shipped(proxy)
             # No URL is given: the proxy is found by its door.
-            with trainer_of(tmp_path, tiny_model, shadow={"samples": 2}, **QUICKLY) as (daemon, store, _):
+            with trainer_of(tmp_path, tiny_model, resample={"samples": 2}, **QUICKLY) as (daemon, store, _):
                 eventually(lambda: daemon.turn(time.time()) and store.rounds.newest_committed("agent"), 60)
                 original = compared(store)
             said = {"role": "assistant", "content": "so "}
@@ -241,7 +241,7 @@ def test_a_prompt_that_is_held_out_is_not_asked_again(store: Store, tmp_path: Pa
     with door(store, tmp_path) as (proxy, vllm):
         settings = settings_of(tmp_path, engine, proxy.url)
         gate = settings.release.model_copy(update={"held_out": 0.999999})
-        trainer = Line(store, settings.model_copy(update={"gate": gate}))
+        trainer = Line(store, settings.model_copy(update={"release": gate}))
         name = ask(proxy)
         trainer.until(lambda: dropped_as(store, name, "held_out"))
         trainer.assembly.close()

@@ -60,11 +60,11 @@ def gradient(settings: LearnerSettings, model: Path, folder: Path, *, shared: bo
 @pytest.mark.parametrize(
     "chosen",
     [
-        *({"loss": name} for name in ("dapo", "gspo", "dr_grpo", "cispo", "sft")),
-        {"loss": "grpo", "kl": 0.05},
-        {"loss": "grpo", "kl": 0.05, "steps_per_round": 2},
-        {"loss": "dapo", "entropy_coef": 0.01, "top_entropy_quantile": 0.3},
-        {"loss": "dapo", "gradient_checkpointing": True},
+        *({"loss_type": name} for name in ("dapo", "gspo", "dr_grpo", "cispo", "sft")),
+        {"loss_type": "grpo", "beta": 0.05},
+        {"loss_type": "grpo", "beta": 0.05, "steps_per_round": 2},
+        {"loss_type": "dapo", "entropy_coef": 0.01, "top_entropy_quantile": 0.3},
+        {"loss_type": "dapo", "gradient_checkpointing": True},
     ],
     ids=lambda chosen: "-".join(map(str, chosen.values())),
 )

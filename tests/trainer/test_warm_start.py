@@ -158,7 +158,7 @@ def test_a_source_that_is_no_task_set_fails_the_tuning_and_not_the_trainer(
 
 
 def test_under_the_gate_it_is_a_canary_like_any_version(store: Store, make_daemon: Callable[..., Daemon]) -> None:
-    daemon = make_daemon(gate={"enabled": True})
+    daemon = make_daemon(release={"enabled": True})
     agents_work(store, "a", [1.0, 1.0])
     daemon.turn(1000.0)
     ask(store)

@@ -36,7 +36,7 @@ from ratchet.trainer.settings.objectives import OBJECTIVES
 FOLDER = checkpoint.STATE
 
 # Settings that decide which weights there are; a checkpoint of other ones cannot be continued.
-_SHAPING = ("rank", "alpha", "target_modules")
+_SHAPING = ("lora_r", "lora_alpha", "target_modules")
 
 
 def write(trainer: RecordedGRPOTrainer, settings: LearnerSettings, step: int, folder: Path) -> None:
@@ -95,7 +95,7 @@ def read(trainer: RecordedGRPOTrainer, settings: LearnerSettings, folder: Path) 
             f"{folder} holds the adapter of another base model: its layers differ; resume it there"
         )
     _fill(parameters, weights)
-    if _is_imitation(settings.loss_type) == _is_imitation(str(state["settings"]["loss"])):
+    if _is_imitation(settings.loss_type) == _is_imitation(str(state["settings"]["loss_type"])):
         trainer.optimizer.load_state_dict(_read_torch(inner / "optimizer.pt"))
     trainer.lr_scheduler.load_state_dict(_read_torch(inner / "scheduler.pt"))
     trainer.steering.restore(state.get("rate"))

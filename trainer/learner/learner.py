@@ -41,7 +41,7 @@ __all__ = ["Learner", "LearnerSettings", "RoundReport"]
 
 # Settings that shape the model and its adapter when they are made.
 _BUILT_IN = (
-    "rank", "alpha", "target_modules", "quantization", "gradient_checkpointing", "share_prefixes", "seed", "threads"
+    "lora_r", "lora_alpha", "target_modules", "quantization", "gradient_checkpointing", "share_prefixes", "seed", "threads"
 )  # fmt: skip
 _NO_ROOM = ("out of memory", "can't allocate memory")  # torch's words on a GPU and on a CPU
 
@@ -186,7 +186,7 @@ class Learner:
 
     def _preferred(self, rows: Sequence[TokenRow]) -> Steps:
         """Take steps of preference: each weighs its answers at the policy that it starts from."""
-        loss, beta = self._settings.loss, self._settings.preference_beta
+        loss, beta = self._settings.loss_type, self._settings.preference_beta
         prepared, steps, losses = [], [], []
         for part in self._parts(preference_weights.units(rows, loss)):
             weighed = preference_weights.weigh(part, self._gaps(part), loss, beta)
@@ -273,10 +273,10 @@ class Learner:
     def _check_signal(self, rows: Sequence[TokenRow]) -> None:
         if not rows:
             raise NoLearningSignal("the round has no rows")
-        if self._settings.objective.preference and not preference_weights.units(rows, self._settings.loss):
+        if self._settings.objective.preference and not preference_weights.units(rows, self._settings.loss_type):
             raise NoLearningSignal(f"no trajectory of the round's {len(rows)} rows is preferred to another")
         # Without a gradient AdamW would still move the weights, by the momentum of earlier rounds.
-        if not self._settings.kl and not any(row.has_signal for row in rows):
+        if not self._settings.beta and not any(row.has_signal for row in rows):
             raise NoLearningSignal(
                 f"all advantages of the round's {len(rows)} rows are 0: no score differed in its group"
             )

@@ -35,8 +35,8 @@ def build(base_model: str, settings: LearnerSettings, output_dir: Path) -> Recor
     arguments = _arguments(settings, output_dir, on_cpu, steering.rate)
     targets = settings.target_modules
     lora = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
+        r=settings.lora_r,
+        lora_alpha=settings.lora_alpha,
         target_modules=targets if isinstance(targets, str) else list(targets),
         task_type="CAUSAL_LM",
     )

@@ -28,12 +28,12 @@ from ratchet.trainer.release.approval import (
 from ratchet.trainer.release.candidates import name_of
 from ratchet.trainer.release.decision import Action, Decision, decide
 from ratchet.trainer.release.second_opinion import SecondOpinions
-from ratchet.trainer.settings.gate_settings import GateSettings
+from ratchet.trainer.settings.release_settings import ReleaseSettings
 
 log = logging.getLogger(__name__)
 
 ROLLED_BACK = "rolled_back"  # a rejected version sampled it
-_GATE = "gate"
+_GATE = "release"
 _LOOK_EVERY = 1.0  # seconds
 
 
@@ -47,7 +47,7 @@ class CanaryController:
         self,
         store: Store,
         alias: str,
-        settings: GateSettings,
+        settings: ReleaseSettings,
         judge_version: str,
         second: Judge | None = None,
         doubts: GetBlockingFindings = no_blocking_findings,

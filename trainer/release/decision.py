@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from ratchet.trainer.settings.gate_settings import GateRules
+from ratchet.trainer.settings.release_settings import ReleaseRules
 from ratchet.trainer.statistics.sequential_test import Difference, difference
 
 
@@ -43,10 +43,10 @@ class Decision:
     def evidence(self) -> dict[str, Any]:
         """Return the decision as the policy's row keeps it."""
         numbers = asdict(self.found) if self.found else None
-        return {"gate": {"action": str(self.action), "reason": self.reason, "difference": numbers}}
+        return {"release": {"action": str(self.action), "reason": self.reason, "difference": numbers}}
 
 
-def decide(canary: Sequence[float], live: Sequence[float], rules: GateRules, late: bool = False) -> Decision:
+def decide(canary: Sequence[float], live: Sequence[float], rules: ReleaseRules, late: bool = False) -> Decision:
     """Return what to do with a canary, given the scores of both versions' traffic; `late`: its time is over."""
     if len(canary) < rules.least or len(live) < rules.least:
         few = f"{len(canary)} canary and {len(live)} live scores; each side needs {rules.least}"

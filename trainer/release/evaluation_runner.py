@@ -21,7 +21,7 @@ from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.errors import EngineError, EngineUnreachable, EvaluationStopped, TuningError
 from ratchet.trainer.release.candidates import name_of
 from ratchet.trainer.release.prompt_evaluation import Evaluated
-from ratchet.trainer.settings.gate_settings import GateSettings
+from ratchet.trainer.settings.release_settings import ReleaseSettings
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Evaluator(Protocol):
 
 
 # The store, the alias, the settings, the judge and the second judge; the tuner's evaluator, which this component cannot import.
-MakeWorkflowEvaluator = Callable[[Store, str, GateSettings, Judge, Judge | None], Evaluator]
+MakeWorkflowEvaluator = Callable[[Store, str, ReleaseSettings, Judge, Judge | None], Evaluator]
 
 
 class _Work:

@@ -27,15 +27,15 @@ MAX_SERVABLE_RANK = 512
 class LearnerSettings:
     """How the LoRA adapter learns.
 
-    rank, alpha, target_modules  of the LoRA adapter; alpha / rank scales its output
+    lora_r, alpha, target_modules  of the LoRA adapter; alpha / rank scales its output
     learning_rate                of AdamW; auto: steered round by round towards `target_kl`; a number is kept
     target_kl                    mean k3 that a round moves the policy by at its trained tokens, nats a token, with
                                  learning_rate auto; None = 0.3 nats a trajectory, 0.001 to 0.01 a token
-    loss                         its standard name; trainer/settings/objectives.py has the formulas and their sources
-    epsilon_low, epsilon_high    the ratio to the round's first policy is clipped to [1 - low, 1 + high]; for cispo
+    loss_type                         its standard name; trainer/settings/objectives.py has the formulas and their sources
+    epsilon, epsilon_high    the ratio to the round's first policy is clipped to [1 - low, 1 + high]; for cispo
                                  `epsilon_high` is the largest weight itself; None = the loss's usual value
     dr_grpo_length               tokens that dr_grpo divides each row's sum by; a constant, such as the longest answer
-    kl                           weight of the KL penalty towards the base model, 0 = none
+    beta                           weight of the KL penalty towards the base model, 0 = none
     entropy_coef                weight of the policy's entropy at the trained tokens, which is raised; 0 = none
     top_entropy_quantile            share of a step's tokens, those of highest entropy, that carry the policy gradient
     preference_beta              for dpo and apo_zero_unpaired: how dear it is to leave the base model
@@ -57,16 +57,16 @@ class LearnerSettings:
                                  a few million parameters, and where the engine runs on the same cores
     """
 
-    rank: int = 8
-    alpha: int = 16
+    lora_r: int = 8
+    lora_alpha: int = 16
     target_modules: str | Sequence[str] = "all-linear"
     learning_rate: float | Literal["auto"] = AUTO
     target_kl: float | None = None
-    loss: str = "dapo"
-    epsilon_low: float | None = None
+    loss_type: str = "dapo"
+    epsilon: float | None = None
     epsilon_high: float | None = None
     dr_grpo_length: int = 1024
-    kl: float = 0.0
+    beta: float = 0.0
     entropy_coef: float = 0.0
     top_entropy_quantile: float = 1.0
     preference_beta: float = 0.1
@@ -83,22 +83,22 @@ class LearnerSettings:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        self._require("rank", 1 <= self.rank <= MAX_SERVABLE_RANK, f"an integer from 1 to {MAX_SERVABLE_RANK}")
-        self._require("alpha", self.alpha >= 1, "at least 1")
+        self._require("lora_r", 1 <= self.lora_r <= MAX_SERVABLE_RANK, f"an integer from 1 to {MAX_SERVABLE_RANK}")
+        self._require("lora_alpha", self.lora_alpha >= 1, "at least 1")
         self._require("target_modules", bool(self.target_modules), '"all-linear" or the names of linear layers')
         rate, aim = self.learning_rate, self.target_kl
         sound = rate == AUTO if isinstance(rate, str) else 0 < rate < math.inf
         self._require("learning_rate", sound, "auto, or a number above 0, such as 1e-5")
         self._require("target_kl", aim is None or 0 < aim < 1, "null, or above 0 and below 1, such as 0.005")
-        self._require("loss", self.loss in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}")
+        self._require("loss_type", self.loss_type in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}")
         low, high = self.clip
-        self._require("epsilon_low", 0 < low < 1, "between 0 and 1, such as 0.2, or null")
+        self._require("epsilon", 0 < low < 1, "between 0 and 1, such as 0.2, or null")
         if self.objective.shape == "weight":
-            self._require("epsilon_high", high >= 1, f"at least 1 for {self.loss}, such as 5.0, or null")
+            self._require("epsilon_high", high >= 1, f"at least 1 for {self.loss_type}, such as 5.0, or null")
         else:
             self._require("epsilon_high", 0 < high < math.inf, "above 0, such as 0.28, or null")
         self._require("dr_grpo_length", self.dr_grpo_length >= 1, "at least 1, such as 1024")
-        self._require("kl", 0 <= self.kl < math.inf, "0 or more")
+        self._require("beta", 0 <= self.beta < math.inf, "0 or more")
         self._require("entropy_coef", 0 <= self.entropy_coef < math.inf, "0 or more, such as 0.001")
         self._require("top_entropy_quantile", 0 < self.top_entropy_quantile <= 1, "above 0 and at most 1, such as 0.2")
         self._require("preference_beta", 0 < self.preference_beta < math.inf, "above 0, such as 0.1")
@@ -118,12 +118,12 @@ class LearnerSettings:
     @property
     def objective(self) -> Objective:
         """What makes the loss."""
-        return OBJECTIVES[self.loss]
+        return OBJECTIVES[self.loss_type]
 
     @property
     def clip(self) -> tuple[float, float]:
         """Return epsilon_low and epsilon_high, the loss's usual ones where none is set."""
-        low, high = self.epsilon_low, self.epsilon_high
+        low, high = self.epsilon, self.epsilon_high
         return (
             self.objective.epsilon_low if low is None else low,
             self.objective.epsilon_high if high is None else high,

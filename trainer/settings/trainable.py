@@ -83,7 +83,7 @@ def _rank_of_one(settings: TrainerFields) -> str | None:
     if settings.ungrouped == "drop" or not gives_only_ranks(settings.judge):
         return None
     return (
-        f"singles: {settings.ungrouped} compares scores of different times and tasks, and the judge only ranks the "
+        f"ungrouped: {settings.ungrouped} compares scores of different times and tasks, and the judge only ranks the "
         "members of one group: a single is best and worst of its own; take a judge that scores each answer by "
         "itself, or ungrouped: drop, with resample.samples where single-call prompts shall learn (docs/singles.md)"
     )
@@ -173,7 +173,7 @@ def _no_pairs(settings: TrainerFields) -> str | None:
     if settings.learner.loss_type != "dpo" or settings.ungrouped == "drop":
         return None
     return (
-        f"learner.loss_type dpo compares the best and the worst of a group, and singles: {settings.ungrouped} has no two "
+        f"learner.loss_type dpo compares the best and the worst of a group, and ungrouped: {settings.ungrouped} has no two "
         "answers to one prompt: take loss apo_zero_unpaired, or ungrouped: drop, with resample.samples where single-call "
         "prompts shall learn"
     )
@@ -191,7 +191,7 @@ def _without_effect(settings: TrainerFields) -> str | None:
     """Name a setting that the loss never looks at: whoever set it believes in it."""
     learner, objective = settings.learner, settings.learner.objective
     looked_at = {
-        "epsilon_low": objective.ratio != "none" and objective.shape == "clip",
+        "epsilon": objective.ratio != "none" and objective.shape == "clip",
         "epsilon_high": objective.ratio != "none",
         "top_entropy_quantile": objective.ratio != "none",
         "dr_grpo_length": objective.mean == "length",

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ratchet.store.access.url_credentials import plain_url
 from ratchet.trainer.observability.monitors.monitor_thread import MonitorName
 from ratchet.trainer.settings.devices import Devices
-from ratchet.trainer.settings.gate_settings import GateSettings
 from ratchet.trainer.settings.judge_specs import JudgeSpec
 from ratchet.trainer.settings.learner_settings import LearnerSettings
+from ratchet.trainer.settings.release_settings import ReleaseSettings
 from ratchet.trainer.settings.resampling_settings import ResamplingSettings
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
 
@@ -46,7 +46,7 @@ class TrainerFields(BaseModel):
         description="a smaller group is formed after this long; attempts under way are waited for this long and four "
         "times the longest complete one's time",
     )
-    credit: Literal["grpo", "dr_grpo", "rloo", "reinforce++"] = Field(
+    advantage_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce++"] = Field(
         "grpo", description="how scores become advantages: grpo, dr_grpo (no division), rloo or reinforce++"
     )
     turn_weight: float = Field(
@@ -63,7 +63,7 @@ class TrainerFields(BaseModel):
     scale_advantages_by_family: bool = Field(
         False, description="scale the advantages of each task family to the same spread"
     )
-    singles: Literal["drop", "baseline", "cohort"] = Field(
+    ungrouped: Literal["drop", "baseline", "cohort"] = Field(
         "drop",
         description="what has no company: drop it, compare it with its task family's past (baseline), or, while that "
         "is too short, with others of the same system prompt and tools (cohort)",
@@ -93,7 +93,7 @@ class TrainerFields(BaseModel):
     devices: Devices = Field(
         None, description="GPUs that the trainer sees: 0, or 0,1, or UUIDs; null: as CUDA_VISIBLE_DEVICES says"
     )
-    processes: int = Field(1, ge=1, description="processes that train together, as accelerate launch starts them")
+    num_processes: int = Field(1, ge=1, description="processes that train together, as accelerate launch starts them")
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="port of the trainer's own /metrics; 0 takes any free one; null: none"
     )
@@ -104,17 +104,17 @@ class TrainerFields(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lines below it are left out; that the trainer is ready is told in any case"
     )
-    monitors: tuple[MonitorName, ...] = Field(
+    report_to: tuple[MonitorName, ...] = Field(
         (), description="who else is told of rounds and decisions: tensorboard, wandb; off the trainer's path"
     )
     sentinel: SentinelSettings = Field(
         default_factory=lambda: SentinelSettings(), description="what is watched, and from where on it is an alarm"
     )
-    shadow: ResamplingSettings = Field(
+    resample: ResamplingSettings = Field(
         default_factory=lambda: ResamplingSettings(),
         description="further answers to single-call prompts, off users' path",
     )
-    gate: GateSettings = Field(default_factory=GateSettings, description="what a proven version must show")
+    release: ReleaseSettings = Field(default_factory=ReleaseSettings, description="what a proven version must show")
     learner: LearnerSettings = Field(default_factory=LearnerSettings, description="the LoRA learner")
 
     @field_validator("learner", mode="before")

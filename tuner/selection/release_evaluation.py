@@ -24,7 +24,7 @@ from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.release.candidates import name_of
 from ratchet.trainer.release.prompt_evaluation import Evaluated, Evaluation, Sides, compared_by
-from ratchet.trainer.settings.gate_settings import GateSettings
+from ratchet.trainer.settings.release_settings import ReleaseSettings
 from ratchet.trainer.statistics.paired_comparison import Compared
 from ratchet.trainer.tasks.task_set import Task, TaskSet
 from ratchet.tuner.rollouts.prices import Prices
@@ -34,7 +34,7 @@ from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.selection.model_selection import ModelSelector, Request
 from ratchet.tuner.settings.tuner_settings import TunerSettings
 
-GATE = "gate"  # what a run's config says whose it is
+GATE = "release"  # what a run's config says whose it is
 _NEWEST = 50  # runs looked at
 
 
@@ -42,7 +42,7 @@ class WorkflowEvaluator:
     """Has a workflow play held-out tasks under both versions of one alias."""
 
     def __init__(
-        self, store: Store, alias: str, settings: GateSettings, judge: Judge, second: Judge | None = None
+        self, store: Store, alias: str, settings: ReleaseSettings, judge: Judge, second: Judge | None = None
     ) -> None:
         """Raises WorkflowError and TaskSetError where the settings name what cannot be had."""
         self._store = store
@@ -138,7 +138,7 @@ def _evaluation(pair: Compared) -> Evaluation | None:
     )
 
 
-def _tasks(settings: GateSettings) -> list[Task]:
+def _tasks(settings: ReleaseSettings) -> list[Task]:
     return list(TaskSet.open(settings.tasks or "").rows(settings.split, settings.evaluation_prompts))
 
 

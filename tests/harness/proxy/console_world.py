@@ -74,7 +74,7 @@ def _train(store: Store, version: int, group: str, reward: float) -> None:
     metrics |= {"numbers": "fp32"}
     store.rounds.commit(told.id, version=version + 1, checkpoint=f"c/{version + 1}", groups=[group], metrics=metrics)
     if version < 4:
-        store.policies.promote(ALIAS, version + 1, {"gain": 0.1}, by="gate", reason="better: +0.15 (0.05 to 0.25)")
+        store.policies.promote(ALIAS, version + 1, {"gain": 0.1}, by="release", reason="better: +0.15 (0.05 to 0.25)")
 
 
 def hostile(store: Store) -> None:

@@ -32,7 +32,7 @@ from tests.harness.ports import free_port
 from tests.harness.trainer.tiny import build_row, build_rows
 
 # Three micro-batches and more: one process has fewer of them than the other.
-SETTINGS = LearnerSettings(threads=1, token_budget=120, steps_per_round=2, loss="grpo", kl=0.01)
+SETTINGS = LearnerSettings(threads=1, token_budget=120, steps_per_round=2, loss_type="grpo", beta=0.01)
 MOST_SECONDS = 120
 
 

@@ -68,11 +68,11 @@ class TrajectoryCollector:
         waiting = self._store.trajectories.sealed(alias, _MOST, silent_before)
         company = self._resampler.look(waiting, shipped, now)
         plan = self._plan([run for run in waiting if run.id not in company.held and run.purpose != SHADOW], now)
-        tired = now - self._settings.group_wait_seconds - self._settings.shadow.wait_seconds
+        tired = now - self._settings.group_wait_seconds - self._settings.resample.wait_seconds
         kept = self._resampler.take(plan.alone, company.lonely, tired, now)
         cohorts, waits = self._cohorts([run for run in plan.alone if run.id not in kept], now)
         kept |= waits | {name for cohort in cohorts for name in cohort.members}
-        plan = plan.settled(singles=self._settings.singles != "drop", waiting=kept)
+        plan = plan.settled(singles=self._settings.ungrouped != "drop", waiting=kept)
         whole = self._whole(GroupingPlan((*company.groups, *cohorts, *plan.groups), (*company.drops, *plan.drops)))
         try:
             self._apply_plan(whole, now)

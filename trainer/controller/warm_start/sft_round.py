@@ -72,10 +72,10 @@ def learner_settings(settings: WarmStartSettings, learner: LearnerSettings, rows
     """Return the settings of the learner while it imitates."""
     return dataclasses.replace(
         learner,
-        loss="sft",
-        epsilon_low=None,
+        loss_type="sft",
+        epsilon=None,
         epsilon_high=None,
-        kl=0.0,
+        beta=0.0,
         entropy_coef=0.0,
         top_entropy_quantile=1.0,
         learning_rate=settings.learning_rate or learner.learning_rate,

@@ -45,7 +45,7 @@ def check_installed(names: Iterable[MonitorName]) -> None:
     for name in names:
         if find_spec(name) is None:
             raise SettingError(
-                f"trainer.monitors names {name}, which is not installed: pip install 'ratchet-rl[{name}]'"
+                f"trainer.report_to names {name}, which is not installed: pip install 'ratchet-rl[{name}]'"
             )
 
 

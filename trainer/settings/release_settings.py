@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ratchet.trainer.settings.judge_specs import JudgeSpec
 
 
-class GateSettings(BaseModel):
+class ReleaseSettings(BaseModel):
     """How a proven version becomes live."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -55,13 +55,13 @@ class GateSettings(BaseModel):
             raise ValueError("workflow and tasks belong together: name the agent and the task set that it plays")
         return self
 
-    def rules(self) -> GateRules:
+    def rules(self) -> ReleaseRules:
         """Return what the decision needs."""
-        return GateRules(self.alpha, self.margin, self.jump, self.min_samples, self.max_samples)
+        return ReleaseRules(self.alpha, self.margin, self.jump, self.min_samples, self.max_samples)
 
 
 @dataclass(frozen=True, slots=True)
-class GateRules:
+class ReleaseRules:
     """`margin` and `jump` are in units of the score; `least` and `most` count scores of the canary."""
 
     alpha: float = 0.05
