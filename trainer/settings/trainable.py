@@ -85,7 +85,7 @@ def _rank_of_one(settings: TrainerFields) -> str | None:
     return (
         f"ungrouped: {settings.ungrouped} compares scores of different times and tasks, and the judge only ranks the "
         "members of one group: a single is best and worst of its own; take a judge that scores each answer by "
-        "itself, or ungrouped: drop, with resample.samples where single-call prompts shall learn (docs/singles.md)"
+        "itself, or ungrouped: drop, with resample.samples where single-call prompts shall learn (docs/ungrouped.md)"
     )
 
 

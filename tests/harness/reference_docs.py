@@ -1,0 +1,87 @@
+"""The reference pages that are made from code: settings, commands and the operator's HTTP API.
+
+`python -m tests.harness.reference_docs` (`make docs`) rewrites docs/commands.md, and in docs/configuration.md and
+docs/http-api.md what stands between `<!-- generated: NAME -->` and `<!-- end -->`. A test holds the pages equal to the
+code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests import house
+
+DOCS = house.ROOT / "docs"
+PAGES = ("commands.md", "configuration.md", "http-api.md")
+_BLOCK = re.compile(r"(<!-- generated: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def page(name: str) -> str:
+    """Return a page of the reference as the code makes it."""
+    if name == "commands.md":
+        return house.commands_page()
+    blocks = dict(_settings_blocks()) if name == "configuration.md" else {"operator": _operator_routes()}
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{blocks[block[2]]}\n\n{block[3]}", (DOCS / name).read_text())
+
+
+def _settings_blocks() -> Iterator[tuple[str, str]]:
+    """Yield (section, table) for every section of the settings; `project` holds the keys of no section."""
+    tables: dict[str, list[str]] = {}
+    learner = dict(_learner_descriptions())
+    by_hand = dict(
+        re.findall(r"^\| `([\w.]+)` \| .+? \| (.+) \|$", (DOCS / "configuration.md").read_text(), re.MULTILINE)
+    )
+    for key, default, description in house.settings_rows():
+        section, _, leaf = key.rpartition(".")
+        text = description or (learner.get(leaf) if section == "trainer.learner" else None) or by_hand.get(key, "")
+        text = re.sub(r"(?<![\[(])docs/([\w-]+\.md)", r"[\1](\1)", text)
+        tables.setdefault(section or "project", []).append(f"| `{key}` | {default} | {text} |")
+    for section, rows in tables.items():
+        yield section, "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
+
+
+def _learner_descriptions() -> Iterator[tuple[str, str]]:
+    """Yield (field, description) from the columns of LearnerSettings' docstring."""
+    from ratchet.trainer.settings.learner_settings import LearnerSettings
+
+    known = {field.name for field in dataclasses.fields(LearnerSettings)}
+    named: list[str] = []
+    said: dict[str, str] = {}
+    for line in (LearnerSettings.__doc__ or "").splitlines():
+        entry = re.match(r"\s{4}(\w[\w, ]*?)\s{2,}(.+)", line)
+        names = [name.strip() for name in entry[1].split(",")] if entry else []
+        if entry and known.issuperset(names):
+            named = names
+            said |= dict.fromkeys(names, entry[2].strip())
+        elif named and line.strip():
+            said |= {name: f"{said[name]} {line.strip()}" for name in named}
+    yield from ((name, text.replace("|", "\\|")) for name, text in said.items())
+
+
+def _operator_routes() -> str:
+    """Return the table of the operator API's routes, from its OpenAPI description."""
+    from ratchet.proxy.coordinator.operator_api.routes import create_operator_api
+
+    nothing: Any = None  # the routes alone are read; none is called
+    paths = create_operator_api(nothing, nothing, nothing, nothing).openapi()["paths"]
+    rows = ["| route | parameters | answers |", "|---|---|---|"]
+    for path, methods in paths.items():
+        for method, route in methods.items():
+            named = [one["name"] for one in route.get("parameters", []) if one["in"] == "query"]
+            text = " ".join(route.get("description", "").split("\n\n")[0].split()).replace("|", "\\|")
+            rows.append(f"| `{method.upper()} /api{path}` | {', '.join(f'`{name}`' for name in named)} | {text} |")
+    return "\n".join(rows)
+
+
+def write(folder: Path = DOCS) -> None:
+    """Write every page of the reference."""
+    for name in PAGES:
+        (folder / name).write_text(page(name))
+
+
+if __name__ == "__main__":
+    write()
