@@ -23,15 +23,15 @@ import msgspec
 
 from ratchet.proxy.dialects.chat import PATH
 from ratchet.proxy.exact.scale_out import GENERATE, ScaleOut, generate_body
-from ratchet.proxy.exact.streamed_response import Pace, StreamedAnswer
-from ratchet.proxy.exact.whole_response import Wanted, whole
+from ratchet.proxy.exact.streamed_response import StreamedResponse, StreamPacer
+from ratchet.proxy.exact.whole_response import DerenderRequest, read_whole_response
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.wire import request_body
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.request_body import ChatRequest
-from ratchet.proxy.wire.sse import DONE, Events
-from ratchet.proxy.wire.upstream_response import Answer
+from ratchet.proxy.wire.sse import DONE, SseParser
+from ratchet.proxy.wire.upstream_response import UpstreamResponse
 from tests.harness.vllm.engine import vllm
 from tests.harness.vllm.rewriting_model import TOOL, Model, make
 
@@ -82,28 +82,28 @@ class Both:
         self._url = url
         self._upstream = upstream
         self._scale_out = ScaleOut(upstream)
-        self._pace = Pace()
+        self._pace = StreamPacer()
         self.metrics = Metrics()
 
-    async def plain(self, asked: ChatRequest, served: str) -> Answer:
+    async def plain(self, asked: ChatRequest, served: str) -> UpstreamResponse:
         """Return plain chat's answer."""
         return await self._upstream.post_json(self._url, PATH, asked.outgoing(served))
 
-    async def exact(self, asked: ChatRequest, served: str) -> Answer:
+    async def exact(self, asked: ChatRequest, served: str) -> UpstreamResponse:
         """Return the answer that is generated after the same ids and worded by derender."""
         body = asked.outgoing_fields(served)
         rendered = await self._scale_out.render(self._url, body)
         sent = generate_body(rendered, rendered.ids, body, streamed=asked.streamed, in_text=asked.asks_logprobs)
         ids = await self._upstream.post_json(self._url, GENERATE, sent)
-        made = Wanted.of(asked, "chatcmpl-x", body, rendered, rendered.ids)
+        made = DerenderRequest.of(asked, "chatcmpl-x", body, rendered, rendered.ids)
         if not asked.streamed:
-            return await whole(self._scale_out, ids, made)
-        answer = StreamedAnswer(self._scale_out, ids, made, self._pace, self.metrics)
+            return await read_whole_response(self._scale_out, ids, made)
+        answer = StreamedResponse(self._scale_out, ids, made, self._pace, self.metrics)
         await answer.begin()
         return answer
 
 
-async def told(answer: Answer, asked: ChatRequest) -> tuple[list[Json], Capture]:
+async def told(answer: UpstreamResponse, asked: ChatRequest) -> tuple[list[Json], Capture]:
     """Return what the client gets (one body, or events), and what is recorded."""
     capture = Capture("m", asks_ids=asked.asks_ids, asks_logprobs=asked.asks_logprobs, asks_usage=True)
     try:
@@ -111,7 +111,7 @@ async def told(answer: Answer, asked: ChatRequest) -> tuple[list[Json], Capture]
             return [{"refused": answer.status, "body": (await answer.read()).decode()[:300]}], capture
         if not asked.streamed:
             return [msgspec.json.decode(capture.whole(await answer.read()))], capture
-        events, found = Events(), []
+        events, found = SseParser(), []
         async for piece in answer.pieces():
             for data, _ in events.feed(piece):
                 if data is not None and data != DONE and (kept := capture.chunk(data)):

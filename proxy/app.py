@@ -37,24 +37,24 @@ from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.telemetry.policy_info import PolicyInfo
-from ratchet.proxy.upstreams.circuit_breaker import Breaker
-from ratchet.proxy.upstreams.replica_pool import Pool, Replica
-from ratchet.proxy.upstreams.replica_probes import Probes
+from ratchet.proxy.upstreams.circuit_breaker import CircuitBreaker
+from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
+from ratchet.proxy.upstreams.replica_probes import ReplicaProbes
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.worker.call.observer import CallObserver
 from ratchet.proxy.worker.call.recorder import Recorder
 from ratchet.proxy.worker.call.tracing import make_spans
-from ratchet.proxy.worker.endpoints.call_endpoint import Endpoint
-from ratchet.proxy.worker.endpoints.count_tokens import CountTokens
-from ratchet.proxy.worker.endpoints.models import Models
-from ratchet.proxy.worker.endpoints.passthrough import PassThrough
+from ratchet.proxy.worker.endpoints.call_endpoint import CallEndpoint
+from ratchet.proxy.worker.endpoints.count_tokens import CountTokensEndpoint
+from ratchet.proxy.worker.endpoints.models import ModelsEndpoint
+from ratchet.proxy.worker.endpoints.passthrough import PassThroughEndpoint
 from ratchet.proxy.worker.forwarding.exact_forwarder import ExactForwarder
 from ratchet.proxy.worker.forwarding.forwarders import Forwarder, ModelRouter, VllmForwarder
 from ratchet.proxy.worker.forwarding.other_models import OtherModels
-from ratchet.proxy.worker.http.authentication import Keys
-from ratchet.proxy.worker.http.body_memory import Bodies
+from ratchet.proxy.worker.http.authentication import Authentication
+from ratchet.proxy.worker.http.body_memory import BodyMemory
 from ratchet.proxy.worker.http.decompression import Decompression
-from ratchet.proxy.worker.http.error_middleware import Errors
+from ratchet.proxy.worker.http.error_middleware import ErrorMiddleware
 from ratchet.proxy.worker.http.routing import Lifespan, Router, Service
 from ratchet.store.errors import StoreError
 from ratchet.store.store import Store
@@ -107,8 +107,8 @@ def create_app(
     )
     responses = Responses(remembered, settings.bounds)
     failures, cool_off = settings.breaker_failure_threshold, settings.breaker_reset_seconds
-    replicas = [Replica(replica, Breaker(failures, cool_off)) for replica in upstream.urls]
-    pool = Pool(replicas, metrics, settings.affinity_slack)
+    replicas = [Replica(replica, CircuitBreaker(failures, cool_off)) for replica in upstream.urls]
+    pool = ReplicaPool(replicas, metrics, settings.affinity_slack)
     others = OtherModels(
         settings.model_list,
         settings.model_keys,
@@ -140,7 +140,7 @@ def create_app(
     observer = CallObserver(metrics, spans, logs_calls=settings.log_calls)
     direct = VllmForwarder(book, upstream, pool, metrics)
     base = BaseModelCheck(settings.model, store, upstream, direct.look, critical_tasks=critical_tasks)
-    probes = Probes(pool, base.look, min(settings.probe_interval_seconds, cool_off), critical_tasks)
+    probes = ReplicaProbes(pool, base.look, min(settings.probe_interval_seconds, cool_off), critical_tasks)
     own: Forwarder = direct
     rollouts = Rollouts(store)
     contexts = None
@@ -149,13 +149,13 @@ def create_app(
         own = ExactForwarder(own, book, upstream, pool, contexts, metrics, insisted=settings.exact_context == "on")
     forwarder = ModelRouter(own, others)
 
-    def captured(dialect: Dialect) -> Endpoint:
+    def captured(dialect: Dialect) -> CallEndpoint:
         dialect = dialect if redactor is None else RedactingDialect(dialect, redactor)
-        return Endpoint(dialect, book, links, recorder, forwarder, contexts, rollouts, metrics, observer,
+        return CallEndpoint(dialect, book, links, recorder, forwarder, contexts, rollouts, metrics, observer,
                         settings.bounds, settings.keep_alive_seconds, settings.tool_strict_level,
                         pool.longest_context)  # fmt: skip
 
-    models = Models(book)
+    models = ModelsEndpoint(book)
     pages: dict[tuple[str, str], ASGIApp] = {("GET", "/"): front} if settings.console else {}
     console: dict[str, ASGIApp] = {MOUNT: Console()} if settings.console else {}
     health = HealthEndpoints(book, probes, journal, shipper, settings.max_lag_seconds, critical_tasks)
@@ -167,7 +167,7 @@ def create_app(
             ("POST", "/completions"): captured(Completions()),
             ("POST", "/responses"): captured(responses),
             ("POST", "/messages"): captured(Messages()),
-            ("POST", "/messages/count_tokens"): CountTokens(book, upstream, pool, rollouts, settings.bounds),
+            ("POST", "/messages/count_tokens"): CountTokensEndpoint(book, upstream, pool, rollouts, settings.bounds),
             ("GET", "/models"): models,
             ("GET", "/metrics"): metrics,
             ("GET", "/health/live"): health.live,
@@ -178,12 +178,12 @@ def create_app(
         models=models,
         responses=StoredResponses(store, lookups),
         mounts={"/api": BodyLimit(create_operator_api(store, shipper, links, desk), BODY_LIMIT, "/api"), **console},
-        rest=PassThrough(book, upstream, pool, others, metrics, settings.bounds),
+        rest=PassThroughEndpoint(book, upstream, pool, others, metrics, settings.bounds),
     )
     ring = KeyCache(settings, store, critical_tasks)
     inflate = Decompression(routes, settings.max_body_bytes)
-    bodies = Bodies(inflate, settings.max_inflight_request_bytes, settings.max_inflight_request_bytes_per_key)
-    app: ASGIApp = Errors(Keys(bodies, ring, settings.allowed_origins), count=metrics.refused)
+    bodies = BodyMemory(inflate, settings.max_inflight_request_bytes, settings.max_inflight_request_bytes_per_key)
+    app: ASGIApp = ErrorMiddleware(Authentication(bodies, ring, settings.allowed_origins), count=metrics.refused)
     metrics.set_held_bytes("linking", lambda: links.bytes)
     metrics.set_held_bytes("responses", lambda: remembered.size)
     metrics.set_held_bytes("requests", lambda: bodies.bytes)

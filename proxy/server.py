@@ -29,7 +29,7 @@ from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.runtime.malloc import give_back
 from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.upstreams.vllm_client import Upstream
-from ratchet.proxy.worker.http.connections import Connections
+from ratchet.proxy.worker.http.connections import ClientConnections
 from ratchet.proxy.worker.http.routing import Lifespan
 from ratchet.store.store import open_store
 
@@ -65,7 +65,9 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
     store_writer = WriterProcess(settings.store, settings.log_format, settings.log_level)
     critical_tasks = CriticalTasks()
     app = create_app(settings, store, upstream, url, store_writer, critical_tasks)
-    connections = Connections(settings.max_connections, settings.read_timeout_seconds, settings.write_timeout_seconds)
+    connections = ClientConnections(
+        settings.max_connections, settings.read_timeout_seconds, settings.write_timeout_seconds
+    )
     server = _Server(
         uvicorn.Config(
             app,
@@ -113,7 +115,7 @@ class _Server(uvicorn.Server):
         self,
         config: uvicorn.Config,
         app: Lifespan,
-        connections: Connections,
+        connections: ClientConnections,
         critical_tasks: CriticalTasks,
         on_started: Callable[[], None],
         drain_delay_seconds: float,
@@ -151,7 +153,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        await self._critical_tasks.end(self._watch)
+        await self._critical_tasks.stop_tasks(self._watch)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -161,7 +163,7 @@ class _Server(uvicorn.Server):
         except SystemExit:  # uvicorn's way to give up
             raise StartError(f"the proxy could not start: {self._lifespan.failure or 'see its log'}") from None
         if self.started:
-            self._watch = self._critical_tasks.task(self._connections.watch(), "watch over connections")
+            self._watch = self._critical_tasks.start_task(self._connections.watch(), "watch over connections")
             self._on_started()
 
 

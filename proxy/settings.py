@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 
 from ratchet.proxy.api_keys import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, hash_key
 from ratchet.proxy.model_list import ModelEntry, keys_in
-from ratchet.proxy.wire.body_bounds import Bounds
+from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.store.access.url_credentials import plain_url
 
 UPSTREAM_KEY_VARIABLE = "RATCHET_UPSTREAM_API_KEY"
@@ -130,9 +130,11 @@ class ProxySettings(BaseModel):
         return self
 
     @property
-    def bounds(self) -> Bounds:
+    def bounds(self) -> BodyBounds:
         """What a request's JSON may hold."""
-        return Bounds(self.max_body_bytes, self.max_messages, self.max_tools, self.max_json_depth, self.max_json_values)
+        return BodyBounds(
+            self.max_body_bytes, self.max_messages, self.max_tools, self.max_json_depth, self.max_json_values
+        )
 
     @property
     def redacts(self) -> bool:

@@ -86,7 +86,7 @@ class MessageRenderer(BlockRenderer):
 
     def failed(self, error: ProxyError) -> list[Event]:
         """The answer breaks off."""
-        return [msgspec.json.decode(ANTHROPIC.ours(error))]
+        return [msgspec.json.decode(ANTHROPIC.encode_error(error))]
 
     def answer(self) -> dict[str, Any]:
         """Return the message."""

@@ -40,7 +40,9 @@ def read(body: Json) -> ChatRequest:
         "stop": body.get("stop_sequences") or None,
         "tools": tools or None,
         "tool_choice": _tool_choice(choice) if tools and choice else None,
-        "parallel_tool_calls": False if tools and lax_values.truth(choice.get("disable_parallel_tool_use")) else None,
+        "parallel_tool_calls": False
+        if tools and lax_values.lax_bool(choice.get("disable_parallel_tool_use"))
+        else None,
         "chat_template_kwargs": template_fields(body),
         "reasoning_effort": (body.get("output_config") or {}).get("effort"),
         "response_format": _response_format(body),

@@ -15,7 +15,7 @@ from ratchet.proxy.dialects.chat import PassthroughEncoder
 from ratchet.proxy.dialects.dialect import Asked, policy_name, read_body_with
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.wire import lax_values, request_body
-from ratchet.proxy.wire.capture import Answered, Capture
+from ratchet.proxy.wire.capture import Capture, SampledChoice
 from ratchet.proxy.wire.error_shapes import OPENAI
 from ratchet.proxy.wire.request_body import ChatRequest
 from ratchet.store.content import messages as canon
@@ -65,7 +65,7 @@ _logprobs = msgspec.json.Decoder(_TextLogprobs | None)
 class CompletionsCapture(Capture):
     """What a text completion says; vLLM puts the prompt's ids into each choice."""
 
-    def _choice(self, fields: dict[str, Raw]) -> Answered:
+    def _choice(self, fields: dict[str, Raw]) -> SampledChoice:
         if "prompt_token_ids" in fields:
             self._prompt(fields)
         return super()._choice(fields)
@@ -73,7 +73,7 @@ class CompletionsCapture(Capture):
     def _message(self, fields: dict[str, Raw]) -> dict[str, Any]:
         return {"role": "assistant", "content": msgspec.json.decode(fields["text"], type=str)}
 
-    def _grow(self, choice: Answered, fields: dict[str, Raw]) -> bool:
+    def _grow(self, choice: SampledChoice, fields: dict[str, Raw]) -> bool:
         text = msgspec.json.decode(fields["text"], type=str)
         choice.grow({"content": text})
         return bool(text) or choice.finish_reason is not None
@@ -99,7 +99,7 @@ def _read(body: bytes) -> Asked:
         streamed=streamed,
         asks_ids=request_body.is_true(fields, "return_token_ids"),
         asks_logprobs=request_body.value(fields, "logprobs") is not None,
-        asks_usage=lax_values.truth(options.get("include_usage")) is True,
+        asks_usage=lax_values.lax_bool(options.get("include_usage")) is True,
         stream_options=options,
         sampling=request_body.sampling_in(fields),
         trajectory=request_body.trajectory_in(fields),

@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ratchet.proxy.errors import BadRequest, ProxyError
-from ratchet.proxy.runtime.thread_pools import parsed
+from ratchet.proxy.runtime.thread_pools import run_parsing
 from ratchet.proxy.wire.capture import Capture
-from ratchet.proxy.wire.error_shapes import Shape
+from ratchet.proxy.wire.error_shapes import ErrorShape
 from ratchet.proxy.wire.request_body import ChatRequest
 from ratchet.store.records import CallBegun, MessageNode
 
@@ -78,7 +78,7 @@ class Dialect(Protocol):
         """Where the inner call goes."""
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ErrorShape:
         """How errors are worded."""
 
     async def read(self, body: bytes, key_id: str | None) -> Asked:
@@ -98,7 +98,7 @@ def policy_name(begun: CallBegun) -> str:
 async def read_body_with(read: Callable[[bytes], _Read], body: bytes) -> _Read:
     """Return `read(body)`, in a thread where the body is large. Raises ProxyError, whatever is wrong in the body."""
     try:
-        return await parsed(read, body) if len(body) > LARGE else read(body)
+        return await run_parsing(read, body) if len(body) > LARGE else read(body)
     except (TypeError, AttributeError, KeyError, ValueError, RecursionError) as error:
         said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise BadRequest(f"the request has a field of the wrong kind: {said}") from error

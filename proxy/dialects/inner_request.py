@@ -36,7 +36,7 @@ def chat_request(body: Json, messages: Sequence[Json], fields: Mapping[str, Any]
     """Return the chat request for a translated body; fields that are None are left out. Raises BadRequest."""
     chosen: Json = {name: value for name, value in fields.items() if value is not None}
     chosen = {name: body[name] for name in _PASSED if body.get(name) is not None} | chosen
-    if lax_values.truth(body.get("stream")):
+    if lax_values.lax_bool(body.get("stream")):
         chosen |= {"stream": True, "stream_options": {"include_usage": True}}
     inner = request_body.read(msgspec.json.encode({"model": body.get("model"), "messages": messages, **chosen}))
     metadata = body.get("metadata")

@@ -13,7 +13,7 @@ from ratchet.proxy.dialects.dialect import Asked, asked, read_body_with
 from ratchet.proxy.dialects.inner_request import Json
 from ratchet.proxy.dialects.responses_renderer import ResponseRenderer
 from ratchet.proxy.wire import lax_values
-from ratchet.proxy.wire.body_bounds import Bounds
+from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.error_shapes import OPENAI
 from ratchet.store.records import CallBegun
@@ -26,7 +26,7 @@ class Responses:
     path = chat.PATH
     shape = OPENAI
 
-    def __init__(self, memory: ConversationCache, bounds: Bounds) -> None:
+    def __init__(self, memory: ConversationCache, bounds: BodyBounds) -> None:
         self._memory = memory
         self._bounds = bounds
 
@@ -57,7 +57,7 @@ class Responses:
         def voice(begun: CallBegun) -> BlockEncoder:
             capture = chat.make_capture(wanted, begun)
             teller = ResponseRenderer(begun, body, *names)
-            if lax_values.truth(body.get("store")) is False:
+            if lax_values.lax_bool(body.get("store")) is False:
                 return BlockEncoder(capture, teller)
             return RememberingEncoder(
                 capture, teller, lambda answer: self._memory.keep(begun, [*added, answer], previous)

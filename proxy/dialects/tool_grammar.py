@@ -32,5 +32,5 @@ def noted(asked: Asked, level: Level) -> Asked:
 def _holds(request: ChatRequest, level: Level) -> bool:
     if request.sampling.get("tool_choice") not in (None, "auto"):
         return False
-    one_call = lax_values.truth(request.sampling.get("parallel_tool_calls")) is False
+    one_call = lax_values.lax_bool(request.sampling.get("parallel_tool_calls")) is False
     return level != "auto" or one_call or request.strict_tools

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Raw
 
 from ratchet.proxy.exact.scale_out import Fields, Rendered, ScaleOut
-from ratchet.proxy.exact.splice import Fork, first_after_change, tail_after_change
+from ratchet.proxy.exact.splice import ContextFork, first_after_change, tail_after_change
 
 _MOST_TEMPLATES = 256
 _MOST_KINDS = 256  # of one template
@@ -50,7 +50,7 @@ class Template:
             return
         room, plain_room = self.longest - exact, self.longest - plain
         if room < (plain_room / 2 if wanted is None else min(wanted, plain_room)):
-            raise Fork("too_long")
+            raise ContextFork("too_long")
 
 
 class ModelLister(Protocol):
@@ -69,7 +69,7 @@ class Templates:
         self._known: OrderedDict[bytes, Template | None] = OrderedDict()
 
     async def of(self, url: str, family: str, body: Fields) -> Template:
-        """Return what is known of the template that renders `body`. Raises Fork, UpstreamError.
+        """Return what is known of the template that renders `body`. Raises ContextFork, UpstreamError.
 
         `family` names what all versions of a model share.
         """
@@ -82,7 +82,7 @@ class Templates:
         self._known.move_to_end(key)
         template = self._known[key]
         if template is None:
-            raise Fork("template_unknown")
+            raise ContextFork("template_unknown")
         return template
 
     async def prove(
@@ -95,14 +95,14 @@ class Templates:
         rendered: Rendered,
         tail: Sequence[int],
     ) -> None:
-        """Make sure that `tail` is what follows the answer at `place`. Raises Fork, UpstreamError."""
+        """Make sure that `tail` is what follows the answer at `place`. Raises ContextFork, UpstreamError."""
         kind = _kind(messages, place)
         if kind in template.proven:
             return
         changed = [*messages[:place], _with_other_words(messages[place]), *messages[place + 1 :]]
         other = await self._scale_out.render(url, {**body, "messages": Raw(_encode(changed))})
         if tail_after_change(rendered.ids, other.ids, template.turn_end) != list(tail):
-            raise Fork("template_unproven")
+            raise ContextFork("template_unproven")
         if len(template.proven) < _MOST_KINDS:
             template.proven.add(kind)
 
@@ -119,7 +119,7 @@ class Templates:
         return Template(turn_end, spelled, max((n for n in lengths if isinstance(n, int)), default=None))
 
 
-def is_plain(message: Json) -> bool:
+def has_plain_tool_calls(message: Json) -> bool:
     """Return whether an assistant message's tool calls have the form that they are read in here."""
     calls = message.get("tool_calls")
     if calls is None:
@@ -129,7 +129,7 @@ def is_plain(message: Json) -> bool:
     )
 
 
-def spells(message: Json, text: str) -> bool:
+def renders_text(message: Json, text: str) -> bool:
     """Return whether an assistant message's own words hold `text`."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     words = [message.get("content"), message.get("reasoning"), message.get("reasoning_content")]

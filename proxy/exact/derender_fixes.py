@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ratchet.proxy.exact.scale_out import Ended
+from ratchet.proxy.exact.scale_out import GeneratedChoice
 
 TOOL_ID = "chatcmpl-tool-"
 _TEXTS = ("content", "reasoning")  # in the order in which a stop string is looked for
@@ -21,15 +21,15 @@ _TEXTS = ("content", "reasoning")  # in the order in which a stop string is look
 Json = dict[str, Any]
 
 
-def strip_turn_end(choice: Ended) -> Ended:
+def strip_turn_end(choice: GeneratedChoice) -> GeneratedChoice:
     """Return the choice without the id that ended it; a stop string is no id of its own."""
     ids = choice.token_ids or []
     if choice.finish_reason == "stop" and not isinstance(choice.stop_reason, str):
         ids = ids[:-1]
-    return Ended(choice.index, ids, choice.finish_reason, choice.stop_reason)
+    return GeneratedChoice(choice.index, ids, choice.finish_reason, choice.stop_reason)
 
 
-def fix_message(message: Mapping[str, Any] | None, choice: Ended) -> Json:
+def fix_message(message: Mapping[str, Any] | None, choice: GeneratedChoice) -> Json:
     """Return a whole message as plain chat words it; derender has none where there are no ids."""
     worded: Json = {"role": "assistant", "content": None if message else "", **(message or {})}
     if isinstance(choice.stop_reason, str):
@@ -39,7 +39,7 @@ def fix_message(message: Mapping[str, Any] | None, choice: Ended) -> Json:
     return worded
 
 
-def fix_finish_reason(choice: Ended, message: Mapping[str, Any], tool_choice: Any) -> str | None:
+def fix_finish_reason(choice: GeneratedChoice, message: Mapping[str, Any], tool_choice: Any) -> str | None:
     """Return the finish reason of a whole answer."""
     called = bool(message.get("tool_calls")) and tool_choice in (None, "auto")
     required = tool_choice == "required" and choice.finish_reason == "stop"
@@ -69,7 +69,7 @@ class DerenderStreamFixer:
         self._named = isinstance(tool_choice, Mapping)
         self._tools = False
 
-    def delta(self, given: Mapping[str, Any], piece: Ended) -> Json:
+    def delta(self, given: Mapping[str, Any], piece: GeneratedChoice) -> Json:
         """Return a delta as plain chat words it."""
         delta = {name: value for name, value in given.items() if value not in (None, []) and name != "role"}
         if "tool_calls" in delta:
@@ -79,13 +79,13 @@ class DerenderStreamFixer:
             self._hold(delta, piece)
         return delta
 
-    def finish(self, piece: Ended) -> str | None:
+    def finish(self, piece: GeneratedChoice) -> str | None:
         """Return the finish reason of a piece."""
         return (
             "tool_calls" if piece.finish_reason == "stop" and self._tools and not self._named else piece.finish_reason
         )
 
-    def _hold(self, delta: Json, piece: Ended) -> None:
+    def _hold(self, delta: Json, piece: GeneratedChoice) -> None:
         """Keep back what may begin a stop string; at the end, give it out without the one that was met."""
         last = piece.finish_reason is not None
         for name in _TEXTS:

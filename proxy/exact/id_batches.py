@@ -12,9 +12,9 @@ import msgspec
 from msgspec import Raw
 
 from ratchet.proxy.errors import UpstreamBroke, UpstreamError
-from ratchet.proxy.exact.scale_out import Ended, Generated, generated
-from ratchet.proxy.wire.sse import DONE, Events
-from ratchet.proxy.wire.upstream_response import Answer
+from ratchet.proxy.exact.scale_out import Generated, GeneratedChoice, generated_decoder
+from ratchet.proxy.wire.sse import DONE, SseParser
+from ratchet.proxy.wire.upstream_response import UpstreamResponse
 
 _MOST_WAITING = 4096  # events read ahead
 
@@ -29,11 +29,11 @@ _logprobs = msgspec.json.Decoder(_Logprobs | None)
 
 
 @dataclass(slots=True)
-class Batch:
+class IdBatch:
     """What arrived since the last one: one piece per choice, in the order of their first ids."""
 
     since: float  # when the earliest of it arrived, monotonic seconds
-    pieces: list[Ended] = field(default_factory=list)
+    pieces: list[GeneratedChoice] = field(default_factory=list)
     prompt_token_ids: list[int] | None = None
     usage: Raw | None = None
     error: Raw | None = None
@@ -43,22 +43,22 @@ class Batch:
 class IdBatches:
     """The events of one generate stream."""
 
-    def __init__(self, ids: Answer) -> None:
+    def __init__(self, ids: UpstreamResponse) -> None:
         self._ids = ids
         self._events: asyncio.Queue[tuple[float, Generated | UpstreamError | None]] = asyncio.Queue(_MOST_WAITING)
         self._failed: UpstreamError | None = None
         self._ended = asyncio.Event()
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
-    async def take(self) -> Batch:
+    async def take(self) -> IdBatch:
         """Wait for the next ids and return all that are here. Raises UpstreamError once what came before is taken."""
         if self._failed:
             raise self._failed
         since, event = await self._events.get()
-        batch, found = Batch(since), [event]
+        batch, found = IdBatch(since), [event]
         while not self._events.empty():
             found.append(self._events.get_nowait()[1])
-        pieces: dict[int, list[Ended]] = {}
+        pieces: dict[int, list[GeneratedChoice]] = {}
         for event in found:
             if event is None:
                 batch.last = True
@@ -81,7 +81,7 @@ class IdBatches:
         self._reader.cancel()
 
     async def _read(self) -> None:
-        events = Events()
+        events = SseParser()
         end: UpstreamError | None = UpstreamBroke(f"upstream {self._ids.url} ended its stream without [DONE]")
         try:
             async for piece in self._ids.pieces():
@@ -90,7 +90,7 @@ class IdBatches:
                     if data == DONE:
                         end = None
                     elif data is not None:
-                        await self._events.put((now, generated.decode(data)))
+                        await self._events.put((now, generated_decoder.decode(data)))
         except UpstreamError as error:
             end = error
         except msgspec.DecodeError as error:
@@ -99,7 +99,7 @@ class IdBatches:
         self._ended.set()
 
 
-def _add(batch: Batch, pieces: dict[int, list[Ended]], event: Generated) -> None:
+def _add(batch: IdBatch, pieces: dict[int, list[GeneratedChoice]], event: Generated) -> None:
     if bytes(event.error):
         batch.error = event.error
         return
@@ -110,12 +110,12 @@ def _add(batch: Batch, pieces: dict[int, list[Ended]], event: Generated) -> None
         pieces.setdefault(piece.index, []).append(piece)
 
 
-def _merged(parts: Sequence[Ended]) -> Ended:
+def _merged(parts: Sequence[GeneratedChoice]) -> GeneratedChoice:
     """Return consecutive pieces of one choice as one piece."""
     if len(parts) == 1:
         return parts[0]
     rows = [row for part in parts if (told := _logprobs.decode(part.logprobs)) for row in told.content or ()]
-    return Ended(
+    return GeneratedChoice(
         index=parts[-1].index,
         token_ids=[token for part in parts for token in part.token_ids or ()],
         finish_reason=parts[-1].finish_reason,

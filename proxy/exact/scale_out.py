@@ -1,7 +1,7 @@
 """vLLM's token-in-token-out endpoints (`--enable-scale-out`): render, generate, derender, detokenize.
 
 Each is one function from our words to vLLM's and back; what an answer means is for others. An endpoint that is not
-there is `EndpointNotOffered`, any other refusal is `Refused`; neither is ever the client's business. Generating is not done
+there is `EndpointNotOffered`, any other refusal is `ScaleOutError`; neither is ever the client's business. Generating is not done
 here, as it is a call like any other that may take minutes: only its body is made.
 """
 
@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw
 
 from ratchet.proxy.errors import UpstreamBroke, UpstreamError
-from ratchet.proxy.wire.upstream_response import Answer
+from ratchet.proxy.wire.upstream_response import UpstreamResponse
 
 RENDER = "/v1/chat/completions/render"
 GENERATE = "/inference/v1/generate"
@@ -33,13 +33,13 @@ _fields = msgspec.json.Decoder(dict[str, Raw])
 _encode = msgspec.json.Encoder().encode
 
 
-class Refused(UpstreamError):
+class ScaleOutError(UpstreamError):
     """The replica answered, but not with what was asked for."""
 
     code = "exact_refused"
 
 
-class EndpointNotOffered(Refused):
+class EndpointNotOffered(ScaleOutError):
     """The replica was started without these endpoints."""
 
     code = "exact_not_offered"
@@ -48,7 +48,9 @@ class EndpointNotOffered(Refused):
 class Sender(Protocol):
     """What sends a JSON body to a replica."""
 
-    async def post_json(self, url: str, path: str, body: bytes, headers: Mapping[str, str] | None = None, /) -> Answer:
+    async def post_json(
+        self, url: str, path: str, body: bytes, headers: Mapping[str, str] | None = None, /
+    ) -> UpstreamResponse:
         """Send a JSON body by POST. Raises UpstreamError. Close the answer."""
 
 
@@ -59,7 +61,7 @@ class Rendered(msgspec.Struct):
     members: dict[str, Raw]
 
 
-class Ended(msgspec.Struct):
+class GeneratedChoice(msgspec.Struct):
     """What generate says of a choice, or of a piece of one."""
 
     index: int
@@ -72,7 +74,7 @@ class Ended(msgspec.Struct):
 class Generated(msgspec.Struct):
     """Generate's answer, or one event of its stream."""
 
-    choices: list[Ended] = []
+    choices: list[GeneratedChoice] = []
     usage: Raw = Raw(b"null")
     prompt_token_ids: list[int] | None = None
     error: Raw = Raw()
@@ -90,7 +92,7 @@ class _Text(msgspec.Struct):
 
 
 _ids = msgspec.json.Decoder(list[int])
-generated = msgspec.json.Decoder(Generated)
+generated_decoder = msgspec.json.Decoder(Generated)
 _worded = msgspec.json.Decoder(DerenderedChunk)
 _text = msgspec.json.Decoder(_Text)
 _object = msgspec.json.Decoder(dict[str, Any])
@@ -110,7 +112,7 @@ class ScaleOut:
         try:
             return Rendered(_ids.decode(members["token_ids"]), members)
         except (KeyError, msgspec.DecodeError) as error:
-            raise Refused(f"{RENDER} answered without token_ids: {error}") from error
+            raise ScaleOutError(f"{RENDER} answered without token_ids: {error}") from error
 
     async def text(self, url: str, model: str, ids: Sequence[int]) -> str:
         """Return the text of ids, special ones as they are spelled. Raises UpstreamError."""
@@ -134,12 +136,12 @@ class ScaleOut:
                 finally:
                     answer.close()
         except TimeoutError as error:
-            raise Refused(f"upstream {url}: {path} took more than {_PATIENCE:.0f} s") from error
+            raise ScaleOutError(f"upstream {url}: {path} took more than {_PATIENCE:.0f} s") from error
         if answer.status == 200:
             return told
         if answer.status == 404 and b'"error"' not in told:  # vLLM's own 404, for a model, has an error object
             raise EndpointNotOffered(f"upstream {url} has no {path}")
-        raise Refused(f"upstream {url}: {path} answered {answer.status} {told[:300].decode('utf-8', 'replace')}")
+        raise ScaleOutError(f"upstream {url}: {path} answered {answer.status} {told[:300].decode('utf-8', 'replace')}")
 
 
 def generate_body(rendered: Rendered, ids: Sequence[int], fields: Fields, *, streamed: bool, in_text: bool) -> bytes:
@@ -164,7 +166,7 @@ def request_for_derender(body: Fields) -> Raw:
     return Raw(_encode({**body, "messages": _STUB}))
 
 
-def whole_body(model: str, request: Raw, prompt: Raw, choices: Sequence[Ended]) -> bytes:
+def whole_body(model: str, request: Raw, prompt: Raw, choices: Sequence[GeneratedChoice]) -> bytes:
     """Return the body that words whole choices. `prompt`: the rendered ids, for the parser's first state."""
     told = [
         {"index": c.index, "token_ids": c.token_ids, "finish_reason": c.finish_reason, "stop_reason": c.stop_reason}
@@ -174,7 +176,7 @@ def whole_body(model: str, request: Raw, prompt: Raw, choices: Sequence[Ended]) 
     return _encode({"model": model, "generate_response": answer, "chat_request": request, "prompt_token_ids": prompt})
 
 
-def piece_body(model: str, request: Raw, prompt: Raw, piece: Ended, state: Raw | None) -> bytes:
+def piece_body(model: str, request: Raw, prompt: Raw, piece: GeneratedChoice, state: Raw | None) -> bytes:
     """Return the body that words the next piece of a stream."""
     told = {
         "index": piece.index,
@@ -196,9 +198,9 @@ def piece_body(model: str, request: Raw, prompt: Raw, piece: Ended, state: Raw |
 
 def read_generated(body: bytes) -> Generated:
     """Return generate's answer. Raises UpstreamError."""
-    told = _read(generated, body, GENERATE)
+    told = _read(generated_decoder, body, GENERATE)
     if bytes(told.error):
-        raise Refused(f"{GENERATE} answered {bytes(told.error)[:300].decode('utf-8', 'replace')}")
+        raise ScaleOutError(f"{GENERATE} answered {bytes(told.error)[:300].decode('utf-8', 'replace')}")
     return told
 
 

@@ -5,7 +5,7 @@ whitespace. The new prompt then no longer begins with what the engine saw and sa
 at the id that ends one, and compared turn by turn: what was sent must be the same, what was sampled may differ.
 
 Promises: the result begins with the held ids, id for id, and goes on with the render's own ids for what is new. Any
-doubt is a `Fork`, with its reason; the render is then used as it is. Whether the client edited our answer is not seen
+doubt is a `ContextFork`, with its reason; the render is then used as it is. Whether the client edited our answer is not seen
 here: linking has compared the words before.
 """
 
@@ -23,7 +23,7 @@ GENERATION_PROMPT = 16  # ids at the end of a prompt that open the answer; a tem
 Span = tuple[int, int]  # [start, end) of sampled ids
 
 
-class Fork(Exception):
+class ContextFork(Exception):
     """The held ids cannot be continued for sure; the reason is one of a few words, for a metric."""
 
     def __init__(self, reason: str) -> None:
@@ -55,7 +55,7 @@ class Spliced:
 
 
 def splice(held: Context, rendered: Sequence[int], turn_end: int) -> Spliced | None:
-    """Return the held ids and what is new in `rendered`; None where `rendered` begins with them anyway. Raises Fork.
+    """Return the held ids and what is new in `rendered`; None where `rendered` begins with them anyway. Raises ContextFork.
 
     An answer that was cut off gets the missing `turn_end`: context, never sampled.
     """
@@ -66,14 +66,14 @@ def splice(held: Context, rendered: Sequence[int], turn_end: int) -> Spliced | N
         ids.append(turn_end)
     ours, theirs = _ends(ids, turn_end), _ends(rendered, turn_end)
     if len(theirs) < len(ours):
-        raise Fork("turns_gone")
+        raise ContextFork("turns_gone")
     begin, begin_new = 0, 0
     for end, end_new in zip(ours, theirs, strict=False):
         spans = [span for span in held.spans if span[0] < end and span[1] > begin]
         _compare(ids[begin:end], rendered[begin_new:end_new], [(a - begin, b - begin) for a, b in spans])
         begin, begin_new = end, end_new
     if begin_new == len(rendered):
-        raise Fork("nothing_new")
+        raise ContextFork("nothing_new")
     tail = list(rendered[begin_new:])
     return Spliced(ids + tail, tail)
 
@@ -113,11 +113,11 @@ def _compare(turn: Sequence[int], new: Sequence[int], spans: Sequence[Span]) -> 
     """Raise Fork where a turn differs in what was sent. `spans`: what was sampled of it, relative to its begin."""
     if not spans:
         if list(turn) != list(new):
-            raise Fork("history_edited")
+            raise ContextFork("history_edited")
         return
     (begin, end), *more = spans
     if more or begin < 0 or end > len(turn) or end < len(turn) - 1:
-        raise Fork("turn_end_inside_answer")
+        raise ContextFork("turn_end_inside_answer")
     same = next((place for place, (a, b) in enumerate(zip(turn, new, strict=False)) if a != b), len(new))
     if same < begin - GENERATION_PROMPT:
-        raise Fork("history_edited")
+        raise ContextFork("history_edited")

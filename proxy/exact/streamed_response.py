@@ -16,11 +16,11 @@ import msgspec
 from msgspec import Raw
 
 from ratchet.proxy.exact import derender_fixes
-from ratchet.proxy.exact.id_batches import Batch, IdBatches
-from ratchet.proxy.exact.scale_out import Ended, Refused, ScaleOut, piece_body
-from ratchet.proxy.exact.whole_response import Wanted
+from ratchet.proxy.exact.id_batches import IdBatch, IdBatches
+from ratchet.proxy.exact.scale_out import GeneratedChoice, ScaleOut, ScaleOutError, piece_body
+from ratchet.proxy.exact.whole_response import DerenderRequest
 from ratchet.proxy.telemetry.metrics import Metrics
-from ratchet.proxy.wire.upstream_response import Answer
+from ratchet.proxy.wire.upstream_response import UpstreamResponse
 
 _encode = msgspec.json.Encoder().encode
 _SHARE = 3.0  # of a replica's time, parts without derender to one with it
@@ -30,7 +30,7 @@ _END = b"data: [DONE]\n\n"
 Json = dict[str, Any]
 
 
-class Pace:
+class StreamPacer:
     """How often the streams of one replica ask derender: together for about a quarter of the time."""
 
     def __init__(self) -> None:
@@ -46,17 +46,19 @@ class _Choice:
 
     __slots__ = ("repair", "state")
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: DerenderRequest) -> None:
         self.repair = derender_fixes.DerenderStreamFixer(wanted.stops, wanted.tool_choice)
         self.state: Raw | None = None
 
 
-class StreamedAnswer:
+class StreamedResponse:
     """A chat completion as its ids come. `ids` is the answer of generate, and closes with this one."""
 
     status = 200
 
-    def __init__(self, scale_out: ScaleOut, ids: Answer, wanted: Wanted, pace: Pace, metrics: Metrics) -> None:
+    def __init__(
+        self, scale_out: ScaleOut, ids: UpstreamResponse, wanted: DerenderRequest, pace: StreamPacer, metrics: Metrics
+    ) -> None:
         self.url = ids.url
         self.headers: Mapping[str, str] = {}
         self._scale_out = scale_out
@@ -110,7 +112,7 @@ class StreamedAnswer:
         self._arrivals.close()
         self._ids.close()
 
-    async def _worded(self, batch: Batch) -> bytes:
+    async def _worded(self, batch: IdBatch) -> bytes:
         began = time.perf_counter()
         out = [await self._piece(piece) for piece in batch.pieces]
         self._spent = time.perf_counter() - began
@@ -124,7 +126,7 @@ class StreamedAnswer:
         self._metrics.exact_lag_seconds.observe(time.perf_counter() - batch.since)
         return b"".join(out)
 
-    async def _piece(self, piece: Ended) -> bytes:
+    async def _piece(self, piece: GeneratedChoice) -> bytes:
         wanted = self._wanted
         choice = self._choices.setdefault(piece.index, _Choice(wanted))
         body = piece_body(
@@ -135,7 +137,7 @@ class StreamedAnswer:
         try:
             delta = choice.repair.delta(told.chunk["choices"][0]["delta"], piece)
         except (KeyError, IndexError, TypeError) as error:
-            raise Refused(f"derender's event has no {error}") from error
+            raise ScaleOutError(f"derender's event has no {error}") from error
         worded = {
             "index": piece.index,
             "delta": delta,

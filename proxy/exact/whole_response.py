@@ -16,18 +16,18 @@ from msgspec import Raw
 
 from ratchet.proxy.exact import derender_fixes
 from ratchet.proxy.exact.scale_out import (
-    Ended,
     Fields,
-    Refused,
+    GeneratedChoice,
     Rendered,
     ScaleOut,
+    ScaleOutError,
     read_generated,
     request_for_derender,
     whole_body,
 )
 from ratchet.proxy.wire import lax_values
 from ratchet.proxy.wire.request_body import ChatRequest, value
-from ratchet.proxy.wire.upstream_response import Answer
+from ratchet.proxy.wire.upstream_response import UpstreamResponse
 
 _encode = msgspec.json.Encoder().encode
 
@@ -35,7 +35,7 @@ Json = dict[str, Any]
 
 
 @dataclass(slots=True, frozen=True)
-class Wanted:
+class DerenderRequest:
     """What the answer is made for. `prompt` was sent; `rendered` is what plain chat would have sent, as JSON."""
 
     id: str
@@ -49,7 +49,9 @@ class Wanted:
     bare_logprobs: bool  # the client asked for none of the likeliest others: plain chat then lists none
 
     @classmethod
-    def of(cls, asked: ChatRequest, name: str, body: Fields, rendered: Rendered, prompt: Sequence[int]) -> Wanted:
+    def of(
+        cls, asked: ChatRequest, name: str, body: Fields, rendered: Rendered, prompt: Sequence[int]
+    ) -> DerenderRequest:
         """Return what is made of a request whose `body` went to be rendered; `name` is the answer's id."""
         stop = value(body, "stop") or ()
         return cls(
@@ -58,7 +60,7 @@ class Wanted:
             request=request_for_derender(body),
             rendered=Raw(_encode(rendered.ids)),
             prompt=prompt,
-            count=lax_values.whole(value(body, "n")) or 1,
+            count=lax_values.lax_int(value(body, "n")) or 1,
             tool_choice=value(body, "tool_choice"),
             stops=(stop,) if isinstance(stop, str) else tuple(stop),
             bare_logprobs=asked.asks_logprobs and not value(body, "top_logprobs"),
@@ -80,10 +82,10 @@ class Wanted:
     def check_prompt(self, ids: Sequence[int] | None) -> None:
         """Raise Refused where the engine did not read what was sent."""
         if ids != self.prompt:
-            raise Refused("generate read other ids than it was sent")
+            raise ScaleOutError("generate read other ids than it was sent")
 
 
-class WholeAnswer:
+class WholeResponse:
     """A chat completion that is all here."""
 
     status = 200
@@ -105,7 +107,7 @@ class WholeAnswer:
         """Nothing is held."""
 
 
-async def whole(scale_out: ScaleOut, ids: Answer, wanted: Wanted) -> WholeAnswer:
+async def read_whole_response(scale_out: ScaleOut, ids: UpstreamResponse, wanted: DerenderRequest) -> WholeResponse:
     """Return generate's answer in words. Raises UpstreamError."""
     told = read_generated(await ids.read())
     wanted.check_prompt(told.prompt_token_ids)
@@ -133,10 +135,12 @@ async def whole(scale_out: ScaleOut, ids: Answer, wanted: Wanted) -> WholeAnswer
         "prompt_token_ids": told.prompt_token_ids,
         "kv_transfer_params": None,
     }
-    return WholeAnswer(ids.url, _encode(body))
+    return WholeResponse(ids.url, _encode(body))
 
 
-async def _worded(scale_out: ScaleOut, url: str, wanted: Wanted, choices: Sequence[Ended]) -> dict[int, Json]:
+async def _worded(
+    scale_out: ScaleOut, url: str, wanted: DerenderRequest, choices: Sequence[GeneratedChoice]
+) -> dict[int, Json]:
     """Return the messages of choices by index."""
     if not choices:
         return {}
@@ -144,4 +148,4 @@ async def _worded(scale_out: ScaleOut, url: str, wanted: Wanted, choices: Sequen
     try:
         return {choice["index"]: choice["message"] for choice in answer["choices"]}
     except (KeyError, TypeError) as error:
-        raise Refused(f"derender's answer has no {error}") from error
+        raise ScaleOutError(f"derender's answer has no {error}") from error

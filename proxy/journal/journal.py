@@ -28,7 +28,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from ratchet.proxy.errors import NotReady, StartError
-from ratchet.proxy.journal.preallocation import SegmentPreallocator, adopt
+from ratchet.proxy.journal.preallocation import SegmentPreallocator, adopt_segment
 from ratchet.proxy.journal.segments import (
     MAGIC,
     frame,
@@ -55,7 +55,7 @@ _Entry = tuple[bytes, "asyncio.Future[bool] | None"]
 
 
 @dataclass(slots=True)
-class Written:
+class SegmentContent:
     """What a segment holds. The records of earlier processes' segments are not counted."""
 
     records: int = 0
@@ -76,11 +76,11 @@ class Journal:
     ) -> None:
         critical_tasks = critical_tasks or CriticalTasks()
         self.folder = folder
-        self.first = 1  # the first segment of this process; older ones are another's
+        self.first_segment = 1  # the first segment of this process; older ones are another's
         self.bytes = 0
-        self.taken = 0  # records since the start
-        self.lost = 0  # those given up
-        self.fresh = threading.Event()  # set when there is something to ship
+        self.records_taken = 0  # records since the start
+        self.records_lost = 0  # those given up
+        self.new_records = threading.Event()  # set when there is something to ship
         self._most_bytes = max_bytes
         self._segment_bytes = journal_segment_bytes
         self._metrics = metrics
@@ -96,11 +96,11 @@ class Journal:
         self._path = ""
         self._unsynced = False  # whether the current segment has records that no sync followed
         self._preallocator = SegmentPreallocator(folder, journal_segment_bytes, critical_tasks)
-        self._written: dict[int, Written] = {}  # the segments that are there
+        self._written: dict[int, SegmentContent] = {}  # the segments that are there
         self._place = threading.Lock()  # guards number, file, written and bytes, which the shipper reads
         self._lock = -1
         self._dead = False  # nobody writes any more
-        self._thread = critical_tasks.thread(self._run, "journal")
+        self._thread = critical_tasks.make_thread(self._run, "journal")
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
@@ -109,7 +109,7 @@ class Journal:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            adopt(self.folder, segment_path(self.folder, self._latest() + 1))
+            adopt_segment(self.folder, segment_path(self.folder, self._latest() + 1))
             ends = {number: records_end(segment_path(self.folder, number)) for number in segment_numbers(self.folder)}
         except BlockingIOError:
             raise StartError(
@@ -119,10 +119,10 @@ class Journal:
             raise StartError(
                 f"journal {self.folder} cannot be used: {error}; give a writable --journal folder"
             ) from error
-        self._written = {number: Written(0, end) for number, end in ends.items()}
+        self._written = {number: SegmentContent(0, end) for number, end in ends.items()}
         self.bytes = sum(written.bytes for written in self._written.values())
         self._number = self._latest()
-        self.first = self._number + 1
+        self.first_segment = self._number + 1
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._preallocator.start, _FIRST_BLANK)
         self._thread.start()
@@ -143,7 +143,7 @@ class Journal:
         """Append without waiting."""
         assert self._loop is not None, "start() comes first"
         self._taken.append((frame(record), None))
-        self.taken += 1
+        self.records_taken += 1
         if self._handing is None:
             self._handing = self._loop.call_later(_LINGER, self._hand_over)
 
@@ -152,7 +152,7 @@ class Journal:
         assert self._loop is not None, "start() comes first"
         future: asyncio.Future[bool] = self._loop.create_future()
         self._taken.append((frame(record), future))
-        self.taken += 1
+        self.records_taken += 1
         if not self._flush_scheduled:  # what else ends in this turn of the loop goes along
             self._flush_scheduled = True
             if self._handing is not None:
@@ -169,15 +169,15 @@ class Journal:
             self._taken = []
         self._handing, self._flush_scheduled = None, False
 
-    def grows(self, number: int) -> bool:
+    def is_current_segment(self, number: int) -> bool:
         """Return whether this segment is the one that records are appended to."""
         with self._place:
             return number == self._number and self._file >= 0
 
-    def written(self) -> dict[int, Written]:
+    def written(self) -> dict[int, SegmentContent]:
         """Return what each segment holds up to and with its last written record."""
         with self._place:
-            return {number: Written(written.records, written.bytes) for number, written in self._written.items()}
+            return {number: SegmentContent(written.records, written.bytes) for number, written in self._written.items()}
 
     def remove(self, number: int) -> None:
         """Delete a segment that has been shipped. Raises OSError."""
@@ -231,7 +231,7 @@ class Journal:
                 del frames[:count]
         except OSError as error:
             self._metrics.journal_errors.inc()
-            self._alarm_queue.ring(
+            self._alarm_queue.raise_alarm(
                 ALARM,
                 f"the journal {self.folder} cannot be written: {error}; calls go on, their records wait in memory: "
                 f"free space on that disk or raise max_journal_bytes",
@@ -243,9 +243,9 @@ class Journal:
         if self._held:
             self._held.clear()
             self._held_bytes = 0
-            self._alarm_queue.still(ALARM)
+            self._alarm_queue.clear_alarm(ALARM)
         self._resolve(waiting, durable=True)
-        self.fresh.set()
+        self.new_records.set()
 
     def _fitting(self, frames: Sequence[bytes]) -> int:
         """Return how many of these frames the journal takes now, at least one. Raises OSError where it is full."""
@@ -273,7 +273,7 @@ class Journal:
             self._unsynced = False
             self._metrics.commit_seconds.observe(time.perf_counter() - began)
         with self._place:
-            written = self._written.setdefault(self._number, Written())
+            written = self._written.setdefault(self._number, SegmentContent())
             written.records += len(frames)
             written.bytes += len(data)
             self.bytes += len(data)
@@ -295,7 +295,7 @@ class Journal:
             file = _begun(path)
         with self._place:
             self._file, self._number, self._path = file, number, str(path)
-            self._written[number] = Written(0, len(MAGIC))
+            self._written[number] = SegmentContent(0, len(MAGIC))
             self.bytes += len(MAGIC)
 
     def _close(self) -> None:
@@ -317,7 +317,7 @@ class Journal:
         self._held_bytes = sum(map(len, frames))
         while self._held_bytes > _MOST_HELD:
             self._held_bytes -= len(self._held.popleft())
-            self.lost += 1
+            self.records_lost += 1
             self._metrics.lost.inc()
 
     def _refuse(self, entries: Sequence[_Entry]) -> None:

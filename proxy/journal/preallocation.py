@@ -3,7 +3,7 @@
 Promises: what `take` gives was on this disk, to its last zero and with its first name, before; nothing here fails a
 call or keeps one waiting: where the disk is short or broken there is no blank, and the journal's segments grow as they
 are written. At most one blank waits beside the current segment; `max_journal_bytes` counts no zeros. The name that a blank
-gets when it is taken is not synced: after a power cut its records may stand under the first one, for `adopt` to find.
+gets when it is taken is not synced: after a power cut its records may stand under the first one, for `adopt_segment` to find.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CHUNK = bytes(2**18)
 _SPARE = 8  # there is no blank where less is free on the disk than so many of them
 
 
-def adopt(folder: Path, segment: Path) -> None:
+def adopt_segment(folder: Path, segment: Path) -> None:
     """Make a segment of the blank that an earlier process left, if it has records. Raises OSError."""
     left = folder / _NAME
     if left.is_file() and records_end(left) > len(MAGIC):
@@ -41,7 +41,7 @@ class SegmentPreallocator:
         self._asked: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._wanted = threading.Event()  # set from the wish for a blank to its end
         self._settled = threading.Event()  # set when the latest wish was met, or could not be
-        self._thread = critical_tasks.thread(self._run, "journal-blanks")
+        self._thread = critical_tasks.make_thread(self._run, "journal-blanks")
 
     @property
     def _path(self) -> Path:

@@ -104,7 +104,7 @@ def records_end(path: Path) -> int:
 
 
 @dataclass(slots=True, frozen=True)
-class Reading:
+class SegmentRead:
     """What a read of a segment gave: records, the offset behind the last one, and what stands there.
 
     `end`: "more" (read on), "end" (nothing follows but zeros), "torn" (an unfinished frame, as a crash leaves it, and
@@ -116,7 +116,7 @@ class Reading:
     end: str
 
 
-def read_segment(path: Path, offset: int, max_bytes: int, until: int | None = None) -> Reading:
+def read_segment(path: Path, offset: int, max_bytes: int, until: int | None = None) -> SegmentRead:
     """Read records from `offset`, about `max_bytes` of them. Raises OSError.
 
     `until` is where the records end, if that is known: nothing behind it is read, and zeros before it are damage.
@@ -125,7 +125,7 @@ def read_segment(path: Path, offset: int, max_bytes: int, until: int | None = No
         if offset == 0:
             magic = file.read(len(MAGIC))
             if magic != MAGIC:
-                return Reading([], 0, "torn" if MAGIC.startswith(magic) else "damaged")
+                return SegmentRead([], 0, "torn" if MAGIC.startswith(magic) else "damaged")
             offset = len(MAGIC)
         file.seek(offset)
         room = None if until is None else max(0, until - offset)
@@ -140,7 +140,7 @@ def read_segment(path: Path, offset: int, max_bytes: int, until: int | None = No
         at_end = not file.read(1) if room is None else len(data) >= room
     if not at_end and end in ("end", "torn"):
         end = "more"
-    return Reading(records, offset + used, end)
+    return SegmentRead(records, offset + used, end)
 
 
 def next_frame(path: Path, offset: int) -> int | None:

@@ -19,8 +19,8 @@ import msgspec
 from ratchet.proxy.dialects.dialect import LARGE, Asked, Dialect, Kept
 from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
 from ratchet.proxy.redaction.patterns import Patterns
-from ratchet.proxy.runtime.thread_pools import parsed
-from ratchet.proxy.wire.error_shapes import Shape
+from ratchet.proxy.runtime.thread_pools import run_parsing
+from ratchet.proxy.wire.error_shapes import ErrorShape
 from ratchet.store.content import messages as canon
 from ratchet.store.records import REDACTED, CallBegun, CallEnded, Feedback
 
@@ -130,7 +130,7 @@ class RedactingDialect:
         return self._dialect.path
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ErrorShape:
         """How errors are worded."""
         return self._dialect.shape
 
@@ -138,5 +138,5 @@ class RedactingDialect:
         """Return what a request asks for. Raises ProxyError."""
         asked = await self._dialect.read(body, key_id)
         clean = self._redactor.request
-        kept = await parsed(clean, asked) if len(body) > LARGE else clean(asked)
+        kept = await run_parsing(clean, asked) if len(body) > LARGE else clean(asked)
         return msgspec.structs.replace(asked, kept=kept)

@@ -24,7 +24,7 @@ class _Held(Generic[Name]):
     names: OrderedDict[Name, None] = field(default_factory=OrderedDict)
 
 
-class Shares(Generic[Name]):
+class ByteQuotas(Generic[Name]):
     """Bytes by key and by name, within `most` in all and `max_bytes_per_key` of a key."""
 
     def __init__(self, most: int, max_bytes_per_key: int) -> None:
@@ -34,12 +34,12 @@ class Shares(Generic[Name]):
         self._held: dict[str, _Held[Name]] = {}
         self.bytes = 0
 
-    def of(self, key_id: str | None) -> int:
+    def bytes_of(self, key_id: str | None) -> int:
         """Return the bytes that a key holds."""
         held = self._held.get(owner(key_id))
         return held.bytes if held else 0
 
-    def use(self, key_id: str | None, name: Name, more: int = 0) -> None:
+    def add_use(self, key_id: str | None, name: Name, more: int = 0) -> None:
         """Something of a key's was used, and takes so many bytes more or, below 0, less."""
         key = key_id if key_id in self._held else owner(key_id)
         held = self._held.get(key)
@@ -50,7 +50,7 @@ class Shares(Generic[Name]):
         held.bytes += more
         self.bytes += more
 
-    def forget(self, key_id: str | None, name: Name, bytes_: int) -> None:
+    def remove(self, key_id: str | None, name: Name, bytes_: int) -> None:
         """Something of a key's is held no more, which took so many bytes."""
         key = owner(key_id)
         held = self._held.get(key)
@@ -63,7 +63,7 @@ class Shares(Generic[Name]):
             self.bytes -= held.bytes
             del self._held[key]
 
-    def excess(self, key_id: str | None) -> Name | None:
+    def next_to_evict(self, key_id: str | None) -> Name | None:
         """Return what has to be given up after a key took more: what its holder used longest ago; None for nothing."""
         if self.bytes <= self._least:
             return None

@@ -26,13 +26,13 @@ class CriticalTasks:
         self._ending: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()
 
-    def task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def start_task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Start a part that is a task; it ends by `end`, or by itself once it has done its work."""
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(partial(self._ended, name))
         return task
 
-    async def end(self, *tasks: asyncio.Task[None]) -> None:
+    async def stop_tasks(self, *tasks: asyncio.Task[None]) -> None:
         """End parts that are tasks."""
         running = [task for task in tasks if not task.done()]
         self._ending.update(running)
@@ -41,11 +41,11 @@ class CriticalTasks:
         await asyncio.gather(*running, return_exceptions=True)
         self._ending.difference_update(running)
 
-    def thread(self, work: Callable[[], None], name: str) -> threading.Thread:
+    def make_thread(self, work: Callable[[], None], name: str) -> threading.Thread:
         """Return a part that is a thread, to be started; it ends when `work` returns."""
         return threading.Thread(target=self._run, args=(work, name), name=name, daemon=True)
 
-    def died(self, name: str, error: BaseException) -> None:
+    def on_task_died(self, name: str, error: BaseException) -> None:
         """A part ended that must not. The first one counts: others may end because of it."""
         reason = f"its part {name!r} died: {type(error).__name__}: {error}"
         log.critical("event=part_died part=%s reason=%r", name, reason, exc_info=error)
@@ -58,11 +58,11 @@ class CriticalTasks:
         try:
             work()
         except BaseException as error:  # noqa: BLE001 -- a thread ends with it, whatever it is
-            self.died(name, error)
+            self.on_task_died(name, error)
 
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
         if task in self._ending:
             return
         error = asyncio.CancelledError("it was cancelled") if task.cancelled() else task.exception()
         if error is not None:
-            self.died(name, error)
+            self.on_task_died(name, error)

@@ -17,7 +17,7 @@ _calls = ThreadPoolExecutor(4, "calls-look-up")
 _others = ThreadPoolExecutor(4, "look-up")
 
 
-async def parsed(work: Callable[..., _T], *values: object) -> _T:
+async def run_parsing(work: Callable[..., _T], *values: object) -> _T:
     """Return what reading something large gives. Raises what `work` raises."""
     return await asyncio.get_running_loop().run_in_executor(_parsing, work, *values)
 

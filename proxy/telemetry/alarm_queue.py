@@ -22,7 +22,7 @@ class AlarmQueue:
         self._over: set[str] = set()  # to be cleared there, after that
         self._standing: set[str] = set()
 
-    def ring(self, name: str, reason: str) -> None:
+    def raise_alarm(self, name: str, reason: str) -> None:
         """Raise an alarm soon."""
         with self._lock:
             if name not in self._standing:
@@ -31,7 +31,7 @@ class AlarmQueue:
             self._over.discard(name)
             self._standing.add(name)
 
-    def still(self, name: str) -> None:
+    def clear_alarm(self, name: str) -> None:
         """Clear an alarm soon, if it was rung here."""
         with self._lock:
             if name in self._standing:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ratchet.proxy.telemetry.call_timing import Timing
+from ratchet.proxy.telemetry.call_timing import CallTiming
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.store.records import CallEnded
 
@@ -50,7 +50,7 @@ class CallCounters:
         self._overhead = metrics.overhead_seconds.observe
         self._series: dict[tuple[str, str, str, str, str, str], _Series] = {}
 
-    def count(self, record: CallEnded, timing: Timing, failure: str | None) -> None:
+    def count(self, record: CallEnded, timing: CallTiming, failure: str | None) -> None:
         """Count one call; `failure` is its class of error."""
         begun = record.begun
         context = "untrainable" if record.untrainable else record.context

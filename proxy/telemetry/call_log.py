@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from ratchet.proxy.telemetry.call_timing import Timing
+from ratchet.proxy.telemetry.call_timing import CallTiming
 from ratchet.proxy.telemetry.logs import FIELDS
 from ratchet.store.records import CallEnded
 
@@ -22,7 +22,7 @@ log = logging.getLogger("ratchet.calls")
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._:~@+/-[]")
 
 
-class Line:
+class LogLine:
     """A line's keys and values, which become words when it is written."""
 
     __slots__ = ("_fields",)
@@ -34,16 +34,16 @@ class Line:
         return " ".join(f"{name}={logfmt(value)}" for name, value in self._fields.items())
 
 
-def note(record: CallEnded, timing: Timing, failure: str | None) -> None:
+def log_call(record: CallEnded, timing: CallTiming, failure: str | None) -> None:
     """Log the end of a call. Where the logger's level is above INFO nothing is kept or written."""
     if log.isEnabledFor(logging.INFO):
-        fields = told(record, timing, failure)
+        fields = log_fields(record, timing, failure)
         log.handle(
-            log.makeRecord(log.name, logging.INFO, __file__, 0, Line(fields), (), None, "call", {FIELDS: fields})
+            log.makeRecord(log.name, logging.INFO, __file__, 0, LogLine(fields), (), None, "call", {FIELDS: fields})
         )
 
 
-def told(record: CallEnded, timing: Timing, failure: str | None) -> dict[str, Any]:
+def log_fields(record: CallEnded, timing: CallTiming, failure: str | None) -> dict[str, Any]:
     """Return what a line says, in its order."""
     begun = record.begun
     return {

@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 from ratchet.store.records import CallEnded
 
 
-class Timing(NamedTuple):
+class CallTiming(NamedTuple):
     """`overhead` is the proxy's part, of a stream up to its head; `inter_token` the mean after the first token."""
 
     total: float

@@ -2,7 +2,7 @@
 
 Promises: no line is waited for. A thread of the log's own writes them (the standard library's QueueHandler and
 QueueListener), so that a stderr that blocks, such as a full pipe that nobody reads, stalls no other thread and no end
-of the process. At most `MOST_WAITING` lines wait; further ones are dropped and counted, and the log says how many once
+of the process. At most `MAX_WAITING_LINES` lines wait; further ones are dropped and counted, and the log says how many once
 it can be written again. A line is written soon; lines of calls, which are many, `_PAUSE` seconds later at most.
 """
 
@@ -31,16 +31,18 @@ _QUIETED_LOGGERS = (
 _TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 Level = Literal["debug", "info", "warning", "error"]
-START = "ratchet.start"  # the logger of what `ratchet up` waits for: that a room is ready is told at any level
+START_LOGGER = "ratchet.start"  # the logger of what `ratchet up` waits for: that a room is ready is told at any level
 FIELDS = "ratchet_fields"  # attribute of a call's line: its keys and values, for formats other than text
-MOST_WAITING = 10_000  # lines
+MAX_WAITING_LINES = 10_000  # lines
 _PAUSE = 0.2  # seconds between looks: waking the thread for each call would cost more than the line
 _LAST_LINES = 1.0  # seconds that the end of the process waits for the lines that are left
 
 log = logging.getLogger("ratchet.log")
 
 
-def set_up(form: Literal["text", "json"], level: Level = "info", write: Callable[[str], None] | None = None) -> None:
+def configure_logging(
+    form: Literal["text", "json"], level: Level = "info", write: Callable[[str], None] | None = None
+) -> None:
     """Write the lines of this process from `level` on to stderr in that form; `write` writes them in its place."""
     lines = _WaitingLines()
     logging.basicConfig(level=level.upper(), handlers=[lines])
@@ -49,12 +51,12 @@ def set_up(form: Literal["text", "json"], level: Level = "info", write: Callable
         writer = _LineWriter(lines, formatter, write or _to_stderr)
         writer.start()
         atexit.register(writer.stop)
-    logging.getLogger(START).setLevel(logging.INFO)
+    logging.getLogger(START_LOGGER).setLevel(logging.INFO)
     for name in _QUIETED_LOGGERS:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
-def dropped() -> int:
+def dropped_lines() -> int:
     """Return how many lines of this process were not written."""
     return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, _WaitingLines))
 
@@ -81,7 +83,7 @@ class _WaitingLines(QueueHandler):
 
     def enqueue(self, record: logging.LogRecord) -> None:
         """Keep a record until it is written, or count it as dropped."""
-        if self.waiting.qsize() >= MOST_WAITING:
+        if self.waiting.qsize() >= MAX_WAITING_LINES:
             self.dropped += 1
             return
         self.waiting.put(record)

@@ -174,7 +174,9 @@ class _LogLines(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """Yield the one counter."""
-        yield CounterMetricFamily("ratchet_log_lines_dropped", "Lines of the log not written", value=logs.dropped())
+        yield CounterMetricFamily(
+            "ratchet_log_lines_dropped", "Lines of the log not written", value=logs.dropped_lines()
+        )
 
 
 def error_label(error: ProxyError) -> str:

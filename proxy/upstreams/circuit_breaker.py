@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class State(StrEnum):
+class BreakerState(StrEnum):
     """Whether calls go through."""
 
     CLOSED = "closed"
@@ -17,7 +17,7 @@ class State(StrEnum):
     HALF_OPEN = "half open"
 
 
-class Breaker:
+class CircuitBreaker:
     """`failures` in a row open it; `cool_off` seconds later it may be probed."""
 
     __slots__ = ("_cool_off", "_failed", "_most", "_opened_at")
@@ -33,11 +33,11 @@ class Breaker:
         """Whether calls go through."""
         return self._opened_at is None
 
-    def state(self, now: float) -> State:
+    def state(self, now: float) -> BreakerState:
         """Return the state at a moment."""
         if self._opened_at is None:
-            return State.CLOSED
-        return State.OPEN if now - self._opened_at < self._cool_off else State.HALF_OPEN
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if now - self._opened_at < self._cool_off else BreakerState.HALF_OPEN
 
     def opens_in(self, now: float) -> float | None:
         """Return the seconds until it may be probed; None while it is closed."""
@@ -47,7 +47,7 @@ class Breaker:
         """Take note of a failure; return whether it opened the breaker."""
         self._failed += 1
         opened = self.closed and self._failed >= self._most
-        if opened or self.state(now) == State.HALF_OPEN:
+        if opened or self.state(now) == BreakerState.HALF_OPEN:
             self._opened_at = now
         return opened
 

@@ -19,20 +19,20 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from ratchet.proxy.errors import UpstreamBroke, UpstreamError, UpstreamUnreachable
-from ratchet.proxy.upstreams.http_connection import Connection, Dropped, HttpAnswer, Limits
+from ratchet.proxy.upstreams.http_connection import ConnectionDropped, HttpResponse, ResponseLimits, UpstreamConnection
 from ratchet.store.access.url_credentials import credentials, without_credentials
 
 _KEEP_ALIVE = 4.0  # seconds; vLLM closes idle connections after 5: ours must be the shorter time
 
 
-class Client:
+class HttpClient:
     """Connections to any number of upstreams. Times are seconds.
 
     `secret`: by the URL that is shown, the same one with a user's name and password, for those that have one.
     """
 
     def __init__(
-        self, limits: Limits, connect_timeout_seconds: float, secret: Mapping[str, str] = MappingProxyType({})
+        self, limits: ResponseLimits, connect_timeout_seconds: float, secret: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         self._limits = limits
         self._connect_timeout = connect_timeout_seconds
@@ -41,14 +41,14 @@ class Client:
 
     async def send(
         self, url: str, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
-    ) -> HttpAnswer:
+    ) -> HttpResponse:
         """Send one request to the upstream at `url` and return the answer at its headers. Raises UpstreamError."""
         origin = self._origins.get(url) or self._origin(url)
         head = origin.head(method, path, body, headers)
         connection = origin.kept() or await origin.connect()
         try:
             return await self._ask(connection, origin.url, method, head, body)
-        except Dropped:
+        except ConnectionDropped:
             try:
                 return await self._ask(await origin.connect(), origin.url, method, head, body)
             except UpstreamError as error:
@@ -59,7 +59,9 @@ class Client:
         origin = self._origins[url] = _Origin(self._secret.get(url, url), self._connect_timeout)
         return origin
 
-    async def _ask(self, connection: Connection, url: str, method: str, head: bytes, body: bytes | None) -> HttpAnswer:
+    async def _ask(
+        self, connection: UpstreamConnection, url: str, method: str, head: bytes, body: bytes | None
+    ) -> HttpResponse:
         answer = connection.ask(url, head, body or b"", self._limits, bodiless=method == "HEAD")
         await answer.head()
         return answer
@@ -102,8 +104,8 @@ class _Origin:
         self.url = without_credentials(url)
         self._target = _Target.of(url)
         self._connect_timeout = connect_timeout_seconds
-        self._kept: deque[Connection] = deque()
-        self._open: set[Connection] = set()
+        self._kept: deque[UpstreamConnection] = deque()
+        self._open: set[UpstreamConnection] = set()
 
     def head(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> bytes:
         """Return a request up to its body. Raises UpstreamBroke where a line would become two."""
@@ -119,7 +121,7 @@ class _Origin:
             raise UpstreamBroke(f"a request to upstream {self.url} has a line break or a space where none may be")
         return head.encode("latin-1", "replace")
 
-    def kept(self) -> Connection | None:
+    def kept(self) -> UpstreamConnection | None:
         """Return a connection that is free, young enough, and open as far as is known."""
         now = time.monotonic()
         while self._kept:
@@ -129,13 +131,13 @@ class _Origin:
             connection.abort()
         return None
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> UpstreamConnection:
         """Open a connection. Raises UpstreamUnreachable."""
         target = self._target
         try:
             async with asyncio.timeout(self._connect_timeout):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: Connection(self._free, self._gone), target.host, target.port, ssl=target.tls
+                    lambda: UpstreamConnection(self._free, self._gone), target.host, target.port, ssl=target.tls
                 )
         except TimeoutError:
             raise self._unreachable(f"no connection within {self._connect_timeout:g} s") from None
@@ -149,13 +151,13 @@ class _Origin:
         for connection in list(self._open):
             connection.abort()
 
-    def _free(self, connection: Connection) -> None:
+    def _free(self, connection: UpstreamConnection) -> None:
         connection.idle_since = time.monotonic()
         self._kept.append(connection)
         while connection.idle_since - self._kept[0].idle_since > _KEEP_ALIVE:
             self._kept.popleft().abort()
 
-    def _gone(self, connection: Connection) -> None:
+    def _gone(self, connection: UpstreamConnection) -> None:
         self._open.discard(connection)
 
     def _unreachable(self, reason: str) -> UpstreamUnreachable:

@@ -1,7 +1,7 @@
 """One HTTP/1.1 connection to an upstream, and the answers that come over it, on asyncio's transports and httptools.
 
 Promises: bytes are given on as they come, unbuffered; a reader that is slower than the upstream stops the reading
-(`_MOST_WAITING`), and an answer that is read whole has a bound (`Limits`), so that memory stays bounded; a stream that
+(`_MOST_WAITING`), and an answer that is read whole has a bound (`ResponseLimits`), so that memory stays bounded; a stream that
 has begun may go on for ever, as long as it is not silent; leaving an answer before its end aborts the connection.
 """
 
@@ -20,7 +20,7 @@ _MOST_STATUS = 599
 _MOST_HEAD = 2**18  # bytes of an answer's headers
 
 
-class Limits(NamedTuple):
+class ResponseLimits(NamedTuple):
     """What one answer may take. Times are seconds."""
 
     whole: float  # until it is whole; of a stream, until its first piece
@@ -28,14 +28,14 @@ class Limits(NamedTuple):
     size: int  # bytes of one that is read whole
 
 
-class Dropped(UpstreamBroke):
+class ConnectionDropped(UpstreamBroke):
     """A kept connection was closed before the first byte of an answer: nothing was served."""
 
 
-class HttpAnswer:
+class HttpResponse:
     """An upstream's answer whose body may still be coming. `url` is the upstream's."""
 
-    def __init__(self, url: str, connection: Connection, limits: Limits) -> None:
+    def __init__(self, url: str, connection: UpstreamConnection, limits: ResponseLimits) -> None:
         self._loop = asyncio.get_running_loop()
         self._limits = limits
         self._heard_at: float | None = None  # a stream's latest piece
@@ -192,27 +192,29 @@ class HttpAnswer:
         self.wake()
 
 
-class Connection(asyncio.Protocol):
+class UpstreamConnection(asyncio.Protocol):
     """A connection, with one answer at a time. `on_idle` is told when the next request may go out."""
 
-    def __init__(self, on_idle: Callable[[Connection], None], on_lost: Callable[[Connection], None]) -> None:
+    def __init__(
+        self, on_idle: Callable[[UpstreamConnection], None], on_lost: Callable[[UpstreamConnection], None]
+    ) -> None:
         self.idle_since = 0.0
         self.lost = False
         self._on_idle = on_idle
         self._on_lost = on_lost
         self._transport: Any = None
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: HttpAnswer | None = None
+        self._answer: HttpResponse | None = None
         self._headers: dict[str, str] = {}
         self._head_bytes = 0
         self._used = self._kept = self._heard = self._bodiless = False
 
-    def ask(self, url: str, head: bytes, body: bytes, limits: Limits, *, bodiless: bool) -> HttpAnswer:
+    def ask(self, url: str, head: bytes, body: bytes, limits: ResponseLimits, *, bodiless: bool) -> HttpResponse:
         """Send a request; return its answer, of which nothing has come yet.
 
         `bodiless`: it has no body, whatever its headers say (HEAD).
         """
-        answer = self._answer = HttpAnswer(url, self, limits)
+        answer = self._answer = HttpResponse(url, self, limits)
         self._kept, self._used = self._used, True
         self._heard, self._bodiless = False, bodiless
         self._headers, self._head_bytes = {}, 0
@@ -262,7 +264,7 @@ class Connection(asyncio.Protocol):
             if answer.until_close and exc is None:
                 answer.ended()
             elif self._kept and not self._heard:
-                answer.failed("it closed the kept connection", Dropped)
+                answer.failed("it closed the kept connection", ConnectionDropped)
             else:
                 answer.failed(str(exc) if exc else "it closed the connection before the end of its answer")
         self._on_lost(self)
@@ -304,6 +306,6 @@ class Connection(asyncio.Protocol):
         else:
             self._transport.close()
 
-    def _over(self, answer: HttpAnswer) -> None:
+    def _over(self, answer: HttpResponse) -> None:
         self._answer = None
         answer.ended()

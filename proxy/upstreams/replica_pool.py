@@ -23,8 +23,8 @@ from typing import Generic, TypeVar
 
 from ratchet.proxy.errors import UpstreamBroke, UpstreamError, UpstreamTimeout, UpstreamUnreachable
 from ratchet.proxy.telemetry.metrics import Metrics
-from ratchet.proxy.upstreams.circuit_breaker import Breaker
-from ratchet.proxy.upstreams.http_connection import HttpAnswer
+from ratchet.proxy.upstreams.circuit_breaker import CircuitBreaker
+from ratchet.proxy.upstreams.http_connection import HttpResponse
 
 log = logging.getLogger("ratchet.proxy")
 
@@ -40,7 +40,7 @@ class Replica:
 
     __slots__ = ("breaker", "in_flight", "label", "max_model_len", "serves_other_base_model", "url")
 
-    def __init__(self, url: str, breaker: Breaker, label: str = "") -> None:
+    def __init__(self, url: str, breaker: CircuitBreaker, label: str = "") -> None:
         self.url = url
         self.breaker = breaker
         self.label = label or url
@@ -64,7 +64,7 @@ class Replica:
 _R = TypeVar("_R", bound=Replica)
 
 
-class Pool(Generic[_R]):
+class ReplicaPool(Generic[_R]):
     """The replicas. `slack`: a trajectory leaves a replica that has so many more calls than the least busy one."""
 
     def __init__(self, replicas: Sequence[_R], metrics: Metrics, slack: int = 16) -> None:
@@ -90,17 +90,17 @@ class Pool(Generic[_R]):
         least = min(replica.in_flight for replica in healthy)
         return sorted(own, key=lambda replica: replica.in_flight - least >= self._slack)[:_MOST_ATTEMPTS]
 
-    async def ask(self, trajectory_id: str, ask: Callable[[_R], Awaitable[HttpAnswer]]) -> HttpAnswer:
+    async def ask(self, trajectory_id: str, ask: Callable[[_R], Awaitable[HttpResponse]]) -> HttpResponse:
         """Offer a call to one replica after the other until one takes it. Raises UpstreamError. Close the answer.
 
         `ask` sends the call to the replica that it is given.
         """
-        told: HttpAnswer | UpstreamError | None = None  # the first failure
+        told: HttpResponse | UpstreamError | None = None  # the first failure
         order = self.order(trajectory_id)
         begun = 0  # replicas that may have begun with it
         for replica in order:
             try:
-                outcome: HttpAnswer | UpstreamError = await self._offer(replica, ask)
+                outcome: HttpResponse | UpstreamError = await self._offer(replica, ask)
             except BaseException:
                 _close(told)
                 raise
@@ -124,7 +124,7 @@ class Pool(Generic[_R]):
             raise told
         return told
 
-    async def _offer(self, replica: _R, ask: Callable[[_R], Awaitable[HttpAnswer]]) -> HttpAnswer | UpstreamError:
+    async def _offer(self, replica: _R, ask: Callable[[_R], Awaitable[HttpResponse]]) -> HttpResponse | UpstreamError:
         """Return the replica's answer, or why there is none; it counts as busy until the answer is closed."""
         replica.in_flight += 1
         try:
@@ -138,9 +138,9 @@ class Pool(Generic[_R]):
         answer.on_close(replica.release)
         return answer
 
-    def _judge(self, replica: Replica, outcome: HttpAnswer | UpstreamError) -> str | None:
+    def _judge(self, replica: Replica, outcome: HttpResponse | UpstreamError) -> str | None:
         """Tell the breaker what came of a call; return why another replica should be asked, or None."""
-        if isinstance(outcome, HttpAnswer):
+        if isinstance(outcome, HttpResponse):
             if outcome.status == _FULL:
                 return "status_429"
             if outcome.status in _DEAD:
@@ -163,9 +163,9 @@ class Pool(Generic[_R]):
             log.info("event=upstream_up upstream=%s", replica.label)
 
 
-def _may_have_started(outcome: HttpAnswer | UpstreamError) -> bool:
+def _may_have_started(outcome: HttpResponse | UpstreamError) -> bool:
     """Return whether a replica that failed may have begun with the request, and have failed because of it."""
-    if isinstance(outcome, HttpAnswer):
+    if isinstance(outcome, HttpResponse):
         return outcome.status in _BEGUN
     return outcome.may_have_begun
 
@@ -183,6 +183,6 @@ def _asked_again_in(replicas: Sequence[Replica]) -> int | None:
     return max(1, math.ceil(min(open_ones))) if open_ones and len(open_ones) == len(waits) else None
 
 
-def _close(outcome: HttpAnswer | UpstreamError | None) -> None:
-    if isinstance(outcome, HttpAnswer):
+def _close(outcome: HttpResponse | UpstreamError | None) -> None:
+    if isinstance(outcome, HttpResponse):
         outcome.close()

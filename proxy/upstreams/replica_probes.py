@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 
 from ratchet.proxy.errors import UpstreamError, UpstreamTimeout, UpstreamUnreachable
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
-from ratchet.proxy.upstreams.circuit_breaker import State
-from ratchet.proxy.upstreams.replica_pool import Pool, Replica
+from ratchet.proxy.upstreams.circuit_breaker import BreakerState
+from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 
 _PATIENCE = 2.0  # seconds for an answer
 _MAX_TIMEOUTS_IN_A_ROW = 3
@@ -27,12 +27,12 @@ _SOON = 1.0  # seconds until the next look at one that cannot be reached
 _R = TypeVar("_R", bound=Replica)
 
 
-class Probes(Generic[_R]):
+class ReplicaProbes(Generic[_R]):
     """The service that asks: `ask` raises UpstreamError where a replica is not there."""
 
     def __init__(
         self,
-        pool: Pool[_R],
+        pool: ReplicaPool[_R],
         ask: Callable[[_R], Awaitable[object]],
         every: float,
         critical_tasks: CriticalTasks | None = None,
@@ -51,18 +51,18 @@ class Probes(Generic[_R]):
     async def start(self) -> None:
         """Begin to ask."""
         self._tasks = [
-            self._critical_tasks.task(self._watch(replica), f"probe of {replica.label}")
+            self._critical_tasks.start_task(self._watch(replica), f"probe of {replica.label}")
             for replica in self._pool.replicas
         ]
 
     async def stop(self) -> None:
         """Ask no more."""
-        await self._critical_tasks.end(*self._tasks)
+        await self._critical_tasks.stop_tasks(*self._tasks)
 
     async def _watch(self, replica: _R) -> None:
         while True:
             state = replica.breaker.state(time.monotonic())
-            if state == State.HALF_OPEN or (state == State.CLOSED and not self._idle):
+            if state == BreakerState.HALF_OPEN or (state == BreakerState.CLOSED and not self._idle):
                 await self.look(replica)
             await asyncio.sleep(self._pause(replica))
 
@@ -84,7 +84,7 @@ class Probes(Generic[_R]):
         reason = None if wrong is None else str(wrong)
         if replica.label not in self._last_errors:
             reason = f"upstream {replica.url} has not been asked yet"
-        elif reason is None and state != State.CLOSED:
+        elif reason is None and state != BreakerState.CLOSED:
             reason = f"calls to upstream {replica.url} failed; it is asked again in some seconds"
         told = {"url": replica.url, "answers": reason is None, "in_flight": replica.in_flight, "breaker": str(state)}
         return told | ({"reason": reason} if reason else {})

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from ratchet.proxy.errors import UpstreamBroke, UpstreamError
-from ratchet.proxy.upstreams.http_client import Client
-from ratchet.proxy.upstreams.http_connection import HttpAnswer, Limits
+from ratchet.proxy.upstreams.http_client import HttpClient
+from ratchet.proxy.upstreams.http_connection import HttpResponse, ResponseLimits
 from ratchet.store.access.url_credentials import without_credentials
 
 _JSON = {"content-type": "application/json"}
@@ -35,12 +35,12 @@ class Upstream:
         # A password in a URL goes to its server alone: everything else here knows the URL without it.
         self.urls = tuple(map(without_credentials, urls))
         self._key = {"authorization": f"Bearer {key}"} if key else {}
-        limits = Limits(
+        limits = ResponseLimits(
             request_timeout_seconds,
             min(stream_idle_timeout_seconds, request_timeout_seconds),
             max_upstream_response_bytes,
         )
-        self._client = Client(limits, connect_timeout_seconds, dict(zip(self.urls, urls, strict=True)))
+        self._client = HttpClient(limits, connect_timeout_seconds, dict(zip(self.urls, urls, strict=True)))
         self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def start(self) -> None:
@@ -52,14 +52,16 @@ class Upstream:
 
     async def send(
         self, url: str, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None = None
-    ) -> HttpAnswer:
+    ) -> HttpResponse:
         """Send one request and return the answer at its headers. Raises UpstreamError. Close the answer.
 
         The path goes out as it is: nothing in it is decoded, and no dots are resolved.
         """
         return await self._client.send(url, method, path, body, {**self._key, **headers} if headers else self._key)
 
-    async def post_json(self, url: str, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> HttpAnswer:
+    async def post_json(
+        self, url: str, path: str, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> HttpResponse:
         """Send a JSON body by POST. Raises UpstreamError. Close the answer."""
         return await self.send(url, "POST", path, body, {**_JSON, **headers} if headers else _JSON)
 

@@ -16,7 +16,7 @@ from msgspec import Raw
 from starlette.types import Receive
 
 from ratchet.proxy.errors import BadRequest, BodyTooLarge
-from ratchet.proxy.runtime.thread_pools import parsed
+from ratchet.proxy.runtime.thread_pools import run_parsing
 from ratchet.proxy.wire.asgi import read_body
 from ratchet.store.content import json_depth
 
@@ -28,7 +28,7 @@ _elements = msgspec.json.Decoder(list[Raw])
 
 
 @dataclass(slots=True, frozen=True)
-class Bounds:
+class BodyBounds:
     """The settings of the same names; `body` is bytes, `max_body_bytes`."""
 
     body: int
@@ -77,11 +77,11 @@ class Bounds:
         raise BadRequest(told, param=what if what in _LISTS else None, code=code)
 
 
-async def read_json(receive: Receive, bounds: Bounds) -> bytes:
+async def read_json(receive: Receive, bounds: BodyBounds) -> bytes:
     """Return a request's body whose JSON stays within the bounds. Raises BodyTooLarge, BadRequest, ClientLeft."""
     body = (await read_body(receive, bounds.body)).removeprefix(BOM_UTF8)  # as Windows' own tools begin a file
     if len(body) > _LARGE:
-        await parsed(bounds.check, body)
+        await run_parsing(bounds.check, body)
     else:
         bounds.check(body)
     return body

@@ -64,7 +64,7 @@ def _read_usage(raw: Raw) -> _Usage | None:
         return None
 
 
-class Answered:
+class SampledChoice:
     """One choice, as it grows."""
 
     __slots__ = ("_content", "_message", "_reasoning", "_tools", "finish_reason", "ids", "index", "logprobs")
@@ -141,7 +141,7 @@ class Capture:
         self._asks_ids = asks_ids
         self._asks_logprobs = asks_logprobs
         self._asks_usage = asks_usage
-        self._choices: dict[int, Answered] = {}
+        self._choices: dict[int, SampledChoice] = {}
         self.prompt_ids: bytes = b""
         self.prompt_tokens = 0
         self.completion_tokens = 0
@@ -150,7 +150,7 @@ class Capture:
         self.unread: str | None = None  # what of the stream could not be read
 
     @property
-    def choices(self) -> list[Answered]:
+    def choices(self) -> list[SampledChoice]:
         """The choices so far, by index."""
         return [self._choices[index] for index in sorted(self._choices)]
 
@@ -220,7 +220,7 @@ class Capture:
             _words(call.get("id") or "")
         return message
 
-    def _grow(self, choice: Answered, fields: dict[str, Raw]) -> bool:
+    def _grow(self, choice: SampledChoice, fields: dict[str, Raw]) -> bool:
         """Add what a streamed choice says; return whether there is anything in it for the client."""
         delta = fields["delta"]
         if bytes(delta) in _IDLE_DELTAS:
@@ -250,12 +250,12 @@ class Capture:
             self.prompt_ids = pack_ids(ids)
             self.prompt_tokens = len(ids)
 
-    def _choice(self, fields: dict[str, Raw]) -> Answered:
+    def _choice(self, fields: dict[str, Raw]) -> SampledChoice:
         """Take the tokens out of one choice's fields; hide from the client what it did not ask for."""
         index = _number.decode(fields["index"])
         choice = self._choices.get(index)
         if choice is None:
-            choice = self._choices[index] = Answered(index)
+            choice = self._choices[index] = SampledChoice(index)
         if "token_ids" in fields:
             raw = fields["token_ids"] if self._asks_ids else fields.pop("token_ids")
             choice.ids += _ids.decode(raw) or ()

@@ -23,43 +23,43 @@ _ANTHROPIC_KINDS = {
 }
 
 
-class Shape(Protocol):
+class ErrorShape(Protocol):
     """One API's error bodies, as JSON."""
 
-    def ours(self, error: ProxyError) -> bytes:
+    def encode_error(self, error: ProxyError) -> bytes:
         """Return the body of an error of the proxy's."""
 
-    def theirs(self, status: int, body: bytes) -> tuple[bytes, str]:
+    def encode_upstream_error(self, status: int, body: bytes) -> tuple[bytes, str]:
         """Return an upstream's error body in this shape, and its message."""
 
 
 class OpenAIErrorShape:
     """`{"error": {message, type, param, code}}`."""
 
-    def ours(self, error: ProxyError) -> bytes:
+    def encode_error(self, error: ProxyError) -> bytes:
         """Return the body of an error of the proxy's."""
         return to_openai_error(error)
 
-    def theirs(self, status: int, body: bytes) -> tuple[bytes, str]:
+    def encode_upstream_error(self, status: int, body: bytes) -> tuple[bytes, str]:
         """Return an upstream's error body in this shape, and its message."""
         shaped, message = with_openai_shape(status, body)
         overflow = parse_context_overflow(status, message)
-        return (self.ours(overflow), message) if overflow else (shaped, message)
+        return (self.encode_error(overflow), message) if overflow else (shaped, message)
 
 
 class AnthropicErrorShape:
     """`{"type": "error", "error": {type, message}}`, with `details.error_code` where the error has a code."""
 
-    def ours(self, error: ProxyError) -> bytes:
+    def encode_error(self, error: ProxyError) -> bytes:
         """Return the body of an error of the proxy's."""
         message = _too_long(error) if isinstance(error, ContextOverflow) else str(error)
         return msgspec.json.encode(_anthropic(error.status, message, error.code))
 
-    def theirs(self, status: int, body: bytes) -> tuple[bytes, str]:
+    def encode_upstream_error(self, status: int, body: bytes) -> tuple[bytes, str]:
         """Return an upstream's error body in this shape, and its message."""
         _, message = with_openai_shape(status, body)
         if overflow := parse_context_overflow(status, message):
-            return self.ours(overflow), message
+            return self.encode_error(overflow), message
         return msgspec.json.encode(_anthropic(status, message, None)), message
 
 
@@ -82,7 +82,7 @@ OPENAI = OpenAIErrorShape()
 ANTHROPIC = AnthropicErrorShape()
 
 
-def error_shape_of(scope: Scope) -> Shape:
+def error_shape_of(scope: Scope) -> ErrorShape:
     """Return the shape that a request's client reads: that of its path, or of the header that Anthropic's SDKs send."""
     if scope["path"].endswith(("/messages", "/messages/count_tokens")) or speaks_anthropic(scope):
         return ANTHROPIC

@@ -16,7 +16,7 @@ _WHOLE = re.compile(r"\s*([+-]?[0-9]+(?:_[0-9]+)*)(?:\.0+)?\s*", re.ASCII)
 _LONGEST = 4300  # characters of a number that pydantic reads
 
 
-def truth(value: Any) -> bool | None:
+def lax_bool(value: Any) -> bool | None:
     """Return a value as a boolean; None where it is null or none."""
     if value is None or isinstance(value, bool):
         return value
@@ -25,7 +25,7 @@ def truth(value: Any) -> bool | None:
     return bool(value) if isinstance(value, (int, float)) and value in (0, 1) else None
 
 
-def whole(value: Any) -> int | None:
+def lax_int(value: Any) -> int | None:
     """Return a value as an integer; None where it is null or none."""
     if isinstance(value, float):
         return int(value) if abs(value) < 2.0**63 and value.is_integer() else None

@@ -23,7 +23,7 @@ _raws = msgspec.json.Decoder(list[Raw])
 _message = msgspec.json.Decoder(dict[str, Any])
 
 
-class Said(NamedTuple):
+class HashedMessage(NamedTuple):
     """One message in its place."""
 
     message: dict[str, Any]
@@ -31,18 +31,18 @@ class Said(NamedTuple):
     key: str
 
 
-class History:
+class MessageReader:
     """Remembers in two halves: when the young one is full it becomes the old one, and the old one goes."""
 
     def __init__(self, max_bytes: int = _MOST_BYTES) -> None:
         self._half = max_bytes // 2
-        self._young: dict[tuple[str, bytes], Said] = {}
-        self._old: dict[tuple[str, bytes], Said] = {}
+        self._young: dict[tuple[str, bytes], HashedMessage] = {}
+        self._old: dict[tuple[str, bytes], HashedMessage] = {}
         self._bytes = 0  # of the young half
 
-    def read(self, raw: Raw) -> Sequence[Said]:
+    def read(self, raw: Raw) -> Sequence[HashedMessage]:
         """Return the messages of a JSON list, first message first. Raises msgspec.DecodeError."""
-        found: list[Said] = []
+        found: list[HashedMessage] = []
         parent, key = canon.ROOT, canon.ROOT
         for one in _raws.decode(raw):
             said = self._said(parent, key, bytes(one))
@@ -50,7 +50,7 @@ class History:
             parent, key = said.node.hash, said.key
         return found
 
-    def _said(self, parent: str, parent_key: str, data: bytes) -> Said:
+    def _said(self, parent: str, parent_key: str, data: bytes) -> HashedMessage:
         # The parent's hash covers all that was said before, the parent's link key with it.
         name = (parent, data)
         said = self._young.get(name)
@@ -58,12 +58,12 @@ class History:
             said = self._old.get(name)
             if said is None:
                 message = _message.decode(data)
-                said = Said(message, canon.node(parent, message), canon.link_key(parent_key, message))
+                said = HashedMessage(message, canon.node(parent, message), canon.link_key(parent_key, message))
             if len(data) <= _MOST_ONE:
                 self._keep(name, said, len(data))
         return said
 
-    def _keep(self, name: tuple[str, bytes], said: Said, size: int) -> None:
+    def _keep(self, name: tuple[str, bytes], said: HashedMessage, size: int) -> None:
         if self._bytes + size > self._half:
             self._old, self._young, self._bytes = self._young, {}, 0
         self._young[name] = said

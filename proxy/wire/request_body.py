@@ -16,7 +16,7 @@ from msgspec import Raw
 
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.wire import lax_values
-from ratchet.proxy.wire.message_history import History
+from ratchet.proxy.wire.message_history import MessageReader
 from ratchet.store.content import messages as canon
 from ratchet.store.records import MessageNode
 
@@ -31,7 +31,7 @@ SAMPLING = frozenset((
 _ALIEN_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file")
 
 _fields = msgspec.json.Decoder(dict[str, Raw])
-_history = History()
+_history = MessageReader()
 _encode = msgspec.json.Encoder().encode
 
 _LARGE = 4096  # bytes; of a larger sampling parameter only the presence is recorded
@@ -108,7 +108,7 @@ def read(body: bytes) -> ChatRequest:
         streamed=streamed,
         asks_ids=is_true(fields, "return_token_ids"),
         asks_logprobs=asks_logprobs,
-        asks_usage="include_usage" in options and lax_values.truth(options["include_usage"]) is True,
+        asks_usage="include_usage" in options and lax_values.lax_bool(options["include_usage"]) is True,
         stream_options=options,
         sampling=sampling_in(fields),
         tools_hash=tools_hash,
@@ -172,7 +172,7 @@ def value(fields: Mapping[str, Raw], name: str) -> Any:
 
 def is_true(fields: Mapping[str, Raw], name: str) -> bool:
     """Return whether a field is what vLLM reads as true."""
-    return name in fields and lax_values.truth(msgspec.json.decode(fields[name])) is True
+    return name in fields and lax_values.lax_bool(msgspec.json.decode(fields[name])) is True
 
 
 def _tools_in(fields: Mapping[str, Raw]) -> tuple[str, bytes, bool]:
@@ -192,7 +192,7 @@ def _tools(raw: bytes) -> tuple[str, bytes, bool]:
 
 def _is_strict(tool: Any) -> bool:
     function = tool.get("function") if isinstance(tool, dict) else None
-    return isinstance(function, dict) and lax_values.truth(function.get("strict")) is True
+    return isinstance(function, dict) and lax_values.lax_bool(function.get("strict")) is True
 
 
 def trajectory_in(fields: Mapping[str, Raw]) -> str | None:

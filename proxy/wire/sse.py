@@ -10,7 +10,7 @@ DONE = b"[DONE]"
 _MOST_BYTES = 64 * 2**20  # of one event
 
 
-class Events:
+class SseParser:
     """Splits a byte stream into events."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 
-class Answer(Protocol):
+class UpstreamResponse(Protocol):
     """An answer at its headers, whose body may still be coming. Header names are looked up in lower case."""
 
     url: str

@@ -20,8 +20,8 @@ import uvloop
 from ratchet.bench.latency_statistics import Added, TargetStatistics, added, figures
 from ratchet.bench.timed_calls import Block, CallTarget, Shape, block
 from ratchet.errors import BenchmarkFailed
-from ratchet.proxy.upstreams.http_client import Client
-from ratchet.proxy.upstreams.http_connection import Limits
+from ratchet.proxy.upstreams.http_client import HttpClient
+from ratchet.proxy.upstreams.http_connection import ResponseLimits
 
 STRAIGHT, WITH_IDS, PROXIED = "straight", "straight, ids and logprobs", "through the proxy"
 IDS: dict[str, Any] = {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
@@ -70,7 +70,7 @@ def measure(
 async def _measure(
     ways: Sequence[CallTarget], shape: Shape, plan: Plan, cpu: Callable[[], float] | None, told: Told
 ) -> Measured:
-    client = Client(Limits(plan.timeout, plan.timeout, _LARGEST_ANSWER), _CONNECT)
+    client = HttpClient(ResponseLimits(plan.timeout, plan.timeout, _LARGEST_ANSWER), _CONNECT)
     blocks: dict[str, list[Block]] = {way.name: [] for way in ways}
     size = max(1, plan.calls // plan.turns)
     try:
@@ -92,7 +92,7 @@ async def _measure(
     return Measured(plan, found, tuple(gain for gain in gains if gain is not None))
 
 
-async def _warm_up(client: Client, way: CallTarget, shape: Shape, concurrency: int) -> None:
+async def _warm_up(client: HttpClient, way: CallTarget, shape: Shape, concurrency: int) -> None:
     tried = await block(client, way, shape, concurrency, concurrency)
     failures = [call.failure for call in tried.calls if call.failure is not None]
     if len(failures) == len(tried.calls):

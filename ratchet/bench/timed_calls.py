@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ratchet.proxy.errors import UpstreamError
-from ratchet.proxy.upstreams.http_client import Client
-from ratchet.proxy.wire.upstream_response import Answer
+from ratchet.proxy.upstreams.http_client import HttpClient
+from ratchet.proxy.wire.upstream_response import UpstreamResponse
 
 _WORDS = ("find", "the", "mail", "about", "a", "budget", "of", "spring", "and", "say", "who", "sent", "it", "when")
 _USAGE = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
@@ -85,7 +85,12 @@ def body(way: CallTarget, shape: Shape, number: int) -> bytes:
 
 
 async def block(
-    client: Client, way: CallTarget, shape: Shape, count: int, concurrency: int, cpu: Callable[[], float] | None = None
+    client: HttpClient,
+    way: CallTarget,
+    shape: Shape,
+    count: int,
+    concurrency: int,
+    cpu: Callable[[], float] | None = None,
 ) -> Block:
     """Make so many calls, so many at a time. `cpu` tells the CPU seconds that the proxy has used so far."""
     left = iter(range(count))
@@ -96,12 +101,12 @@ async def block(
     return Block(tuple(calls), seconds, cpu() - before if cpu and before is not None else None, used)
 
 
-async def _worker(client: Client, way: CallTarget, shape: Shape, left: Iterator[int], calls: list[Call]) -> None:
+async def _worker(client: HttpClient, way: CallTarget, shape: Shape, left: Iterator[int], calls: list[Call]) -> None:
     while next(left, None) is not None:
         calls.append(await _call(client, way, body(way, shape, next(_numbers))))
 
 
-async def _call(client: Client, way: CallTarget, data: bytes) -> Call:
+async def _call(client: HttpClient, way: CallTarget, data: bytes) -> Call:
     began = time.perf_counter()
     try:
         answer = await client.send(way.url, "POST", "/v1/chat/completions", data, way.headers)
@@ -113,7 +118,7 @@ async def _call(client: Client, way: CallTarget, data: bytes) -> Call:
         return Call(failure=str(error).replace(" (the proxy's setting request_timeout_seconds)", "")[:_LONGEST_REASON])
 
 
-async def _read(answer: Answer, began: float) -> Call:
+async def _read(answer: UpstreamResponse, began: float) -> Call:
     first, parts = 0.0, []
     async for piece in answer.pieces():
         first = first or time.perf_counter() - began

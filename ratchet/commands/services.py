@@ -52,7 +52,7 @@ def proxy(
     from ratchet.proxy.server import serve
     from ratchet.proxy.telemetry import logs
 
-    logs.set_up(own.log_format, own.log_level)
+    logs.configure_logging(own.log_format, own.log_level)
     return serve(own, lambda url: click.echo(f"base_url: {url}/v1   model: {own.model}", err=True))
 
 
@@ -91,7 +91,7 @@ def trainer(
     derived: dict[str, Any] = {"vllm": vllm} if vllm else {}
     own = settings.trainer_settings(base_model=check_model(settings.base_model), **derived)
     os.environ.update(pinned(own.devices))  # before anything imports torch
-    logs.set_up(own.log_format, own.log_level, _above_bars if sys.stderr.isatty() else None)
+    logs.configure_logging(own.log_format, own.log_level, _above_bars if sys.stderr.isatty() else None)
     from ratchet.trainer.process import run
     from ratchet.tuner.selection.release_evaluation import WorkflowEvaluator
 

@@ -12,7 +12,7 @@ import httpx
 
 from ratchet.proxy.coordinator.versions.base_model_check import BaseModelCheck
 from ratchet.proxy.errors import UpstreamError
-from ratchet.proxy.upstreams.circuit_breaker import Breaker
+from ratchet.proxy.upstreams.circuit_breaker import CircuitBreaker
 from ratchet.proxy.upstreams.replica_pool import Replica
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.store.store import Store
@@ -127,7 +127,7 @@ async def test_a_replica_that_gives_no_sign_of_a_change_is_asked_again_after_a_w
     store.policies.register_base("agent", "tiny-base")
     app = ScriptedVllm()
     with served(app) as url:
-        upstream, replica = Upstream((url,)), Replica(url, Breaker(3, 1.0))
+        upstream, replica = Upstream((url,)), Replica(url, CircuitBreaker(3, 1.0))
         check = BaseModelCheck("agent", store, upstream, lambda one: upstream.models(one.url), every=0.05)
         await check.start()
         await check.look(replica)
@@ -144,7 +144,7 @@ async def test_a_replica_that_is_well_is_not_asked_with_every_look(store: Store)
     store.policies.register_base("agent", "tiny-base")
     app = ScriptedVllm()
     with served(app) as url:
-        upstream, replica = Upstream((url,)), Replica(url, Breaker(3, 1.0))
+        upstream, replica = Upstream((url,)), Replica(url, CircuitBreaker(3, 1.0))
         check = BaseModelCheck("agent", store, upstream, lambda one: upstream.models(one.url))
         await check.start()
         for _ in range(30):

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from ratchet.proxy.errors import BodyTooLarge
-from ratchet.proxy.wire.body_bounds import Bounds
+from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.store.content import json_depth
 from ratchet.store.content.messages import link_key
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.conftest import Start
 
 USER: Any = {"role": "user", "content": "hi"}
-BOUNDS = Bounds(body=10**6, max_messages=40, max_tools=20, max_json_depth=10, max_json_values=2000)
+BOUNDS = BodyBounds(body=10**6, max_messages=40, max_tools=20, max_json_depth=10, max_json_values=2000)
 
 
 def deep(levels: int) -> Any:

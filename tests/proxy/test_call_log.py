@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from ratchet.proxy.telemetry.call_log import logfmt, note
-from ratchet.proxy.telemetry.call_timing import Timing
+from ratchet.proxy.telemetry.call_log import log_call, logfmt
+from ratchet.proxy.telemetry.call_timing import CallTiming
 from ratchet.proxy.telemetry.logs import JsonFormatter
 from tests.harness.proxy.servers import ProxyProcess, eventually
 from tests.harness.records import begun, ended
@@ -90,8 +90,8 @@ def test_neither_content_nor_keys_are_logged(proxy: Proxy, lines: Lines) -> None
 
 def test_what_waits_for_its_line_is_not_the_calls_record(lines: Lines) -> None:
     end = ended(begun("call", "job"), {"role": "assistant", "content": "yes"})
-    timing, holders = Timing.of(end, 1.0, None), sys.getrefcount(end)
-    note(end, timing, None)
+    timing, holders = CallTiming.of(end, 1.0, None), sys.getrefcount(end)
+    log_call(end, timing, None)
     assert sys.getrefcount(end) == holders
     assert read(lines.records[0].getMessage())["call"] == "call"
 

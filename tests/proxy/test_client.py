@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ratchet.proxy.errors import UpstreamBroke, UpstreamTimeout, UpstreamUnreachable
-from ratchet.proxy.upstreams.http_client import Client
-from ratchet.proxy.upstreams.http_connection import Limits
+from ratchet.proxy.upstreams.http_client import HttpClient
+from ratchet.proxy.upstreams.http_connection import ResponseLimits
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -49,14 +49,14 @@ async def server(talk: Talk) -> AsyncIterator[str]:
 
 
 @pytest.fixture
-async def client() -> AsyncIterator[Client]:
-    opened = Client(Limits(whole=2.0, idle=0.3, size=2**20), connect_timeout_seconds=1.0)
+async def client() -> AsyncIterator[HttpClient]:
+    opened = HttpClient(ResponseLimits(whole=2.0, idle=0.3, size=2**20), connect_timeout_seconds=1.0)
     yield opened
     opened.close()
     await asyncio.sleep(0)
 
 
-async def got(client: Client, url: str, method: str = "GET", body: bytes | None = None) -> tuple[int, bytes]:
+async def got(client: HttpClient, url: str, method: str = "GET", body: bytes | None = None) -> tuple[int, bytes]:
     answer = await client.send(url, method, "/x", body, {"x-a": "b"})
     try:
         return answer.status, await answer.read()
@@ -73,7 +73,7 @@ def always(data: bytes) -> Talk:
     return talk
 
 
-async def test_a_connection_serves_one_call_after_the_other(client: Client) -> None:
+async def test_a_connection_serves_one_call_after_the_other(client: HttpClient) -> None:
     connections: list[list[bytes]] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -91,12 +91,12 @@ async def test_a_connection_serves_one_call_after_the_other(client: Client) -> N
     assert last.endswith(b"content-length: 0\r\n\r\n")
 
 
-async def test_a_kept_connection_that_was_closed_costs_no_call(client: Client) -> None:
+async def test_a_kept_connection_that_was_closed_costs_no_call(client: HttpClient) -> None:
     async with server(always(WHOLE)) as url:  # closes after each answer without saying so
         assert [await got(client, url) for _ in range(5)] == [(200, b"ok")] * 5
 
 
-async def test_what_may_have_been_served_is_not_sent_again(client: Client) -> None:
+async def test_what_may_have_been_served_is_not_sent_again(client: HttpClient) -> None:
     asked = 0
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -127,12 +127,14 @@ async def test_what_may_have_been_served_is_not_sent_again(client: Client) -> No
         (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", b""),
     ],
 )
-async def test_every_way_of_saying_where_a_body_ends_is_understood(client: Client, said: bytes, body: bytes) -> None:
+async def test_every_way_of_saying_where_a_body_ends_is_understood(
+    client: HttpClient, said: bytes, body: bytes
+) -> None:
     async with server(always(said)) as url:
         assert await got(client, url) == (200, body)
 
 
-async def test_the_answer_to_head_has_no_body(client: Client) -> None:
+async def test_the_answer_to_head_has_no_body(client: HttpClient) -> None:
     async with server(always(b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n")) as url:
         assert await got(client, url, "HEAD") == (200, b"")
 
@@ -149,13 +151,13 @@ async def test_the_answer_to_head_has_no_body(client: Client) -> None:
         b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
     ],
 )
-async def test_what_is_no_whole_answer_is_told_as_broken(client: Client, said: bytes) -> None:
+async def test_what_is_no_whole_answer_is_told_as_broken(client: HttpClient, said: bytes) -> None:
     async with server(always(said)) as url:
         with pytest.raises(UpstreamBroke, match="upstream http://127"):
             await got(client, url)
 
 
-async def test_no_server_and_no_such_host_are_told_as_unreachable(client: Client) -> None:
+async def test_no_server_and_no_such_host_are_told_as_unreachable(client: HttpClient) -> None:
     async with server(always(WHOLE)) as url:
         pass
     for gone in (url, "http://no-such-host.invalid"):
@@ -163,7 +165,7 @@ async def test_no_server_and_no_such_host_are_told_as_unreachable(client: Client
             await got(client, gone)
 
 
-async def test_silence_ends_with_a_time_out(client: Client) -> None:
+async def test_silence_ends_with_a_time_out(client: HttpClient) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await heard(reader)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort")
@@ -174,7 +176,7 @@ async def test_silence_ends_with_a_time_out(client: Client) -> None:
             await got(client, url)
 
 
-async def test_an_answer_that_is_left_closes_its_connection_at_once(client: Client) -> None:
+async def test_an_answer_that_is_left_closes_its_connection_at_once(client: HttpClient) -> None:
     asked, left = asyncio.Event(), asyncio.Event()
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -200,7 +202,7 @@ async def test_an_answer_that_is_left_closes_its_connection_at_once(client: Clie
         await asyncio.wait_for(left.wait(), 10)
 
 
-async def test_a_slow_reader_stops_the_reading(client: Client) -> None:
+async def test_a_slow_reader_stops_the_reading(client: HttpClient) -> None:
     sent = 0
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -222,7 +224,7 @@ async def test_a_slow_reader_stops_the_reading(client: Client) -> None:
 
 
 @pytest.mark.parametrize("path", ["/x\r\nx-evil: 1", "/x HTTP/1.1", "/x\n"])
-async def test_nothing_can_add_a_line_to_a_request(client: Client, path: str) -> None:
+async def test_nothing_can_add_a_line_to_a_request(client: HttpClient, path: str) -> None:
     with pytest.raises(UpstreamBroke, match="line break"):
         await client.send("http://127.0.0.1:9", "GET", path, None, {})
     with pytest.raises(UpstreamBroke, match="line break"):
@@ -232,7 +234,7 @@ async def test_nothing_can_add_a_line_to_a_request(client: Client, path: str) ->
 STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-async def read_on(client: Client, url: str, pause: float = 0.0) -> bytes:
+async def read_on(client: HttpClient, url: str, pause: float = 0.0) -> bytes:
     """The body of a stream, read with a pause after the first piece."""
     answer = await client.send(url, "POST", "/x", b"{}", {})
     await answer.begin()
@@ -247,7 +249,7 @@ async def read_on(client: Client, url: str, pause: float = 0.0) -> bytes:
     return came
 
 
-async def test_a_stream_that_goes_on_is_not_cut_however_long_it_takes(client: Client) -> None:
+async def test_a_stream_that_goes_on_is_not_cut_however_long_it_takes(client: HttpClient) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await heard(reader)
         writer.write(STREAM)
@@ -260,7 +262,7 @@ async def test_a_stream_that_goes_on_is_not_cut_however_long_it_takes(client: Cl
         assert await read_on(client, url) == b"x" * 30
 
 
-async def test_a_stream_that_hangs_is_let_go_after_its_idle_time(client: Client) -> None:
+async def test_a_stream_that_hangs_is_let_go_after_its_idle_time(client: HttpClient) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await heard(reader)
         writer.write(STREAM + b"1\r\nx\r\n")
@@ -271,7 +273,7 @@ async def test_a_stream_that_hangs_is_let_go_after_its_idle_time(client: Client)
             await read_on(client, url)
 
 
-async def test_a_stream_that_is_read_slowly_is_not_silent(client: Client) -> None:
+async def test_a_stream_that_is_read_slowly_is_not_silent(client: HttpClient) -> None:
     size = 8 * 2**20
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -285,7 +287,7 @@ async def test_a_stream_that_is_read_slowly_is_not_silent(client: Client) -> Non
         assert len(await read_on(client, url, pause=1.0)) == size
 
 
-async def test_an_answer_that_is_read_whole_has_a_bound(client: Client) -> None:
+async def test_an_answer_that_is_read_whole_has_a_bound(client: HttpClient) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await heard(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n")

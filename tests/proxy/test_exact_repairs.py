@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from ratchet.proxy.exact import derender_fixes
-from ratchet.proxy.exact.scale_out import Ended
+from ratchet.proxy.exact.scale_out import GeneratedChoice
 
 
-def piece(text_end: str | None = None, stop: int | str | None = None) -> Ended:
-    return Ended(0, [1], text_end, stop)
+def piece(text_end: str | None = None, stop: int | str | None = None) -> GeneratedChoice:
+    return GeneratedChoice(0, [1], text_end, stop)
 
 
 def stream(stops: tuple[str, ...], deltas: list[dict[str, Any]], stop: str | None) -> dict[str, str]:
@@ -31,7 +31,7 @@ def stream(stops: tuple[str, ...], deltas: list[dict[str, Any]], stop: str | Non
     [("stop", None, [1, 2]), ("stop", 3, [1, 2]), ("stop", "x", [1, 2, 3]), ("length", None, [1, 2, 3])],
 )
 def test_only_the_id_that_ended_the_answer_is_cut(finish: str, stop: int | str | None, kept: list[int]) -> None:
-    assert derender_fixes.strip_turn_end(Ended(0, [1, 2, 3], finish, stop)).token_ids == kept
+    assert derender_fixes.strip_turn_end(GeneratedChoice(0, [1, 2, 3], finish, stop)).token_ids == kept
 
 
 def test_a_whole_text_ends_before_its_stop_string() -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec import Raw
 
-from ratchet.proxy.wire.message_history import History, Said
+from ratchet.proxy.wire.message_history import HashedMessage, MessageReader
 from ratchet.store.content import messages as canon
 
 
@@ -16,12 +16,12 @@ def turns(count: int) -> list[dict[str, Any]]:
     return [{"role": ("user", "assistant")[n % 2], "content": f"{n} " * 50} for n in range(count)]
 
 
-def read(history: History, messages: list[dict[str, Any]], indent: int = 0) -> list[Said]:
+def read(history: MessageReader, messages: list[dict[str, Any]], indent: int = 0) -> list[HashedMessage]:
     return list(history.read(Raw(msgspec.json.format(msgspec.json.encode(messages), indent=indent))))
 
 
 def test_a_history_says_what_reading_it_at_once_says() -> None:
-    history = History()
+    history = MessageReader()
     for count in (3, 9, 9, 6):
         found = read(history, turns(count))
         assert [said.message for said in found] == turns(count)
@@ -30,25 +30,25 @@ def test_a_history_says_what_reading_it_at_once_says() -> None:
 
 
 def test_an_unchanged_beginning_is_not_read_again() -> None:
-    history = History()
+    history = MessageReader()
     before, after = read(history, turns(20)), read(history, turns(22))
     assert all(old is new for old, new in zip(before, after, strict=False))
 
 
 def test_equal_messages_in_other_places_are_told_apart() -> None:
-    history = History()
+    history = MessageReader()
     same = {"role": "user", "content": "again"}
     found = read(history, [same, same, same])
     assert len({said.node.hash for said in found}) == len({said.key for said in found}) == 3
 
 
 def test_other_bytes_of_an_equal_message_lead_to_an_equal_node() -> None:
-    history = History()
+    history = MessageReader()
     assert [one.node for one in read(history, turns(3))] == [one.node for one in read(history, turns(3), indent=2)]
 
 
 def test_memory_is_bounded_and_what_is_still_sent_stays() -> None:
-    history = History(max_bytes=100_000)
+    history = MessageReader(max_bytes=100_000)
     kept = read(history, turns(5))[0]
     for number in range(3000):
         assert read(history, [*turns(5), {"role": "user", "content": f"{number} " * 20}])[0] is kept
@@ -58,4 +58,4 @@ def test_memory_is_bounded_and_what_is_still_sent_stays() -> None:
 @pytest.mark.parametrize("sent", [b"{}", b"[1]", b'["a"]', b"[[]]", b"null", b'[{"role": 1}, "x"]'])
 def test_what_is_no_list_of_objects_is_refused(sent: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
-        History().read(Raw(sent))
+        MessageReader().read(Raw(sent))

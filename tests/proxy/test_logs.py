@@ -16,7 +16,7 @@ from tests.harness.proxy.servers import ROOT, ProxyProcess, eventually
 
 CALL = "/v1/chat/completions"
 _PIPES: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-_SET_UP = "from proxy.observing import logs; from logging import getLogger; log = getLogger('x'); "
+_SET_UP = "from ratchet.proxy.telemetry import logs; from logging import getLogger; log = getLogger('x'); "
 
 
 def running(program: str) -> subprocess.Popen[str]:
@@ -49,7 +49,7 @@ def test_a_stderr_that_nobody_reads_stops_no_call_no_probe_and_no_end(tmp_path: 
 
 def test_dropped_lines_are_counted_and_reported_once_the_log_is_read_again() -> None:
     process = running(
-        "logs.set_up('text'); [log.info('event=busy number=%d', n) for n in range(30_000)]; print(logs.dropped(), "
+        "logs.configure_logging('text'); [log.info('event=busy number=%d', n) for n in range(30_000)]; print(logs.dropped_lines(), "
         "flush=True); input()"
     )
     dropped = int(line(process.stdout))
@@ -63,13 +63,13 @@ def test_dropped_lines_are_counted_and_reported_once_the_log_is_read_again() -> 
 
 
 def test_the_lines_that_are_left_are_written_at_the_end() -> None:
-    process = running("logs.set_up('text'); [log.info('number=%d', n) for n in range(500)]")
+    process = running("logs.configure_logging('text'); [log.info('number=%d', n) for n in range(500)]")
     assert process.communicate()[1].splitlines()[-1].endswith("number=499")
 
 
 def test_a_line_keeps_what_was_true_when_it_was_said_and_a_traceback() -> None:
     process = running(
-        "logs.set_up('json'); seen = [1]; log.info('seen=%s', seen); seen.append(2)\ntry: 1 / 0\n"
+        "logs.configure_logging('json'); seen = [1]; log.info('seen=%s', seen); seen.append(2)\ntry: 1 / 0\n"
         "except ZeroDivisionError: log.exception('event=defect')"
     )
     first, second = map(json.loads, process.communicate()[1].splitlines())
@@ -82,8 +82,8 @@ def test_a_line_keeps_what_was_true_when_it_was_said_and_a_traceback() -> None:
 
 def test_lines_that_cannot_be_worded_or_written_are_counted_and_end_nothing() -> None:
     process = running(
-        "logs.set_up('text'); input(); log.info('a'); log.info('b %d', 'no number')\n"
-        "while logs.dropped() < 2: pass\nprint('on')"
+        "logs.configure_logging('text'); input(); log.info('a'); log.info('b %d', 'no number')\n"
+        "while logs.dropped_lines() < 2: pass\nprint('on')"
     )
     assert process.stderr is not None
     process.stderr.close()
@@ -95,8 +95,8 @@ def test_lines_that_cannot_be_worded_or_written_are_counted_and_end_nothing() ->
 @pytest.mark.parametrize(("level", "told"), [("info", ["a", "b", "ready"]), ("warning", ["b", "ready"])])
 def test_lines_below_the_level_are_left_out_but_for_the_one_that_is_waited_for(level: str, told: list[str]) -> None:
     program = (
-        f"from proxy.observing import logs; logs.set_up('text', '{level}'); from logging import getLogger; "
-        "getLogger('x').info('a'); getLogger('x').warning('b'); getLogger(logs.START).info('ready')"
+        f"from ratchet.proxy.telemetry import logs; logs.configure_logging('text', '{level}'); from logging import getLogger; "
+        "getLogger('x').info('a'); getLogger('x').warning('b'); getLogger(logs.START_LOGGER).info('ready')"
     )
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert [line.split()[-1] for line in run.stderr.splitlines()] == told

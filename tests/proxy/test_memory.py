@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from ratchet.proxy.worker.call.durable_messages import Known
+from ratchet.proxy.worker.call.durable_messages import DurableMessages
 from tests.harness.proxy.servers import ProxyProcess, eventually
 
 BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
@@ -40,7 +40,7 @@ def test_large_bodies_leave_no_memory_behind(vllm_url: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("half", [10, 1000])
 def test_the_memory_of_what_is_durable_is_bounded_and_the_oldest_go(half: int) -> None:
-    known = Known(half)
+    known = DurableMessages(half)
     for number in range(5000):
         known.add([f"hash_{number}", "again"])
     held = [number for number in range(5000) if f"hash_{number}" in known]

@@ -22,7 +22,7 @@ from ratchet.proxy.dialects.responses_renderer import response_id
 from ratchet.proxy.errors import NotFound
 from ratchet.proxy.messages.link_records import Attempt, Leaf, Link, TokenFingerprint
 from ratchet.proxy.messages.text_fingerprints import traces
-from ratchet.proxy.runtime.byte_quotas import Shares
+from ratchet.proxy.runtime.byte_quotas import ByteQuotas
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store import ids
 from ratchet.store.content import messages as canon
@@ -36,21 +36,26 @@ HOSTILE, OTHER = "0123456789abcdef", "fedcba9876543210"
 
 
 def test_who_holds_most_gives_up_what_it_used_longest_ago() -> None:
-    shares: Shares[str] = Shares(1000, 600)
+    quotas: ByteQuotas[str] = ByteQuotas(1000, 600)
     for number in range(10):
-        shares.use(HOSTILE, f"h{number}", 50)
-    shares.use(OTHER, "o", 300)
-    assert shares.excess(OTHER) is None
-    shares.use(HOSTILE, "h0", 150)  # 650 of 600, and used last
-    assert shares.excess(HOSTILE) == "h1"
-    shares.forget(HOSTILE, "h1", 50)
-    shares.use(OTHER, "o2", 150)
-    assert shares.excess(OTHER) == "h2"  # all hold 1,050 of 1,000
-    shares.forget(HOSTILE, "h2", 50)
-    assert (shares.bytes, shares.of(HOSTILE), shares.of(OTHER), shares.excess(OTHER)) == (1000, 550, 450, None)
+        quotas.add_use(HOSTILE, f"h{number}", 50)
+    quotas.add_use(OTHER, "o", 300)
+    assert quotas.next_to_evict(OTHER) is None
+    quotas.add_use(HOSTILE, "h0", 150)  # 650 of 600, and used last
+    assert quotas.next_to_evict(HOSTILE) == "h1"
+    quotas.remove(HOSTILE, "h1", 50)
+    quotas.add_use(OTHER, "o2", 150)
+    assert quotas.next_to_evict(OTHER) == "h2"  # all hold 1,050 of 1,000
+    quotas.remove(HOSTILE, "h2", 50)
+    assert (quotas.bytes, quotas.bytes_of(HOSTILE), quotas.bytes_of(OTHER), quotas.next_to_evict(OTHER)) == (
+        1000,
+        550,
+        450,
+        None,
+    )
     for name in ("o", "o2"):
-        shares.forget(OTHER, name, 1)
-    assert (shares.bytes, shares.of(OTHER)) == (550, 0)
+        quotas.remove(OTHER, name, 1)
+    assert (quotas.bytes, quotas.bytes_of(OTHER)) == (550, 0)
 
 
 def call(links: TrajectoryLinker, messages: list[Message], reply: Message, key: str) -> Link:

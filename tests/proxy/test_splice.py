@@ -7,7 +7,14 @@ import random
 import pytest
 
 from ratchet.proxy.exact.chat_templates import Template
-from ratchet.proxy.exact.splice import EMPTY_CONTEXT, Context, Fork, first_after_change, splice, tail_after_change
+from ratchet.proxy.exact.splice import (
+    EMPTY_CONTEXT,
+    Context,
+    ContextFork,
+    first_after_change,
+    splice,
+    tail_after_change,
+)
 from ratchet.store.records import pack_ids, unpack_ids
 
 END = 99  # ends a turn
@@ -64,14 +71,14 @@ def test_a_generation_prompt_may_be_written_otherwise_later() -> None:
     ],
 )
 def test_any_difference_in_what_was_sent_is_a_fork(rendered: list[int], reason: str) -> None:
-    with pytest.raises(Fork) as fork:
+    with pytest.raises(ContextFork) as fork:
         splice(FIRST, rendered, END)
     assert fork.value.reason == reason
 
 
 def test_an_answer_with_a_turn_end_inside_is_a_fork() -> None:
     odd = Context(pack_ids([USER, 10, END, ANSWER, 20, END, 21, END]), ((4, 8),))
-    with pytest.raises(Fork, match="turn_end_inside_answer"):
+    with pytest.raises(ContextFork, match="turn_end_inside_answer"):
         splice(odd, [USER, 10, END, ANSWER, 20, END, 78, END, USER, 30, END, ANSWER], END)
 
 
@@ -80,7 +87,7 @@ def test_long_text_before_an_answer_in_the_same_turn_must_be_the_same() -> None:
     words = list(range(100, 140))
     held = said((words, [20]))
     assert splice(held, [*words, 77, END, 30], END) is not None
-    with pytest.raises(Fork, match="history_edited"):
+    with pytest.raises(ContextFork, match="history_edited"):
         splice(held, [*words[:10], 5, *words[11:], 77, END, 30], END)
 
 
@@ -121,6 +128,6 @@ def test_an_exact_prompt_that_leaves_the_answer_much_less_room_is_a_fork() -> No
     template.check_context_length(plain=500, exact=700, wanted=300)
     template.check_context_length(plain=500, exact=740, wanted=None)
     for wanted, exact in ((400, 700), (None, 760)):
-        with pytest.raises(Fork, match="too_long"):
+        with pytest.raises(ContextFork, match="too_long"):
             template.check_context_length(500, exact, wanted)
     template.check_context_length(plain=700, exact=500, wanted=900)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ratchet.proxy.wire.sse import Events
+from ratchet.proxy.wire.sse import SseParser
 
 STREAM = b'data: {"a":1}\n\n: ping\n\nevent: x\ndata: one\ndata: two\n\ndata:[DONE]\n\n'
 DATA = [b'{"a":1}', None, b"one\ntwo", b"[DONE]"]
@@ -14,6 +14,6 @@ DATA = [b'{"a":1}', None, b"one\ntwo", b"[DONE]"]
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_events_are_the_same_in_any_pieces_and_line_endings(size: int, ending: bytes) -> None:
     stream = STREAM.replace(b"\n", ending) + (b": end" if ending == b"\r" else b"")
-    events = Events()
+    events = SseParser()
     found = [data for at in range(0, len(stream), size) for data, _ in events.feed(stream[at : at + size])]
     assert found == DATA

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from ratchet.proxy.telemetry.metrics import Metrics
-from ratchet.proxy.upstreams.circuit_breaker import Breaker, State
-from ratchet.proxy.upstreams.replica_pool import Pool, Replica
-from ratchet.proxy.upstreams.replica_probes import Probes
+from ratchet.proxy.upstreams.circuit_breaker import BreakerState, CircuitBreaker
+from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
+from ratchet.proxy.upstreams.replica_probes import ReplicaProbes
 from ratchet.store.store import Store
 from tests.harness.proxy.raw_upstream import http, raw_upstream
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
@@ -30,8 +30,8 @@ def body(text: str = "hi", **fields: Any) -> dict[str, Any]:
     return {"model": "agent", "messages": [{"role": "user", "content": text}], **fields}
 
 
-def pool(urls: Sequence[str] = URLS) -> Pool[Replica]:
-    return Pool([Replica(url, Breaker(failures=1, cool_off=1.0)) for url in urls], Metrics(), slack=3)
+def pool(urls: Sequence[str] = URLS) -> ReplicaPool[Replica]:
+    return ReplicaPool([Replica(url, CircuitBreaker(failures=1, cool_off=1.0)) for url in urls], Metrics(), slack=3)
 
 
 # --- the choice -----------------------------------------------------------------------------------------------
@@ -76,16 +76,24 @@ def test_a_call_without_a_trajectory_goes_to_the_least_busy() -> None:
 
 
 def test_a_breaker_opens_after_failures_in_a_row_and_is_probed_after_its_cool_off() -> None:
-    breaker = Breaker(failures=2, cool_off=10.0)
+    breaker = CircuitBreaker(failures=2, cool_off=10.0)
     assert not breaker.fail(0.0)
     assert not breaker.succeed()
     assert not breaker.fail(1.0)
     assert breaker.fail(2.0)
-    assert [breaker.state(now) for now in (2.0, 11.9, 12.0)] == [State.OPEN, State.OPEN, State.HALF_OPEN]
+    assert [breaker.state(now) for now in (2.0, 11.9, 12.0)] == [
+        BreakerState.OPEN,
+        BreakerState.OPEN,
+        BreakerState.HALF_OPEN,
+    ]
     assert not breaker.fail(12.0)  # the probe
-    assert [breaker.state(now) for now in (12.0, 21.9, 22.0)] == [State.OPEN, State.OPEN, State.HALF_OPEN]
+    assert [breaker.state(now) for now in (12.0, 21.9, 22.0)] == [
+        BreakerState.OPEN,
+        BreakerState.OPEN,
+        BreakerState.HALF_OPEN,
+    ]
     assert breaker.succeed()
-    assert breaker.state(22.0) == State.CLOSED
+    assert breaker.state(22.0) == BreakerState.CLOSED
 
 
 # --- failing over ---------------------------------------------------------------------------------------------
@@ -229,7 +237,7 @@ async def test_a_replica_that_hangs_is_left_after_some_looks_in_a_row_and_one_th
         if hanging[0]:
             raise TimeoutError
 
-    probes = Probes(replicas, ask, every=1.0)
+    probes = ReplicaProbes(replicas, ask, every=1.0)
     for slow in (True, True, False, True, True):
         hanging[0] = slow
         await probes.look(replicas.replicas[0])

@@ -20,13 +20,13 @@ from ratchet.proxy.journal.journal import Journal
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import Metrics
-from ratchet.proxy.worker.http.connections import Connection, Connections
+from ratchet.proxy.worker.http.connections import ClientConnection, ClientConnections
 from tests.harness import records
 from tests.harness.proxy.servers import ROOT, eventually
 
 _PROXY = """
 import asyncio, ctypes, json, sys, threading
-from proxy.observing import logs
+from ratchet.proxy.telemetry import logs
 from proxy.server import serve
 from proxy.settings import ProxySettings
 
@@ -43,7 +43,7 @@ def on_listening(url):
     threading.Thread(target=end_a_part, args=(asyncio.get_running_loop(),), daemon=True).start()
     print(url, flush=True)
 
-logs.set_up("text")
+logs.configure_logging("text")
 sys.exit(serve(ProxySettings.read({}, **json.loads(sys.argv[1])), on_listening))
 """
 
@@ -107,7 +107,7 @@ async def test_where_the_journals_writer_died_nothing_counts_as_recorded(tmp_pat
     await journal.stop()
 
 
-class _Sick(Connection):
+class _Sick(ClientConnection):
     """A connection that cannot be looked at."""
 
     def check(self, now: float) -> None:
@@ -118,7 +118,11 @@ async def test_a_connection_that_cannot_be_looked_at_is_ended_and_the_others_are
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await receive()
 
-    loop, doors, made = asyncio.get_running_loop(), Connections(9, 0.2, 1.0), [_Sick, Connection, _Sick, Connection]
+    loop, doors, made = (
+        asyncio.get_running_loop(),
+        ClientConnections(9, 0.2, 1.0),
+        [_Sick, ClientConnection, _Sick, ClientConnection],
+    )
     config = Config(app, ws="none")
     server = await loop.create_server(lambda: made.pop(0)(doors, config, ServerState(), {}), "127.0.0.1", 0)
     watch = asyncio.create_task(doors.watch())

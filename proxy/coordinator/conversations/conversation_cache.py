@@ -25,7 +25,7 @@ from ratchet.proxy.dialects.conversation import Turn, _messages
 from ratchet.proxy.dialects.inner_request import Json
 from ratchet.proxy.dialects.responses_renderer import ResponseRenderer, response_id
 from ratchet.proxy.errors import NotFound, NotReady
-from ratchet.proxy.runtime.byte_quotas import Shares
+from ratchet.proxy.runtime.byte_quotas import ByteQuotas
 from ratchet.store.errors import RecordNotFound, StoreError, StoreUnavailable
 from ratchet.store.ids import moment
 from ratchet.store.records import REDACTED, CallBegun
@@ -43,14 +43,14 @@ class ConversationCache:
         self._store = store
         self._lookups = lookups
         self._turns: dict[str, Turn] = {}
-        self._shares: Shares[str] = Shares(max_bytes, max_bytes_per_key)
+        self._quotas: ByteQuotas[str] = ByteQuotas(max_bytes, max_bytes_per_key)
         self._invalidated: set[str] = set()  # they may have been deleted from the store
         self._lock = threading.Lock()  # large answers are told in threads
 
     @property
     def size(self) -> int:
         """Return the bytes that the remembered turns take."""
-        return self._shares.bytes
+        return self._quotas.bytes
 
     def keep(self, begun: CallBegun, messages: Sequence[Json], previous: Turn | None) -> None:
         """Remember a response: its new messages, answer included, after those of `previous`."""
@@ -106,10 +106,10 @@ class ConversationCache:
                 name = response_id(one.call_id)
                 before = self._turns.get(name)
                 self._turns[name] = one
-                self._shares.use(one.key_id, name, one.size - (before.size if before else 0))
-            while (excess := self._shares.excess(turn.key_id)) is not None:
+                self._quotas.add_use(one.key_id, name, one.size - (before.size if before else 0))
+            while (excess := self._quotas.next_to_evict(turn.key_id)) is not None:
                 forgotten = self._turns.pop(excess)
-                self._shares.forget(forgotten.key_id, excess, forgotten.size)
+                self._quotas.remove(forgotten.key_id, excess, forgotten.size)
 
     def _read(self, name: str) -> Turn | None:
         try:

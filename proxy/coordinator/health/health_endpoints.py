@@ -17,7 +17,7 @@ from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.journal.journal import Journal
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.upstreams.replica_pool import Replica
-from ratchet.proxy.upstreams.replica_probes import Probes
+from ratchet.proxy.upstreams.replica_probes import ReplicaProbes
 from ratchet.proxy.wire.asgi import send_json
 
 
@@ -27,7 +27,7 @@ class HealthEndpoints:
     def __init__(
         self,
         book: PolicyCache,
-        probes: Probes[Replica],
+        probes: ReplicaProbes[Replica],
         journal: Journal,
         shipper: Shipper,
         max_lag_seconds: float,

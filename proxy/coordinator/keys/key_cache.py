@@ -130,12 +130,12 @@ class KeyCache:
         await self._look()
         if self._rows is not None:
             check_host_has_keys(self._settings, self._rows)
-        self._task = self._critical_tasks.task(self._run(), "keys")
+        self._task = self._critical_tasks.start_task(self._run(), "keys")
 
     async def stop(self) -> None:
         """Write down which keys were used, and end."""
         if self._task is not None:
-            await self._critical_tasks.end(self._task)
+            await self._critical_tasks.stop_tasks(self._task)
         if self._refresh_task is not None:
             await asyncio.wait([self._refresh_task])
         self._noted_at = 0.0

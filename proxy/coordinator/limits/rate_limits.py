@@ -148,8 +148,8 @@ class Hold:
 
 def estimate(sampling: Mapping[str, Any], body: bytes, context: int | None = None) -> int:
     """Return about how many tokens a call with this body takes, prompt and answers, each within the model's context."""
-    asked = lax_values.whole(sampling.get("max_completion_tokens") or sampling.get("max_tokens")) or 0
-    answers = max(1, lax_values.whole(sampling.get("n")) or 1)
+    asked = lax_values.lax_int(sampling.get("max_completion_tokens") or sampling.get("max_tokens")) or 0
+    answers = max(1, lax_values.lax_int(sampling.get("n")) or 1)
     prompt, longest = len(body) // _BYTES_PER_TOKEN, asked if asked > 0 else _USUAL_ANSWER
     if context is not None:
         prompt, longest = min(prompt, context), min(longest, context)

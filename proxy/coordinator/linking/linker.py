@@ -32,7 +32,7 @@ from ratchet.proxy.coordinator.linking.unanswered_attempts import RESEND_WINDOW,
 from ratchet.proxy.coordinator.linking.version_pins import VersionPins
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.messages.link_records import Attempt, Evidence, Leaf, Link, TokenFingerprint
-from ratchet.proxy.runtime.byte_quotas import Shares
+from ratchet.proxy.runtime.byte_quotas import ByteQuotas
 from ratchet.store.access.ownership import may_share_trajectory, owner
 from ratchet.store.content import messages as canon
 from ratchet.store.ids import new_id
@@ -65,7 +65,7 @@ class TrajectoryLinker:
         self._idle = idle_seconds
         self._runs: OrderedDict[str, Run] = OrderedDict()  # the stillest first
         self._leaves: dict[tuple[str, str], Leaves] = {}  # by alias and whose they are
-        self._shares: Shares[str] = Shares(max_bytes, max_bytes_per_key)
+        self._quotas: ByteQuotas[str] = ByteQuotas(max_bytes, max_bytes_per_key)
         self._attempts = Attempts(max_bytes // _ATTEMPTS, max_bytes_per_key // _ATTEMPTS)
         self._pins = VersionPins()
 
@@ -75,7 +75,7 @@ class TrajectoryLinker:
     @property
     def bytes(self) -> int:
         """What all that is remembered takes, as an estimate."""
-        return self._shares.bytes + self._attempts.bytes
+        return self._quotas.bytes + self._attempts.bytes
 
     def find(self, asked: Evidence) -> Link:
         """Return where the request belongs. Raises BadRequest where id and version contradict each other."""
@@ -220,7 +220,7 @@ class TrajectoryLinker:
         for one in leaves:
             leaf = known[one.call_id, one.choice] = leaf_from_store(one)
             run = self._restored(one, leaf.key_id)
-            self._shares.use(run.key_id, one.trajectory_id, self._add(run, leaf))
+            self._quotas.add_use(run.key_id, one.trajectory_id, self._add(run, leaf))
         for leaf in known.values():
             if leaf.extended:
                 self._extend(leaf)
@@ -231,7 +231,7 @@ class TrajectoryLinker:
         self._runs = OrderedDict(sorted(self._runs.items(), key=lambda item: item[1].last_active_at))
         for trajectory_id, run in self._runs.items():
             self._pins.touch(trajectory_id, run)
-            self._shares.use(run.key_id, trajectory_id)
+            self._quotas.add_use(run.key_id, trajectory_id)
         for key_id in {run.key_id for run in self._runs.values()}:
             self._forget_excess(key_id)
         self._forget_idle(now)
@@ -241,7 +241,7 @@ class TrajectoryLinker:
         if run is None:
             run = Run(known.alias, known.version, known.last_active_at, known.purpose, key_id, known.family)
             self._runs[known.trajectory_id] = run
-            self._shares.use(key_id, known.trajectory_id, TRAJECTORY_BYTES)
+            self._quotas.add_use(key_id, known.trajectory_id, TRAJECTORY_BYTES)
         return run
 
     def forget(self, trajectory_id: str) -> None:
@@ -252,7 +252,7 @@ class TrajectoryLinker:
             for leaf in run.leaves:
                 self._drop(run, leaf)
             size = TRAJECTORY_BYTES + sum(map(size_of, run.leaves))
-            self._shares.forget(run.key_id, trajectory_id, size)
+            self._quotas.remove(run.key_id, trajectory_id, size)
 
     def pins(self, now: float, idle_seconds: float) -> dict[str, int]:
         """Return how many trajectories hold each `alias@version`: active within `idle_seconds`, or under way."""
@@ -261,7 +261,7 @@ class TrajectoryLinker:
     def _touch(self, trajectory_id: str, run: Run, now: float, size: int) -> None:
         run.last_active_at = now
         self._runs.move_to_end(trajectory_id)
-        self._shares.use(run.key_id, trajectory_id, size)
+        self._quotas.add_use(run.key_id, trajectory_id, size)
         self._pins.touch(trajectory_id, run)
 
     def _add(self, run: Run, leaf: Leaf) -> int:
@@ -298,10 +298,10 @@ class TrajectoryLinker:
     def _forget_excess(self, key_id: str | None) -> None:
         """Forget the stillest runs of who holds too much; those with a call under way are passed over."""
         passed = 0
-        while passed < _PASSED_OVER and (trajectory_id := self._shares.excess(key_id)) is not None:
+        while passed < _PASSED_OVER and (trajectory_id := self._quotas.next_to_evict(key_id)) is not None:
             run = self._runs[trajectory_id]
             if run.open_calls:
-                self._shares.use(run.key_id, trajectory_id)
+                self._quotas.add_use(run.key_id, trajectory_id)
                 passed += 1
             else:
                 self.forget(trajectory_id)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 
 from ratchet.proxy.messages.link_records import Attempt, Link
-from ratchet.proxy.runtime.byte_quotas import Shares
+from ratchet.proxy.runtime.byte_quotas import ByteQuotas
 
 RETRY_WINDOW = 120.0
 RESEND_WINDOW = 60.0
@@ -24,7 +24,7 @@ class Attempts:
 
     def __init__(self, max_bytes: int, max_bytes_per_key: int) -> None:
         self._waiting: dict[Attempt, deque[tuple[Link, float]]] = {}  # those that waited longest first
-        self._shares: Shares[Attempt] = Shares(max_bytes, max_bytes_per_key)
+        self._quotas: ByteQuotas[Attempt] = ByteQuotas(max_bytes, max_bytes_per_key)
 
     def __len__(self) -> int:
         return sum(len(waiting) for waiting in self._waiting.values())
@@ -32,7 +32,7 @@ class Attempts:
     @property
     def bytes(self) -> int:
         """What they take, as an estimate."""
-        return self._shares.bytes
+        return self._quotas.bytes
 
     def add(self, attempt: Attempt, link: Link, now: float) -> None:
         """Remember an attempt that ended without an answer."""
@@ -42,12 +42,12 @@ class Attempts:
         more = 0 if len(waiting) == _MOST_SAME else _BYTES
         waiting.append((link, now))
         self._waiting[attempt] = waiting
-        self._shares.use(attempt.key_id, attempt, more)
+        self._quotas.add_use(attempt.key_id, attempt, more)
         for _ in range(2):
             first = next(iter(self._waiting))
             if self._waiting[first][-1][1] < now - RETRY_WINDOW:
                 self._forget(first)
-        while (excess := self._shares.excess(attempt.key_id)) is not None:
+        while (excess := self._quotas.next_to_evict(attempt.key_id)) is not None:
             self._forget(excess)
 
     def take(self, attempt: Attempt, since: float) -> Link | None:
@@ -56,7 +56,7 @@ class Attempts:
         found = None
         while waiting and found is None:
             link, ended_at = waiting.popleft()
-            self._shares.use(attempt.key_id, attempt, -_BYTES)
+            self._quotas.add_use(attempt.key_id, attempt, -_BYTES)
             found = link if ended_at >= since else None
         if waiting is not None and not waiting:
             self._forget(attempt)
@@ -64,4 +64,4 @@ class Attempts:
 
     def _forget(self, attempt: Attempt) -> None:
         waiting = self._waiting.pop(attempt)
-        self._shares.forget(attempt.key_id, attempt, len(waiting) * _BYTES)
+        self._quotas.remove(attempt.key_id, attempt, len(waiting) * _BYTES)

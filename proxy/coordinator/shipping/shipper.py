@@ -22,7 +22,7 @@ import msgspec
 
 from ratchet.proxy.coordinator.shipping.store_writer import DEAD_LETTERS, Carried, SegmentRange, StoreWriter
 from ratchet.proxy.coordinator.tool_checks.tool_counts import ToolCallCounters
-from ratchet.proxy.journal.journal import Journal, Written
+from ratchet.proxy.journal.journal import Journal, SegmentContent
 from ratchet.proxy.journal.segments import (
     Position,
     next_frame,
@@ -88,13 +88,13 @@ class Shipper:
         self._waiting = 0  # those who wait for the store to have something
         self._moved = asyncio.Event()  # for them: set after each batch, and a new one put in its place
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = (critical_tasks or CriticalTasks()).thread(self._run, "shipper")
+        self._thread = (critical_tasks or CriticalTasks()).make_thread(self._run, "shipper")
 
     @property
     def backlog(self) -> int:
         """Records of this process that the store does not have yet."""
-        lost = self._journal.lost + self._records_given_up
-        return max(0, self._journal.taken - lost - (self.moved - self.replays))
+        lost = self._journal.records_lost + self._records_given_up
+        return max(0, self._journal.records_taken - lost - (self.moved - self.replays))
 
     def shipped_until(self, now: float) -> float:
         """Return the latest known moment before which everything recorded is in the store (Unix seconds).
@@ -103,8 +103,8 @@ class Shipper:
         """
         if not self.replayed.is_set():
             return 0.0  # what earlier processes left is not there yet
-        self._marks.append((self._journal.taken, now))
-        done = self._journal.taken - self.backlog
+        self._marks.append((self._journal.records_taken, now))
+        done = self._journal.records_taken - self.backlog
         while self._marks and self._marks[0][0] <= done:
             self._until = self._marks.popleft()[1]
         return self._until
@@ -122,17 +122,17 @@ class Shipper:
         await self.settle(most_seconds)
         self._stop.set()
         self._flush_now.set()
-        self._journal.fresh.set()
+        self._journal.new_records.set()
         await asyncio.to_thread(self._thread.join, most_seconds)
         await asyncio.to_thread(self._store_writer.close)
 
     def mark(self) -> int:
         """Return what everything recorded so far can be asked for by."""
-        return self._journal.taken
+        return self._journal.records_taken
 
     def has(self, mark: int) -> bool:
         """Return whether the store has everything up to a mark."""
-        return self.replayed.is_set() and self._journal.taken - self.backlog >= mark
+        return self.replayed.is_set() and self._journal.records_taken - self.backlog >= mark
 
     async def settle(self, most_seconds: float, mark: int | None = None) -> bool:
         """Wait until the store has everything up to a mark, or recorded so far; return whether it has."""
@@ -172,8 +172,8 @@ class Shipper:
                 self._stop.wait(wait)
                 wait = min(wait * 2, _LONGEST_WAIT)
             elif not busy:
-                self._journal.fresh.wait(1.0)
-                self._journal.fresh.clear()
+                self._journal.new_records.wait(1.0)
+                self._journal.new_records.clear()
                 self._flush_now.wait(_LINGER if self.moved - moved < _MANY else _BUSY_LINGER)
                 self._flush_now.clear()
                 moved = self.moved
@@ -189,7 +189,7 @@ class Shipper:
             self._finish_replay()
             return False
         number = numbers[0]
-        ours = number >= self._journal.first
+        ours = number >= self._journal.first_segment
         if ours:
             self._finish_replay()
             at = self._position
@@ -207,7 +207,7 @@ class Shipper:
             return True
         if carried.end == "more":
             return True
-        if ours and self._journal.grows(number):
+        if ours and self._journal.is_current_segment(number):
             return False  # what came meanwhile has rung `fresh`, and waits until it is a batch
         if not ours or self._journal.written()[number].bytes == carried.offset:
             self._journal.remove(number)
@@ -244,7 +244,7 @@ class Shipper:
             self._advance(number, carried)
             self._count(number, carried, ours)
         read = sum(carried.records for carried in rest)
-        self._alarm_queue.ring(
+        self._alarm_queue.raise_alarm(
             DAMAGE_ALARM, f"{kept} cannot be read at byte {offset}; {read} records behind it were shipped"
         )
 
@@ -260,7 +260,7 @@ class Shipper:
             offset = rest[-1].offset
         return rest
 
-    def _count_lost_segments(self, segments: Mapping[int, Written]) -> None:
+    def _count_lost_segments(self, segments: Mapping[int, SegmentContent]) -> None:
         """Give up the records whose segment has gone before they were shipped."""
         for number, written in segments.items():
             if segment_path(self._journal.folder, number).exists():
@@ -271,12 +271,12 @@ class Shipper:
                 self._records_given_up += missing
                 self._metrics.lost.inc(missing)
                 self._forget_durable_messages()
-                self._alarm_queue.ring(
+                self._alarm_queue.raise_alarm(
                     LOSS_ALARM,
                     f"{missing} records of segment {number} in {self._journal.folder} are lost: it was deleted or "
                     f"damaged before the store had them; the runs that they belong to are not complete",
                 )
-            if not self._journal.grows(number):
+            if not self._journal.is_current_segment(number):
                 self._journal.forget(number)
 
     def _finish_replay(self) -> None:
@@ -304,7 +304,7 @@ class Shipper:
             log.warning("event=record_refused call=%s reason=%r", letter.call_id, letter.reason)
             self._metrics.dead_letters.inc()
             place = self._journal.folder / DEAD_LETTERS
-            self._alarm_queue.ring(
+            self._alarm_queue.raise_alarm(
                 DEAD_LETTER_ALARM, f"the store refuses a record of call {letter.call_id}: see {place}"
             )
             self._forget_durable_messages()

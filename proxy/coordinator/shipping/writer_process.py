@@ -157,7 +157,7 @@ def _hear(pipe: IO[bytes]) -> bytes | None:
 
 def main(log_format: Any, log_level: Any) -> None:
     """Carry what is asked for until the pipe closes."""
-    logs.set_up(log_format, log_level)
+    logs.configure_logging(log_format, log_level)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they are meant for the proxy, which closes the pipe when it has done
     os.nice(_NICENESS)

@@ -90,12 +90,12 @@ class BaseModelCheck:
 
     async def start(self) -> None:
         """Begin to compare."""
-        self._task = self._critical_tasks.task(self._run(), "base-check")
+        self._task = self._critical_tasks.start_task(self._run(), "base-check")
 
     async def stop(self) -> None:
         """Compare no more."""
         if self._task is not None:
-            await self._critical_tasks.end(self._task)
+            await self._critical_tasks.stop_tasks(self._task)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self) -> None:

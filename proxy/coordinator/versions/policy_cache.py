@@ -184,7 +184,7 @@ class PolicyCache:
         with contextlib.suppress(StoreError):
             await self._look()
         self._tasks = [
-            self._critical_tasks.task(work(), name)
+            self._critical_tasks.start_task(work(), name)
             for name, work in (
                 ("policies", self._refresh),
                 ("discover", self._discover),
@@ -194,7 +194,7 @@ class PolicyCache:
 
     async def stop(self) -> None:
         """End the tasks and tell the store that this door is closed."""
-        await self._critical_tasks.end(*self._tasks)
+        await self._critical_tasks.stop_tasks(*self._tasks)
         try:
             await asyncio.wait_for(self._ask(1, lambda: self._store.doors.close(self._instance_id)), 2.0)
         except (StoreError, TimeoutError) as error:

@@ -13,16 +13,16 @@ from ratchet.proxy.messages.link_records import Attempt
 from ratchet.proxy.wire.asgi import JSON, Headers
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.request_body import ChatRequest
-from ratchet.proxy.worker.call.recorder import Opened
+from ratchet.proxy.worker.call.recorder import OpenCall
 
 SSE = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
-class Exchange(msgspec.Struct):
+class ActiveCall(msgspec.Struct):
     """The state of one call. `arrived` and `upstream_seconds` are on the monotonic clock."""
 
     request: ChatRequest  # as it goes to vLLM; what the client said is in `opened`
-    opened: Opened
+    opened: OpenCall
     voice: ResponseEncoder
     request_id: bytes
     attempt: Attempt  # what a retry repeats

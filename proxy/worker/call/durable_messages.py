@@ -11,7 +11,7 @@ from collections.abc import Iterable
 _HALF = 25_000
 
 
-class Known:
+class DurableMessages:
     """The hashes of durable messages and tool lists."""
 
     def __init__(self, half: int = _HALF) -> None:

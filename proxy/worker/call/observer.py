@@ -11,10 +11,10 @@ from collections.abc import Mapping
 
 from ratchet.proxy.telemetry import call_log
 from ratchet.proxy.telemetry.call_counts import CallCounters
-from ratchet.proxy.telemetry.call_timing import Timing
+from ratchet.proxy.telemetry.call_timing import CallTiming
 from ratchet.proxy.telemetry.metrics import Metrics
-from ratchet.proxy.worker.call.active_call import Exchange
-from ratchet.proxy.worker.call.tracing import Spans
+from ratchet.proxy.worker.call.active_call import ActiveCall
+from ratchet.proxy.worker.call.tracing import CallSpans
 from ratchet.proxy.worker.http import request_identity
 
 log = logging.getLogger("ratchet.proxy")
@@ -23,12 +23,12 @@ log = logging.getLogger("ratchet.proxy")
 class CallObserver:
     """The one who is told. A line is written where `logs_calls` says so, a span made where there are spans."""
 
-    def __init__(self, metrics: Metrics, spans: Spans | None = None, *, logs_calls: bool = False) -> None:
+    def __init__(self, metrics: Metrics, spans: CallSpans | None = None, *, logs_calls: bool = False) -> None:
         self._counts = CallCounters(metrics)
         self._logs_calls = logs_calls
         self._spans = spans
 
-    def begun(self, exchange: Exchange, headers: Mapping[bytes, bytes]) -> dict[str, str]:
+    def begun(self, exchange: ActiveCall, headers: Mapping[bytes, bytes]) -> dict[str, str]:
         """Take note of a call's beginning; return the tracing headers that go on to vLLM."""
         if self._spans is not None:
             try:
@@ -37,7 +37,7 @@ class CallObserver:
                 log.exception("event=observation_failed call=%s reason=%r", exchange.opened.begun.call_id, str(error))
         return request_identity.trace(headers)
 
-    def ended(self, exchange: Exchange) -> None:
+    def ended(self, exchange: ActiveCall) -> None:
         """Take note of a call's end; telling it again changes nothing."""
         if exchange.told:
             return
@@ -47,12 +47,12 @@ class CallObserver:
         except Exception as error:  # the client has its answer; only what is told about it is at stake
             log.exception("event=observation_failed call=%s reason=%r", exchange.opened.begun.call_id, str(error))
 
-    def _note(self, exchange: Exchange) -> None:
+    def _note(self, exchange: ActiveCall) -> None:
         record, timing = exchange.opened.ended, None
         if record is not None:  # what could not be recorded is counted as lost
-            timing = Timing.of(record, time.perf_counter() - exchange.arrived, exchange.spent)
+            timing = CallTiming.of(record, time.perf_counter() - exchange.arrived, exchange.spent)
             self._counts.count(record, timing, exchange.failure)
             if self._logs_calls:
-                call_log.note(record, timing, exchange.failure)
+                call_log.log_call(record, timing, exchange.failure)
         if self._spans is not None:
             self._spans.end(exchange, record, timing)

@@ -24,7 +24,7 @@ from ratchet.proxy.messages.text_fingerprints import TextFingerprints, traces
 from ratchet.proxy.redaction.redactor import Redactor
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.wire.capture import Capture
-from ratchet.proxy.worker.call.durable_messages import Known
+from ratchet.proxy.worker.call.durable_messages import DurableMessages
 from ratchet.store.content import messages as canon
 from ratchet.store.records import OTHER, CallBegun, CallEnded, Choice, MessageNode
 from ratchet.store.states import CallState
@@ -34,7 +34,7 @@ log = logging.getLogger("ratchet.proxy")
 _ENGINE_NAMED = ("chat", "completions")  # dialects in which the client gets the engine's id; others word the call's
 
 
-class End(msgspec.Struct):
+class CallOutcome(msgspec.Struct):
     """How a call ended, as far as the exchange saw it. Times are Unix seconds."""
 
     state: CallState
@@ -45,7 +45,7 @@ class End(msgspec.Struct):
     upstream: str | None = None
 
 
-class Opened(msgspec.Struct):
+class OpenCall(msgspec.Struct):
     """A call under way: its record, its link, and what only the request knows."""
 
     begun: CallBegun
@@ -67,7 +67,7 @@ class Recorder:
         self._journal = journal
         self._metrics = metrics
         self._strict = strict
-        self._known = Known()
+        self._known = DurableMessages()
         self._epoch = 0
 
     def forget_durable_messages(self) -> None:
@@ -75,7 +75,7 @@ class Recorder:
         self._epoch += 1  # first: what is under way, and left some out, proves nothing any more
         self._known.clear()
 
-    def begin(self, asked: Asked, link: Link, begun: CallBegun) -> Opened:
+    def begin(self, asked: Asked, link: Link, begun: CallBegun) -> OpenCall:
         """Journal the beginning of a call; it is not waited for."""
         request, kept, epoch = asked.request, asked.kept, self._epoch
         nodes, tools = (asked.nodes, request.tools) if kept is None else (kept.nodes, kept.tools)
@@ -91,9 +91,11 @@ class Recorder:
         except Exception as error:
             log.exception("event=record_failed call=%s reason=%r", begun.call_id, str(error))
         redacted = kept is not None and kept.redacted
-        return Opened(begun, link, asked.keys, request.messages, request.untrainable, nodes, redacted, epoch=epoch)
+        return OpenCall(begun, link, asked.keys, request.messages, request.untrainable, nodes, redacted, epoch=epoch)
 
-    def end(self, opened: Opened, capture: Capture, end: End) -> tuple[list[Leaf], asyncio.Future[bool] | None]:
+    def end(
+        self, opened: OpenCall, capture: Capture, end: CallOutcome
+    ) -> tuple[list[Leaf], asyncio.Future[bool] | None]:
         """Hand the end of a call to the journal; return its answers, and what the client's last byte waits for."""
         try:
             record, leaves = _assembled(opened, capture, end)
@@ -118,7 +120,7 @@ class Recorder:
         self._known.add(hashes)
 
 
-def _assembled(opened: Opened, capture: Capture, end: End) -> tuple[CallEnded, list[Leaf]]:
+def _assembled(opened: OpenCall, capture: Capture, end: CallOutcome) -> tuple[CallEnded, list[Leaf]]:
     """Return what `assemble` does; of an answer that it cannot read, that the call has ended and how."""
     try:
         return assemble(opened, capture, end)
@@ -127,7 +129,7 @@ def _assembled(opened: Opened, capture: Capture, end: End) -> tuple[CallEnded, l
         return assemble(opened, Capture("", asks_ids=False, asks_logprobs=False, asks_usage=False), end)
 
 
-def assemble(opened: Opened, capture: Capture, end: End) -> tuple[CallEnded, list[Leaf]]:
+def assemble(opened: OpenCall, capture: Capture, end: CallOutcome) -> tuple[CallEnded, list[Leaf]]:
     """Return the record of an ended call, and its answers as leaves that coming requests may continue."""
     begun, parent = opened.begun, opened.link.parent
     prompt = capture.prompt_ids
@@ -179,7 +181,7 @@ def assemble(opened: Opened, capture: Capture, end: End) -> tuple[CallEnded, lis
     return record, leaves
 
 
-def _parent_keys(opened: Opened) -> list[str]:
+def _parent_keys(opened: OpenCall) -> list[str]:
     """Return what an answer is known under: its path, itself, its path without a message that may be a reminder."""
     keys = [opened.keys[-1] if opened.keys else "", canon.ANYWHERE]
     if len(opened.keys) > 1 and opened.messages[-1].get("role") not in ("assistant", "tool"):

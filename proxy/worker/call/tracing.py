@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ratchet.proxy.errors import StartError
-from ratchet.proxy.telemetry.call_timing import Timing
+from ratchet.proxy.telemetry.call_timing import CallTiming
 from ratchet.proxy.worker.http import request_identity
 from ratchet.store.records import OTHER, CallEnded
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
-    from ratchet.proxy.worker.call.active_call import Exchange
+    from ratchet.proxy.worker.call.active_call import ActiveCall
 
 log = logging.getLogger("ratchet.proxy")
 
@@ -50,7 +50,7 @@ _NUMBERS = {
 _Attributes = dict[str, Any]
 
 
-class Spans:
+class CallSpans:
     """Begins and ends the spans. A provider is OpenTelemetry's; an exporter is told to give up at the stop."""
 
     def __init__(self, provider: TracerProvider, exporter: SpanExporter | None = None) -> None:
@@ -75,7 +75,7 @@ class Spans:
             self._exporter.shutdown()  # ends its tries
             log.warning("event=spans_not_sent reason='the collector does not answer'")
 
-    def begin(self, exchange: Exchange, headers: Mapping[bytes, bytes]) -> dict[str, str]:
+    def begin(self, exchange: ActiveCall, headers: Mapping[bytes, bytes]) -> dict[str, str]:
         """Begin a call's span; return the tracing headers for vLLM."""
         begun = exchange.opened.begun
         operation = "text_completion" if begun.dialect == "completions" else "chat"
@@ -97,7 +97,7 @@ class Spans:
         self._propagator.inject(sent, context=_context(span))
         return sent
 
-    def end(self, exchange: Exchange, record: CallEnded | None, timing: Timing | None) -> None:
+    def end(self, exchange: ActiveCall, record: CallEnded | None, timing: CallTiming | None) -> None:
         """End a call's span with all that is known by then."""
         span: Span | None = exchange.span
         if span is None:
@@ -111,7 +111,7 @@ class Spans:
         span.end()
 
 
-def make_spans(endpoint: str | None, environ: Mapping[str, str]) -> Spans | None:
+def make_spans(endpoint: str | None, environ: Mapping[str, str]) -> CallSpans | None:
     """Return the spans that the setting or the variables ask for, or None.
 
     Raises StartError where the setting asks for them and OpenTelemetry is not installed; variables alone are not
@@ -131,7 +131,7 @@ def make_spans(endpoint: str | None, environ: Mapping[str, str]) -> Spans | None
         return None
 
 
-def _exported(endpoint: str | None, environ: Mapping[str, str]) -> Spans:
+def _exported(endpoint: str | None, environ: Mapping[str, str]) -> CallSpans:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -142,7 +142,7 @@ def _exported(endpoint: str | None, environ: Mapping[str, str]) -> Spans:
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     exporter = OTLPSpanExporter(endpoint=endpoint.rstrip("/").removesuffix(_PATH) + _PATH if endpoint else None)
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    return Spans(provider, exporter)
+    return CallSpans(provider, exporter)
 
 
 def _context(span: Span) -> Any:
@@ -157,7 +157,7 @@ def _failed() -> Any:
     return StatusCode.ERROR
 
 
-def _told(record: CallEnded, timing: Timing, answer_id: str | None) -> _Attributes:
+def _told(record: CallEnded, timing: CallTiming, answer_id: str | None) -> _Attributes:
     begun = record.begun
     told: _Attributes = {
         "gen_ai.conversation.id": begun.trajectory_id,

@@ -29,21 +29,21 @@ from ratchet.proxy.dialects.chat import PATH
 from ratchet.proxy.dialects.dialect import LARGE, Asked, Dialect, ResponseEncoder
 from ratchet.proxy.errors import ClientLeft, UpstreamBroke, UpstreamError, UpstreamRefused
 from ratchet.proxy.messages.link_records import Attempt
-from ratchet.proxy.runtime.thread_pools import parsed
+from ratchet.proxy.runtime.thread_pools import run_parsing
 from ratchet.proxy.telemetry.metrics import Metrics, error_label
 from ratchet.proxy.wire.asgi import CLIENT_LEFT, KEY_ID, headers_of, send_bytes
-from ratchet.proxy.wire.body_bounds import Bounds, read_json
+from ratchet.proxy.wire.body_bounds import BodyBounds, read_json
 from ratchet.proxy.wire.context_limit import parse_context_overflow
 from ratchet.proxy.wire.request_body import ChatRequest
-from ratchet.proxy.wire.sse import DONE, Events
-from ratchet.proxy.wire.upstream_response import Answer
-from ratchet.proxy.worker.call.active_call import Exchange
+from ratchet.proxy.wire.sse import DONE, SseParser
+from ratchet.proxy.wire.upstream_response import UpstreamResponse
+from ratchet.proxy.worker.call.active_call import ActiveCall
 from ratchet.proxy.worker.call.observer import CallObserver
 from ratchet.proxy.worker.call.prompt_swap import swapped
-from ratchet.proxy.worker.call.recorder import End, Recorder
+from ratchet.proxy.worker.call.recorder import CallOutcome, Recorder
 from ratchet.proxy.worker.forwarding.forwarders import Forwarder
 from ratchet.proxy.worker.http import request_identity
-from ratchet.proxy.worker.http.disconnect_watch import Watch
+from ratchet.proxy.worker.http.disconnect_watch import DisconnectWatch
 from ratchet.proxy.worker.http.sse_keep_alive import SseKeepAlive
 from ratchet.store.ids import new_id
 from ratchet.store.records import CallBegun
@@ -55,7 +55,7 @@ _RETRIED = (408, 409, 429)  # and every 5xx: what the SDKs try again
 _KEPT_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
 
 
-class Endpoint:
+class CallEndpoint:
     """The endpoint of one dialect; its collaborators are given once."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Endpoint:
         rollouts: Rollouts,
         metrics: Metrics,
         observer: CallObserver,
-        bounds: Bounds,
+        bounds: BodyBounds,
         keep_alive: float,
         tool_strict_level: tool_grammar.Level,
         longest_context: Callable[[], int | None],
@@ -107,7 +107,7 @@ class Endpoint:
             await self._book.refresh_if_unknown(model)
         exchange = self._open(scope, headers, asked, named, plan, model, arrived)
         self._metrics.under_way += 1
-        with Watch(receive, scope.get(CLIENT_LEFT)) as watch:
+        with DisconnectWatch(receive, scope.get(CLIENT_LEFT)) as watch:
             try:
                 await self._serve(exchange, self._observer.begun(exchange, headers), send, watch)
             except UpstreamError as error:
@@ -138,7 +138,7 @@ class Endpoint:
         plan: Plan | None,
         model: str,
         arrived: float,
-    ) -> Exchange:
+    ) -> ActiveCall:
         """Fix the call's identity, version and sampling, and journal its beginning. Nothing here waits."""
         request, nodes, keys = asked.request, asked.nodes, asked.keys
         alias, wanted = self._book.choose(model)
@@ -175,7 +175,7 @@ class Endpoint:
             sampling=request.sampling,
         )
         opened = self._recorder.begin(asked, link, begun)
-        return Exchange(
+        return ActiveCall(
             request=self._with_prompt(request, opened.begun, plan),
             opened=opened,
             voice=asked.voice(begun),
@@ -198,7 +198,7 @@ class Endpoint:
             return request
         return swapped(request, prompt, self._links.family(begun))
 
-    async def _serve(self, exchange: Exchange, trace: dict[str, str], send: Send, watch: Watch) -> None:
+    async def _serve(self, exchange: ActiveCall, trace: dict[str, str], send: Send, watch: DisconnectWatch) -> None:
         quiet = None
         if exchange.request.streamed and self._keep_alive:
             quiet = SseKeepAlive(send, self._keep_alive, exchange.head, exchange.begin)
@@ -217,26 +217,31 @@ class Endpoint:
             if quiet is not None:
                 quiet.stop()
 
-    async def _forward(self, exchange: Exchange, trace: dict[str, str]) -> Answer:
+    async def _forward(self, exchange: ActiveCall, trace: dict[str, str]) -> UpstreamResponse:
         exchange.waiting_since = time.perf_counter()
         try:
             return await self._forwarder.forward(exchange, self._dialect.path, trace)
         finally:
             exchange.waited()
 
-    async def _whole(self, exchange: Exchange, answer: Answer, send: Send, watch: Watch) -> None:
+    async def _whole(self, exchange: ActiveCall, answer: UpstreamResponse, send: Send, watch: DisconnectWatch) -> None:
         waited = time.perf_counter()
         body = await answer.read()
         exchange.upstream_seconds += time.perf_counter() - waited
         exchange.first_byte_at = time.time()
         read = exchange.voice.whole
-        payload = await parsed(read, body) if len(body) > LARGE else read(body)
+        payload = await run_parsing(read, body) if len(body) > LARGE else read(body)
         watch.check()
         await _wait(self._end(exchange, CallState.ANSWERED, 200))
         await self._last(exchange, 200, payload, exchange.headers(), send, watch)
 
     async def _stream(
-        self, exchange: Exchange, answer: Answer, send: Send, watch: Watch, quiet: SseKeepAlive | None
+        self,
+        exchange: ActiveCall,
+        answer: UpstreamResponse,
+        send: Send,
+        watch: DisconnectWatch,
+        quiet: SseKeepAlive | None,
     ) -> None:
         if quiet is not None:
             await quiet.settle()
@@ -244,7 +249,7 @@ class Endpoint:
             exchange.begin()
             await send(head)
         exchange.spent = exchange.overhead()
-        events = Events()
+        events = SseParser()
         pieces = answer.pieces()
         async for piece in pieces:
             out, done = _client_events(exchange.voice, events, piece)
@@ -275,12 +280,17 @@ class Endpoint:
                     pass
 
     async def _refuse(
-        self, exchange: Exchange, answer: Answer, send: Send, watch: Watch, quiet: SseKeepAlive | None
+        self,
+        exchange: ActiveCall,
+        answer: UpstreamResponse,
+        send: Send,
+        watch: DisconnectWatch,
+        quiet: SseKeepAlive | None,
     ) -> None:
         """Pass on an upstream's error: its status, its body, and when to come back; or as an event."""
         if answer.status < 400:
             raise UpstreamBroke(f"upstream {answer.url} answered {answer.status}, which is no answer to a call")
-        body, message = self._dialect.shape.theirs(answer.status, await answer.read())
+        body, message = self._dialect.shape.encode_upstream_error(answer.status, await answer.read())
         self._metrics.upstream_errors.labels(f"status_{answer.status // 100}xx").inc()
         exchange.failure = f"status_{answer.status // 100}xx"
         if quiet is not None:
@@ -296,7 +306,7 @@ class Endpoint:
         await _wait(self._end(exchange, CallState.FAILED, answer.status, message))
         await self._last(exchange, answer.status, body, headers, send, watch)
 
-    async def _fail(self, exchange: Exchange, error: UpstreamError, send: Send, watch: Watch) -> None:
+    async def _fail(self, exchange: ActiveCall, error: UpstreamError, send: Send, watch: DisconnectWatch) -> None:
         """The upstream failed us: an error answer, or an error event where the answer has begun."""
         self._metrics.upstream_errors.labels(error.code or "other").inc()
         log.warning("event=call_failed call=%s reason=%r", exchange.opened.begun.call_id, str(error))
@@ -307,13 +317,13 @@ class Endpoint:
             watch.stop()
             await send({"type": "http.response.body", "body": exchange.voice.failed(error)})
         else:
-            payload = self._dialect.shape.ours(error)
+            payload = self._dialect.shape.encode_error(error)
             headers = exchange.headers()
             if error.retry_after is not None:
                 headers.append((b"retry-after", b"%d" % error.retry_after))
             await self._last(exchange, error.status, payload, headers, send, watch)
 
-    def _abandon(self, exchange: Exchange, left: bool) -> None:
+    def _abandon(self, exchange: ActiveCall, left: bool) -> None:
         """The call ends early, by its client or by a stop of the proxy; what was generated so far is recorded."""
         if exchange.over:  # recorded as answered, but the answer did not go out
             self._links.unanswered(exchange.opened.link, exchange.attempt, time.time())
@@ -323,12 +333,12 @@ class Endpoint:
             self._end(exchange, CallState.ABORTED, status, reason)
 
     def _end(
-        self, exchange: Exchange, state: CallState, status: int, error: str | None = None
+        self, exchange: ActiveCall, state: CallState, status: int, error: str | None = None
     ) -> asyncio.Future[bool] | None:
         """Record the end, once; return what the last byte has to wait for."""
         exchange.over = True
         now = time.time()
-        end = End(state, status, now, exchange.first_byte_at, error, exchange.url)
+        end = CallOutcome(state, status, now, exchange.first_byte_at, error, exchange.url)
         leaves, durable = self._recorder.end(exchange.opened, exchange.capture, end)
         self._links.end(exchange.opened.link, leaves, now)
         if self._contexts is not None and exchange.opened.ended is not None:
@@ -339,19 +349,19 @@ class Endpoint:
 
     async def _last(
         self,
-        exchange: Exchange,
+        exchange: ActiveCall,
         status: int,
         body: bytes,
         headers: Sequence[tuple[bytes, bytes]],
         send: Send,
-        watch: Watch,
+        watch: DisconnectWatch,
     ) -> None:
         exchange.spent = exchange.overhead()
         watch.stop()
         await send_bytes(send, status, body, list(headers))
 
 
-def _client_events(voice: ResponseEncoder, events: Events, piece: bytes) -> tuple[list[bytes], bool]:
+def _client_events(voice: ResponseEncoder, events: SseParser, piece: bytes) -> tuple[list[bytes], bool]:
     """Return the events of `piece` in the client's form, and whether the stream is done."""
     out: list[bytes] = []
     for data, raw in events.feed(piece):

@@ -17,24 +17,24 @@ from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.dialects import anthropic_request, inner_request
 from ratchet.proxy.dialects.dialect import read_body_with
 from ratchet.proxy.errors import BadRequest, UpstreamBroke
-from ratchet.proxy.upstreams.replica_pool import Pool, Replica
+from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.wire.asgi import JSON, KEY_ID, headers_of, send_bytes, send_json
-from ratchet.proxy.wire.body_bounds import Bounds, read_json
+from ratchet.proxy.wire.body_bounds import BodyBounds, read_json
 from ratchet.proxy.wire.error_shapes import ANTHROPIC
 from ratchet.proxy.worker.http import request_identity
-from ratchet.proxy.worker.http.disconnect_watch import Watch
+from ratchet.proxy.worker.http.disconnect_watch import DisconnectWatch
 from ratchet.store.content.prompt_substitution import with_prompt
 from ratchet.store.records import family_of
 
 PATH = "/tokenize"
 
 
-class CountTokens:
+class CountTokensEndpoint:
     """The endpoint. Nothing is generated, so nothing is recorded."""
 
     def __init__(
-        self, book: PolicyCache, upstream: Upstream, pool: Pool[Replica], rollouts: Rollouts, bounds: Bounds
+        self, book: PolicyCache, upstream: Upstream, pool: ReplicaPool[Replica], rollouts: Rollouts, bounds: BodyBounds
     ) -> None:
         self._book = book
         self._rollouts = rollouts
@@ -46,7 +46,7 @@ class CountTokens:
         asked = await read_json(receive, self._bounds)
         plan, family = await self._planned(scope)
         body = await read_body_with(lambda read: self._body(read, plan, family), asked)
-        with Watch(receive) as watch:
+        with DisconnectWatch(receive) as watch:
             try:
                 status, answer = await self._ask(body)
             except asyncio.CancelledError:
@@ -58,7 +58,7 @@ class CountTokens:
             if status == 200:
                 await send_json(send, 200, {"input_tokens": _count(answer)})
             else:
-                await send_bytes(send, status, ANTHROPIC.theirs(status, answer)[0], [JSON])
+                await send_bytes(send, status, ANTHROPIC.encode_upstream_error(status, answer)[0], [JSON])
 
     async def _planned(self, scope: Scope) -> tuple[Plan | None, str | None]:
         """Return the plan of the rollout that is named, and the family of the task that is known. Raises NotReady."""

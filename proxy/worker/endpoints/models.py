@@ -20,7 +20,7 @@ from ratchet.proxy.wire.error_shapes import speaks_anthropic
 Card = dict[str, Any]
 
 
-class Models:
+class ModelsEndpoint:
     """The endpoint for the list and for one model."""
 
     def __init__(self, book: PolicyCache) -> None:

@@ -24,16 +24,16 @@ from ratchet.proxy.coordinator.limits.rate_limits import HOLD
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.errors import BadRequest, NotFound
 from ratchet.proxy.telemetry.metrics import Metrics
-from ratchet.proxy.upstreams.http_connection import HttpAnswer
-from ratchet.proxy.upstreams.replica_pool import Pool, Replica
+from ratchet.proxy.upstreams.http_connection import HttpResponse
+from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.wire.asgi import JSON, PATH, TRAJECTORY, header, read_body, send_bytes
-from ratchet.proxy.wire.body_bounds import Bounds, read_json
+from ratchet.proxy.wire.body_bounds import BodyBounds, read_json
 from ratchet.proxy.wire.error_shapes import error_shape_of
-from ratchet.proxy.wire.upstream_response import Answer
-from ratchet.proxy.worker.forwarding.adapter_loading import Adapters
+from ratchet.proxy.wire.upstream_response import UpstreamResponse
+from ratchet.proxy.worker.forwarding.adapter_loading import AdapterLoader
 from ratchet.proxy.worker.forwarding.other_models import Deployment, OtherModels
-from ratchet.proxy.worker.http.disconnect_watch import Watch
+from ratchet.proxy.worker.http.disconnect_watch import DisconnectWatch
 
 _PLAIN = re.compile(r"/[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)?")
 _CONTROL = frozenset(
@@ -52,23 +52,23 @@ _NO_ROUTE = b'{"detail":"Not Found"}'  # of vLLM's web framework
 _OURS = ("connection", "keep-alive", "transfer-encoding", "content-length", "server", "date")
 
 
-class PassThrough:
+class PassThroughEndpoint:
     """The endpoint for routes that Ratchet does not know."""
 
     def __init__(
         self,
         book: PolicyCache,
         upstream: Upstream,
-        pool: Pool[Replica],
+        pool: ReplicaPool[Replica],
         others: OtherModels,
         metrics: Metrics,
-        bounds: Bounds,
+        bounds: BodyBounds,
     ) -> None:
         self._book = book
         self._others = others
         self._upstream = upstream
         self._pool = pool
-        self._adapters = Adapters(book, upstream, metrics)
+        self._adapters = AdapterLoader(book, upstream, metrics)
         self._bounds = bounds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,7 +84,7 @@ class PassThrough:
         other = name in self._book.others
         if other and scope[PATH] not in _OF_OTHERS:
             raise NotFound(f"no route {scope['path'][:200]} for the model {name}", code="unknown_route")
-        with Watch(receive) as watch:
+        with DisconnectWatch(receive) as watch:
             try:
                 if name is None:
                     answer = await self._ask(scope, body, None)
@@ -104,11 +104,11 @@ class PassThrough:
                     raise
                 watch.forgive()
 
-    async def _ask(self, scope: Scope, body: bytes, version: tuple[str, int] | None) -> Answer:
+    async def _ask(self, scope: Scope, body: bytes, version: tuple[str, int] | None) -> UpstreamResponse:
         """Send the request on; load the adapter of `version` first where the replica does not know it."""
         path, headers = f"/v1{scope[PATH]}{_query(scope)}", _headers(scope)
 
-        async def ask(replica: Replica) -> HttpAnswer:
+        async def ask(replica: Replica) -> HttpResponse:
             answer = await self._upstream.send(replica.url, scope["method"], path, body or None, headers)
             if version is not None and await self._adapters.load_for(answer, *version):
                 answer = await self._upstream.send(replica.url, scope["method"], path, body or None, headers)
@@ -116,11 +116,11 @@ class PassThrough:
 
         return await self._pool.ask(scope[TRAJECTORY] or "", ask)
 
-    async def _ask_other(self, scope: Scope, fields: dict[str, Raw], name: str) -> Answer:
+    async def _ask_other(self, scope: Scope, fields: dict[str, Raw], name: str) -> UpstreamResponse:
         """Send the request to where another model is served, under the server's own name of it."""
         path, headers = f"{scope[PATH]}{_query(scope)}", _headers(scope)
 
-        async def ask(deployment: Deployment) -> HttpAnswer:
+        async def ask(deployment: Deployment) -> HttpResponse:
             body = msgspec.json.encode({**fields, "model": Raw(msgspec.json.encode(deployment.served_name))})
             return await deployment.send(scope["method"], path, body, headers)
 
@@ -134,7 +134,7 @@ class PassThrough:
         return msgspec.json.encode({**fields, "model": served}), (alias, version)
 
 
-async def _pass_on(answer: Answer, send: Send, watch: Watch) -> None:
+async def _pass_on(answer: UpstreamResponse, send: Send, watch: DisconnectWatch) -> None:
     """Send an answer as it comes."""
     kept = [(n.lower().encode(), v.encode()) for n, v in answer.headers.items() if n.lower() not in _OURS]
     await send({"type": "http.response.start", "status": answer.status, "headers": kept})
@@ -144,12 +144,12 @@ async def _pass_on(answer: Answer, send: Send, watch: Watch) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _send_refusal(scope: Scope, answer: Answer, send: Send, watch: Watch) -> None:
+async def _send_refusal(scope: Scope, answer: UpstreamResponse, send: Send, watch: DisconnectWatch) -> None:
     """Send that the server has no such route or model in the API's own shape, which its web framework does not know."""
     body = await answer.read()
     if body == _NO_ROUTE:
         body = b"no route %s here, nor at the server for the model that it serves" % scope["path"][:200].encode()
-    told, _ = error_shape_of(scope).theirs(answer.status, body)
+    told, _ = error_shape_of(scope).encode_upstream_error(answer.status, body)
     watch.stop()
     await send_bytes(send, answer.status, told, [JSON])
 

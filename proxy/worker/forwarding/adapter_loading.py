@@ -11,13 +11,13 @@ from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.errors import UpstreamError
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.upstreams.vllm_client import Upstream
-from ratchet.proxy.wire.upstream_response import Answer
+from ratchet.proxy.wire.upstream_response import UpstreamResponse
 from ratchet.store.records import BASE_VERSION
 
 log = logging.getLogger("ratchet.proxy")
 
 
-class Adapters:
+class AdapterLoader:
     """The adapters of the versions in the book."""
 
     def __init__(self, book: PolicyCache, upstream: Upstream, metrics: Metrics) -> None:
@@ -25,7 +25,7 @@ class Adapters:
         self._upstream = upstream
         self._metrics = metrics
 
-    async def load_for(self, answer: Answer, alias: str, version: int) -> bool:
+    async def load_for(self, answer: UpstreamResponse, alias: str, version: int) -> bool:
         """Load a version's adapter where the answer says that it is missing; return whether to send the call again.
 
         The answer is closed then. Raises UpstreamError.

@@ -27,24 +27,24 @@ from ratchet.proxy.exact.scale_out import (
     GENERATE,
     EndpointNotOffered,
     Fields,
-    Refused,
     Rendered,
     ScaleOut,
+    ScaleOutError,
     generate_body,
 )
-from ratchet.proxy.exact.splice import Context, Fork, Spliced, splice
-from ratchet.proxy.exact.streamed_response import Pace, StreamedAnswer
-from ratchet.proxy.exact.whole_response import Wanted, whole
+from ratchet.proxy.exact.splice import Context, ContextFork, Spliced, splice
+from ratchet.proxy.exact.streamed_response import StreamedResponse, StreamPacer
+from ratchet.proxy.exact.whole_response import DerenderRequest, read_whole_response
 from ratchet.proxy.messages.link_records import Leaf
-from ratchet.proxy.runtime.thread_pools import parsed
+from ratchet.proxy.runtime.thread_pools import run_parsing
 from ratchet.proxy.telemetry.metrics import Metrics
-from ratchet.proxy.upstreams.http_connection import HttpAnswer
-from ratchet.proxy.upstreams.replica_pool import Pool, Replica
+from ratchet.proxy.upstreams.http_connection import HttpResponse
+from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.wire import lax_values, request_body
 from ratchet.proxy.wire.request_body import ChatRequest
-from ratchet.proxy.wire.upstream_response import Answer
-from ratchet.proxy.worker.call.active_call import Exchange
+from ratchet.proxy.wire.upstream_response import UpstreamResponse
+from ratchet.proxy.worker.call.active_call import ActiveCall
 from ratchet.proxy.worker.forwarding.forwarders import Forwarder
 
 log = logging.getLogger("ratchet.proxy")
@@ -73,7 +73,7 @@ class ExactForwarder:
         plain: Forwarder,
         book: PolicyCache,
         upstream: Upstream,
-        pool: Pool[Replica],
+        pool: ReplicaPool[Replica],
         contexts: TokenContexts,
         metrics: Metrics,
         *,
@@ -88,16 +88,16 @@ class ExactForwarder:
         self._insisted = insisted
         self._scale_out = ScaleOut(upstream)
         self._templates = Templates(self._scale_out, upstream)
-        self._paces: dict[str, Pace] = {}
+        self._paces: dict[str, StreamPacer] = {}
         self._without: dict[str, float] = {}  # replicas that do not offer it, and when to ask again
 
-    async def forward(self, exchange: Exchange, path: str, headers: Mapping[str, str]) -> Answer:
+    async def forward(self, exchange: ActiveCall, path: str, headers: Mapping[str, str]) -> UpstreamResponse:
         """Send a call to `path` and return its answer; `exchange.url` says where it went. Raises UpstreamError."""
         leaf = exchange.opened.link.parent
         if path == PATH and leaf is not None:
             try:
                 answer = await self._exact(exchange, leaf, headers)
-            except Fork as fork:
+            except ContextFork as fork:
                 self._metrics.exact_splices.labels(fork.reason).inc()
             except UpstreamError as error:
                 self._fell_back(exchange, error)
@@ -110,7 +110,7 @@ class ExactForwarder:
                     return answer
         return await self._plain.forward(exchange, path, headers)
 
-    def _fell_back(self, exchange: Exchange, error: UpstreamError) -> None:
+    def _fell_back(self, exchange: ActiveCall, error: UpstreamError) -> None:
         self._metrics.exact_fallbacks.labels(error.code or "other").inc()
         if isinstance(error, EndpointNotOffered):
             url = self._replica(exchange)
@@ -121,18 +121,18 @@ class ExactForwarder:
         else:
             log.warning("event=exact_context_failed call=%s reason=%r", exchange.opened.begun.call_id, str(error))
 
-    def _replica(self, exchange: Exchange) -> str:
+    def _replica(self, exchange: ActiveCall) -> str:
         return self._pool.order(exchange.opened.begun.trajectory_id)[0].url
 
-    async def _exact(self, exchange: Exchange, leaf: Leaf, headers: Mapping[str, str]) -> Answer | None:
-        """Return the answer after the held ids; None where plain chat is exact. Raises Fork, UpstreamError."""
+    async def _exact(self, exchange: ActiveCall, leaf: Leaf, headers: Mapping[str, str]) -> UpstreamResponse | None:
+        """Return the answer after the held ids; None where plain chat is exact. Raises ContextFork, UpstreamError."""
         wanted, begun, url = exchange.request, exchange.opened.begun, self._replica(exchange)
         _check_suited(wanted)
         if self._without.get(url, 0.0) > time.monotonic():
-            raise Fork("not_offered")
+            raise ContextFork("not_offered")
         held = await self._contexts.of(leaf)
         if held is None:
-            raise Fork("context_unknown")
+            raise ContextFork("context_unknown")
         # A system prompt that was swapped in where the client sent none stands before all that it sent.
         place = _place(exchange.opened.keys, leaf) + len(wanted.messages) - len(exchange.opened.messages)
         body = wanted.outgoing_fields(self._book.served(begun.alias, begun.version))
@@ -141,7 +141,7 @@ class ExactForwarder:
             return None
         in_text = wanted.asks_logprobs
         sent = generate_body(rendered, spliced.ids, wanted.fields, streamed=wanted.streamed, in_text=in_text)
-        made = Wanted.of(wanted, f"chatcmpl-{begun.call_id}", body, rendered, spliced.ids)
+        made = DerenderRequest.of(wanted, f"chatcmpl-{begun.call_id}", body, rendered, spliced.ids)
         ids = await self._generate(exchange, sent, headers)
         try:
             return await self._in_words(ids, wanted, made)
@@ -152,24 +152,26 @@ class ExactForwarder:
     async def _spliced(
         self, url: str, alias: str, body: Fields, wanted: ChatRequest, place: int, held: Context
     ) -> tuple[Rendered, Spliced | None]:
-        """Return the render, and the prompt in place of its own. Raises Fork, UpstreamError."""
+        """Return the render, and the prompt in place of its own. Raises ContextFork, UpstreamError."""
         template = await self._templates.of(url, alias, body)
         if any(
-            chat_templates.spells(said, template.spelled) for said in wanted.messages if said.get("role") == "assistant"
+            chat_templates.renders_text(said, template.spelled)
+            for said in wanted.messages
+            if said.get("role") == "assistant"
         ):
-            raise Fork("turn_end_spelled")
+            raise ContextFork("turn_end_spelled")
         rendered = await self._scale_out.render(url, body)
         cut = partial(splice, held, rendered.ids, template.turn_end)
-        spliced = await parsed(cut) if len(rendered.ids) > _LONG else cut()
+        spliced = await run_parsing(cut) if len(rendered.ids) > _LONG else cut()
         if spliced is not None:
             template.check_context_length(len(rendered.ids), len(spliced.ids), _limit(wanted))
             await self._templates.prove(template, url, body, wanted.messages, place, rendered, spliced.tail)
         return rendered, spliced
 
-    async def _generate(self, exchange: Exchange, body: bytes, headers: Mapping[str, str]) -> HttpAnswer:
+    async def _generate(self, exchange: ActiveCall, body: bytes, headers: Mapping[str, str]) -> HttpResponse:
         """Return generate's answer at its headers. Raises UpstreamError."""
 
-        async def ask(replica: Replica) -> HttpAnswer:
+        async def ask(replica: Replica) -> HttpResponse:
             exchange.url = replica.url
             return await self._upstream.post_json(replica.url, GENERATE, body, headers)
 
@@ -179,16 +181,18 @@ class ExactForwarder:
                 told = await answer.read()
             finally:
                 answer.close()
-            raise Refused(f"{GENERATE} answered {answer.status} {told[:300].decode('utf-8', 'replace')}")
+            raise ScaleOutError(f"{GENERATE} answered {answer.status} {told[:300].decode('utf-8', 'replace')}")
         return answer
 
-    async def _in_words(self, ids: HttpAnswer, wanted: ChatRequest, made: Wanted) -> Answer:
+    async def _in_words(self, ids: HttpResponse, wanted: ChatRequest, made: DerenderRequest) -> UpstreamResponse:
         if not wanted.streamed:
             try:
-                return await whole(self._scale_out, ids, made)
+                return await read_whole_response(self._scale_out, ids, made)
             finally:
                 ids.close()
-        answer = StreamedAnswer(self._scale_out, ids, made, self._paces.setdefault(ids.url, Pace()), self._metrics)
+        answer = StreamedResponse(
+            self._scale_out, ids, made, self._paces.setdefault(ids.url, StreamPacer()), self._metrics
+        )
         try:
             await answer.begin()
         except BaseException:
@@ -200,26 +204,28 @@ class ExactForwarder:
 def _check_suited(wanted: ChatRequest) -> None:
     """Raise Fork where a request asks for what only plain chat can do, which a message of an odd form is, too."""
     if wanted.untrainable:
-        raise Fork("untrainable")
-    if not all(chat_templates.is_plain(said) for said in wanted.messages if said.get("role") == "assistant"):
-        raise Fork("unsuited_field")
+        raise ContextFork("untrainable")
+    if not all(
+        chat_templates.has_plain_tool_calls(said) for said in wanted.messages if said.get("role") == "assistant"
+    ):
+        raise ContextFork("unsuited_field")
     for name, usual in _UNSUITED.items():
         if name in wanted.fields and request_body.value(wanted.fields, name) not in (None, usual):
-            raise Fork("unsuited_field")
+            raise ContextFork("unsuited_field")
     if wanted.stream_options.get("continuous_usage_stats"):
-        raise Fork("unsuited_field")
+        raise ContextFork("unsuited_field")
 
 
 def _place(keys: Sequence[str], leaf: Leaf) -> int:
-    """Return the place of the answer that is continued. Raises Fork."""
+    """Return the place of the answer that is continued. Raises ContextFork."""
     if leaf.link_key not in keys:
-        raise Fork("answer_not_found")
+        raise ContextFork("answer_not_found")
     return len(keys) - 1 - keys[::-1].index(leaf.link_key)
 
 
 def _limit(wanted: ChatRequest) -> int | None:
     """Return how many tokens the client lets be generated."""
     for name in ("max_completion_tokens", "max_tokens"):
-        if (limit := lax_values.whole(request_body.value(wanted.fields, name))) is not None:
+        if (limit := lax_values.lax_int(request_body.value(wanted.fields, name))) is not None:
             return limit
     return None

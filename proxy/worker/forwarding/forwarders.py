@@ -11,20 +11,20 @@ from typing import Any, Protocol
 
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.telemetry.metrics import Metrics
-from ratchet.proxy.upstreams.http_connection import HttpAnswer
-from ratchet.proxy.upstreams.replica_pool import Pool, Replica
+from ratchet.proxy.upstreams.http_connection import HttpResponse
+from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.wire.context_limit import find_context_overflow, longest_context
-from ratchet.proxy.wire.upstream_response import Answer
-from ratchet.proxy.worker.call.active_call import Exchange
-from ratchet.proxy.worker.forwarding.adapter_loading import Adapters
+from ratchet.proxy.wire.upstream_response import UpstreamResponse
+from ratchet.proxy.worker.call.active_call import ActiveCall
+from ratchet.proxy.worker.forwarding.adapter_loading import AdapterLoader
 from ratchet.store.records import OTHER
 
 
 class Forwarder(Protocol):
     """Where captured calls go."""
 
-    async def forward(self, exchange: Exchange, path: str, headers: Mapping[str, str]) -> Answer:
+    async def forward(self, exchange: ActiveCall, path: str, headers: Mapping[str, str]) -> UpstreamResponse:
         """Send a call to `path` and return its answer; `exchange.url` says where it went. Raises UpstreamError."""
 
 
@@ -35,7 +35,7 @@ class ModelRouter:
         self._own = own
         self._others = others
 
-    async def forward(self, exchange: Exchange, path: str, headers: Mapping[str, str]) -> Answer:
+    async def forward(self, exchange: ActiveCall, path: str, headers: Mapping[str, str]) -> UpstreamResponse:
         """Send a call to `path` and return its answer; `exchange.url` says where it went. Raises UpstreamError."""
         chosen = self._others if exchange.opened.begun.purpose == OTHER else self._own
         return await chosen.forward(exchange, path, headers)
@@ -44,11 +44,11 @@ class ModelRouter:
 class VllmForwarder:
     """To the vLLM replicas; loads an adapter where one is missing."""
 
-    def __init__(self, book: PolicyCache, upstream: Upstream, pool: Pool[Replica], metrics: Metrics) -> None:
+    def __init__(self, book: PolicyCache, upstream: Upstream, pool: ReplicaPool[Replica], metrics: Metrics) -> None:
         self._book = book
         self._upstream = upstream
         self._pool = pool
-        self._adapters = Adapters(book, upstream, metrics)
+        self._adapters = AdapterLoader(book, upstream, metrics)
 
     async def look(self, replica: Replica) -> list[dict[str, Any]]:
         """Ask a replica whether it is there; return the models that it holds. Raises UpstreamError."""
@@ -56,7 +56,7 @@ class VllmForwarder:
         replica.max_model_len = longest_context(cards)
         return cards
 
-    async def forward(self, exchange: Exchange, path: str, headers: Mapping[str, str]) -> Answer:
+    async def forward(self, exchange: ActiveCall, path: str, headers: Mapping[str, str]) -> UpstreamResponse:
         """Send a call to `path` and return its answer; `exchange.url` says where it went. Raises UpstreamError."""
         begun = exchange.opened.begun
         too_long = find_context_overflow(exchange.request, (replica.max_model_len for replica in self._pool.replicas))
@@ -64,7 +64,7 @@ class VllmForwarder:
             raise too_long
         body = exchange.request.outgoing(self._book.served(begun.alias, begun.version))
 
-        async def ask(replica: Replica) -> HttpAnswer:
+        async def ask(replica: Replica) -> HttpResponse:
             exchange.url = replica.url
             answer = await self._upstream.post_json(replica.url, path, body, headers)
             if await self._adapters.load_for(answer, begun.alias, begun.version):

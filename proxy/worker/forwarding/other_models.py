@@ -15,12 +15,12 @@ from ratchet.proxy.errors import UpstreamError
 from ratchet.proxy.model_list import ModelEntry, key_of
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import Metrics
-from ratchet.proxy.upstreams.circuit_breaker import Breaker
-from ratchet.proxy.upstreams.http_connection import HttpAnswer
-from ratchet.proxy.upstreams.replica_pool import Pool, Replica
-from ratchet.proxy.upstreams.replica_probes import Probes
+from ratchet.proxy.upstreams.circuit_breaker import CircuitBreaker
+from ratchet.proxy.upstreams.http_connection import HttpResponse
+from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
+from ratchet.proxy.upstreams.replica_probes import ReplicaProbes
 from ratchet.proxy.upstreams.vllm_client import Upstream
-from ratchet.proxy.worker.call.active_call import Exchange
+from ratchet.proxy.worker.call.active_call import ActiveCall
 from ratchet.proxy.worker.forwarding.openai_body import openai_body
 
 _REFUSED = (401, 403)
@@ -31,7 +31,7 @@ class Deployment(Replica):
 
     __slots__ = ("_variable", "client", "headers", "served_name", "vllm")
 
-    def __init__(self, entry: ModelEntry, key: SecretStr | None, client: Upstream, breaker: Breaker) -> None:
+    def __init__(self, entry: ModelEntry, key: SecretStr | None, client: Upstream, breaker: CircuitBreaker) -> None:
         params = entry.litellm_params
         super().__init__(params.base, breaker, label=f"{entry.model_name} {params.base}")
         self.client = client
@@ -40,7 +40,7 @@ class Deployment(Replica):
         self.headers = {"authorization": f"Bearer {key.get_secret_value()}"} if key else {}
         self._variable = params.variable
 
-    async def send(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> HttpAnswer:
+    async def send(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> HttpResponse:
         """Send one request; `path` comes after the base. Raises UpstreamError. Close the answer."""
         answer = await self.client.send(self.url, method, path, body, {**headers, **self.headers})
         if answer.status in _REFUSED:
@@ -71,7 +71,7 @@ class OtherModels:
         critical_tasks: CriticalTasks | None = None,
     ) -> None:
         self._clients: dict[float, Upstream] = {}
-        self._pools: dict[str, Pool[Deployment]] = {}
+        self._pools: dict[str, ReplicaPool[Deployment]] = {}
         named: dict[str, list[Deployment]] = {}
         for entry in entries:
             seconds = entry.litellm_params.timeout or request_timeout_seconds
@@ -81,18 +81,20 @@ class OtherModels:
                     (), seconds, connect_timeout_seconds, None, stream_idle_timeout_seconds, max_upstream_response_bytes
                 ),
             )
-            deployment = Deployment(entry, key_of(entry, keys), client, Breaker(failures, cool_off))
+            deployment = Deployment(entry, key_of(entry, keys), client, CircuitBreaker(failures, cool_off))
             named.setdefault(entry.model_name, []).append(deployment)
         for name, deployments in named.items():
-            self._pools[name] = Pool(deployments, metrics)
-        self._probes = [Probes(pool, _is_there, cool_off, critical_tasks, idle=True) for pool in self._pools.values()]
+            self._pools[name] = ReplicaPool(deployments, metrics)
+        self._probes = [
+            ReplicaProbes(pool, _is_there, cool_off, critical_tasks, idle=True) for pool in self._pools.values()
+        ]
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names that can be asked for."""
         return tuple(self._pools)
 
-    def pool(self, name: str) -> Pool[Deployment]:
+    def pool(self, name: str) -> ReplicaPool[Deployment]:
         """Return where a model is served."""
         return self._pools[name]
 
@@ -110,11 +112,11 @@ class OtherModels:
         for client in self._clients.values():
             await client.stop()
 
-    async def forward(self, exchange: Exchange, path: str, headers: Mapping[str, str]) -> HttpAnswer:
+    async def forward(self, exchange: ActiveCall, path: str, headers: Mapping[str, str]) -> HttpResponse:
         """Send a captured call on and return its answer. Raises UpstreamError."""
         begun, request = exchange.opened.begun, exchange.request
 
-        async def ask(deployment: Deployment) -> HttpAnswer:
+        async def ask(deployment: Deployment) -> HttpResponse:
             exchange.url = deployment.url
             name = deployment.served_name
             body = request.outgoing(name) if deployment.vllm else openai_body(request, name, begun.dialect)

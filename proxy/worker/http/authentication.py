@@ -32,7 +32,7 @@ _OPERATOR_PATH = "/api"
 _FEEDBACK_ROUTE = ("POST", "/api/feedback")  # an agent's key opens this as well: it says something and reads nothing
 
 
-class Keys:
+class Authentication:
     """Refuses unknown API keys and puts the caller into the scope. Keys are never kept, only hashes."""
 
     def __init__(self, app: ASGIApp, ring: KeyCache, allowed_origins: Collection[str]) -> None:

@@ -24,7 +24,7 @@ class BodyReservation:
 
     __slots__ = ("_bodies", "_held", "_key")
 
-    def __init__(self, bodies: Bodies, key: str) -> None:
+    def __init__(self, bodies: BodyMemory, key: str) -> None:
         self._bodies = bodies
         self._key = key
         self._held = 0
@@ -40,7 +40,7 @@ class BodyReservation:
         self._held = 0
 
 
-class Bodies:
+class BodyMemory:
     """The layer."""
 
     def __init__(self, app: ASGIApp, most: int, max_bytes_per_key: int) -> None:

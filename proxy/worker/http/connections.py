@@ -77,28 +77,28 @@ class _Phase(Enum):
     WHOLE = 2  # the request is here; its answer is made, or was sent
 
 
-class Connections:
+class ClientConnections:
     """The connections of one server, and their bounds."""
 
     def __init__(self, most: int, read_timeout_seconds: float, write_timeout_seconds: float) -> None:
         self.most = most
         self.read_timeout_seconds = read_timeout_seconds
         self.write_timeout_seconds = write_timeout_seconds
-        self._open: set[Connection] = set()
+        self._open: set[ClientConnection] = set()
 
     @property
     def protocol(self) -> Any:
         """What uvicorn makes connections with."""
-        return partial(Connection, self)
+        return partial(ClientConnection, self)
 
-    def enter(self, connection: Connection) -> bool:
+    def enter(self, connection: ClientConnection) -> bool:
         """Count a connection in; False where there are too many."""
         if len(self._open) >= self.most:
             return False
         self._open.add(connection)
         return True
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: ClientConnection) -> None:
         """Count a connection out."""
         self._open.discard(connection)
 
@@ -111,7 +111,7 @@ class Connections:
             for connection in list(self._open):
                 self._check(connection, now)
 
-    def _check(self, connection: Connection, now: float) -> None:
+    def _check(self, connection: ClientConnection, now: float) -> None:
         """Look at one connection; one that cannot be looked at is ended, and the watch goes on."""
         try:
             connection.check(now)
@@ -121,11 +121,16 @@ class Connections:
             connection.transport.abort()
 
 
-class Connection(HttpToolsProtocol):
+class ClientConnection(HttpToolsProtocol):
     """One connection. Times are the loop's."""
 
     def __init__(
-        self, doors: Connections, config: Config, server_state: ServerState, app_state: dict[str, Any], **more: Any
+        self,
+        doors: ClientConnections,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        **more: Any,
     ) -> None:
         super().__init__(config, server_state, app_state, **more)
         self._doors = doors

@@ -11,7 +11,7 @@ import zlib
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ratchet.proxy.errors import BadRequest, BodyTooLarge, UnknownEncoding
-from ratchet.proxy.runtime.thread_pools import parsed
+from ratchet.proxy.runtime.thread_pools import run_parsing
 from ratchet.proxy.wire.asgi import HEADERS_BY_NAME, header, read_body, replay_body
 from ratchet.proxy.worker.http.body_memory import BODY
 
@@ -38,7 +38,7 @@ class Decompression:
                 f"the body's content-encoding {encoding[:40]!r} cannot be read here: send it as gzip, or uncompressed"
             )
         packed = await read_body(receive, self._body_limit)
-        body = await parsed(decompressed_body, packed, self._body_limit)
+        body = await run_parsing(decompressed_body, packed, self._body_limit)
         if held := scope.get(BODY):
             held.take(len(body))
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-encoding"]

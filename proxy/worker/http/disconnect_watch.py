@@ -16,7 +16,7 @@ from ratchet.proxy.errors import ClientLeft
 _SOON = 0.02  # seconds
 
 
-class Watch:
+class DisconnectWatch:
     """Inside the block, a disconnect cancels the block's task and sets `left`.
 
     The block catches the CancelledError: with `left` set it records what it has and calls `forgive`; otherwise the
@@ -36,7 +36,7 @@ class Watch:
         self._timer = asyncio.get_running_loop().call_later(_SOON, self._listen)
         self.left = False
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> DisconnectWatch:
         return self
 
     def __exit__(

@@ -16,7 +16,7 @@ from ratchet.store.ids import new_id
 log = logging.getLogger("ratchet.proxy")
 
 
-class Errors:
+class ErrorMiddleware:
     """Turns our errors into answers in the shape that the path's clients read; nothing else passes through here."""
 
     def __init__(self, app: ASGIApp, count: Callable[[ProxyError | None], None]) -> None:
@@ -54,4 +54,4 @@ async def _tell(scope: Scope, send: Send, error: ProxyError) -> None:
     headers: Headers = [JSON, (b"x-request-id", name), (b"request-id", name), *error.headers]
     if error.retry_after is not None:
         headers.append((b"retry-after", b"%d" % error.retry_after))
-    await send_bytes(send, error.status, error_shape_of(scope).ours(error), headers)
+    await send_bytes(send, error.status, error_shape_of(scope).encode_error(error), headers)

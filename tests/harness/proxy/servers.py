@@ -86,10 +86,10 @@ class ProxyProcess:
     def __init__(self, folder: Path, errors: Any = None, **settings: Any) -> None:
         """`errors` is the file that it logs to, in place of `proxy.log` in its folder."""
         program = (
-            "import json, sys; from proxy.server import serve; from proxy.settings import ProxySettings; "
-            "from proxy.observing import logs; "
+            "import json, sys; from ratchet.proxy.server import serve; from ratchet.proxy.settings import ProxySettings; "
+            "from ratchet.proxy.telemetry import logs; "
             "settings = ProxySettings.read({}, **json.loads(sys.argv[1])); "
-            "logs.set_up(settings.log_format, settings.log_level); "
+            "logs.configure_logging(settings.log_format, settings.log_level); "
             "sys.exit(serve(settings, lambda url: print(url, flush=True)))"
         )
         values = {"model": "agent", "port": 0, "journal": str(folder / "journal"), "store": str(folder / "store.db")}
