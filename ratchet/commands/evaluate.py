@@ -8,14 +8,43 @@ from typing import Any
 import click
 
 from ratchet import options
-from ratchet.commands.eval_bfcl import bfcl
 from ratchet.commands.eval_versions import versions
+from ratchet.errors import CliError
 from ratchet.tuning.context import add_rollout_options
 
-EVALUATIONS: tuple[click.Command, ...] = (bfcl,)
+
+class EvaluationGroup(click.Group):
+    """A group whose commands are the plug-ins of `ratchet.evaluations`, imported when one is used or listed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the installed evaluations."""
+        from ratchet.trainer.user_code.plugins import EVALUATIONS, plugin_names
+
+        return plugin_names(EVALUATIONS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return an evaluation's command; for one that cannot be imported, a command that fails with the reason."""
+        from ratchet.trainer.user_code.plugins import EVALUATIONS, PluginError, load_plugin
+
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        try:
+            command: click.Command = load_plugin(EVALUATIONS, cmd_name)
+        except PluginError as error:
+            return _unavailable(cmd_name, str(error))
+        return command
 
 
-@click.group("eval", invoke_without_command=True)
+def _unavailable(name: str, reason: str) -> click.Command:
+    @click.command(name, help=f"Not available: {reason}", context_settings={"ignore_unknown_options": True})
+    @click.argument("arguments", nargs=-1)
+    def fail(arguments: tuple[str, ...]) -> None:
+        raise CliError(reason)
+
+    return fail
+
+
+@click.group("eval", cls=EvaluationGroup, invoke_without_command=True)
 @click.option("--model", metavar="NAME", help="What is measured: a version such as policy@4, or a model of model_list.")
 @click.option("--against", metavar="NAME", help="What it is compared with.  [default: the live version]")
 @click.option("--split", default="test", show_default=True, help="Split of the task set that is asked.")
@@ -44,7 +73,3 @@ def evaluate(
     if model is None and given["resume"] is None:
         raise click.UsageError("say what is measured: --model policy@4, or one of the commands that --help shows")
     return versions(context, model, against, png, as_json, given)
-
-
-for command in EVALUATIONS:
-    evaluate.add_command(command)

@@ -11,11 +11,9 @@ from ratchet import options
 from ratchet.output.tables import strip_control_characters
 from ratchet.tuning.context import EXIT_NOT_BETTER, add_rollout_options, fail_unless_better
 
-_METHODS = ("gepa", "mipro")
-
 
 @click.command()
-@click.option("--method", type=click.Choice(_METHODS), help="Optimiser.  [default: gepa]")
+@click.option("--method", metavar="NAME", help="Optimizer: gepa, mipro or a plug-in.  [default: gepa]")
 @click.option(
     "--rollouts", type=click.IntRange(1), help="Most rollouts in all.  [default: 300 and those on held-out tasks]"
 )

@@ -18,6 +18,7 @@ from ratchet.store.states import PolicyState
 from ratchet.store.store import Store, open_store
 from ratchet.tuner.reports.tuning_result import read
 from tests.harness.cli.project import Project
+from tests.harness.metadata import write_metadata
 from tests.harness.proxy.servers import eventually, served
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.prompted_vllm import PromptedVllm
@@ -161,9 +162,10 @@ def test_what_is_missing_is_named(circle: Circle, given: dict[str, str], told: s
     assert circle.store.tunings.page() == []  # what cannot begin leaves no run
 
 
-def test_mipro_finds_it_too_through_the_same_command(circle: Circle) -> None:
+def test_mipro_finds_it_too_through_the_same_command(circle: Circle, tmp_path_factory: pytest.TempPathFactory) -> None:
+    metadata = write_metadata(tmp_path_factory.mktemp("metadata"))
     command = [str(mipro_python()), "-m", "ratchet", "tune", "prompt", *circle.arguments(method="mipro"), "--json"]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(circle.project.folder)])}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(circle.project.folder), str(metadata)])}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=240, cwd=circle.project.folder, env=environ, check=False
     )
@@ -176,7 +178,7 @@ def test_mipro_finds_it_too_through_the_same_command(circle: Circle) -> None:
 
 def test_the_light_environment_of_the_command_has_no_torch() -> None:
     program = (
-        "import sys; import ratchet.prompt_tuning, ratchet.tuner.prompts.prompt_run; print('torch' in sys.modules)"
+        "import sys; import ratchet.tuning.tune_prompt, ratchet.tuner.prompts.prompt_run; print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness.clients.program import HOME, SKIP
+from tests.harness.metadata import write_metadata
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
 
@@ -31,7 +32,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What came of MIPRO's searches in the small world."""
     program = [str(mipro_python()), "-m", "tests.harness.tuner.mipro_in_the_small_world"]
     home = tmp_path_factory.mktemp("home")
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(home)}
+    metadata = write_metadata(tmp_path_factory.mktemp("metadata"))
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{metadata}", "HOME": str(home)}
     with ScriptedReflectionModel().running() as server:
         done = subprocess.run(
             [*program, server.url], capture_output=True, text=True, env=environ, timeout=240, cwd=ROOT

@@ -14,7 +14,7 @@ from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.errors import BudgetTooSmall, TooManyFailures, Unjudged
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.tuner.prompts.budget import Budget
-from ratchet.tuner.prompts.make_optimizer import make_optimizer
+from ratchet.tuner.prompts.optimizer import load_optimizer
 from ratchet.tuner.prompts.prompt_tuning import Found, Plan, PromptTuning
 from ratchet.tuner.prompts.reflection_model import ReflectionModel
 from ratchet.tuner.prompts.seed_prompt import given
@@ -68,7 +68,7 @@ class World:
             self._store,
             self.trials,
             self.budget,
-            make_optimizer("gepa"),
+            load_optimizer("gepa"),
             lambda seed: ReflectionModel(
                 model, self.budget, mode=seed.mode, answered=tuple(self.answered), keep=self._keep
             ),

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from ratchet.trainer.errors import SetAside
+from ratchet.trainer.errors import OptimizerMissing, SetAside
+from ratchet.trainer.user_code.plugins import PROMPT_OPTIMIZERS, PluginError, load_plugin
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,15 @@ class PromptOptimizer(Protocol):
 
         Deterministic: the same scores and answers lead to the same questions. Raises BudgetExceeded, TuningError.
         """
+
+
+def load_optimizer(method: str) -> PromptOptimizer:
+    """Return the optimizer that a plug-in of `ratchet.prompt_optimizers` makes. Raises OptimizerMissing."""
+    try:
+        optimizer: PromptOptimizer = load_plugin(PROMPT_OPTIMIZERS, method)()
+    except PluginError as error:
+        raise OptimizerMissing(f"--method {method}: {error}") from error
+    return optimizer
 
 
 class Carried(BaseException):

@@ -23,7 +23,7 @@ from ratchet.trainer.errors import SettingError
 from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.tasks.task_set import TEST, TRAIN, Task, TaskSet
 from ratchet.tuner.prompts.budget import Budget
-from ratchet.tuner.prompts.make_optimizer import make_optimizer
+from ratchet.tuner.prompts.optimizer import load_optimizer
 from ratchet.tuner.prompts.prompt_tuning import Found, Plan, PromptTuning, details
 from ratchet.tuner.prompts.reflection_model import Answered, ReflectionModel
 from ratchet.tuner.prompts.seed_prompt import SeedPrompt, given, serving
@@ -63,7 +63,7 @@ def check(settings: TunerSettings) -> None:
         raise SettingError(
             "no reflection model is named: give --reflection-url and --reflection-model, or set tuner.reflection"
         )
-    make_optimizer(settings.prompt.method)
+    load_optimizer(settings.prompt.method)
 
 
 def config_of(settings: TunerSettings, judge: Any, seed_prompt: str | None) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class _Run:
             )  # fmt: skip
             self._work.at(self._budget.begun, self._budget.rollouts)
             tuned = PromptTuning(
-                tools.store, trials, self._budget, make_optimizer(settings.prompt.method), self._reflection,
+                tools.store, trials, self._budget, load_optimizer(settings.prompt.method), self._reflection,
                 self._plan, tools.tell,
             )  # fmt: skip
             try:

@@ -6,7 +6,6 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Method = Literal["gepa", "mipro"]
 MIN_TRAIN_TASKS: Final = 3
 MIN_VALIDATION_TASKS: Final = 3
 MIN_HELD_OUT_TASKS: Final = 6  # with fewer pairs no difference can be told from chance at 95%
@@ -18,7 +17,9 @@ class PromptSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    method: Method = Field("gepa", description="optimiser: gepa (extra tune-gepa) or mipro (extra tune-mipro)")
+    method: str = Field(
+        "gepa", description="optimizer: gepa (extra tune-gepa), mipro (extra tune-mipro) or a plug-in's name"
+    )
     mode: Literal["auto", "replace", "append"] = Field(
         "auto",
         description="the prompt replaces the agent's system prompt or is appended to it; auto: appended where the "

@@ -14,7 +14,7 @@ from typing import Any
 from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.tuner.prompts.budget import Budget
-from ratchet.tuner.prompts.make_optimizer import make_optimizer
+from ratchet.tuner.prompts.optimizer import load_optimizer
 from ratchet.tuner.prompts.reflection_model import ReflectionModel
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.prompt_fakes import WorldEvaluate, search
@@ -33,7 +33,7 @@ def run(
     reflection = ReflectionModel(model, budget, answered=answered, keep=lambda one, exchanges: told.append(dict(one)))
     error = None
     try:
-        make_optimizer("mipro").optimize(prompt_world.SEED, evaluate, reflection, search())
+        load_optimizer("mipro").optimize(prompt_world.SEED, evaluate, reflection, search())
     except Exception as raised:  # noqa: BLE001  the tests look at it
         error = type(raised).__name__
     score, prompt = evaluate.best()

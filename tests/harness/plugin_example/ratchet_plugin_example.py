@@ -1,0 +1,55 @@
+"""A judge and a prompt optimizer that plug into Ratchet. Only the entry points in pyproject.toml make them known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ratchet.store.records import Transcript, Verdict
+from ratchet.trainer.controller.judges import Judgement
+from ratchet.tuner.prompts.optimizer import Evaluate, Reflection, Search
+
+
+class BrevityJudge:
+    """`judge: {kind: brevity, max_chars: 200}`: 1.0 for an empty last answer, 0.0 from `max_chars` characters on."""
+
+    name = "brevity"
+    at_once = 1
+
+    def __init__(self, settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+        self._max_chars = int(settings.get("max_chars", 200))
+        self.version = f"1/{self._max_chars}"
+
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+        """Return one verdict per member, in order."""
+        return Judgement(tuple(self._verdict(group_id, member) for member in members))
+
+    def close(self) -> None:
+        """Release nothing: this judge holds no connection."""
+
+    def _verdict(self, group_id: str | None, member: Transcript) -> Verdict:
+        length = len(str(member.messages[-1].get("content") or ""))
+        score = max(0.0, 1.0 - length / self._max_chars)
+        return Verdict(
+            trajectory_id=member.trajectory.id,
+            group_id=group_id,
+            judge=self.name,
+            judge_version=self.version,
+            score=score,
+        )
+
+
+class BestOf:
+    """`--method best_of`: proposes prompts from failed training tasks and scores each on the validation tasks."""
+
+    PROPOSALS = 3
+
+    def optimize(self, seed_prompt: str, evaluate: Evaluate, reflection: Reflection, search: Search) -> None:
+        """Search; see ratchet.tuner.prompts.optimizer.PromptOptimizer."""
+        best, best_score = seed_prompt, sum(evaluate.scores(seed_prompt, search.validation))
+        for _ in range(self.PROPOSALS):
+            evaluate.scores(best, search.train)
+            proposed = reflection.propose(best, [evaluate.example(best, task) for task in search.train])
+            score = sum(evaluate.scores(proposed, search.validation))
+            if score > best_score:
+                best, best_score = proposed, score

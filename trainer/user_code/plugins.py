@@ -1,0 +1,60 @@
+"""Plug-ins: features that an installed distribution registers as Python entry points.
+
+Groups: `ratchet.judges`, `ratchet.prompt_optimizers`, `ratchet.evaluations`, `ratchet.monitors`. Ratchet's own optional
+features are registered in its pyproject.toml and are loaded the same way. What each group expects: docs/plugins.md.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final
+
+JUDGES: Final = "ratchet.judges"
+PROMPT_OPTIMIZERS: Final = "ratchet.prompt_optimizers"
+EVALUATIONS: Final = "ratchet.evaluations"
+MONITORS: Final = "ratchet.monitors"
+
+
+class PluginError(Exception):
+    """A plug-in is missing, ambiguous or cannot be imported; the message names the remedy."""
+
+
+def plugin_names(group: str) -> list[str]:
+    """Return the names registered in a group, sorted. Imports none of them."""
+    return sorted({point.name for point in entry_points(group=group)})
+
+
+def load_plugin(group: str, name: str) -> Any:
+    """Import a plug-in and return the object that its entry point names. Raises PluginError."""
+    points = list({point.value: point for point in entry_points(group=group, name=name)}.values())
+    if not points:
+        installed = ", ".join(plugin_names(group)) or "none"
+        raise PluginError(
+            f"no plug-in {name!r} in the entry-point group {group} (installed: {installed}): correct the name, or "
+            "install the distribution that registers it into this Python environment"
+        )
+    if len(points) > 1:
+        owners = " and ".join(sorted(_distribution(point) for point in points))
+        raise PluginError(f"plug-in {name!r} of the group {group} is registered by {owners}: uninstall one of them")
+    point = points[0]
+    try:
+        return point.load()
+    except (Exception, SystemExit) as error:  # a plug-in's import may fail in any way
+        raise PluginError(
+            f"plug-in {name!r} of the group {group} ({point.value.partition('[')[0].strip()}, from {_distribution(point)}) cannot be imported: "
+            f"{type(error).__name__}: {error}; {_remedy(point, error)}"
+        ) from error
+
+
+def _distribution(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unknown distribution"
+
+
+def _remedy(point: EntryPoint, error: BaseException) -> str:
+    name = point.dist.name if point.dist is not None else "its distribution"
+    _, bracket, extra = point.value.partition("[")  # EntryPoint.extras splits names at hyphens
+    if bracket:
+        return f"install the extra: pip install '{name}[{extra}'"
+    if isinstance(error, ModuleNotFoundError):
+        return f"install the missing module, or update {name}"
+    return f"update {name}, or report the error to its authors"
