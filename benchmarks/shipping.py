@@ -4,8 +4,8 @@
     continuing  calls of agents of 20 turns with tools, 32 agents in turns: a tool's result in, a tool call out
     apart       the same, each end shipped in a later batch than its beginning, as with a model that takes seconds
 
-A journal is made, then carried in pieces as the store_writer carries them, in this process. CPU time, without the reading
-of the journal's bounds and the first two pieces. To compare two versions of the code, run them in turns.
+A journal is made, then carried in pieces as the store_writer carries them, in this process. CPU time, without the
+reading of the journal's bounds and the first two pieces. To compare two versions of the code, run them in turns.
 
     python -m benchmarks.shipping [--calls 6000] [--batch 450] [--stored 0] [--json]
 """

@@ -1,6 +1,7 @@
 """What singles learn by: nothing, a running baseline, a prompt cohort, resamples; same live calls, held-out score each.
 
-The single-call task is the first call of `ratchet.demo.email_search`: a question comes in once, and one tool call goes out.
+The single-call task is the first call of `ratchet.demo.email_search`: a question comes in once, and one tool call goes
+out.
 It is right where its search finds the mail that tells the answer (a rule; nobody tells the trainer which task it is).
 Users arrive at random times at a steady rate, so that vLLM has idle moments. Each way is a project of its own on the
 real vLLM with the tiny policy, then the same 150 held-out questions under the live version; under version 0, which all

@@ -1,9 +1,10 @@
 """Runs one proxy until it is told to stop: what `ratchet proxy` calls.
 
 SIGTERM, SIGINT and SIGHUP make it unready, stop the listening (after `drain_delay_seconds`), let running calls end
-(`drain_timeout_seconds`), then write, ship and close; a second signal does not wait for the delay, and a third, SIGINT, for
-nothing. Where a part of it dies (`critical_tasks.py`), it ends in the same way a moment later, with 1 for its status. The port
-is taken before anything else, so that a busy one is an error with a remedy.
+(`drain_timeout_seconds`), then write, ship and close; a second signal does not wait for the delay, and a third,
+SIGINT, for
+nothing. Where a part of it dies (`critical_tasks.py`), it ends in the same way a moment later, with 1 for its status.
+The port is taken before anything else, so that a busy one is an error with a remedy.
 """
 
 from __future__ import annotations

@@ -156,7 +156,8 @@ class ProxySettings(BaseModel):
         for name in ("max_inflight_request_bytes", "max_inflight_request_bytes_per_key"):
             if getattr(self, name) < self.max_body_bytes:
                 raise ValueError(
-                    f"{name} {getattr(self, name)} is less than max_body_bytes {self.max_body_bytes}, so that a body of that "
+                    f"{name} {getattr(self, name)} is less than max_body_bytes {self.max_body_bytes}, so that a "
+                    "body of that "
                     f"size is never taken: raise {name} or lower max_body_bytes"
                 )
         return self

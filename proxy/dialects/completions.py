@@ -103,7 +103,7 @@ def _read(body: bytes) -> Asked:
         stream_options=options,
         sampling=request_body.sampling_in(fields),
         trajectory=request_body.trajectory_in(fields),
-        untrainable="several prompts" if several else request_body.untrainable_by(fields, ()),
+        untrainable="several_prompts" if several else request_body.untrainable_by(fields, ()),
         echoes=request_body.is_true(fields, "echo"),
     )
     return Asked(

@@ -1,6 +1,7 @@
 """What a dialect is: how a request is read, and how its answer is worded.
 
-Every dialect makes one inner call to vLLM, which carries token ids and logprobs. `read` gives that call; the `ResponseEncoder`
+Every dialect makes one inner call to vLLM, which carries token ids and logprobs. `read` gives that call; the
+`ResponseEncoder`
 that comes with it turns vLLM's answer into what the client expects, piece by piece, and captures it on the way.
 """
 

@@ -37,8 +37,8 @@ class QuotedText(msgspec.Struct, frozen=True):
 
 
 class TextFingerprints(msgspec.Struct, frozen=True):
-    """`skip_last_key`: the path without the prompt's last message; `answer_key`: the answer wherever it stands; `whole`: the
-    text of a plain prompt with the answer behind it.
+    """`skip_last_key`: the path without the prompt's last message; `answer_key`: the answer wherever it stands;
+    `whole`: the text of a plain prompt with the answer behind it.
     """
 
     skip_last_key: str = ""

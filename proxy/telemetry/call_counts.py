@@ -14,15 +14,15 @@ from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.store.records import CallEnded
 
 _REASONS = (
-    "no token ids",
-    "no logprobs",
-    "no prompt token ids",
-    "no answer",
+    "no_token_ids",
+    "no_logprobs",
+    "no_prompt_token_ids",
+    "no_answer",
     "redacted",
-    "other model",
+    "other_model",
     "echo",
     "image",
-    "beam search",
+    "beam_search",
     "failed",
 )
 

@@ -3,7 +3,8 @@
 What the latest look said is kept for `/health/ready`, which asks nobody. One that cannot be reached is asked again a
 second later. One whose breaker has cooled off is asked, too, and its answer closes the breaker: no agent's call is the
 probe. A server that is not ours is asked only for that (`idle`). A slow answer opens nothing, as a replica may be
-busy; no connection does, and so does one that hangs: that leaves `_MAX_TIMEOUTS_IN_A_ROW` looks in a row without an answer.
+busy; no connection does, and so does one that hangs: that leaves `_MAX_TIMEOUTS_IN_A_ROW` looks in a row without an
+answer.
 """
 
 from __future__ import annotations

@@ -121,9 +121,9 @@ class SampledChoice:
     def defect(self) -> str | None:
         """Return why these tokens cannot be trusted, or None."""
         if not self.ids:
-            return "no token ids"
+            return "no_token_ids"
         if not self.logprobs:
-            return "no logprobs"
+            return "no_logprobs"
         if len(self.ids) != len(self.logprobs):
             return f"{len(self.ids)} token ids but {len(self.logprobs)} logprobs"
         return None
@@ -167,9 +167,9 @@ class Capture:
         if self.unread:
             return self.unread
         if not self.prompt_ids:
-            return "no prompt token ids"
+            return "no_prompt_token_ids"
         if not self._choices:
-            return "no answer"
+            return "no_answer"
         return next((defect for choice in self.choices if (defect := choice.defect())), None)
 
     def whole(self, body: bytes) -> bytes:

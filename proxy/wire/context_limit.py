@@ -1,7 +1,8 @@
 """The longest context that the replicas take, and whether a request is known to be longer.
 
 Known means counted: only token ids are. A text's tokens, and what a chat template makes of messages, are the engine's
-to count, and it does so before it generates; its refusal is told by `parse_context_overflow`. So nothing that fits is refused.
+to count, and it does so before it generates; its refusal is told by `parse_context_overflow`. So nothing that fits is
+refused.
 """
 
 from __future__ import annotations

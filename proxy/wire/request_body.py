@@ -207,7 +207,7 @@ def untrainable_by(fields: Mapping[str, Raw], messages: Sequence[Mapping[str, An
     if is_true(fields, "echo"):
         return "echo"
     if is_true(fields, "use_beam_search"):
-        return "beam search"
+        return "beam_search"
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):

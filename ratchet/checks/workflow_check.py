@@ -20,6 +20,7 @@ import httpx
 
 from ratchet.checks.check_result import Finding
 from ratchet.settings import Settings
+from ratchet.store.reasons import DropReason
 from ratchet.tuning import context
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 _PATIENCE = 10.0  # seconds
 _STEPS = ("rollouts", "calls", "tokens", "attempts", "judge", "scores", "groups", "settings")
 _NO_PROXY = "start the project with `ratchet up --detach`, or give --proxy URL"
-_DROPPED = "doctor"
 
 
 def task_of(text: str, settings: Settings) -> Task:
@@ -180,4 +180,4 @@ def _forget(store: Store, transcripts: list[Transcript]) -> None:
     for one in transcripts:
         with contextlib.suppress(InvalidTransition):
             store.trajectories.seal(one.trajectory.id, time.time())
-            store.trajectories.drop([one.trajectory.id], _DROPPED)
+            store.trajectories.drop([one.trajectory.id], DropReason.DOCTOR)

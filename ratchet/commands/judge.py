@@ -334,7 +334,8 @@ def _rollout(rollout: Rollout | None) -> str:
         return ""
     scenario = "".join(f"  {strip_control_characters(f'{name}={value}')}" for name, value in rollout.scenario.items())
     failed = f"  FAILED: {strip_control_characters(rollout.failure)}" if rollout.failure else ""
-    return f"  attempt {rollout.attempt}  step {rollout.step}  {strip_control_characters(rollout.candidate)}{scenario}{failed}"
+    candidate = strip_control_characters(rollout.candidate)
+    return f"  attempt {rollout.attempt}  step {rollout.step}  {candidate}{scenario}{failed}"
 
 
 def _line(verdict: Any) -> str:

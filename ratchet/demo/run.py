@@ -1,7 +1,7 @@
 """`ratchet demo`: an agent that knows nothing of Ratchet gets better, and the figures that show it.
 
-The demo is a user: it starts the rooms as `up` does, runs `ratchet.demo.email_search` as separate processes with nothing
-but OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and reads the store. The rooms hold no branch for it.
+The demo is a user: it starts the rooms as `up` does, runs `ratchet.demo.email_search` as separate processes with
+nothing but OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and reads the store. The rooms hold no branch for it.
 
 Promises: exit code 0 only if held-out success rose; whatever happens, everything that it started is stopped, and what
 was recorded stays in `.ratchet/demo`. It touches no other project: it is always the project `demo` on an SQLite store

@@ -283,6 +283,7 @@ def _check_load_is_reported(settings: Settings) -> None:
     wanted = (settings.trainer.get("shadow") or {}).get("samples")
     if wanted and "--disable-log-stats" in settings.vllm.extra_args:
         raise SettingsError(
-            "trainer.resample.samples: shadow calls wait for an idle vLLM, and with --disable-log-stats it does not tell "
+            "trainer.resample.samples: shadow calls wait for an idle vLLM, and with --disable-log-stats it does "
+            "not tell "
             "whether it is; take that out of vllm.extra_args, or set trainer.resample.samples to 0"
         )

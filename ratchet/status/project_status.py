@@ -14,7 +14,7 @@ from ratchet.settings import Settings
 from ratchet.settings.state_folder import ROOMS, StateFolder
 from ratchet.status.next_round import line as next_round_line
 from ratchet.status.next_round import next_round
-from ratchet.store.reports.drop_reasons import DROPPED, LEFT_OUT
+from ratchet.store.reasons import UNTRAINED, drop_meaning
 from ratchet.store.reports.policy_movement import lately
 from ratchet.store.reports.undecided_versions import held, read_canary_scores
 from ratchet.supervisor import pidfile, user_pidfile
@@ -164,7 +164,8 @@ def lines(status: dict[str, Any]) -> list[str]:
         ]
     if status["other_projects_up"] and not status["running"]:
         text.append(
-            f"  up is     {', '.join(status['other_projects_up'])}: look there with --project NAME, or its --config FILE"
+            f"  up is     {', '.join(status['other_projects_up'])}: look there with --project NAME, or its "
+            "--config FILE"
         )
     if status["base_url"]:
         text.append(f"  base_url  {status['base_url']}")
@@ -187,11 +188,11 @@ def lines(status: dict[str, Any]) -> list[str]:
         text.append(f"  proxies   of this store, started elsewhere: {', '.join(store['proxies'])}")
     text.append("  trajectories  " + _counts({_STATES.get(n, n): count for n, count in store["trajectories"].items()}))
     for reason, count in sorted(store["dropped"].items(), key=lambda item: -item[1]):
-        text.append(f"  dropped       {count} {reason}" + (f": {DROPPED[reason]}" if reason in DROPPED else ""))
+        text.append(f"  dropped       {count} {reason}" + (f": {meaning}" if (meaning := drop_meaning(reason)) else ""))
     if store["dropped_groups"]:
         text.append("  dropped groups  " + _counts(store["dropped_groups"]))
     for reason, count in sorted(store["untrained_tokens"].items(), key=lambda item: -item[1]):
-        known = f": {LEFT_OUT[reason]}" if reason in LEFT_OUT else ""
+        known = f": {UNTRAINED[reason]}" if reason in UNTRAINED else ""
         text.append(f"  left out      {count} tokens {reason}{known}")
     if store["resamples"]:
         text.append("  shadow calls  " + _counts(store["resamples"]))

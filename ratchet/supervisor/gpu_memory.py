@@ -27,7 +27,9 @@ class Gpu:
 
 
 def check_gpu_memory(devices: str | None, share: float) -> None:
-    """Raise GpuMemoryTooLow where the first GPU that vLLM sees has less free memory than the share that vLLM will take."""
+    """Raise GpuMemoryTooLow where the first GPU that vLLM sees has less free memory than the share that vLLM will
+    take.
+    """
     seen = os.environ.get(VARIABLE) if devices is None else devices
     first = seen.split(",")[0].strip() if seen else "0"
     gpu = next((one for one in _gpus() if first == one.index or one.uuid.startswith(first)), None)

@@ -4,9 +4,10 @@
 
 Promises, on Linux: when the supervisor ends in any way, SIGKILL among them, the pipe closes and the room gets SIGTERM,
 then SIGKILL after GRACE seconds, and so does everything that the room started, also what left its process group. When
-the process_guard itself is killed, the kernel sends the room SIGTERM. SIGTERM to the process_guard ends the room in the same way. The
-process_guard ends last, with the room's exit code (128 + number for a signal). The first line on stdout is the room's pid;
-after it, stdout is not used. Elsewhere than on Linux only the room's process group is ended.
+the process_guard itself is killed, the kernel sends the room SIGTERM. SIGTERM to the process_guard ends the room in
+the same way. The
+process_guard ends last, with the room's exit code (128 + number for a signal). The first line on stdout is the room's
+pid; after it, stdout is not used. Elsewhere than on Linux only the room's process group is ended.
 
 Stands alone: only the standard library, no other module of Ratchet, so that it starts in some 30 ms.
 """

@@ -2,7 +2,8 @@
 
 Promises: the other rooms are left alone meanwhile; each death is told at once, with the end of the room's log, and is
 an alarm in the store until the room is back; a room that dies more often than `most` times within `WINDOW` is given up.
-Without its trainer a project goes on serving and recording, and says so; without vLLM or the proxy it ends (ServiceExited).
+Without its trainer a project goes on serving and recording, and says so; without vLLM or the proxy it ends
+(ServiceExited).
 """
 
 from __future__ import annotations

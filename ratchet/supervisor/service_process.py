@@ -1,7 +1,7 @@
 """One room as a child process on its process_guard: started, watched, stopped.
 
-Promises: the room and its process_guard are recorded by pid and birth before `start` returns; closing this process's end of the
-pipe, on purpose or by its death, ends the room and all that it started.
+Promises: the room and its process_guard are recorded by pid and birth before `start` returns; closing this process's
+end of the pipe, on purpose or by its death, ends the room and all that it started.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     with Supervisor(settings) as project:        # returns when every room is ready
         agent(base_url=project.plan.base_url)
         project.check()                          # raises ServiceExited if a room has ended
-        project.watch()                          # or: starts again what dies, and raises ServiceExited where that is no use
+        project.watch()                          # or: starts again what dies, and raises ServiceExited where that is
+        no use
 
 Promises: one supervisor a project; nothing outlives it, however it ends; a room that dies is named with the end of its
 log; rooms are stopped vLLM last, so that nothing recorded is lost. What it does is told through `on_event`; it prints
@@ -101,7 +102,9 @@ class Supervisor:
         return self._plan
 
     def start(self) -> None:
-        """Start every room and return when all are ready. Raises what `prepare` does, ServiceExited or ServiceStartTimeout."""
+        """Start every room and return when all are ready. Raises what `prepare` does, ServiceExited or
+        ServiceStartTimeout.
+        """
         if self._plan is None:
             self.prepare()
         began = time.monotonic()
@@ -127,7 +130,9 @@ class Supervisor:
                 )
 
     def watch(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Keep the rooms up until `stopped` says so. Raises ServiceExited where one that is needed dies again and again."""
+        """Keep the rooms up until `stopped` says so. Raises ServiceExited where one that is needed dies again and
+        again.
+        """
         from ratchet.store.store import open_store
 
         url = self.settings.store_url

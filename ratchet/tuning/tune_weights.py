@@ -175,6 +175,7 @@ def _check_group_size(settings: Settings) -> None:
     asked = settings.trainer_settings(base_model=settings.base_model).num_generations
     if asked != running:
         raise click.UsageError(
-            f"--attempts {asked}: the trainer that runs compares {running} attempts at a task (trainer.num_generations): "
+            f"--attempts {asked}: the trainer that runs compares {running} attempts at a task "
+            "(trainer.num_generations): "
             f"give --attempts {running}, or stop the project, and the rooms are started for this run"
         )

@@ -1,6 +1,7 @@
 """Resamples: further answers to the prompt of a recorded call, written down before anybody asks for them.
 
-Promises: an original gets its resamples planned once, whoever plans; each is asked for at most once, since it is written
+Promises: an original gets its resamples planned once, whoever plans; each is asked for at most once, since it is
+written
 down as asked before the request goes out: what a killed trainer leaves so is never asked for again. A shadow goes with
 its original when that is deleted. Its trajectory, of the same id, has the purpose `shadow`.
 """
@@ -21,7 +22,7 @@ from ratchet.store.db.table_types import TIME, TRAJECTORY_ID, metadata, one_of
 from ratchet.store.db.text_limits import fitting
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
-from ratchet.store.records import SHADOW, Trajectory
+from ratchet.store.records import RESAMPLE, Trajectory
 from ratchet.store.records.base import Record
 from ratchet.store.states import RESAMPLE_TRANSITIONS, ResampleState, TrajectoryState, origins
 
@@ -86,7 +87,9 @@ class Resamples:
         self._counts = CachedCount(self._count)
 
     def plan(self, original: Trajectory, count: int, tokens: int, now: float) -> None:
-        """Write down that `count` further answers are wanted. Raises InvalidTransition where they were planned before."""
+        """Write down that `count` further answers are wanted. Raises InvalidTransition where they were planned
+        before.
+        """
         values = {"original_id": original.id, "alias": original.alias, "version": original.version, "tokens": tokens}
         planned = {"planned_at": now, "asked_at": None, "ended_at": None, "failure": None}
         rows = [
@@ -158,14 +161,16 @@ class Resamples:
         return ResampleCount(resamples=int(count), tokens=int(tokens))
 
     def counts(self, alias: str) -> dict[ResampleState, ResampleCount]:
-        """Return how many resamples of an alias are in each state, with their tokens. Where they are many, a bit old."""
+        """Return how many resamples of an alias are in each state, with their tokens. Where they are many, a bit
+        old.
+        """
         return {state: count for (whose, state), count in self._counts().items() if whose == alias}
 
     def seal(self, alias: str, shipped_until: float) -> None:
         """Seal the trajectories of resamples that ended before `shipped_until`: every proxy has shipped them."""
         runs = schema.trajectories
         over = sa.exists().where(resamples.c.id == runs.c.id, resamples.c.ended_at < shipped_until)
-        mine = sa.and_(runs.c.alias == alias, runs.c.state == TrajectoryState.OPEN, runs.c.purpose == SHADOW)
+        mine = sa.and_(runs.c.alias == alias, runs.c.state == TrajectoryState.OPEN, runs.c.purpose == RESAMPLE)
         values = {"state": TrajectoryState.SEALED, "sealed_at": shipped_until, "sealed_by": FINISH}
         with write(self._engine) as connection:
             connection.execute(sa.update(runs).where(mine, over).values(**values))

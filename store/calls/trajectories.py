@@ -70,8 +70,8 @@ class Trajectories:
     def seal_rollouts(self, alias: str, shipped_until: float, lost_after: float = 3600.0) -> list[str]:
         """Seal an alias's open trajectories whose rollout ended before `shipped_until`; return their ids.
 
-        Up to that moment every proxy has shipped what it recorded. A call under way counts as for `seal_idle_trajectories`. An
-        abandoned rollout's agent may call yet: its trajectory waits until it is still.
+        Up to that moment every proxy has shipped what it recorded. A call under way counts as for
+        `seal_idle_trajectories`. An abandoned rollout's agent may call yet: its trajectory waits until it is still.
         """
         runs = schema.trajectories
         ended = sa.and_(rollouts.c.state != RolloutState.ABANDONED, rollouts.c.ended_at < shipped_until)

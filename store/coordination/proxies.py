@@ -1,4 +1,5 @@
-"""ProxyInstances: what every running proxy says it serves and holds, so that the trainer knows when a version has drained."""
+"""ProxyInstances: what every running proxy says it serves and holds, so that the trainer knows when a version has
+drained."""
 
 from __future__ import annotations
 

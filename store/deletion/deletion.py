@@ -32,11 +32,11 @@ from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.deletion.affected_versions import AffectedVersion, marked, versions_trained_by
 from ratchet.store.ids import new_id
+from ratchet.store.reasons import DropReason
 from ratchet.store.records.base import Record
 from ratchet.store.states import CallState, GroupState, TrajectoryState
 from ratchet.store.tuning.rollouts import forget
 
-MEMBER_DELETED = "member_deleted"  # why a group and its other members were dropped
 _BATCH = 100  # trajectories in one transaction
 _PAGE = 500  # messages
 _SEEN_AFTER = 3.0  # seconds in which a running proxy has seen a deletion
@@ -231,11 +231,11 @@ def _drop_groups(connection: sa.Connection, groups: Sequence[str], leaving: Sequ
     table, runs = schema.groups, schema.trajectories
     waiting = (GroupState.READY, GroupState.JUDGED)
     drop = sa.update(table).where(table.c.id.in_(groups), table.c.state.in_(waiting)).returning(table.c.id)
-    dropped = list(connection.scalars(drop.values(state=GroupState.DROPPED, drop_reason=MEMBER_DELETED)))
+    dropped = list(connection.scalars(drop.values(state=GroupState.DROPPED, drop_reason=DropReason.MEMBER_DELETED)))
     connection.execute(
         sa.update(runs)
         .where(runs.c.group_id.in_(dropped), runs.c.state == TrajectoryState.GROUPED, runs.c.id.not_in(leaving))
-        .values(state=TrajectoryState.DROPPED, drop_reason=MEMBER_DELETED)
+        .values(state=TrajectoryState.DROPPED, drop_reason=DropReason.MEMBER_DELETED)
     )
     return len(dropped)
 

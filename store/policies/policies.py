@@ -69,8 +69,8 @@ class Policies:
     ) -> Policy:
         """Make a candidate of the live version with another prompt, or, with None, without one.
 
-        With a `share` it is a canary at once. Raises RecordNotFound, and InvalidTransition where the live version serves
-        so already, nothing is live, or there is a canary.
+        With a `share` it is a canary at once. Raises RecordNotFound, and InvalidTransition where the live version
+        serves so already, nothing is live, or there is a canary.
         """
         table = schema.policies
         with write(self._engine) as connection:

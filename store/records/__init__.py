@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 BASE_VERSION = 0  # version 0 of every alias is the base model without an adapter
 REDACTED = "redacted"  # why a call is untrainable of which something was not written down
-OTHER = "other"  # the purpose of calls to a model that is not trained here
+OTHER = "other_model"  # the purpose of calls to a model that is not trained here
 TOOL_GRAMMAR = "tool_grammar"  # among a call's sampling parameters: vLLM held its tool calls to a grammar
-SHADOW = "shadow"  # the purpose of a further answer to a recorded prompt: trained with it, never counted as traffic
+RESAMPLE = "resample"  # the purpose of a further answer to a recorded prompt: trained with it, never counted as traffic
 
 
 # --- what the proxy ships -------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class CallEnded(Record, frozen=True, tag="ended"):
     completion_tokens: int = 0
     first_byte_at: float | None = None
     choices: tuple[Choice, ...] = ()
-    untrainable: str | None = None  # why no token of this call may carry loss, e.g. "no ids", "image", "echo"
+    untrainable: str | None = None  # why no token of this call may carry loss, e.g. "no_token_ids", "image", "echo"
     error: str | None = None
     upstream: str | None = None
     nodes: tuple[MessageNode, ...] = ()  # the answers

@@ -26,7 +26,8 @@ from ratchet.store.statistics import Sums, interval, interval_of, squared_error,
 ENOUGH = 30  # scores on each side
 RELATIVE = (
     "the judge's scores are relative: they rank the members of one group, and their mean is the same for good and for "
-    "bad versions; compare versions with trainer.release.held_out, `ratchet eval`, or a judge that scores each answer by "
+    "bad versions; compare versions with trainer.release.held_out, `ratchet eval`, or a judge that scores each "
+    "answer by "
     "itself"
 )
 ALL = "all"

@@ -1,8 +1,8 @@
 """How far rounds moved the policy, in words: too small to be seen, healthy, too large; and what to do.
 
 The figures are those of a round's metrics (docs/training.md, "The learning rate"): `approx_kl` is the mean k3 of the
-round's steps at its trained tokens, in nats a token, `logprob_change_positive_mean` the mean change of log p where the advantage was
-positive. Rounds from before they were measured say nothing.
+round's steps at its trained tokens, in nats a token, `logprob_change_positive_mean` the mean change of log p where the
+advantage was positive. Rounds from before they were measured say nothing.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def describe_collapse(moved: Movement) -> str:
     return (
         f"its steps made its good answers less likely ({moved.good_gap:+.3f} nats a token at rate {moved.rate:.2g}), "
         "and rounds like this end in collapse: lower trainer.learner.learning_rate, or set it to auto with a lower "
-        "trainer.learner.target_kl; trainer.learner.beta (0.01) holds the policy near the base model; `ratchet policies "
+        "trainer.learner.target_kl; trainer.learner.beta (0.01) holds the policy near the base model; `ratchet "
+        "policies "
         "rollback` goes back"
     )
 

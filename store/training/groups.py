@@ -18,7 +18,7 @@ from ratchet.store.db.engine import read, write
 from ratchet.store.db.text_limits import fitting
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
-from ratchet.store.records import SHADOW, Exchange, Group, PastScore, Tally, Verdict, cohort_of, family_of
+from ratchet.store.records import RESAMPLE, Exchange, Group, PastScore, Tally, Verdict, cohort_of, family_of
 from ratchet.store.states import GROUP_TRANSITIONS, GroupState, TrajectoryState, check
 from ratchet.store.statistics import Sums
 from ratchet.store.training.group_drops import GroupDrops
@@ -224,7 +224,7 @@ class Groups(GroupDrops):
             _past_scores()
             .add_columns(table.c.id.label("verdict"))
             .where(runs.c.alias == alias, table.c.judge_version == judge_version, table.c.score.is_not(None))
-            .where(runs.c.purpose != SHADOW)
+            .where(runs.c.purpose != RESAMPLE)
             .order_by(table.c.id.desc())
             .limit(limit)
         )
@@ -239,7 +239,7 @@ class Groups(GroupDrops):
         newest = (
             sa.select(table.c.id, table.c.trajectory_id)
             .join(runs, runs.c.id == table.c.trajectory_id)
-            .where(*by_judge, runs.c.purpose != SHADOW)
+            .where(*by_judge, runs.c.purpose != RESAMPLE)
             .order_by(table.c.id.desc())
             .limit(limit)
             .subquery()

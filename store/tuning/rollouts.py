@@ -115,7 +115,9 @@ class Rollouts:
         prompt_tokens: int = 0,
         completion_tokens: int = 0,
     ) -> Rollout:
-        """Write down why the workflow did not return. Raises InvalidTransition where the end is known, RecordNotFound."""
+        """Write down why the workflow did not return. Raises InvalidTransition where the end is known,
+        RecordNotFound.
+        """
         tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
         told = {"failure": failure, "started_at": started_at, "ended_at": ended_at}
         return self._end(rollout_id, RolloutState.FAILED, {**told, **tokens})

@@ -69,7 +69,9 @@ class Tunings:
     def end(
         self, tuning_id: str, state: str, result: Mapping[str, Any] | None = None, error: str | None = None
     ) -> Tuning:
-        """Write down how a run ended; without a `result` its progress stays. Raises InvalidTransition, RecordNotFound."""
+        """Write down how a run ended; without a `result` its progress stays. Raises InvalidTransition,
+        RecordNotFound.
+        """
         new = TuningState(state)
         check(TUNING_TRANSITIONS, self.get(tuning_id).state, new, f"tuning {tuning_id}")
         told = {} if result is None else {"result": dict(result)}

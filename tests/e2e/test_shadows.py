@@ -45,8 +45,8 @@ def test_a_single_call_with_tools_is_asked_again_token_for_token(project: Projec
         (group,) = store.groups.page()
         told = [store.trajectories.read(name) for name in group.members]
         assert {one.trajectory.state for one in told} == {TrajectoryState.GROUPED}
-        assert sorted(one.trajectory.purpose for one in told) == ["live", "shadow", "shadow"]
+        assert sorted(one.trajectory.purpose for one in told) == ["live", "resample", "resample"]
         assert len({one.calls[0].prompt_ids for one in told}) == 1
         assert all(choice.ids and choice.logprobs for one in told for choice in one.calls[0].choices)
         assert store.resamples.counts("agent")[ResampleState.ANSWERED].resamples == len(runs(store)) == 2
-    assert 'ratchet_calls_total{alias="agent",dialect="chat",purpose="shadow",state="answered"} 2.0' in counted
+    assert 'ratchet_calls_total{alias="agent",dialect="chat",purpose="resample",state="answered"} 2.0' in counted

@@ -47,7 +47,8 @@ CASES = ASKED | {
 def held(enforced: str) -> set[str]:
     """Return the requests that vLLM's own parser holds to a grammar."""
     told = subprocess.run(
-        [sys.executable, "-m", "tests.harness.vllm.strict_probe", str(POLICY)], input=json.dumps(CASES), text=True, check=True,
+        [sys.executable, "-m", "tests.harness.vllm.strict_probe", str(POLICY)],
+        input=json.dumps(CASES), text=True, check=True,
         env=os.environ | {"VLLM_ENFORCE_STRICT_TOOL_CALLING": enforced}, stdout=subprocess.PIPE, cwd=ROOT,
     )  # fmt: skip
     return {name for name, is_held in json.loads(told.stdout.splitlines()[-1]).items() if is_held}

@@ -19,7 +19,7 @@ from examples.planner.workflow import workflow
 from ratchet.settings import load
 from ratchet.trainer.controller.collect.role_resolution import RoleResolver
 from ratchet.trainer.rows.build_rows import build_rows
-from ratchet.trainer.rows.roles import ANOTHER_ROLE, Roles
+from ratchet.trainer.rows.roles import UNTRAINED_ROLE, Roles
 from tests.harness.examples.player import Messages, Script, calls, says, text_of
 from tests.proxy.conftest import Proxy
 
@@ -58,7 +58,7 @@ async def test_both_roles_are_in_one_trajectory_and_only_the_planners_tokens_are
     said = [bytes(t for t, mark in zip(row.ids, row.mask, strict=True) if mark and t < 256) for row in built.rows]
     assert b"delegate" in b"".join(said)
     assert b"calculate" not in b"".join(said)
-    assert set(built.untrained) == {ANOTHER_ROLE}
+    assert set(built.untrained) == {UNTRAINED_ROLE}
     assert len(built.rows) == 1, "the planner's three calls are one exact sequence, whatever the worker did between"
 
 

@@ -59,7 +59,7 @@ def test_a_client_that_leaves_before_the_first_token_is_an_aborted_call_without_
     proxy.settled()
     (call,) = proxy.store.calls.page(9)
     assert (str(call.state), call.status, call.error) == ("aborted", 499, "the client left")
-    assert (call.choices, call.completion_tokens, call.untrainable) == ((), 0, "no prompt token ids")
+    assert (call.choices, call.completion_tokens, call.untrainable) == ((), 0, "no_prompt_token_ids")
     again = proxy.http.post("/v1/chat/completions", json=body | {"messages": [{"role": "user", "content": "hi"}]})
     assert again.status_code == 200
 

@@ -148,8 +148,8 @@ def test_every_choice_of_n_is_recorded(proxy: Proxy, streamed: bool) -> None:
 @pytest.mark.parametrize(
     ("text", "extra", "reason"),
     [
-        ("#noids", {}, "no prompt token ids"),
-        ("#nologprobs", {}, "no logprobs"),
+        ("#noids", {}, "no_prompt_token_ids"),
+        ("#nologprobs", {}, "no_logprobs"),
         ("#short #say=abc", {}, "4 token ids but 3 logprobs"),
         ("hi", {"echo": True}, "echo"),
     ],

@@ -59,7 +59,7 @@ def last_reason(proxy: Proxy) -> str | None:
 def test_beam_search_and_echo_are_never_trained_however_they_are_asked_for(
     proxy: Proxy, vllm: ScriptedVllm, path: str, true: Any
 ) -> None:
-    for name, reason in (("use_beam_search", "beam search"), ("echo", "echo")):
+    for name, reason in (("use_beam_search", "beam_search"), ("echo", "echo")):
         assert post(proxy, path, **{name: true}).status_code == 200
         assert vllm.calls[-1][name] == true
         assert last_reason(proxy) == reason

@@ -49,7 +49,7 @@ def test_calls_are_counted_by_alias_dialect_and_end(proxy: Proxy) -> None:
     assert value(proxy, "ratchet_calls_total", dialect="chat", state="failed") == 1
     assert value(proxy, "ratchet_calls_total", dialect="messages", state="answered") == 1
     assert value(proxy, "ratchet_calls_total", purpose="live") == 4
-    assert value(proxy, "ratchet_untrainable_calls_total", reason="no prompt token ids") == 1
+    assert value(proxy, "ratchet_untrainable_calls_total", reason="no_prompt_token_ids") == 1
     assert value(proxy, "ratchet_links_total", linked_by="root") == 4
     assert value(proxy, "ratchet_call_duration_seconds_count", alias="agent") == 4
     assert value(proxy, "ratchet_overhead_seconds_count") == 4

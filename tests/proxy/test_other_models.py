@@ -131,9 +131,9 @@ def test_another_model_answers_in_every_dialect_under_its_own_name_and_key(
     assert "our-vllm" not in str(server.headers)
     assert "the-clients-own" not in str(server.headers)
     call = only(proxy)
-    assert (call.alias, call.state, call.untrainable, call.choices[0].ids) == ("judge", "answered", "other model", b"")
+    assert (call.alias, call.state, call.untrainable, call.choices[0].ids) == ("judge", "answered", "other_model", b"")
     assert (call.prompt_tokens > 0, call.completion_tokens > 0) == (True, True)
-    assert proxy.store.trajectories.read(call.trajectory_id).trajectory.purpose == "other"
+    assert proxy.store.trajectories.read(call.trajectory_id).trajectory.purpose == "other_model"
 
 
 def test_a_vllm_elsewhere_is_asked_for_token_ids(start: Start, plain: tuple[PlainServer, str]) -> None:
@@ -159,7 +159,7 @@ def test_a_judge_within_a_named_trajectory_is_recorded_beside_it(proxy: Proxy) -
         assert answer.status_code == 200
     proxy.settled()
     runs = {run.id: (run.alias, run.purpose, run.calls) for run in proxy.store.trajectories.page(9)}
-    assert runs == {"run-1": ("agent", "live", 2), "run-1~judge": ("judge", "other", 2)}
+    assert runs == {"run-1": ("agent", "live", 2), "run-1~judge": ("judge", "other_model", 2)}
 
 
 def test_a_dialogue_with_another_model_is_one_trajectory(proxy: Proxy) -> None:

@@ -96,7 +96,7 @@ def test_a_rollout_on_another_model_is_the_trajectory_itself(start: Start, vllm:
         assert app.bodies[-1]["messages"] == [{"role": "system", "content": "Candidate 7."}, USER]
         proxy.settled()
         run = proxy.store.trajectories.get(name)
-        assert (run.alias, run.purpose, run.task) == ("judge", "other", "mail/7")
+        assert (run.alias, run.purpose, run.task) == ("judge", "other_model", "mail/7")
     assert vllm.calls == []
 
 
@@ -118,7 +118,7 @@ def test_a_rollout_reaches_its_helper_model_whatever_model_is_planned(
         proxy.settled()
         read = proxy.store.trajectories
         assert [call.alias for call in read.read(name).calls] == ["candidate" if pinned == "candidate" else "agent"]
-        assert (read.get(f"{name}~judge").alias, read.get(f"{name}~judge").purpose) == ("judge", "other")
+        assert (read.get(f"{name}~judge").alias, read.get(f"{name}~judge").purpose) == ("judge", "other_model")
 
 
 def test_what_is_measured_begins_on_the_live_version_and_what_is_trained_on_may_be_a_canarys(proxy: Proxy) -> None:

@@ -162,7 +162,8 @@ def ask(url: str, key: str, size: int, wait: str = "") -> httpx.Response:
 def test_bodies_under_way_are_bounded_per_key_and_in_all(start: Start) -> None:
     hashes = frozenset(hash_key(key.encode()) for key in ("a", "b", "c"))
     proxy = start(
-        key_hashes=hashes, max_body_bytes=600_000, max_inflight_request_bytes=1_400_000, max_inflight_request_bytes_per_key=700_000,
+        key_hashes=hashes, max_body_bytes=600_000, max_inflight_request_bytes=1_400_000,
+        max_inflight_request_bytes_per_key=700_000,
         exact_context="off",
     )  # fmt: skip
     with ThreadPoolExecutor(2) as pool:

@@ -13,7 +13,7 @@ from ratchet.trainer.rows.build_rows import why_untrainable
 from tests.proxy.conftest import Proxy, Start
 
 USER: Any = [{"role": "user", "content": "hi"}]
-HELD = "constrained tool calls"
+HELD = "constrained_tool_calls"
 
 
 def tool(strict: Any = None) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def recorded(proxy: Proxy, body: dict[str, Any], path: str = "/v1/chat/completio
         ({"tools": [tool("true")]}, HELD),
         ({"tools": [tool(True)], "tool_choice": "auto"}, HELD),
         ({"tools": [tool(True)], "tool_choice": "none"}, None),
-        ({"tools": [tool(True)], "tool_choice": "required"}, "constrained sampling"),
+        ({"tools": [tool(True)], "tool_choice": "required"}, "constrained_sampling"),
         ({"tools": [tool()], "parallel_tool_calls": False}, HELD),
         ({"tools": [tool()], "parallel_tool_calls": 0}, HELD),
         ({"tools": [tool()], "parallel_tool_calls": True}, None),

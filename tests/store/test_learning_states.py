@@ -271,8 +271,8 @@ def test_dropped_trajectories_are_counted_by_reason(store: Store) -> None:
     store.groups.drop(group.id, "no_variance")
     answered_trajectory(store, "c")
     store.trajectories.seal("c", now=5.0)
-    store.trajectories.drop(["c"], "single")
-    assert store.trajectories.drop_counts() == {"no_variance": 2, "single": 1}
+    store.trajectories.drop(["c"], "ungrouped")
+    assert store.trajectories.drop_counts() == {"no_variance": 2, "ungrouped": 1}
     with pytest.raises(InvalidTransition):
         store.trajectories.drop(["c"], "again")
 

@@ -6,7 +6,7 @@ import pytest
 
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.errors import InvalidTransition, RecordNotFound
-from ratchet.store.records import SHADOW, Verdict
+from ratchet.store.records import RESAMPLE, Verdict
 from ratchet.store.states import ResampleState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.store.verify import verify
@@ -63,7 +63,7 @@ def test_what_was_asked_for_lately_counts_with_what_it_may_take(store: Store) ->
 def test_a_shadows_trajectory_is_sealed_once_every_proxy_has_shipped_it(store: Store) -> None:
     first, second = planned(store)
     for name in (first, second):
-        answered_trajectory(store, name, purpose=SHADOW)
+        answered_trajectory(store, name, purpose=RESAMPLE)
         store.resamples.ask(name, 4.0)
     store.resamples.answer(first, 5.0, tokens=9)
     store.resamples.seal("agent", 5.0)
@@ -76,13 +76,13 @@ def test_a_shadows_trajectory_is_sealed_once_every_proxy_has_shipped_it(store: S
 
 def test_only_originals_that_still_wait_have_shadows_to_wait_for(store: Store) -> None:
     planned(store)
-    store.trajectories.drop(["original"], "single")
+    store.trajectories.drop(["original"], "ungrouped")
     assert store.resamples.waiting("agent") == []
 
 
 def test_scores_of_shadows_are_no_scores_of_traffic(store: Store) -> None:
     shadow, _ = planned(store)
-    answered_trajectory(store, shadow, purpose=SHADOW)
+    answered_trajectory(store, shadow, purpose=RESAMPLE)
     names = ("original", shadow)
     verdicts = [
         Verdict(trajectory_id=name, group_id=None, judge="rule", judge_version="1", score=0.5) for name in names
@@ -96,7 +96,7 @@ def test_scores_of_shadows_are_no_scores_of_traffic(store: Store) -> None:
 )
 def test_every_deletion_of_an_original_takes_its_shadows(store: Store, chosen: TrajectoryFilter) -> None:
     shadow, _ = planned(store)
-    answered_trajectory(store, shadow, purpose=SHADOW, key_id="key_of_the_trainer")
+    answered_trajectory(store, shadow, purpose=RESAMPLE, key_id="key_of_the_trainer")
     assert store.deletions.count(chosen) == 2
     assert store.deletions.delete(chosen, "asked for").trajectories == 2
     assert store.resamples.counts("agent") == {}
@@ -105,7 +105,7 @@ def test_every_deletion_of_an_original_takes_its_shadows(store: Store, chosen: T
 def test_a_shadow_that_was_trained_apart_from_its_original_is_told(store: Store, store_url: str) -> None:
     resamples = planned(store)
     for name in resamples:
-        answered_trajectory(store, name, purpose=SHADOW)
+        answered_trajectory(store, name, purpose=RESAMPLE)
         store.trajectories.seal(name, 4.0)
     group = store.groups.form("t", "agent", resamples, 5.0)
     verdicts = [

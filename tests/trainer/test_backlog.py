@@ -12,10 +12,11 @@ import sqlalchemy as sa
 
 from ratchet.store.db import schema
 from ratchet.store.db.engine import write
+from ratchet.store.reasons import DropReason
 from ratchet.store.records import Group, Verdict
 from ratchet.store.states import GroupState, PolicyState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.rounds.backlog import STALE, Backlog
+from ratchet.trainer.controller.rounds.backlog import Backlog
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.trainer.agents import agents_work
 
@@ -72,7 +73,7 @@ def test_what_is_trained_is_new_however_much_arrives(store: Store, arriving: int
         ages += [version - sampled(store, group) for group in chosen if version >= 12]
         train(store, chosen, version)
     assert statistics.fmean(ages) == 0.0
-    dropped = store.groups.drop_counts("agent").get(STALE, 0)
+    dropped = store.groups.drop_counts("agent").get(DropReason.STALE, 0)
     left = len(store.groups.judged("agent", limit=10_000))
     assert dropped + left == 24 * (arriving - A_ROUND)
     assert left <= 10 * (arriving - A_ROUND)  # nothing waits for ever
@@ -86,8 +87,8 @@ def test_no_judge_is_asked_about_what_is_too_old_to_be_trained(store: Store) -> 
         train(store, store.groups.judged("agent")[-1:], version)
     arrive(store, 4, 2, first=200, judged=False)
     assert [group.id for group in waiting.to_judge(now=1.0)] == ["grp_00000201", "grp_00000200"]
-    assert store.groups.drop_counts("agent") == {STALE: 3}
-    assert store.trajectories.get("grp_00000000-a").drop_reason == STALE
+    assert store.groups.drop_counts("agent") == {DropReason.STALE: 3}
+    assert store.trajectories.get("grp_00000000-a").drop_reason == DropReason.STALE
 
 
 def test_a_group_that_lost_its_company_is_neither_judged_nor_trained(store: Store) -> None:

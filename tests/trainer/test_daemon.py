@@ -216,7 +216,7 @@ def test_a_sequence_that_is_too_long_for_the_model_is_left_out_and_the_rest_is_t
     agents_work(store, "b", [0.0, 1.0], prompt=(5,) * 2000)
     make_daemon().turn(1000.0)
     (held,) = store.rounds.page("agent")
-    assert held.metrics["untrained_tokens"] == {"does not fit the model": 6}
+    assert held.metrics["untrained_tokens"] == {"exceeds_model": 6}
 
 
 def test_a_round_of_greedy_answers_is_an_alarm_that_names_the_remedy_and_ends_with_the_next_round(
@@ -293,7 +293,7 @@ def test_what_ended_after_the_verdict_is_not_trained_by_it(store: Store, make_da
     verdicts = [msgspec.structs.replace(v, judged_at=1.0) for v in store.groups.verdicts(first.members).values()]
     school = RoundRunner(store, "agent", daemon.settings.checkpoints, AdvantageEstimator())
     built = [school.rows(member, verdict, {None: 1.0}) for member, verdict in zip(members, verdicts, strict=True)]
-    assert [(rows.rows, rows.untrained) for rows in built] == [((), {"after the verdict": 3})] * 2
+    assert [(rows.rows, rows.untrained) for rows in built] == [((), {"after_verdict": 3})] * 2
 
 
 def test_a_damaged_checkpoint_stops_the_trainer_with_its_path(
@@ -370,7 +370,7 @@ def test_without_a_baseline_setting_singles_are_dropped_with_the_reason(
     agents_work(store, "mail/1", [1.0])
     daemon.turn(1000.0)
     daemon.turn(1002.0)
-    assert store.trajectories.drop_counts() == {"single": 1}
+    assert store.trajectories.drop_counts() == {"ungrouped": 1}
 
 
 def test_a_version_that_is_being_compared_keeps_its_folder_until_that_is_over(

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from ratchet.store.reasons import DropReason
 from ratchet.store.records import Feedback, Transcript
 from ratchet.store.states import GroupState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.collect.feedback_wait import FeedbackWait, feedback_wait_of
-from ratchet.trainer.controller.collect.grouping import NO_FEEDBACK
 from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge, votes_of
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.daemon import Daemon
@@ -157,8 +157,8 @@ def test_whoever_nobody_spoke_of_in_time_is_dropped_with_that_reason(
     say(store, spoken, 1.0)
     say(store, other, 0.0)
     finish_judging(daemon, 102.0)
-    assert store.trajectories.get(silent).drop_reason == NO_FEEDBACK
-    assert store.trajectories.drop_counts() == {NO_FEEDBACK: 1}
+    assert store.trajectories.get(silent).drop_reason == DropReason.NO_FEEDBACK
+    assert store.trajectories.drop_counts() == {DropReason.NO_FEEDBACK: 1}
     assert {store.trajectories.get(name).state for name in (spoken, other)} == {TrajectoryState.TRAINED}
 
 
@@ -237,7 +237,7 @@ def test_feedback_on_what_was_put_aside_is_a_verdict_all_the_same(
     (name,) = agents_work(store, "a", [0.0])
     daemon = waiting_daemon()
     finish_judging(daemon, 200.0)
-    assert store.trajectories.get(name).drop_reason == NO_FEEDBACK
+    assert store.trajectories.get(name).drop_reason == DropReason.NO_FEEDBACK
     say(store, name, 1.0)
     finish_judging(daemon, 201.0)
     assert latest(store, name) == [1.0]

@@ -54,7 +54,7 @@ def test_a_small_group_forms_after_the_wait_and_a_single_is_dropped_with_the_rea
     assert [run.id for run in found.alone] == ["c"]
     found = found.settled(singles=False)
     assert [group.members for group in found.groups] == [("a", "b")]
-    assert found.drops == (("c", "single"),)
+    assert found.drops == (("c", "ungrouped"),)
 
 
 def test_a_run_that_a_machine_cut_off_is_nobodys_failure() -> None:
@@ -79,7 +79,7 @@ def test_singles_become_groups_of_one_where_they_are_wanted() -> None:
 
 def test_who_waits_for_shadows_is_neither_dropped_nor_taken_as_a_single() -> None:
     alone = plan([run("a"), run("b", task="other")], now=61.0)
-    assert alone.settled(singles=False, waiting={"a"}).drops == (("b", "single"),)
+    assert alone.settled(singles=False, waiting={"a"}).drops == (("b", "ungrouped"),)
     assert [group.members for group in alone.settled(singles=True, waiting={"a"}).groups] == [("b",)]
 
 

@@ -334,7 +334,10 @@ def test_a_setting_out_of_range_is_refused_by_name(field: str, value: object) ->
 
 
 def test_importing_the_learner_does_not_import_torch() -> None:
-    modules = "ratchet.trainer.learner.learner, ratchet.trainer.adapters.checkpoint, ratchet.trainer.controller.advantages.advantage"
+    modules = (
+        "ratchet.trainer.learner.learner, ratchet.trainer.adapters.checkpoint, "
+        "ratchet.trainer.controller.advantages.advantage"
+    )
     script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 

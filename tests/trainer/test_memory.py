@@ -115,7 +115,7 @@ def test_the_row_that_does_not_fit_alone_is_left_out_and_the_round_goes_on(
     assert states(store, names) == [TrajectoryState.TRAINED] * 3 + [TrajectoryState.DROPPED]
     assert store.trajectories.get(names[3]).drop_reason == "too_long"
     (committed, *_) = store.rounds.page("agent")
-    assert committed.metrics["untrained_tokens"] == {"too long": 3}
+    assert committed.metrics["untrained_tokens"] == {"too_long": 3}
     (alarm,) = (one for one in store.alarms.standing() if one.name == "too_long:agent")
     assert "more than 899 tokens" in alarm.reason
     assert "max_length" in alarm.reason

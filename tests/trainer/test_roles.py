@@ -15,7 +15,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.collect.role_resolution import RoleResolver
 from ratchet.trainer.rows.build_rows import build_rows
-from ratchet.trainer.rows.roles import ANOTHER_ROLE, OTHER_ROLE, Roles
+from ratchet.trainer.rows.roles import UNTRAINED_ROLE, Roles
 from tests.harness.records import begun, ended, judged_group
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.agents import agents_work
@@ -55,7 +55,7 @@ def test_the_trained_tokens_are_those_that_the_chosen_roles_sampled_each_once(
     of_them = [one for one in calls if not chosen or one.role in chosen]
     assert sorted(trained) == sorted(token for one in of_them for token in unpack_ids(one.choices[0].ids))
     assert sum(built.untrained.values()) == 2 * (len(calls) - len(of_them))
-    assert set(built.untrained) <= {ANOTHER_ROLE}
+    assert set(built.untrained) <= {UNTRAINED_ROLE}
     for row in built.rows:  # what is context has no logprob of another role either
         assert all(mark or logprob == 0.0 for mark, logprob in zip(row.mask, row.logprobs, strict=True))
 
@@ -133,7 +133,7 @@ def test_a_round_trains_the_chosen_role_and_counts_the_tokens_of_the_others(
     two_roles(store, "b", [0.0, 1.0])
     make_daemon(roles=["planner"]).turn(1000.0)
     (held,) = store.rounds.page("agent")
-    assert (held.metrics["tokens_trained"], held.metrics["untrained_tokens"]) == (8, {ANOTHER_ROLE: 8})
+    assert (held.metrics["tokens_trained"], held.metrics["untrained_tokens"]) == (8, {UNTRAINED_ROLE: 8})
     assert store.policies.live()["agent"].version == 1
 
 
@@ -143,7 +143,7 @@ def test_trajectories_without_a_role_that_trains_are_put_aside_and_grouped_with_
     agents_work(store, "a", [0.0, 1.0], role="worker")
     agents_work(store, "b", [0.0, 1.0], role="planner")
     make_daemon(roles=["planner"], groups_per_round=1).turn(1000.0)
-    assert store.trajectories.drop_counts() == {OTHER_ROLE: 2}
+    assert store.trajectories.drop_counts() == {"other_role": 2}
     assert store.policies.live()["agent"].version == 1
     assert store.alarms.standing() == []
 

@@ -96,9 +96,9 @@ def test_what_may_not_be_trained_is_counted_with_its_reason() -> None:
     assert built.untrained == {
         "aborted": 2,
         "greedy": 1,
-        "ids and logprobs differ in number": 3,
+        "length_mismatch": 3,
         "image": 1,
-        "context unknown": 1,
+        "context_unknown": 1,
     }
 
 
@@ -107,12 +107,12 @@ def test_what_may_not_be_trained_is_counted_with_its_reason() -> None:
     [
         ({"temperature": "0"}, "greedy"),
         ({"temperature": 1e-7}, "greedy"),
-        ({"temperature": "warm"}, "odd temperature"),
-        ({"temperature": -1}, "odd temperature"),
-        ({"response_format": {"type": "json_object"}}, "constrained sampling"),
-        ({"tool_choice": "required"}, "constrained sampling"),
-        ({"tool_grammar": True}, "constrained tool calls"),
-        ({"allowed_token_ids": [1, 2]}, "constrained sampling"),
+        ({"temperature": "warm"}, "invalid_temperature"),
+        ({"temperature": -1}, "invalid_temperature"),
+        ({"response_format": {"type": "json_object"}}, "constrained_sampling"),
+        ({"tool_choice": "required"}, "constrained_sampling"),
+        ({"tool_grammar": True}, "constrained_tool_calls"),
+        ({"allowed_token_ids": [1, 2]}, "constrained_sampling"),
     ],
 )
 def test_odd_sampling_is_left_out_and_never_stops_the_trainer(sampling: dict[str, Any], reason: str) -> None:
@@ -133,7 +133,7 @@ def test_of_several_answers_the_one_that_the_agent_took_is_trained() -> None:
     ]
     built = build_rows("t", calls, 1.0)
     assert [row.ids for row in built.rows] == [(1, 3, 4, 5)]
-    assert built.untrained == {"answer not taken": 1}
+    assert built.untrained == {"answer_discarded": 1}
 
 
 def test_of_several_answers_that_the_agent_took_each_is_a_row() -> None:
@@ -144,13 +144,13 @@ def test_of_several_answers_that_the_agent_took_each_is_a_row() -> None:
     ]
     built = build_rows("t", calls, 1.0)
     assert {(row.ids, row.mask) for row in built.rows} == {((1, 4, 5, 6), (0, 1, 0, 1)), ((1, 2, 7, 8), (0, 1, 0, 1))}
-    assert built.untrained == {"answer not taken": 1}
+    assert built.untrained == {"answer_discarded": 1}
 
 
 def test_of_several_last_answers_the_one_that_was_judged_is_trained() -> None:
     built = build_rows("t", [call("1", (1,), choice((2,)), choice((3,), index=1))], 1.0)
     assert [row.ids for row in built.rows] == [(1, 2)]
-    assert built.untrained == {"answer not taken": 1}
+    assert built.untrained == {"answer_discarded": 1}
 
 
 def test_segments_are_rows_of_their_own_that_share_the_reward() -> None:
@@ -176,7 +176,7 @@ def test_an_answer_that_the_client_never_had_is_not_trained(by: str) -> None:
     ]
     built = build_rows("t", calls, 1.0)
     assert [row.ids for row in built.rows] == [(1, 3, 4, 5)]
-    assert built.untrained == {"answer lost": 1}
+    assert built.untrained == {"answer_lost": 1}
 
 
 def test_a_row_has_one_temperature() -> None:

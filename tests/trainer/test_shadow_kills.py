@@ -15,7 +15,7 @@ import httpx
 
 from benchmarks.school_parts import Part
 from benchmarks.scripted_learner import read_weights
-from ratchet.store.records import SHADOW
+from ratchet.store.records import RESAMPLE
 from ratchet.store.states import ResampleState, TrajectoryState
 from ratchet.store.store import Store, open_store
 from tests.harness.ports import free_port
@@ -73,7 +73,7 @@ def test_kills_of_the_trainer_ask_for_nothing_twice_and_train_nothing_twice(tmp_
             trainer.start()
         eventually(lambda: _all_over(store), 90)
         runs = store.trajectories.page(1000)
-        resamples = {run.id: run for run in runs if run.purpose == SHADOW}
+        resamples = {run.id: run for run in runs if run.purpose == RESAMPLE}
         assert len(runs) - len(resamples) == SINGLES
         assert {run.calls for run in resamples.values()} == {1}
         counts = store.resamples.counts("agent")

@@ -1,4 +1,5 @@
-"""Resamples: a single-call prompt is asked again off the users' path, and what comes of it is a group like any other."""
+"""Resamples: a single-call prompt is asked again off the users' path, and what comes of it is a group like any
+other."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ QUESTION: list[dict[str, Any]] = [
     {"role": "user", "content": "why? #say=so"},
 ]
 QUICKLY: dict[str, Any] = {
-    "judge": "tests.harness.trainer.judge_samples:originals_first", "seal_after_idle_seconds": 0.05, "group_wait_seconds": 0.05,
+    "judge": "tests.harness.trainer.judge_samples:originals_first",
+    "seal_after_idle_seconds": 0.05, "group_wait_seconds": 0.05,
 }  # fmt: skip
 
 
@@ -115,7 +117,7 @@ def dropped_as(store: Store, name: str, reason: str) -> bool:
     return store.trajectories.get(name).drop_reason == reason
 
 
-def runs(store: Store, purpose: str = "shadow") -> list[Trajectory]:
+def runs(store: Store, purpose: str = "resample") -> list[Trajectory]:
     return [run for run in store.trajectories.page() if run.purpose == purpose]
 
 
@@ -136,7 +138,7 @@ def test_a_single_learns_from_its_shadows_and_nobody_else_sees_them(tiny_model: 
             )
         counted = httpx.get(f"{proxy}/metrics", timeout=10).text
     assert more.headers["x-ratchet-trajectory"].startswith(original)
-    assert 'ratchet_calls_total{alias="agent",dialect="chat",purpose="shadow",state="answered"} 2.0' in counted
+    assert 'ratchet_calls_total{alias="agent",dialect="chat",purpose="resample",state="answered"} 2.0' in counted
 
 
 def compared(store: Store) -> str:
@@ -166,7 +168,7 @@ def test_nothing_is_asked_while_vllm_has_other_work(
             trainer = line(proxy, wait_seconds=1.0)
             name = ask(proxy)
             asked = len(vllm.calls)
-            trainer.until(partial(dropped_as, store, name, "single"))
+            trainer.until(partial(dropped_as, store, name, "ungrouped"))
             assert len(vllm.calls) == asked
         engine.load = (3, 0)
         hungry = line(proxy, wait_seconds=8.0)  # within half of it a slow machine looks twice, too
@@ -221,7 +223,7 @@ def test_what_a_killed_trainer_asked_for_is_never_asked_for_again_and_the_rest_g
         assert asked.id not in group.members
         assert len(vllm.calls) == 3
         assert "stopped while it was asked" in (store.resamples.get(asked.id).failure or "")
-        answered_trajectory(store, asked.id, purpose="shadow")  # it had gone out, and comes after all
+        answered_trajectory(store, asked.id, purpose="resample")  # it had gone out, and comes after all
         trainer.until(lambda: store.trajectories.get(asked.id).drop_reason == "resample_unmatched")
 
 
@@ -233,7 +235,7 @@ def test_an_answer_to_other_prompt_tokens_is_not_compared(
         start = begun("call_1", "traj_1", QUESTION, at=time.time() - 9.0, tools_hash="", tools=b"")
         store.calls.ship([ended(start, {"role": "assistant", "content": "so"}, messages=QUESTION)])
         trainer = line(proxy)
-        trainer.until(lambda: store.trajectories.get("traj_1").drop_reason == "single")
+        trainer.until(lambda: store.trajectories.get("traj_1").drop_reason == "ungrouped")
         assert [run.drop_reason for run in runs(store)] == ["resample_prompt_mismatch"] * 2
 
 
@@ -263,7 +265,7 @@ def test_a_shadow_whose_original_was_deleted_meanwhile_is_deleted_when_it_comes(
 ) -> None:
     with door(store, tmp_path) as (proxy, _):
         orphan = "shad_of_nobody"
-        answered_trajectory(store, orphan, purpose="shadow")
+        answered_trajectory(store, orphan, purpose="resample")
         line(proxy).until(lambda: store.trajectories.page() == [])
 
 
@@ -290,7 +292,7 @@ def test_switched_off_what_was_planned_is_given_up(store: Store, tmp_path: Path,
         name = ask(proxy)
         store.trajectories.seal(name, time.time())
         store.resamples.plan(store.trajectories.get(name), 3, 50, time.time())
-        line(proxy, samples=0).until(lambda: store.trajectories.get(name).drop_reason == "single")
+        line(proxy, samples=0).until(lambda: store.trajectories.get(name).drop_reason == "ungrouped")
         assert len(vllm.calls) == 1
 
 

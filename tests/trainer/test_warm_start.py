@@ -171,11 +171,11 @@ def teacher(store: Store, name: str, answer: str, **changes: Any) -> None:
     judge_samples.by_answer.setdefault(answer, 0.0)
     values: dict[str, Any] = {"alias": "big", "purpose": OTHER} | changes
     first = begun(f"call_{name}a", name, **values)
-    one = ended(first, tool_call(), prompt=(), ids=(), untrainable="no ids")
+    one = ended(first, tool_call(), prompt=(), ids=(), untrainable="no_token_ids")
     told = [*QUESTION, tool_call(), {"role": "tool", "tool_call_id": "c1", "content": "Oslo"}]
     second = begun(f"call_{name}b", name, told, at=2.0, parent_call=first.call_id, **values)
     reply = {"role": "assistant", "content": answer}
-    two = ended(second, reply, messages=told, prompt=(), ids=(), untrainable="no ids")
+    two = ended(second, reply, messages=told, prompt=(), ids=(), untrainable="no_token_ids")
     store.calls.ship([one, two])
 
 
@@ -308,7 +308,7 @@ def test_a_trajectory_with_a_fork_is_learnt_once(store: Store) -> None:
     values: dict[str, Any] = {"alias": "big", "purpose": OTHER}
     other = begun("call_t1c", "t1", told, at=3.0, parent_call="call_t1a", **values)
     reply = {"role": "assistant", "content": "in Rome"}
-    end = ended(other, reply, messages=told, prompt=(), ids=(), untrainable="no ids")
+    end = ended(other, reply, messages=told, prompt=(), ids=(), untrainable="no_token_ids")
     store.calls.ship([msgspec.structs.replace(end, ended_at=3.5)])
     found = search(store, sources=("big",))
     tokenizer = build_tokenizer()

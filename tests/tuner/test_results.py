@@ -14,7 +14,8 @@ def test_a_result_is_read_back_as_it_was_written() -> None:
     result = TuningResult(
         method="weights", technique="GRPO", alias="policy", task_set=task_set("tasks/", "test", ["a", "b"]),
         judge="judge:1234", workflow="agent:workflow", baseline="policy@0", best="policy@1", gain=gain,
-        spent=RolloutCost(rollouts=4, prompt_tokens=100, money=UNKNOWN), promoted="policy@1", details={"rounds": [1, 2]},
+        spent=RolloutCost(rollouts=4, prompt_tokens=100, money=UNKNOWN), promoted="policy@1",
+        details={"rounds": [1, 2]},
     )  # fmt: skip
     assert read(json.loads(json.dumps(plain(result)))) == result
 

@@ -1,6 +1,7 @@
 """Whether vLLM still serves the base model that the alias's versions belong to, as the trainer asks it.
 
-Asked at the start, before each publication and every few minutes, with the fixed questions of `store/policies/fingerprints.py`.
+Asked at the start, before each publication and every few minutes, with the fixed questions of
+`store/policies/fingerprints.py`.
 While a replica answers otherwise, nothing is trained, scored against vLLM or published. What the right answers are is
 written down by the proxy; as long as they are not known, nothing is said.
 """

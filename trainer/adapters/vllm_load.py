@@ -59,7 +59,10 @@ class BusyPeriod:
         seen = f"vLLM ran {few} to {many} other calls at {len(self._others)} looks"
         if many <= max_running_requests:
             return f"{seen}, with others waiting: it has no time to spare; add a replica, or ask for fewer resamples"
-        return f"{seen}, and trainer.resample.max_running_requests is {max_running_requests}: set it to {many}, or wait for less traffic"
+        return (
+            f"{seen}, and trainer.resample.max_running_requests is {max_running_requests}: "
+            f"set it to {many}, or wait for less traffic"
+        )
 
 
 def load_of(urls: Sequence[str], key: str | None, timeout: float = 2.0) -> Load:

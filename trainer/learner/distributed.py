@@ -120,7 +120,9 @@ class Line:
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Tell the end of another process, which its collectives meet as a broken connection. Raises WorkerProcessLost."""
+        """Tell the end of another process, which its collectives meet as a broken connection. Raises
+        WorkerProcessLost.
+        """
         try:
             yield
         except RuntimeError as error:

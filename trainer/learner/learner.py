@@ -41,7 +41,8 @@ __all__ = ["Learner", "LearnerSettings", "RoundReport"]
 
 # Settings that shape the model and its adapter when they are made.
 _BUILT_IN = (
-    "lora_r", "lora_alpha", "target_modules", "quantization", "gradient_checkpointing", "share_prefixes", "seed", "threads"
+    "lora_r", "lora_alpha", "target_modules", "quantization", "gradient_checkpointing", "share_prefixes", "seed",
+    "threads"
 )  # fmt: skip
 _NO_ROOM = ("out of memory", "can't allocate memory")  # torch's words on a GPU and on a CPU
 
@@ -286,7 +287,8 @@ class Learner:
             return f"no advantage other than 0 was left in any step of the round's {rows} rows"
         return (
             f"{rejected} of the round's {rows} rows were rejected, and the others have no advantage: over whole rows "
-            f"the engine's probabilities are more than {self._settings.sequence_mask_threshold} times off the trainer's; "
+            f"the engine's probabilities are more than {self._settings.sequence_mask_threshold} times off the "
+            "trainer's; "
             "check that base_model is what vLLM serves, with --logprobs-mode processed_logprobs, or lower max_staleness"
         )
 

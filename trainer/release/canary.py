@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 
 from ratchet.store.errors import InvalidTransition
+from ratchet.store.reasons import DropReason
 from ratchet.store.records import PastScore, Policy
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store
@@ -32,7 +33,6 @@ from ratchet.trainer.settings.release_settings import ReleaseSettings
 
 log = logging.getLogger(__name__)
 
-ROLLED_BACK = "rolled_back"  # a rejected version sampled it
 _GATE = "release"
 _LOOK_EVERY = 1.0  # seconds
 
@@ -136,6 +136,6 @@ class CanaryController:
         log.warning("event=policy_rolled_back policies=%s to=%s reason=%r", names, live.version, decision.reason)
 
     def _drop_rejected(self) -> None:
-        dropped = self._store.groups.drop_rejected(self._alias, ROLLED_BACK)
+        dropped = self._store.groups.drop_rejected(self._alias, DropReason.ROLLED_BACK)
         if dropped:
-            log.info("event=trajectories_dropped count=%d reason=%s", dropped, ROLLED_BACK)
+            log.info("event=trajectories_dropped count=%d reason=%s", dropped, DropReason.ROLLED_BACK)

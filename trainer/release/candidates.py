@@ -19,7 +19,9 @@ log = logging.getLogger(__name__)
 
 
 def next_candidate(store: Store, alias: str) -> Policy | None:
-    """Return the candidate whose turn it is; what it overtakes is rejected. Raises InvalidTransition, RecordNotFound."""
+    """Return the candidate whose turn it is; what it overtakes is rejected. Raises InvalidTransition,
+    RecordNotFound.
+    """
     live = store.policies.live().get(alias)
     waiting = [policy for policy in store.policies.all(alias) if policy.state is PolicyState.CANDIDATE]
     if live is not None:

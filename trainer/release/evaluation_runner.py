@@ -42,7 +42,8 @@ class Evaluator(Protocol):
         """Let go of judges."""
 
 
-# The store, the alias, the settings, the judge and the second judge; the tuner's evaluator, which this component cannot import.
+# The store, the alias, the settings, the judge and the second judge; the tuner's evaluator, which this component
+# cannot import.
 MakeWorkflowEvaluator = Callable[[Store, str, ReleaseSettings, Judge, Judge | None], Evaluator]
 
 

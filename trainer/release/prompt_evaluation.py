@@ -23,13 +23,13 @@ from typing import Any
 import msgspec
 
 from ratchet.store.content.prompt_substitution import with_prompt
+from ratchet.store.reasons import DropReason
 from ratchet.store.records import Call, Policy, Transcript
 from ratchet.store.statistics import interval
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import Replica
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
-from ratchet.trainer.tasks.held_out import HELD_OUT
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class PromptEvaluator:
 
         Raises EngineUnreachable, AdapterRefused, and what `check` raises.
         """
-        names = self._store.trajectories.held_out(self._alias, HELD_OUT, self._prompts)
+        names = self._store.trajectories.held_out(self._alias, DropReason.HELD_OUT, self._prompts)
         asked = [recorded for name in names if _can_be_asked(recorded := self._store.trajectories.read(name))]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="evaluation") as threads:
             answered = list(threads.map(lambda one: self._answers(one, candidate, live, check), asked))

@@ -17,7 +17,7 @@ from typing import Any
 
 from ratchet.store.records import TOOL_GRAMMAR, Call, Choice, unpack_ids, unpack_logprobs
 from ratchet.store.states import CallState
-from ratchet.trainer.rows.roles import ANOTHER_ROLE, Roles
+from ratchet.trainer.rows.roles import UNTRAINED_ROLE, Roles
 from ratchet.trainer.rows.token_row import TokenRow
 
 _Key = tuple[str, int]  # call id, choice index
@@ -41,7 +41,7 @@ _CONSTRAINTS = (
 )  # fmt: skip
 ALL_ROLES = Roles()
 TRUNCATED = "truncated"  # why tokens are left out
-_ANSWER_LOST = "answer lost"
+_ANSWER_LOST = "answer_lost"
 _CUT_AT_LONGEST = "length"  # the finish reason of an answer that met max_tokens or the model's context
 _REPEATS = ("retry", "resend")  # links of calls that were made because nobody had the answer to the one before
 _GREEDY_BELOW = 0.01  # vLLM raises temperatures between 0 and this to it
@@ -88,7 +88,7 @@ def build_rows(
             key = (call.id, choice.index)
             parent = spans.get((call.parent_call or "", call.parent_choice)) if call.context == "exact" else None
             if call.context == "exact" and parent is None:
-                untrained["context unknown"] += _size(choice)
+                untrained["context_unknown"] += _size(choice)
                 continue
             earned = by_role.get(call.role, advantage)
             spans[key] = span = _Span(call, choice, parent, earned, by_turn.get(number, 0.0) if is_turn else 0.0)
@@ -96,7 +96,7 @@ def build_rows(
                 continue
             reason = why_untrainable(call, choice, imitated=imitated) or taken.why_not(call, choice)
             if reason is None and not roles.trains(call.role):
-                reason = ANOTHER_ROLE
+                reason = UNTRAINED_ROLE
             if reason is None and mask_truncated and choice.finish_reason == _CUT_AT_LONGEST:
                 reason = TRUNCATED
             if reason:
@@ -113,25 +113,25 @@ def why_untrainable(call: Call, choice: Choice, *, imitated: bool = False) -> st
     if call.untrainable:
         return call.untrainable
     if not choice.ids:
-        return "no ids"
+        return "no_token_ids"
     if len(choice.ids) != len(choice.logprobs):
-        return "ids and logprobs differ in number"
+        return "length_mismatch"
     return None if imitated else _why_odd_sampling(call.sampling)
 
 
 def _why_odd_sampling(sampling: Mapping[str, Any]) -> str | None:
     temperature = _temperature(sampling)
     if temperature is None:
-        return "odd temperature"
+        return "invalid_temperature"
     if temperature < _GREEDY_BELOW:
         return "greedy"
     form = sampling.get("response_format")
     formed = form is not None and not (isinstance(form, dict) and form.get("type") == "text")
     if formed or any(sampling.get(name) for name in _CONSTRAINTS):
-        return "constrained sampling"
+        return "constrained_sampling"
     if sampling.get("tool_choice") not in (None, "auto", "none"):
-        return "constrained sampling"
-    return "constrained tool calls" if sampling.get(TOOL_GRAMMAR) else None
+        return "constrained_sampling"
+    return "constrained_tool_calls" if sampling.get(TOOL_GRAMMAR) else None
 
 
 def _temperature(sampling: Mapping[str, Any]) -> float | None:
@@ -166,10 +166,10 @@ class TrainedAnswers:
         if (call.id, choice.index) in self._continued:
             return None
         if any((call.id, one.index) in self._continued for one in call.choices):
-            return "answer not taken"
+            return "answer_discarded"
         if self._repeated.get(_prompt(call), call.id) != call.id:
             return _ANSWER_LOST
-        return None if choice.index == call.choices[0].index else "answer not taken"
+        return None if choice.index == call.choices[0].index else "answer_discarded"
 
 
 def _prompt(call: Call) -> tuple[str | None, int, str]:

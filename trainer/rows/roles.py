@@ -15,8 +15,7 @@ import msgspec
 
 from ratchet.store.records import Call
 
-ANOTHER_ROLE = "another role"  # why tokens are left out
-OTHER_ROLE = "other_role"  # why a trajectory is put aside
+UNTRAINED_ROLE = "other_role"  # why the tokens of a call are not trained
 _LONGEST = 4000  # characters of a system prompt that are looked at
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from ratchet.store.records import SHADOW, Call, Choice, Trajectory, Transcript, Verdict, unpack_ids, unpack_logprobs
+from ratchet.store.records import RESAMPLE, Call, Choice, Trajectory, Transcript, Verdict, unpack_ids, unpack_logprobs
 from ratchet.trainer.errors import RowError
 from ratchet.trainer.rows.build_rows import Rows, build_rows
 from ratchet.trainer.tasks.held_out import is_set_aside
 
-TRAINABLE = frozenset({"live", SHADOW})  # purposes
+TRAINABLE = frozenset({"live", RESAMPLE})  # purposes
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,9 @@ def trajectory_record(one: Exported) -> dict[str, Any]:
 
 
 def why_no_rows(run: Trajectory, held_out: float) -> str | None:
-    """Return why a trajectory has no training rows; None where it may have some. `held_out`: trainer.release.held_out."""
+    """Return why a trajectory has no training rows; None where it may have some. `held_out`:
+    trainer.release.held_out.
+    """
     if run.purpose not in TRAINABLE:
         return "measurements (purpose eval or other)"
     return "of held-out tasks (trainer.release.held_out)" if is_set_aside(run, held_out) else None

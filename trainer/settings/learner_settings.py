@@ -31,8 +31,8 @@ class LearnerSettings:
     learning_rate                of AdamW; auto: steered round by round towards `target_kl`; a number is kept
     target_kl                    mean k3 that a round moves the policy by at its trained tokens, nats a token, with
                                  learning_rate auto; None = 0.3 nats a trajectory, 0.001 to 0.01 a token
-    loss_type                         its standard name; trainer/settings/objectives.py has the formulas and their sources
-    epsilon, epsilon_high    the ratio to the round's first policy is clipped to [1 - low, 1 + high]; for cispo
+    loss_type                         its standard name; trainer/settings/objectives.py has the formulas and their
+    sources epsilon, epsilon_high    the ratio to the round's first policy is clipped to [1 - low, 1 + high]; for cispo
                                  `epsilon_high` is the largest weight itself; None = the loss's usual value
     dr_grpo_length               tokens that dr_grpo divides each row's sum by; a constant, such as the longest answer
     beta                           weight of the KL penalty towards the base model, 0 = none
@@ -40,7 +40,8 @@ class LearnerSettings:
     top_entropy_quantile            share of a step's tokens, those of highest entropy, that carry the policy gradient
     preference_beta              for dpo and apo_zero_unpaired: how dear it is to leave the base model
     max_grad_norm                the gradient is scaled down to this norm, 0 = never
-    vllm_importance_sampling_clip_max       cap of the weight trainer / engine probability of a token, None = no correction
+    vllm_importance_sampling_clip_max       cap of the weight trainer / engine probability of a token, None = no
+    correction
     sequence_mask_threshold          a row is left out where the geometric mean of trainer / engine probability over its
                                  tokens is above this or below 1 / this, None = never; this holds for rows of 7 versions
                                  ago, a row of k versions ago has its (1 + k) / 8th power: 1.09 for a fresh one

@@ -56,7 +56,8 @@ def _least_group(settings: TrainerFields) -> str | None:
     if settings.min_group_size <= settings.num_generations:
         return None
     return (
-        f"min_group_size {settings.min_group_size} is more than num_generations {settings.num_generations}: lower it, or no smaller "
+        f"min_group_size {settings.min_group_size} is more than num_generations {settings.num_generations}: lower "
+        "it, or no smaller "
         "group is ever compared"
     )
 
@@ -65,7 +66,8 @@ def _least_round(settings: TrainerFields) -> str | None:
     if settings.min_groups_per_round <= settings.groups_per_round:
         return None
     return (
-        f"min_groups_per_round {settings.min_groups_per_round} is more than groups_per_round {settings.groups_per_round}: "
+        f"min_groups_per_round {settings.min_groups_per_round} is more than groups_per_round "
+        f"{settings.groups_per_round}: "
         "lower it, or raise groups_per_round"
     )
 
@@ -74,7 +76,8 @@ def _single_least(settings: TrainerFields) -> str | None:
     if settings.ungrouped == "drop" or settings.min_baseline_samples <= MAX_SCORES_PER_FAMILY:
         return None
     return (
-        f"min_baseline_samples {settings.min_baseline_samples} is more than the {MAX_SCORES_PER_FAMILY} scores of a task family that are "
+        f"min_baseline_samples {settings.min_baseline_samples} is more than the {MAX_SCORES_PER_FAMILY} scores of "
+        "a task family that are "
         "remembered: no single would ever have a baseline; lower it, 16 is usual"
     )
 
@@ -94,7 +97,8 @@ def _too_few_resamples(settings: TrainerFields) -> str | None:
         return None
     return (
         f"resample.samples {settings.resample.samples} and the original are fewer than min_group_size "
-        f"{settings.min_group_size}: they would never be compared; take {settings.min_group_size - 1} resample.samples or more"
+        f"{settings.min_group_size}: they would never be compared; take {settings.min_group_size - 1} "
+        "resample.samples or more"
     )
 
 
@@ -103,7 +107,8 @@ def _resampling_without_feedback(settings: TrainerFields) -> str | None:
     if what is None:
         return None
     return (
-        f"resample.samples asks for answers that nobody sees, and {what}: they could never be scored; take a judge that "
+        f"resample.samples asks for answers that nobody sees, and {what}: they could never be scored; take a "
+        "judge that "
         "reads the answer itself, or resample.samples: 0"
     )
 
@@ -173,8 +178,10 @@ def _no_pairs(settings: TrainerFields) -> str | None:
     if settings.learner.loss_type != "dpo" or settings.ungrouped == "drop":
         return None
     return (
-        f"learner.loss_type dpo compares the best and the worst of a group, and ungrouped: {settings.ungrouped} has no two "
-        "answers to one prompt: take loss apo_zero_unpaired, or ungrouped: drop, with resample.samples where single-call "
+        f"learner.loss_type dpo compares the best and the worst of a group, and ungrouped: {settings.ungrouped} "
+        "has no two "
+        "answers to one prompt: take loss apo_zero_unpaired, or ungrouped: drop, with resample.samples where "
+        "single-call "
         "prompts shall learn"
     )
 
@@ -205,6 +212,7 @@ def _without_effect(settings: TrainerFields) -> str | None:
 
 
 _CHECKS: tuple[Callable[[TrainerFields], str | None], ...] = (
-    _judge, _least_group, _least_round, _single_least, _rank_of_one, _too_few_resamples, _resampling_without_feedback, _proof, _rate,
+    _judge, _least_group, _least_round, _single_least, _rank_of_one, _too_few_resamples,
+    _resampling_without_feedback, _proof, _rate,
     _target, _norm, _clip, _no_pairs, _turns_of_whole_answers, _without_effect,
 )  # fmt: skip

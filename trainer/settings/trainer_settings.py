@@ -23,7 +23,8 @@ class TrainerSettings(TrainerFields):
             raise ValueError(reason)
         if self.keep_checkpoints <= self.keep_loaded_adapters:
             raise ValueError(
-                f"keep_checkpoints {self.keep_checkpoints} must be more than keep_loaded_adapters {self.keep_loaded_adapters}: vLLM reads the "
+                f"keep_checkpoints {self.keep_checkpoints} must be more than keep_loaded_adapters "
+                f"{self.keep_loaded_adapters}: vLLM reads the "
                 "folder of what it has loaded"
             )
         return self

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
+from ratchet.store.reasons import DropReason
 from ratchet.store.records import Trajectory
-
-HELD_OUT = "held_out"  # its task is set aside for evaluation
 
 
 def is_held_out(group_key: str, share: float) -> bool:
@@ -20,4 +19,4 @@ def is_held_out(group_key: str, share: float) -> bool:
 
 def is_set_aside(run: Trajectory, share: float) -> bool:
     """Return whether a trajectory is of a task that is set aside, or was when it was grouped."""
-    return run.drop_reason == HELD_OUT or is_held_out(run.group_key, share)
+    return run.drop_reason == DropReason.HELD_OUT or is_held_out(run.group_key, share)

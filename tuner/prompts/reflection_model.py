@@ -100,7 +100,8 @@ class ReflectionModel:
         return self._read(extract_json(self._answer(question, ask)))
 
     def say(self, messages: Sequence[dict[str, str]], temperature: float | None) -> str:
-        """Return an answer to a chat of the optimiser's own. Raises Unanswered, ReflectionUnavailable, BudgetExceeded."""
+        """Return an answer to a chat of the optimiser's own. Raises Unanswered, ReflectionUnavailable,
+        BudgetExceeded."""
         return self._answer(messages, lambda interview: self._model.say(messages, interview, temperature))
 
     def _answer(self, question: Sequence[dict[str, str]], ask: Callable[[JudgeModelSession], str]) -> str:

@@ -78,8 +78,10 @@ def _check(sets: Sets) -> None:
     )
     if any(len(found) < least for found, least in wanted):
         raise TaskSetTooSmall(
-            f"prompt tuning needs at least {MIN_TRAIN_TASKS} training, {MIN_VALIDATION_TASKS} validation and {MIN_HELD_OUT_TASKS} "
-            f"held-out tasks, {MIN_TRAIN_TASKS + MIN_VALIDATION_TASKS + MIN_HELD_OUT_TASKS} different ones in all; this set gives "
+            f"prompt tuning needs at least {MIN_TRAIN_TASKS} training, {MIN_VALIDATION_TASKS} validation and "
+            f"{MIN_HELD_OUT_TASKS} "
+            f"held-out tasks, {MIN_TRAIN_TASKS + MIN_VALIDATION_TASKS + MIN_HELD_OUT_TASKS} different ones in "
+            "all; this set gives "
             f"{len(sets.train)}, {len(sets.validation)} and {len(sets.held_out)}: add tasks"
         )
     every: Sequence[str] = [*sets.train, *sets.validation, *sets.held_out]

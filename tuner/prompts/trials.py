@@ -107,7 +107,9 @@ class Trials:
         return known
 
     def judged(self, prompt: str, task_ids: Sequence[str]) -> list[float | None]:
-        """Return a score for each task, None where the judge failed. Raises PromptRefused, BudgetExceeded, TuningError."""
+        """Return a score for each task, None where the judge failed. Raises PromptRefused, BudgetExceeded,
+        TuningError.
+        """
         candidate = self.candidate(prompt)
         self.roll([(candidate, task, 0) for task in task_ids])
         return [self._score(self._rollouts[candidate, task, 0]) for task in task_ids]

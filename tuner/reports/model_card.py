@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from ratchet.store.reasons import UNTRAINED
 from ratchet.store.records import Round
 from ratchet.store.records.tuning import Prompt
-from ratchet.store.reports.drop_reasons import LEFT_OUT
 from ratchet.store.reports.learning_comparison import Gain
 from ratchet.tuner.reports.version_evidence import Evidence
 
@@ -139,7 +139,7 @@ def _left_out(found: Evidence) -> Iterator[str]:
         counts.update(held.metrics.get("untrained_tokens") or {})
     if counts:
         yield "\n| sampled tokens that were left out | why |\n|---|---|"
-        yield from (f"| {count} | {_one_line(name)}: {LEFT_OUT.get(name, '')} |" for name, count in counts.items())
+        yield from (f"| {count} | {_one_line(name)}: {UNTRAINED.get(name, '')} |" for name, count in counts.items())
 
 
 def _judges(found: Evidence) -> Iterator[str]:

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
+from ratchet.store.reasons import describe_untrained
 from ratchet.store.records import Transcript, WorkflowResult
 from ratchet.store.records.tuning import Rollout
-from ratchet.store.reports.drop_reasons import left_out
 from ratchet.store.states import CallState, RolloutState
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.rows.build_rows import build_rows
@@ -59,7 +59,13 @@ def of_calls(transcripts: Sequence[Transcript], task_id: str, alias: str, roles:
         tokens.update(rows.untrained)
     if transcripts and not trained:
         answered = any(call.state is CallState.ANSWERED for one in transcripts for call in one.calls)
-        why = left_out(tokens) if tokens else "the calls have no sampled token" if answered else "no call was answered"
+        why = (
+            describe_untrained(tokens)
+            if tokens
+            else "the calls have no sampled token"
+            if answered
+            else "no call was answered"
+        )
         yield Reason("tokens", f"no sampled token could be trained: {why}", "see docs/training.md")
     yield from _of_runs(transcripts, task_id, alias)
     if len(transcripts) > 1 and trained and len({_sampled(one) for one in transcripts}) == 1:
@@ -170,7 +176,8 @@ def of_settings(trainer: TrainerSettings, tuner: TunerSettings, seconds: float) 
     waits = trainer.num_generations / tuner.concurrency * seconds
     if waits > trainer.group_wait_seconds:
         seen = (
-            f"{trainer.num_generations} attempts (trainer.num_generations) of {seconds:.0f} s, {tuner.concurrency} at a time, "
+            f"{trainer.num_generations} attempts (trainer.num_generations) of {seconds:.0f} s, "
+            f"{tuner.concurrency} at a time, "
             f"take {waits:.0f} s, and a group waits {trainer.group_wait_seconds:g} s"
         )
         yield Reason(

@@ -2,8 +2,8 @@
 
 A price comes from the user: LiteLLM's `input_cost_per_token` and `output_cost_per_token` of an entry of `model_list`
 (under `litellm_params` or `model_info`), or `tuner.prices` for the models that are served here; a judge's is its own
-`input_cost_per_million` and `output_cost_per_million`, of a million tokens. An unknown price is unknown, never zero; where only a part is known,
-the sum is a lower bound and says so.
+`input_cost_per_million` and `output_cost_per_million`, of a million tokens. An unknown price is unknown, never zero;
+where only a part is known, the sum is a lower bound and says so.
 """
 
 from __future__ import annotations

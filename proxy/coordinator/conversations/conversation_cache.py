@@ -1,6 +1,7 @@
 """What `previous_response_id` stands for: the conversation up to and with a response.
 
-Bounded in bytes, in all and per key (`proxy/runtime/byte_quotas.py`): of who holds too much the conversations used longest ago are
+Bounded in bytes, in all and per key (`proxy/runtime/byte_quotas.py`): of who holds too much the conversations used
+longest ago are
 forgotten first, from their last response back; a turn is counted as long as a later one stands on it. A forgotten one,
 one from before a restart and one that another proxy made is read back from the store, where a response's id is its
 call's. There the `instructions` of that call cannot be told from a system message of its input: new instructions take

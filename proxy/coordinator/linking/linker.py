@@ -10,7 +10,8 @@ then the answer that nobody has continued yet, then the latest. A run has one ke
 eval (a version asked for by name); unless it is named, nothing of another kind joins it. Nothing joins a run of another
 checked key either way: a trajectory's name is its key's own, and the same name under another key is another trajectory.
 
-Memory is bounded in bytes, in all and per key (`proxy/runtime/byte_quotas.py`): runs are forgotten after `idle_seconds`, and where
+Memory is bounded in bytes, in all and per key (`proxy/runtime/byte_quotas.py`): runs are forgotten after
+`idle_seconds`, and where
 they take too much the stillest of who holds most first. A sequence is remembered as its length and hash.
 
 All state belongs to the event loop's thread. No I/O; time is a parameter.

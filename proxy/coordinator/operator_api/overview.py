@@ -13,8 +13,8 @@ import msgspec
 
 from ratchet.store.coordination.job_progress import JobProgress
 from ratchet.store.db.count_cache import CachedCount
+from ratchet.store.reasons import drop_meaning
 from ratchet.store.records import Policy, Round
-from ratchet.store.reports.drop_reasons import DROPPED
 from ratchet.store.reports.learning_report import plain
 from ratchet.store.reports.policy_movement import movement_of
 from ratchet.store.reports.relative_judges import is_relative, read_learning_report
@@ -55,7 +55,7 @@ class Overview:
             "aliases": [self._alias(name, serving, versions[name], works) for name in sorted(versions)],
             "trajectories": store.trajectories.counts(),
             "dropped": [
-                {"reason": reason, "count": count, "meaning": DROPPED.get(reason)}
+                {"reason": reason, "count": count, "meaning": drop_meaning(reason)}
                 for reason, count in sorted(store.trajectories.drop_counts().items(), key=lambda one: -one[1])
             ],
             "rounds": [_round(one) for one in store.rounds.page(limit=_ROUNDS)],

@@ -23,7 +23,7 @@ from ratchet.proxy.errors import NotReady
 from ratchet.store.access.ownership import may_share_trajectory
 from ratchet.store.calls.resamples import PREFIX as SHADOWS
 from ratchet.store.errors import RecordNotFound, StoreError
-from ratchet.store.records import SHADOW
+from ratchet.store.records import RESAMPLE
 from ratchet.store.records.tuning import Prompt
 from ratchet.store.store import Store
 
@@ -152,4 +152,4 @@ class Rollouts:
         """Return a shadow's plan: the original's task and version, under its own purpose."""
         shadow = self._store.resamples.get(name)
         task = self._store.trajectories.get(shadow.original_id).task
-        return Plan(task, f"{shadow.alias}@{shadow.version}", SHADOW, None, None)
+        return Plan(task, f"{shadow.alias}@{shadow.version}", RESAMPLE, None, None)

@@ -1,8 +1,8 @@
 """Moves the journal into the store, in order, as often as it takes: says what is carried next, and keeps the place.
 
 Promises: a record leaves the journal only after the store has it; while the store is down nothing is lost and nothing
-waits for it; a record that the store refuses for good (`store_writer.py` puts it aside) is told by a counter and an alarm.
-Where something is deleted from the store, the recorder hears of it within about a second, before the next batch.
+waits for it; a record that the store refuses for good (`store_writer.py` puts it aside) is told by a counter and an
+alarm. Where something is deleted from the store, the recorder hears of it within about a second, before the next batch.
 What cannot be shipped any more, since its segment was deleted or is damaged, is counted as lost and told by an alarm;
 the recorder then writes every message again, and `store.completeness` finds what was recorded without some meanwhile.
 Calls that an earlier proxy process began and never ended become `interrupted` once its segments are shipped.

@@ -26,7 +26,8 @@ _BATCH_BYTES = 4 * 2**20
 
 
 class SegmentRange(msgspec.Struct, frozen=True):
-    """A segment from `offset` on, never past `until`; how much of it is carried at once is the store_writer's choice."""
+    """A segment from `offset` on, never past `until`; how much of it is carried at once is the store_writer's
+    choice."""
 
     path: str
     offset: int

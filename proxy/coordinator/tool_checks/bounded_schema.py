@@ -137,7 +137,8 @@ _NEW_RULES, _OLD_RULES = _bounded(Draft202012Validator), _bounded(Draft7Validato
 
 
 class BoundedSchema:
-    """One schema, ready to check values. Raises ValidationTooCostly, and what `jsonschema` raises for what is no schema."""
+    """One schema, ready to check values. Raises ValidationTooCostly, and what `jsonschema` raises for what is no
+    schema."""
 
     def __init__(self, schema: Any) -> None:
         said = schema.get("$schema") if isinstance(schema, dict) else None

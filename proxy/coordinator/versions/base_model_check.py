@@ -1,6 +1,7 @@
 """Whether every replica still serves the base model that the alias's versions belong to.
 
-A replica is asked a few fixed questions (`store/policies/fingerprints.py`) when it is first seen, when it comes back after it
+A replica is asked a few fixed questions (`store/policies/fingerprints.py`) when it is first seen, when it comes back
+after it
 did not answer, when it names another model, and every few minutes: eight short prompts for one token each, in a task of
 their own and never on a call's path. What the first replica of an alias answers is written down with version 0. One
 that answers otherwise makes `/health/ready` say so and raises an alarm, and gets no calls while another one is right.

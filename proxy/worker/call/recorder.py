@@ -160,7 +160,7 @@ def assemble(opened: OpenCall, capture: Capture, end: CallOutcome) -> tuple[Call
     failed = end.state == CallState.FAILED
     untrainable = opened.untrainable or ("failed" if failed else capture.untrainable())
     if untrainable and begun.purpose == OTHER and not failed:
-        untrainable = "other model"  # whose server does not tell ids
+        untrainable = "other_model"  # whose server does not tell ids
     record = CallEnded(
         begun=begun,
         state=end.state,

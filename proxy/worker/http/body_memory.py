@@ -72,7 +72,8 @@ class BodyMemory:
         if self._by_key[key] + size > self._most_per_key:
             raise TooManyBytes(
                 f"the key's requests under way hold {self._by_key[key]} bytes, this one adds {size}, and at most "
-                f"{self._most_per_key} are taken (the proxy's setting max_inflight_request_bytes_per_key): try again when "
+                f"{self._most_per_key} are taken (the proxy's setting max_inflight_request_bytes_per_key): try "
+                "again when "
                 "others have ended"
             )
         if self.bytes + size > self._most:

@@ -1,8 +1,11 @@
 """What one connection may cost: uvicorn's HTTP protocol with bounds on its head, its pace and its number.
 
-Promises: a request's head, and whatever else is not body, takes at most `MAX_HEAD_BYTES` bytes (431); a request has to come
-at a pace of `MIN_BYTES_PER_SECOND` bytes a second after `read_timeout_seconds` (408); a client that does not read its answer holds it for
-`write_timeout_seconds` at most, in a buffer of uvicorn's size, and then counts as having left; above `most` connections a new
+Promises: a request's head, and whatever else is not body, takes at most `MAX_HEAD_BYTES` bytes (431); a request has to
+come
+at a pace of `MIN_BYTES_PER_SECOND` bytes a second after `read_timeout_seconds` (408); a client that does not read its
+answer holds it for
+`write_timeout_seconds` at most, in a buffer of uvicorn's size, and then counts as having left; above `most`
+connections a new
 one is told 503 and closed. A refusal on this level closes the connection. The cost per request is a few comparisons:
 one task looks at the open connections every second, there is no timer per request. An answer of known length goes out
 in one write, head and body. An answer whose client has left is not taken for sent: its last message raises ClientLeft.

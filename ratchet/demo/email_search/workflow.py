@@ -1,7 +1,7 @@
 """The agent as a workflow: one task of the task set, played once against the server that it is given.
 
-`ratchet tune --workflow ratchet.demo.email_search.workflow:workflow` runs it. It is the agent as it is: the URL, the key
-and the model are all that it takes, the mailbox is the one in `EMAIL_SEARCH_HOME`. It scores nothing.
+`ratchet tune --workflow ratchet.demo.email_search.workflow:workflow` runs it. It is the agent as it is: the URL, the
+key and the model are all that it takes, the mailbox is the one in `EMAIL_SEARCH_HOME`. It scores nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""How a scripted vLLM's base model answers the fixed questions by which it is known again (store/policies/fingerprints.py)."""
+"""How a scripted vLLM's base model answers the fixed questions by which it is known again
+(store/policies/fingerprints.py)."""
 
 from __future__ import annotations
 

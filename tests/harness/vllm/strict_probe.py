@@ -1,4 +1,5 @@
-"""Prints, as JSON, which requests vLLM's own tool parser holds to a grammar: `python -m tests.harness.vllm.strict_probe MODEL`.
+"""Prints, as JSON, which requests vLLM's own tool parser holds to a grammar: `python -m
+tests.harness.vllm.strict_probe MODEL`.
 
 The requests are on stdin: a mapping from names to fields. VLLM_ENFORCE_STRICT_TOOL_CALLING counts as for the server.
 """

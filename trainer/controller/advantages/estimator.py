@@ -1,7 +1,9 @@
-"""AdvantageEstimator: from the verdicts of a group, or of a single, to advantages. The only place that knows which is which.
+"""AdvantageEstimator: from the verdicts of a group, or of a single, to advantages. The only place that knows which is
+which.
 
 A group is compared with itself. A cohort, which is a group of different tasks, has each member compared with the mean
-of the others. A single is compared with the running baseline of its task family; until the family has `min_baseline_samples`
+of the others. A single is compared with the running baseline of its task family; until the family has
+`min_baseline_samples`
 earlier scores there is none, and the single only adds its own. Where roles train apart, a group's verdicts may score
 each of them: a component that has the role's name is that role's score.
 """
@@ -13,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ratchet.store.records import SHADOW, PastScore, Trajectory, Verdict
+from ratchet.store.records import RESAMPLE, PastScore, Trajectory, Verdict
 from ratchet.trainer.controller.advantages.advantage import (
     cohort_advantages,
     group_advantages,
@@ -79,7 +81,7 @@ class AdvantageEstimator:
     def remember(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> None:
         """Take the scores of a judged group into the book; those of resamples are no part of the traffic's past."""
         for member, verdict in zip(members, verdicts, strict=True):
-            if member.purpose != SHADOW:
+            if member.purpose != RESAMPLE:
                 self.book.add(past(member, verdict))
 
     def scale_over_round(self, families: Sequence[str], advantages: Sequence[float]) -> list[float]:

@@ -13,13 +13,14 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 
 from ratchet.store.errors import InvalidTransition
-from ratchet.store.records import SHADOW, Trajectory
+from ratchet.store.reasons import DropReason
+from ratchet.store.records import RESAMPLE, Trajectory
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_load import load_of
 from ratchet.trainer.controller.advantages.baseline import ScoreHistory
 from ratchet.trainer.controller.collect.cohorts import likeness, plan_cohorts
 from ratchet.trainer.controller.collect.feedback_wait import feedback_wait_of
-from ratchet.trainer.controller.collect.grouping import INCOMPLETE, GroupingPlan, PlannedGroup, plan_groups
+from ratchet.trainer.controller.collect.grouping import GroupingPlan, PlannedGroup, plan_groups
 from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
 from ratchet.trainer.controller.collect.resampling.resampler import Resampler
 from ratchet.trainer.controller.collect.role_resolution import RoleResolver
@@ -67,7 +68,7 @@ class TrajectoryCollector:
         silent_before = None if patience is None else shipped - patience.within_seconds
         waiting = self._store.trajectories.sealed(alias, _MOST, silent_before)
         company = self._resampler.look(waiting, shipped, now)
-        plan = self._plan([run for run in waiting if run.id not in company.held and run.purpose != SHADOW], now)
+        plan = self._plan([run for run in waiting if run.id not in company.held and run.purpose != RESAMPLE], now)
         tired = now - self._settings.group_wait_seconds - self._settings.resample.wait_seconds
         kept = self._resampler.take(plan.alone, company.lonely, tired, now)
         cohorts, waits = self._cohorts([run for run in plan.alone if run.id not in kept], now)
@@ -105,7 +106,7 @@ class TrajectoryCollector:
         """Return the plan; where a group has incomplete members only their drops: the next turn plans without them."""
         members = [name for group in plan.groups for name in group.members]
         torn = self._store.trajectories.incomplete(members)
-        return GroupingPlan((), tuple((name, INCOMPLETE) for name in sorted(torn))) if torn else plan
+        return GroupingPlan((), tuple((name, DropReason.INCOMPLETE) for name in sorted(torn))) if torn else plan
 
     def _cohorts(self, alone: list[Trajectory], now: float) -> tuple[list[PlannedGroup], set[str]]:
         """Return the cohorts that singles make, and who waits for one."""

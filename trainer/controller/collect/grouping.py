@@ -11,17 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from ratchet.store.reasons import DropReason
 from ratchet.store.records import Trajectory
-from ratchet.trainer.rows.roles import OTHER_ROLE
-from ratchet.trainer.tasks.held_out import HELD_OUT
 
-ABANDONED = "abandoned"  # its tuner was killed or stopped: nobody knows whether it was over
-EVALUATION = "eval"  # asked for by explicit version: a measurement, never training data
-CUT_OFF = "cut_off"  # a machine ended its last call: that is not the policy's failure
-INCOMPLETE = "incomplete"  # messages that its calls name were lost: a judge would be shown another conversation
-NO_FEEDBACK = "no_feedback"  # the judge needs the word of people, and nobody gave it in time
 _TIMES_LONGER = 4.0  # than the longest attempt that is complete: beyond that, and wait_seconds, none is waited for
-SINGLE = "single"  # nobody else tried the same task in time, and singles are not trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +43,7 @@ class GroupingPlan:
         if singles:
             ones = tuple(PlannedGroup(run.group_key, run.alias, (run.id,)) for run in left)
             return GroupingPlan(self.groups + ones, self.drops)
-        return GroupingPlan(self.groups, self.drops + tuple((run.id, SINGLE) for run in left))
+        return GroupingPlan(self.groups, self.drops + tuple((run.id, DropReason.UNGROUPED) for run in left))
 
 
 def plan_groups(
@@ -80,8 +73,9 @@ def plan_groups(
     measured = {run.id for run in waiting if run.purpose != "live"}
     put_aside: dict[str, str] = {}
     for names, why in (
-        (measured, EVALUATION), (abandoned, ABANDONED), (cut_off, CUT_OFF), (silent, NO_FEEDBACK),
-        (held_out, HELD_OUT), (other_role, OTHER_ROLE),
+        (measured, DropReason.EVAL), (abandoned, DropReason.ABANDONED), (cut_off, DropReason.CUT_OFF),
+        (silent, DropReason.NO_FEEDBACK),
+        (held_out, DropReason.HELD_OUT), (other_role, DropReason.OTHER_ROLE),
     ):  # fmt: skip
         put_aside = dict.fromkeys(names, why) | put_aside
     drops = [(run.id, put_aside[run.id]) for run in waiting if run.id in put_aside]

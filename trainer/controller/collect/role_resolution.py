@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
+from ratchet.store.reasons import DropReason
 from ratchet.store.records import Call, Trajectory
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.rows.roles import OTHER_ROLE, Roles
+from ratchet.trainer.rows.roles import Roles
 
 _REMEMBERED = 10_000  # trajectories
 _ALARM_AFTER = 32  # trajectories in a row without a role that trains
@@ -34,7 +35,7 @@ class RoleResolver:
         newest = self._store.trajectories.page(_ALARM_AFTER, chosen=TrajectoryFilter(alias=alias))
         waits = (TrajectoryState.OPEN, TrajectoryState.SEALED)
         seen = [run.drop_reason for run in newest if run.purpose == "live" and run.state not in waits]
-        return len(list(takewhile(OTHER_ROLE.__eq__, seen)))
+        return len(list(takewhile(DropReason.OTHER_ROLE.__eq__, seen)))
 
     def named(self, calls: Sequence[Call]) -> tuple[Call, ...]:
         """Return the calls, each with its role."""

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from ratchet.store.errors import InvalidTransition
+from ratchet.store.reasons import DropReason
 from ratchet.store.records import Group, Trajectory, Transcript, Verdict
 from ratchet.store.store import Store
 from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
@@ -24,9 +25,6 @@ from ratchet.trainer.observability.progress import GATHERING, JUDGING, Progress
 
 log = logging.getLogger(__name__)
 
-JUDGE_FAILED = "judge_failed"
-NO_VARIANCE = "no_variance"
-BASELINE = "baseline_only"  # a single of a family that has too few scores yet; its own counts for later ones
 _MAX_ZERO_VARIANCE = 1000  # groups
 _FLAT_NAMED = 5  # groups
 _SINGLE_WEIGHT = 0.125  # of a group, in the alarm about missing signal
@@ -140,7 +138,7 @@ class JudgeRunner:
         last = group.failures + 1 >= self._attempts
         if failed and last and len(left) < self._least:
             self._store.groups.fail(group.id, judgement.verdicts, now, judgement.exchanges)
-            self._store.groups.drop(group.id, JUDGE_FAILED)
+            self._store.groups.drop(group.id, DropReason.JUDGE_FAILED)
         elif failed and not last:
             self._store.groups.fail(group.id, judgement.verdicts, now + self._pause(group), judgement.exchanges)
         else:
@@ -161,15 +159,15 @@ class JudgeRunner:
         """Move a group on whose `members` have `verdicts`; the `failed` ones are put aside."""
         verdicts = self._credit.with_baseline(members, verdicts)
         teaches = self._credit.teaches(members, verdicts)
-        useless = BASELINE if teaches is None else None if teaches else NO_VARIANCE
+        useless = DropReason.BASELINE_ONLY if teaches is None else None if teaches else DropReason.NO_VARIANCE
         said = {verdict.trajectory_id: verdict for verdict in judgement.verdicts}
         said |= {verdict.trajectory_id: verdict for verdict in verdicts}
         self._store.groups.record(
-            group.id, list(said.values()), judgement.exchanges, useless, dict.fromkeys(failed, JUDGE_FAILED)
+            group.id, list(said.values()), judgement.exchanges, useless, dict.fromkeys(failed, DropReason.JUDGE_FAILED)
         )
         self._credit.remember(members, verdicts)
         if not failed:
-            self._store.alarms.clear(self._name(JUDGE_FAILED, group))
+            self._store.alarms.clear(self._name(DropReason.JUDGE_FAILED, group))
         if teaches:
             self._zero_variance.clear()
             self._store.alarms.clear(self._name("no_signal", group))
@@ -199,7 +197,7 @@ class JudgeRunner:
             else f"they were dropped, not scored 0, and the other {left} are compared"
         )
         self._store.alarms.raise_(
-            self._name(JUDGE_FAILED, group),
+            self._name(DropReason.JUDGE_FAILED, group),
             f"judge {self._judge.name} failed {group.failures + 1} times on group {group.id} "
             f"({len(failed)} of {len(judgement.verdicts)} members, e.g. {reason}); {what}",
         )
@@ -225,7 +223,7 @@ class JudgeRunner:
 
 def zero_variance_groups(store: Store, alias: str) -> list[tuple[Group, float]]:
     """Return the newest groups in a row whose members all got the same score, as an earlier trainer left them."""
-    groups = store.groups.newly_dropped(alias, NO_VARIANCE, _MAX_ZERO_VARIANCE)
+    groups = store.groups.newly_dropped(alias, DropReason.NO_VARIANCE, _MAX_ZERO_VARIANCE)
     scores = store.groups.verdicts([group.members[0] for group in groups if group.members]) if groups else {}
     return [
         (group, scores[group.members[0]].score or 0.0)

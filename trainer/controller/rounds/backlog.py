@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from ratchet.store.reasons import DropReason
 from ratchet.store.records import Group
 from ratchet.store.store import Store
 from ratchet.trainer.controller.rounds.round_size import RoundSize
 from ratchet.trainer.controller.rounds.staleness import oldest_fresh
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
-STALE = "stale"
-TOO_FEW_LEFT = "group_too_small"  # its other members were dropped after it was formed
 _LEAST_SEEN = 200  # groups looked at in one turn
 _STALE_ALARM = 4  # rounds' worth of groups
 
@@ -33,7 +32,7 @@ class Backlog:
         self._most = max(_LEAST_SEEN, 2 * settings.groups_per_round * settings.num_generations)
         self._alarm_at = _STALE_ALARM * settings.groups_per_round
         # groups in a row that were too old
-        self._stale = len(store.groups.newly_dropped(self._alias, STALE, self._alarm_at))
+        self._stale = len(store.groups.newly_dropped(self._alias, DropReason.STALE, self._alarm_at))
 
     def to_judge(self, now: float) -> list[Group]:
         """Return the groups that a judge should be asked about, the newest first."""
@@ -46,12 +45,14 @@ class Backlog:
         found = self._comparable(self._store.groups.judged(self._alias, limit=self._most, newest_first=True))[::-1]
         if found:
             self._stale = 0
-            self._store.alarms.clear(f"{STALE}:{self._alias}")
+            self._store.alarms.clear(f"{DropReason.STALE}:{self._alias}")
         elif self._stale >= self._alarm_at:
             reason = (
                 f"the last {self._stale} groups were all sampled more than {self._settings.max_staleness} versions ago"
             )
-            self._store.alarms.raise_(f"{STALE}:{self._alias}", f"{reason}; raise max_staleness, or train less often")
+            self._store.alarms.raise_(
+                f"{DropReason.STALE}:{self._alias}", f"{reason}; raise max_staleness, or train less often"
+            )
         return found
 
     def weight(self, groups: Sequence[Group]) -> float:
@@ -73,12 +74,12 @@ class Backlog:
     def _drop_stale(self) -> None:
         """Drop the groups, judged or not, that were sampled too many versions before the live one."""
         oldest = oldest_fresh(self._store.policies.all(self._alias), self._settings.max_staleness)
-        self._stale += self._store.groups.drop_older(self._alias, oldest, STALE)
+        self._stale += self._store.groups.drop_older(self._alias, oldest, DropReason.STALE)
 
     def _comparable(self, groups: Sequence[Group]) -> list[Group]:
         """Drop the groups that have lost so many members that nothing is left to compare; return the others."""
         least = self._settings.min_group_size
         few = [group for group in groups if len(group.members) < min(least, group.initial_size)]
         for group in few:
-            self._store.groups.drop(group.id, TOO_FEW_LEFT)
+            self._store.groups.drop(group.id, DropReason.GROUP_TOO_SMALL)
         return [group for group in groups if group not in few]

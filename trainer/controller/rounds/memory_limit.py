@@ -24,7 +24,6 @@ from ratchet.store.store import Store
 from ratchet.trainer.errors import OutOfMemory
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 
-TOO_LONG = "too_long"  # why a trajectory is dropped whose rows are longer than may be trained
 _ROWS_ALONE, _WITHOUT_LONGEST, _WITHOUT_LONG = 2, 3, 4
 _SHARE = 4  # of the token budget, at first
 _LONG = 0.75  # of the longest row

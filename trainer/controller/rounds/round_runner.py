@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
+from ratchet.store.reasons import DropReason, describe_untrained
 from ratchet.store.records import BASE_VERSION, Group, Policy, Round, Trajectory, Transcript, Verdict
-from ratchet.store.reports.drop_reasons import left_out
 from ratchet.store.reports.policy_movement import describe_collapse, movement_of
 from ratchet.store.store import Store
 from ratchet.trainer.adapters import checkpoint
@@ -27,7 +27,7 @@ from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.advantages.turn_advantages import Turns
 from ratchet.trainer.controller.collect.role_resolution import RoleResolver
 from ratchet.trainer.controller.judging.transcript_cache import Transcripts
-from ratchet.trainer.controller.rounds.memory_limit import TOO_LONG, Memory
+from ratchet.trainer.controller.rounds.memory_limit import Memory
 from ratchet.trainer.controller.rounds.round_size import RoundSize
 from ratchet.trainer.controller.rounds.staleness import age
 from ratchet.trainer.errors import CheckpointDamaged, NoLearningSignal, RowError, TrainerError, TrainingDiverged
@@ -44,8 +44,6 @@ AdvantagesByRole = Mapping[
     str | None, float
 ]  # a trajectory's advantage (of no role by name), and those of roles by name
 
-UNTRAINABLE = "untrainable"
-DIVERGED = "diverged"
 UNFINISHED = "unfinished"
 COLLAPSE = "collapse"
 
@@ -102,8 +100,8 @@ class RoundRunner:
             )  # fmt: skip
         except RowError as error:
             log.warning("event=row_refused trajectory=%s reason=%r", member.trajectory.id, str(error))
-            rows = Rows((), {"unsound row": sum(call.completion_tokens for call in seen)})
-        return Rows(rows.rows, {**rows.untrained, "after the verdict": late} if late else rows.untrained)
+            rows = Rows((), {"invalid_row": sum(call.completion_tokens for call in seen)})
+        return Rows(rows.rows, {**rows.untrained, "after_verdict": late} if late else rows.untrained)
 
     def run_round(self, pupil: LearnerProtocol, groups: Sequence[Group], from_version: int) -> Policy | None:
         """Train on the groups and commit; None when they held nothing to train on, and were dropped for it.
@@ -120,10 +118,10 @@ class RoundRunner:
             metrics = {"groups": len(groups), "rate_scale": scale, "untrained_tokens": dict(untrained)}
             candidate = self.commit(pupil, held, groups, dataclasses.asdict(report) | metrics | self._reward(groups))
         except NoLearningSignal as nothing:
-            self._put_aside(held, groups, UNTRAINABLE, f"{nothing}; {left_out(untrained)}")
+            self._put_aside(held, groups, DropReason.UNTRAINABLE, f"{nothing}; {describe_untrained(untrained)}")
             return None
         except TrainingDiverged as diverged:
-            self._put_aside(held, groups, DIVERGED, str(diverged))
+            self._put_aside(held, groups, DropReason.DIVERGED, str(diverged))
             raise
         except TrainerError as stopped:
             self._abandon_round(held, f"{type(stopped).__name__}: {stopped}")
@@ -188,7 +186,7 @@ class RoundRunner:
         self._store.alarms.raise_(f"{UNFINISHED}:{self._alias}", f"round {held.id} was broken off: {words}")
 
     def _committed(self, held: Round, candidate: Policy, report: RoundReport, groups: Sequence[Group]) -> None:
-        for gone in (UNTRAINABLE, DIVERGED, UNFINISHED):
+        for gone in (DropReason.UNTRAINABLE, DropReason.DIVERGED, UNFINISHED):
             self._store.alarms.clear(f"{gone}:{self._alias}")
         self._watch_for_collapse(candidate, report)
         log.info(
@@ -223,7 +221,7 @@ class RoundRunner:
                     old = age(policies, member.trajectory.version, version)
                     rows.append(dataclasses.replace(row, group=_alike(member.trajectory, keys), age=old))
                 else:
-                    untrained["does not fit the model"] += row.tokens_trained
+                    untrained["exceeds_model"] += row.tokens_trained
                     log.warning("event=row_refused reason=%r", unfit)
         return rows, untrained
 
@@ -234,16 +232,16 @@ class RoundRunner:
         most = self._memory.longest([len(row.ids) for row in rows])
         fitting = [row for row in rows if most is None or len(row.ids) <= most]
         if len(fitting) == len(rows):
-            self._store.alarms.clear(f"{TOO_LONG}:{self._alias}")
+            self._store.alarms.clear(f"{DropReason.TOO_LONG}:{self._alias}")
             return fitting, groups
         left = {row.trajectory_id for row in fitting}
         aside = {row.trajectory_id for row in rows} - left
         for row in rows:
             if row.trajectory_id in aside or len(row.ids) > (most or 0):
-                untrained["too long"] += row.tokens_trained
-        self._store.groups.drop_members(sorted(aside), TOO_LONG)
+                untrained["too_long"] += row.tokens_trained
+        self._store.groups.drop_members(sorted(aside), DropReason.TOO_LONG)
         self._store.alarms.raise_(
-            f"{TOO_LONG}:{self._alias}",
+            f"{DropReason.TOO_LONG}:{self._alias}",
             f"{len(rows) - len(fitting)} rows of more than {most} tokens were left out, and {len(aside)} trajectories "
             "that have no other row were dropped: raise learner.max_length where it is set, else set "
             "learner.gradient_checkpointing or give the trainer more memory",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from ratchet.store.reasons import describe_untrained
 from ratchet.store.records import Round
-from ratchet.store.reports.drop_reasons import left_out
 from ratchet.store.states import RoundState
 from ratchet.trainer.observability.finding import Finding
-from ratchet.trainer.rows.roles import ANOTHER_ROLE
+from ratchet.trainer.rows.roles import UNTRAINED_ROLE
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
 
 CHECKS = frozenset({"mismatch", "untrained_tokens"})
@@ -40,12 +40,13 @@ def _left_out(held: Sequence[Round], settings: SentinelSettings) -> Finding:
     untrained: Counter[str] = Counter()
     for one in held:
         untrained.update(one.metrics.get("untrained_tokens") or {})
-    del untrained[ANOTHER_ROLE]  # somebody chose that
+    del untrained[UNTRAINED_ROLE]  # somebody chose that
     trained = sum(one.metrics.get("tokens_trained", 0) for one in held)
     share = untrained.total() / max(1, untrained.total() + trained)
     reason = None
     if share >= settings.max_untrained_ratio:
         reason = (
-            f"{share:.0%} of the sampled tokens of the last {len(held)} rounds were not trained; {left_out(untrained)}"
+            f"{share:.0%} of the sampled tokens of the last {len(held)} rounds were not trained; "
+            f"{describe_untrained(untrained)}"
         )
     return Finding("untrained_tokens", "ratchet_untrained_token_ratio", "", share, reason)

@@ -8,8 +8,8 @@
     a model  another model's trajectories, judged now          rendered with the policy's chat template
 
 Promises: what was evaluated or is held out is never imitated, be it a version's or another model's; every trajectory
-that is left out is counted with its reason; of a task at most `max_per_task` are taken, the best first. Changes nothing in
-the store.
+that is left out is counted with its reason; of a task at most `max_per_task` are taken, the best first. Changes
+nothing in the store.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Search:
             try:
                 rows = build_rows(name, seen, 1.0, self._role_resolver.roles, imitated=True).rows
             except RowError:
-                found.left_out["unsound row"] += 1
+                found.left_out["invalid_row"] += 1
                 continue
             # Imitated at temperature 1, whatever they were sampled at; without a ratio their logprobs say nothing.
             plain = [dataclasses.replace(row, temperature=1.0, importance=False) for row in rows]

@@ -86,7 +86,9 @@ def learn(
     settings: LessonSettings,
     told: Callable[[str], None] = lambda family: None,
 ) -> LearnedLessons:
-    """Ask for lessons about every failing family; `told` hears of each. Raises LessonsRefused, ReflectionUnavailable."""
+    """Ask for lessons about every failing family; `told` hears of each. Raises LessonsRefused,
+    ReflectionUnavailable.
+    """
     judge = store.groups.newest_judge_version(alias)
     scores = store.groups.scored(alias, judge, settings.newest) if judge else []
     found = {one.family: one for one in failing(scores, below=settings.below, least=settings.least)}

@@ -51,7 +51,7 @@ function table(found, filters) {
       h("tbody", {}, found.data.map((one) => h("tr", {},
         h("td", {}, h("a", { href: `#/trajectories/${encodeURIComponent(one.id)}`, class: "mono" }, one.id), one.purpose === "live" ? null : h("small", {}, one.purpose)),
         h("td", {}, h("span", { class: `tag is-${one.state}` }, one.state), one.drop_reason ? h("small", {}, one.drop_reason) : null),
-        h("td", {}, one.purpose === "other" ? one.alias : `${one.alias}@${one.version}`), h("td", { class: "task" }, one.task ?? "–"),
+        h("td", {}, one.purpose === "other_model" ? one.alias : `${one.alias}@${one.version}`), h("td", { class: "task" }, one.task ?? "–"),
         h("td", { class: "num" }, score(one.score)), h("td", { class: "num" }, count(one.calls)),
         h("td", {}, ago(one.opened_at)), h("td", {}, ago(one.last_active_at))))))),
     h("div", { class: "pager" },

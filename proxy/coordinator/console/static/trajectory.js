@@ -28,7 +28,7 @@ function head(one, refresh) {
         h("button", { type: "button", on: { click: () => say(one, "down", refresh) } }, "↓ Bad"))),
     h("dl", { class: "facts" },
       fact("state", h("span", { class: `tag is-${one.state}` }, one.state), one.drop_reason ? ` ${one.drop_reason}` : null, one.sealed_by ? h("small", { class: "dim" }, ` sealed by ${one.sealed_by}`) : null),
-      fact("policy", one.purpose === "other" ? one.alias : `${one.alias}@${one.version}`), one.purpose === "live" ? null : fact("purpose", one.purpose),
+      fact("policy", one.purpose === "other_model" ? one.alias : `${one.alias}@${one.version}`), one.purpose === "live" ? null : fact("purpose", one.purpose),
       fact("task", one.task ?? "–"), one.group_id ? fact("group", h("a", { href: `#/groups/${encodeURIComponent(one.group_id)}`, class: "mono" }, one.group_id)) : null,
       one.key_id ? fact("key", h("span", { class: "mono" }, one.key_id)) : null,
       one.trained.length ? fact("learnt by", one.trained.map(policy).join(", ")) : null,

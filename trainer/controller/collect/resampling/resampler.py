@@ -18,7 +18,8 @@ from itertools import groupby
 from ratchet.store.calls.resamples import Resample
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.errors import InvalidTransition, StoreError
-from ratchet.store.records import SHADOW, Trajectory
+from ratchet.store.reasons import DropReason
+from ratchet.store.records import RESAMPLE, Trajectory
 from ratchet.store.states import ResampleState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_load import BusyPeriod, Load
@@ -29,8 +30,6 @@ from ratchet.trainer.settings.resampling_settings import ResamplingSettings
 
 log = logging.getLogger(__name__)
 
-ALONE = "resample_unmatched"  # what it was to be compared with has gone, or there were too few like it
-UNLIKE = "resample_prompt_mismatch"  # not one whole answer to the very tokens of the original's prompt
 _MINUTE = 60.0
 _BUSY_PAUSE_SECONDS = 0.5  # seconds until a busy vLLM is looked at again
 _FAILURES = 3  # in a row that are an alarm
@@ -92,7 +91,7 @@ class Resampler:
         for original, among in groupby(planned, key=lambda one: one.original_id):
             self._join(original, list(among), shipped_until, company)
         known = {one.id for one in planned}
-        self._put_aside([run.id for run in waiting if run.purpose == SHADOW], known, company)
+        self._put_aside([run.id for run in waiting if run.purpose == RESAMPLE], known, company)
         unasked = [one for one in planned if one.state is ResampleState.PLANNED and one.id not in self._asked]
         self._unasked = len(unasked) - self._ask(unasked, now)
         return company
@@ -221,8 +220,8 @@ class Resampler:
             company.groups.append(PlannedGroup(run.group_key, self._alias, (original, *alike)))
         else:
             company.lonely.add(original)
-        company.drops += [(name, UNLIKE) for name in sealed if name not in alike]
-        company.drops += [(name, ALONE) for name in alike if not enough]
+        company.drops += [(name, DropReason.RESAMPLE_PROMPT_MISMATCH) for name in sealed if name not in alike]
+        company.drops += [(name, DropReason.RESAMPLE_UNMATCHED) for name in alike if not enough]
 
     def _put_aside(self, sealed: Sequence[str], known: Set[str], company: ResamplingResult) -> None:
         """Drop the resamples whose original went another way; delete those whose original was deleted."""
@@ -230,7 +229,7 @@ class Resampler:
         originals = self._store.resamples.originals(strays) if strays else {}
         for name in strays:
             if name in originals:
-                company.drops.append((name, ALONE))
+                company.drops.append((name, DropReason.RESAMPLE_UNMATCHED))
             else:
                 self._store.deletions.delete(TrajectoryFilter(id=name), "its original was deleted", patience=0.0)
 
