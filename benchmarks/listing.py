@@ -22,11 +22,11 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from benchmarks.databases import postgres
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.db import schema
 from ratchet.store.db.engine import connect, write
 from ratchet.store.store import Store, open_store
+from tests.harness.postgres import postgres
 
 _AIM = 0.05  # seconds
 _PAGE = 50

@@ -19,7 +19,7 @@ _IDS = (260, 480)  # of the tiny policy's words
 _TOKENS = 24
 
 
-class RealPupil:
+class DrawnRowsLearner:
     """A learner of the tiny policy that takes one step at a time."""
 
     def __init__(self, workdir: Path) -> None:

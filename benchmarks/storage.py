@@ -22,13 +22,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from benchmarks.databases import postgres
 from ratchet.store.content.messages import link_key, node, tool_call_ids, tools_hash
 from ratchet.store.db.engine import connect
 from ratchet.store.ids import new_id
 from ratchet.store.records import CallBegun, CallEnded, Choice, MessageNode, Shipment, pack_ids, pack_logprobs
 from ratchet.store.states import CallState
 from ratchet.store.store import open_store
+from tests.harness.postgres import postgres
 
 ROOT = Path(__file__).parents[1]
 TOOLS = [

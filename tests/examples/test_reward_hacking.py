@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Send
 
-from benchmarks.scripted_learner import ScriptedLearner
 from examples.reward_hacking import judge as fooled
 from examples.reward_hacking import second
 from examples.reward_hacking.teacher import EVERYTHING, answer, teaching
@@ -32,6 +31,7 @@ from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.examples.player import Messages, Script, calls, says
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
+from tests.harness.trainer.scripted_learner import ScriptedLearner
 from tests.proxy.conftest import Proxy, running
 
 JUDGE = "examples.reward_hacking.judge:judge"

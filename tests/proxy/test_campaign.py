@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.databases import postgres_server
-from benchmarks.durability import Outcome, run
+from tests.harness.durability.campaign import DurabilityOutcome, run
+from tests.harness.postgres import postgres_server
 
 
-def _kept(outcome: Outcome) -> None:
+def _kept(outcome: DurabilityOutcome) -> None:
     assert outcome.violations == []
     assert outcome.answered > 100
     assert outcome.stored["answered"] >= outcome.answered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.hostile import run
+from tests.harness.hostile.campaign import run
 
 
 def test_hostile_requests_get_no_5xx_no_words_of_another_key_and_lose_no_record(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 
-from benchmarks.linking import measure
-from benchmarks.linking_score import Stored, Truth, scores
+from tests.harness.linking.campaign import measure
+from tests.harness.linking.score import StoredCall, TrueCall, score_kinds
 
 
 def test_adversarial_traffic_is_linked_without_ids() -> None:
@@ -17,12 +17,12 @@ def test_adversarial_traffic_is_linked_without_ids() -> None:
 
 
 def test_the_score_sees_two_runs_in_one_trajectory_and_one_run_in_two() -> None:
-    truths = [Truth(f"{run}{turn}", "kind", run, None, 0, "same", turn) for run in "ab" for turn in range(2)]
+    truths = [TrueCall(f"{run}{turn}", "kind", run, None, 0, "same", turn) for run in "ab" for turn in range(2)]
     for places, precision, recall in (("ttuu", 1, 1), ("tttt", 1 / 3, 1), ("tuvw", 1, 0), ("tuut", 1, 1)):
-        stored = {t.label: Stored(place, None, 0, "root") for t, place in zip(truths, places, strict=True)}
-        (score,) = scores(truths, stored, alike=["kind"])
+        stored = {t.label: StoredCall(place, None, 0, "root") for t, place in zip(truths, places, strict=True)}
+        (score,) = score_kinds(truths, stored, alike=["kind"])
         assert (score.precision, score.recall) == (precision, recall)
-    (strict,) = scores(truths, {t.label: Stored(p, None, 0, "") for t, p in zip(truths, "tuut", strict=True)})
+    (strict,) = score_kinds(truths, {t.label: StoredCall(p, None, 0, "") for t, p in zip(truths, "tuut", strict=True)})
     assert (strict.precision, strict.recall) == (0, 0)
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.databases import postgres_server
-from benchmarks.exactly_once import run
-from benchmarks.school_parts import AGENTS
+from tests.harness.exactly_once.campaign import run
+from tests.harness.exactly_once.processes import AGENTS
+from tests.harness.postgres import postgres_server
 
 
 @pytest.mark.filterwarnings("ignore:XDG_RUNTIME_DIR")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.scripted_learner import ScriptedLearner
 from ratchet.store.errors import InvalidTransition
 from ratchet.store.records import Policy
 from ratchet.store.states import PolicyAction, PolicyState
@@ -31,6 +30,7 @@ from tests.harness.records import judged_group
 from tests.harness.trainer.prompted_vllm import PromptedVllm
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
+from tests.harness.trainer.scripted_learner import ScriptedLearner
 from tests.proxy.conftest import Proxy, running
 from tests.store.conftest import migrated_postgres as migrated_postgres
 from tests.store.conftest import postgres as postgres

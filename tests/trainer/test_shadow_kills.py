@@ -13,21 +13,21 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.school_parts import Part
-from benchmarks.scripted_learner import read_weights
 from ratchet.store.records import RESAMPLE
 from ratchet.store.states import ResampleState, TrajectoryState
 from ratchet.store.store import Store, open_store
+from tests.harness.exactly_once.processes import RestartableProcess
 from tests.harness.ports import free_port
 from tests.harness.proxy.servers import ProxyProcess, eventually
+from tests.harness.trainer.scripted_learner import read_weights
 
 SINGLES, SAMPLES, KILLS = 10, 2, 5
 
 
 @contextmanager
-def school(folder: Path) -> Iterator[tuple[Part, ProxyProcess, Store]]:
+def school(folder: Path) -> Iterator[tuple[RestartableProcess, ProxyProcess, Store]]:
     ports = {"vllm": free_port(), "grader": free_port()}
-    parts = [Part(name, str(port), folder / f"{name}.log") for name, port in ports.items()]
+    parts = [RestartableProcess(name, str(port), folder / f"{name}.log") for name, port in ports.items()]
     vllm = f"http://127.0.0.1:{ports['vllm']}"
     eventually(lambda: _answers(f"{vllm}/metrics"), 30)
     proxy = ProxyProcess(folder, upstreams=[vllm])
@@ -40,7 +40,7 @@ def school(folder: Path) -> Iterator[tuple[Part, ProxyProcess, Store]]:
         "max_staleness": 10**6, "lease_seconds": 1.0, "poll_interval_seconds": 0.02,
         "resample": {"samples": SAMPLES, "calls_per_minute": 10_000, "at_once": 2},
     }  # fmt: skip
-    parts.append(trainer := Part("trainer", json.dumps(settings), folder / "trainer.log"))
+    parts.append(trainer := RestartableProcess("trainer", json.dumps(settings), folder / "trainer.log"))
     store = open_store(str(folder / "store.db"))
     try:
         yield trainer, proxy, store

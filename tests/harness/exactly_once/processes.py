@@ -1,4 +1,4 @@
-"""The parts of the exactly-once campaign: processes that are killed and started again, and agents that work on."""
+"""Processes that the exactly-once campaign kills and restarts, and its agents."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ ALIAS = "agent"
 AGENTS = 3
 
 
-class Part:
-    """One process that is started again whenever it is gone."""
+class RestartableProcess:
+    """`python -m tests.harness.trainer.scripted_learner NAME VALUE`, which can be killed and restarted."""
 
     def __init__(self, name: str, value: str, log: Path) -> None:
-        self._command = [sys.executable, "-m", "benchmarks.scripted_learner", name, value]
+        self._command = [sys.executable, "-m", "tests.harness.trainer.scripted_learner", name, value]
         self.log = log
         self.start()
 
     def start(self) -> None:
-        """Start it."""
+        """Start the process."""
         with self.log.open("a") as log:
             self.process = subprocess.Popen(self._command, cwd=ROOT, stderr=log, stdout=log)
 
     def kill(self) -> None:
-        """kill -9."""
+        """Send SIGKILL and wait."""
         self.process.kill()
         self.process.wait(10)
 
     @property
-    def gone(self) -> bool:
-        """Whether it has ended by itself."""
+    def exited(self) -> bool:
+        """Whether the process has exited."""
         return self.process.poll() is not None
 
 
-class Agents:
-    """Clients that try each task twice, and remember the trajectories that were answered."""
+class PairingAgents:
+    """Clients that attempt each task twice, so GRPO can compare them; `answered` holds trajectory ids."""
 
     def __init__(self, url: str, pause: float) -> None:
         self.answered: set[str] = set()
         self._url = url
         self._pause = pause
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(AGENTS)]
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(AGENTS)]
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """End; calls under way are waited for."""
+        """Stop after the calls in progress."""
         self._stop.set()
         for thread in self._threads:
             thread.join(60)
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         with httpx.Client(base_url=self._url, timeout=30.0) as client:
             while not self._stop.wait(self._pause):
                 task = f"task/{uuid.uuid4().hex[:12]}"
                 for attempt in range(2):
-                    while not self._try(client, task, attempt) and not self._stop.wait(0.2):
+                    while not self._attempt(client, task, attempt) and not self._stop.wait(0.2):
                         pass
 
-    def _try(self, client: httpx.Client, task: str, attempt: int) -> bool:
+    def _attempt(self, client: httpx.Client, task: str, attempt: int) -> bool:
         name = f"run-{uuid.uuid4().hex}"
         body = {"model": ALIAS, "messages": [{"role": "user", "content": f"{task} {attempt} #tokens=4"}]}
         headers = {"x-ratchet-trajectory": name, "x-ratchet-task": task}

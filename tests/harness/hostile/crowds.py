@@ -1,6 +1,6 @@
-"""Crowds: many who ask at once for what makes a proxy wait, offers of another protocol in pieces, a log nobody reads.
+"""Concurrent clients that request what makes a proxy wait, protocol upgrades in fragments, and a full log pipe.
 
-Each function returns the promises that did not hold, as sentences; none where all did.
+Each function yields broken promises as sentences.
 """
 
 from __future__ import annotations
@@ -20,61 +20,61 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from benchmarks.hostile_wire import read
 from ratchet.store.ids import new_id
+from tests.harness.hostile.wire import read
 from tests.harness.proxy.servers import ProxyProcess, eventually
 
 CHAT = "/v1/chat/completions"
-_CROWD = 24  # clients at once
-_MOST_LOOKS = 2  # at the upstream while readiness is asked for: its own pace
+_CLIENTS = 24  # concurrent
+_MAX_PROBES = 2  # of the upstream while readiness is requested
 
 
-def _asking(words: str) -> dict[str, Any]:
+def _chat_body(words: str) -> dict[str, Any]:
     return {"model": "agent", "messages": [{"role": "user", "content": words}]}
 
 
 def waiters(url: str, key: str, proxy: psutil.Process) -> Iterator[str]:
-    """Ask for ids that nobody has while the store takes nothing: a large call of another client must not wait."""
+    """Request unknown ids while the store writer is stopped: a large call of another client must not wait."""
     with (
         httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=30) as client,
-        ThreadPoolExecutor(_CROWD) as crowd,
+        ThreadPoolExecutor(_CLIENTS) as pool,
     ):
         shipping = proxy.children()
         for one in shipping:
             os.kill(one.pid, signal.SIGSTOP)
         try:
-            client.post(CHAT, json=_asking("#say=waits")).raise_for_status()
-            said = [
-                crowd.submit(client.post, "/api/feedback", json={"call_id": new_id("call"), "value": 1})
+            client.post(CHAT, json=_chat_body("#say=waits")).raise_for_status()
+            pending = [
+                pool.submit(client.post, "/api/feedback", json={"call_id": new_id("call"), "value": 1})
                 if number % 2
-                else crowd.submit(client.get, f"/v1/responses/{new_id('resp')}")
-                for number in range(_CROWD)
+                else pool.submit(client.get, f"/v1/responses/{new_id('resp')}")
+                for number in range(_CLIENTS)
             ]
             time.sleep(0.3)
-            large = client.post(CHAT, json=_asking("x" * 300_000))
-            if large.status_code != 200 or any(one.done() for one in said):
-                yield f"a large call waited for those who wait for the store ({large.status_code})"
+            large = client.post(CHAT, json=_chat_body("x" * 300_000))
+            if large.status_code != 200 or any(one.done() for one in pending):
+                yield f"a large call waited for requests that wait for the store ({large.status_code})"
         finally:
             for one in shipping:
                 os.kill(one.pid, signal.SIGCONT)
-        yield from (f"{one.result().status_code} to an id that nobody has" for one in said if _is_bad(one.result()))
+        yield from (f"{one.result().status_code} to an unknown id" for one in pending if _is_bad(one.result()))
 
 
 def _is_bad(answer: httpx.Response) -> bool:
     return answer.status_code not in (202, 404, 429)
 
 
-def readiness(url: str, looks: Callable[[], int]) -> Iterator[str]:
-    """Ask for readiness a hundred times; `looks` counts the upstream's `GET /v1/models`."""
-    before = looks()
+def readiness(url: str, probes: Callable[[], int]) -> Iterator[str]:
+    """Request readiness a hundred times; `probes` counts the upstream's `GET /v1/models`."""
+    before = probes()
     with httpx.Client(base_url=url, timeout=20) as client:
         answers = {client.get("/health/ready").status_code for _ in range(100)}
-    if answers != {200} or looks() - before > _MOST_LOOKS:
-        yield f"100 questions for readiness were {looks() - before} to the upstream, answered {answers}"
+    if answers != {200} or probes() - before > _MAX_PROBES:
+        yield f"100 readiness requests made {probes() - before} upstream probes and returned {answers}"
 
 
-def offers(url: str, key: str) -> Iterator[str]:
-    """Offer h2c in several spellings, in heads that come in pieces: each call must be served in HTTP/1.1."""
+def upgrade_offers(url: str, key: str) -> Iterator[str]:
+    """Offer h2c in several spellings, in fragmented request heads: each call must be served over HTTP/1.1."""
     parts, body = urlsplit(url), b'{"model": "agent", "messages": [{"role": "user", "content": "#say=hello"}]}'
     for name in ("Upgrade", "upgrade", "UPGRADE", "uPGRADE"):
         head = (
@@ -93,16 +93,16 @@ def offers(url: str, key: str) -> Iterator[str]:
 
 
 def unread_log(folder: Path, upstream_url: str, upstream_key: str) -> Iterator[str]:
-    """Run a proxy whose stderr is a pipe that nobody reads, with calls that are logged and calls that fail."""
+    """Run a proxy whose stderr is a pipe that is never read, with successful and failing calls."""
     reader, writer = os.pipe()
     folder.mkdir()
     proxy = ProxyProcess(folder, writer, upstreams=[upstream_url, "http://127.0.0.1:9"], upstream_key=upstream_key)
     os.close(writer)
     with httpx.Client(base_url=proxy.url, timeout=10) as client:
         eventually(lambda: client.get("/health/ready").status_code == 200)
-        bodies = itertools.cycle([_asking("#say=fine"), _asking(secrets.token_hex(8)) | {"model": "agent@9"}])
+        bodies = itertools.cycle([_chat_body("#say=fine"), _chat_body(secrets.token_hex(8)) | {"model": "agent@9"}])
         answers = [client.post(CHAT, json=next(bodies)).status_code for _ in range(300)]
         live = client.get("/health/live").status_code
     if set(answers) != {200, 404} or live != 200 or proxy.stop() != 0:
-        yield f"with a log that nobody reads: {set(answers)}, /health/live {live}"
+        yield f"with an unread log: {set(answers)}, /health/live {live}"
     os.close(reader)

@@ -1,11 +1,11 @@
-"""Everything that a trainer needs, scripted, each in a process of its own, so that a campaign can kill it.
+"""A scripted trainer, grader and vLLM, each in a process of its own so that a campaign can kill it.
 
-The learner's weights are the list of the trajectories that they were trained on, in order: what was trained twice, or
-is lost, is there to be read in the newest checkpoint. The vLLM serves a version by reading that list from the adapter's
-folder, so that the proof of a swap holds exactly where the right folder was loaded. The grader scores by id alone: a
-trajectory that is judged again gets the same score. Nothing here imports torch.
+The learner's weights are the ordered list of the trajectories it was trained on: a trajectory that was trained twice or
+lost is visible in the newest checkpoint. The vLLM reads that list from the adapter's folder, so the proof of a swap
+passes only if the right folder was loaded. The grader derives the score from the trajectory id: judging a trajectory
+again gives the same score. Nothing here imports torch.
 
-    python -m benchmarks.scripted_learner trainer SETTINGS_JSON | grader PORT | vllm PORT
+    python -m tests.harness.trainer.scripted_learner trainer SETTINGS_JSON | grader PORT | vllm PORT
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 
 WEIGHTS = "weights.json"
-_STEP_SECONDS = 0.1  # long enough to be killed in
-_PARTS = 4  # a checkpoint is written in so many files, with pauses
+_STEP_SECONDS = 0.1  # leaves time for a kill
+_PARTS = 4  # files of a checkpoint, written with pauses
 _PAUSE = 0.01  # seconds
 
 
 def read_weights(folder: Path | None) -> list[str]:
-    """Return the trajectories that a checkpoint was trained on, over its whole life; none for the base model."""
+    """Return the ids of all trajectories a checkpoint was trained on; empty for the base model."""
     return [] if folder is None else [str(name) for name in json.loads((folder / WEIGHTS).read_text())]
 
 
 def logprob(weights: Sequence[str], ids: Sequence[int]) -> float:
-    """Return what a version with these weights gives the last id: the same everywhere, different for other weights."""
+    """Return the logprob of the last id: a deterministic function of weights and ids."""
     digest = hashlib.sha256(json.dumps([list(weights), list(ids)]).encode()).digest()
     return -0.5 - int.from_bytes(digest[:4]) / 2**33
 
 
 def grade(trajectory_id: str) -> float:
-    """Return the score that the grader gives."""
+    """Return the grader's score."""
     return int.from_bytes(hashlib.sha256(trajectory_id.encode()).digest()[:4]) / 2**32
 
 
 class ScriptedLearner:
-    """A learner that writes down what it learns."""
+    """A learner whose weights are the ids of its trajectories."""
 
     def __init__(self, _: TrainerSettings, resume_from: Path | None) -> None:
         self._weights = read_weights(resume_from)
@@ -79,7 +79,7 @@ class ScriptedLearner:
         )  # fmt: skip
 
     def learn(self, names: Sequence[str]) -> None:
-        """Take trajectories into the weights."""
+        """Add trajectories to the weights."""
         self._weights = [*self._weights, *names]
 
     def score(
@@ -104,7 +104,7 @@ class ScriptedLearner:
 
 
 class ScoringVllm(ScriptedVllm):
-    """The scripted vLLM, which also unloads adapters, tells its load, and scores ids under what it has loaded."""
+    """The scripted vLLM, which also unloads adapters, reports its load, and scores ids with a loaded adapter."""
 
     running = 0  # chat calls
 
@@ -167,16 +167,16 @@ async def _send(send: Send, status: int, kind: bytes, body: bytes) -> None:
 
 
 def main() -> int:
-    """Run one part until it is killed."""
+    """Run one process until it is killed."""
     import uvicorn
 
-    part, value = sys.argv[1:]
+    role, value = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    faulthandler.register(signal.SIGUSR1)  # tells where it stands
-    if part == "trainer":
+    faulthandler.register(signal.SIGUSR1)  # prints its stack
+    if role == "trainer":
         return run(TrainerSettings(**json.loads(value)), ScriptedLearner)
-    app: Any = grader if part == "grader" else ScoringVllm()
+    app: Any = grader if role == "grader" else ScoringVllm()
     uvicorn.run(app, port=int(value), http="httptools", loop="uvloop", log_level="critical", lifespan="off")
     return 0
 

@@ -1,6 +1,6 @@
-"""Single promises that random requests seldom meet: pages of other servers, large bodies to operators, abandoned calls.
+"""Promises that random requests rarely reach: requests by foreign web pages, large operator bodies, abandoned calls.
 
-Each function yields what broke the promise; nothing where it held.
+Each function yields broken promises as sentences.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ _PAGES = (
 )  # fmt: skip
 _KINDS = ("application/json", "text/plain", "application/x-www-form-urlencoded")
 _AGENTS = ("chat/completions", "completions", "responses", "messages", "messages/count_tokens", "embeddings")
-_TOKENS = 20_000  # a minute, of the key that abandons its calls
-_MINUTE = 61.0  # seconds, and a bit
+_TOKENS = 20_000  # per minute, of the key that abandons its calls
+_MINUTE = 61.0  # seconds, with a margin
 
 
 def with_password(url: str) -> str:
-    """Return an upstream's URL with a name and the password."""
+    """Return an upstream's URL with a user name and the password."""
     return url.replace("//", f"//agent:{PASSWORD}@")
 
 
 def operations(url: str, headers: dict[str, str]) -> list[tuple[str, str]]:
     """Return every method and path of the operator API."""
-    told = httpx.get(f"{url}/api/openapi.json", headers=headers, timeout=20).json()["paths"]
+    paths = httpx.get(f"{url}/api/openapi.json", headers=headers, timeout=20).json()["paths"]
     return [
-        (method.upper(), f"/api{path}".replace("{version}", "1")) for path, found in told.items() for method in found
+        (method.upper(), f"/api{path}".replace("{version}", "1")) for path, found in paths.items() for method in found
     ]
 
 
 def foreign_pages(folder: Path, upstream_url: str) -> Iterator[str]:
-    """Ask a proxy without keys as pages of other origins do: only 403 may come back."""
+    """Call a proxy without keys as web pages of other origins do: every reply must be 403."""
     folder.mkdir()
     proxy = ProxyProcess(folder, upstreams=[upstream_url])
     try:
@@ -60,7 +60,7 @@ def foreign_pages(folder: Path, upstream_url: str) -> Iterator[str]:
 
 
 def large_operator_bodies(url: str, headers: dict[str, str]) -> Iterator[str]:
-    """Send every operation of the operator API a body of 9 MiB: 413, in the shape of all errors."""
+    """Send a body of 9 MiB to every operation of the operator API: the reply must be a 413 error object."""
     for method, path in operations(url, headers):
         answer = httpx.request(
             method, url + path, headers=headers, content=b" " * (9 * 2**20), params={"alias": "agent"}, timeout=20
@@ -70,7 +70,7 @@ def large_operator_bodies(url: str, headers: dict[str, str]) -> Iterator[str]:
 
 
 def abandoned_calls(url: str, store: str) -> Iterator[str]:
-    """Leave a call that asks for 10^9 tokens a hundred times: its key waits a minute at most."""
+    """Abandon a call for 100 choices of 10^9 tokens: its key must wait at most a minute."""
     key = f"rk-{secrets.token_hex(8)}"
     opened = open_store(store)
     opened.keys.create("abandons", hash_key(key.encode()), KeyScope.AGENT, tokens_per_minute=_TOKENS)
@@ -82,12 +82,12 @@ def abandoned_calls(url: str, store: str) -> Iterator[str]:
         "n": 100,
     }
     with httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=20) as client:
-        client.get("/v1/models").raise_for_status()  # the key is known
+        client.get("/v1/models").raise_for_status()  # the proxy loads the key
         with contextlib.suppress(httpx.TimeoutException):
             client.post("/v1/chat/completions", json={**huge, "stream": True}, timeout=0.5)
         wait = client.get("/v1/models").headers["x-ratelimit-reset-tokens"]
         if _seconds(wait) > _MINUTE:
-            yield f"a key that left one call waits {wait} for its tokens"
+            yield f"a key that abandoned one call waits {wait} for its tokens"
 
 
 def _seconds(span: str) -> float:

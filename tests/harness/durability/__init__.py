@@ -1,0 +1,1 @@
+"""The durability campaign: `kill -9` and database outages under load."""

@@ -1,0 +1,321 @@
+"""The exactly-once campaign: `kill -9` of every process of a training loop, at random moments.
+
+A real proxy, a real store, two trainer processes of which one holds the lease, and a scripted learner, grader and vLLM
+(`tests/harness/trainer/scripted_learner.py`), each in a process of its own. Agents call continuously. Killed in turn:
+a trainer, the grader, vLLM, the database (PostgreSQL), and a trainer that is stopped for longer than its lease and then
+resumed.
+
+Checked afterwards in the store and the newest checkpoint: every answered trajectory is trained; the weights contain
+each trained trajectory exactly once; each version descends from the one before it; the live version never goes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from ratchet.store.errors import StoreUnavailable
+from ratchet.store.records import Group, Round, Trajectory
+from ratchet.store.states import GroupState, PolicyState, RoundState, TrajectoryState
+from ratchet.store.store import Store, open_store
+from ratchet.trainer.adapters import checkpoint
+from tests.harness.exactly_once.processes import AGENTS, ALIAS, PairingAgents, RestartableProcess
+from tests.harness.ports import free_port
+from tests.harness.postgres import Postgres
+from tests.harness.proxy.servers import ProxyProcess, eventually
+from tests.harness.trainer.scripted_learner import read_weights
+
+_LEASE_SECONDS = 2.0
+_KEPT = 3  # newest versions kept on disk
+_BEST = 2  # best versions kept besides
+_SETTLE_SECONDS = 60.0  # without progress
+
+
+@dataclass
+class ExactlyOnceOutcome:
+    """Counts of a campaign. `violations` lists broken promises."""
+
+    store: str
+    kills: dict[str, int] = field(default_factory=dict)
+    exits: dict[str, int] = field(default_factory=dict)  # trainers that exited by themselves, by their last log line
+    answered: int = 0
+    trained: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    rounds: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+    judged_again: int = 0  # trajectories with more than one verdict
+    takeovers: int = 0
+    seconds: float = 0.0
+    violations: list[str] = field(default_factory=list)
+
+
+class ExactlyOnceCampaign:
+    """One training loop whose processes are killed and restarted."""
+
+    def __init__(self, folder: Path, server: Postgres | None, seed: int) -> None:
+        self._folder = folder
+        self._server = server
+        self._random = random.Random(seed)
+        self.url = server.url if server else str(folder / "store.db")
+        self.outcome = ExactlyOnceOutcome("postgresql" if server else "sqlite")
+        self._store = open_store(self.url)
+        ports = {name: free_port() for name in ("grader", "vllm")}
+        self._checkpoints = folder / "checkpoints"
+        self._processes = {
+            name: RestartableProcess(name, str(port), folder / f"{name}.log") for name, port in ports.items()
+        }
+        vllm = f"http://127.0.0.1:{ports['vllm']}"
+        eventually(lambda: _answers(ports["vllm"]) and _answers(ports["grader"]), 30)
+        self._proxy = ProxyProcess(
+            folder, upstreams=[vllm], store=self.url, port=free_port(), breaker_reset_seconds=0.5
+        )
+        eventually(lambda: httpx.get(self._proxy.url + "/health/ready", timeout=5).status_code == 200, 30)
+        trainer = json.dumps(self._trainer_settings(vllm, f"http://127.0.0.1:{ports['grader']}"))
+        self._processes |= {
+            name: RestartableProcess("trainer", trainer, folder / f"{name}.log") for name in ("first", "second")
+        }
+        self._agents = PairingAgents(self._proxy.url, pause=0.25)
+        self._live = 0
+
+    def _trainer_settings(self, vllm: str, grader: str) -> dict[str, object]:
+        return {
+            "store": self.url, "model": ALIAS, "base_model": "scripted", "vllm": [vllm],
+            "checkpoints": str(self._checkpoints), "judge": {"kind": "http", "url": grader, "timeout_seconds": 5.0},
+            "judge_retry_seconds": 0.5, "seal_after_idle_seconds": 0.5, "num_generations": 2, "groups_per_round": 8,
+            "group_wait_seconds": 3600.0, "round_wait_seconds": 1.0, "max_staleness": 10**6,
+            "lease_seconds": _LEASE_SECONDS, "poll_interval_seconds": 0.05, "keep_checkpoints": _KEPT,
+        }  # fmt: skip
+
+    def has_started(self) -> bool:
+        """Return whether a first version is trained and live."""
+        self._watch(0.1)
+        return self._live > 0
+
+    def kill(self, number: int) -> None:
+        """Kill one process at a random moment and restart it after a short pause."""
+        self._watch(self._random.uniform(0.05, 1.2))
+        victims: list[tuple[str, Callable[[], None]]] = [
+            ("trainer", self._kill_a_trainer),
+            ("grader", lambda: self._kill_temporarily("grader")),
+            ("vLLM", lambda: self._kill_temporarily("vllm")),
+            ("trainer", self._kill_a_trainer),
+            ("trainer, stopped past its lease", self._pause_a_trainer),
+        ]
+        if self._server is not None:
+            victims.append(("database", self._kill_database))
+        name, act = victims[number % len(victims)]
+        act()
+        _count(self.outcome.kills, name)
+
+    def end(self) -> ExactlyOnceOutcome:
+        """Let the training loop finish its backlog, stop it and check the result."""
+        self._agents.stop()
+        trained, until = -1, time.monotonic() + _SETTLE_SECONDS
+        while not self._settled() and time.monotonic() < until:
+            self._watch(0.2)
+            now_trained = self._store.trajectories.counts()["trained"]
+            if now_trained > trained:  # wait as long as there is progress: machines may be slow
+                trained, until = now_trained, time.monotonic() + _SETTLE_SECONDS
+        if not self._settled():
+            self.outcome.violations.append(f"not settled: {self._store.trajectories.counts()}")
+            for name in ("first", "second"):
+                os.kill(self._processes[name].process.pid, signal.SIGUSR1)
+            time.sleep(0.5)
+        for process in self._processes.values():
+            process.kill()
+        if self._proxy.stop() != 0:
+            self.outcome.violations.append("the proxy did not stop cleanly")
+        self._read()
+        self._store.close()
+        return self.outcome
+
+    def abandon(self) -> None:
+        """Kill every process that still runs."""
+        for process in self._processes.values():
+            process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            self._proxy.kill()
+
+    def _kill_a_trainer(self) -> None:
+        process = self._processes[self._random.choice(["first", "second"])]
+        process.kill()
+        process.start()
+
+    def _kill_temporarily(self, name: str) -> None:
+        self._processes[name].kill()
+        self._watch(self._random.uniform(0.0, 1.5))
+        self._processes[name].start()
+
+    def _kill_database(self) -> None:
+        assert self._server is not None
+        self._server.kill()
+        self._watch(self._random.uniform(0.0, 1.5))
+        self._server.start()
+
+    def _pause_a_trainer(self) -> None:
+        """Stop a trainer for longer than its lease, then resume it; the other may hold the lease by then."""
+        process = self._processes[self._random.choice(["first", "second"])]
+        os.kill(process.process.pid, signal.SIGSTOP)
+        self._watch(_LEASE_SECONDS * 1.5)
+        os.kill(process.process.pid, signal.SIGCONT)
+
+    def _watch(self, seconds: float) -> None:
+        """Wait; restart trainers that exited by themselves, and check that the live version never goes back."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            for name in ("first", "second"):
+                process = self._processes[name]
+                if process.exited:
+                    _count(self.outcome.exits, _last_line(process.log))
+                    process.start()
+            with contextlib.suppress(StoreUnavailable):
+                live = self._store.policies.live()[ALIAS].version
+                if live < self._live:
+                    self.outcome.violations.append(f"version {live} became live after {self._live}")
+                self._live = live
+            time.sleep(0.05)
+
+    def _settled(self) -> bool:
+        try:
+            counts = self._store.trajectories.counts()
+            states = {policy.state for policy in self._store.policies.all(ALIAS)}
+        except StoreUnavailable:
+            return False
+        if sum(counts.values()) < len(self._agents.answered):  # some are not shipped yet
+            return False
+        idle = not counts["open"] and not counts["grouped"] and counts["sealed"] <= AGENTS
+        return idle and PolicyState.CANDIDATE not in states
+
+    def _read(self) -> None:
+        outcome = self.outcome
+        runs = list(_all_trajectories(self._store))
+        rounds = [held for held in _all_rounds(self._store) if held.state is RoundState.COMMITTED]
+        outcome.answered = len(self._agents.answered)
+        outcome.trained = sum(run.state is TrajectoryState.TRAINED for run in runs)
+        outcome.dropped = dict(self._store.trajectories.drop_counts())
+        outcome.rounds = dict(Counter(str(held.state) for held in _all_rounds(self._store)))
+        outcome.versions = dict(Counter(str(policy.state) for policy in self._store.policies.all(ALIAS)))
+        outcome.judged_again = self._judged_again()
+        ready = [path.read_text().count("event=trainer_ready") for path in self._folder.glob("*.log")]
+        outcome.takeovers = max(0, sum(ready) - 1)
+        outcome.violations += [*self._lost(runs), *self._trained_wrongly(runs, rounds), *self._lineage(rounds)]
+
+    def _judged_again(self) -> int:
+        judged: Counter[str] = Counter()
+        for group in _all_groups(self._store):
+            judged.update(verdict.trajectory_id for verdict in self._store.groups.history(group.id))
+        return sum(count > 1 for count in judged.values())
+
+    def _lost(self, runs: Sequence[Trajectory]) -> Iterator[str]:
+        """What was answered, and has a partner in its task, must be trained."""
+        by_name = {run.id: run for run in runs}
+        for name in self._agents.answered:
+            run = by_name.get(name)
+            if run is None:
+                yield f"{name} was answered and is not stored"
+            elif run.state is TrajectoryState.DROPPED or run.state is TrajectoryState.GROUPED:
+                yield f"{name} was answered and is {run.state}: {run.drop_reason}"
+        for group in _all_groups(self._store):
+            if group.state is not GroupState.TRAINED:
+                yield f"group {group.id} is {group.state}: {group.drop_reason}"
+
+    def _trained_wrongly(self, runs: Sequence[Trajectory], rounds: Sequence[Round]) -> Iterator[str]:
+        """The weights hold exactly what the store says was trained, each once."""
+        newest = rounds[0] if rounds else None
+        if newest is None or newest.checkpoint is None:
+            yield "nothing was trained"
+            return
+        folder = Path(newest.checkpoint)
+        versions = [policy for policy in self._store.policies.all(ALIAS) if policy.adapter]
+        kept = {Path(policy.adapter or "").name for policy in versions if policy.pruned_at is None}
+        there = {path.name for path in folder.parent.glob("[0-9]*")}
+        if there != kept or (len(versions) > 2 * (_KEPT + _BEST) and len(kept) == len(versions)):
+            yield "unneeded versions are still on disk"
+        if not checkpoint.complete(folder):
+            yield f"the newest committed checkpoint {folder.name} is incomplete"
+        counts = Counter(read_weights(folder))
+        trained = {run.id for run in runs if run.state is TrajectoryState.TRAINED}
+        twice = [name for name, count in counts.items() if count > 1]
+        if twice:
+            yield f"{len(twice)} trajectories were trained twice, e.g. {twice[0]}"
+        if missing := trained - set(counts):
+            yield f"{len(missing)} trajectories were consumed and are not in the weights, e.g. {min(missing)}"
+        if surplus := set(counts) - trained:
+            yield f"{len(surplus)} trajectories are in the weights and were not consumed, e.g. {min(surplus)}"
+
+    def _lineage(self, rounds: Sequence[Round]) -> Iterator[str]:
+        """Each committed round continues from the one before; versions increase; the newest one is live."""
+        before = 0
+        for held in reversed(rounds):
+            if held.from_version != before:
+                yield f"version {held.to_version} was trained from {held.from_version}, not from {before}"
+            if (held.to_version or 0) <= before:
+                yield f"version {held.to_version} came after {before}"
+            before = held.to_version or 0
+        live = self._store.policies.live()[ALIAS].version
+        if live != before:
+            yield f"version {live} is live, the newest one is {before}"
+
+
+def run(folder: Path, kills: int, server: Postgres | None = None, seed: int = 1) -> ExactlyOnceOutcome:
+    """Run a campaign in an empty folder."""
+    started = time.perf_counter()
+    folder.mkdir(parents=True, exist_ok=True)
+    campaign = ExactlyOnceCampaign(folder, server, seed)
+    try:
+        eventually(campaign.has_started, 120)
+        for number in range(kills):
+            campaign.kill(number)
+        outcome = campaign.end()
+    except BaseException:
+        campaign.abandon()
+        raise
+    outcome.seconds = time.perf_counter() - started
+    return outcome
+
+
+def _all_trajectories(store: Store) -> Iterator[Trajectory]:
+    last = None
+    while page := store.trajectories.page(1000, before=last):
+        last = page[-1].id
+        yield from page
+
+
+def _all_rounds(store: Store) -> Iterator[Round]:
+    """Newest first."""
+    last = None
+    while page := store.rounds.page(ALIAS, 1000, before=last):
+        last = page[-1].id
+        yield from page
+
+
+def _all_groups(store: Store) -> Iterator[Group]:
+    last = None
+    while page := store.groups.page(1000, before=last):
+        last = page[-1].id
+        yield from page
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text().splitlines() if line.strip()]
+    return lines[-1].split(" ", 3)[-1][:160] if lines else "nothing"
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _count(counts: dict[str, int], name: str) -> None:
+    counts[name] = counts.get(name, 0) + 1

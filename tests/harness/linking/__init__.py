@@ -1,0 +1,1 @@
+"""The linking campaign: agent traffic whose true trajectories are known."""

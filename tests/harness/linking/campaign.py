@@ -1,0 +1,134 @@
+"""The linking campaign: agent traffic without ids through a real proxy, scored against the true trajectories.
+
+Many concurrent agents with equal prompts, sub-agents, retries, disconnects, compaction, edits, several choices, every
+way of sending an answer back, every dialect, and proxy restarts in between. `score.py` defines the metrics, `kinds.py`
+and `dialects.py` the traffic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import httpx
+
+from ratchet.store.records import Call
+from ratchet.store.store import open_store
+from tests.harness.linking.dialects import DIALECT_KINDS
+from tests.harness.linking.kinds import KINDS, TrafficKind
+from tests.harness.linking.score import LinkingScore, StoredCall, score_kinds
+from tests.harness.linking.traffic import AgentRun, LinkingTraffic
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import ProxyProcess, eventually, served
+
+MIN_SHARE = 0.999
+_QUICK_DIVISOR = 8  # --quick runs this fraction of the agents
+
+
+@dataclass
+class LinkingResult:
+    """The score of one kind of traffic. `evidence`: the traffic contains enough evidence to require recall."""
+
+    score: LinkingScore
+    evidence: bool
+
+    @property
+    def good(self) -> bool:
+        """Whether every required metric reaches MIN_SHARE."""
+        found = self.score.precision >= MIN_SHARE and not self.score.missing
+        return found and (not self.evidence or min(self.score.recall, self.score.parents) >= MIN_SHARE)
+
+
+class LinkingCampaign:
+    """The proxy, which may be killed and restarted, and the traffic through it."""
+
+    def __init__(self, folder: Path, vllm: ScriptedVllm, vllm_url: str) -> None:
+        self._folder = folder
+        self._vllm = vllm
+        self._vllm_url = vllm_url
+        self._proxy = self._start()
+
+    def _start(self) -> ProxyProcess:
+        proxy = ProxyProcess(self._folder, upstreams=[self._vllm_url])
+        eventually(lambda: httpx.get(f"{proxy.url}/health/ready").status_code == 200, 20)
+        return proxy
+
+    async def run(self, kinds: Sequence[TrafficKind], agents: int, seed: int) -> list[LinkingScore]:
+        """Send the traffic of all kinds through one proxy; return the score_kinds. Kinds with a restart run last."""
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            traffic = LinkingTraffic(self._proxy.url, session, random.Random(seed))
+            traffic.open.set()
+            for kind in kinds:
+                if not kind.restart:
+                    await self._all(traffic, [kind], agents)
+            if restarting := [kind for kind in kinds if kind.restart]:
+                running = asyncio.ensure_future(self._all(traffic, restarting, agents))
+                await asyncio.sleep(0.1)
+                await self._restart(traffic)
+                await running
+        eventually(lambda: httpx.get(f"{traffic.url}/health/backlog").json()["unshipped_records"] == 0, 30)
+        return score_kinds(traffic.truths, self._stored(), [kind.name for kind in kinds if kind.alike])
+
+    async def _all(self, traffic: LinkingTraffic, kinds: Sequence[TrafficKind], divisor: int) -> None:
+        """AgentRun the agents of these kinds concurrently."""
+        running = []
+        for kind in kinds:
+            agents = max(3, kind.agents // divisor)
+            self._vllm.failures_left = agents if "503" in kind.name else 0
+            running += [kind.agent(self._agent(traffic, kind, number)) for number in range(agents)]
+        await asyncio.gather(*running)
+
+    def _agent(self, traffic: LinkingTraffic, kind: TrafficKind, number: int) -> AgentRun:
+        return traffic.run(kind.name, f"{number}{kind.name[0]}{len(kind.name)}", f"key-{number % kind.keys}")
+
+    async def _restart(self, traffic: LinkingTraffic) -> None:
+        """Kill and restart the proxy while no call is in flight."""
+        traffic.open.clear()
+        while traffic.in_flight:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(self._proxy.kill)
+        self._proxy = await asyncio.to_thread(self._start)
+        traffic.url = self._proxy.url
+        traffic.open.set()
+
+    def _stored(self) -> dict[str, StoredCall]:
+        """Return the stored links by call label."""
+        store = open_store(str(self._folder / "store.db"))
+        calls: list[Call] = []
+        while page := store.calls.page(1000, calls[-1].id if calls else None):
+            calls += page
+        store.close()
+        labels = {call.id: call.role or "" for call in calls}
+        return {
+            labels[call.id]: StoredCall(
+                trajectory=call.trajectory_id,
+                before=labels.get(call.parent_call or ""),
+                choice=call.parent_choice,
+                linked_by=call.linked_by,
+            )
+            for call in calls
+        }
+
+    def stop(self) -> None:
+        """Stop the proxy."""
+        self._proxy.stop()
+
+
+def measure(*, quick: bool = False, seed: int = 1, only: str = "") -> list[LinkingResult]:
+    """Return the result of each kind whose name contains `only`."""
+    kinds = [kind for kind in (*KINDS, *DIALECT_KINDS) if only in kind.name]
+    vllm = ScriptedVllm()
+    with tempfile.TemporaryDirectory() as folder, served(vllm) as url:
+        campaign = LinkingCampaign(Path(folder), vllm, url)
+        try:
+            linking_scores = asyncio.run(campaign.run(kinds, _QUICK_DIVISOR if quick else 1, seed))
+        finally:
+            campaign.stop()
+    evidence = {kind.name: kind.evidence for kind in kinds}
+    return [LinkingResult(score, evidence[score.kind]) for score in linking_scores]

@@ -1,0 +1,1 @@
+"""The swap campaign: adapter versions are swapped under load."""
