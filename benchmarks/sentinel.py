@@ -54,7 +54,7 @@ def main() -> None:
     alias = store.policies.all()[0].alias
     calls = store.tools.newest_answered(alias, 1_000_000)[::-1]
     store.close()
-    false = sum(bool(alarms(calls[:end])) for end in range(_SETTINGS.tool_calls, len(calls) + 1, 25))
+    false = sum(bool(alarms(calls[:end])) for end in range(_SETTINGS.tool_window, len(calls) + 1, 25))
     print(f"{len(calls)} tool calls: {false} looks with an alarm")
     busiest = Counter(call.tool for call in calls).most_common(1)[0][0]
     for rate in (0.5, 0.75, 1.0):

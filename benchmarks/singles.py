@@ -53,7 +53,13 @@ from ratchet.trainer.controller.rounds.drained import is_drained
 
 _AT_ONCE = 32  # held-out calls
 _SETTLE = 15.0  # seconds, for the last round after the last call
-_SHADOW = {"samples": 3, "calls_per_minute": 6000, "at_once": 8, "max_running_requests": 4, "wait_seconds": 10.0}
+_SHADOW = {
+    "samples": 3,
+    "calls_per_minute": 6000,
+    "concurrency": 8,
+    "max_running_requests": 4,
+    "max_wait_seconds": 10.0,
+}
 _WAYS: Mapping[str, dict[str, Any]] = {
     "none": {},
     "baseline": {"ungrouped": "baseline"},
@@ -154,7 +160,7 @@ def settings_of(way: str, folder: Path, seed: int, url: str, held_out_share: flo
         judged = {"kind": "ruler", "base_url": url, "model": "scripted"}
     trainer: dict[str, Any] = {
         "judge": judged, "num_generations": 8, "group_wait_seconds": 1.0, "groups_per_round": 8, "max_staleness": 3,
-        "release": {"held_out": held_out_share, "evaluation_prompts": 16, "evaluation_samples": 2},
+        "release": {"held_out_share": held_out_share, "evaluation_prompts": 16, "evaluation_samples": 2},
     } | _WAYS[way]  # fmt: skip
     values: dict[tuple[str, ...], tuple[str, Any]] = {
         ("project",): ("", way),

@@ -104,9 +104,9 @@ def make_release_components(
         alias=alias,
         tolerance=settings.proof_tolerance,
         keep_loaded_adapters=settings.keep_loaded_adapters,
-        share=gate.share if gate.enabled else None,
+        share=gate.canary_share if gate.canary else None,
         evaluations=evaluations,
-        jump=gate.jump,
+        max_gain=gate.max_gain,
         doubts=sentinel.doubts,
     )
     second = make_second_judge(settings)

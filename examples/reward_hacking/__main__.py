@@ -53,7 +53,16 @@ def _play(chosen: argparse.Namespace) -> dict[str, Any]:
     traffic = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "any"}
     taught = ("--rounds", "1", "--attempts", "1", "--concurrency", "8")
     _agent("train", *taught, "--tasks-per-round", str(chosen.taught), OPENAI_MODEL="hedger", **traffic)
-    imitating = ("--warm-start", "hedger", "--sft", "epochs=12", "--sft", "learning_rate=0.004", "--rounds", "0")
+    imitating = (
+        "--warm-start",
+        "hedger",
+        "--sft",
+        "num_train_epochs=12",
+        "--sft",
+        "learning_rate=0.004",
+        "--rounds",
+        "0",
+    )
     _ratchet("tune", "weights", *imitating, "--eval-tasks", str(chosen.test_tasks), fine=(0, 3))
     work = ("--rounds", str(chosen.rounds), "--concurrency", "32", "--out", str(home() / "canary.jsonl"))
     _agent("train", *work, OPENAI_MODEL=ALIAS, **traffic)

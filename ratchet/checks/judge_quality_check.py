@@ -92,7 +92,7 @@ def _recorded(store: Store, alias: str) -> Iterator[Sequence[Transcript]]:
 
 
 def _is_quick(kind: str) -> bool:
-    return kind in ("function", "answer", "conduct", *_WAITS)
+    return kind in ("function", "answer", "behavior", *_WAITS)
 
 
 def _differ(verdicts: Sequence[Verdict]) -> bool:

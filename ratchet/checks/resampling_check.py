@@ -16,7 +16,7 @@ _NAME = "shadow"
 
 def wants_resampling(settings: Settings) -> bool:
     """Whether the trainer is to ask for resamples."""
-    return bool((settings.trainer.get("shadow") or {}).get("samples"))
+    return bool((settings.trainer.get("resample") or {}).get("samples"))
 
 
 def check_resampling(settings: Settings, running: dict[str, Any]) -> Finding:

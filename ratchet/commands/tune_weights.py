@@ -32,7 +32,10 @@ _OWN = (
     "--collect", type=click.IntRange(min=0), help="Rounds that are only tried, for a warm start.  [default: 0]"
 )
 @click.option(
-    "--warm-start", multiple=True, metavar="SOURCE", help="Imitate first: own, shown, or a model of model_list; more."
+    "--warm-start",
+    multiple=True,
+    metavar="SOURCE",
+    help="Run SFT first on: policy, demonstrations, or a name of model_list; more.",
 )
 @click.option(
     "--sft", multiple=True, metavar="KEY=VALUE", help="A setting of the warm start, such as general=chat.jsonl; more."
@@ -63,7 +66,7 @@ def weights(context: click.Context, /, png: Path | None, as_json: bool, fail_unl
     \b
     Example:
       ratchet tune weights --tasks ./tasks --workflow my_agent:run --rounds 20
-      ratchet tune weights --tasks mail=./mail:3 --tasks math=./math --warm-start own --collect 4
+      ratchet tune weights --tasks mail=./mail:3 --tasks math=./math --warm-start policy --collect 4
     """
     from ratchet.tuning import tune_weights, weights_report
 

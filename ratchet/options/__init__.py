@@ -85,7 +85,7 @@ def project_settings_of(context: click.Context, values: dict[str, Any]) -> Setti
 def held_out(settings: Settings) -> float:
     """Return the share of tasks that are set aside for evaluation, also where the trainer's settings are incomplete."""
     gate = dict(settings.trainer).get("release")
-    share = gate.get("held_out", 0.0) if isinstance(gate, dict) else 0.0
+    share = gate.get("held_out_share", 0.0) if isinstance(gate, dict) else 0.0
     return float(share or 0.0)
 
 

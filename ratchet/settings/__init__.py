@@ -280,7 +280,7 @@ def _check_store(settings: Settings) -> None:
 
 def _check_load_is_reported(settings: Settings) -> None:
     """Raise SettingsError where shadow calls would wait for ever for a vLLM that does not say whether it is idle."""
-    wanted = (settings.trainer.get("shadow") or {}).get("samples")
+    wanted = (settings.trainer.get("resample") or {}).get("samples")
     if wanted and "--disable-log-stats" in settings.vllm.extra_args:
         raise SettingsError(
             "trainer.resample.samples: shadow calls wait for an idle vLLM, and with --disable-log-stats it does "

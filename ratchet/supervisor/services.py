@@ -163,7 +163,7 @@ def _trainer_service(settings: Settings, config: Path) -> Room:
 
 def _launcher(settings: Settings) -> tuple[str, ...]:
     """Return what starts several processes of a module; nothing for one."""
-    count = int(settings.trainer.get("processes") or 1)
+    count = int(settings.trainer.get("num_processes") or 1)
     if count == 1:
         return ()
     chosen = {"num_processes": count, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}

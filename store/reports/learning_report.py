@@ -26,7 +26,7 @@ from ratchet.store.statistics import Sums, interval, interval_of, squared_error,
 ENOUGH = 30  # scores on each side
 RELATIVE = (
     "the judge's scores are relative: they rank the members of one group, and their mean is the same for good and for "
-    "bad versions; compare versions with trainer.release.held_out, `ratchet eval`, or a judge that scores each "
+    "bad versions; compare versions with trainer.release.held_out_share, `ratchet eval`, or a judge that scores each "
     "answer by "
     "itself"
 )

@@ -29,7 +29,7 @@ def test_a_single_call_with_tools_is_asked_again_token_for_token(project: Projec
         settings = TrainerSettings(
             store=str(tmp_path / "store.db"), model="agent", base_model="base", vllm=(vllm,), judge="a:b",
             checkpoints=tmp_path, seal_after_idle_seconds=0.1, group_wait_seconds=0.1,
-            resample={"samples": 2, "at_once": 2},
+            resample={"samples": 2, "concurrency": 2},
         )  # fmt: skip
         trainer = Line(store, settings)
         try:

@@ -36,7 +36,7 @@ from tests.proxy.conftest import Proxy, running
 
 JUDGE = "examples.reward_hacking.judge:judge"
 SECOND = "examples.reward_hacking.second:judge"
-GATE = {"enabled": True, "share": 0.5, "min_samples": 10, "max_samples": 40, "jump": None}
+GATE = {"canary": True, "canary_share": 0.5, "min_samples": 10, "max_samples": 40, "max_gain": None}
 
 
 class TwoVersions(ScriptedVllm):

@@ -38,12 +38,12 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
         ("prject: a", {}, "ratchet.yaml: unknown key prject; the nearest known key is project"),
         ("proxy: {prt: 1}", {}, "unknown key proxy.prt; the nearest known key is proxy.port"),
         ("trainer: {learner: {lerning_rate: 1}}", {}, "the nearest known key is trainer.learner.learning_rate"),
-        ("trainer: {rank: 4}", {}, "unknown key trainer.rank; the nearest known key is trainer.learner.lora_r"),
+        ("trainer: {lora_r: 4}", {}, "unknown key trainer.lora_r; the nearest known key is trainer.learner.lora_r"),
         ("proxy: {store: a.db}", {}, "unknown key proxy.store; the nearest known key is store"),
         ("proxy: 8000", {}, "proxy is a section"),
         ("vllm: {port: {a: 1}}", {}, "vllm.port: input should be a valid integer"),
         ("vllm: {port: many}", {}, "ratchet.yaml: vllm.port: input should be a valid integer"),
-        ("trainer: {learner: {rank: 0}}", {}, "learner setting rank is 0"),
+        ("trainer: {learner: {lora_r: 0}}", {}, "learner setting lora_r is 0"),
         ("vllm: {host: 0.0.0.0}", {}, "vllm.host: 0.0.0.0 can be reached from other machines"),
         ("vllm: {host: '::'}", {}, "use 127.0.0.1 or ::1, and proxy.host"),
         ("vllm: {extra_args: [--host=0.0.0.0]}", {}, "--host is chosen by Ratchet; set vllm.host"),
@@ -96,7 +96,7 @@ def test_lists_and_mappings_can_be_given_by_variable(tmp_path: Path) -> None:
 
 
 def test_learner_settings_reach_the_trainer(tmp_path: Path) -> None:
-    settings = read(tmp_path, "trainer: {judge: a.b:c, learner: {rank: 4, learning_rate: 1e-3}}")
+    settings = read(tmp_path, "trainer: {judge: a.b:c, learner: {lora_r: 4, learning_rate: 1e-3}}")
     trainer = settings.trainer_settings(base_model="m")
     assert (trainer.learner.lora_r, trainer.learner.learning_rate) == (4, 1e-3)
     assert trainer.judge == FunctionSpec(function="a.b:c")
@@ -117,7 +117,7 @@ def test_an_ipv6_address_is_bracketed_wherever_it_stands_in_a_url(tmp_path: Path
 
 
 def test_shadows_are_refused_beside_a_vllm_that_does_not_tell_whether_it_is_idle(tmp_path: Path) -> None:
-    resamples, silent = "trainer: {shadow: {samples: 2}}", "vllm: {extra_args: [--disable-log-stats]}"
+    resamples, silent = "trainer: {resample: {samples: 2}}", "vllm: {extra_args: [--disable-log-stats]}"
     with pytest.raises(SettingsError, match=r"take that out of vllm\.extra_args"):
         read(tmp_path, f"{resamples}\n{silent}")
     read(tmp_path, resamples)
@@ -126,7 +126,7 @@ def test_shadows_are_refused_beside_a_vllm_that_does_not_tell_whether_it_is_idle
 
 def test_the_gates_task_set_may_be_an_imported_one(tmp_path: Path) -> None:
     file, rows = tmp_path / "ratchet.yaml", tmp_path / "test.jsonl"
-    file.write_text("base_model: tiny\ntrainer: {judge: 'a:b', gate: {workflow: 'a:b', tasks: mail}}")
+    file.write_text("base_model: tiny\ntrainer: {judge: 'a:b', release: {workflow: 'a:b', tasks: mail}}")
     settings = load(file, {("folder",): ("", str(tmp_path))}, {})
     assert settings.trainer_settings().release.tasks == "mail"  # of the hub, as long as none of that name is imported
     rows.write_text('{"question": "who?"}\n')

@@ -268,7 +268,7 @@ def test_a_full_disk_is_told_before_anything_starts(project: Project) -> None:
         ({"base_model": "./nowhere"}, "there is no such folder"),
         ({"base_model": "."}, "it has no config.json"),
         ({"base_model": None}, "give --base-model"),
-        ({"trainer": {"learner": {"rnk": 4}}}, "the nearest known key is trainer.learner.lora_r"),
+        ({"trainer": {"learner": {"lor_r": 4}}}, "the nearest known key is trainer.learner.lora_r"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_remedy(project: Project, change: dict[str, object], told: str) -> None:

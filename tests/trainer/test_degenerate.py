@@ -15,10 +15,10 @@ from ratchet.trainer.errors import JudgeError, SettingError
 from ratchet.trainer.settings.judge_specs import AnswerSpec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
-SHORT = {"kind": "conduct", "rule": "short", "most": 1}
+SHORT = {"kind": "behavior", "rule": "short", "limit": 1}
 RANKS = {"kind": "ruler", "base_url": "http://127.0.0.1:1", "model": "m"}
 NEXT = RANKS | {"kind": "next_state"}
-ANYTHING = {"kind": "conduct", "rule": "pattern", "pattern": ".*"}
+ANYTHING = {"kind": "behavior", "rule": "pattern", "pattern": ".*"}
 
 
 def settings(**changes: Any) -> TrainerSettings:
@@ -93,7 +93,7 @@ def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
             "turn_weight has no effect with loss dpo",
             "set it to 0",
         ),
-        ({"judge": SHORT}, "same score: rule short with most 1", "longest good length"),
+        ({"judge": SHORT}, "same score: rule short with limit 1", "longest good length"),
         ({"judge": ANYTHING}, "matches every answer", "only a good answer"),
         (
             {"judge": {"kind": "composite", "parts": [part(SHORT, weight=1.0), part(ANYTHING, weight=2.0)]}},
@@ -127,9 +127,9 @@ def test_a_learning_rate_of_zero_is_refused() -> None:
         {"ungrouped": "baseline", "learner": {"loss_type": "apo_zero_unpaired", "preference_beta": 0.5}},
         {"learner": {"loss_type": "cispo", "epsilon_high": 4.0, "top_entropy_quantile": 0.2}},
         {"learner": {"loss_type": "dr_grpo", "dr_grpo_length": 64, "epsilon": 0.1}},
-        {"judge": {"kind": "composite", "parts": [part(SHORT, weight=1.0), part({"kind": "conduct", "rule": "ended"},
+        {"judge": {"kind": "composite", "parts": [part(SHORT, weight=1.0), part({"kind": "behavior", "rule": "ended"},
                                                                                weight=1.0)]}},
-        {"judge": {"kind": "conduct", "rule": "pattern", "pattern": r"\S.*"}},
+        {"judge": {"kind": "behavior", "rule": "pattern", "pattern": r"\S.*"}},
     ],
 )  # fmt: skip
 def test_settings_that_can_teach_are_taken(changes: dict[str, Any]) -> None:
@@ -152,6 +152,6 @@ def test_an_answer_rule_that_nobody_can_meet_is_refused(tmp_path: Path) -> None:
     file = answers(tmp_path, "Oslo", "Rome")
     with pytest.raises(JudgeError, match="holds a number; use match"):
         AnswerJudge(AnswerSpec(kind="answer", answers=file, match="numeric"))
-    with pytest.raises(JudgeError, match="raise longest"):
-        AnswerJudge(AnswerSpec(kind="answer", answers=file, match="contains", longest=3))
-    AnswerJudge(AnswerSpec(kind="answer", answers=file, match="contains", longest=4))
+    with pytest.raises(JudgeError, match="raise max_chars"):
+        AnswerJudge(AnswerSpec(kind="answer", answers=file, match="contains", max_chars=3))
+    AnswerJudge(AnswerSpec(kind="answer", answers=file, match="contains", max_chars=4))

@@ -17,7 +17,7 @@ from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.turns import until
 
-GATE = {"held_out": 0.3, "evaluation_samples": 2}
+GATE = {"held_out_share": 0.3, "evaluation_samples": 2}
 
 
 def tasks(held_out: bool, count: int) -> list[str]:
@@ -50,7 +50,7 @@ def test_a_candidate_that_answers_worse_is_turned_down_before_it_serves(
 ) -> None:
     held = ready_to_train(store)
     answering(engine, new=0.2, old=0.9)
-    until(make_daemon(release=GATE | {"enabled": True}), time.time(), lambda: decided(store))
+    until(make_daemon(release=GATE | {"canary": True}), time.time(), lambda: decided(store))
     assert store.policies.get("agent", 1).state is PolicyState.REJECTED
     assert "agent@1" not in engine.loaded
     decision = store.decisions.of("agent", 1)[0]
@@ -65,7 +65,7 @@ def test_a_candidate_that_answers_as_well_goes_on_with_the_evidence(
 ) -> None:
     ready_to_train(store)
     answering(engine, new=0.9, old=0.2)
-    until(make_daemon(release=GATE | {"jump": None}), time.time(), lambda: decided(store))
+    until(make_daemon(release=GATE | {"max_gain": None}), time.time(), lambda: decided(store))
     assert store.policies.live()["agent"].version == 1
     found = store.decisions.of("agent", 1)[0].evidence["evaluation"]
     assert (found["prompts"], found["candidate"], found["live"]) == (5, 0.9, 0.2)
@@ -119,7 +119,7 @@ def test_every_version_is_tried_with_the_same_prompts_once_there_are_enough(
 ) -> None:
     ready_to_train(store)
     answering(engine, new=0.9, old=0.2)
-    gate = GATE | {"jump": None, "evaluation_prompts": 5}
+    gate = GATE | {"max_gain": None, "evaluation_prompts": 5}
     until(make_daemon(release=gate), time.time(), lambda: decided(store))
     before = asked_prompts(store)
     assert len(before) == 5
@@ -140,7 +140,7 @@ def test_a_set_of_prompts_that_grew_is_said_to_be_another_one(
 ) -> None:
     ready_to_train(store)
     answering(engine, new=0.9, old=0.2)
-    gate = GATE | {"jump": None}
+    gate = GATE | {"max_gain": None}
     until(make_daemon(release=gate), time.time(), lambda: decided(store))
     for name in tasks(True, 7)[5:]:
         agents_work(store, name, [0.5, 0.5], at=50.0)

@@ -132,7 +132,7 @@ def test_a_jump_on_held_out_tasks_waits_for_a_person_before_it_serves_anybody(
 ) -> None:
     ready_to_train(store)
     answering(engine, new=1.0, old=0.2)
-    daemon = make_daemon(release=GATE | {"enabled": True, "jump": 0.5})
+    daemon = make_daemon(release=GATE | {"canary": True, "max_gain": 0.5})
     until(daemon, time.time(), lambda: store.policies.held("agent") is not None)
     told = store.decisions.of("agent", 1)[0]
     assert (told.action, told.by) == (PolicyAction.HOLD, "evaluation")

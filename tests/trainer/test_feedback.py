@@ -102,7 +102,7 @@ def test_it_is_named_like_any_judge_and_works_as_a_part(store: Store) -> None:
     say(store, "t", 1.0)
     parts = [
         {"name": "liked", "weight": 1.0, "judge": {"kind": "feedback", "within_seconds": 5}},
-        {"name": "brief", "penalty": 0.5, "judge": {"kind": "conduct", "rule": "short", "most": 4}},
+        {"name": "brief", "penalty": 0.5, "judge": {"kind": "behavior", "rule": "short", "limit": 4}},
     ]
     spec = read_spec({"kind": "composite", "parts": parts})
     verdict = make_judge(spec, {}).judge(None, [read(store, "t")]).verdicts[0]

@@ -55,7 +55,7 @@ def test_not_shown_to_be_as_good_in_many_scores_goes_back() -> None:
 
 
 def test_a_jump_that_is_too_good_is_held_for_a_person() -> None:
-    decision = decide(stream(0.95, 300, 9), stream(0.3, 1000, 10), ReleaseRules(jump=0.4))
+    decision = decide(stream(0.95, 300, 9), stream(0.3, 1000, 10), ReleaseRules(max_gain=0.4))
     assert decision.action is Action.HOLD
     assert "too good" in decision.reason
 

@@ -12,7 +12,7 @@ from ratchet.trainer.daemon import Daemon
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.agents import agents_work
 
-GATE = {"enabled": True, "share": 0.25, "min_samples": 10, "max_samples": 60, "margin": 0.1}
+GATE = {"canary": True, "canary_share": 0.25, "min_samples": 10, "max_samples": 60, "margin": 0.1}
 
 
 def first_canary(store: Store, daemon: Daemon) -> float:
@@ -65,7 +65,7 @@ def test_a_worse_version_is_rolled_back_and_what_it_sampled_is_not_trained(
 def test_a_better_version_is_promoted_and_nothing_is_trained_meanwhile(
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
-    daemon = make_daemon(release=GATE | {"jump": None})
+    daemon = make_daemon(release=GATE | {"max_gain": None})
     now = first_canary(store, daemon)
     batches = traffic(store, daemon, now, canary=0.95, live=0.3)
     assert batches < 40
@@ -81,7 +81,7 @@ def test_a_better_version_is_promoted_and_nothing_is_trained_meanwhile(
 def test_a_jump_waits_for_a_person_with_an_alarm_and_an_order_by_hand_ends_it(
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
-    daemon = make_daemon(release=GATE | {"jump": 0.4})
+    daemon = make_daemon(release=GATE | {"max_gain": 0.4})
     now = first_canary(store, daemon)
     assert traffic(store, daemon, now, canary=1.0, live=0.2, most=30) == 30
     assert store.decisions.of("agent", 1)[0].action is PolicyAction.HOLD
@@ -107,7 +107,7 @@ def test_a_held_version_that_turns_out_worse_goes_back_by_itself(
 
 def test_a_second_judge_that_does_not_see_the_gain_holds_it(store: Store, make_daemon: Callable[..., Daemon]) -> None:
     second = {"kind": "function", "function": "tests.harness.trainer.judge_samples:unmoved"}
-    daemon = make_daemon(release=GATE | {"jump": None, "second_judge": second})
+    daemon = make_daemon(release=GATE | {"max_gain": None, "second_judge": second})
     now = first_canary(store, daemon)
     assert traffic(store, daemon, now, canary=1.0, live=0.2, most=30) == 30
     held = store.decisions.of("agent", 1)[0]
@@ -118,7 +118,7 @@ def test_a_second_judge_that_does_not_see_the_gain_holds_it(store: Store, make_d
 
 def test_a_second_judge_that_sees_it_too_lets_it_pass(store: Store, make_daemon: Callable[..., Daemon]) -> None:
     second = {"kind": "function", "function": "tests.harness.trainer.judge_samples:scripted"}
-    daemon = make_daemon(release=GATE | {"jump": None, "second_judge": second})
+    daemon = make_daemon(release=GATE | {"max_gain": None, "second_judge": second})
     now = first_canary(store, daemon)
     assert traffic(store, daemon, now, canary=1.0, live=0.2) < 40
     assert store.policies.live()["agent"].version == 1

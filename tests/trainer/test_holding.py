@@ -18,7 +18,7 @@ from tests.harness.trainer.turns import until
 CONTRARY = {"kind": "function", "function": "tests.harness.trainer.judge_samples:contrary"}
 AGREEING = {"kind": "function", "function": "tests.harness.trainer.judge_samples:scripted"}
 SENTINEL = {"second_judge": CONTRARY, "second_judge_sample_rate": 1.0, "interval_seconds": 0.5}
-GATE = {"enabled": True, "share": 0.25, "min_samples": 10, "max_samples": 60, "margin": 0.1, "jump": None}
+GATE = {"canary": True, "canary_share": 0.25, "min_samples": 10, "max_samples": 60, "margin": 0.1, "max_gain": None}
 
 
 def disagreeing(store: Store, daemon: Daemon, now: float, groups: int = 24) -> float:
@@ -129,7 +129,7 @@ def test_the_sentinels_second_judge_is_asked_about_a_canary_where_the_gate_has_n
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
     unmoved = {"kind": "function", "function": "tests.harness.trainer.judge_samples:unmoved"}
-    daemon = make_daemon(release=GATE | {"jump": 0.4}, sentinel=SENTINEL | {"second_judge": unmoved})
+    daemon = make_daemon(release=GATE | {"max_gain": 0.4}, sentinel=SENTINEL | {"second_judge": unmoved})
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])
     now = until(daemon, time.time(), lambda: len(store.policies.all("agent")) == 2, most=200)

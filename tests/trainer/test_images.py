@@ -133,7 +133,7 @@ def test_a_judge_model_that_cannot_see_reads_what_the_images_are_and_none_of_the
 
 
 def test_a_judge_model_that_sees_is_shown_as_many_as_it_is_told_to(model: ScriptedJudgeModel) -> None:
-    parts = ranks_two(model, images=1)["messages"][1]["content"]
+    parts = ranks_two(model, max_images=1)["messages"][1]["content"]
     pictures = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
     assert len(pictures) == 1
     assert pictures[0] in (data_url(1), data_url(2))

@@ -216,7 +216,7 @@ def test_an_answer_that_was_not_taken_has_no_say(store: Store) -> None:
     followed = msgspec.structs.replace(call, id="later", parent_call=call.id, parent_choice=0)
     unused = msgspec.structs.replace(one, choice=1, outcome=ToolOutcome.UNKNOWN_TOOL)
     both = msgspec.structs.replace(run, calls=(call, followed), tool_calls=(one, unused))
-    assert made(kind="conduct", rule="tools").judge("g", [both]).verdicts[0].score == 1.0
+    assert made(kind="behavior", rule="tools").judge("g", [both]).verdicts[0].score == 1.0
 
 
 def test_the_rule_tools_is_the_share_of_tool_calls_that_fit_and_did_not_fail(store: Store) -> None:
@@ -226,7 +226,7 @@ def test_the_rule_tools_is_the_share_of_tool_calls_that_fit_and_did_not_fail(sto
         with_tools(store, "t3"),
         with_tools(store, "t4", BROKEN),
     ]
-    scores = [verdict.score for verdict in made(kind="conduct", rule="tools").judge("g", members).verdicts]
+    scores = [verdict.score for verdict in made(kind="behavior", rule="tools").judge("g", members).verdicts]
     assert scores == [1.0, 0.5, 1.0, 0.0]
 
 
@@ -234,10 +234,10 @@ def weighed(tmp_path: Path, *, right: float, tools: float, penalty: float = 0.0)
     right_answer = {"kind": "answer", "answers": answers(tmp_path, '{"task": "capital", "answer": "Oslo"}')}
     parts: list[dict[str, Any]] = [
         {"name": "right", "judge": right_answer, "weight": right},
-        {"name": "tools", "judge": {"kind": "conduct", "rule": "tools"}, "weight": tools},
+        {"name": "tools", "judge": {"kind": "behavior", "rule": "tools"}, "weight": tools},
     ]
     if penalty:
-        short = {"kind": "conduct", "rule": "short", "most": 100}
+        short = {"kind": "behavior", "rule": "short", "limit": 100}
         parts.append({"name": "short", "judge": short, "penalty": penalty})
     return {"kind": "composite", "parts": parts}
 

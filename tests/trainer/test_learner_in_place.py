@@ -80,7 +80,7 @@ def test_a_setting_that_shapes_the_adapter_is_not_changed_in_place(tiny_model: P
 def test_a_rejected_version_leaves_the_base_model_where_it_is_and_there_is_one(
     store: Store, make_daemon: Callable[..., Daemon], odd_model: Path
 ) -> None:
-    daemon = make_daemon(base_model=str(odd_model), release={"share": 0.3})
+    daemon = make_daemon(base_model=str(odd_model), release={"canary_share": 0.3})
     (weights,) = base_weights()
     place = weights.data_ptr()
     agents_work(store, "a", [0.0, 1.0])

@@ -39,7 +39,7 @@ def ruler(model: ScriptedJudgeModel) -> Iterator[RulerJudge]:
         model="big",
         input_cost_per_million=1.0,
         output_cost_per_million=1.0,
-        attempts=1,
+        max_attempts=1,
     )
     made = RulerJudge(spec, LanguageModel(spec, None))
     yield made

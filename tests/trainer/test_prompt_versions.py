@@ -37,7 +37,14 @@ from tests.store.conftest import postgres as postgres
 from tests.store.conftest import store_url as store_url
 from tests.trainer.test_publishing import beat, candidate, honest, publish
 
-GATE: dict[str, Any] = {"enabled": True, "share": 0.5, "min_samples": 6, "max_samples": 60, "margin": 0.1, "jump": None}
+GATE: dict[str, Any] = {
+    "canary": True,
+    "canary_share": 0.5,
+    "min_samples": 6,
+    "max_samples": 60,
+    "margin": 0.1,
+    "max_gain": None,
+}
 MESSAGES = [{"role": "system", "content": "Be nice."}, {"role": "user", "content": "hi"}]
 
 

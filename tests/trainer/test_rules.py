@@ -45,17 +45,17 @@ def answers(folder: Path, text: str) -> str:
 
 
 def test_contains_wants_whole_words_and_numbers() -> None:
-    assert contains("The capital is Oslo.", "oslo", longest=100)
-    assert contains("It is 4, I think", "4", longest=100)
-    assert contains("4.", "4", longest=100)
+    assert contains("The capital is Oslo.", "oslo", max_chars=100)
+    assert contains("It is 4, I think", "4", max_chars=100)
+    assert contains("4.", "4", max_chars=100)
     for hostile in ("14", "4.5", "1.4", "40", "-4", "1,4", "four"):
-        assert not contains(hostile, "4", longest=100), hostile
-    assert not contains("Osloer", "Oslo", longest=100)
+        assert not contains(hostile, "4", max_chars=100), hostile
+    assert not contains("Osloer", "Oslo", max_chars=100)
 
 
 def test_an_answer_that_lists_everything_is_too_long_to_be_one() -> None:
     everything = ", ".join(f"candidate {number}" for number in range(40)) + ", Oslo"
-    assert not contains(everything, "Oslo", longest=400)
+    assert not contains(everything, "Oslo", max_chars=400)
 
 
 def test_exact_forgives_case_space_and_punctuation_alone() -> None:
@@ -104,7 +104,7 @@ def test_a_broken_answers_file_is_named_with_its_line(tmp_path: Path, text: str,
 def composite(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     file = answers(tmp_path, '{"task": "capital", "answer": "Oslo"}')
     right = {"kind": "answer", "answers": file, "match": "contains"}
-    tidy = {"kind": "conduct", "rule": "pattern", "pattern": "Oslo"}
+    tidy = {"kind": "behavior", "rule": "pattern", "pattern": "Oslo"}
     parts = [{"name": "right", "judge": right, "weight": 1.0}, {"name": "tidy", "judge": tidy, "penalty": 0.25}]
     return {"kind": "composite", "parts": parts} | changes
 
@@ -141,8 +141,8 @@ def test_a_changed_rubric_is_another_version(tmp_path: Path) -> None:
         ({"kind": "rulers"}, "ruler"),
         ({"kind": "ruler", "base_url": "host", "model": "m"}, "not an http"),
         ({"kind": "ruler", "base_url": "http://h", "model": "m", "api_key": "sk-1"}, "api_key"),
-        ({"kind": "conduct", "rule": "pattern"}, "needs `pattern`"),
-        ({"kind": "conduct", "rule": "pattern", "pattern": "("}, "no regular expression"),
+        ({"kind": "behavior", "rule": "pattern"}, "needs `pattern`"),
+        ({"kind": "behavior", "rule": "pattern", "pattern": "("}, "no regular expression"),
     ],
 )
 def test_a_wrong_judge_setting_is_named_without_its_value(spec: dict[str, Any], wrong: str) -> None:
@@ -185,7 +185,7 @@ def test_a_grader_that_does_not_grade_is_a_failure_not_a_zero(answer: Any, failu
 
 
 def test_an_unreachable_grader_is_a_failure() -> None:
-    judge = made(kind="http", url="http://127.0.0.1:9/", attempts=1)
+    judge = made(kind="http", url="http://127.0.0.1:9/", max_attempts=1)
     verdict = judge.judge("g", [member("Oslo")]).verdicts[0]
     judge.close()
     assert "ConnectError" in (verdict.failure or "")

@@ -27,7 +27,7 @@ SETTINGS = SentinelSettings(interval_seconds=1.0)
 class Contrary:
     """Gives the last member the best score."""
 
-    name, version, at_once = "contrary", "1", 1
+    name, version, concurrency = "contrary", "1", 1
 
     def __init__(self, gate: threading.Event | None = None) -> None:
         self._gate = gate

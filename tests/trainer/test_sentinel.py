@@ -323,5 +323,5 @@ def test_a_change_needs_enough_values_and_more_than_chance() -> None:
 
 
 def test_a_window_without_a_past_is_refused() -> None:
-    with pytest.raises(ValidationError, match="lower recent or raise window"):
-        SentinelSettings(window=64, recent=33)
+    with pytest.raises(ValidationError, match="lower recent_window or raise window"):
+        SentinelSettings(window=64, recent_window=33)

@@ -38,7 +38,7 @@ def school(folder: Path) -> Iterator[tuple[RestartableProcess, ProxyProcess, Sto
         "judge": {"kind": "http", "url": f"http://127.0.0.1:{ports['grader']}", "timeout_seconds": 5.0},
         "seal_after_idle_seconds": 0.1, "group_wait_seconds": 0.1, "groups_per_round": 2, "round_wait_seconds": 0.5,
         "max_staleness": 10**6, "lease_seconds": 1.0, "poll_interval_seconds": 0.02,
-        "resample": {"samples": SAMPLES, "calls_per_minute": 10_000, "at_once": 2},
+        "resample": {"samples": SAMPLES, "calls_per_minute": 10_000, "concurrency": 2},
     }  # fmt: skip
     parts.append(trainer := RestartableProcess("trainer", json.dumps(settings), folder / "trainer.log"))
     store = open_store(str(folder / "store.db"))

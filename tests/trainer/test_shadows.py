@@ -165,13 +165,13 @@ def test_nothing_is_asked_while_vllm_has_other_work(
     with door(store, tmp_path) as (proxy, vllm):
         for load in ((1, 0), (0, 1)):
             engine.load = load
-            trainer = line(proxy, wait_seconds=1.0)
+            trainer = line(proxy, max_wait_seconds=1.0)
             name = ask(proxy)
             asked = len(vllm.calls)
             trainer.until(partial(dropped_as, store, name, "ungrouped"))
             assert len(vllm.calls) == asked
         engine.load = (3, 0)
-        hungry = line(proxy, wait_seconds=8.0)  # within half of it a slow machine looks twice, too
+        hungry = line(proxy, max_wait_seconds=8.0)  # within half of it a slow machine looks twice, too
         ask(proxy)
         hungry.until(lambda: "is 0: set it to 3, or wait" in "".join(a.reason for a in store.alarms.standing()))
         store.alarms.clear("shadow:agent")
@@ -190,18 +190,18 @@ def test_nothing_is_asked_while_vllm_has_other_work(
 
 def test_calls_and_tokens_a_minute_are_kept_to(store: Store, tmp_path: Path, line: Callable[..., Line]) -> None:
     with door(store, tmp_path) as (proxy, vllm):
-        few = line(proxy, calls_per_minute=3, at_once=4, samples=8)
+        few = line(proxy, calls_per_minute=3, concurrency=4, samples=8)
         ask(proxy)
         few.until(lambda: len(vllm.calls) == 4)
         # Another trainer counts what this one asked for.
-        again = line(proxy, calls_per_minute=3, at_once=4, samples=8)
+        again = line(proxy, calls_per_minute=3, concurrency=4, samples=8)
         for _ in range(20):
             few.turn()
             again.turn()
             time.sleep(0.01)
         assert len(vllm.calls) == 4
         tokens = store.resamples.spent("agent", 0.0).tokens
-        frugal = line(proxy, tokens_per_minute=tokens, at_once=4, samples=8)
+        frugal = line(proxy, tokens_per_minute=tokens, concurrency=4, samples=8)
         for _ in range(20):
             frugal.turn()
         assert len(vllm.calls) == 4
@@ -242,7 +242,7 @@ def test_an_answer_to_other_prompt_tokens_is_not_compared(
 def test_a_prompt_that_is_held_out_is_not_asked_again(store: Store, tmp_path: Path, engine: ScriptedEngine) -> None:
     with door(store, tmp_path) as (proxy, vllm):
         settings = settings_of(tmp_path, engine, proxy.url)
-        gate = settings.release.model_copy(update={"held_out": 0.999999})
+        gate = settings.release.model_copy(update={"held_out_share": 0.999999})
         trainer = Line(store, settings.model_copy(update={"release": gate}))
         name = ask(proxy)
         trainer.until(lambda: dropped_as(store, name, "held_out"))

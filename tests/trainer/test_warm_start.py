@@ -29,7 +29,7 @@ from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.tiny import build_rows, build_tokenizer
 
-SFT: dict[str, Any] = {"least": 2, "batch": 2, "epochs": 3, "learning_rate": 1e-2}
+SFT: dict[str, Any] = {"min_trajectories": 2, "batch_size": 2, "num_train_epochs": 3, "learning_rate": 1e-2}
 
 
 def ask(store: Store, **wanted: Any) -> Tuning:
@@ -72,7 +72,7 @@ def test_good_trajectories_are_imitated_and_the_version_is_proven_and_live(
     found = warm_start_metrics(store, "agent", tuning.id)
     assert found is not None
     version, story = found
-    assert (version, story["trajectories"], story["by_source"]) == (2, 2, {"own": 2})
+    assert (version, story["trajectories"], story["by_source"]) == (2, 2, {"policy": 2})
     assert story["left_out"]["score below 0.5"] == 2
     assert (story["general_rows"], story["general_held_out"]) == (2, 6)
     assert story["loss_by_epoch"][-1] < story["loss_by_epoch"][0]
@@ -87,7 +87,7 @@ def test_after_it_reinforcement_goes_on_from_its_version_with_its_own_loss(
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 1.0])
     daemon.turn(1000.0)
-    ask(store, epochs=1, learning_rate=1e-4)
+    ask(store, num_train_epochs=1, learning_rate=1e-4)
     daemon.turn(2000.0)
     assert store.policies.live()["agent"].version == 1
     agents_work(store, "c", [0.0, 1.0])
@@ -119,12 +119,12 @@ def test_too_few_trajectories_are_refused_with_what_was_left_out(
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [0.2, 0.0])
     daemon.turn(1000.0)
-    tuning = ask(store, least=16)
+    tuning = ask(store, min_trajectories=16)
     daemon.turn(2000.0)
     ended = store.tunings.get(tuning.id)
     assert ended.state is TuningState.FAILED
     assert ended.error is not None
-    assert "1 trajectories to imitate from own, shown, 16 are needed (score below 0.5: 3)" in ended.error
+    assert "1 trajectories to imitate from policy, demonstrations, 16 are needed (score below 0.5: 3)" in ended.error
     agents_work(store, "c", [0.0, 1.0])
     agents_work(store, "d", [0.0, 1.0])
     daemon.turn(3000.0)
@@ -138,7 +138,7 @@ def test_a_warm_start_that_forgets_too_much_is_refused_and_leaves_no_version(
     agents_work(store, "a", [1.0, 1.0])
     daemon.turn(1000.0)
     chat = {"general": str(general_file(tmp_path)), "general_ratio": 0.0, "max_loss_increase": 0.01}
-    tuning = ask(store, learning_rate=0.1, epochs=10, **chat)
+    tuning = ask(store, learning_rate=0.1, num_train_epochs=10, **chat)
     daemon.turn(2000.0)
     assert "general loss rose" in (store.tunings.get(tuning.id).error or "")
     assert [policy.version for policy in store.policies.all("agent")] == [0]
@@ -158,7 +158,7 @@ def test_a_source_that_is_no_task_set_fails_the_tuning_and_not_the_trainer(
 
 
 def test_under_the_gate_it_is_a_canary_like_any_version(store: Store, make_daemon: Callable[..., Daemon]) -> None:
-    daemon = make_daemon(release={"enabled": True})
+    daemon = make_daemon(release={"canary": True})
     agents_work(store, "a", [1.0, 1.0])
     daemon.turn(1000.0)
     ask(store)
@@ -225,16 +225,16 @@ def test_what_the_tuning_collected_is_imitated_and_trains_nothing_else(
         store.rollouts.score(name, score, "rule")
     make_daemon().turn(1000.0)
     assert {store.trajectories.get(name).state for name in names} == {TrajectoryState.DROPPED}
-    found = search(store, tuning.id, sources=("own",))
+    found = search(store, tuning.id, sources=("policy",))
     assert set(found.scores) == {"a-0", "a-2"}
-    assert search(store, "tun_other", sources=("own",)).scores == {}
+    assert search(store, "tun_other", sources=("policy",)).scores == {}
 
 
 def test_of_a_task_the_best_few_are_taken(store: Store, make_daemon: Callable[..., Daemon]) -> None:
     agents_work(store, "a", [0.6, 1.0, 0.9, 0.0])
     agents_work(store, "b", [0.7, 0.7])
     make_daemon(groups_per_round=100).turn(1000.0)
-    found = search(store, sources=("own",), max_per_task=2)
+    found = search(store, sources=("policy",), max_per_task=2)
     assert set(found.scores) == {"a-1", "a-2", "b-0", "b-1"}
     assert found.left_out == {"score below 0.5": 1, "more of the same task": 1}
 
@@ -244,7 +244,7 @@ def test_demonstrations_are_imitated_whatever_the_answer_scored(store: Store) ->
     said: dict[str, Any] = {"kind": "trajectory", "target": "a-0", "source": "ann", "given_at": 5.0, "trusted": True}
     store.feedback.add([Feedback(id="fb_1", demonstration="It is in Oslo.", **said)])
     store.feedback.add([Feedback(id="fb_2", value=0.0, **said)])
-    found = search(store, sources=("shown",))
+    found = search(store, sources=("demonstrations",))
     (row,) = found.rows
     tokenizer = build_tokenizer()
     trained = tokenizer.decode([token for token, on in zip(row.ids, row.mask, strict=True) if on])
@@ -266,7 +266,7 @@ def test_no_source_gives_anything_of_a_held_out_task(store: Store, make_daemon: 
         )  # fmt: skip
         store.feedback.add([said])
     make_daemon(groups_per_round=100).turn(1000.0)
-    for source, name in (("own", f"{usual}-0"), ("shown", f"{usual}-0"), ("big", f"big-{usual}")):
+    for source, name in (("policy", f"{usual}-0"), ("demonstrations", f"{usual}-0"), ("big", f"big-{usual}")):
         found = search(store, sources=(source,), held_out=0.3)
         assert list(found.scores) == [name], source
         assert found.left_out["of a held-out task"] >= 1, source
@@ -277,7 +277,7 @@ def test_greedy_answers_are_imitated_though_no_ratio_could_be_taken(
 ) -> None:
     agents_work(store, "a", [1.0, 1.0], temperature=0.0)
     make_daemon().turn(1000.0)
-    found = search(store, sources=("own",))
+    found = search(store, sources=("policy",))
     assert [(row.temperature, row.importance) for row in found.rows] == [(1.0, False)] * 2
 
 
@@ -291,7 +291,7 @@ def test_general_rows_are_so_large_a_share_as_was_asked_or_all_there_are(share: 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"sources": ["own", "own"]}, "names one twice"),
+        ({"sources": ["policy", "policy"]}, "names one twice"),
         ({"max_loss_increase": 0.1}, "set `general`"),
         ({"general_ratio": 1.0}, "less than 1"),
     ],

@@ -50,9 +50,9 @@ def test_it_looks_no_oftener_than_it_is_told_to(store: Store) -> None:
     assert watching.look(31.0)
 
 
-def test_without_hold_a_sick_tool_is_an_alarm_and_training_goes_on(store: Store) -> None:
+def test_without_pause_training_a_sick_tool_is_an_alarm_and_training_goes_on(store: Store) -> None:
     tool_called(store, "a1", ToolResult.ERROR)
-    assert not Sentinel(SentinelSettings(hold=False), store, "agent").look(1.0)
+    assert not Sentinel(SentinelSettings(pause_training=False), store, "agent").look(1.0)
     assert [alarm.name for alarm in store.alarms.standing()] == ["tool_health:agent"]
 
 

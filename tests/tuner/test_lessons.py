@@ -45,7 +45,7 @@ def scripted() -> Iterator[ScriptedJudgeModel]:
 
 @pytest.fixture
 def model(scripted: ScriptedJudgeModel) -> Iterator[LanguageModel]:
-    made = LanguageModel(ModelSpec(base_url=scripted.url, model="m", attempts=2), None, sleep=lambda seconds: None)
+    made = LanguageModel(ModelSpec(base_url=scripted.url, model="m", max_attempts=2), None, sleep=lambda seconds: None)
     yield made
     made.close()
 

@@ -26,7 +26,7 @@ def server() -> Any:
 
 
 def reflection(server: ScriptedJudgeModel, budget: Budget, **changes: Any) -> ReflectionModel:
-    spec = ModelSpec(base_url=server.url, model="thinker", attempts=2)
+    spec = ModelSpec(base_url=server.url, model="thinker", max_attempts=2)
     return ReflectionModel(LanguageModel(spec, "secret", sleep=lambda seconds: None), budget, **changes)
 
 

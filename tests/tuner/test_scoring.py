@@ -126,7 +126,7 @@ def test_what_a_proxy_has_not_shipped_is_unjudged_and_never_judged_on_a_part(
 class Slow:
     """A judge of one group at a time that counts the transcripts in memory."""
 
-    at_once = 1
+    concurrency = 1
     name, version = "slow", "1"
 
     def __init__(self) -> None:

@@ -74,7 +74,7 @@ class ScriptedTrainer:
         known = [held.to_version or 0 for held in self._store.rounds.page(ALIAS)]
         number = max(known, default=0) + 1
         held = self._store.rounds.start(ALIAS, number - 1)
-        story: dict[str, Any] = {"tuning": tuning_id, "by_source": {"own": 4}, "loss_by_epoch": [1.0]}
+        story: dict[str, Any] = {"tuning": tuning_id, "by_source": {"policy": 4}, "loss_by_epoch": [1.0]}
         metrics = {"warm_start": story} if tuning_id else {}
         self._store.rounds.commit(
             held.id, version=number, checkpoint=str(self._folder / str(number)), groups=[], metrics=metrics
@@ -273,7 +273,7 @@ def test_what_the_judge_fails_on_is_told_and_names_no_winner(stand: Stand) -> No
 
 def test_training_tasks_are_collected_and_imitated_before_the_first_round(stand: Stand) -> None:
     scripted_versions.able |= {0: 3, 1: 8}
-    tuning = stand.begin(rounds=0, collect=2, warm_start={"sources": ["own"]})
+    tuning = stand.begin(rounds=0, collect=2, warm_start={"sources": ["policy"]})
     asked: list[str] = []
     turn = stand.trainer.turn
 
@@ -296,7 +296,7 @@ def test_training_tasks_are_collected_and_imitated_before_the_first_round(stand:
 
 def test_a_warm_start_whose_version_waits_for_a_person_is_measured_and_told(stand: Stand) -> None:
     scripted_versions.able |= {0: 3, 1: 8}
-    tuning = stand.begin(rounds=0, warm_start={"sources": ["own"]})
+    tuning = stand.begin(rounds=0, warm_start={"sources": ["policy"]})
     turn = stand.trainer.turn
 
     def and_imitate() -> None:
@@ -314,7 +314,7 @@ def test_a_warm_start_whose_version_waits_for_a_person_is_measured_and_told(stan
 
 
 def test_a_kill_while_tasks_are_collected_tells_the_baseline_once(stand: Stand) -> None:
-    tuning = stand.begin(rounds=0, collect=2, warm_start={"sources": ["own"]})
+    tuning = stand.begin(rounds=0, collect=2, warm_start={"sources": ["policy"]})
     turn = stand.trainer.turn
 
     def and_kill() -> None:
@@ -337,7 +337,7 @@ def test_a_kill_while_tasks_are_collected_tells_the_baseline_once(stand: Stand) 
 
 
 def test_a_warm_start_that_the_trainer_refuses_ends_the_run_with_its_reason(stand: Stand) -> None:
-    tuning = stand.begin(rounds=1, warm_start={"sources": ["own"]})
+    tuning = stand.begin(rounds=1, warm_start={"sources": ["policy"]})
     turn = stand.trainer.turn
 
     def and_refuse() -> None:

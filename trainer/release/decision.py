@@ -4,7 +4,7 @@
               is over, and it is not shown to be as good
     promote   it is proven to be worse by less than `margin` at most, or better; or `most` scores passed without proof
               either way and its mean is not below the live version's by more than the margin
-    hold      it would be promoted, but the jump is larger than `jump`: a person looks first (reward hacking looks
+    hold      it would be promoted, but the jump is larger than `max_gain`: a person looks first (reward hacking looks
               like this)
     wait      there is too little to tell
 
@@ -62,6 +62,8 @@ def decide(canary: Sequence[float], live: Sequence[float], rules: ReleaseRules, 
         return Decision(Action.ROLLBACK, f"after {len(canary)} scores it is not shown to be as good: {told}", found)
     if not sound and not spent:
         return Decision(Action.WAIT, told, found)
-    if rules.jump is not None and found.value > rules.jump:
-        return Decision(Action.HOLD, f"too good to be promoted unseen (jump over {rules.jump:g}): {told}", found)
+    if rules.max_gain is not None and found.value > rules.max_gain:
+        return Decision(
+            Action.HOLD, f"too good to be promoted unseen (gain over max_gain {rules.max_gain:g}): {told}", found
+        )
     return Decision(Action.PROMOTE, told if sound else f"no harm in {len(canary)} scores: {told}", found)

@@ -26,7 +26,7 @@ def make_evaluations(
     that starts the trainer gave it no evaluator for workflows.
     """
     gate = settings.release
-    if gate.workflow is None and not gate.held_out:
+    if gate.workflow is None and not gate.held_out_share:
         return None
     judge, second = make_judge(settings.judge, os.environ), make_second_judge(settings)
     if gate.workflow is not None:

@@ -101,13 +101,13 @@ class Evaluated:
         changed = " (other prompts than at the evaluation before)" if self.changed else ""
         return f"{self.first.told()}{changed}" if self.first else ""
 
-    def objection(self, jump: float | None) -> str | None:
+    def objection(self, max_gain: float | None) -> str | None:
         """Return why a person has to look before the candidate serves anybody; None where nothing speaks against it."""
         if self.first is None:
             return None
         reasons = []
-        if jump is not None and self.first.difference > jump:
-            reasons.append(f"too good to be promoted unseen (jump over {jump:g}): {self.first.told()}")
+        if max_gain is not None and self.first.difference > max_gain:
+            reasons.append(f"too good to be promoted unseen (gain over max_gain {max_gain:g}): {self.first.told()}")
         if self.second_judge and (told := self._second_objects(self.first)):
             reasons.append(told)
         return "; ".join(reasons) or None
@@ -136,7 +136,7 @@ def summary(scored: Sequence[tuple[float, float]], unjudged: int, what: str = "p
 
 def compared_by(judge: Judge, answered: Sequence[Sides], what: str = "prompts") -> Evaluation | None:
     """Return what a judge thinks of both sides of each prompt, judged as one group; None where it is too little."""
-    with ThreadPoolExecutor(judge.at_once, thread_name_prefix="evaluation_judge") as threads:
+    with ThreadPoolExecutor(judge.concurrency, thread_name_prefix="evaluation_judge") as threads:
         scored = [found for found in threads.map(lambda sides: _scores(judge, sides), answered) if found is not None]
     return summary(scored, len(answered) - len(scored), what)
 

@@ -68,7 +68,7 @@ class Publisher:
         keep_loaded_adapters: int,
         share: float | None = None,
         evaluations: Evaluations | None = None,
-        jump: float | None = None,
+        max_gain: float | None = None,
         doubts: GetBlockingFindings = no_blocking_findings,
     ) -> None:
         self._store = store
@@ -78,7 +78,7 @@ class Publisher:
         self._keep_loaded = keep_loaded_adapters
         self._share = share
         self._evaluations = evaluations
-        self._jump = jump
+        self._max_gain = max_gain
         self.waits = False  # a candidate is being tried
         self._blocking_findings = doubts
 
@@ -107,7 +107,7 @@ class Publisher:
             evidence |= found.evidence()
             if found.first is not None and found.first.worse:
                 return self._reject_as_worse(candidate, found.told(), evidence)
-            if told := found.objection(self._jump):
+            if told := found.objection(self._max_gain):
                 hold(
                     self._store,
                     candidate,

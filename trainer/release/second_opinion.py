@@ -95,7 +95,7 @@ def pair_up(canary: Sequence[PastScore], live: Sequence[PastScore], most: int) -
 
 def ask(judge: Judge, pairs: Sequence[Pair], read: Callable[[str], Transcript]) -> SecondOpinion:
     """Have every pair judged; takes as long as the judge takes."""
-    with ThreadPoolExecutor(judge.at_once, thread_name_prefix="second_judge") as threads:
+    with ThreadPoolExecutor(judge.concurrency, thread_name_prefix="second_judge") as threads:
         judged = list(
             threads.map(lambda pair: judge_in_both_orders(judge, [read(name) for name in pair]).verdicts, pairs)
         )

@@ -80,11 +80,11 @@ def trajectory_record(one: Exported) -> dict[str, Any]:
 
 def why_no_rows(run: Trajectory, held_out: float) -> str | None:
     """Return why a trajectory has no training rows; None where it may have some. `held_out`:
-    trainer.release.held_out.
+    trainer.release.held_out_share.
     """
     if run.purpose not in TRAINABLE:
         return "measurements (purpose eval or other)"
-    return "of held-out tasks (trainer.release.held_out)" if is_set_aside(run, held_out) else None
+    return "of held-out tasks (trainer.release.held_out_share)" if is_set_aside(run, held_out) else None
 
 
 def training_records(one: Exported, held_out: float = 0.0) -> Iterator[dict[str, Any]]:

@@ -62,7 +62,7 @@ class FunctionSpec(_Spec):
     function: Annotated[str, AfterValidator(_function)] = Field(
         description="the function, as module:function or path/file.py:function"
     )
-    at_once: int = Field(1, ge=1, le=64, description="groups judged at the same time, each in a thread of its own")
+    concurrency: int = Field(1, ge=1, le=64, description="groups judged at the same time, each in a thread of its own")
 
 
 class AnswerSpec(_Spec):
@@ -74,7 +74,7 @@ class AnswerSpec(_Spec):
     )
     column: str | None = Field(None, description="instead: column of the task set that holds the right answer")
     match: Literal["exact", "contains", "numeric"] = Field("exact", description="how the two are compared")
-    longest: int = Field(400, ge=1, description="with contains: an answer of more characters is no answer")
+    max_chars: int = Field(400, ge=1, description="with contains: an answer of more characters is no answer")
     tolerance: float = Field(1e-6, ge=0, description="with numeric: relative difference that still counts as equal")
 
     @model_validator(mode="after")
@@ -94,9 +94,9 @@ class RewardSpec(_Spec):
 class BehaviorSpec(_Spec):
     """How the trajectory went, between 0 (bad) and 1 (good)."""
 
-    kind: Literal["conduct"]
+    kind: Literal["behavior"]
     rule: Literal["short", "few_tool_calls", "tools", "ended", "pattern"] = Field(description="what is looked at")
-    most: int = Field(1024, ge=1, description="sampled tokens (short) or tool calls (few_tool_calls) that score 0")
+    limit: int = Field(1024, ge=1, description="sampled tokens (short) or tool calls (few_tool_calls) that score 0")
     pattern: str = Field("", description="with pattern: regular expression that the whole last answer must match")
 
     @model_validator(mode="after")
@@ -119,9 +119,13 @@ class ModelSpec(_Spec):
     model: str = Field(min_length=1, description="the model's name there")
     api_key_env: str = Field("RATCHET_JUDGE_API_KEY", pattern=r"^[A-Z][A-Z0-9_]*$", description="variable of the key")
     timeout_seconds: float = Field(120.0, gt=0, description="longest wait for one answer")
-    attempts: int = Field(3, ge=1, le=10, description="tries until an answer is usable; each is told what was wrong")
+    max_attempts: int = Field(
+        3, ge=1, le=10, description="tries until an answer is usable; each is told what was wrong"
+    )
     context_tokens: int = Field(32_000, ge=512, description="room for the question; longer messages are cut")
-    images: int = Field(0, ge=0, le=64, description="images that it is shown, where it can see; others are described")
+    max_images: int = Field(
+        0, ge=0, le=64, description="images that it is shown, where it can see; others are described"
+    )
     temperature: float | None = Field(None, ge=0, description="sampling temperature; null leaves it to the model")
     input_cost_per_million: float | None = Field(
         None, ge=0, description="price of a million prompt tokens; null: unknown"
@@ -129,7 +133,7 @@ class ModelSpec(_Spec):
     output_cost_per_million: float | None = Field(
         None, ge=0, description="price of a million completion tokens; null: unknown"
     )
-    at_once: int = Field(4, ge=1, le=64, description="groups judged at the same time")
+    concurrency: int = Field(4, ge=1, le=64, description="groups judged at the same time")
 
     @field_validator("base_url")
     @classmethod
@@ -162,8 +166,8 @@ class GraderSpec(_Spec):
         "RATCHET_GRADER_SECRET", pattern=r"^[A-Z][A-Z0-9_]*$", description="variable of the secret that signs requests"
     )
     timeout_seconds: float = Field(60.0, gt=0, description="longest wait for one answer")
-    attempts: int = Field(3, ge=1, le=10, description="tries per trajectory, with the same idempotency key")
-    at_once: int = Field(4, ge=1, le=64, description="groups graded at the same time")
+    max_attempts: int = Field(3, ge=1, le=10, description="tries per trajectory, with the same idempotency key")
+    concurrency: int = Field(4, ge=1, le=64, description="groups graded at the same time")
 
 
 class OpenJudgeSpec(_Spec):
@@ -228,7 +232,9 @@ class CompositeSpec(_Spec):
     kind: Literal["composite"]
     parts: tuple[PartSpec, ...] = Field(min_length=1, description="the parts")
     min_gap: float = Field(
-        1.0, gt=0, description="smallest difference between a success and a failure in the weighted mean, conduct apart"
+        1.0,
+        gt=0,
+        description="smallest difference between a success and a failure in the weighted mean, behavior apart",
     )
 
     @model_validator(mode="after")
@@ -241,20 +247,20 @@ class CompositeSpec(_Spec):
         taken = sum(part.penalty or 0.0 for part in self.parts)
         gap, swing = self._gap()
         if taken + swing >= gap:
-            conduct = f" and the weights on conduct to {swing:g}" if swing else ""
+            behavior = f" and the weights on behavior to {swing:g}" if swing else ""
             raise ValueError(
-                f"the penalties add up to {taken:g}{conduct}, so that a success could rank below a failure: keep them "
-                f"under {gap:g}" + (", or make conduct a penalty" if swing else " (min_gap)")
+                f"the penalties add up to {taken:g}{behavior}, so that a success could rank below a failure: keep them "
+                f"under {gap:g}" + (", or make behavior a penalty" if swing else " (min_gap)")
             )
         return self
 
     def _gap(self) -> tuple[float, float]:
-        """Return what a success is ahead by in the weighted mean, and what conduct, good or bad, adds to it at most."""
+        """Return what a success is ahead by in the weighted mean, and what behavior, good or bad, adds to it at most."""
         weights = {
             kind: sum(part.weight or 0.0 for part in self.parts if _is_behavior(part) is kind) for kind in (True, False)
         }
         if not weights[False]:
-            return self.min_gap, 0.0  # conduct is all that is asked for
+            return self.min_gap, 0.0  # behavior is all that is asked for
         swing = weights[True] / (weights[True] + weights[False])
         return self.min_gap * (1.0 - swing), swing
 

@@ -15,15 +15,17 @@ class ReleaseSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    enabled: bool = Field(False, description="a proven version serves a share first; off: it is live at once")
-    share: float = Field(0.2, gt=0, lt=1, description="share of new trajectories that a canary serves")
+    canary: bool = Field(False, description="a proven version serves a share first; off: it is live at once")
+    canary_share: float = Field(0.2, gt=0, lt=1, description="share of new trajectories that a canary serves")
     min_samples: int = Field(20, ge=2, description="scores of each side before anything is decided")
     max_samples: int = Field(200, ge=2, description="scores of the canary after which its mean decides")
     alpha: float = Field(0.05, gt=0, lt=0.5, description="chance of a false alarm, however often one looks")
     margin: float = Field(0.02, ge=0, description="mean score that a canary may be worse by and still be promoted")
-    jump: float | None = Field(0.5, gt=0, description="a larger gain is too good and waits for a person; null: none is")
+    max_gain: float | None = Field(
+        0.5, gt=0, description="a larger gain is too good and waits for a person; null: none is"
+    )
     deadline_seconds: float = Field(86400.0, gt=0, description="a canary that is not promoted by then is rolled back")
-    held_out: float = Field(0.0, ge=0, le=0.5, description="share of tasks that are set aside for evaluation")
+    held_out_share: float = Field(0.0, ge=0, le=0.5, description="share of tasks that are set aside for evaluation")
     evaluation_prompts: int = Field(32, ge=5, description="held-out prompts or tasks that a candidate is tried with")
     evaluation_samples: int = Field(4, ge=1, description="answers of each version to each of them")
     workflow: str | None = Field(
@@ -49,23 +51,25 @@ class ReleaseSettings(BaseModel):
             raise ValueError(
                 f"max_samples {self.max_samples} is less than min_samples {self.min_samples}: the gate would never look"
             )
-        if self.jump is not None and self.jump <= self.margin:
-            raise ValueError(f"jump {self.jump:g} is not more than margin {self.margin:g}: no promotion would be left")
+        if self.max_gain is not None and self.max_gain <= self.margin:
+            raise ValueError(
+                f"max_gain {self.max_gain:g} is not more than margin {self.margin:g}: no promotion would be left"
+            )
         if (self.workflow is None) != (self.tasks is None):
             raise ValueError("workflow and tasks belong together: name the agent and the task set that it plays")
         return self
 
     def rules(self) -> ReleaseRules:
         """Return what the decision needs."""
-        return ReleaseRules(self.alpha, self.margin, self.jump, self.min_samples, self.max_samples)
+        return ReleaseRules(self.alpha, self.margin, self.max_gain, self.min_samples, self.max_samples)
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseRules:
-    """`margin` and `jump` are in units of the score; `least` and `most` count scores of the canary."""
+    """`margin` and `max_gain` are in units of the score; `least` and `most` count scores of the canary."""
 
     alpha: float = 0.05
     margin: float = 0.02
-    jump: float | None = None
+    max_gain: float | None = None
     least: int = 20
     most: int = 500

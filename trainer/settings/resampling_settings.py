@@ -22,12 +22,14 @@ class ResamplingSettings(BaseModel):
     tokens_per_minute: int | None = Field(
         None, ge=1, description="most tokens of shadow calls in a minute, prompts included; null: no limit"
     )
-    at_once: int = Field(2, ge=1, le=64, description="shadow calls at the same time")
+    concurrency: int = Field(2, ge=1, le=64, description="shadow calls at the same time")
     max_running_requests: int = Field(
         0, ge=0, description="no shadow call begins while vLLM runs more other calls than this, or any waits"
     )
-    wait_seconds: float = Field(
-        300.0, gt=0, description="a prompt that no idle moment was found for in this time goes the way of `singles`"
+    max_wait_seconds: float = Field(
+        300.0,
+        gt=0,
+        description="a prompt that no idle moment was found for in this time is handled as `ungrouped` says",
     )
     timeout_seconds: float = Field(600.0, gt=0, description="longest shadow call")
     proxy_url: PlainUrl | None = Field(

@@ -16,10 +16,12 @@ class SentinelSettings(BaseModel):
 
     interval_seconds: float = Field(30.0, gt=0, description="pause between looks")
     window: int = Field(512, ge=32, le=1000, description="newest trajectories that are looked at")
-    recent: int = Field(64, ge=8, description="the newest of those, held against the others")
-    sigmas: float = Field(4.0, gt=0, description="standard errors that a change must exceed to count")
-    hold: bool = Field(True, description="whether sick tools hold training back; false: they are only an alarm")
-    tool_calls: int = Field(50, ge=10, description="newest results of a tool, held against its earlier ones")
+    recent_window: int = Field(64, ge=8, description="the newest of those, held against the others")
+    min_sigmas: float = Field(4.0, gt=0, description="standard errors that a change must exceed to count")
+    pause_training: bool = Field(
+        True, description="whether sick tools hold training back; false: they are only an alarm"
+    )
+    tool_window: int = Field(50, ge=10, description="newest results of a tool, held against its earlier ones")
     max_tool_failure_rate: float = Field(
         0.95,
         gt=0,
@@ -66,9 +68,9 @@ class SentinelSettings(BaseModel):
 
     @model_validator(mode="after")
     def _something_to_compare_with(self) -> Self:
-        if 2 * self.recent > self.window:
+        if 2 * self.recent_window > self.window:
             raise ValueError(
-                f"recent {self.recent} is more than half of window {self.window}: nothing is left to compare with; "
-                "lower recent or raise window"
+                f"recent_window {self.recent_window} is more than half of window {self.window}: nothing is left to compare with; "
+                "lower recent_window or raise window"
             )
         return self

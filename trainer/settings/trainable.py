@@ -40,8 +40,8 @@ def constant_by_construction(judge: JudgeSpec) -> str | None:
         return f"all parts with a weight are constant: {said[0]}" if said and all(said) else None
     if not isinstance(judge, BehaviorSpec):
         return None
-    if judge.rule == "short" and judge.most == 1:
-        return "rule short with most 1 scores 0 whatever was sampled; set most to the longest good length in tokens"
+    if judge.rule == "short" and judge.limit == 1:
+        return "rule short with limit 1 scores 0 whatever was sampled; set limit to the longest good length in tokens"
     if judge.rule == "pattern" and all(re.fullmatch(judge.pattern, text, re.DOTALL) for text in _UNLIKE):
         return f"pattern {judge.pattern!r} matches every answer; name what only a good answer has"
     return None

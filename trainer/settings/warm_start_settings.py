@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-OWN, SHOWN = "own", "shown"
+POLICY, DEMONSTRATIONS = "policy", "demonstrations"
 
 
 class WarmStartSettings(BaseModel):
@@ -15,14 +15,14 @@ class WarmStartSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     sources: tuple[str, ...] = Field(
-        (OWN, SHOWN),
+        (POLICY, DEMONSTRATIONS),
         min_length=1,
-        description="own: the policy's good trajectories; shown: demonstrations of feedback; else the name of another "
+        description="policy: the policy's good trajectories; demonstrations: demonstrations of feedback; else the name of another "
         "model whose trajectories were recorded",
     )
     min_score: float = Field(0.5, description="score from which on a trajectory is good enough to be imitated")
-    least: int = Field(16, ge=1, description="fewer trajectories than this are refused")
-    most: int = Field(2000, ge=1, description="the newest so many of each source are looked at")
+    min_trajectories: int = Field(16, ge=1, description="fewer trajectories than this are refused")
+    max_per_source: int = Field(2000, ge=1, description="the newest so many of each source are looked at")
     max_per_task: int = Field(4, ge=1, description="the best so many trajectories of a task are taken")
     general: str | None = Field(
         None, description="general chat data mixed in: a task set whose rows hold `messages` (and `tools`)"
@@ -33,8 +33,8 @@ class WarmStartSettings(BaseModel):
     max_loss_increase: float | None = Field(
         None, gt=0, description="nats per token that the held-out general loss may rise by; null: only shown"
     )
-    epochs: int = Field(2, ge=1, description="times that each row is learnt from")
-    batch: int = Field(32, ge=1, description="rows of an optimiser step")
+    num_train_epochs: int = Field(2, ge=1, description="times that each row is learnt from")
+    batch_size: int = Field(32, ge=1, description="rows of an optimiser step")
     learning_rate: float | None = Field(None, gt=0, description="of AdamW; null: the learner's own")
     seed: int = Field(0, description="of the mixture")
 
@@ -49,4 +49,4 @@ class WarmStartSettings(BaseModel):
     @property
     def teachers(self) -> tuple[str, ...]:
         """Return the names of other models whose trajectories are imitated."""
-        return tuple(name for name in self.sources if name not in (OWN, SHOWN))
+        return tuple(name for name in self.sources if name not in (POLICY, DEMONSTRATIONS))

@@ -18,13 +18,13 @@ _CHARACTERS_PER_TOKEN = 3  # of a question, when nothing was measured: on the sa
 class Budget:
     """The limits and what is spent. `tokens` None is no limit; `reserved_rollouts` rollouts are for the held-out tasks.
 
-    `at_once`: with a limit of tokens no more rollouts are allowed before it is known what the last ones took.
+    `concurrency`: with a limit of tokens no more rollouts are allowed before it is known what the last ones took.
     """
 
     rollouts: int
     tokens: int | None = None
     reserved_rollouts: int = 0
-    at_once: int = 8
+    concurrency: int = 8
     begun: int = 0
     agent_tokens: int = 0
     reflection_tokens: int = 0
@@ -59,7 +59,7 @@ class Budget:
         room = self._tokens_left(held_out) // max(1, self._largest_rollout)
         if room < 1:
             raise BudgetExceeded(f"{self.tokens_spent} tokens of --tokens {self.tokens} are spent or kept back")
-        return min(wanted, room, self.at_once)
+        return min(wanted, room, self.concurrency)
 
     def allow_reflection(self, characters: int) -> None:
         """Allow one question of so many characters. Raises BudgetExceeded."""

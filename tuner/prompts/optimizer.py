@@ -60,7 +60,7 @@ class Search:
     validation: tuple[str, ...]
     seed: int
     rollouts: int  # that the search may begin
-    at_once: int = 3  # training tasks that one reflection is shown
+    reflection_minibatch_size: int = 3  # training tasks that one reflection is shown
     longest: int = 20_000  # characters of a prompt
 
 

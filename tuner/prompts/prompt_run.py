@@ -92,7 +92,7 @@ class _Run:
         self._said: dict[str, str] = dict(progress.get("said", {}))
         prompt = self._settings.prompt
         rollouts = prompt.rollouts or SEARCH_ROLLOUTS + self._plan.held_out_rollouts
-        self._budget = Budget(rollouts, prompt.tokens, at_once=self._settings.concurrency)
+        self._budget = Budget(rollouts, prompt.tokens, concurrency=self._settings.concurrency)
         self._work = tools.progress.begin(PROMPT_TUNING, rollouts)
 
     def run(self) -> TuningResult:
@@ -149,7 +149,7 @@ class _Run:
             sets=self._sets(),
             attempts=self._settings.attempts,
             seed=self._settings.seed,
-            at_once=prompt.at_once,
+            reflection_minibatch_size=prompt.reflection_minibatch_size,
             longest=prompt.longest,
             seed_prompt=serving(self._tools.store, self._tuning.alias, mode) if file is None else given(str(file)),
             mode=mode,

@@ -41,7 +41,7 @@ class Plan:
     sets: Sets
     attempts: int
     seed: int
-    at_once: int = 3
+    reflection_minibatch_size: int = 3
     longest: int = 20_000
     seed_prompt: SeedPrompt | None = None
     mode: Mode | None = None
@@ -55,7 +55,7 @@ class Plan:
     @property
     def min_rollouts(self) -> int:
         """Fewer cannot come to a result: the seed and one proposal on validation tasks, and the comparison."""
-        first = min(self.at_once, len(self.sets.train))
+        first = min(self.reflection_minibatch_size, len(self.sets.train))
         return PROBES + 2 * (first + len(self.sets.validation)) + self.held_out_rollouts
 
 
@@ -140,7 +140,7 @@ class PromptTuning:
             validation=plan.sets.validation,
             seed=plan.seed,
             rollouts=self._budget.rollouts - plan.held_out_rollouts,
-            at_once=plan.at_once,
+            reflection_minibatch_size=plan.reflection_minibatch_size,
             longest=plan.longest,
         )
         try:

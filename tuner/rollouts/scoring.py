@@ -120,14 +120,14 @@ class Scorer:
     def _judged(
         self, judge: Judge, ended: Sequence[Rollout], work: Work, on_verdict: Callable[[Verdict], object]
     ) -> None:
-        with ThreadPoolExecutor(judge.at_once, "judge") as threads:
+        with ThreadPoolExecutor(judge.concurrency, "judge") as threads:
             asked: deque[Future[Judgement]] = deque()  # few at a time: transcripts are long
             for group in _by_task(ended):
                 if members := self._transcripts(judge, group, work):
                     compared = len({one.candidate for one in group}) > 1  # else no decision rests on their order
                     ask = partial(judge_in_both_orders, judge) if compared else partial(judge.judge, None)
                     asked.append(threads.submit(ask, members))
-                while len(asked) > 2 * judge.at_once:
+                while len(asked) > 2 * judge.concurrency:
                     self._heard(asked.popleft().result(), work, on_verdict)
             while asked:
                 self._heard(asked.popleft().result(), work, on_verdict)

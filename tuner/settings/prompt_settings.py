@@ -42,5 +42,5 @@ class PromptSettings(BaseModel):
         description="most tasks that decide in the end, the first of the test split; null: all of it, as other methods "
         "take it; without a test split half of the tasks, then at most 100",
     )
-    at_once: int = Field(3, ge=1, le=20, description="rollouts that one reflection is shown")
+    reflection_minibatch_size: int = Field(3, ge=1, le=20, description="rollouts that one reflection is shown")
     longest: int = Field(20_000, ge=100, le=100_000, description="most characters of a prompt")

@@ -27,7 +27,7 @@ def run(
 ) -> dict[str, Any]:
     """Search once; return what came of it. `answered` is what an earlier run was told."""
     told: list[dict[str, Any]] = []
-    spec = ModelSpec(base_url=url, model="scripted-reflection", attempts=2)
+    spec = ModelSpec(base_url=url, model="scripted-reflection", max_attempts=2)
     budget = Budget(1000, tokens)
     model = LanguageModel(spec, None, sleep=lambda seconds: None)
     reflection = ReflectionModel(model, budget, answered=answered, keep=lambda one, exchanges: told.append(dict(one)))

@@ -47,7 +47,12 @@ class ScriptedReflectionModel:
 
     def spec(self, **changes: Any) -> dict[str, Any]:
         """What `tuner.reflection` is told."""
-        return {"base_url": self.url, "model": "scripted-reflection", "attempts": 2, "timeout_seconds": 20} | changes
+        return {
+            "base_url": self.url,
+            "model": "scripted-reflection",
+            "max_attempts": 2,
+            "timeout_seconds": 20,
+        } | changes
 
     def answer(self, body: Mapping[str, Any]) -> str:
         """What it says to a request."""

@@ -69,7 +69,7 @@ class TrajectoryCollector:
         waiting = self._store.trajectories.sealed(alias, _MOST, silent_before)
         company = self._resampler.look(waiting, shipped, now)
         plan = self._plan([run for run in waiting if run.id not in company.held and run.purpose != RESAMPLE], now)
-        tired = now - self._settings.group_wait_seconds - self._settings.resample.wait_seconds
+        tired = now - self._settings.group_wait_seconds - self._settings.resample.max_wait_seconds
         kept = self._resampler.take(plan.alone, company.lonely, tired, now)
         cohorts, waits = self._cohorts([run for run in plan.alone if run.id not in kept], now)
         kept |= waits | {name for cohort in cohorts for name in cohort.members}
@@ -97,7 +97,7 @@ class TrajectoryCollector:
             least=settings.min_group_size,
             wait_seconds=settings.group_wait_seconds,
             now=now,
-            held_out={run.id for run in waiting if is_held_out(run.group_key, settings.release.held_out)},
+            held_out={run.id for run in waiting if is_held_out(run.group_key, settings.release.held_out_share)},
             other_role=self._role_resolver.without([run for run in waiting if run.purpose == "live"]),
             under_way=self._store.trajectories.under_way(settings.model, waiting),
         )

@@ -34,7 +34,7 @@ class Judge(Protocol):
         """A hash of its code and rubric: verdicts of different versions are not comparable."""
 
     @property
-    def at_once(self) -> int:
+    def concurrency(self) -> int:
         """How many groups it may be given at the same time, each in a thread of its own."""
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:

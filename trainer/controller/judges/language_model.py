@@ -79,7 +79,7 @@ class LanguageModel:
         """
         messages = list(question)
         problem = "no attempt was made"
-        for attempt in range(self.spec.attempts):
+        for attempt in range(self.spec.max_attempts):
             try:
                 text = self._once(messages, schema, interview)
             except _Unavailable as busy:
@@ -101,7 +101,7 @@ class LanguageModel:
     def say(self, messages: Sequence[Message], interview: JudgeModelSession, temperature: float | None = None) -> str:
         """Return an answer's text, in whatever form. Raises JudgeUnavailable when no try gave one."""
         problem = "no attempt was made"
-        for attempt in range(self.spec.attempts):
+        for attempt in range(self.spec.max_attempts):
             try:
                 text = self._once(messages, None, interview, temperature)
             except _Unavailable as busy:
@@ -114,10 +114,10 @@ class LanguageModel:
         raise self._unanswered(problem)
 
     def _unanswered(self, problem: str) -> JudgeUnavailable:
-        return JudgeUnavailable(f"{self.spec.model} at {self.spec.base_url}, {self.spec.attempts} tries: {problem}")
+        return JudgeUnavailable(f"{self.spec.model} at {self.spec.base_url}, {self.spec.max_attempts} tries: {problem}")
 
     def _pause(self, busy: _Unavailable, attempt: int) -> None:
-        if attempt + 1 < self.spec.attempts:
+        if attempt + 1 < self.spec.max_attempts:
             self._sleep(busy.pause if busy.pause is not None else min(_LONGEST_PAUSE, 0.5 * 2.0**attempt))
 
     def _once(

@@ -33,7 +33,7 @@ from ratchet.trainer.settings.judge_specs import (
 def make_judge(spec: JudgeSpec, environ: Mapping[str, str]) -> Judge:
     """Return the judge. Raises JudgeError where it cannot be made."""
     if isinstance(spec, FunctionSpec):
-        return FunctionJudge(spec.function, at_once=spec.at_once)
+        return FunctionJudge(spec.function, concurrency=spec.concurrency)
     if isinstance(spec, AnswerSpec):
         return AnswerJudge(spec)
     if isinstance(spec, BehaviorSpec):

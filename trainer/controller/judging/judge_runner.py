@@ -70,7 +70,7 @@ class JudgeRunner:
         self._zero_variance: list[tuple[Group, float]] = list(
             flat
         )  # groups in a row whose members all got the same score
-        self._threads = ThreadPoolExecutor(judge.at_once, thread_name_prefix="judge")
+        self._threads = ThreadPoolExecutor(judge.concurrency, thread_name_prefix="judge")
         self._asked: dict[str, _Asked] = {}
 
     def score(self, group: Group, members: Sequence[Transcript], now: float) -> None:
@@ -80,7 +80,7 @@ class JudgeRunner:
     def ask(self, groups: Sequence[Group], read: Callable[[str], Transcript]) -> None:
         """Have groups judged that are not being judged already; a few more than the judge takes at once may wait."""
         for group in groups:
-            if group.id in self._asked or len(self._asked) >= 2 * self._judge.at_once + _AHEAD:
+            if group.id in self._asked or len(self._asked) >= 2 * self._judge.concurrency + _AHEAD:
                 continue
             members = [read(name) for name in group.members]
             answer = self.ask_judge(group.id, members)

@@ -36,7 +36,7 @@ class SecondJudge:
         self._store = store
         self._alias = alias
         self._versions = {"judge": judge.version, "first_judge": first}
-        self._threads = ThreadPoolExecutor(judge.at_once, thread_name_prefix="second-judge")
+        self._threads = ThreadPoolExecutor(judge.concurrency, thread_name_prefix="second-judge")
         self._asked: dict[str, Future[Judgement]] = {}
         self._first: dict[str, Mapping[str, float]] = {}
         self._heard: deque[PairedJudgements] = deque(self._recall(), maxlen=_REMEMBERED)
@@ -44,7 +44,7 @@ class SecondJudge:
 
     def offer(self, group_id: str, members: Sequence[Transcript]) -> None:
         """Ask about a group, where it is in the sample and there is room."""
-        full = len(self._asked) >= self._judge.at_once + _AHEAD
+        full = len(self._asked) >= self._judge.concurrency + _AHEAD
         if len(members) > 1 and not full and group_id not in self._asked and in_sample(group_id, self._share):
             self._asked[group_id] = self._threads.submit(self._judge.judge, group_id, members)
 

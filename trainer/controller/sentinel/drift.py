@@ -24,7 +24,7 @@ def drift(conducts: Sequence[TrajectoryBehavior], settings: SentinelSettings) ->
     """Return the findings of every check on conduct; nothing where there is no trajectory."""
     if not conducts:
         return []
-    past, recent = conducts[: -settings.recent], conducts[-settings.recent :]
+    past, recent = conducts[: -settings.recent_window], conducts[-settings.recent_window :]
     return [
         _ratio_drift(
             "length_drift", "ratchet_trajectory_tokens", _length, past, recent, settings.length_ratio, settings
@@ -101,7 +101,11 @@ def _made_up(
     now = statistics.fmean(shares[1]) if shares[1] else 0.0
     found = change(shares[0], shares[1])
     reason = None
-    if found and found.after - found.before >= settings.max_hallucination_increase and found.sigmas >= settings.sigmas:
+    if (
+        found
+        and found.after - found.before >= settings.max_hallucination_increase
+        and found.sigmas >= settings.min_sigmas
+    ):
         reason = (
             f"{found.after:.0%} of tool arguments occur nowhere in their context, before {found.before:.0%}: "
             "the policy makes them up; look at what the judge rewards"
@@ -123,7 +127,7 @@ def _ratio_drift(
     for family in {one.family for one in recent}:
         values = [[measure(one) for one in side if one.family == family] for side in (past, recent)]
         moved = change(values[0], values[1])
-        if moved and moved.ratio >= limit and abs(moved.sigmas) >= settings.sigmas:
+        if moved and moved.ratio >= limit and abs(moved.sigmas) >= settings.min_sigmas:
             found.append((family, moved))
     if not found:
         return Finding(check, metric, "", now)

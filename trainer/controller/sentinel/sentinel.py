@@ -143,7 +143,11 @@ class Sentinel:
         for found in findings:
             if found.reason:
                 wrong.setdefault(found.check, []).append(found.reason)
-        holds = [found.reason for found in findings if found.holds and found.reason] if self._settings.hold else []
+        holds = (
+            [found.reason for found in findings if found.holds and found.reason]
+            if self._settings.pause_training
+            else []
+        )
         if holds:
             wrong[HELD] = [f"no step is taken, collecting and judging go on: {_joined(holds)}"]
         standing = self._left_standing() if self._standing is None else self._standing

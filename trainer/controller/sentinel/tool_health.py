@@ -42,7 +42,7 @@ def tool_health(
     """
     findings, pasts = [], {}
     for tool, calls in _by_tool(newest).items():
-        recent, earlier = calls[: settings.tool_calls], calls[settings.tool_calls :]
+        recent, earlier = calls[: settings.tool_window], calls[settings.tool_window :]
         if len(recent) < LEAST:
             continue
         past = (kept or {}).get(tool) or _past(recent, earlier)
@@ -77,12 +77,12 @@ def _finding(tool: str, recent: Sequence[ToolCall], past: ToolHistory, settings:
     classes = Counter(str(call.result) for call in recent if _fails(call))
     told = ", ".join(f"{count} {name}" for name, count in classes.most_common())
     failing = f"tool {tool!r} failed in {failures} of its last {len(recent)} calls ({told})"
-    if len(recent) >= settings.tool_calls and share >= settings.max_tool_failure_rate:
+    if len(recent) >= settings.tool_window and share >= settings.max_tool_failure_rate:
         return Finding(CHECK, METRIC, tool, share, f"{failing}: mend the tool, or raise max_tool_failure_rate", True)
     if (
         risen is not None
         and risen.after - risen.before >= settings.max_tool_failure_increase
-        and risen.sigmas >= settings.sigmas
+        and risen.sigmas >= settings.min_sigmas
     ):
         before = f"{failing}, before in {risen.before:.0%}"
         if past.same_versions:

@@ -34,7 +34,7 @@ from ratchet.trainer.rows.build_rows import ALL_ROLES, TrainedAnswers, build_row
 from ratchet.trainer.rows.chat_rows import ChatRows, Conversation
 from ratchet.trainer.rows.roles import Roles
 from ratchet.trainer.rows.token_row import TokenRow
-from ratchet.trainer.settings.warm_start_settings import OWN, SHOWN, WarmStartSettings
+from ratchet.trainer.settings.warm_start_settings import DEMONSTRATIONS, POLICY, WarmStartSettings
 from ratchet.trainer.tasks.held_out import is_held_out, is_set_aside
 
 COLLECTED = "collected"  # the candidate's name of rollouts at training tasks that are only there to be imitated
@@ -90,16 +90,16 @@ class Search:
     def everything(self) -> SFTRows:
         """Return what the settings' sources hold."""
         found = SFTRows()
-        if OWN in self._settings.sources:
+        if POLICY in self._settings.sources:
             self._own(found)
-        if SHOWN in self._settings.sources:
+        if DEMONSTRATIONS in self._settings.sources:
             self._shown(found)
         for teacher in self._settings.teachers:
             self._taught(found, teacher)
         return found
 
     def _own(self, found: SFTRows) -> None:
-        live = self._store.groups.scored(self._alias, self._judge.version, limit=self._settings.most)
+        live = self._store.groups.scored(self._alias, self._judge.version, limit=self._settings.max_per_source)
         judged_at = {one.trajectory_id: one.judged_at for one in live}
         collected = [one for one in self._store.rollouts.of(self._tuning_id, COLLECTED) if one.score is not None]
         judged_at |= {one.id: math.inf for one in collected}
@@ -119,7 +119,7 @@ class Search:
                 continue
             # Imitated at temperature 1, whatever they were sampled at; without a ratio their logprobs say nothing.
             plain = [dataclasses.replace(row, temperature=1.0, importance=False) for row in rows]
-            found.add(OWN, name, score, plain)
+            found.add(POLICY, name, score, plain)
 
     def _shown(self, found: SFTRows) -> None:
         for name in self._demonstrated():
@@ -136,7 +136,7 @@ class Search:
                 prompt, answer = row["prompt"], row["completion"]
                 tools = tuple(json.loads(row["tools"])) if "tools" in row else ()
                 one = Conversation(name, (*prompt, *answer), frozenset({len(prompt)}), tools)
-                self._render(found, SHOWN, name, None, [one])
+                self._render(found, DEMONSTRATIONS, name, None, [one])
 
     def _taught(self, found: SFTRows, teacher: str) -> None:
         cohorts: dict[str, list[Transcript]] = defaultdict(list)
@@ -156,7 +156,7 @@ class Search:
 
     def _answered_by(self, teacher: str, found: SFTRows) -> Iterator[Transcript]:
         before = None
-        left = self._settings.most
+        left = self._settings.max_per_source
         while left > 0:
             page = self._store.trajectories.page(min(_PAGE, left), before, chosen=TrajectoryFilter(alias=teacher))
             if not page:
@@ -184,7 +184,7 @@ class Search:
         """Return the trajectories that somebody showed an answer for, newest word first."""
         names: dict[str, None] = {}
         before = None
-        while len(names) < self._settings.most and (page := self._store.feedback.page(_PAGE, before)):
+        while len(names) < self._settings.max_per_source and (page := self._store.feedback.page(_PAGE, before)):
             names |= {said.trajectory_id: None for said in page if said.demonstration and said.trajectory_id}
             before = page[-1].id
         return list(names)

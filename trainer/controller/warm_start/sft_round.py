@@ -58,10 +58,10 @@ def gather(
 ) -> SFTMaterial:
     """Return what there is to learn. Raises WarmStartRefused, with what was left out, where it is too little."""
     good = Search(store, alias, judge, chat, settings, tuning_id, roles, held_out, relative).everything()
-    if len(good.scores) < settings.least:
+    if len(good.scores) < settings.min_trajectories:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in good.left_out.most_common()) or "none were found"
         raise WarmStartRefused(
-            f"{len(good.scores)} trajectories to imitate from {', '.join(settings.sources)}, {settings.least} are "
+            f"{len(good.scores)} trajectories to imitate from {', '.join(settings.sources)}, {settings.min_trajectories} are "
             f"needed ({reasons}): lower min_score or `least`, or let the agent work first"
         )
     kept = general_rows(general, chat, settings) if settings.general is not None else GeneralDataRows()
@@ -79,7 +79,7 @@ def learner_settings(settings: WarmStartSettings, learner: LearnerSettings, rows
         entropy_coef=0.0,
         top_entropy_quantile=1.0,
         learning_rate=settings.learning_rate or learner.learning_rate,
-        steps_per_round=-(-rows // settings.batch),
+        steps_per_round=-(-rows // settings.batch_size),
     )
 
 
@@ -110,7 +110,7 @@ class SFTRound:
         try:
             before = mean_loss(pupil, aside) if aside else None
             reports = []
-            for epoch in range(settings.epochs):
+            for epoch in range(settings.num_train_epochs):
                 reports.append(pupil.train_round(rows))
                 told(epoch + 1, reports[-1])
             after = mean_loss(pupil, aside) if aside else None

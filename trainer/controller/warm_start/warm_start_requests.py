@@ -72,7 +72,7 @@ class WarmStarts:
                 _general(wanted),
                 tuning_id=asked.id,
                 roles=Roles(self._settings.roles, self._settings.role_patterns),
-                held_out=self._settings.release.held_out,
+                held_out=self._settings.release.held_out_share,
                 relative=gives_only_ranks(self._settings.judge),
             )
         finally:

@@ -1,7 +1,7 @@
 """Resamples of one alias: which singles get further answers, when they are asked for, and the groups that come of them.
 
 Consumes single-call trajectories that found no company, and sealed resamples; produces groups of an original with its
-resamples, as any group. Promises: an original waits at most twice `wait_seconds` for an idle vLLM and then goes the way
+resamples, as any group. Promises: an original waits at most twice `max_wait_seconds` for an idle vLLM and then goes the way
 of every single; rates are counted in the store, so that a restart does not double them; a shadow that cannot be
 compared is dropped with its reason; one whose original was deleted is deleted. Off: whatever was planned is given up.
 """
@@ -64,7 +64,7 @@ class Resampler:
         self._settings = settings
         self._least = least
         self._caller = ResamplingClient(store, settings, key, load)
-        self._threads = ThreadPoolExecutor(settings.at_once, thread_name_prefix="shadow")
+        self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="shadow")
         self._asked: dict[str, tuple[Resample, Future[Outcome]]] = {}
         self._unasked = 0  # that are planned
         self._originals: set[str] | None = None  # that wait for resamples; None: not read from the store yet
@@ -111,7 +111,7 @@ class Resampler:
         if not settings.samples:
             return kept
         live = self._store.policies.live().get(self._alias)
-        room = settings.at_once - len(self._asked) - self._unasked
+        room = settings.concurrency - len(self._asked) - self._unasked
         for run in sorted(alone, key=lambda one: one.last_active_at, reverse=True):
             if run.calls != 1 or live is None or run.version != live.version or run.id in lonely | self._unfit.keys():
                 continue
@@ -170,7 +170,7 @@ class Resampler:
     def _alarm_if_always_busy(self, alarm: str, others: int, now: float) -> None:
         self._busy_period.saw(others, now)
         hungry = self._busy_period.seconds(now)
-        if 2 * hungry >= self._settings.wait_seconds:  # later, what waits now is given up
+        if 2 * hungry >= self._settings.max_wait_seconds:  # later, what waits now is given up
             reason = f"no shadow call found an idle moment for {hungry:.0f} s"
             self._store.alarms.raise_(alarm, f"{reason}: {self._busy_period.told(self._settings.max_running_requests)}")
 
@@ -195,8 +195,8 @@ class Resampler:
             return "shadow re-sampling was switched off (trainer.resample.samples)"
         if one.version != live:
             return f"version {one.version} is not live any more"
-        if now - one.planned_at > self._settings.wait_seconds:
-            return f"vLLM was not idle for {self._settings.wait_seconds:g} s (trainer.resample.wait_seconds)"
+        if now - one.planned_at > self._settings.max_wait_seconds:
+            return f"vLLM was not idle for {self._settings.max_wait_seconds:g} s (trainer.resample.max_wait_seconds)"
         return None
 
     def _join(self, original: str, among: list[Resample], shipped_until: float, company: ResamplingResult) -> None:
@@ -237,7 +237,7 @@ class Resampler:
         """Begin calls as far as pace and room allow; return how many."""
         begun = 0
         for one in unasked:
-            if len(self._asked) >= self._settings.at_once or now < self._not_before or not self._pace(now):
+            if len(self._asked) >= self._settings.concurrency or now < self._not_before or not self._pace(now):
                 break
             self._asked[one.id] = one, self._threads.submit(self._caller.ask, one)
             begun += 1

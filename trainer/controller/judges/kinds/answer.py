@@ -36,7 +36,7 @@ _EDGES = " \t\n.,;:!?\"'`*()[]{}$"
 class AnswerJudge:
     """Compares with the answers of a file or of a task set."""
 
-    at_once = 1
+    concurrency = 1
 
     def __init__(self, spec: AnswerSpec, clock: Callable[[], float] = time.time) -> None:
         self._spec = spec
@@ -72,7 +72,7 @@ class AnswerJudge:
         spec = self._spec
         matches: Mapping[str, Callable[[str, str], bool]] = {
             "exact": exact,
-            "contains": lambda given, one: contains(given, one, longest=spec.longest),
+            "contains": lambda given, one: contains(given, one, max_chars=spec.max_chars),
             "numeric": lambda given, one: numeric(given, one, tolerance=spec.tolerance),
         }
         return DraftVerdict.of(float(any(matches[spec.match](given, one) for one in right)))
@@ -133,10 +133,10 @@ def _check_reachable(spec: AnswerSpec, right: Sequence[str]) -> None:
         return  # they stand in the task set
     if spec.match == "numeric" and all(last_number(one) is None for one in right):
         raise JudgeError(f"judge answer: no answer in {spec.answers} holds a number; use match: exact or contains")
-    if spec.match == "contains" and all(len(one) > spec.longest for one in right):
+    if spec.match == "contains" and all(len(one) > spec.max_chars for one in right):
         raise JudgeError(
-            f"judge answer: every right answer in {spec.answers} is longer than longest ({spec.longest}), so that none "
-            "can be given: raise longest"
+            f"judge answer: every right answer in {spec.answers} is longer than max_chars ({spec.max_chars}), so that none "
+            "can be given: raise max_chars"
         )
 
 
@@ -156,9 +156,9 @@ def exact(given: str, right: str) -> bool:
     return plain(given) == plain(right)
 
 
-def contains(given: str, right: str, *, longest: int) -> bool:
+def contains(given: str, right: str, *, max_chars: int) -> bool:
     """Whether the right answer is stated in the given one, as whole words or a whole number."""
-    if len(given) > longest:
+    if len(given) > max_chars:
         return False
     text, wanted = folded(given), plain(right)
     found = re.finditer(rf"(?<![\w])(?<!\d[.,])(?<!-){re.escape(wanted)}(?!\w|[.,]\d)", text)

@@ -19,13 +19,13 @@ from ratchet.trainer.settings.judge_specs import BehaviorSpec
 class BehaviorJudge:
     """One rule."""
 
-    at_once = 1
+    concurrency = 1
 
     def __init__(self, spec: BehaviorSpec, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._rule = _RULES[spec.rule]
         self._spec = spec
-        self.name = f"conduct:{spec.rule}"
+        self.name = f"behavior:{spec.rule}"
         self.version = version_of(spec.model_dump_json())
 
     def close(self) -> None:
@@ -46,12 +46,12 @@ class BehaviorJudge:
 
 def short(spec: BehaviorSpec, member: Transcript) -> float:
     """1 at no sampled token, 0 at `most` and beyond."""
-    return _left_of(spec.most, sum(call.completion_tokens for call in member.calls))
+    return _left_of(spec.limit, sum(call.completion_tokens for call in member.calls))
 
 
 def few_tool_calls(spec: BehaviorSpec, member: Transcript) -> float:
     """1 without tool calls, 0 at `most` and beyond."""
-    return _left_of(spec.most, sum(len(message.get("tool_calls") or ()) for message in member.messages))
+    return _left_of(spec.limit, sum(len(message.get("tool_calls") or ()) for message in member.messages))
 
 
 def tools(spec: BehaviorSpec, member: Transcript) -> float:

@@ -37,9 +37,9 @@ class CompositeJudge:
         self.version = version_of(*((p.name, p.weight, p.penalty, p.judge.name, p.judge.version) for p in parts))
 
     @property
-    def at_once(self) -> int:
+    def concurrency(self) -> int:
         """As many groups as the most cautious part can take."""
-        return min(part.judge.at_once for part in self._parts)
+        return min(part.judge.concurrency for part in self._parts)
 
     @property
     def compares(self) -> bool:

@@ -25,7 +25,7 @@ _WORDS_MOST = 1000  # characters of comments in an explanation
 class FeedbackJudge:
     """Reads the feedback that came with the transcript."""
 
-    at_once = 1
+    concurrency = 1
 
     def __init__(self, spec: FeedbackSpec, clock: Callable[[], float] = time.time) -> None:
         self._spec = spec

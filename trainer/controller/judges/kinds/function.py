@@ -36,10 +36,10 @@ PARAMETERS = ("trajectory", "response", "task", "tool_outcomes")
 
 
 class FunctionJudge:
-    """A judge made of one Python function; it is called by at most `at_once` threads at a time."""
+    """A judge made of one Python function; it is called by at most `concurrency` threads at a time."""
 
-    def __init__(self, entry_point: str, clock: Callable[[], float] = time.time, at_once: int = 1) -> None:
-        self.at_once = at_once
+    def __init__(self, entry_point: str, clock: Callable[[], float] = time.time, concurrency: int = 1) -> None:
+        self.concurrency = concurrency
         self._function, self._wanted, source = _load(entry_point)
         self._clock = clock
         # One loop for all groups of a thread, so that an async function may keep a client.

@@ -43,7 +43,7 @@ class GraderJudge:
         self._clock = clock
         self._sleep = sleep
         self._http = httpx.Client(timeout=httpx.Timeout(spec.timeout_seconds, connect=10.0), follow_redirects=False)
-        self.at_once = spec.at_once
+        self.concurrency = spec.concurrency
         self.name = f"http:{spec.url}"
         self.version = version_of("http", spec.url)
 
@@ -72,7 +72,7 @@ class GraderJudge:
         body = msgspec.json.encode(whole(group_id, member))
         key = hashlib.sha256(f"{self.version}\0{group_id}\0{member.trajectory.id}".encode()).hexdigest()[:32]
         problem = ""
-        for attempt in range(self._spec.attempts):
+        for attempt in range(self._spec.max_attempts):
             if attempt:
                 self._sleep(min(_LONGEST_PAUSE, 0.5 * 2.0**attempt))
             try:

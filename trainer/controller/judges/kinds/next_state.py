@@ -43,10 +43,10 @@ class NextStateJudge:
         self._clock = clock
         self._task = _TASK.format(rubric=spec.rubric)
         self._budget = int(spec.context_tokens * _CHARACTERS_A_TOKEN)
-        self.at_once = spec.at_once
+        self.concurrency = spec.concurrency
         self.name = f"{_NAME}:{spec.model}"
-        self._images = spec.images
-        self.version = version_of(_NAME, self._task, spec.model, *([spec.images] if spec.images else []))
+        self._images = spec.max_images
+        self.version = version_of(_NAME, self._task, spec.model, *([spec.max_images] if spec.max_images else []))
 
     def close(self) -> None:
         """Close the connections to the model."""

@@ -31,7 +31,7 @@ _REMEDY = "pip install 'ratchet-rl[openjudge]', or set `python` to an environmen
 class OpenJudgeJudge:
     """Asks one grader, all members of a group at once."""
 
-    at_once = 1
+    concurrency = 1
 
     def __init__(self, spec: OpenJudgeSpec, environ: Mapping[str, str], clock: Callable[[], float] = time.time) -> None:
         self._spec = spec

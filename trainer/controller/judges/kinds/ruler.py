@@ -60,9 +60,11 @@ class RulerJudge:
         self._spec = spec
         self._model = model
         self._clock = clock
-        self.at_once = spec.at_once
+        self.concurrency = spec.concurrency
         self.name = f"{_NAME}:{spec.model}"
-        self.version = version_of(_NAME, _TASK, spec.model, spec.rubric, *([spec.images] if spec.images else []))
+        self.version = version_of(
+            _NAME, _TASK, spec.model, spec.rubric, *([spec.max_images] if spec.max_images else [])
+        )
 
     def close(self) -> None:
         """Close the connections to the model."""
@@ -77,7 +79,7 @@ class RulerJudge:
             rubric=self._spec.rubric,
             budget=int(self._spec.context_tokens * _CHARACTERS_A_TOKEN),
             shuffle=random.Random(_seed(members)),
-            images=self._spec.images,
+            images=self._spec.max_images,
         )
         try:
             read = _reader(ranking.labels)

@@ -18,7 +18,7 @@ from ratchet.trainer.settings.judge_specs import RewardSpec
 class RewardJudge:
     """Reads the reward that the workflow returned."""
 
-    at_once = 1
+    concurrency = 1
     name = "workflow"
 
     def __init__(self, spec: RewardSpec, clock: Callable[[], float] = time.time) -> None:
