@@ -19,7 +19,7 @@ from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.unanswered_attempts import RETRY_WINDOW
 from ratchet.proxy.coordinator.operator_api.body_limit import BodyLimit
 from ratchet.proxy.coordinator.rollouts.rollout_plans import Rollouts
-from ratchet.proxy.coordinator.shipping.record_lookups import Lookups
+from ratchet.proxy.coordinator.shipping.record_lookups import RecordLookups
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
 from ratchet.proxy.coordinator.shipping.store_writer import InProcessWriter, StoreWriter
 from ratchet.proxy.coordinator.versions.base_model_check import BaseModelCheck
@@ -30,7 +30,7 @@ from ratchet.proxy.dialects.completions import Completions
 from ratchet.proxy.dialects.dialect import Dialect
 from ratchet.proxy.dialects.responses import Responses
 from ratchet.proxy.journal.journal import Journal
-from ratchet.proxy.redaction.patterns import Patterns
+from ratchet.proxy.redaction.patterns import RedactionPatterns
 from ratchet.proxy.redaction.redactor import RedactingDialect, Redactor
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.settings import ProxySettings
@@ -80,7 +80,9 @@ def create_app(
     from ratchet.proxy.coordinator.operator_api.routes import create_operator_api
 
     metrics, alarm_queue, critical_tasks = Metrics(), AlarmQueue(), critical_tasks or CriticalTasks()
-    links = TrajectoryLinker(settings.idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes_per_key)
+    linker = TrajectoryLinker(
+        settings.trajectory_idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes_per_key
+    )
     journal = Journal(
         settings.journal,
         settings.max_journal_bytes,
@@ -89,7 +91,7 @@ def create_app(
         alarm_queue,
         critical_tasks,
     )
-    redactor = Redactor(Patterns(settings.redact, settings.redact_patterns)) if settings.redacts else None
+    redactor = Redactor(RedactionPatterns(settings.redact, settings.redact_patterns)) if settings.redacts else None
     recorder = Recorder(journal, metrics, strict=settings.capture == "strict", redactor=redactor)
     shipper = Shipper(
         journal,
@@ -98,14 +100,14 @@ def create_app(
         metrics,
         alarm_queue,
         recorder.forget_durable_messages,
-        lambda: remembered.doubt(),
+        lambda: conversations.invalidate_all(),
         critical_tasks,
     )
-    lookups = Lookups(store, shipper)
-    remembered = ConversationCache(
+    lookups = RecordLookups(store, shipper)
+    conversations = ConversationCache(
         store, lookups, settings.max_conversation_bytes, settings.max_conversation_bytes_per_key
     )
-    responses = Responses(remembered, settings.bounds)
+    responses = Responses(conversations, settings.bounds)
     failures, cool_off = settings.breaker_failure_threshold, settings.breaker_reset_seconds
     replicas = [Replica(replica, CircuitBreaker(failures, cool_off)) for replica in upstream.urls]
     pool = ReplicaPool(replicas, metrics, settings.affinity_slack)
@@ -121,24 +123,24 @@ def create_app(
         cool_off=cool_off,
         critical_tasks=critical_tasks,
     )
-    book = PolicyCache(
+    policies = PolicyCache(
         (settings.model,),
         store,
         upstream,
         metrics,
         url,
-        pins=lambda now: links.pins(now, settings.version_pin_seconds),
+        pins=lambda now: linker.count_pins(now, settings.version_pin_seconds),
         shipped_until=shipper.shipped_until,
         others=others.names,
         critical_tasks=critical_tasks,
     )
-    metrics.trajectories.set_function(lambda: len(links))
+    metrics.trajectories.set_function(lambda: len(linker))
     metrics.journal_bytes.set_function(lambda: journal.bytes)
     metrics.unshipped.set_function(lambda: shipper.backlog)
-    metrics.registry.register(PolicyInfo(book.known))
+    metrics.registry.register(PolicyInfo(policies.list_versions))
     spans = make_spans(settings.otlp_endpoint, os.environ)
     observer = CallObserver(metrics, spans, logs_calls=settings.log_calls)
-    direct = VllmForwarder(book, upstream, pool, metrics)
+    direct = VllmForwarder(policies, upstream, pool, metrics)
     base = BaseModelCheck(settings.model, store, upstream, direct.look, critical_tasks=critical_tasks)
     probes = ReplicaProbes(pool, base.look, min(settings.probe_interval_seconds, cool_off), critical_tasks)
     own: Forwarder = direct
@@ -146,28 +148,30 @@ def create_app(
     contexts = None
     if settings.exact_context != "off":
         contexts = TokenContexts(store, settings.max_exact_context_bytes)
-        own = ExactForwarder(own, book, upstream, pool, contexts, metrics, insisted=settings.exact_context == "on")
+        own = ExactForwarder(own, policies, upstream, pool, contexts, metrics, insisted=settings.exact_context == "on")
     forwarder = ModelRouter(own, others)
 
     def captured(dialect: Dialect) -> CallEndpoint:
         dialect = dialect if redactor is None else RedactingDialect(dialect, redactor)
-        return CallEndpoint(dialect, book, links, recorder, forwarder, contexts, rollouts, metrics, observer,
+        return CallEndpoint(dialect, policies, linker, recorder, forwarder, contexts, rollouts, metrics, observer,
                         settings.bounds, settings.keep_alive_seconds, settings.tool_strict_level,
                         pool.longest_context)  # fmt: skip
 
-    models = ModelsEndpoint(book)
+    models = ModelsEndpoint(policies)
     pages: dict[tuple[str, str], ASGIApp] = {("GET", "/"): front} if settings.console else {}
     console: dict[str, ASGIApp] = {MOUNT: Console()} if settings.console else {}
-    health = HealthEndpoints(book, probes, journal, shipper, settings.max_lag_seconds, critical_tasks)
+    health = HealthEndpoints(policies, probes, journal, shipper, settings.max_lag_seconds, critical_tasks)
     metrics.lag_seconds.set_function(health.lag)
-    desk = FeedbackIntake(store, journal, lookups, redactor, metrics)
+    feedback = FeedbackIntake(store, journal, lookups, redactor, metrics)
     routes = Router(
         {
             ("POST", "/chat/completions"): captured(Chat()),
             ("POST", "/completions"): captured(Completions()),
             ("POST", "/responses"): captured(responses),
             ("POST", "/messages"): captured(Messages()),
-            ("POST", "/messages/count_tokens"): CountTokensEndpoint(book, upstream, pool, rollouts, settings.bounds),
+            ("POST", "/messages/count_tokens"): CountTokensEndpoint(
+                policies, upstream, pool, rollouts, settings.bounds
+            ),
             ("GET", "/models"): models,
             ("GET", "/metrics"): metrics,
             ("GET", "/health/live"): health.live,
@@ -177,15 +181,18 @@ def create_app(
         },
         models=models,
         responses=StoredResponses(store, lookups),
-        mounts={"/api": BodyLimit(create_operator_api(store, shipper, links, desk), BODY_LIMIT, "/api"), **console},
-        rest=PassThroughEndpoint(book, upstream, pool, others, metrics, settings.bounds),
+        mounts={
+            "/api": BodyLimit(create_operator_api(store, shipper, linker, feedback), BODY_LIMIT, "/api"),
+            **console,
+        },
+        rest=PassThroughEndpoint(policies, upstream, pool, others, metrics, settings.bounds),
     )
-    ring = KeyCache(settings, store, critical_tasks)
+    key_cache = KeyCache(settings, store, critical_tasks)
     inflate = Decompression(routes, settings.max_body_bytes)
     bodies = BodyMemory(inflate, settings.max_inflight_request_bytes, settings.max_inflight_request_bytes_per_key)
-    app: ASGIApp = ErrorMiddleware(Authentication(bodies, ring, settings.allowed_origins), count=metrics.refused)
-    metrics.set_held_bytes("linking", lambda: links.bytes)
-    metrics.set_held_bytes("responses", lambda: remembered.size)
+    app: ASGIApp = ErrorMiddleware(Authentication(bodies, key_cache, settings.allowed_origins), count=metrics.refused)
+    metrics.set_held_bytes("linking", lambda: linker.bytes)
+    metrics.set_held_bytes("responses", lambda: conversations.size)
     metrics.set_held_bytes("requests", lambda: bodies.bytes)
     if settings.allowed_origins:
         from starlette.middleware.cors import CORSMiddleware
@@ -193,17 +200,17 @@ def create_app(
         app = CORSMiddleware(
             app, settings.allowed_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"], max_age=600
         )
-    memory = Memory(links, store, settings.idle_seconds)
+    memory = Memory(linker, store, settings.trajectory_idle_seconds)
     watching = [] if spans is None else [spans]
     services: list[Service] = [
         *watching,
-        ring,
+        key_cache,
         upstream,
         others,
         journal,
         shipper,
         memory,
-        book,
+        policies,
         rollouts,
         base,
         probes,
@@ -214,8 +221,8 @@ def create_app(
 class Memory:
     """Gives the links their memory back after a restart; a store that does not answer leaves it empty."""
 
-    def __init__(self, links: TrajectoryLinker, store: Store, idle_seconds: float) -> None:
-        self._links = links
+    def __init__(self, linker: TrajectoryLinker, store: Store, idle_seconds: float) -> None:
+        self._linker = linker
         self._store = store
         self._idle_seconds = idle_seconds
 
@@ -229,7 +236,7 @@ class Memory:
         except StoreError as error:
             log.warning("event=memory_not_restored reason=%r", str(error))
             return
-        self._links.restore(leaves, now, attempts)
+        self._linker.restore_from_store(leaves, now, attempts)
 
     async def stop(self) -> None:
         """Nothing to end."""

@@ -1,26 +1,22 @@
-"""The proxy's errors, each with the HTTP answer that it becomes.
+"""The proxy's errors, each with the HTTP response that it becomes.
 
     ProxyError
-    |-- BadRequest            400  the body is not what the route takes
-    |-- WrongKey              401  no key, or one that is not known
-    |-- Forbidden             403  this door is not for the one who knocks; the message says how it is opened
+    |-- BadRequest            400  the body or a header is invalid; 405 and 415 for a method or an encoding
+    |-- InvalidApiKey         401  the request has no API key, or an unknown one
+    |-- Forbidden             403  the caller may not use this route; the message says how to get access
     |-- NotFound              404  no such route, record or model; the message lists what exists
-    |-- MethodNotAllowed      405  the route takes other methods; the header `allow` lists them
     |-- BodyTooLarge          413
-    |-- UnknownEncoding       415  the body is compressed in a way that cannot be read here
-    |-- RateLimited           429  the key's requests or tokens of this minute are used up; the headers say until when
-    |-- TooManyWaiting        429  too many requests of the key wait for records that are not in the store yet
-    |-- TooManyBytes          429  the key's requests under way hold too many bytes; it may try again (retry-after)
-    |-- NotReady              503  the proxy cannot answer yet; the client may try again (retry-after)
-    |-- UpstreamError
-    |   |-- UpstreamUnreachable  502  no connection; the message names the upstream
-    |   |-- UpstreamBroke        502  the answer broke off or cannot be read
-    |   |-- UpstreamTimeout      504  no whole answer in time
-    |   |-- UpstreamRefused           its own status; told in a stream that has begun
-    |   `-- ContextOverflow      400  the prompt is longer than the model's context; the message tells both lengths
+    |-- RateLimited           429  a limit of the API key is reached; `code` names the limit
+    |-- NotReady              503  the proxy cannot answer yet; the client may retry (retry-after)
+    |-- UpstreamError         502  or vLLM's own status
+    |   |-- UpstreamUnreachable   502  no connection; the message names the upstream
+    |   |-- UpstreamDisconnected  502  the response broke off or is invalid
+    |   |-- UpstreamTimeout       504  no complete response in time
+    |   `-- ContextOverflow       400  the prompt is longer than the model's context; the message has both lengths
     `-- StartError            the proxy cannot start; the message names the setting and the remedy
 
-`ClientLeft` is no answer at all: nobody is there to read one.
+`ClientDisconnected` has no response: nobody is connected to read one.
+A class exists for each error that code catches by name or that `ratchet_errors_total` counts under its own label.
 """
 
 from __future__ import annotations
@@ -32,29 +28,39 @@ import msgspec
 
 
 class ProxyError(Exception):
-    """Root of everything that the proxy raises on purpose."""
+    """Base class of all errors that the proxy raises on purpose."""
 
     status = 500
     kind = "server_error"
     code: str | None = None
     retry_after: int | None = None  # seconds
-    headers: Sequence[tuple[bytes, bytes]] = ()  # of the answer
+    headers: Sequence[tuple[bytes, bytes]] = ()  # of the response
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, status: int | None = None
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.code = code or self.code
+        self.status = status or self.status
 
 
 class BadRequest(ProxyError):
-    """The request's body or headers are not what the route takes."""
+    """The request is invalid."""
 
     status = 400
     kind = "invalid_request_error"
 
 
-class WrongKey(ProxyError):
-    """The request has no API key, or one that this proxy does not know."""
+def method_not_allowed(message: str, allow: str) -> BadRequest:
+    """Return the error for a route that takes other methods: those listed in `allow`."""
+    error = BadRequest(message, code="method_not_allowed", status=405)
+    error.headers = ((b"allow", allow.encode()),)
+    return error
+
+
+class InvalidApiKey(ProxyError):
+    """The request has no API key, or an unknown one."""
 
     status = 401
     kind = "authentication_error"
@@ -62,7 +68,7 @@ class WrongKey(ProxyError):
 
 
 class Forbidden(ProxyError):
-    """The request comes from where none may come, or its key does not open this route."""
+    """The request's origin or its API key does not allow this route."""
 
     status = 403
     kind = "permission_error"
@@ -76,65 +82,36 @@ class NotFound(ProxyError):
     kind = "invalid_request_error"
 
 
-class MethodNotAllowed(ProxyError):
-    """The route exists and takes other methods."""
-
-    status = 405
-    kind = "invalid_request_error"
-    code = "method_not_allowed"
-
-    def __init__(self, message: str, allow: str) -> None:
-        super().__init__(message)
-        self.headers = ((b"allow", allow.encode()),)
-
-
 class BodyTooLarge(ProxyError):
-    """The body is above the `max_body_bytes` setting."""
+    """The body is larger than the `max_body_bytes` setting."""
 
     status = 413
     kind = "invalid_request_error"
 
 
-class UnknownEncoding(ProxyError):
-    """The request's `content-encoding` is none that the proxy reads."""
-
-    status = 415
-    kind = "invalid_request_error"
-    code = "unsupported_content_encoding"
-
-
 class RateLimited(ProxyError):
-    """The key has used up its `requests` or `tokens` (the kind) of this minute."""
+    """A limit of the API key is reached.
+
+    Args:
+        message: the limit and the remedy.
+        code: `rate_limit_exceeded`, `too_many_waiting` or `too_many_bytes`.
+        kind: `requests` or `tokens`.
+        headers: of the response; without them the client may retry after a second.
+    """
 
     status = 429
-    code = "rate_limit_exceeded"
 
-    def __init__(self, message: str, kind: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str, *, code: str, kind: str = "requests", headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        super().__init__(message, code=code)
         self.kind = kind
         self.headers = headers
-
-
-class TooManyWaiting(ProxyError):
-    """Too many requests of one key wait for records that are not in the store, and may never come."""
-
-    status = 429
-    kind = "requests"
-    code = "too_many_waiting"
-    retry_after = 1
-
-
-class TooManyBytes(ProxyError):
-    """The requests of one key that are under way hold as many bytes as a key's may."""
-
-    status = 429
-    kind = "requests"
-    code = "too_many_bytes"
-    retry_after = 1
+        self.retry_after = None if headers else 1
 
 
 class NotReady(ProxyError):
-    """Something that the answer needs is not there yet."""
+    """Something that the response needs is not available yet."""
 
     status = 503
     kind = "service_unavailable"
@@ -146,7 +123,7 @@ class UpstreamError(ProxyError):
 
     status = 502
     kind = "upstream_error"
-    may_have_begun = False  # whether the replica may have begun with the request
+    may_have_begun = False  # whether the replica may have begun to process the request
 
 
 class UpstreamUnreachable(UpstreamError):
@@ -155,8 +132,8 @@ class UpstreamUnreachable(UpstreamError):
     code = "upstream_unreachable"
 
 
-class UpstreamBroke(UpstreamError):
-    """vLLM's answer broke off, or is not what vLLM answers."""
+class UpstreamDisconnected(UpstreamError):
+    """vLLM's response broke off, or is not a valid vLLM response."""
 
     code = "upstream_disconnected"
     may_have_begun = True
@@ -169,17 +146,8 @@ class UpstreamTimeout(UpstreamError):
     code = "upstream_timeout"
 
 
-class UpstreamRefused(UpstreamError):
-    """vLLM's own refusal, of which only a stream's event can tell: the client has the response's head."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = "rate_limit_exceeded" if status == 429 else f"status_{status}"
-
-
 class ContextOverflow(UpstreamError):
-    """The prompt is longer than the model's context. `limit` and `asked` are tokens, `asked` only where it is told."""
+    """The prompt is longer than the model's context. `limit` and `asked` are tokens; `asked` is None if unknown."""
 
     status = 400
     kind = "invalid_request_error"
@@ -195,8 +163,13 @@ class StartError(ProxyError):
     """The proxy cannot start."""
 
 
-class ClientLeft(Exception):
-    """The client closed its connection, before it had sent its request or before its answer could be sent."""
+class ClientDisconnected(Exception):
+    """The client closed its connection before the request had arrived or the response could be sent."""
+
+
+def upstream_refusal(message: str, status: int) -> UpstreamError:
+    """Return vLLM's own error response as an error, for a stream whose headers the client already has."""
+    return UpstreamError(message, code="rate_limit_exceeded" if status == 429 else f"status_{status}", status=status)
 
 
 def to_openai_error(error: ProxyError) -> bytes:
@@ -212,8 +185,8 @@ def openai_error(message: str, kind: str, *, param: str | None = None, code: str
 def with_openai_shape(status: int, body: bytes) -> tuple[bytes, str]:
     """Return an upstream's error body in OpenAI's shape, and its message.
 
-    A body that has the shape stays byte for byte; anything else (a load balancer's page, vLLM's older flat form)
-    is wrapped, so that a client can always read `error.message`.
+    A body in OpenAI's shape stays unchanged. Anything else (a load balancer's page, vLLM's older flat form) is wrapped:
+    a client can always read `error.message`.
     """
     try:
         parsed: Any = msgspec.json.decode(body)

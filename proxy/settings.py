@@ -46,7 +46,9 @@ class ProxySettings(BaseModel):
     upstream_key: SecretStr | None = None  # sent to vLLM as bearer token
     model_list: tuple[ModelEntry, ...] = ()  # other models by name
     model_keys: dict[str, SecretStr] = Field(default_factory=dict)  # theirs, by variable
-    idle_seconds: float = Field(default=900.0, gt=0)  # an open trajectory is forgotten after this much silence
+    trajectory_idle_seconds: float = Field(
+        default=900.0, gt=0
+    )  # an open trajectory is forgotten after this much silence
     version_pin_seconds: float = Field(default=30.0, gt=0)  # a trajectory holds its version for this long
     max_linking_bytes: int = Field(default=256 * 2**20, ge=2**16)  # what linking remembers of open trajectories
     max_linking_bytes_per_key: int = Field(default=128 * 2**20, ge=2**16)  # the same, of one key's
@@ -124,9 +126,9 @@ class ProxySettings(BaseModel):
     @model_validator(mode="after")
     def _patterns_can_be_used(self) -> Self:
         if self.redacts:
-            from ratchet.proxy.redaction.patterns import Patterns
+            from ratchet.proxy.redaction.patterns import RedactionPatterns
 
-            Patterns(self.redact, self.redact_patterns)
+            RedactionPatterns(self.redact, self.redact_patterns)
         return self
 
     @property

@@ -8,14 +8,14 @@ import msgspec
 
 from ratchet.proxy.dialects import anthropic_request, chat, inner_request
 from ratchet.proxy.dialects.content_blocks import Block, BlockEncoder, BlockRenderer, Event, Kind
-from ratchet.proxy.dialects.dialect import Asked, asked, policy_name, read_body_with
+from ratchet.proxy.dialects.dialect import ParsedRequest, parsed_request, policy_name, read_body_with
 from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.error_shapes import ANTHROPIC
 from ratchet.store.records import CallBegun
 
 _DELTAS = {
-    Kind.THOUGHT: ("thinking_delta", "thinking"),
+    Kind.REASONING: ("thinking_delta", "thinking"),
     Kind.TEXT: ("text_delta", "text"),
     Kind.CALL: ("input_json_delta", "partial_json"),
 }
@@ -28,19 +28,19 @@ class Messages:
     path = chat.PATH
     shape = ANTHROPIC
 
-    async def read(self, body: bytes, key_id: str | None) -> Asked:
+    async def read(self, body: bytes, key_id: str | None) -> ParsedRequest:
         """Return what a request asks for. Raises BadRequest."""
         return await read_body_with(_read, body)
 
 
-def _read(body: bytes) -> Asked:
+def _read(body: bytes) -> ParsedRequest:
     wanted = anthropic_request.read(inner_request.decode(body))
 
     def voice(begun: CallBegun) -> BlockEncoder:
         capture = chat.make_capture(wanted, begun)
         return BlockEncoder(capture, MessageRenderer(begun, capture))
 
-    return asked(wanted, voice)
+    return parsed_request(wanted, voice)
 
 
 class MessageRenderer(BlockRenderer):
@@ -60,7 +60,7 @@ class MessageRenderer(BlockRenderer):
     def opened(self, block: Block) -> list[Event]:
         """A block begins, empty."""
         empty = {
-            Kind.THOUGHT: {"type": "thinking", "thinking": "", "signature": ""},
+            Kind.REASONING: {"type": "thinking", "thinking": "", "signature": ""},
             Kind.TEXT: {"type": "text", "text": "", "citations": []},
             Kind.CALL: _tool_use(block, {}),
         }
@@ -74,7 +74,7 @@ class MessageRenderer(BlockRenderer):
     def closed(self, block: Block) -> list[Event]:
         """A block is whole; a thought ends with its signature."""
         stop = {"type": "content_block_stop", "index": block.place}
-        if block.kind != Kind.THOUGHT:
+        if block.kind != Kind.REASONING:
             return [stop]
         signed = {"type": "signature_delta", "signature": self._id}
         return [{"type": "content_block_delta", "index": block.place, "delta": signed}, stop]
@@ -103,7 +103,7 @@ class MessageRenderer(BlockRenderer):
         }
 
     def _content(self, block: Block) -> dict[str, Any]:
-        if block.kind == Kind.THOUGHT:
+        if block.kind == Kind.REASONING:
             return {"type": "thinking", "thinking": block.text, "signature": self._id}
         if block.kind == Kind.TEXT:
             return {"type": "text", "text": block.text, "citations": []}

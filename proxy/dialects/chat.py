@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ratchet.proxy.dialects.dialect import Asked, asked, policy_name, read_body_with
+from ratchet.proxy.dialects.dialect import ParsedRequest, parsed_request, policy_name, read_body_with
 from ratchet.proxy.dialects.vllm_fields import with_vllm_fields
 from ratchet.proxy.errors import ProxyError, to_openai_error
 from ratchet.proxy.wire import request_body
@@ -21,14 +21,14 @@ class Chat:
     path = PATH
     shape = OPENAI
 
-    async def read(self, body: bytes, key_id: str | None) -> Asked:
+    async def read(self, body: bytes, key_id: str | None) -> ParsedRequest:
         """Return what a request asks for. Raises BadRequest."""
         return await read_body_with(_read, body)
 
 
-def _read(body: bytes) -> Asked:
+def _read(body: bytes) -> ParsedRequest:
     wanted = with_vllm_fields(request_body.read(body))
-    return asked(wanted, lambda begun: PassthroughEncoder(make_capture(wanted, begun)))
+    return parsed_request(wanted, lambda begun: PassthroughEncoder(make_capture(wanted, begun)))
 
 
 def make_capture(wanted: ChatRequest, begun: CallBegun) -> Capture:
@@ -50,7 +50,7 @@ class PassthroughEncoder:
         self.capture = capture
 
     def whole(self, body: bytes) -> bytes:
-        """Return the client's form of an answer that did not stream. Raises UpstreamBroke."""
+        """Return the client's form of an answer that did not stream. Raises UpstreamDisconnected."""
         return self.capture.whole(body)
 
     def chunk(self, data: bytes) -> bytes | None:

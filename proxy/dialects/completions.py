@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Raw
 
 from ratchet.proxy.dialects.chat import PassthroughEncoder
-from ratchet.proxy.dialects.dialect import Asked, policy_name, read_body_with
+from ratchet.proxy.dialects.dialect import ParsedRequest, policy_name, read_body_with
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.wire import lax_values, request_body
 from ratchet.proxy.wire.capture import Capture, SampledChoice
@@ -30,7 +30,7 @@ class Completions:
     path = PATH
     shape = OPENAI
 
-    async def read(self, body: bytes, key_id: str | None) -> Asked:
+    async def read(self, body: bytes, key_id: str | None) -> ParsedRequest:
         """Return what a request asks for. Raises BadRequest."""
         return await read_body_with(_read, body)
 
@@ -83,7 +83,7 @@ class CompletionsCapture(Capture):
         return [value for value in found.token_logprobs if value is not None] if found else []
 
 
-def _read(body: bytes) -> Asked:
+def _read(body: bytes) -> ParsedRequest:
     fields = request_body.fields_of(body)
     model = request_body.model_in(fields)
     if "prompt" not in fields and "prompt_embeds" not in fields:
@@ -106,7 +106,7 @@ def _read(body: bytes) -> Asked:
         untrainable="several_prompts" if several else request_body.untrainable_by(fields, ()),
         echoes=request_body.is_true(fields, "echo"),
     )
-    return Asked(
+    return ParsedRequest(
         request=wanted,
         nodes=(canon.node(canon.ROOT, said),),
         keys=canon.link_keys([said]),

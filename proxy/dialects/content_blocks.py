@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ratchet.proxy.errors import ProxyError, UpstreamBroke
+from ratchet.proxy.errors import ProxyError, UpstreamDisconnected
 from ratchet.proxy.wire.capture import Capture
 
 Event = dict[str, Any]
@@ -25,7 +25,7 @@ _encode = msgspec.json.Encoder().encode
 class Kind(StrEnum):
     """What a block holds."""
 
-    THOUGHT = "thought"
+    REASONING = "thought"
     TEXT = "text"
     CALL = "call"
 
@@ -61,7 +61,7 @@ class BlockRenderer(ABC):
         self._calls: dict[int, Block] = {}
 
     def feed(self, chunk: dict[str, Any]) -> list[Event]:
-        """Return the events of one chat chunk. Raises UpstreamBroke where tool calls are mixed up."""
+        """Return the events of one chat chunk. Raises UpstreamDisconnected where tool calls are mixed up."""
         events = self._begin()
         self.usage = chunk.get("usage") or self.usage
         for choice in chunk.get("choices", ())[:1]:
@@ -71,7 +71,7 @@ class BlockRenderer(ABC):
             if isinstance(choice.get("stop_reason"), str):
                 self.stop = choice["stop_reason"]
             if thought := delta.get("reasoning") or delta.get("reasoning_content"):
-                events += self._say(Kind.THOUGHT, thought)
+                events += self._say(Kind.REASONING, thought)
             text = delta.get("content")
             if text:
                 events += self._say(Kind.TEXT, text)
@@ -114,7 +114,9 @@ class BlockRenderer(ABC):
             events = self._start(block)
         if piece := function.get("arguments"):
             if block is not self._open:
-                raise UpstreamBroke(f"the upstream went on with tool call {place} after it had begun something else")
+                raise UpstreamDisconnected(
+                    f"the upstream went on with tool call {place} after it had begun something else"
+                )
             block.pieces.append(_text(piece))
             events = [*events, *self.grew(block, piece)]
         return events
@@ -168,31 +170,31 @@ class BlockEncoder:
         self._teller = teller
 
     def whole(self, body: bytes) -> bytes:
-        """Return the client's form of an answer that did not stream. Raises UpstreamBroke."""
+        """Return the client's form of an answer that did not stream. Raises UpstreamDisconnected."""
         answer = _object.decode(self.capture.whole(body))
         try:
             self._teller.feed({"usage": answer.get("usage"), "choices": [message_to_delta(answer["choices"][0])]})
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise UpstreamBroke(f"the upstream's answer is not a chat completion: {error}") from error
+            raise UpstreamDisconnected(f"the upstream's answer is not a chat completion: {error}") from error
         self._teller.finish()
         return _encode(self._teller.answer())
 
     def chunk(self, data: bytes) -> bytes | None:
-        """Return the client's events for one streamed chunk. Raises UpstreamBroke for one that cannot be read."""
+        """Return the client's events for one streamed chunk. Raises UpstreamDisconnected for an invalid one."""
         kept = self.capture.chunk(data)
         if kept is None or self.capture.error:
             return None
         if self.capture.unread:
-            raise UpstreamBroke(f"the upstream's stream cannot be told: {self.capture.unread}")
+            raise UpstreamDisconnected(f"the upstream's stream cannot be told: {self.capture.unread}")
         try:
             return _events(self._teller.feed(_object.decode(kept)))
         except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise UpstreamBroke(f"the upstream sent a chunk that cannot be read: {error}") from error
+            raise UpstreamDisconnected(f"the upstream sent a chunk that cannot be read: {error}") from error
 
     def end(self) -> bytes:
         """Return the events that end the stream: well, or with the upstream's own error."""
         if self.capture.error:
-            return self.failed(UpstreamBroke(self.capture.error))
+            return self.failed(UpstreamDisconnected(self.capture.error))
         return _events(self._teller.finish())
 
     def failed(self, error: ProxyError) -> bytes:

@@ -16,11 +16,11 @@ _messages = msgspec.json.Decoder(list[Json])
 
 
 @dataclass(slots=True, frozen=True)
-class Turn:
+class ConversationTurn:
     """One response: the messages that its request added, its answer, and the turn before."""
 
     added: bytes  # JSON list
-    previous: Turn | None
+    previous: ConversationTurn | None
     trajectory_id: str
     call_id: str
     key_id: str | None
@@ -34,9 +34,9 @@ class Turn:
             return messages[1:]
         return messages
 
-    def back(self) -> Iterator[Turn]:
+    def back(self) -> Iterator[ConversationTurn]:
         """Yield this turn and those before it, the newest first."""
-        turn: Turn | None = self
+        turn: ConversationTurn | None = self
         while turn is not None:
             yield turn
             turn = turn.previous

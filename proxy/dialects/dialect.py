@@ -32,7 +32,7 @@ class ResponseEncoder(Protocol):
         """What vLLM sampled."""
 
     def whole(self, body: bytes) -> bytes:
-        """Return the client's form of an answer that did not stream. Raises UpstreamBroke."""
+        """Return the client's form of an answer that did not stream. Raises UpstreamDisconnected."""
 
     def chunk(self, data: bytes) -> bytes | None:
         """Return the client's events for one streamed chunk; nothing where the chunk holds nothing for it."""
@@ -44,7 +44,7 @@ class ResponseEncoder(Protocol):
         """Return the events that tell a failure in mid-stream."""
 
 
-class Kept(msgspec.Struct, frozen=True):
+class StorableRequest(msgspec.Struct, frozen=True):
     """What may be written of a request. `redacted` says that something of its content may not."""
 
     nodes: tuple[MessageNode, ...]
@@ -54,7 +54,7 @@ class Kept(msgspec.Struct, frozen=True):
     redacted: bool
 
 
-class Asked(msgspec.Struct):
+class ParsedRequest(msgspec.Struct):
     """A request that was understood: the inner call, its messages as nodes with their link keys, and its voice.
 
     `kept` is there where not all of it may be written.
@@ -64,7 +64,7 @@ class Asked(msgspec.Struct):
     nodes: tuple[MessageNode, ...]
     keys: tuple[str, ...]
     voice: Callable[[CallBegun], ResponseEncoder]
-    kept: Kept | None = None
+    storable: StorableRequest | None = None
 
 
 class Dialect(Protocol):
@@ -82,13 +82,13 @@ class Dialect(Protocol):
     def shape(self) -> ErrorShape:
         """How errors are worded."""
 
-    async def read(self, body: bytes, key_id: str | None) -> Asked:
+    async def read(self, body: bytes, key_id: str | None) -> ParsedRequest:
         """Return what a request asks for. Raises ProxyError."""
 
 
-def asked(request: ChatRequest, voice: Callable[[CallBegun], ResponseEncoder]) -> Asked:
+def parsed_request(request: ChatRequest, voice: Callable[[CallBegun], ResponseEncoder]) -> ParsedRequest:
     """Return a chat request with the nodes and link keys of its messages."""
-    return Asked(request, request.nodes, request.keys, voice)
+    return ParsedRequest(request, request.nodes, request.keys, voice)
 
 
 def policy_name(begun: CallBegun) -> str:

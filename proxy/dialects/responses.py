@@ -8,8 +8,8 @@ from typing import Any
 from ratchet.proxy.coordinator.conversations.conversation_cache import ConversationCache
 from ratchet.proxy.dialects import chat, inner_request, responses_request
 from ratchet.proxy.dialects.content_blocks import BlockEncoder
-from ratchet.proxy.dialects.conversation import Turn
-from ratchet.proxy.dialects.dialect import Asked, asked, read_body_with
+from ratchet.proxy.dialects.conversation import ConversationTurn
+from ratchet.proxy.dialects.dialect import ParsedRequest, parsed_request, read_body_with
 from ratchet.proxy.dialects.inner_request import Json
 from ratchet.proxy.dialects.responses_renderer import ResponseRenderer
 from ratchet.proxy.wire import lax_values
@@ -30,22 +30,22 @@ class Responses:
         self._memory = memory
         self._bounds = bounds
 
-    async def read(self, body: bytes, key_id: str | None) -> Asked:
+    async def read(self, body: bytes, key_id: str | None) -> ParsedRequest:
         """Return what a request asks for. Raises BadRequest; NotFound for an unknown previous response."""
         fields = await read_body_with(inner_request.decode, body)
         if isinstance(fields.get("input"), list) and b"item_reference" in body:
             fields["input"] = await self._with_items(fields["input"], key_id)
         name = fields.get("previous_response_id")
-        previous = await self._memory.find(str(name), key_id) if name else None
+        previous = await self._memory.find_turn(str(name), key_id) if name else None
         return await read_body_with(lambda _: self._read(fields, previous), body)
 
     async def _with_items(self, given: list[Any], key_id: str | None) -> list[Any]:
         """Return an input with the items in place of what refers to them. Raises NotFound, NotReady."""
         names = [str(item.get("id")) if responses_request.is_reference(item) else None for item in given]
-        known = await self._memory.items([name for name in names if name], key_id)
+        known = await self._memory.find_items([name for name in names if name], key_id)
         return [known[name] if name else item for name, item in zip(names, given, strict=True)]
 
-    def _read(self, body: Json, previous: Turn | None) -> Asked:
+    def _read(self, body: Json, previous: ConversationTurn | None) -> ParsedRequest:
         added = responses_request.added_messages(body)
         before = previous.conversation(instructed=bool(body.get("instructions"))) if previous else []
         self._bounds.check_messages(len(before) + len(added))
@@ -60,10 +60,10 @@ class Responses:
             if lax_values.lax_bool(body.get("store")) is False:
                 return BlockEncoder(capture, teller)
             return RememberingEncoder(
-                capture, teller, lambda answer: self._memory.keep(begun, [*added, answer], previous)
+                capture, teller, lambda answer: self._memory.add_response(begun, [*added, answer], previous)
             )
 
-        return asked(wanted, voice)
+        return parsed_request(wanted, voice)
 
 
 class RememberingEncoder(BlockEncoder):
@@ -76,7 +76,7 @@ class RememberingEncoder(BlockEncoder):
         self._keep = keep
 
     def whole(self, body: bytes) -> bytes:
-        """Return the client's form of an answer that did not stream. Raises UpstreamBroke."""
+        """Return the client's form of an answer that did not stream. Raises UpstreamDisconnected."""
         told = super().whole(body)
         self._keep(self.capture.choices[0].message())
         return told

@@ -34,7 +34,7 @@ _ECHOED: Json = {
     "user": None,
 }
 _CODES = ("context_length_exceeded", "rate_limit_exceeded")  # by which clients act
-_PREFIX = {Kind.THOUGHT: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
+_PREFIX = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 
 
 class ResponseRenderer(BlockRenderer):
@@ -76,7 +76,7 @@ class ResponseRenderer(BlockRenderer):
 
     def grew(self, block: Block, piece: str) -> list[Event]:
         """An item has more; a custom tool's input is told whole, as it comes wrapped in JSON."""
-        if block.kind == Kind.THOUGHT:
+        if block.kind == Kind.REASONING:
             return [self._of(block, "response.reasoning_text.delta", content_index=0, delta=piece)]
         if block.kind == Kind.TEXT:
             return [self._of(block, "response.output_text.delta", content_index=0, delta=piece, logprobs=self.sampled)]
@@ -95,7 +95,7 @@ class ResponseRenderer(BlockRenderer):
             told = {"name": block.name, "arguments": block.text}
             events.append(self._of(block, "response.function_call_arguments.done", **told))
         else:
-            thought = block.kind == Kind.THOUGHT
+            thought = block.kind == Kind.REASONING
             kind = "response.reasoning_text.done" if thought else "response.output_text.done"
             rest: Json = {} if thought else {"logprobs": block.logprobs}
             events.append(self._of(block, kind, content_index=0, text=block.text, **rest))
@@ -139,7 +139,7 @@ class ResponseRenderer(BlockRenderer):
 
     def _item(self, block: Block, status: str) -> Json:
         name = self._item_id(block)
-        if block.kind == Kind.THOUGHT:
+        if block.kind == Kind.REASONING:
             content = [{"type": "reasoning_text", "text": block.text}]
             return {"id": name, "type": "reasoning", "summary": [], "content": content}
         if block.kind == Kind.TEXT:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ratchet.proxy.dialects.dialect import Asked
+from ratchet.proxy.dialects.dialect import ParsedRequest
 from ratchet.proxy.wire import lax_values
 from ratchet.proxy.wire.request_body import ChatRequest
 from ratchet.store.records import TOOL_GRAMMAR
@@ -19,13 +19,13 @@ from ratchet.store.records import TOOL_GRAMMAR
 Level = Literal["off", "auto", "function", "parameter"]  # vLLM's --tool-strict-level, and off
 
 
-def noted(asked: Asked, level: Level) -> Asked:
+def noted(asked: ParsedRequest, level: Level) -> ParsedRequest:
     """Return a request with tools, with a note among its sampling parameters where a grammar holds their calls."""
     if level == "off" or not _holds(asked.request, level):
         return asked
     mark: dict[str, Any] = {TOOL_GRAMMAR: True}
     request = msgspec.structs.replace(asked.request, sampling={**asked.request.sampling, **mark})
-    kept = asked.kept and msgspec.structs.replace(asked.kept, sampling={**asked.kept.sampling, **mark})
+    kept = asked.storable and msgspec.structs.replace(asked.storable, sampling={**asked.storable.sampling, **mark})
     return msgspec.structs.replace(asked, request=request, kept=kept)
 
 

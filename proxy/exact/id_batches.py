@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import Raw
 
-from ratchet.proxy.errors import UpstreamBroke, UpstreamError
+from ratchet.proxy.errors import UpstreamDisconnected, UpstreamError
 from ratchet.proxy.exact.scale_out import Generated, GeneratedChoice, generated_decoder
 from ratchet.proxy.wire.sse import DONE, SseParser
 from ratchet.proxy.wire.upstream_response import UpstreamResponse
@@ -82,7 +82,7 @@ class IdBatches:
 
     async def _read(self) -> None:
         events = SseParser()
-        end: UpstreamError | None = UpstreamBroke(f"upstream {self._ids.url} ended its stream without [DONE]")
+        end: UpstreamError | None = UpstreamDisconnected(f"upstream {self._ids.url} ended its stream without [DONE]")
         try:
             async for piece in self._ids.pieces():
                 now = time.perf_counter()
@@ -94,7 +94,7 @@ class IdBatches:
         except UpstreamError as error:
             end = error
         except msgspec.DecodeError as error:
-            end = UpstreamBroke(f"upstream {self._ids.url} sent an event that cannot be read: {error}")
+            end = UpstreamDisconnected(f"upstream {self._ids.url} sent an event that cannot be read: {error}")
         await self._events.put((time.perf_counter(), end))
         self._ended.set()
 

@@ -1,8 +1,8 @@
 """vLLM's token-in-token-out endpoints (`--enable-scale-out`): render, generate, derender, detokenize.
 
 Each is one function from our words to vLLM's and back; what an answer means is for others. An endpoint that is not
-there is `EndpointNotOffered`, any other refusal is `ScaleOutError`; neither is ever the client's business. Generating is not done
-here, as it is a call like any other that may take minutes: only its body is made.
+there is `EndpointNotOffered`, any other refusal is `ScaleOutError`; neither is ever the client's business. Generating
+is not done here, as it is a call like any other that may take minutes: only its body is made.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from msgspec import Raw
 
-from ratchet.proxy.errors import UpstreamBroke, UpstreamError
+from ratchet.proxy.errors import UpstreamDisconnected, UpstreamError
 from ratchet.proxy.wire.upstream_response import UpstreamResponse
 
 RENDER = "/v1/chat/completions/render"
@@ -208,4 +208,4 @@ def _read(decoder: msgspec.json.Decoder[_T], body: bytes, path: str) -> _T:
     try:
         return decoder.decode(body)
     except msgspec.DecodeError as error:
-        raise UpstreamBroke(f"the answer of {path} cannot be read: {error}") from error
+        raise UpstreamDisconnected(f"the answer of {path} cannot be read: {error}") from error

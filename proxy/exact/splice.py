@@ -5,8 +5,8 @@ whitespace. The new prompt then no longer begins with what the engine saw and sa
 at the id that ends one, and compared turn by turn: what was sent must be the same, what was sampled may differ.
 
 Promises: the result begins with the held ids, id for id, and goes on with the render's own ids for what is new. Any
-doubt is a `ContextFork`, with its reason; the render is then used as it is. Whether the client edited our answer is not seen
-here: linking has compared the words before.
+doubt is a `ContextFork`, with its reason; the render is then used as it is. Whether the client edited our answer is not
+seen here: linking has compared the words before.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Spliced:
 
 
 def splice(held: Context, rendered: Sequence[int], turn_end: int) -> Spliced | None:
-    """Return the held ids and what is new in `rendered`; None where `rendered` begins with them anyway. Raises ContextFork.
+    """Return the held ids and what is new in `rendered`; None where `rendered` begins with them anyway. Raises
+    ContextFork.
 
     An answer that was cut off gets the missing `turn_end`: context, never sampled.
     """

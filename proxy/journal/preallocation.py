@@ -2,8 +2,9 @@
 
 Promises: what `take` gives was on this disk, to its last zero and with its first name, before; nothing here fails a
 call or keeps one waiting: where the disk is short or broken there is no blank, and the journal's segments grow as they
-are written. At most one blank waits beside the current segment; `max_journal_bytes` counts no zeros. The name that a blank
-gets when it is taken is not synced: after a power cut its records may stand under the first one, for `adopt_segment` to find.
+are written. At most one blank waits beside the current segment; `max_journal_bytes` counts no zeros. The name that a
+blank gets when it is taken is not synced: after a power cut its records may stand under the first one, for
+`adopt_segment` to find.
 """
 
 from __future__ import annotations

@@ -46,15 +46,15 @@ class Leaf(msgspec.Struct, eq=False):
     tool_call_ids: tuple[str, ...]
     key_id: str | None
     sequence: TokenFingerprint
-    born_at: float
+    created_at: float
     purpose: str = "live"
-    extended: bool = False
-    quoted: bool = False
-    taken: bool = False
-    traces: TextFingerprints = NO_FINGERPRINTS
+    is_extended: bool = False
+    is_quoted: bool = False
+    is_taken: bool = False
+    fingerprints: TextFingerprints = NO_FINGERPRINTS
 
 
-class Attempt(NamedTuple):
+class AttemptKey(NamedTuple):
     """What names an attempt: whoever tries again asks the same under the same key."""
 
     key_id: str | None
@@ -73,19 +73,19 @@ class Evidence(msgspec.Struct, frozen=True):
     explicit: str | None = None
     explicit_by: str = ""  # path, header, body, key, previous_response
     follows: str | None = None  # the call that a `previous_response_id` names
-    attempt: Attempt | None = None
-    again: bool = False  # the SDK says that it tries again
+    attempt: AttemptKey | None = None
+    is_retry: bool = False  # the SDK says that it tries again
     arrived_at: float = 0.0  # Unix seconds
-    other: bool = False  # the model is not trained here
-    planned: str | None = None  # the purpose that a rollout's plan says
+    is_other_model: bool = False  # the model is not trained here
+    planned_purpose: str | None = None  # the purpose that a rollout's plan says
 
     @property
     def purpose(self) -> str:
         """`other` where the model is not trained here, else as planned; `eval` where a version is asked for by name."""
-        if self.other:
+        if self.is_other_model:
             return OTHER
-        if self.planned is not None:
-            return self.planned
+        if self.planned_purpose is not None:
+            return self.planned_purpose
         return "live" if self.version is None else "eval"
 
 

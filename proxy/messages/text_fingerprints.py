@@ -43,7 +43,7 @@ class TextFingerprints(msgspec.Struct, frozen=True):
 
     skip_last_key: str = ""
     answer_key: str = ""
-    telling: bool = False
+    is_distinctive: bool = False
     quotes: tuple[QuotedText, ...] = ()
     whole: QuotedText | None = None
 
@@ -51,7 +51,7 @@ class TextFingerprints(msgspec.Struct, frozen=True):
 NO_FINGERPRINTS = TextFingerprints()
 
 
-def traces(
+def fingerprints_of(
     answer: Mapping[str, Any], skip_last_key: str, answer_key: str, prompt: Sequence[Mapping[str, Any]]
 ) -> TextFingerprints:
     """Return the traces of an answer to a prompt."""

@@ -41,7 +41,7 @@ _encode = msgspec.json.Encoder(order="sorted").encode
 _string = msgspec.json.Decoder(str).decode
 
 
-class Patterns:
+class RedactionPatterns:
     """Patterns by name, as one. Raises ValueError for one that cannot be used, with its name and the remedy."""
 
     def __init__(self, names: Iterable[str], own: Mapping[str, str]) -> None:

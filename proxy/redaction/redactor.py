@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from ratchet.proxy.dialects.dialect import LARGE, Asked, Dialect, Kept
+from ratchet.proxy.dialects.dialect import LARGE, Dialect, ParsedRequest, StorableRequest
 from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
-from ratchet.proxy.redaction.patterns import Patterns
+from ratchet.proxy.redaction.patterns import RedactionPatterns
 from ratchet.proxy.runtime.thread_pools import run_parsing
 from ratchet.proxy.wire.error_shapes import ErrorShape
 from ratchet.store.content import messages as canon
@@ -31,10 +31,10 @@ _object = msgspec.json.Decoder(dict[str, Any]).decode
 class Redactor:
     """Cleans requests and records."""
 
-    def __init__(self, patterns: Patterns) -> None:
+    def __init__(self, patterns: RedactionPatterns) -> None:
         self._patterns = patterns
 
-    def request(self, asked: Asked) -> Kept:
+    def request(self, asked: ParsedRequest) -> StorableRequest:
         """Return what may be written of a request."""
         request = asked.request
         bodies = [self._patterns.json(node.body) for node in asked.nodes]
@@ -45,7 +45,7 @@ class Redactor:
             nodes = canon.path(map(_object, bodies))
         if tools != request.tools:
             tools_hash, tools = canon.tools_hash(msgspec.json.decode(tools))
-        return Kept(
+        return StorableRequest(
             nodes=nodes,
             tools_hash=tools_hash,
             tools=tools,
@@ -53,7 +53,7 @@ class Redactor:
             redacted=nodes is not asked.nodes or tools_hash != request.tools_hash,
         )
 
-    def begun(self, begun: CallBegun, kept: Kept) -> CallBegun:
+    def begun(self, begun: CallBegun, kept: StorableRequest) -> CallBegun:
         """Return the beginning of a call with what may be written of it."""
         clean = self._patterns.text
         return msgspec.structs.replace(
@@ -134,9 +134,9 @@ class RedactingDialect:
         """How errors are worded."""
         return self._dialect.shape
 
-    async def read(self, body: bytes, key_id: str | None) -> Asked:
+    async def read(self, body: bytes, key_id: str | None) -> ParsedRequest:
         """Return what a request asks for. Raises ProxyError."""
         asked = await self._dialect.read(body, key_id)
         clean = self._redactor.request
         kept = await run_parsing(clean, asked) if len(body) > LARGE else clean(asked)
-        return msgspec.structs.replace(asked, kept=kept)
+        return msgspec.structs.replace(asked, storable=kept)

@@ -2,8 +2,8 @@
 
 Promises: no line is waited for. A thread of the log's own writes them (the standard library's QueueHandler and
 QueueListener), so that a stderr that blocks, such as a full pipe that nobody reads, stalls no other thread and no end
-of the process. At most `MAX_WAITING_LINES` lines wait; further ones are dropped and counted, and the log says how many once
-it can be written again. A line is written soon; lines of calls, which are many, `_PAUSE` seconds later at most.
+of the process. At most `MAX_WAITING_LINES` lines wait; further ones are dropped and counted, and the log says how many
+once it can be written again. A line is written soon; lines of calls, which are many, `_PAUSE` seconds later at most.
 """
 
 from __future__ import annotations

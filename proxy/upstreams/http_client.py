@@ -1,8 +1,8 @@
 """The HTTP client of the hot path: kept connections per upstream.
 
-Promises: its errors are ours (`UpstreamUnreachable`, `UpstreamBroke`, `UpstreamTimeout`), with the remedy; a request is
-sent again only where a kept connection was closed before anything was served. Paths go out as they are. Follows no
-redirects, keeps no cookies, asks for no compression. Its own and no library's because of what a call costs
+Promises: its errors are ours (`UpstreamUnreachable`, `UpstreamDisconnected`, `UpstreamTimeout`), with the remedy; a
+request is sent again only where a kept connection was closed before anything was served. Paths go out as they are.
+Follows no redirects, keeps no cookies, asks for no compression. Its own and no library's because of what a call costs
 (benchmarks/RESULTS.md).
 """
 
@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from ratchet.proxy.errors import UpstreamBroke, UpstreamError, UpstreamUnreachable
+from ratchet.proxy.errors import UpstreamDisconnected, UpstreamError, UpstreamUnreachable
 from ratchet.proxy.upstreams.http_connection import ConnectionDropped, HttpResponse, ResponseLimits, UpstreamConnection
 from ratchet.store.access.url_credentials import credentials, without_credentials
 
@@ -108,7 +108,7 @@ class _Origin:
         self._open: set[UpstreamConnection] = set()
 
     def head(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> bytes:
-        """Return a request up to its body. Raises UpstreamBroke where a line would become two."""
+        """Return a request up to its body. Raises UpstreamDisconnected where a line would become two."""
         target = self._target
         lines = [f"{method} {target.prefix}{path} HTTP/1.1\r\n{target.headers}"]
         lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
@@ -118,7 +118,9 @@ class _Origin:
         head = "".join(lines)
         expected = len(lines) + target.headers.count("\n")
         if head.count("\n") != expected or head.count("\r") != expected or " " in path:
-            raise UpstreamBroke(f"a request to upstream {self.url} has a line break or a space where none may be")
+            raise UpstreamDisconnected(
+                f"a request to upstream {self.url} has a line break or a space where none may be"
+            )
         return head.encode("latin-1", "replace")
 
     def kept(self) -> UpstreamConnection | None:

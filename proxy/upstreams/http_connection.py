@@ -1,8 +1,9 @@
 """One HTTP/1.1 connection to an upstream, and the answers that come over it, on asyncio's transports and httptools.
 
 Promises: bytes are given on as they come, unbuffered; a reader that is slower than the upstream stops the reading
-(`_MOST_WAITING`), and an answer that is read whole has a bound (`ResponseLimits`), so that memory stays bounded; a stream that
-has begun may go on for ever, as long as it is not silent; leaving an answer before its end aborts the connection.
+(`_MOST_WAITING`), and an answer that is read whole has a bound (`ResponseLimits`), so that memory stays bounded; a
+stream that has begun may go on for ever, as long as it is not silent; leaving an answer before its end aborts the
+connection.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import httptools
 
-from ratchet.proxy.errors import UpstreamBroke, UpstreamError, UpstreamTimeout
+from ratchet.proxy.errors import UpstreamDisconnected, UpstreamError, UpstreamTimeout
 
 _MOST_WAITING = 2**20  # bytes of a stream's body that nobody has taken yet
 _MOST_STATUS = 599
@@ -28,7 +29,7 @@ class ResponseLimits(NamedTuple):
     size: int  # bytes of one that is read whole
 
 
-class ConnectionDropped(UpstreamBroke):
+class ConnectionDropped(UpstreamDisconnected):
     """A kept connection was closed before the first byte of an answer: nothing was served."""
 
 
@@ -85,7 +86,7 @@ class HttpResponse:
     def close(self) -> None:
         """Let go: a finished connection is used again, an unfinished one is closed at once."""
         if not self._ended:
-            self._fail(UpstreamBroke(f"the answer of upstream {self.url} was let go"))
+            self._fail(UpstreamDisconnected(f"the answer of upstream {self.url} was let go"))
             self._connection.abort()
         closed, self._closed = self._closed, None
         if closed is not None:
@@ -139,7 +140,7 @@ class HttpResponse:
                 self._connection.pause()
         elif self._waiting > self._limits.size:
             most = f"{self._limits.size} bytes (the proxy's setting max_upstream_response_bytes)"
-            self._fail(UpstreamBroke(f"the answer of upstream {self.url} is larger than {most}"))
+            self._fail(UpstreamDisconnected(f"the answer of upstream {self.url} is larger than {most}"))
             self._connection.abort()
 
     def ended(self) -> None:
@@ -147,7 +148,7 @@ class HttpResponse:
         self._ended = True
         self._rest()
 
-    def failed(self, reason: str, kind: type[UpstreamError] = UpstreamBroke) -> None:
+    def failed(self, reason: str, kind: type[UpstreamError] = UpstreamDisconnected) -> None:
         """The end will not come."""
         self._fail(kind(f"upstream {self.url} broke off: {reason}"))
 

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
 from typing import Generic, TypeVar
 
-from ratchet.proxy.errors import UpstreamBroke, UpstreamError, UpstreamTimeout, UpstreamUnreachable
+from ratchet.proxy.errors import UpstreamDisconnected, UpstreamError, UpstreamTimeout, UpstreamUnreachable
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.upstreams.circuit_breaker import CircuitBreaker
 from ratchet.proxy.upstreams.http_connection import HttpResponse
@@ -148,7 +148,7 @@ class ReplicaPool(Generic[_R]):
                 return f"status_{outcome.status}"
             self.answered(replica)
             return None
-        if isinstance(outcome, (UpstreamUnreachable, UpstreamBroke, UpstreamTimeout)):
+        if isinstance(outcome, (UpstreamUnreachable, UpstreamDisconnected, UpstreamTimeout)):
             self.failed(replica, str(outcome))
         return None if isinstance(outcome, UpstreamTimeout) else outcome.code or "other"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ratchet.proxy.errors import UpstreamBroke, UpstreamError
+from ratchet.proxy.errors import UpstreamDisconnected, UpstreamError
 from ratchet.proxy.upstreams.http_client import HttpClient
 from ratchet.proxy.upstreams.http_connection import HttpResponse, ResponseLimits
 from ratchet.store.access.url_credentials import without_credentials
@@ -76,7 +76,9 @@ class Upstream:
             cards = msgspec.json.decode(body, type=dict[str, Any])["data"]
             return [card for card in cards if isinstance(card, dict)]
         except (msgspec.DecodeError, KeyError, TypeError) as error:
-            raise UpstreamBroke(f"upstream {url} answered /v1/models with {answer.status}, not a model list") from error
+            raise UpstreamDisconnected(
+                f"upstream {url} answered /v1/models with {answer.status}, not a model list"
+            ) from error
 
     async def load_adapter(self, url: str, name: str, path: str) -> None:
         """Load an adapter at one replica; callers at the same time share one load. Raises UpstreamError."""

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from ratchet.proxy.errors import BodyTooLarge, ClientLeft, NotFound
+from ratchet.proxy.errors import BodyTooLarge, ClientDisconnected, NotFound
 
 JSON = (b"content-type", b"application/json")
 
@@ -25,7 +25,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:
-    """Return the whole request body. Raises BodyTooLarge above `limit` bytes, ClientLeft on a disconnect."""
+    """Return the whole request body. Raises BodyTooLarge above `limit` bytes, ClientDisconnected on a disconnect."""
     message = await receive()
     if message["type"] == "http.request" and not message.get("more_body"):
         body: bytes = message.get("body", b"")
@@ -36,7 +36,7 @@ async def read_body(receive: Receive, limit: int) -> bytes:
     size = 0
     while True:
         if message["type"] == "http.disconnect":
-            raise ClientLeft
+            raise ClientDisconnected
         part = message.get("body", b"")
         size += len(part)
         if size > limit:

@@ -78,7 +78,7 @@ class BodyBounds:
 
 
 async def read_json(receive: Receive, bounds: BodyBounds) -> bytes:
-    """Return a request's body whose JSON stays within the bounds. Raises BodyTooLarge, BadRequest, ClientLeft."""
+    """Return a request body whose JSON is within the bounds. Raises BodyTooLarge, BadRequest, ClientDisconnected."""
     body = (await read_body(receive, bounds.body)).removeprefix(BOM_UTF8)  # as Windows' own tools begin a file
     if len(body) > _LARGE:
         await run_parsing(bounds.check, body)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Raw
 
-from ratchet.proxy.errors import UpstreamBroke
+from ratchet.proxy.errors import UpstreamDisconnected
 from ratchet.store.records import pack_ids, pack_logprobs
 
 _REASONING = ("reasoning", "reasoning_content")  # vLLM's name, and the one that others use
@@ -173,7 +173,7 @@ class Capture:
         return next((defect for choice in self.choices if (defect := choice.defect())), None)
 
     def whole(self, body: bytes) -> bytes:
-        """Read an answer that did not stream; return the client's form. Raises UpstreamBroke."""
+        """Read an answer that did not stream; return the client's form. Raises UpstreamDisconnected."""
         try:
             top = _top.decode(body)
             self._head(top)
@@ -182,7 +182,7 @@ class Capture:
                 self._choice(fields).whole(self._message(fields))
             top["choices"] = Raw(_encode(choices))
         except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise UpstreamBroke(f"the upstream's answer is not a chat completion: {error}") from error
+            raise UpstreamDisconnected(f"the upstream's answer is not a chat completion: {error}") from error
         return _encode(top)
 
     def chunk(self, data: bytes) -> bytes | None:

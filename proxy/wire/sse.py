@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ratchet.proxy.errors import UpstreamBroke
+from ratchet.proxy.errors import UpstreamDisconnected
 
 DONE = b"[DONE]"
 _MOST_BYTES = 64 * 2**20  # of one event
@@ -19,7 +19,7 @@ class SseParser:
     def feed(self, piece: bytes) -> Iterator[tuple[bytes | None, bytes]]:
         """Yield (data, raw) for every event that `piece` completes; data is None for comments.
 
-        `raw` is the event's bytes with its blank line, for those who pass it on unchanged. Raises UpstreamBroke
+        `raw` is the event's bytes with its blank line, for those who pass it on unchanged. Raises UpstreamDisconnected
         for an event without end.
         """
         if b"\r" in piece or self._rest.endswith(b"\r"):
@@ -29,7 +29,7 @@ class SseParser:
             text = self._rest + piece if self._rest else piece
         *whole, self._rest = text.split(b"\n\n")
         if len(self._rest) > _MOST_BYTES:
-            raise UpstreamBroke(f"the upstream sent an event of more than {_MOST_BYTES} bytes")
+            raise UpstreamDisconnected(f"the upstream sent an event of more than {_MOST_BYTES} bytes")
         for block in whole:
             yield _data(block), block + b"\n\n"
 

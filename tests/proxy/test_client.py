@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.proxy.errors import UpstreamBroke, UpstreamTimeout, UpstreamUnreachable
+from ratchet.proxy.errors import UpstreamDisconnected, UpstreamTimeout, UpstreamUnreachable
 from ratchet.proxy.upstreams.http_client import HttpClient
 from ratchet.proxy.upstreams.http_connection import ResponseLimits
 
@@ -111,7 +111,7 @@ async def test_what_may_have_been_served_is_not_sent_again(client: HttpClient) -
 
     async with server(talk) as url:
         assert await got(client, url) == (200, b"ok")
-        with pytest.raises(UpstreamBroke):
+        with pytest.raises(UpstreamDisconnected):
             await got(client, url)
     assert asked == 2
 
@@ -153,7 +153,7 @@ async def test_the_answer_to_head_has_no_body(client: HttpClient) -> None:
 )
 async def test_what_is_no_whole_answer_is_told_as_broken(client: HttpClient, said: bytes) -> None:
     async with server(always(said)) as url:
-        with pytest.raises(UpstreamBroke, match="upstream http://127"):
+        with pytest.raises(UpstreamDisconnected, match="upstream http://127"):
             await got(client, url)
 
 
@@ -225,9 +225,9 @@ async def test_a_slow_reader_stops_the_reading(client: HttpClient) -> None:
 
 @pytest.mark.parametrize("path", ["/x\r\nx-evil: 1", "/x HTTP/1.1", "/x\n"])
 async def test_nothing_can_add_a_line_to_a_request(client: HttpClient, path: str) -> None:
-    with pytest.raises(UpstreamBroke, match="line break"):
+    with pytest.raises(UpstreamDisconnected, match="line break"):
         await client.send("http://127.0.0.1:9", "GET", path, None, {})
-    with pytest.raises(UpstreamBroke, match="line break"):
+    with pytest.raises(UpstreamDisconnected, match="line break"):
         await client.send("http://127.0.0.1:9", "GET", "/x", None, {"x-a": "b\r\nx-evil: 1"})
 
 
@@ -297,5 +297,5 @@ async def test_an_answer_that_is_read_whole_has_a_bound(client: HttpClient) -> N
                 await writer.drain()
 
     async with server(talk) as url:
-        with pytest.raises(UpstreamBroke, match=r"larger than 1048576 bytes .*max_upstream_response_bytes"):
+        with pytest.raises(UpstreamDisconnected, match=r"larger than 1048576 bytes .*max_upstream_response_bytes"):
             await got(client, url)

@@ -271,35 +271,35 @@ def test_a_template_is_looked_at_once_and_each_kind_of_answer_is_proven_once(
 def test_the_memory_of_ids_is_bounded_and_the_stillest_go_first(store: Store) -> None:
     contexts = TokenContexts(store, max_bytes=6_000)  # an answer takes 1,000 bytes of ids and 500 for itself
     for number in range(10):
-        contexts.add(ended(f"call_{number}", 250))
+        contexts.add_answers(ended(f"call_{number}", 250))
     assert (len(contexts), contexts.bytes) == (4, 6_000)
 
 
 async def test_few_ids_are_remembered_as_long_as_nobody_asks_for_any(store: Store) -> None:
     contexts = TokenContexts(store, max_bytes=2**24)
     for number in range(100):
-        contexts.add(ended(f"call_{number}", 10_000))
+        contexts.add_answers(ended(f"call_{number}", 10_000))
     assert contexts.bytes <= 2**20
     record = ended("call_99", 10_000)
     ids = record.prompt_ids + record.choices[0].ids
     leaf = Leaf("t", "call_99", 0, 0, "", (), None, TokenFingerprint.of(ids), 0.0)
-    assert await contexts.of(leaf) == Context(ids, ((10, 10_000),)), "the latest are among them"
+    assert await contexts.find_context(leaf) == Context(ids, ((10, 10_000),)), "the latest are among them"
     for number in range(100, 200):
-        contexts.add(ended(f"call_{number}", 10_000))
+        contexts.add_answers(ended(f"call_{number}", 10_000))
     assert contexts.bytes > 100 * 40_000
-    contexts.rest()
+    contexts.shrink()
     assert contexts.bytes <= 2**20
 
 
 def test_of_the_remembered_ids_those_that_were_continued_go_first(store: Store) -> None:
     contexts = TokenContexts(store, max_bytes=4_500)
     for number in (1, 2):
-        contexts.add(ended(f"call_{number}", 100))
+        contexts.add_answers(ended(f"call_{number}", 100))
     goes_on = ended("call_3", 100)
     begun = msgspec.structs.replace(goes_on.begun, parent_call="call_2")
-    contexts.add(msgspec.structs.replace(goes_on, begun=begun, context="exact"))
+    contexts.add_answers(msgspec.structs.replace(goes_on, begun=begun, context="exact"))
     for number in (4, 5):
-        contexts.add(ended(f"call_{number}", 100))
+        contexts.add_answers(ended(f"call_{number}", 100))
     assert [number for number in range(1, 6) if (f"call_{number}", 0) in contexts] == [1, 3, 4, 5]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ratchet.proxy.api_keys import hash_key
-from ratchet.proxy.coordinator.limits.rate_limits import Bucket, Hold, KeyMeter, estimate
+from ratchet.proxy.coordinator.limits.rate_limits import Bucket, KeyMeter, TokenReservation, estimate
 from ratchet.store.store import Store
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, leave
@@ -66,7 +66,7 @@ def test_a_call_larger_than_the_limit_waits_for_a_full_bucket_and_leaves_a_debt_
 def test_no_call_that_is_left_costs_its_key_more_than_a_full_bucket(asked: Any, used: int) -> None:
     for context in (None, 4096):
         meter = KeyMeter(None, 100_000)
-        hold = Hold(meter)
+        hold = TokenReservation(meter)
         hold.reserve({"max_tokens": asked, "n": 100}, b"x" * 400, context)
         assert _seconds(meter) <= 60.01
         hold.use(used, left=True)

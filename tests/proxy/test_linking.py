@@ -10,8 +10,8 @@ import pytest
 
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.errors import BadRequest
-from ratchet.proxy.messages.link_records import Attempt, Evidence, Leaf, Link, TokenFingerprint
-from ratchet.proxy.messages.text_fingerprints import traces
+from ratchet.proxy.messages.link_records import AttemptKey, Evidence, Leaf, Link, TokenFingerprint
+from ratchet.proxy.messages.text_fingerprints import fingerprints_of
 from ratchet.store.content import messages as canon
 from ratchet.store.records import OpenLeaf, pack_ids, unpack_ids
 from ratchet.store.states import CallState
@@ -31,10 +31,10 @@ def asked(messages: list[Message], key: str = "k", **more: Any) -> Evidence:
     return Evidence(**(values | more))
 
 
-def answered(links: TrajectoryLinker, prompt: list[Message], reply: Message, now: float = 1.0, key: str = "k") -> Link:
+def answered(linker: TrajectoryLinker, prompt: list[Message], reply: Message, now: float = 1.0, key: str = "k") -> Link:
     """A first call with this prompt that got this reply."""
-    link = links.find(asked(prompt, key))
-    links.begin(link, "agent", link.version or 0, now)
+    link = linker.find_link(asked(prompt, key))
+    linker.begin_call(link, "agent", link.version or 0, now)
     keys = canon.link_keys(prompt)
     own, path, gap = canon.answer_keys((canon.ANYWHERE, keys[-1], keys[-2] if len(keys) > 1 else ""), reply)
     leaf = Leaf(
@@ -46,10 +46,10 @@ def answered(links: TrajectoryLinker, prompt: list[Message], reply: Message, now
         tool_call_ids=canon.tool_call_ids(reply),
         key_id=key,
         sequence=TokenFingerprint.of(pack_ids([1, 2, 3])),
-        born_at=now,
-        traces=traces(reply, gap if len(keys) > 1 else "", own, prompt),
+        created_at=now,
+        fingerprints=fingerprints_of(reply, gap if len(keys) > 1 else "", own, prompt),
     )
-    links.end(link, [leaf], now)
+    linker.end_call(link, [leaf], now)
     return link
 
 
@@ -59,7 +59,7 @@ def tool_reply(arguments: str, call_id: str = "call_1", **more: Any) -> Message:
 
 
 @pytest.fixture
-def links() -> TrajectoryLinker:
+def linker() -> TrajectoryLinker:
     return TrajectoryLinker(idle_seconds=900)
 
 
@@ -75,132 +75,134 @@ def links() -> TrajectoryLinker:
     ],
 )
 def test_an_answer_is_known_again_however_the_agent_echoes_it(
-    links: TrajectoryLinker, given: Message, echoed: Message
+    linker: TrajectoryLinker, given: Message, echoed: Message
 ) -> None:
-    first = answered(links, [USER], given)
-    found = links.find(asked([USER, echoed, NEXT]))
+    first = answered(linker, [USER], given)
+    found = linker.find_link(asked([USER, echoed, NEXT]))
     assert found.trajectory_id == first.trajectory_id
     assert found.linked_by.startswith("graph")
 
 
-def test_parallel_runs_of_one_prompt_never_merge(links: TrajectoryLinker) -> None:
-    runs = {answered(links, [USER], REPLY).trajectory_id for _ in range(8)}
+def test_parallel_runs_of_one_prompt_never_merge(linker: TrajectoryLinker) -> None:
+    runs = {answered(linker, [USER], REPLY).trajectory_id for _ in range(8)}
     assert len(runs) == 8
 
 
-def test_equal_answers_are_told_apart_by_tool_ids(links: TrajectoryLinker) -> None:
-    runs = [answered(links, [USER], tool_reply("{}", f"call_{n}")).trajectory_id for n in range(5)]
+def test_equal_answers_are_told_apart_by_tool_ids(linker: TrajectoryLinker) -> None:
+    runs = [answered(linker, [USER], tool_reply("{}", f"call_{n}")).trajectory_id for n in range(5)]
     for n in (3, 0, 4, 1, 2):
-        found = links.find(asked([USER, tool_reply("{}", f"call_{n}"), NEXT]))
+        found = linker.find_link(asked([USER, tool_reply("{}", f"call_{n}"), NEXT]))
         assert (found.trajectory_id, found.linked_by) == (runs[n], "graph+tool_ids")
 
 
-def test_equal_answers_without_ids_are_each_continued_once(links: TrajectoryLinker) -> None:
-    runs = {answered(links, [USER], REPLY, now=float(n)).trajectory_id for n in range(4)}
+def test_equal_answers_without_ids_are_each_continued_once(linker: TrajectoryLinker) -> None:
+    runs = {answered(linker, [USER], REPLY, now=float(n)).trajectory_id for n in range(4)}
     continued = set()
     for _ in range(4):
-        found = links.find(asked([USER, REPLY, NEXT]))
-        links.begin(found, "agent", 0, 9.0)
+        found = linker.find_link(asked([USER, REPLY, NEXT]))
+        linker.begin_call(found, "agent", 0, 9.0)
         continued.add(found.trajectory_id)
     assert continued == runs
 
 
-def test_the_same_key_is_preferred_among_equal_answers(links: TrajectoryLinker) -> None:
-    mine = answered(links, [USER], REPLY, now=1.0, key="mine")
-    answered(links, [USER], REPLY, now=2.0, key="other")
-    assert links.find(asked([USER, REPLY, NEXT], key="mine")).trajectory_id == mine.trajectory_id
+def test_the_same_key_is_preferred_among_equal_answers(linker: TrajectoryLinker) -> None:
+    mine = answered(linker, [USER], REPLY, now=1.0, key="mine")
+    answered(linker, [USER], REPLY, now=2.0, key="other")
+    assert linker.find_link(asked([USER, REPLY, NEXT], key="mine")).trajectory_id == mine.trajectory_id
 
 
-def test_the_deepest_answer_decides(links: TrajectoryLinker) -> None:
-    first = answered(links, [USER], REPLY)
-    second = answered(links, [USER, REPLY, NEXT], tool_reply("{}"))
+def test_the_deepest_answer_decides(linker: TrajectoryLinker) -> None:
+    first = answered(linker, [USER], REPLY)
+    second = answered(linker, [USER, REPLY, NEXT], tool_reply("{}"))
     assert second.trajectory_id == first.trajectory_id
-    found = links.find(asked([USER, REPLY, NEXT, tool_reply("{}"), {"role": "tool", "content": "x"}]))
+    found = linker.find_link(asked([USER, REPLY, NEXT, tool_reply("{}"), {"role": "tool", "content": "x"}]))
     assert found.parent is not None
     assert found.parent.tool_call_ids == ("call_1",)
 
 
-def test_an_answer_that_we_did_not_give_begins_a_new_run(links: TrajectoryLinker) -> None:
-    answered(links, [USER], REPLY)
-    assert links.find(asked([USER, {**REPLY, "content": "hello?"}, NEXT])).linked_by == "root"
+def test_an_answer_that_we_did_not_give_begins_a_new_run(linker: TrajectoryLinker) -> None:
+    answered(linker, [USER], REPLY)
+    assert linker.find_link(asked([USER, {**REPLY, "content": "hello?"}, NEXT])).linked_by == "root"
 
 
-ATTEMPT = Attempt("k", "b2:prompt", "")
+ATTEMPT = AttemptKey("k", "b2:prompt", "")
 
 
-def test_a_retry_of_an_unanswered_attempt_is_the_same_run_and_each_attempt_counts_once(links: TrajectoryLinker) -> None:
+def test_a_retry_of_an_unanswered_attempt_is_the_same_run_and_each_attempt_counts_once(
+    linker: TrajectoryLinker,
+) -> None:
     lost = []
     for _ in range(2):
-        link = links.find(asked([USER]))
-        links.begin(link, "agent", 3, 1.0)
-        links.end(link, [], 1.0)
-        links.unanswered(link, ATTEMPT, 1.0)
+        link = linker.find_link(asked([USER]))
+        linker.begin_call(link, "agent", 3, 1.0)
+        linker.end_call(link, [], 1.0)
+        linker.add_unanswered(link, ATTEMPT, 1.0)
         lost.append(link.trajectory_id)
-    again = [links.find(asked([USER], attempt=ATTEMPT, again=True)) for _ in range(3)]
+    again = [linker.find_link(asked([USER], attempt=ATTEMPT, is_retry=True)) for _ in range(3)]
     assert [link.trajectory_id for link in again[:2]] == lost
     assert [link.linked_by for link in again] == ["retry", "retry", "root"]
     assert again[0].version == 3
 
 
-def test_a_resend_without_the_sdks_header_is_believed_for_a_minute(links: TrajectoryLinker) -> None:
-    link = links.find(asked([USER]))
-    links.begin(link, "agent", 3, 1.0)
+def test_a_resend_without_the_sdks_header_is_believed_for_a_minute(linker: TrajectoryLinker) -> None:
+    link = linker.find_link(asked([USER]))
+    linker.begin_call(link, "agent", 3, 1.0)
     for arrived_at, by in ((100.0, "root"), (31.0, "resend")):
-        links.unanswered(link, ATTEMPT, 1.0)
-        assert links.find(asked([USER], attempt=ATTEMPT, arrived_at=arrived_at)).linked_by == by
+        linker.add_unanswered(link, ATTEMPT, 1.0)
+        assert linker.find_link(asked([USER], attempt=ATTEMPT, arrived_at=arrived_at)).linked_by == by
 
 
-def test_an_explicit_id_wins_and_a_contradicting_version_is_refused(links: TrajectoryLinker) -> None:
-    answered(links, [USER], REPLY)
-    link = links.find(asked([USER, REPLY, NEXT], explicit="mine", explicit_by="header"))
+def test_an_explicit_id_wins_and_a_contradicting_version_is_refused(linker: TrajectoryLinker) -> None:
+    answered(linker, [USER], REPLY)
+    link = linker.find_link(asked([USER, REPLY, NEXT], explicit="mine", explicit_by="header"))
     assert (link.trajectory_id, link.parent, link.linked_by) == ("mine", None, "header")
-    links.begin(link, "agent", 1, 1.0)
-    assert links.find(asked([USER], explicit="mine", explicit_by="path")).version == 1
+    linker.begin_call(link, "agent", 1, 1.0)
+    assert linker.find_link(asked([USER], explicit="mine", explicit_by="path")).version == 1
     with pytest.raises(BadRequest, match="runs on agent@1"):
-        links.find(asked([USER], explicit="mine", explicit_by="path", version=2))
+        linker.find_link(asked([USER], explicit="mine", explicit_by="path", version=2))
 
 
 def test_memory_is_bounded_and_still_runs_are_forgotten() -> None:
-    links = TrajectoryLinker(idle_seconds=10, max_bytes=150_000)
+    linker = TrajectoryLinker(idle_seconds=10, max_bytes=150_000)
     for n in range(200):
-        answered(links, [USER], {**REPLY, "content": str(n)}, now=float(n))
-    assert len(links) <= 50
-    assert links.find(asked([USER, {**REPLY, "content": "5"}, NEXT])).linked_by == "root"
-    assert links.find(asked([USER, {**REPLY, "content": "199"}, NEXT])).linked_by == "graph"
+        answered(linker, [USER], {**REPLY, "content": str(n)}, now=float(n))
+    assert len(linker) <= 50
+    assert linker.find_link(asked([USER, {**REPLY, "content": "5"}, NEXT])).linked_by == "root"
+    assert linker.find_link(asked([USER, {**REPLY, "content": "199"}, NEXT])).linked_by == "graph"
 
 
-def test_a_finished_run_is_forgotten(links: TrajectoryLinker) -> None:
-    link = answered(links, [USER], REPLY)
-    links.forget(link.trajectory_id)
-    assert links.find(asked([USER, REPLY, NEXT])).linked_by == "root"
-    assert links.pins(1.0, 30) == {}
+def test_a_finished_run_is_forgotten(linker: TrajectoryLinker) -> None:
+    link = answered(linker, [USER], REPLY)
+    linker.forget_trajectory(link.trajectory_id)
+    assert linker.find_link(asked([USER, REPLY, NEXT])).linked_by == "root"
+    assert linker.count_pins(1.0, 30) == {}
 
 
-def test_pins_count_runs_that_are_active_or_under_way(links: TrajectoryLinker) -> None:
-    answered(links, [USER], REPLY, now=1.0)
-    running = links.find(asked([USER]))
-    links.begin(running, "agent", 4, 1.0)
-    assert links.pins(2.0, 30) == {"agent@0": 1, "agent@4": 1}
-    assert links.pins(100.0, 30) == {"agent@4": 1}
-    answered(links, [USER], {**REPLY, "content": "later"}, now=101.0)
-    links.end(running, [], 102.0)
-    assert links.pins(110.0, 30) == {"agent@0": 1, "agent@4": 1}
-    assert links.pins(131.5, 30) == {"agent@4": 1}
-    links.forget(running.trajectory_id)
-    assert links.pins(131.5, 30) == {}
+def test_pins_count_runs_that_are_active_or_under_way(linker: TrajectoryLinker) -> None:
+    answered(linker, [USER], REPLY, now=1.0)
+    running = linker.find_link(asked([USER]))
+    linker.begin_call(running, "agent", 4, 1.0)
+    assert linker.count_pins(2.0, 30) == {"agent@0": 1, "agent@4": 1}
+    assert linker.count_pins(100.0, 30) == {"agent@4": 1}
+    answered(linker, [USER], {**REPLY, "content": "later"}, now=101.0)
+    linker.end_call(running, [], 102.0)
+    assert linker.count_pins(110.0, 30) == {"agent@0": 1, "agent@4": 1}
+    assert linker.count_pins(131.5, 30) == {"agent@4": 1}
+    linker.forget_trajectory(running.trajectory_id)
+    assert linker.count_pins(131.5, 30) == {}
 
 
 def test_what_pins_cost_does_not_grow_with_the_open_runs() -> None:
-    links = TrajectoryLinker(idle_seconds=900)
+    linker = TrajectoryLinker(idle_seconds=900)
     for n in range(5_000):
-        answered(links, [USER], {**REPLY, "content": str(n)}, now=n / 1000)
+        answered(linker, [USER], {**REPLY, "content": str(n)}, now=n / 1000)
     began = time.thread_time()
     for _ in range(1_000):
-        assert links.pins(5.0, 30) == {"agent@0": 5_000}
+        assert linker.count_pins(5.0, 30) == {"agent@0": 5_000}
     assert time.thread_time() - began < 0.2
 
 
-def test_a_restored_answer_is_continued(links: TrajectoryLinker) -> None:
+def test_a_restored_answer_is_continued(linker: TrajectoryLinker) -> None:
     leaf = OpenLeaf(
         trajectory_id="traj_old",
         call_id="call_old",
@@ -214,8 +216,8 @@ def test_a_restored_answer_is_continued(links: TrajectoryLinker) -> None:
         sequence=pack_ids([7, 8]),
         last_active_at=5.0,
     )
-    links.restore([leaf], 6.0)
-    found = links.find(asked([USER, REPLY, NEXT]))
+    linker.restore_from_store([leaf], 6.0)
+    found = linker.find_link(asked([USER, REPLY, NEXT]))
     assert (found.trajectory_id, found.version) == ("traj_old", 2)
     assert found.parent is not None
     assert found.parent.sequence.begins(pack_ids([7, 8, 9]))
@@ -227,7 +229,7 @@ def test_a_restored_answer_is_continued(links: TrajectoryLinker) -> None:
     ("live", None, True), ("live", 2, False), ("eval", 2, True), ("eval", None, False),
 ])  # fmt: skip
 def test_after_a_restart_an_evaluation_and_an_agent_at_work_stay_apart(
-    links: TrajectoryLinker, purpose: str, version: int | None, joins: bool
+    linker: TrajectoryLinker, purpose: str, version: int | None, joins: bool
 ) -> None:
     leaf = OpenLeaf(
         trajectory_id="traj_old",
@@ -242,27 +244,27 @@ def test_after_a_restart_an_evaluation_and_an_agent_at_work_stay_apart(
         sequence=b"",
         last_active_at=5.0,
     )
-    links.restore([leaf], 6.0)
-    found = links.find(asked([USER, REPLY, NEXT], version=version))
+    linker.restore_from_store([leaf], 6.0)
+    found = linker.find_link(asked([USER, REPLY, NEXT], version=version))
     assert (found.trajectory_id == "traj_old") is joins
     assert found.purpose == ("live" if version is None else "eval")
 
 
-def test_a_named_run_keeps_its_purpose(links: TrajectoryLinker) -> None:
-    trial = links.find(asked([USER], explicit="trial", explicit_by="header", version=1))
-    links.begin(trial, "agent", 1, 1.0)
-    followed = links.find(asked([USER], explicit="trial", explicit_by="header"))
+def test_a_named_run_keeps_its_purpose(linker: TrajectoryLinker) -> None:
+    trial = linker.find_link(asked([USER], explicit="trial", explicit_by="header", version=1))
+    linker.begin_call(trial, "agent", 1, 1.0)
+    followed = linker.find_link(asked([USER], explicit="trial", explicit_by="header"))
     assert (followed.version, followed.purpose) == (1, "eval")
-    work = links.find(asked([USER], explicit="work", explicit_by="header"))
-    links.begin(work, "agent", 1, 1.0)
+    work = linker.find_link(asked([USER], explicit="work", explicit_by="header"))
+    linker.begin_call(work, "agent", 1, 1.0)
     with pytest.raises(BadRequest, match="work is no evaluation"):
-        links.find(asked([USER], explicit="work", explicit_by="header", version=1))
+        linker.find_link(asked([USER], explicit="work", explicit_by="header", version=1))
 
 
-def test_failures_with_one_body_take_bounded_memory(links: TrajectoryLinker) -> None:
+def test_failures_with_one_body_take_bounded_memory(linker: TrajectoryLinker) -> None:
     for number in range(1000):
-        links.unanswered(Link(f"traj_{number}", 0, "root"), ATTEMPT, 1.0)
-    assert len(links._attempts) == 64
+        linker.add_unanswered(Link(f"traj_{number}", 0, "root"), ATTEMPT, 1.0)
+    assert len(linker._attempts) == 64
 
 
 # --- through a running proxy ----------------------------------------------------------------------------------
@@ -359,11 +361,11 @@ def test_a_time_out_while_the_first_attempt_runs_is_one_run_whose_attempts_are_a
     assert len({call.trajectory_id for call in calls}) == 1
 
 
-def test_a_retry_of_an_answered_call_is_known_by_its_history(links: TrajectoryLinker) -> None:
-    run = answered(links, [USER], REPLY)
+def test_a_retry_of_an_answered_call_is_known_by_its_history(linker: TrajectoryLinker) -> None:
+    run = answered(linker, [USER], REPLY)
     for again, by in ((False, "graph"), (True, "retry")):
-        link = links.find(asked([USER, REPLY, NEXT], attempt=ATTEMPT, again=again))
-        links.begin(link, "agent", 0, 2.0)
+        link = linker.find_link(asked([USER, REPLY, NEXT], attempt=ATTEMPT, is_retry=again))
+        linker.begin_call(link, "agent", 0, 2.0)
         assert (link.trajectory_id, link.linked_by) == (run.trajectory_id, by)
 
 

@@ -14,62 +14,62 @@ from tests.proxy.test_linking import NEXT, REPLY, USER, asked
 
 
 @pytest.fixture
-def links() -> TrajectoryLinker:
+def linker() -> TrajectoryLinker:
     return TrajectoryLinker(idle_seconds=900)
 
 
-def choices_of(links: TrajectoryLinker, texts: list[str], now: float) -> str:
+def choices_of(linker: TrajectoryLinker, texts: list[str], now: float) -> str:
     """A first call that got these answers; return its trajectory."""
-    link = links.find(asked([USER]))
-    links.begin(link, "agent", 0, now)
+    link = linker.find_link(asked([USER]))
+    linker.begin_call(link, "agent", 0, now)
     keys = canon.link_keys([USER])
     leaves = [
         Leaf(link.trajectory_id, f"call_{now}", place, 0, canon.answer_keys(keys, {**REPLY, "content": text})[0], (),
              "k", TokenFingerprint(0, b""), now)
         for place, text in enumerate(texts)
     ]  # fmt: skip
-    links.end(link, leaves, now)
+    linker.end_call(link, leaves, now)
     return link.trajectory_id
 
 
 @pytest.mark.parametrize("texts", [["hello"] * 4, ["bye", "hello", "hello", "well"]])
 def test_of_several_answers_one_is_taken_from_each_run_before_a_second_from_any(
-    links: TrajectoryLinker, texts: list[str]
+    linker: TrajectoryLinker, texts: list[str]
 ) -> None:
-    runs = {choices_of(links, texts, float(now)) for now in range(3)}
+    runs = {choices_of(linker, texts, float(now)) for now in range(3)}
     reply = {**REPLY, "content": "hello"}
     begun = []
     for _ in range(4):
-        found = links.find(asked([USER, reply, NEXT]))
+        found = linker.find_link(asked([USER, reply, NEXT]))
         assert found.parent is not None
-        links.begin(found, "agent", 0, 9.0)
+        linker.begin_call(found, "agent", 0, 9.0)
         begun.append((found.trajectory_id, found.parent.choice))
     assert {name for name, _ in begun[:3]} == runs
     first = texts.index("hello")
     assert [choice for _, choice in begun] == [first] * 3 + [first + 1]
 
 
-def test_a_run_whose_other_answer_was_continued_comes_after_one_of_which_none_was(links: TrajectoryLinker) -> None:
-    free = choices_of(links, ["hello", "bye"], 1.0)
-    taken = choices_of(links, ["hello", "bye"], 2.0)
-    found = links.find(asked([USER, {**REPLY, "content": "bye"}, NEXT]))
+def test_a_run_whose_other_answer_was_continued_comes_after_one_of_which_none_was(linker: TrajectoryLinker) -> None:
+    free = choices_of(linker, ["hello", "bye"], 1.0)
+    taken = choices_of(linker, ["hello", "bye"], 2.0)
+    found = linker.find_link(asked([USER, {**REPLY, "content": "bye"}, NEXT]))
     assert found.trajectory_id == taken
-    links.begin(found, "agent", 0, 9.0)
-    assert links.find(asked([USER, {**REPLY, "content": "hello"}, NEXT])).trajectory_id == free
+    linker.begin_call(found, "agent", 0, 9.0)
+    assert linker.find_link(asked([USER, {**REPLY, "content": "hello"}, NEXT])).trajectory_id == free
 
 
 def test_a_name_that_another_key_has_made_up_for_this_one_gives_it_neither_version_nor_purpose(
-    links: TrajectoryLinker,
+    linker: TrajectoryLinker,
 ) -> None:
     mine = blake2b(b"victim", digest_size=4).hexdigest()
     for name in ("job", f"job~{mine}"):
-        taken = links.find(asked([USER], "attacker", explicit=name, explicit_by="header", version=3))
-        links.begin(taken, "agent", 3, 1.0)
+        taken = linker.find_link(asked([USER], "attacker", explicit=name, explicit_by="header", version=3))
+        linker.begin_call(taken, "agent", 3, 1.0)
         assert (taken.trajectory_id, taken.purpose) == (name, "eval")
-    found = links.find(asked([USER], "victim", explicit="job", explicit_by="header"))
+    found = linker.find_link(asked([USER], "victim", explicit="job", explicit_by="header"))
     assert (found.version, found.purpose, found.key_id) == (None, "live", "victim")
-    links.begin(found, "agent", 1, 1.0)
-    again = links.find(asked([USER], "victim", explicit="job", explicit_by="header"))
+    linker.begin_call(found, "agent", 1, 1.0)
+    again = linker.find_link(asked([USER], "victim", explicit="job", explicit_by="header"))
     assert (again.trajectory_id, again.version) == (found.trajectory_id, 1)
     assert len(found.trajectory_id) <= 128
     assert len(list(names("x" * 128, "victim"))[2]) <= 128

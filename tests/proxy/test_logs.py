@@ -49,8 +49,8 @@ def test_a_stderr_that_nobody_reads_stops_no_call_no_probe_and_no_end(tmp_path: 
 
 def test_dropped_lines_are_counted_and_reported_once_the_log_is_read_again() -> None:
     process = running(
-        "logs.configure_logging('text'); [log.info('event=busy number=%d', n) for n in range(30_000)]; print(logs.dropped_lines(), "
-        "flush=True); input()"
+        "logs.configure_logging('text'); [log.info('event=busy number=%d', n) for n in range(30_000)]; "
+        "print(logs.dropped_lines(), flush=True); input()"
     )
     dropped = int(line(process.stdout))
     assert 10_000 < dropped < 30_000
@@ -95,7 +95,8 @@ def test_lines_that_cannot_be_worded_or_written_are_counted_and_end_nothing() ->
 @pytest.mark.parametrize(("level", "told"), [("info", ["a", "b", "ready"]), ("warning", ["b", "ready"])])
 def test_lines_below_the_level_are_left_out_but_for_the_one_that_is_waited_for(level: str, told: list[str]) -> None:
     program = (
-        f"from ratchet.proxy.telemetry import logs; logs.configure_logging('text', '{level}'); from logging import getLogger; "
+        f"from ratchet.proxy.telemetry import logs; logs.configure_logging('text', '{level}'); "
+        "from logging import getLogger; "
         "getLogger('x').info('a'); getLogger('x').warning('b'); getLogger(logs.START_LOGGER).info('ready')"
     )
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -12,10 +12,10 @@ import pytest
 
 from ratchet.proxy.coordinator.linking import quote_match
 from ratchet.proxy.coordinator.linking.fuzzy_match import choose, shared_trajectories
-from ratchet.proxy.coordinator.linking.leaf_index import Leaves
+from ratchet.proxy.coordinator.linking.leaf_index import LeafIndex
 from ratchet.proxy.coordinator.linking.leaves_by_name import LeavesByName
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
-from ratchet.proxy.coordinator.linking.quote_index import QuoteIndex, Work, WorkLimitExceeded
+from ratchet.proxy.coordinator.linking.quote_index import QuoteIndex, WorkLimit, WorkLimitExceeded
 from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
 from ratchet.proxy.messages.text_fingerprints import ANCHOR_LENGTH, LEAST, TextFingerprints, quote_of
 from ratchet.store.content import messages as canon
@@ -41,9 +41,9 @@ def leaf_of(number: int, said: Sequence[tuple[str, bool]], rng: random.Random) -
     return Leaf(
         trajectory_id=f"traj_{number % 5}", call_id=f"call_{number}", choice=0, version=0,
         link_key=canon.link_key(canon.ROOT, {"role": "assistant", "content": said[0][0]}) if rng.random() < 0.5 else "",
-        tool_call_ids=(), key_id="k", sequence=TokenFingerprint(0, b""), born_at=float(number),
-        extended=rng.random() < 0.3,
-        traces=TextFingerprints(quotes=tuple(quote_of(words, pending=pending) for words, pending in said)),
+        tool_call_ids=(), key_id="k", sequence=TokenFingerprint(0, b""), created_at=float(number),
+        is_extended=rng.random() < 0.3,
+        fingerprints=TextFingerprints(quotes=tuple(quote_of(words, pending=pending) for words, pending in said)),
     )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def plainly(known: Known, messages: Sequence[Message], keys: Sequence[str]) -> t
         for at in (at for at in range(len(text) - ANCHOR_LENGTH + 1) if begins(text, at)):
             for leaf, said in known:
                 for words, pending in said:
-                    if not stands(words, text, at) or (pending and leaf.extended):
+                    if not stands(words, text, at) or (pending and leaf.is_extended):
                         continue
                     path = canon.link_key(keys[place - 1] if place else "", {"role": "assistant", "content": words})
                     if message["role"] != "assistant" or at or path == leaf.link_key:
@@ -113,7 +113,7 @@ def test_the_index_finds_what_a_plain_search_finds(seed: int) -> None:
     for _ in range(40):
         said = [[(words_of(rng), bool(place)) for place in range(rng.randrange(1, 4))] for _ in range(12)]
         known = [(leaf_of(number, words, rng), words) for number, words in enumerate(said)]
-        leaves = Leaves()
+        leaves = LeafIndex()
         for one, _ in known:
             leaves.add(one)
         for one, _ in known[:4]:
@@ -129,7 +129,7 @@ def test_the_index_finds_what_a_plain_search_finds(seed: int) -> None:
 
 
 def test_what_is_forgotten_leaves_nothing_in_the_index() -> None:
-    rng, leaves = random.Random(1), Leaves()
+    rng, leaves = random.Random(1), LeafIndex()
     held = [leaf_of(number, [(words_of(rng), False), (words_of(rng), True)], rng) for number in range(50)]
     for leaf in held:
         leaves.add(leaf)
@@ -172,36 +172,36 @@ LARGE = {
 
 @pytest.mark.parametrize("kind", ["code", "JSON"])
 def test_a_large_prompt_is_read_in_few_steps_beside_thousands_of_answers_that_begin_alike(kind: str) -> None:
-    links = TrajectoryLinker(idle_seconds=900)
+    linker = TrajectoryLinker(idle_seconds=900)
     for number in range(4000):
-        answered(links, [USER], {"role": "assistant", "content": alike(number)})
+        answered(linker, [USER], {"role": "assistant", "content": alike(number)})
     text = LARGE[kind][:142_000]
     plain = asked([{"role": "user", "content": text}])
-    assert links.find(plain).linked_by == "root"  # and whatever is made once is made
-    few = steps_of(lambda: links.find(plain))
+    assert linker.find_link(plain).linked_by == "root"  # and whatever is made once is made
+    few = steps_of(lambda: linker.find_link(plain))
     quoting = asked([{"role": "user", "content": "\n".join([text[:140_000], *["> " + alike(7)] * 8])}])
-    some = steps_of(lambda: links.find(quoting))
-    assert links.find(quoting).linked_by == "quote"
+    some = steps_of(lambda: linker.find_link(quoting))
+    assert linker.find_link(quoting).linked_by == "quote"
     assert few < 200, few
     assert some < 30_000, some  # it was millions: for each answer at each place
 
 
 def test_words_of_another_key_are_not_looked_at() -> None:
-    links = TrajectoryLinker(idle_seconds=900)
+    linker = TrajectoryLinker(idle_seconds=900)
     for number in range(500):
-        answered(links, [USER], {"role": "assistant", "content": alike(number)}, key="other")
+        answered(linker, [USER], {"role": "assistant", "content": alike(number)}, key="other")
     text = "\n".join(alike(number) for number in range(100))
-    assert steps_of(lambda: links.find(asked([{"role": "user", "content": text}], key="mine"))) < 200
+    assert steps_of(lambda: linker.find_link(asked([{"role": "user", "content": text}], key="mine"))) < 200
 
 
 def test_a_prompt_that_repeats_how_we_begin_without_end_is_no_evidence_and_soon_given_up() -> None:
-    index, work = QuoteIndex(), Work()
+    index, work = QuoteIndex(), WorkLimit()
     leaf = leaf_of(0, [("x", False)], random.Random(0))
     for number in range(2000):
         index.add(quote_of('"' * (ANCHOR_LENGTH + 40 + number)), leaf)
     with pytest.raises(WorkLimitExceeded):
         list(index.standing('"' * 140_000, work))
-    leaves = Leaves()
+    leaves = LeafIndex()
     leaves.add(leaf_of(1, [('"' * 4000, False)], random.Random(0)))
     prompt = [{"role": "user", "content": '"' * 140_000}]
     assert quote_match.quoted(leaves, prompt, canon.link_keys(prompt), lambda leaf: True)[0] is None

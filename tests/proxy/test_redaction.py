@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ratchet.proxy.redaction.patterns import BUILT_IN, Patterns
+from ratchet.proxy.redaction.patterns import BUILT_IN, RedactionPatterns
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.store import Store
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.proxy.conftest import Proxy, Start, running
 
-EVERY = Patterns(BUILT_IN, {"badge": r"EMP-\d{6}"})
+EVERY = RedactionPatterns(BUILT_IN, {"badge": r"EMP-\d{6}"})
 MAIL = "jane.roe@example.org"
 VALUES: Any = {"upstreams": ("http://127.0.0.1:1",), "model": "agent", "store": "s.db", "journal": Path("j")}
 
@@ -59,7 +59,7 @@ def test_keys_of_objects_are_cleaned_too_and_numbers_stay() -> None:
 
 @pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|a)*b", r"(.*a){12}x"])
 def test_no_text_makes_a_pattern_hang(pattern: str) -> None:
-    patterns = Patterns((), {"evil": f"{pattern}zzz"})
+    patterns = RedactionPatterns((), {"evil": f"{pattern}zzz"})
     began = time.thread_time()
     patterns.text("a" * 200_000 + "!")
     assert time.thread_time() - began < 5

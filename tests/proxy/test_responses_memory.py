@@ -8,8 +8,8 @@ import gc
 import pytest
 
 from ratchet.proxy.coordinator.conversations.conversation_cache import ConversationCache
-from ratchet.proxy.coordinator.shipping.record_lookups import Lookups
-from ratchet.proxy.dialects.conversation import Turn
+from ratchet.proxy.coordinator.shipping.record_lookups import RecordLookups
+from ratchet.proxy.dialects.conversation import ConversationTurn
 from ratchet.proxy.dialects.responses_renderer import response_id
 from ratchet.proxy.errors import NotFound
 from ratchet.store.store import Store
@@ -18,19 +18,21 @@ from tests.harness.records import answered_trajectory, begun
 LIMIT = 50_000
 
 
-def say(memory: ConversationCache, number: int, previous: Turn | None, size: int = 1000) -> Turn:
+def say(
+    memory: ConversationCache, number: int, previous: ConversationTurn | None, size: int = 1000
+) -> ConversationTurn:
     """Keep a response with `size` characters; return its turn, also where it was forgotten at once."""
     call = begun(f"call_{number}", "t1", key_id="k1")
-    memory.keep(call, [{"role": "user", "content": "x" * size}], previous)
-    return Turn(b"", previous, "t1", call.call_id, "k1")
+    memory.add_response(call, [{"role": "user", "content": "x" * size}], previous)
+    return ConversationTurn(b"", previous, "t1", call.call_id, "k1")
 
 
-def turns_alive() -> list[Turn]:
+def turns_alive() -> list[ConversationTurn]:
     gc.collect()
-    return [one for one in gc.get_objects() if type(one) is Turn]
+    return [one for one in gc.get_objects() if type(one) is ConversationTurn]
 
 
-def held(others: list[Turn]) -> int:
+def held(others: list[ConversationTurn]) -> int:
     """The bytes of all turns in this process but those that other tests left, once each."""
     left = set(map(id, others))
     return sum(len(one.added) for one in turns_alive() if id(one) not in left)
@@ -38,14 +40,14 @@ def held(others: list[Turn]) -> int:
 
 @pytest.mark.parametrize(("chains", "turns"), [(1, 40), (7, 20)])
 def test_conversations_never_hold_more_than_the_limit(store: Store, chains: int, turns: int) -> None:
-    memory = ConversationCache(store, Lookups(store), LIMIT, LIMIT)
+    memory = ConversationCache(store, RecordLookups(store), LIMIT, LIMIT)
     others = turns_alive()
     for chain in range(chains):
-        last: Turn | None = None
+        last: ConversationTurn | None = None
         for number in range(turns):
             name = response_id(say(memory, 100 * chain + number, last).call_id)
             try:
-                last = asyncio.run(memory.find(name, "k1"))
+                last = asyncio.run(memory.find_turn(name, "k1"))
             except NotFound:  # this conversation alone is more than fits
                 assert chains == 1
                 break
@@ -56,36 +58,36 @@ def test_conversations_never_hold_more_than_the_limit(store: Store, chains: int,
 
 
 def test_the_conversation_used_longest_ago_is_forgotten_and_others_stay_whole(store: Store) -> None:
-    memory = ConversationCache(store, Lookups(store), LIMIT, LIMIT)
+    memory = ConversationCache(store, RecordLookups(store), LIMIT, LIMIT)
     lasts: list[str] = []
     for chain in range(3):
-        last: Turn | None = None
+        last: ConversationTurn | None = None
         for number in range(10):
             name = response_id(say(memory, 100 * chain + number, last).call_id)
-            last = asyncio.run(memory.find(name, "k1"))
+            last = asyncio.run(memory.find_turn(name, "k1"))
         lasts.append(name)
-    asyncio.run(memory.find(lasts[0], "k1"))
+    asyncio.run(memory.find_turn(lasts[0], "k1"))
     say(memory, 900, None)
     with pytest.raises(NotFound):
-        asyncio.run(memory.find(lasts[1], "k1"))
+        asyncio.run(memory.find_turn(lasts[1], "k1"))
     for name in (lasts[0], lasts[2]):
-        assert len(asyncio.run(memory.find(name, "k1")).conversation(instructed=False)) == 10
+        assert len(asyncio.run(memory.find_turn(name, "k1")).conversation(instructed=False)) == 10
 
 
 def test_a_conversation_that_was_read_back_is_counted_once(store: Store) -> None:
     answered_trajectory(store, "t9", dialect="responses", key_id="k1")
-    memory = ConversationCache(store, Lookups(store), LIMIT, LIMIT)
+    memory = ConversationCache(store, RecordLookups(store), LIMIT, LIMIT)
     call = store.trajectories.read("t9").calls[0]
     for _ in range(5):
-        asyncio.run(memory.find(response_id(call.id), "k1"))
+        asyncio.run(memory.find_turn(response_id(call.id), "k1"))
     once = memory.size
     assert once > 0
-    say(memory, 1, asyncio.run(memory.find(response_id(call.id), "k1")))
+    say(memory, 1, asyncio.run(memory.find_turn(response_id(call.id), "k1")))
     assert memory.size > once + 1000
 
 
 def test_another_keys_conversation_is_not_known(store: Store) -> None:
-    memory = ConversationCache(store, Lookups(store), LIMIT, LIMIT)
+    memory = ConversationCache(store, RecordLookups(store), LIMIT, LIMIT)
     say(memory, 1, None)
     with pytest.raises(NotFound):
-        asyncio.run(memory.find("resp_1", "k2"))
+        asyncio.run(memory.find_turn("resp_1", "k2"))

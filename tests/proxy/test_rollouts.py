@@ -206,14 +206,14 @@ def test_while_the_store_is_away_a_rollout_is_told_to_wait_and_nobody_else_is(
 async def test_memory_is_bounded_and_one_look_serves_all_who_ask(store: Store) -> None:
     rollouts = Rollouts(store, most=10)
     names = [plan(store) for _ in range(15)]
-    found = await asyncio.gather(*(rollouts.find(name, None) for name in names for _ in range(3)))
+    found = await asyncio.gather(*(rollouts.find_plan(name, None) for name in names for _ in range(3)))
     assert all(one is not None and one.task == "mail/7" for one in found)
-    assert sum(rollouts.known(name, None) is not None for name in names) == 10
-    assert await rollouts.find("traj_x", None) is None
+    assert sum(rollouts.cached_plan(name, None) is not None for name in names) == 10
+    assert await rollouts.find_plan("traj_x", None) is None
     with pytest.raises(RecordNotFound):
         store.rollouts.get("roll_x")
-    assert await rollouts.find("roll_x", None) is None
+    assert await rollouts.find_plan("roll_x", None) is None
     prompt = store.prompts.remember("A long text.").id
-    plans = [await rollouts.find(plan(store, prompt_id=prompt), None) for _ in range(3)]
+    plans = [await rollouts.find_plan(plan(store, prompt_id=prompt), None) for _ in range(3)]
     assert len({id(one.prompt) for one in plans if one is not None}) == 1, "a text is in memory once"
     await rollouts.stop()

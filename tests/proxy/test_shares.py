@@ -16,12 +16,12 @@ import pytest
 from ratchet.proxy.api_keys import hash_key
 from ratchet.proxy.coordinator.conversations.conversation_cache import ConversationCache
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
-from ratchet.proxy.coordinator.linking.unanswered_attempts import RETRY_WINDOW, Attempts
-from ratchet.proxy.coordinator.shipping.record_lookups import Lookups
+from ratchet.proxy.coordinator.linking.unanswered_attempts import RETRY_WINDOW, UnansweredAttempts
+from ratchet.proxy.coordinator.shipping.record_lookups import RecordLookups
 from ratchet.proxy.dialects.responses_renderer import response_id
 from ratchet.proxy.errors import NotFound
-from ratchet.proxy.messages.link_records import Attempt, Leaf, Link, TokenFingerprint
-from ratchet.proxy.messages.text_fingerprints import traces
+from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, TokenFingerprint
+from ratchet.proxy.messages.text_fingerprints import fingerprints_of
 from ratchet.proxy.runtime.byte_quotas import ByteQuotas
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store import ids
@@ -58,17 +58,17 @@ def test_who_holds_most_gives_up_what_it_used_longest_ago() -> None:
     assert (quotas.bytes, quotas.bytes_of(OTHER)) == (550, 0)
 
 
-def call(links: TrajectoryLinker, messages: list[Message], reply: Message, key: str) -> Link:
+def call(linker: TrajectoryLinker, messages: list[Message], reply: Message, key: str) -> Link:
     """A call of this key that gets this answer."""
-    link = links.find(asked(messages, key))
-    links.begin(link, "agent", 0, 1.0)
+    link = linker.find_link(asked(messages, key))
+    linker.begin_call(link, "agent", 0, 1.0)
     keys = canon.link_keys(messages)
     own, path, gap = canon.answer_keys((canon.ANYWHERE, keys[-1], keys[-2] if len(keys) > 1 else ""), reply)
     leaf = Leaf(
         link.trajectory_id, ids.new_id("call"), 0, 0, path, canon.tool_call_ids(reply), key,
-        TokenFingerprint.of(uuid.uuid4().bytes), 1.0, traces=traces(reply, gap, own, messages),
+        TokenFingerprint.of(uuid.uuid4().bytes), 1.0, fingerprints=fingerprints_of(reply, gap, own, messages),
     )  # fmt: skip
-    links.end(link, [leaf], 1.0)
+    linker.end_call(link, [leaf], 1.0)
     return link
 
 
@@ -89,69 +89,69 @@ def test_a_hostile_key_fills_its_share_and_another_keys_trajectories_stay_linked
     gc.collect()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    links = TrajectoryLinker(900, most, most)
+    linker = TrajectoryLinker(900, most, most)
     reply = {"role": "assistant", "content": "done"}
-    theirs = [call(links, [message], reply, OTHER) for message in mine]
+    theirs = [call(linker, [message], reply, OTHER) for message in mine]
     for number in range(6000):
-        call(links, [{**USER, "content": f"fill {number}"}], REPLIES[kind](number), HOSTILE)
-        assert links.bytes <= most
+        call(linker, [{**USER, "content": f"fill {number}"}], REPLIES[kind](number), HOSTILE)
+        assert linker.bytes <= most
     gc.collect()
     real = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert most * 0.95 < links.bytes
-    assert 0.75 < real / links.bytes < 1.25
+    assert most * 0.95 < linker.bytes
+    assert 0.75 < real / linker.bytes < 1.25
     for message, first in zip(mine, theirs, strict=True):
-        found = links.find(asked([message, reply, NEXT], OTHER))
+        found = linker.find_link(asked([message, reply, NEXT], OTHER))
         assert (found.trajectory_id, found.linked_by) == (first.trajectory_id, "graph")
     last = [{**USER, "content": "fill 5999"}]
-    assert links.find(asked(last, HOSTILE)).linked_by == "root"
+    assert linker.find_link(asked(last, HOSTILE)).linked_by == "root"
 
 
 def test_a_key_holds_no_more_than_a_key_may_though_there_is_room() -> None:
-    links = TrajectoryLinker(900, 2**22, 2**19)
+    linker = TrajectoryLinker(900, 2**22, 2**19)
     for number in range(3000):
-        call(links, [{**USER, "content": f"fill {number}"}], own_reply(number), HOSTILE)
-    assert 0.9 * 2**19 < links.bytes <= 2**19
+        call(linker, [{**USER, "content": f"fill {number}"}], own_reply(number), HOSTILE)
+    assert 0.9 * 2**19 < linker.bytes <= 2**19
 
 
 def test_runs_with_a_call_under_way_are_not_forgotten() -> None:
-    links = TrajectoryLinker(900, 2**17, 2**17)
-    link = links.find(asked([USER], HOSTILE))
-    links.begin(link, "agent", 3, 1.0)
+    linker = TrajectoryLinker(900, 2**17, 2**17)
+    link = linker.find_link(asked([USER], HOSTILE))
+    linker.begin_call(link, "agent", 3, 1.0)
     for number in range(500):
-        call(links, [{**USER, "content": f"fill {number}"}], own_reply(number), HOSTILE)
-    assert links.pins(2.0, 30)["agent@3"] == 1
+        call(linker, [{**USER, "content": f"fill {number}"}], own_reply(number), HOSTILE)
+    assert linker.count_pins(2.0, 30)["agent@3"] == 1
 
 
 def test_unanswered_attempts_are_bounded_per_key_and_forgotten_with_time() -> None:
-    attempts, link = Attempts(2**18, 2**17), Link("traj_1", 0, "root")
-    mine = Attempt(OTHER, "b2:mine", "")
+    attempts, link = UnansweredAttempts(2**18, 2**17), Link("traj_1", 0, "root")
+    mine = AttemptKey(OTHER, "b2:mine", "")
     attempts.add(mine, link, 1.0)
     for number in range(5000):
-        attempts.add(Attempt(HOSTILE, f"b2:{number % 900}", ""), link, 1.0)
+        attempts.add(AttemptKey(HOSTILE, f"b2:{number % 900}", ""), link, 1.0)
     assert 2**16 < attempts.bytes <= 2**17 + 1000
     assert attempts.take(mine, 0.0) is link
     for _ in range(2000):
-        attempts.add(Attempt(HOSTILE, "b2:late", ""), link, RETRY_WINDOW + 2.0)
+        attempts.add(AttemptKey(HOSTILE, "b2:late", ""), link, RETRY_WINDOW + 2.0)
     assert len(attempts) == 64
     assert attempts.bytes == len(attempts) * 800
 
 
 def test_a_hostile_key_forgets_its_own_conversations_only(store: Store) -> None:
-    memory = ConversationCache(store, Lookups(store), 200_000, 150_000)
+    memory = ConversationCache(store, RecordLookups(store), 200_000, 150_000)
 
     def keep(number: int, key: str) -> str:
         made = begun(f"call_{number}", "t1", key_id=key)
-        memory.keep(made, [{"role": "user", "content": "x" * 1000}], None)
+        memory.add_response(made, [{"role": "user", "content": "x" * 1000}], None)
         return response_id(made.call_id)
 
     mine = [keep(number, OTHER) for number in range(20)]
     theirs = [keep(100 + number, HOSTILE) for number in range(500)]
     assert 140_000 < memory.size <= 200_000
     for name in mine:
-        assert asyncio.run(memory.find(name, OTHER)).key_id == OTHER
+        assert asyncio.run(memory.find_turn(name, OTHER)).key_id == OTHER
     with pytest.raises(NotFound):
-        asyncio.run(memory.find(theirs[0], HOSTILE))
+        asyncio.run(memory.find_turn(theirs[0], HOSTILE))
 
 
 def ask(url: str, key: str, size: int, wait: str = "") -> httpx.Response:

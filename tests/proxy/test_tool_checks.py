@@ -38,7 +38,7 @@ def tool(name: str = "search", parameters: Any = PARAMETERS) -> dict[str, Any]:
 
 def judged(arguments: str, parameters: Any = PARAMETERS, name: str = "search") -> tuple[str, str | None]:
     """What a call of the tool is worth."""
-    outcome, detail = Toolset(msgspec.json.encode([tool(parameters=parameters)])).judge(name, arguments)
+    outcome, detail = Toolset(msgspec.json.encode([tool(parameters=parameters)])).check_call(name, arguments)
     return str(outcome), detail
 
 
@@ -61,8 +61,8 @@ def test_arguments_are_valid_or_of_one_class_of_fault(arguments: str, outcome: s
 def test_what_is_no_json_or_no_tool_is_said_so() -> None:
     assert judged('{"q": ')[0] == judged("")[0] == "invalid_json"
     assert judged("{}", name="serach")[0] == "unknown_tool"
-    assert Toolset(b"").judge("search", "{}")[0] == ToolOutcome.UNKNOWN_TOOL
-    assert Toolset(None).judge("search", "{}")[0] == ToolOutcome.UNCHECKED
+    assert Toolset(b"").check_call("search", "{}")[0] == ToolOutcome.UNKNOWN_TOOL
+    assert Toolset(None).check_call("search", "{}")[0] == ToolOutcome.UNCHECKED
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_an_argument_is_unexpected_unless_the_schema_lets_others_in(extra: dict[
 
 @pytest.mark.parametrize("tools", [5, {"a": 1}, "search", True, None, [3, None, {"function": 4}]])
 def test_what_is_no_list_of_tools_offers_none(tools: Any) -> None:
-    assert Toolset(msgspec.json.encode(tools)).judge("search", "{}") == (ToolOutcome.UNKNOWN_TOOL, None)
+    assert Toolset(msgspec.json.encode(tools)).check_call("search", "{}") == (ToolOutcome.UNKNOWN_TOOL, None)
 
 
 def test_a_function_without_parameters_takes_none() -> None:
@@ -128,7 +128,7 @@ HOSTILE = {
 def test_a_hostile_schema_costs_little_and_fails_nothing(name: str) -> None:
     body = msgspec.json.encode([tool(parameters=HOSTILE[name])])
     began = time.thread_time()
-    outcome, detail = Toolset(body).judge("search", json.dumps({"a": "a" * 60 + "d", "a" * 60 + "d": 1}))
+    outcome, detail = Toolset(body).check_call("search", json.dumps({"a": "a" * 60 + "d", "a" * 60 + "d": 1}))
     assert time.thread_time() - began < 5
     assert outcome == ToolOutcome.UNCHECKED
     assert detail
@@ -138,7 +138,7 @@ def test_a_schema_that_is_too_costly_is_soon_left_alone() -> None:
     tools = Toolset(msgspec.json.encode([tool(parameters=HOSTILE["branches that double"])]))
     began = time.thread_time()
     for _ in range(1_000):
-        assert tools.judge("search", "{}") == (ToolOutcome.UNCHECKED, "too much work")
+        assert tools.check_call("search", "{}") == (ToolOutcome.UNCHECKED, "too much work")
     assert time.thread_time() - began < 10, "a thousand full attempts take far longer"
 
 

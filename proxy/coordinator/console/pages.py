@@ -12,7 +12,7 @@ from pathlib import Path
 
 from starlette.types import Receive, Scope, Send
 
-from ratchet.proxy.errors import MethodNotAllowed, NotFound
+from ratchet.proxy.errors import NotFound, method_not_allowed
 from ratchet.proxy.wire.asgi import Headers, header, send_bytes, unknown_route_error
 
 MOUNT = "/ui"
@@ -54,7 +54,7 @@ class Console:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] not in ("GET", "HEAD"):
-            raise MethodNotAllowed(f"{scope['path'][:200]} takes GET, HEAD, not {scope['method']}", "GET, HEAD")
+            raise method_not_allowed(f"{scope['path'][:200]} takes GET, HEAD, not {scope['method']}", "GET, HEAD")
         path: str = scope["path"]
         if path == MOUNT:
             await send_bytes(send, 307, b"", [(b"location", b"ui/"), *_GUARD])

@@ -20,9 +20,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ratchet.proxy.coordinator.shipping.record_lookups import Lookups
+from ratchet.proxy.coordinator.shipping.record_lookups import RecordLookups
 from ratchet.proxy.dialects.content_blocks import message_to_delta
-from ratchet.proxy.dialects.conversation import Turn, _messages
+from ratchet.proxy.dialects.conversation import ConversationTurn, _messages
 from ratchet.proxy.dialects.inner_request import Json
 from ratchet.proxy.dialects.responses_renderer import ResponseRenderer, response_id
 from ratchet.proxy.errors import NotFound, NotReady
@@ -40,10 +40,10 @@ _ID_LENGTH = len("resp_") + 26
 class ConversationCache:
     """Turns by response id, the first to be forgotten first: no turn comes before one that stands on it."""
 
-    def __init__(self, store: Store, lookups: Lookups, max_bytes: int, max_bytes_per_key: int) -> None:
+    def __init__(self, store: Store, lookups: RecordLookups, max_bytes: int, max_bytes_per_key: int) -> None:
         self._store = store
         self._lookups = lookups
-        self._turns: dict[str, Turn] = {}
+        self._turns: dict[str, ConversationTurn] = {}
         self._quotas: ByteQuotas[str] = ByteQuotas(max_bytes, max_bytes_per_key)
         self._invalidated: set[str] = set()  # they may have been deleted from the store
         self._lock = threading.Lock()  # large answers are told in threads
@@ -53,11 +53,13 @@ class ConversationCache:
         """Return the bytes that the remembered turns take."""
         return self._quotas.bytes
 
-    def keep(self, begun: CallBegun, messages: Sequence[Json], previous: Turn | None) -> None:
+    def add_response(self, begun: CallBegun, messages: Sequence[Json], previous: ConversationTurn | None) -> None:
         """Remember a response: its new messages, answer included, after those of `previous`."""
-        self._use(Turn(msgspec.json.encode(messages), previous, begun.trajectory_id, begun.call_id, begun.key_id))
+        self._use(
+            ConversationTurn(msgspec.json.encode(messages), previous, begun.trajectory_id, begun.call_id, begun.key_id)
+        )
 
-    async def find(self, name: str, key_id: str | None) -> Turn:
+    async def find_turn(self, name: str, key_id: str | None) -> ConversationTurn:
         """Return the turn of a response. Raises NotFound, NotReady."""
         turn = self._turns.get(name)
         if turn is None or name in self._invalidated:
@@ -73,34 +75,34 @@ class ConversationCache:
         self._use(turn)
         return turn
 
-    async def items(self, names: Iterable[str], key_id: str | None) -> dict[str, Json]:
+    async def find_items(self, names: Iterable[str], key_id: str | None) -> dict[str, Json]:
         """Return items of answers by the ids that they were told with. Raises NotFound, NotReady."""
         found: dict[str, Json] = {}
         for name in names:
             made, _, place = name.partition("_")[2].rpartition("_")
             try:
-                turn = await self.find(f"resp_{made}", key_id)
+                turn = await self.find_turn(f"resp_{made}", key_id)
                 found[name] = _output(turn)[place]
             except (NotFound, KeyError) as error:
                 raise NotFound(f"the item {name[:80]!r} is not known: send it whole", param="input") from error
         return found
 
-    def doubt(self) -> None:
+    def invalidate_all(self) -> None:
         """Something was deleted: what is remembered is looked for in the store before it is gone on from."""
         with self._lock:
             self._invalidated = set(self._turns)
 
-    async def _stored(self, name: str, key_id: str | None) -> Turn | None:
+    async def _stored(self, name: str, key_id: str | None) -> ConversationTurn | None:
         """Return a turn as the store has it; one that another proxy made just now may still be on its way there."""
         patience = ANSWER_SECONDS if is_recent(name) else 0.0
         ours = name in self._invalidated  # and perhaps still on its way
         try:
-            turn, _ = await self._lookups.find(lambda: self._read(name), key_id, patience, ours=ours, for_call=True)
+            turn, _ = await self._lookups.wait_for(lambda: self._read(name), key_id, patience, ours=ours, for_call=True)
         except StoreUnavailable as error:
             raise NotReady(f"previous response {name!r} cannot be looked up: {error}") from error
         return turn
 
-    def _use(self, turn: Turn) -> None:
+    def _use(self, turn: ConversationTurn) -> None:
         """Make a turn, and all that it stands on, the last to be forgotten; forget what is too much."""
         with self._lock:
             for one in turn.back():
@@ -112,7 +114,7 @@ class ConversationCache:
                 forgotten = self._turns.pop(excess)
                 self._quotas.remove(forgotten.key_id, excess, forgotten.size)
 
-    def _read(self, name: str) -> Turn | None:
+    def _read(self, name: str) -> ConversationTurn | None:
         try:
             call = self._store.calls.read("call_" + name.removeprefix("resp_"))
             if not call.choices or call.dialect != "responses" or call.untrainable == REDACTED:
@@ -123,10 +125,10 @@ class ConversationCache:
             return None
         except StoreError as error:
             raise NotReady(f"previous response {name!r} cannot be looked up: {error}") from error
-        return Turn(msgspec.json.encode(messages), None, call.trajectory_id, call.id, key_id, rebuilt=True)
+        return ConversationTurn(msgspec.json.encode(messages), None, call.trajectory_id, call.id, key_id, rebuilt=True)
 
 
-def _output(turn: Turn) -> dict[str, Json]:
+def _output(turn: ConversationTurn) -> dict[str, Json]:
     """Return the items of a turn's answer by their places in it."""
     call_id = turn.call_id
     begun = CallBegun(call_id, turn.trajectory_id, 0.0, "", 0, "responses", False, "", "")

@@ -15,12 +15,12 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.coordinator.conversations.conversation_cache import ANSWER_SECONDS, is_recent
-from ratchet.proxy.coordinator.shipping.record_lookups import Lookups
+from ratchet.proxy.coordinator.shipping.record_lookups import RecordLookups
 from ratchet.proxy.dialects.content_blocks import message_to_delta
 from ratchet.proxy.dialects.inner_request import Json
 from ratchet.proxy.dialects.responses_renderer import ResponseRenderer, response_id
 from ratchet.proxy.dialects.responses_request import INPUT
-from ratchet.proxy.errors import BadRequest, Forbidden, NotFound, NotReady, UpstreamBroke
+from ratchet.proxy.errors import BadRequest, Forbidden, NotFound, NotReady, UpstreamDisconnected
 from ratchet.proxy.wire.asgi import KEY_ID, PATH, send_json
 from ratchet.store.errors import RecordNotFound, StoreError
 from ratchet.store.records import REDACTED, Call, CallBegun
@@ -36,7 +36,7 @@ _USUAL = 20
 Message = Mapping[str, Any]
 
 
-class Kept(msgspec.Struct, frozen=True):
+class StoredResponse(msgspec.Struct, frozen=True):
     """A response in the store: its call, the messages of its prompt and its answer, the tools as chat knows them."""
 
     call: Call
@@ -48,7 +48,7 @@ class Kept(msgspec.Struct, frozen=True):
 class StoredResponses:
     """The endpoint for one response."""
 
-    def __init__(self, store: Store, lookups: Lookups) -> None:
+    def __init__(self, store: Store, lookups: RecordLookups) -> None:
         self._store = store
         self._lookups = lookups
 
@@ -68,17 +68,17 @@ class StoredResponses:
         else:
             await send_json(send, 200, _told_again(await self._find(name, scope[KEY_ID])))
 
-    async def _find(self, name: str, key_id: str | None) -> Kept:
+    async def _find(self, name: str, key_id: str | None) -> StoredResponse:
         patience = ANSWER_SECONDS if is_recent(name) else 0.0
         try:
-            kept, _ = await self._lookups.find(lambda: self._read(name, key_id), key_id, patience)
+            kept, _ = await self._lookups.wait_for(lambda: self._read(name, key_id), key_id, patience)
         except StoreError as error:
             raise NotReady(f"response {name!r} cannot be looked up: {error}") from error
         if kept is None:
             raise NotFound(f"no response {name[:80]!r} is recorded", param="response_id")
         return kept
 
-    def _read(self, name: str, key_id: str | None) -> Kept | None:
+    def _read(self, name: str, key_id: str | None) -> StoredResponse | None:
         try:
             call = self._store.calls.read("call_" + name.removeprefix("resp_"))
             if call.dialect != "responses" or call.untrainable == REDACTED or call.state == CallState.BEGUN:
@@ -90,10 +90,10 @@ class StoredResponses:
             return None
         path = self._store.trajectories.path
         answer = path(call.choices[0].reply_node)[-1:] if call.choices else ()
-        return Kept(call, path(call.prompt_node), answer[0] if answer else None, run.tools)
+        return StoredResponse(call, path(call.prompt_node), answer[0] if answer else None, run.tools)
 
 
-def _told_again(kept: Kept) -> Json:
+def _told_again(kept: StoredResponse) -> Json:
     """Return the response object."""
     call = kept.call
     tools = [_tool(tool) for tool in kept.tools or ()]
@@ -118,7 +118,7 @@ def _told_again(kept: Kept) -> Json:
     if call.state == CallState.ANSWERED:
         teller.finish()
     else:
-        teller.fail(UpstreamBroke(call.error or f"the call was {call.state}"))
+        teller.fail(UpstreamDisconnected(call.error or f"the call was {call.state}"))
     told = teller.answer()
     return told | ({"completed_at": int(call.ended_at)} if told["completed_at"] and call.ended_at else {})
 
@@ -146,7 +146,7 @@ def _tool(tool: Json) -> Json:
     return {"type": "function", "parameters": None, **function}
 
 
-def _input_items(kept: Kept) -> list[Json]:
+def _input_items(kept: StoredResponse) -> list[Json]:
     """Return the prompt as items, the first one first."""
     items: list[Json] = []
     for message in kept.messages:

@@ -42,7 +42,7 @@ class TokenContexts:
     def __contains__(self, key: object) -> bool:
         return key in self._held
 
-    def add(self, record: CallEnded) -> None:
+    def add_answers(self, record: CallEnded) -> None:
         """Keep the answers of a call that has ended."""
         begun, before = record.begun, EMPTY_CONTEXT
         if record.untrainable or not record.choices or begun.purpose == OTHER:
@@ -56,7 +56,7 @@ class TokenContexts:
         for choice in record.choices:
             self._put((begun.call_id, choice.index), before.followed(record.prompt_ids, choice.ids))
 
-    async def of(self, leaf: Leaf) -> Context | None:
+    async def find_context(self, leaf: Leaf) -> Context | None:
         """Return the context of an answer, or None where nobody knows it any more."""
         self._asked = True
         key = (leaf.call_id, leaf.choice)
@@ -70,7 +70,7 @@ class TokenContexts:
         self._held.move_to_end(key)
         return context
 
-    def rest(self) -> None:
+    def shrink(self) -> None:
         """Hold few again until the next is asked for: vLLM offers nothing to do with them."""
         self._asked = False
         self._shrink()

@@ -26,14 +26,14 @@ class HealthEndpoints:
 
     def __init__(
         self,
-        book: PolicyCache,
+        policies: PolicyCache,
         probes: ReplicaProbes[Replica],
         journal: Journal,
         shipper: Shipper,
         max_lag_seconds: float,
         critical_tasks: CriticalTasks,
     ) -> None:
-        self._book = book
+        self._policies = policies
         self._probes = probes
         self._journal = journal
         self._shipper = shipper
@@ -55,7 +55,7 @@ class HealthEndpoints:
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
         """200 when a call would be served: by at least one replica; else 503 with what is missing."""
         upstreams = self._probes.last()
-        missing = [*(["the proxy is stopping"] if self._stopping else ()), *self._book.readiness()]
+        missing = [*(["the proxy is stopping"] if self._stopping else ()), *self._policies.readiness_problems()]
         if not any(told["answers"] for told in upstreams):
             missing += [told["reason"] for told in upstreams]
         status = "not ready" if missing else "ready"

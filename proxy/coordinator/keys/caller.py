@@ -19,5 +19,5 @@ class Caller(msgspec.Struct, frozen=True):
     operator: bool = False
 
 
-NOBODY = Caller(None)
+ANONYMOUS = Caller(None)
 OPERATOR = Caller(None, operator=True)

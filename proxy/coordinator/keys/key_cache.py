@@ -78,7 +78,7 @@ class KeyCache:
     # --- asked with every request --------------------------------------------------------------------------
 
     @property
-    def needed(self) -> bool:
+    def key_needed(self) -> bool:
         """Whether agents need a key. Raises NotReady where that is not known yet."""
         if self._agents_need_keys:
             return True
@@ -89,9 +89,9 @@ class KeyCache:
     @property
     def operator_key_needed(self) -> bool:
         """Whether the operator API needs a key. Raises NotReady where that is not known yet."""
-        return bool(self._operators) or self.needed or bool(self._rows)
+        return bool(self._operators) or self.key_needed or bool(self._rows)
 
-    def agent(self, hashed: str) -> Caller | None:
+    def caller_of(self, hashed: str) -> Caller | None:
         """Return whose key it is; None where it is no agent's."""
         caller = self._agents.get(hashed)
         if caller is not None:
@@ -105,7 +105,7 @@ class KeyCache:
         self._used.add(hashed)
         return True
 
-    def knows(self, hashed: str) -> bool:
+    def is_known_key(self, hashed: str) -> bool:
         """Return whether a key opens anything."""
         return hashed in self._agents or hashed in self._operators
 

@@ -23,7 +23,7 @@ from ratchet.proxy.errors import RateLimited
 from ratchet.proxy.wire import lax_values
 from ratchet.proxy.wire.asgi import Headers
 
-HOLD = "ratchet.hold"  # where the scope has the Hold of a call whose key has limits
+TOKEN_RESERVATION = "ratchet.hold"  # where the scope has the Hold of a call whose key has limits
 
 _BYTES_PER_TOKEN = 4
 _USUAL_ANSWER = 512  # tokens, where the client sets no limit
@@ -110,8 +110,9 @@ class KeyMeter:
         raise RateLimited(
             f"the key's limit of {bucket.limit} {name} a minute is reached: {max(0, int(bucket.level))} are left and "
             f"{amount} are asked for; try again in {_span(wait)}",
-            name,
-            [
+            code="rate_limit_exceeded",
+            kind=name,
+            headers=[
                 *self.headers(),
                 (b"retry-after", b"%d" % math.ceil(wait)),
                 (b"retry-after-ms", b"%d" % (wait * 1000 + 1)),
@@ -119,7 +120,7 @@ class KeyMeter:
         )
 
 
-class Hold:
+class TokenReservation:
     """What one call has set aside of its key's tokens; given back where nothing says that it was used."""
 
     __slots__ = ("_meter", "_reserved", "_used")
@@ -159,7 +160,7 @@ def estimate(sampling: Mapping[str, Any], body: bytes, context: int | None = Non
 async def with_rate_limits(app: ASGIApp, meter: KeyMeter, scope: Scope, receive: Receive, send: Send) -> None:
     """Run a request under its key's limits. Raises RateLimited."""
     meter.request()
-    hold = scope[HOLD] = Hold(meter)
+    hold = scope[TOKEN_RESERVATION] = TokenReservation(meter)
 
     async def told(message: Message) -> None:
         if message["type"] == "http.response.start":

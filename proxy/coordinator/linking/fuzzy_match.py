@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from ratchet.proxy.coordinator.linking.leaf_index import Leaves
+from ratchet.proxy.coordinator.linking.leaf_index import LeafIndex
 from ratchet.proxy.messages.link_records import Leaf
 from ratchet.store.content import messages as canon
 
@@ -22,7 +22,7 @@ LeafFilter = Callable[[Leaf], bool]
 
 
 def continued(
-    leaves: Leaves, messages: Sequence[dict[str, Any]], fits: LeafFilter, *, sure: bool = False
+    leaves: LeafIndex, messages: Sequence[dict[str, Any]], fits: LeafFilter, *, sure: bool = False
 ) -> tuple[Leaf | None, str]:
     """Return the latest answer of ours that the messages hold, and how it was known; None where no run is sure.
 
@@ -41,16 +41,16 @@ def choose(alike: Iterable[Leaf]) -> Leaf | None:
     """Return the one that is meant: the latest of a single run, or any that is free where all pasts are the same."""
     found = list(alike)
     if _only_trajectory(found) is not None:
-        return max(found, key=lambda leaf: (leaf.born_at, -leaf.choice))
+        return max(found, key=lambda leaf: (leaf.created_at, -leaf.choice))
     if len({leaf.link_key for leaf in found}) != 1:
         return None
-    free = [leaf for leaf in found if not (leaf.extended or leaf.quoted)]
+    free = [leaf for leaf in found if not (leaf.is_extended or leaf.is_quoted)]
     return max(free, key=preference, default=None)
 
 
 def preference(leaf: Leaf) -> tuple[bool, bool, float, int]:
     """Return what is greatest of the answer that is meant among equal ones: agents go on with the first of several."""
-    return not leaf.taken, not leaf.extended, leaf.born_at, -leaf.choice
+    return not leaf.is_taken, not leaf.is_extended, leaf.created_at, -leaf.choice
 
 
 def shared_trajectories(groups: Iterable[Iterable[Leaf]]) -> set[str]:
@@ -63,7 +63,7 @@ def shared_trajectories(groups: Iterable[Iterable[Leaf]]) -> set[str]:
 
 
 def _held(
-    leaves: Leaves, messages: Sequence[dict[str, Any]], fits: LeafFilter
+    leaves: LeafIndex, messages: Sequence[dict[str, Any]], fits: LeafFilter
 ) -> Iterator[tuple[list[Leaf], list[Leaf]]]:
     """Yield, from the last message on, the leaves of its tool-call ids and those that gave it as an answer."""
     for message in reversed(messages):
@@ -83,7 +83,9 @@ def _by_answers(answers: Sequence[Sequence[Leaf]], sure: bool) -> Leaf | None:
     runs = known[0]
     for others in known[1:]:
         runs = runs & others or runs
-    told = sure or any(leaf.traces.telling for found in answers for leaf in found if leaf.trajectory_id in runs)
+    told = sure or any(
+        leaf.fingerprints.is_distinctive for found in answers for leaf in found if leaf.trajectory_id in runs
+    )
     return choose(leaf for leaf in answers[0] if leaf.trajectory_id in runs) if told else None
 
 

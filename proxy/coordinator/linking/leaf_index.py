@@ -13,7 +13,7 @@ from ratchet.proxy.messages.link_records import Leaf
 from ratchet.proxy.messages.text_fingerprints import is_distinctive
 
 
-class Leaves:
+class LeafIndex:
     """Leaves by name and by their words. All names share one index, since none can be another's."""
 
     def __init__(self) -> None:
@@ -27,19 +27,19 @@ class Leaves:
     def add(self, leaf: Leaf) -> None:
         """Remember an answer under its names and words."""
         self._by.add_all(_names(leaf), leaf)
-        for quote in leaf.traces.quotes:
+        for quote in leaf.fingerprints.quotes:
             self.quotes.add(quote, leaf)
-        if leaf.traces.whole:
-            self.wholes.add(leaf.traces.whole, leaf)
+        if leaf.fingerprints.whole:
+            self.wholes.add(leaf.fingerprints.whole, leaf)
 
     def drop(self, leaf: Leaf) -> None:
         """Forget an answer."""
         for name in _names(leaf):
             self._by.drop(name, leaf)
-        for quote in leaf.traces.quotes:
+        for quote in leaf.fingerprints.quotes:
             self.quotes.drop(quote, leaf)
-        if leaf.traces.whole:
-            self.wholes.drop(leaf.traces.whole, leaf)
+        if leaf.fingerprints.whole:
+            self.wholes.drop(leaf.fingerprints.whole, leaf)
 
     def at(self, key: str) -> Collection[Leaf]:
         """Return the leaves of a link key: of a path, of a path but for its last message, or of an answer alone."""
@@ -51,7 +51,7 @@ class Leaves:
 
 
 def _names(leaf: Leaf) -> list[str]:
-    seen = leaf.traces
+    seen = leaf.fingerprints
     names = [name for name in (leaf.link_key, seen.skip_last_key, seen.answer_key) if name]
     if leaf.tool_call_ids:
         names += ["id " + name for name in leaf.tool_call_ids if is_distinctive(name)]

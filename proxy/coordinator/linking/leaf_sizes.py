@@ -13,7 +13,7 @@ _HEAD = 120
 
 def size_of(leaf: Leaf) -> int:
     """Return the bytes of one answer."""
-    seen = leaf.traces
+    seen = leaf.fingerprints
     size = _LEAF + _ID * len(leaf.tool_call_ids)
     for quote in seen.quotes:
         size += _QUOTE + _HEAD * len(quote.heads)

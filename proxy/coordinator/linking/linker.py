@@ -25,14 +25,14 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ratchet.proxy.coordinator.linking import fuzzy_match, quote_match
-from ratchet.proxy.coordinator.linking.leaf_index import Leaves
+from ratchet.proxy.coordinator.linking.leaf_index import LeafIndex
 from ratchet.proxy.coordinator.linking.leaf_sizes import TRAJECTORY_BYTES, size_of
 from ratchet.proxy.coordinator.linking.stored_leaves import attempt_from_store, leaf_from_store
 from ratchet.proxy.coordinator.linking.trajectory_names import names
-from ratchet.proxy.coordinator.linking.unanswered_attempts import RESEND_WINDOW, RETRY_WINDOW, Attempts
+from ratchet.proxy.coordinator.linking.unanswered_attempts import RESEND_WINDOW, RETRY_WINDOW, UnansweredAttempts
 from ratchet.proxy.coordinator.linking.version_pins import VersionPins
 from ratchet.proxy.errors import BadRequest
-from ratchet.proxy.messages.link_records import Attempt, Evidence, Leaf, Link, TokenFingerprint
+from ratchet.proxy.messages.link_records import AttemptKey, Evidence, Leaf, Link, TokenFingerprint
 from ratchet.proxy.runtime.byte_quotas import ByteQuotas
 from ratchet.store.access.ownership import may_share_trajectory, owner
 from ratchet.store.content import messages as canon
@@ -42,7 +42,7 @@ from ratchet.store.records import CallBegun, OpenLeaf, UnansweredCall, family_of
 _MOST_LEAVES = 2_000  # of one run
 _PASSED_OVER = 64  # runs with a call under way, at once
 _ATTEMPTS = 16  # the part of the bytes that unanswered attempts may take
-_NONE = Leaves()
+_NONE = LeafIndex()
 _EXPLICIT = ("path", "header", "body", "key", "previous_response")
 
 
@@ -65,9 +65,9 @@ class TrajectoryLinker:
     def __init__(self, idle_seconds: float, max_bytes: int = 2**28, max_bytes_per_key: int = 2**27) -> None:
         self._idle = idle_seconds
         self._runs: OrderedDict[str, Run] = OrderedDict()  # the stillest first
-        self._leaves: dict[tuple[str, str], Leaves] = {}  # by alias and whose they are
+        self._leaves: dict[tuple[str, str], LeafIndex] = {}  # by alias and whose they are
         self._quotas: ByteQuotas[str] = ByteQuotas(max_bytes, max_bytes_per_key)
-        self._attempts = Attempts(max_bytes // _ATTEMPTS, max_bytes_per_key // _ATTEMPTS)
+        self._attempts = UnansweredAttempts(max_bytes // _ATTEMPTS, max_bytes_per_key // _ATTEMPTS)
         self._pins = VersionPins()
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class TrajectoryLinker:
         """What all that is remembered takes, as an estimate."""
         return self._quotas.bytes + self._attempts.bytes
 
-    def find(self, asked: Evidence) -> Link:
+    def find_link(self, asked: Evidence) -> Link:
         """Return where the request belongs. Raises BadRequest where id and version contradict each other."""
         if asked.explicit is not None:
             return self._named(asked, asked.explicit)
@@ -86,7 +86,7 @@ class TrajectoryLinker:
             return earlier
         leaf, by = self._parent(asked, None)
         if leaf is not None:
-            by = "retry" if asked.again and leaf.extended else by
+            by = "retry" if asked.is_retry and leaf.is_extended else by
             return Link(leaf.trajectory_id, leaf.version, by, leaf, leaf.purpose)
         said, goes_on, by = quote_match.quoted(
             self._of(asked), asked.messages, asked.keys, lambda leaf: self._fits(leaf, asked, None)
@@ -121,14 +121,14 @@ class TrajectoryLinker:
         known = (leaf for leaf in reversed(run.leaves if run else ()) if leaf.call_id == call_id)
         return next(known, None) or Leaf(name, call_id, 0, 0, "", (), None, TokenFingerprint(0, b""), 0.0)
 
-    def _earlier(self, asked: Evidence, attempt: Attempt) -> Link | None:
+    def _earlier(self, asked: Evidence, attempt: AttemptKey) -> Link | None:
         """Return an unanswered attempt at the same whose run is still remembered; each is given once."""
-        since = asked.arrived_at - (RETRY_WINDOW if asked.again else RESEND_WINDOW)
+        since = asked.arrived_at - (RETRY_WINDOW if asked.is_retry else RESEND_WINDOW)
         while link := self._attempts.take(attempt, since):
             run = self._runs.get(link.trajectory_id)
             same = run is not None and (run.alias, run.purpose) == (asked.alias, asked.purpose)
             if run is not None and same and asked.version in (None, run.version):
-                by = "retry" if asked.again else "resend"
+                by = "retry" if asked.is_retry else "resend"
                 return Link(link.trajectory_id, run.version, by, link.parent, run.purpose)
         return None
 
@@ -153,7 +153,7 @@ class TrajectoryLinker:
         after = asked.messages[place + 1 :]
         return fuzzy_match.continued(self._of(asked), after, lambda leaf: leaf.trajectory_id in runs, sure=True)
 
-    def _of(self, asked: Evidence) -> Leaves:
+    def _of(self, asked: Evidence) -> LeafIndex:
         return self._leaves.get((asked.alias, owner(asked.key_id)), _NONE)
 
     def _fits(self, leaf: Leaf, asked: Evidence, trajectory: str | None) -> bool:
@@ -166,7 +166,7 @@ class TrajectoryLinker:
             return False  # an evaluation and an agent at work may say the same words; they are not one run
         return asked.version is None or asked.version == leaf.version
 
-    def begin(self, link: Link, alias: str, version: int, now: float) -> None:
+    def begin_call(self, link: Link, alias: str, version: int, now: float) -> None:
         """A call of this trajectory is under way on this version."""
         run, size = self._runs.get(link.trajectory_id), 0
         if run is None:
@@ -178,19 +178,19 @@ class TrajectoryLinker:
         if link.parent is not None:
             self._extend(link.parent)
         if link.quoted is not None:
-            link.quoted.quoted = True
+            link.quoted.is_quoted = True
 
     def _extend(self, leaf: Leaf) -> None:
         """An answer is continued: of its call, whose answers stand together in the run, all are taken."""
-        leaf.extended = leaf.taken = True
+        leaf.is_extended = leaf.is_taken = True
         run = self._runs.get(leaf.trajectory_id)
         for other in reversed(run.leaves if run else ()):
             if other.call_id == leaf.call_id:
-                other.taken = True
-            elif other.born_at < leaf.born_at:
+                other.is_taken = True
+            elif other.created_at < leaf.created_at:
                 return
 
-    def family(self, begun: CallBegun) -> str:
+    def task_family(self, begun: CallBegun) -> str:
         """Return the task family of a call's trajectory: that of its first call, whatever later ones say."""
         run = self._runs.get(begun.trajectory_id)
         found = run.family if run else None
@@ -200,7 +200,7 @@ class TrajectoryLinker:
                 run.family = found
         return found
 
-    def end(self, link: Link, leaves: Iterable[Leaf], now: float) -> None:
+    def end_call(self, link: Link, leaves: Iterable[Leaf], now: float) -> None:
         """A call of this trajectory is over; `leaves` are its answers."""
         run = self._runs.get(link.trajectory_id)
         if run is None:
@@ -210,12 +210,14 @@ class TrajectoryLinker:
         self._touch(link.trajectory_id, run, now, size)
         self._forget_excess(run.key_id)
 
-    def unanswered(self, link: Link, attempt: Attempt, now: float) -> None:
+    def add_unanswered(self, link: Link, attempt: AttemptKey, now: float) -> None:
         """Nobody got an answer to this attempt; its client may try again. A run that is named will be named again."""
         if link.linked_by not in _EXPLICIT:
             self._attempts.add(attempt, link, now)
 
-    def restore(self, leaves: Iterable[OpenLeaf], now: float, attempts: Iterable[UnansweredCall] = ()) -> None:
+    def restore_from_store(
+        self, leaves: Iterable[OpenLeaf], now: float, attempts: Iterable[UnansweredCall] = ()
+    ) -> None:
         """Take up the answers and the unanswered attempts that the store knows of, oldest first."""
         known: dict[tuple[str | None, int], Leaf] = {}
         for one in leaves:
@@ -223,7 +225,7 @@ class TrajectoryLinker:
             run = self._restored(one, leaf.key_id)
             self._quotas.add_use(run.key_id, one.trajectory_id, self._add(run, leaf))
         for leaf in known.values():
-            if leaf.extended:
+            if leaf.is_extended:
                 self._extend(leaf)
         for lost in attempts:
             self._restored(lost, lost.key_id)
@@ -245,7 +247,7 @@ class TrajectoryLinker:
             self._quotas.add_use(key_id, known.trajectory_id, TRAJECTORY_BYTES)
         return run
 
-    def forget(self, trajectory_id: str) -> None:
+    def forget_trajectory(self, trajectory_id: str) -> None:
         """Forget a trajectory: it is complete, and what comes next begins another one."""
         run = self._runs.pop(trajectory_id, None)
         self._pins.forget(trajectory_id)
@@ -255,7 +257,7 @@ class TrajectoryLinker:
             size = TRAJECTORY_BYTES + sum(map(size_of, run.leaves))
             self._quotas.remove(run.key_id, trajectory_id, size)
 
-    def pins(self, now: float, idle_seconds: float) -> dict[str, int]:
+    def count_pins(self, now: float, idle_seconds: float) -> dict[str, int]:
         """Return how many trajectories hold each `alias@version`: active within `idle_seconds`, or under way."""
         return self._pins.counts(now, idle_seconds)
 
@@ -270,7 +272,7 @@ class TrajectoryLinker:
         scope = run.alias, owner(leaf.key_id)
         known = self._leaves.get(scope)
         if known is None:
-            known = self._leaves[scope] = Leaves()
+            known = self._leaves[scope] = LeafIndex()
         known.add(leaf)
         run.leaves.append(leaf)
         if len(run.leaves) <= _MOST_LEAVES:
@@ -292,7 +294,7 @@ class TrajectoryLinker:
             if run.open_calls:
                 self._runs.move_to_end(trajectory_id)
             elif now - run.last_active_at > self._idle:
-                self.forget(trajectory_id)
+                self.forget_trajectory(trajectory_id)
             else:
                 return
 
@@ -305,7 +307,7 @@ class TrajectoryLinker:
                 self._quotas.add_use(run.key_id, trajectory_id)
                 passed += 1
             else:
-                self.forget(trajectory_id)
+                self.forget_trajectory(trajectory_id)
 
 
 def _best(asked: Evidence, place: int, found: Sequence[Leaf]) -> tuple[Leaf, str]:

@@ -35,7 +35,7 @@ class WorkLimitExceeded(Exception):
     """The text repeats what our words begin with so often that nobody goes through all of it."""
 
 
-class Work:
+class WorkLimit:
     """How much more may be looked at: places where words begin as ours do, lengths of words there, 1,024 characters."""
 
     __slots__ = ("_left",)
@@ -91,7 +91,7 @@ class QuoteIndex:
         if not self._ends[node]:
             del self._ends[node]
 
-    def standing(self, text: str, work: Work) -> Iterator[tuple[int, Standing]]:
+    def standing(self, text: str, work: WorkLimit) -> Iterator[tuple[int, Standing]]:
         """Yield each place of a text where words of ours stand, and which. Raises WorkLimitExceeded."""
         for at in self._places(text):
             found = self.standing_at(text, at, work)
@@ -100,7 +100,7 @@ class QuoteIndex:
             if found:
                 yield at, found
 
-    def standing_at(self, text: str, at: int, work: Work) -> Standing:
+    def standing_at(self, text: str, at: int, work: WorkLimit) -> Standing:
         """Return which words stand at one place. Raises WorkLimitExceeded."""
         found: Standing = {}
         hashed, upto, known = blake2b(digest_size=DIGEST_BYTES), at, self._said.names
@@ -166,7 +166,7 @@ def _begins(text: str) -> Iterator[int]:
             at = text.find(bound, start)
 
 
-def _unquoted(text: str, at: int, work: Work) -> str | None:
+def _unquoted(text: str, at: int, work: WorkLimit) -> str | None:
     """Return the JSON string whose first character stands there, where it begins as the text does."""
     work.take(1)
     try:

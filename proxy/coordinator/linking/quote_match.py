@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ratchet.proxy.coordinator.linking.fuzzy_match import LeafFilter, choose, shared_trajectories
-from ratchet.proxy.coordinator.linking.leaf_index import Leaves
-from ratchet.proxy.coordinator.linking.quote_index import Work, WorkLimitExceeded
+from ratchet.proxy.coordinator.linking.leaf_index import LeafIndex
+from ratchet.proxy.coordinator.linking.quote_index import WorkLimit, WorkLimitExceeded
 from ratchet.proxy.messages.link_records import Leaf
 from ratchet.proxy.messages.text_fingerprints import LEAST, PROMPT
 from ratchet.store.content import messages as canon
@@ -31,7 +31,7 @@ Text = tuple[int, str, str]  # the message's place, its role, what it says
 
 
 def quoted(
-    leaves: Leaves, messages: Sequence[dict[str, Any]], keys: Sequence[str], fits: LeafFilter
+    leaves: LeafIndex, messages: Sequence[dict[str, Any]], keys: Sequence[str], fits: LeafFilter
 ) -> tuple[Leaf | None, bool, str]:
     """Return the leaf whose words or ids are quoted last, whether an assistant's message quotes it, and how.
 
@@ -53,10 +53,10 @@ def quoted(
     return _of_one_trajectory(groups), last in _CONTINUED, BY_QUOTE
 
 
-def _begun_with(leaves: Leaves, text: str, fits: LeafFilter) -> Leaf | None:
+def _begun_with(leaves: LeafIndex, text: str, fits: LeafFilter) -> Leaf | None:
     """Return the leaf whose plain prompt and answer the text begins with: the longest that does."""
     try:
-        found = leaves.wholes.standing_at(text, 0, Work())
+        found = leaves.wholes.standing_at(text, 0, WorkLimit())
     except WorkLimitExceeded:
         return None
     for digest in reversed(found):  # the longest is found last
@@ -66,14 +66,14 @@ def _begun_with(leaves: Leaves, text: str, fits: LeafFilter) -> Leaf | None:
 
 
 def _groups(
-    leaves: Leaves, texts: Sequence[Text], keys: Sequence[str], fits: LeafFilter
+    leaves: LeafIndex, texts: Sequence[Text], keys: Sequence[str], fits: LeafFilter
 ) -> tuple[dict[bytes, dict[Leaf, None]], str]:
     """Return who said what is quoted, by its digest in the order of the texts, and the role of the last text that does.
 
     Raises WorkLimitExceeded.
     """
     groups: dict[bytes, dict[Leaf, None]] = {}
-    last, work = "", Work()
+    last, work = "", WorkLimit()
     fitting: dict[bytes, list[Leaf]] = {}  # the same words may stand at many places
     for place, role, text in texts:
         for at, standing in leaves.quotes.standing(text, work):
@@ -93,13 +93,15 @@ def _groups(
 
 def _may(leaf: Leaf, digest: bytes) -> bool:
     """Return whether words of a leaf may be quoted: those of a call that has its result may not."""
-    return not leaf.extended or any(quote.digest == digest and not quote.pending for quote in leaf.traces.quotes)
+    return not leaf.is_extended or any(
+        quote.digest == digest and not quote.pending for quote in leaf.fingerprints.quotes
+    )
 
 
 def _order(found: Sequence[Leaf], digest: bytes) -> tuple[float, int]:
     """Return what sorts words that stand at one place: those that were said first come first."""
-    words = [quote.digest for quote in found[0].traces.quotes]
-    return found[0].born_at, words.index(digest)
+    words = [quote.digest for quote in found[0].fingerprints.quotes]
+    return found[0].created_at, words.index(digest)
 
 
 def _answers(found: Sequence[Leaf], before: str, words: str) -> list[Leaf]:
@@ -128,7 +130,7 @@ def _texts(messages: Sequence[dict[str, Any]]) -> list[Text]:
     return found[::-1]
 
 
-def _named(leaves: Leaves, text: str) -> Iterator[Leaf]:
+def _named(leaves: LeafIndex, text: str) -> Iterator[Leaf]:
     if "-tool-" in text or ("_" in text and ("call_" in text or "toolu_" in text)):  # seldom, and quickly told
         for found in _ID.finditer(text):
             yield from leaves.calling(found[0])

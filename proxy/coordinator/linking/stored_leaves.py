@@ -1,7 +1,7 @@
 """Answers and attempts as the store gives them back after a restart, for linking to take up.
 
-Of the traces, the path without the prompt's last message is not known any more; of the prompt only the first and the
-last message are, which is where a task stands. Pure.
+Of the fingerprints, the path without the prompt's last message is not known any more; of the prompt only the first and
+the last message are, which is where a task stands. Pure.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from ratchet.proxy.messages.link_records import Attempt, Leaf, Link, TokenFingerprint
-from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS, TextFingerprints, traces
+from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, TokenFingerprint
+from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS, TextFingerprints, fingerprints_of
 from ratchet.store.content import messages as canon
 from ratchet.store.records import OpenLeaf, UnansweredCall
 
@@ -29,17 +29,17 @@ def leaf_from_store(known: OpenLeaf) -> Leaf:
         tool_call_ids=known.tool_call_ids,
         key_id=known.key_id,
         sequence=TokenFingerprint.of(known.sequence),
-        born_at=known.last_active_at,
+        created_at=known.last_active_at,
         purpose=known.purpose,
-        extended=known.extended,
-        traces=_traces(known),
+        is_extended=known.extended,
+        fingerprints=_traces(known),
     )
 
 
-def attempt_from_store(known: UnansweredCall, parent: Leaf | None) -> tuple[Attempt, Link, float]:
+def attempt_from_store(known: UnansweredCall, parent: Leaf | None) -> tuple[AttemptKey, Link, float]:
     """Return an unanswered attempt: what names it, where it belongs, and when it ended."""
     link = Link(known.trajectory_id, known.version, known.linked_by, parent, known.purpose, known.key_id)
-    return Attempt(known.key_id, known.prompt_node, known.tools_hash), link, known.ended_at
+    return AttemptKey(known.key_id, known.prompt_node, known.tools_hash), link, known.ended_at
 
 
 def _traces(known: OpenLeaf) -> TextFingerprints:
@@ -47,4 +47,4 @@ def _traces(known: OpenLeaf) -> TextFingerprints:
         return NO_FINGERPRINTS
     answer = _decode(known.reply)
     (own,) = canon.answer_keys([canon.ANYWHERE], answer)
-    return traces(answer, "", own, [_decode(body) for body in known.asked])
+    return fingerprints_of(answer, "", own, [_decode(body) for body in known.asked])

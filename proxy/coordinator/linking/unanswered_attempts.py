@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from ratchet.proxy.messages.link_records import Attempt, Link
+from ratchet.proxy.messages.link_records import AttemptKey, Link
 from ratchet.proxy.runtime.byte_quotas import ByteQuotas
 
 RETRY_WINDOW = 120.0
@@ -19,12 +19,12 @@ _MOST_SAME = 64  # attempts with one prompt
 _BYTES = 800  # of an attempt: its link, its prompt's name, its places in the tables
 
 
-class Attempts:
+class UnansweredAttempts:
     """Unanswered attempts, by what names them."""
 
     def __init__(self, max_bytes: int, max_bytes_per_key: int) -> None:
-        self._waiting: dict[Attempt, deque[tuple[Link, float]]] = {}  # those that waited longest first
-        self._quotas: ByteQuotas[Attempt] = ByteQuotas(max_bytes, max_bytes_per_key)
+        self._waiting: dict[AttemptKey, deque[tuple[Link, float]]] = {}  # those that waited longest first
+        self._quotas: ByteQuotas[AttemptKey] = ByteQuotas(max_bytes, max_bytes_per_key)
 
     def __len__(self) -> int:
         return sum(len(waiting) for waiting in self._waiting.values())
@@ -34,7 +34,7 @@ class Attempts:
         """What they take, as an estimate."""
         return self._quotas.bytes
 
-    def add(self, attempt: Attempt, link: Link, now: float) -> None:
+    def add(self, attempt: AttemptKey, link: Link, now: float) -> None:
         """Remember an attempt that ended without an answer."""
         waiting = self._waiting.pop(attempt, None)
         if waiting is None:
@@ -50,7 +50,7 @@ class Attempts:
         while (excess := self._quotas.next_to_evict(attempt.key_id)) is not None:
             self._forget(excess)
 
-    def take(self, attempt: Attempt, since: float) -> Link | None:
+    def take(self, attempt: AttemptKey, since: float) -> Link | None:
         """Return the run of the earliest attempt after `since`, and forget it and those before."""
         waiting = self._waiting.get(attempt)
         found = None
@@ -62,6 +62,6 @@ class Attempts:
             self._forget(attempt)
         return found
 
-    def _forget(self, attempt: Attempt) -> None:
+    def _forget(self, attempt: AttemptKey) -> None:
         waiting = self._waiting.pop(attempt)
         self._quotas.remove(attempt.key_id, attempt, len(waiting) * _BYTES)

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from typing import Protocol
 
 
-class Holder(Protocol):
+class PinnedTrajectory(Protocol):
     """A trajectory that holds a version. Neither alias nor version ever changes."""
 
     alias: str
@@ -23,10 +23,10 @@ class VersionPins:
     """The trajectories that hold their version."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[str, Holder] = OrderedDict()  # the stillest first, but for those under way
+        self._held: OrderedDict[str, PinnedTrajectory] = OrderedDict()  # the stillest first, but for those under way
         self._counts: Counter[str] = Counter()
 
-    def touch(self, trajectory_id: str, holder: Holder) -> None:
+    def touch(self, trajectory_id: str, holder: PinnedTrajectory) -> None:
         """A trajectory was active now."""
         if trajectory_id not in self._held:
             self._held[trajectory_id] = holder
@@ -48,7 +48,7 @@ class VersionPins:
                 self.forget(trajectory_id)
         return {policy: count for policy, count in self._counts.items() if count}
 
-    def _still(self, before: float) -> list[tuple[str, Holder]]:
+    def _still(self, before: float) -> list[tuple[str, PinnedTrajectory]]:
         """Return the first ones that were not active since."""
         found = []
         for trajectory_id, holder in self._held.items():
@@ -58,5 +58,5 @@ class VersionPins:
         return found
 
 
-def _policy(holder: Holder) -> str:
+def _policy(holder: PinnedTrajectory) -> str:
     return f"{holder.alias}@{holder.version}"

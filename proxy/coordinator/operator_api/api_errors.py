@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from ratchet.proxy.errors import BadRequest, MethodNotAllowed, NotFound, ProxyError, to_openai_error
+from ratchet.proxy.errors import BadRequest, NotFound, ProxyError, method_not_allowed, to_openai_error
 
 
 class _Told(BaseModel):
@@ -65,7 +65,7 @@ def _methods(request: Request) -> list[str]:
 def _error(request: Request, refused: HTTPException, allow: str | None) -> ProxyError:
     path = request.url.path[:200]
     if allow:
-        return MethodNotAllowed(f"{path} takes {allow}, not {request.method}", allow)
+        return method_not_allowed(f"{path} takes {allow}, not {request.method}", allow)
     if refused.status_code == 404:
         return NotFound(f"no route {request.method} {path}; there is a list in /api/openapi.json", code="unknown_route")
     return ProxyError(str(refused.detail))

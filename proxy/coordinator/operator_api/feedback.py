@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError, model_validator
 
 from ratchet.proxy.coordinator.keys.caller import Caller
-from ratchet.proxy.coordinator.shipping.record_lookups import Lookups
+from ratchet.proxy.coordinator.shipping.record_lookups import RecordLookups
 from ratchet.proxy.errors import BadRequest, NotFound, NotReady
 from ratchet.proxy.journal.journal import Journal
 from ratchet.proxy.redaction.redactor import Redactor
@@ -99,7 +99,7 @@ class FeedbackIntake:
     """Takes feedback. Belongs to the event loop's thread; the store is asked in another."""
 
     def __init__(
-        self, store: Store, journal: Journal, lookups: Lookups, redactor: Redactor | None, metrics: Metrics
+        self, store: Store, journal: Journal, lookups: RecordLookups, redactor: Redactor | None, metrics: Metrics
     ) -> None:
         self._store = store
         self._journal = journal
@@ -110,7 +110,7 @@ class FeedbackIntake:
     async def take(self, said: Feedback) -> Place | None:
         """Make it durable; return where it belongs, None where that is waited for.
 
-        Raises NotFound, NotReady, TooManyWaiting.
+        Raises NotFound, NotReady, RateLimited.
         """
         place = await self._find(said)
         if not await self._journal.commit(self._redactor.feedback(said) if self._redactor else said):
@@ -128,7 +128,7 @@ class FeedbackIntake:
             return self._store.feedback.place_of(said)
 
         try:
-            place, certain = await self._lookups.find(look, said.key_id, _PATIENCE)
+            place, certain = await self._lookups.wait_for(look, said.key_id, _PATIENCE)
         except StoreUnavailable:
             return None
         if place is None and certain:

@@ -61,7 +61,7 @@ class _ManualPromotion(_ManualDecision):
 _STATUS: dict[type[StoreError], int] = {RecordNotFound: 404, InvalidTransition: 409, StoreUnavailable: 503}
 
 
-def create_operator_api(store: Store, shipper: Shipper, links: TrajectoryLinker, desk: FeedbackIntake) -> FastAPI:
+def create_operator_api(store: Store, shipper: Shipper, linker: TrajectoryLinker, desk: FeedbackIntake) -> FastAPI:
     """Return the operator application."""
     # No pages: they would run scripts of other servers beside an API that reads everything.
     known = [Depends(_known_parameters)]
@@ -82,7 +82,7 @@ def create_operator_api(store: Store, shipper: Shipper, links: TrajectoryLinker,
 
     add_error_handlers(api)
     _add_calls(api, store)
-    _add_endings(api, store, shipper, links)
+    _add_endings(api, store, shipper, linker)
     _add_feedback(api, store, desk)
     _add_policies(api, store)
     _add_reports(api, store)
@@ -161,7 +161,7 @@ def _add_calls(api: FastAPI, store: Store) -> None:
         return _page([_exchange(one) for one in store.groups.exchanges(store.groups.get(group_id).id)])
 
 
-def _add_endings(api: FastAPI, store: Store, shipper: Shipper, links: TrajectoryLinker) -> None:
+def _add_endings(api: FastAPI, store: Store, shipper: Shipper, linker: TrajectoryLinker) -> None:
     """How trajectories end: finished by hand, or deleted."""
 
     @api.post("/trajectories/{trajectory_id}/finish")
@@ -170,7 +170,7 @@ def _add_endings(api: FastAPI, store: Store, shipper: Shipper, links: Trajectory
         if not await shipper.settle(_SETTLE_SECONDS):
             raise StoreUnavailable("the store has not taken all calls yet; finish the trajectory again in a moment")
         sealed = await run_in_threadpool(store.trajectories.seal, trajectory_id, time.time())
-        links.forget(trajectory_id)
+        linker.forget_trajectory(trajectory_id)
         return _json(_plain(sealed))
 
     @api.delete("/trajectories/{trajectory_id}")
@@ -181,7 +181,7 @@ def _add_endings(api: FastAPI, store: Store, shipper: Shipper, links: Trajectory
             raise StoreUnavailable("the store has not taken all calls yet; delete the trajectory again in a moment")
         if await run_in_threadpool(store.deletions.under_way, chosen, time.time() - _LOST_AFTER):
             raise InvalidTransition(f"a call of trajectory {trajectory_id} is under way: delete it when it has ended")
-        links.forget(trajectory_id)
+        linker.forget_trajectory(trajectory_id)
         done = await run_in_threadpool(store.deletions.delete, chosen, "operator")
         if not done.trajectories:
             raise RecordNotFound(f"no trajectory {trajectory_id}")

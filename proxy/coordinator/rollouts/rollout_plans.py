@@ -37,7 +37,7 @@ _PROMPTS = 256  # that are remembered beside the rollouts that have them
 
 
 @dataclass(slots=True, frozen=True)
-class Plan:
+class RolloutPlan:
     """What a rollout's calls are served as."""
 
     task: str | None
@@ -64,7 +64,7 @@ class Plan:
 class _Known:
     """What was found of an id. `owner` is the key that it belongs to, once that is known."""
 
-    plan: Plan | None
+    plan: RolloutPlan | None
     found_at: float
     owned: bool = False
     owner: str | None = None
@@ -73,7 +73,7 @@ class _Known:
         """Return whether the store need not be asked again."""
         return self.plan is not None or time.monotonic() - self.found_at < _UNKNOWN_SECONDS
 
-    def plan_for(self, key_id: str | None) -> Plan | None:
+    def plan_for(self, key_id: str | None) -> RolloutPlan | None:
         """Return the plan, if it is this key's; the first that asks has it where nobody was named."""
         if self.plan is None:
             return None
@@ -100,7 +100,7 @@ class Rollouts:
         """Let go of the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def find(self, trajectory_id: str, key_id: str | None) -> Plan | None:
+    async def find_plan(self, trajectory_id: str, key_id: str | None) -> RolloutPlan | None:
         """Return the plan of a rollout for a key; None for any other trajectory. Raises NotReady."""
         if not trajectory_id.startswith(_PLANNED):
             return None
@@ -109,7 +109,7 @@ class Rollouts:
             known = await self._look(trajectory_id)
         return known.plan_for(key_id)
 
-    def known(self, trajectory_id: str, key_id: str | None) -> Plan | None:
+    def cached_plan(self, trajectory_id: str, key_id: str | None) -> RolloutPlan | None:
         """Return the plan of a rollout that was looked up before; never waits."""
         known = self._known.get(trajectory_id)
         return known.plan_for(key_id) if known is not None else None
@@ -143,13 +143,13 @@ class Rollouts:
             plan = None
         return _Known(plan, time.monotonic())
 
-    def _rollout(self, name: str) -> Plan:
+    def _rollout(self, name: str) -> RolloutPlan:
         rollout = self._store.rollouts.get(name)
         prompt = self._prompt(rollout.prompt_id) if rollout.prompt_id else None
-        return Plan(rollout.task_id, rollout.model, rollout.purpose, prompt, rollout.key_id)
+        return RolloutPlan(rollout.task_id, rollout.model, rollout.purpose, prompt, rollout.key_id)
 
-    def _shadow(self, name: str) -> Plan:
+    def _shadow(self, name: str) -> RolloutPlan:
         """Return a shadow's plan: the original's task and version, under its own purpose."""
         shadow = self._store.resamples.get(name)
         task = self._store.trajectories.get(shadow.original_id).task
-        return Plan(task, f"{shadow.alias}@{shadow.version}", RESAMPLE, None, None)
+        return RolloutPlan(task, f"{shadow.alias}@{shadow.version}", RESAMPLE, None, None)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
-from ratchet.proxy.errors import NotReady, TooManyWaiting
+from ratchet.proxy.errors import NotReady, RateLimited
 from ratchet.proxy.runtime import thread_pools
 from ratchet.store.records import ProxyInstance
 from ratchet.store.store import Store
@@ -31,7 +31,7 @@ _FIRST_PAUSE = 0.1  # seconds; each pause is twice the one before
 _Found = TypeVar("_Found")
 
 
-class Lookups:
+class RecordLookups:
     """Looks for records until they are there, or until nobody can hold them any more. Belongs to the loop's thread."""
 
     def __init__(self, store: Store, shipper: Shipper | None = None) -> None:
@@ -41,7 +41,7 @@ class Lookups:
         self._doors: asyncio.Task[list[ProxyInstance]] | None = None
         self._doors_at = 0.0
 
-    async def find(
+    async def wait_for(
         self,
         look: Callable[[], _Found | None],
         key_id: str | None,
@@ -53,7 +53,7 @@ class Lookups:
         """Return what `look` finds, and whether it is certain that nobody had recorded it when this was asked.
 
         Waits `patience` seconds at most; 0: looks once. `ours`: it may be this proxy's own. `for_call`: a call to a
-        model goes on from it. Raises what `look` raises, StoreUnavailable, TooManyWaiting, NotReady.
+        model goes on from it. Raises what `look` raises, StoreUnavailable, RateLimited, NotReady.
         """
         run = thread_pools.run_call_lookup if for_call else thread_pools.run_lookup
         if not patience:
@@ -96,11 +96,12 @@ class Lookups:
 
     @contextmanager
     def _count_waiter(self, key_id: str | None) -> Iterator[None]:
-        """Count one who waits. Raises TooManyWaiting, NotReady."""
+        """Count one who waits. Raises RateLimited, NotReady."""
         if self._waiting[key_id] >= MOST_WAITING:
-            raise TooManyWaiting(
+            raise RateLimited(
                 f"{MOST_WAITING} requests of this key wait already for records that are not in the store: ask only for "
-                "ids that this proxy gave, and again in a moment"
+                "ids that this proxy gave, and again in a moment",
+                code="too_many_waiting",
             )
         if self._waiting.total() >= _MOST_IN_ALL:
             raise NotReady(f"{_MOST_IN_ALL} requests wait already for records that are not in the store: ask again")

@@ -73,7 +73,7 @@ class ToolCallChecker:
         call = call if isinstance(call, dict) else {}
         function = call.get("function") if isinstance(call.get("function"), dict) else {}
         name = str(function.get("name") or "")
-        outcome, detail = self._toolset(begun).judge(name, function.get("arguments"))
+        outcome, detail = self._toolset(begun).check_call(name, function.get("arguments"))
         return ToolCall(
             call_id=begun.call_id,
             choice=choice,

@@ -48,7 +48,7 @@ class Toolset:
         self._ready: dict[str, BoundedSchema | str] = {}  # or why it cannot be checked
         self._timeouts: Counter[str] = Counter()
 
-    def judge(self, name: str, arguments: Any) -> ToolCallVerdict:
+    def check_call(self, name: str, arguments: Any) -> ToolCallVerdict:
         """Return the outcome of a call with the arguments as they were sampled, and what is wrong."""
         if self._fault:
             return ToolOutcome.UNCHECKED, self._fault

@@ -65,7 +65,7 @@ class PolicyCache:
         heartbeat_seconds: float = 1.0,
     ) -> None:
         self.aliases = tuple(aliases)
-        self.others = frozenset(others)  # models that are not trained here
+        self.other_models = frozenset(others)  # models that are not trained here
         self.heard_at = 0.0  # when the store answered last, monotonic seconds
         self._store = store
         self._upstream = upstream
@@ -92,9 +92,9 @@ class PolicyCache:
 
     # --- questions of the hot path ----------------------------------------------------------------------------
 
-    def choose(self, model: str) -> tuple[str, int | None]:
+    def resolve_model(self, model: str) -> tuple[str, int | None]:
         """Return (alias, version asked for) of a model name. Raises NotFound, NotReady."""
-        if model in self.others:
+        if model in self.other_models:
             return model, None
         alias, at, number = model.partition("@")
         if alias not in self.aliases:
@@ -123,36 +123,36 @@ class PolicyCache:
             with contextlib.suppress(StoreError):  # then it is as unknown as before
                 await self._refresh_all()
 
-    def begins(self, alias: str, trajectory_id: str) -> int:
+    def version_for_new_trajectory(self, alias: str, trajectory_id: str) -> int:
         """Return the version that a new trajectory begins on: the canary for its share of them, else the live one.
 
         Which ones a canary gets is told by the trajectory's id alone, and a larger share keeps those of a smaller.
         """
         canary = self._canaries.get(alias)
-        if canary is None or alias in self.others:
-            return self.live(alias)
-        chosen = canary.version if _place(canary, trajectory_id) < (canary.share or 0.0) else self.live(alias)
+        if canary is None or alias in self.other_models:
+            return self.live_version(alias)
+        chosen = canary.version if _place(canary, trajectory_id) < (canary.share or 0.0) else self.live_version(alias)
         self._metrics.canary_trajectories.labels(alias, "canary" if chosen == canary.version else "live").inc()
         return chosen
 
-    def live(self, alias: str) -> int:
+    def live_version(self, alias: str) -> int:
         """Return the version that new trajectories of a known alias begin on; 0 of a model that is not ours."""
-        return BASE_VERSION if alias in self.others else self._live[alias]
+        return BASE_VERSION if alias in self.other_models else self._live[alias]
 
-    def served(self, alias: str, version: int) -> str:
+    def served_name(self, alias: str, version: int) -> str:
         """Return the name that vLLM knows a version by."""
         known = self._every.get((alias, version))
         return known.served_name if known else f"{alias}@{version}"
 
-    def prompt(self, alias: str, version: int) -> Prompt | None:
+    def prompt_of(self, alias: str, version: int) -> Prompt | None:
         """Return the prompt that a version has."""
         return self._prompts.get((alias, version)) if self._prompts else None
 
-    def known(self) -> Iterable[Policy]:
+    def list_versions(self) -> Iterable[Policy]:
         """Return every version that can be asked for, by alias and version."""
         return [self._versions[key] for key in sorted(self._versions)]
 
-    async def adapter(self, alias: str, version: int) -> str | None:
+    async def adapter_path(self, alias: str, version: int) -> str | None:
         """Return the adapter folder of a version; None for the base model or where nobody knows it."""
         known = self._every.get((alias, version))
         if known is None:
@@ -162,7 +162,7 @@ class PolicyCache:
                 return None
         return known.adapter
 
-    def readiness(self) -> list[str]:
+    def readiness_problems(self) -> list[str]:
         """Return what is missing before calls can be served; empty when nothing is."""
         missing = [f"no live version of {alias}: vLLM has not been reached yet" for alias in self.aliases
                    if alias not in self._live]  # fmt: skip
@@ -171,8 +171,8 @@ class PolicyCache:
         return missing
 
     def _unknown(self, model: str) -> NotFound:
-        versions = (f"{p.alias}@{p.version}" for p in self.known())
-        exist = ", ".join([*self.aliases, *sorted(self.others), *versions])
+        versions = (f"{p.alias}@{p.version}" for p in self.list_versions())
+        exist = ", ".join([*self.aliases, *sorted(self.other_models), *versions])
         return NotFound(
             f"the model {model[:120]!r} does not exist; there are: {exist}", param="model", code="model_not_found"
         )

@@ -9,7 +9,7 @@ import msgspec
 from starlette.types import Message
 
 from ratchet.proxy.dialects.dialect import ResponseEncoder
-from ratchet.proxy.messages.link_records import Attempt
+from ratchet.proxy.messages.link_records import AttemptKey
 from ratchet.proxy.wire.asgi import JSON, Headers
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.request_body import ChatRequest
@@ -25,7 +25,7 @@ class ActiveCall(msgspec.Struct):
     opened: OpenCall
     voice: ResponseEncoder
     request_id: bytes
-    attempt: Attempt  # what a retry repeats
+    attempt: AttemptKey  # what a retry repeats
     arrived: float
     upstream_seconds: float = 0.0
     waiting_since: float | None = None  # for the upstream

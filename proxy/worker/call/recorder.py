@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from ratchet.proxy.dialects.dialect import Asked
+from ratchet.proxy.dialects.dialect import ParsedRequest
 from ratchet.proxy.journal.journal import Journal
 from ratchet.proxy.messages.link_records import Leaf, Link, TokenFingerprint
-from ratchet.proxy.messages.text_fingerprints import TextFingerprints, traces
+from ratchet.proxy.messages.text_fingerprints import TextFingerprints, fingerprints_of
 from ratchet.proxy.redaction.redactor import Redactor
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.wire.capture import Capture
@@ -75,9 +75,9 @@ class Recorder:
         self._epoch += 1  # first: what is under way, and left some out, proves nothing any more
         self._known.clear()
 
-    def begin(self, asked: Asked, link: Link, begun: CallBegun) -> OpenCall:
+    def begin(self, asked: ParsedRequest, link: Link, begun: CallBegun) -> OpenCall:
         """Journal the beginning of a call; it is not waited for."""
-        request, kept, epoch = asked.request, asked.kept, self._epoch
+        request, kept, epoch = asked.request, asked.storable, self._epoch
         nodes, tools = (asked.nodes, request.tools) if kept is None else (kept.nodes, kept.tools)
         if self._redactor is not None and kept is not None:
             begun = self._redactor.begun(begun, kept)
@@ -155,7 +155,7 @@ def assemble(opened: OpenCall, capture: Capture, end: CallOutcome) -> tuple[Call
         choices.append(choice)
         nodes.append(node)
         if choice.link_key and answered.has_content():
-            seen = traces(message, keys[2] if keys[2:] else "", keys[1], opened.messages)
+            seen = fingerprints_of(message, keys[2] if keys[2:] else "", keys[1], opened.messages)
             leaves.append(_leaf(begun, choice, prompt, end.ended_at, seen))
     failed = end.state == CallState.FAILED
     untrainable = opened.untrainable or ("failed" if failed else capture.untrainable())
@@ -200,7 +200,7 @@ def _leaf(begun: CallBegun, choice: Choice, prompt: bytes, now: float, seen: Tex
         tool_call_ids=choice.tool_call_ids,
         key_id=begun.key_id,
         sequence=TokenFingerprint.of(whole),
-        born_at=now,
+        created_at=now,
         purpose=begun.purpose,
-        traces=seen,
+        fingerprints=seen,
     )

@@ -20,15 +20,15 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
-from ratchet.proxy.coordinator.limits.rate_limits import HOLD, Hold
+from ratchet.proxy.coordinator.limits.rate_limits import TOKEN_RESERVATION, TokenReservation
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
-from ratchet.proxy.coordinator.rollouts.rollout_plans import PREFIX, Plan, Rollouts
+from ratchet.proxy.coordinator.rollouts.rollout_plans import PREFIX, RolloutPlan, Rollouts
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.dialects import tool_grammar
 from ratchet.proxy.dialects.chat import PATH
-from ratchet.proxy.dialects.dialect import LARGE, Asked, Dialect, ResponseEncoder
-from ratchet.proxy.errors import ClientLeft, UpstreamBroke, UpstreamError, UpstreamRefused
-from ratchet.proxy.messages.link_records import Attempt
+from ratchet.proxy.dialects.dialect import LARGE, Dialect, ParsedRequest, ResponseEncoder
+from ratchet.proxy.errors import ClientDisconnected, UpstreamDisconnected, UpstreamError, upstream_refusal
+from ratchet.proxy.messages.link_records import AttemptKey
 from ratchet.proxy.runtime.thread_pools import run_parsing
 from ratchet.proxy.telemetry.metrics import Metrics, error_label
 from ratchet.proxy.wire.asgi import CLIENT_LEFT, KEY_ID, headers_of, send_bytes
@@ -61,8 +61,8 @@ class CallEndpoint:
     def __init__(
         self,
         dialect: Dialect,
-        book: PolicyCache,
-        links: TrajectoryLinker,
+        policies: PolicyCache,
+        linker: TrajectoryLinker,
         recorder: Recorder,
         forwarder: Forwarder,
         contexts: TokenContexts | None,
@@ -75,8 +75,8 @@ class CallEndpoint:
         longest_context: Callable[[], int | None],
     ) -> None:
         self._dialect = dialect
-        self._book = book
-        self._links = links
+        self._policies = policies
+        self._linker = linker
         self._recorder = recorder
         self._forwarder = forwarder
         self._contexts = contexts
@@ -97,14 +97,14 @@ class CallEndpoint:
         headers = headers_of(scope)
         named = request_identity.named(scope, headers, asked.request)
         # Nothing of a rollout is known before the store has told it; any other call does not wait.
-        plan = await self._rollouts.find(named[0], scope[KEY_ID]) if named[0] else None
-        hold: Hold | None = scope.get(HOLD)
+        plan = await self._rollouts.find_plan(named[0], scope[KEY_ID]) if named[0] else None
+        hold: TokenReservation | None = scope.get(TOKEN_RESERVATION)
         if hold is not None:
-            context = None if asked.request.model in self._book.others else self._longest_context()
+            context = None if asked.request.model in self._policies.other_models else self._longest_context()
             hold.reserve(asked.request.sampling, body, context)
-        model = plan.model_for(asked.request.model, self._book.others) if plan else asked.request.model
+        model = plan.model_for(asked.request.model, self._policies.other_models) if plan else asked.request.model
         if "@" in model:
-            await self._book.refresh_if_unknown(model)
+            await self._policies.refresh_if_unknown(model)
         exchange = self._open(scope, headers, asked, named, plan, model, arrived)
         self._metrics.under_way += 1
         with DisconnectWatch(receive, scope.get(CLIENT_LEFT)) as watch:
@@ -112,7 +112,7 @@ class CallEndpoint:
                 await self._serve(exchange, self._observer.begun(exchange, headers), send, watch)
             except UpstreamError as error:
                 await self._fail(exchange, error, send, watch)
-            except ClientLeft:
+            except ClientDisconnected:
                 watch.left = True
                 self._abandon(exchange, left=True)
             except asyncio.CancelledError:
@@ -133,26 +133,26 @@ class CallEndpoint:
         self,
         scope: Scope,
         headers: dict[bytes, bytes],
-        asked: Asked,
+        asked: ParsedRequest,
         named: request_identity.Named,
-        plan: Plan | None,
+        plan: RolloutPlan | None,
         model: str,
         arrived: float,
     ) -> ActiveCall:
         """Fix the call's identity, version and sampling, and journal its beginning. Nothing here waits."""
         request, nodes, keys = asked.request, asked.nodes, asked.keys
-        alias, wanted = self._book.choose(model)
+        alias, wanted = self._policies.resolve_model(model)
         now = time.time()
-        attempt = Attempt(scope[KEY_ID], nodes[-1].hash if nodes else "", request.tools_hash)
-        other = alias in self._book.others
+        attempt = AttemptKey(scope[KEY_ID], nodes[-1].hash if nodes else "", request.tools_hash)
+        other = alias in self._policies.other_models
         found = request_identity.evidence(headers, request, keys, (alias, wanted), attempt, now, named, other, plan)
-        link = self._links.find(found)
+        link = self._linker.find_link(found)
         version = wanted if link.version is None else link.version
         version = self._begins(alias, link.trajectory_id, plan) if version is None else version
         link = msgspec.structs.replace(link, version=version)
-        self._links.begin(link, alias, version, now)
+        self._linker.begin_call(link, alias, version, now)
         if plan is None and link.trajectory_id.startswith(PREFIX):  # found by its words
-            plan = self._rollouts.known(link.trajectory_id, scope[KEY_ID])
+            plan = self._rollouts.cached_plan(link.trajectory_id, scope[KEY_ID])
         task, role, tags = request_identity.labels(headers)
         begun = CallBegun(
             call_id=new_id("call"),
@@ -184,19 +184,19 @@ class CallEndpoint:
             arrived=arrived,
         )
 
-    def _begins(self, alias: str, trajectory_id: str, plan: Plan | None) -> int:
+    def _begins(self, alias: str, trajectory_id: str, plan: RolloutPlan | None) -> int:
         """Return the version of a new trajectory; what is measured begins on the live one, not on a canary."""
         if plan is None or plan.plain:
-            return self._book.begins(alias, trajectory_id)
-        return self._book.live(alias)
+            return self._policies.version_for_new_trajectory(alias, trajectory_id)
+        return self._policies.live_version(alias)
 
-    def _with_prompt(self, request: ChatRequest, begun: CallBegun, plan: Plan | None) -> ChatRequest:
+    def _with_prompt(self, request: ChatRequest, begun: CallBegun, plan: RolloutPlan | None) -> ChatRequest:
         """Return the request as it goes to vLLM: with the rollout's prompt, else the version's, if there is one."""
-        prompt = plan.prompt_for(begun.alias, self._book.others) if plan else None
-        prompt = prompt or self._book.prompt(begun.alias, begun.version)
+        prompt = plan.prompt_for(begun.alias, self._policies.other_models) if plan else None
+        prompt = prompt or self._policies.prompt_of(begun.alias, begun.version)
         if prompt is None or self._dialect.path != PATH:
             return request
-        return swapped(request, prompt, self._links.family(begun))
+        return swapped(request, prompt, self._linker.task_family(begun))
 
     async def _serve(self, exchange: ActiveCall, trace: dict[str, str], send: Send, watch: DisconnectWatch) -> None:
         quiet = None
@@ -262,7 +262,7 @@ class CallEndpoint:
             if done:
                 break
         else:
-            raise UpstreamBroke(f"upstream {answer.url} ended its stream without [DONE]")
+            raise UpstreamDisconnected(f"upstream {answer.url} ended its stream without [DONE]")
         watch.check()
         last = exchange.voice.end()
         broken = exchange.capture.error
@@ -289,7 +289,7 @@ class CallEndpoint:
     ) -> None:
         """Pass on an upstream's error: its status, its body, and when to come back; or as an event."""
         if answer.status < 400:
-            raise UpstreamBroke(f"upstream {answer.url} answered {answer.status}, which is no answer to a call")
+            raise UpstreamDisconnected(f"upstream {answer.url} answered {answer.status}, which is no answer to a call")
         body, message = self._dialect.shape.encode_upstream_error(answer.status, await answer.read())
         self._metrics.upstream_errors.labels(f"status_{answer.status // 100}xx").inc()
         exchange.failure = f"status_{answer.status // 100}xx"
@@ -298,7 +298,7 @@ class CallEndpoint:
         if exchange.started:
             await _wait(self._end(exchange, CallState.FAILED, 200, message))
             watch.stop()
-            refused = parse_context_overflow(answer.status, message) or UpstreamRefused(message, answer.status)
+            refused = parse_context_overflow(answer.status, message) or upstream_refusal(message, answer.status)
             await send({"type": "http.response.body", "body": exchange.voice.failed(refused)})
             return
         headers = exchange.headers()
@@ -326,7 +326,7 @@ class CallEndpoint:
     def _abandon(self, exchange: ActiveCall, left: bool) -> None:
         """The call ends early, by its client or by a stop of the proxy; what was generated so far is recorded."""
         if exchange.over:  # recorded as answered, but the answer did not go out
-            self._links.unanswered(exchange.opened.link, exchange.attempt, time.time())
+            self._linker.add_unanswered(exchange.opened.link, exchange.attempt, time.time())
         else:
             exchange.failure = "client_disconnected" if left else "stopped"
             status, reason = (499, "the client left") if left else (503, "the proxy was stopped")
@@ -340,11 +340,11 @@ class CallEndpoint:
         now = time.time()
         end = CallOutcome(state, status, now, exchange.first_byte_at, error, exchange.url)
         leaves, durable = self._recorder.end(exchange.opened, exchange.capture, end)
-        self._links.end(exchange.opened.link, leaves, now)
+        self._linker.end_call(exchange.opened.link, leaves, now)
         if self._contexts is not None and exchange.opened.ended is not None:
-            self._contexts.add(exchange.opened.ended)
+            self._contexts.add_answers(exchange.opened.ended)
         if state == CallState.ABORTED or status in _RETRIED or status >= 500:
-            self._links.unanswered(exchange.opened.link, exchange.attempt, now)
+            self._linker.add_unanswered(exchange.opened.link, exchange.attempt, now)
         return durable
 
     async def _last(

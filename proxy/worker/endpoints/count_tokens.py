@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from ratchet.proxy.coordinator.rollouts.rollout_plans import Plan, Rollouts
+from ratchet.proxy.coordinator.rollouts.rollout_plans import RolloutPlan, Rollouts
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.dialects import anthropic_request, inner_request
 from ratchet.proxy.dialects.dialect import read_body_with
-from ratchet.proxy.errors import BadRequest, UpstreamBroke
+from ratchet.proxy.errors import BadRequest, UpstreamDisconnected
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.wire.asgi import JSON, KEY_ID, headers_of, send_bytes, send_json
@@ -34,9 +34,14 @@ class CountTokensEndpoint:
     """The endpoint. Nothing is generated, so nothing is recorded."""
 
     def __init__(
-        self, book: PolicyCache, upstream: Upstream, pool: ReplicaPool[Replica], rollouts: Rollouts, bounds: BodyBounds
+        self,
+        policies: PolicyCache,
+        upstream: Upstream,
+        pool: ReplicaPool[Replica],
+        rollouts: Rollouts,
+        bounds: BodyBounds,
     ) -> None:
-        self._book = book
+        self._policies = policies
         self._rollouts = rollouts
         self._upstream = upstream
         self._pool = pool
@@ -60,26 +65,28 @@ class CountTokensEndpoint:
             else:
                 await send_bytes(send, status, ANTHROPIC.encode_upstream_error(status, answer)[0], [JSON])
 
-    async def _planned(self, scope: Scope) -> tuple[Plan | None, str | None]:
+    async def _planned(self, scope: Scope) -> tuple[RolloutPlan | None, str | None]:
         """Return the plan of the rollout that is named, and the family of the task that is known. Raises NotReady."""
         headers = headers_of(scope)
         name, task = request_identity.trajectory_outside_body(scope, headers), request_identity.labels(headers)[0]
-        plan = await self._rollouts.find(name, scope[KEY_ID]) if name else None
+        plan = await self._rollouts.find_plan(name, scope[KEY_ID]) if name else None
         if plan is not None and plan.model is not None and "@" in plan.model:
-            await self._book.refresh_if_unknown(plan.model)
+            await self._policies.refresh_if_unknown(plan.model)
         task = plan.task if plan else task
         return plan, family_of(task, "") if task else None
 
-    def _body(self, body: bytes, plan: Plan | None, family: str | None) -> bytes:
+    def _body(self, body: bytes, plan: RolloutPlan | None, family: str | None) -> bytes:
         fields = inner_request.decode(body)
         inner_request.require(fields, "model")
         asked = fields["model"]
-        alias, version = self._book.choose(plan.model_for(asked, self._book.others) if plan else asked)
-        if alias in self._book.others:
+        alias, version = self._policies.resolve_model(
+            plan.model_for(asked, self._policies.other_models) if plan else asked
+        )
+        if alias in self._policies.other_models:
             raise BadRequest(f"the tokens of {alias}, a model of another server, cannot be counted here", param="model")
-        version = self._book.live(alias) if version is None else version
-        counted = anthropic_request.count_body(fields, self._book.served(alias, version))
-        prompt = plan.prompt if plan and plan.prompt else self._book.prompt(alias, version)
+        version = self._policies.live_version(alias) if version is None else version
+        counted = anthropic_request.count_body(fields, self._policies.served_name(alias, version))
+        prompt = plan.prompt if plan and plan.prompt else self._policies.prompt_of(alias, version)
         counted["messages"] = with_prompt(counted["messages"], prompt, family)
         return msgspec.json.encode(counted)
 
@@ -96,4 +103,4 @@ def _count(answer: bytes) -> int:
         told: Any = msgspec.json.decode(answer, type=dict[str, Any])["count"]
         return int(told)
     except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
-        raise UpstreamBroke(f"the upstream's /tokenize did not answer with a count: {error}") from error
+        raise UpstreamDisconnected(f"the upstream's /tokenize did not answer with a count: {error}") from error

@@ -23,8 +23,8 @@ Card = dict[str, Any]
 class ModelsEndpoint:
     """The endpoint for the list and for one model."""
 
-    def __init__(self, book: PolicyCache) -> None:
-        self._book = book
+    def __init__(self, policies: PolicyCache) -> None:
+        self._policies = policies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         cards = self._cards()
@@ -43,15 +43,17 @@ class ModelsEndpoint:
         await send_json(send, 200, _anthropic(cards[name]) if anthropic else cards[name])
 
     def _cards(self) -> dict[str, Card]:
-        versions = list(self._book.known())
+        versions = list(self._policies.list_versions())
         cards: dict[str, Card] = {}
-        for alias in self._book.aliases:
+        for alias in self._policies.aliases:
             born = min((policy.created_at for policy in versions if policy.alias == alias), default=0.0)
             cards[alias] = _card(alias, born, None)
         for policy in versions:
             name = f"{policy.alias}@{policy.version}"
             cards[name] = _card(name, policy.created_at, policy.alias) | {"state": str(policy.state)}
-        return cards | {name: _card(name, 0.0, None) | {"owned_by": "upstream"} for name in sorted(self._book.others)}
+        return cards | {
+            name: _card(name, 0.0, None) | {"owned_by": "upstream"} for name in sorted(self._policies.other_models)
+        }
 
 
 def _page(cards: Mapping[str, Card]) -> Card:

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Raw
 from starlette.types import Receive, Scope, Send
 
-from ratchet.proxy.coordinator.limits.rate_limits import HOLD
+from ratchet.proxy.coordinator.limits.rate_limits import TOKEN_RESERVATION
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.errors import BadRequest, NotFound
 from ratchet.proxy.telemetry.metrics import Metrics
@@ -57,18 +57,18 @@ class PassThroughEndpoint:
 
     def __init__(
         self,
-        book: PolicyCache,
+        policies: PolicyCache,
         upstream: Upstream,
         pool: ReplicaPool[Replica],
         others: OtherModels,
         metrics: Metrics,
         bounds: BodyBounds,
     ) -> None:
-        self._book = book
+        self._policies = policies
         self._others = others
         self._upstream = upstream
         self._pool = pool
-        self._adapters = AdapterLoader(book, upstream, metrics)
+        self._adapters = AdapterLoader(policies, upstream, metrics)
         self._bounds = bounds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,12 +76,12 @@ class PassThroughEndpoint:
             raise NotFound(f"no route {scope['method']} {scope['path'][:200]}", code="unknown_route")
         is_json = "json" in (header(scope, b"content-type") or "")
         body = await (read_json(receive, self._bounds) if is_json else read_body(receive, self._bounds.body))
-        if HOLD in scope:
-            scope[HOLD].reserve_prompt(body)
+        if TOKEN_RESERVATION in scope:
+            scope[TOKEN_RESERVATION].reserve_prompt(body)
         fields, name = _fields(body) if body and is_json else ({}, None)
         if name is not None and "@" in name:
-            await self._book.refresh_if_unknown(name)
-        other = name in self._book.others
+            await self._policies.refresh_if_unknown(name)
+        other = name in self._policies.other_models
         if other and scope[PATH] not in _OF_OTHERS:
             raise NotFound(f"no route {scope['path'][:200]} for the model {name}", code="unknown_route")
         with DisconnectWatch(receive) as watch:
@@ -128,9 +128,9 @@ class PassThroughEndpoint:
 
     def _served(self, fields: dict[str, Raw], name: str) -> tuple[bytes, tuple[str, int]]:
         """Return the body with its model alias replaced, and (alias, version). Raises NotFound, NotReady."""
-        alias, version = self._book.choose(name)
-        version = self._book.live(alias) if version is None else version
-        served = Raw(msgspec.json.encode(self._book.served(alias, version)))
+        alias, version = self._policies.resolve_model(name)
+        version = self._policies.live_version(alias) if version is None else version
+        served = Raw(msgspec.json.encode(self._policies.served_name(alias, version)))
         return msgspec.json.encode({**fields, "model": served}), (alias, version)
 
 

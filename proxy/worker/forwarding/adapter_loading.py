@@ -18,10 +18,10 @@ log = logging.getLogger("ratchet.proxy")
 
 
 class AdapterLoader:
-    """The adapters of the versions in the book."""
+    """The adapters of the versions in the policies."""
 
-    def __init__(self, book: PolicyCache, upstream: Upstream, metrics: Metrics) -> None:
-        self._book = book
+    def __init__(self, policies: PolicyCache, upstream: Upstream, metrics: Metrics) -> None:
+        self._policies = policies
         self._upstream = upstream
         self._metrics = metrics
 
@@ -32,12 +32,12 @@ class AdapterLoader:
         """
         if answer.status != 404 or version == BASE_VERSION:
             return False
-        folder = await self._book.adapter(alias, version)
+        folder = await self._policies.adapter_path(alias, version)
         if folder is None:
             return False
         answer.close()
         url = answer.url
-        served = self._book.served(alias, version)
+        served = self._policies.served_name(alias, version)
         try:
             await self._upstream.load_adapter(url, served, folder)
         except UpstreamError:

@@ -71,7 +71,7 @@ class ExactForwarder:
     def __init__(
         self,
         plain: Forwarder,
-        book: PolicyCache,
+        policies: PolicyCache,
         upstream: Upstream,
         pool: ReplicaPool[Replica],
         contexts: TokenContexts,
@@ -80,7 +80,7 @@ class ExactForwarder:
         insisted: bool,
     ) -> None:
         self._plain = plain
-        self._book = book
+        self._policies = policies
         self._upstream = upstream
         self._pool = pool
         self._contexts = contexts
@@ -117,7 +117,7 @@ class ExactForwarder:
             if url not in self._without or self._insisted:
                 log.warning("event=exact_context_not_offered upstream=%s reason=%r", url, str(error))
             self._without[url] = time.monotonic() + _ASK_AGAIN
-            self._contexts.rest()
+            self._contexts.shrink()
         else:
             log.warning("event=exact_context_failed call=%s reason=%r", exchange.opened.begun.call_id, str(error))
 
@@ -130,12 +130,12 @@ class ExactForwarder:
         _check_suited(wanted)
         if self._without.get(url, 0.0) > time.monotonic():
             raise ContextFork("not_offered")
-        held = await self._contexts.of(leaf)
+        held = await self._contexts.find_context(leaf)
         if held is None:
             raise ContextFork("context_unknown")
         # A system prompt that was swapped in where the client sent none stands before all that it sent.
         place = _place(exchange.opened.keys, leaf) + len(wanted.messages) - len(exchange.opened.messages)
-        body = wanted.outgoing_fields(self._book.served(begun.alias, begun.version))
+        body = wanted.outgoing_fields(self._policies.served_name(begun.alias, begun.version))
         rendered, spliced = await self._spliced(url, begun.alias, body, wanted, place, held)
         if spliced is None:
             return None

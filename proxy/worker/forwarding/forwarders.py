@@ -44,11 +44,11 @@ class ModelRouter:
 class VllmForwarder:
     """To the vLLM replicas; loads an adapter where one is missing."""
 
-    def __init__(self, book: PolicyCache, upstream: Upstream, pool: ReplicaPool[Replica], metrics: Metrics) -> None:
-        self._book = book
+    def __init__(self, policies: PolicyCache, upstream: Upstream, pool: ReplicaPool[Replica], metrics: Metrics) -> None:
+        self._policies = policies
         self._upstream = upstream
         self._pool = pool
-        self._adapters = AdapterLoader(book, upstream, metrics)
+        self._adapters = AdapterLoader(policies, upstream, metrics)
 
     async def look(self, replica: Replica) -> list[dict[str, Any]]:
         """Ask a replica whether it is there; return the models that it holds. Raises UpstreamError."""
@@ -62,7 +62,7 @@ class VllmForwarder:
         too_long = find_context_overflow(exchange.request, (replica.max_model_len for replica in self._pool.replicas))
         if too_long:
             raise too_long
-        body = exchange.request.outgoing(self._book.served(begun.alias, begun.version))
+        body = exchange.request.outgoing(self._policies.served_name(begun.alias, begun.version))
 
         async def ask(replica: Replica) -> HttpResponse:
             exchange.url = replica.url

@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ratchet.proxy.api_keys import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, PREFIX, hash_key, is_loopback
-from ratchet.proxy.coordinator.keys.caller import NOBODY, OPERATOR, Caller
+from ratchet.proxy.coordinator.keys.caller import ANONYMOUS, OPERATOR, Caller
 from ratchet.proxy.coordinator.keys.key_cache import KeyCache
 from ratchet.proxy.coordinator.limits.rate_limits import with_rate_limits
-from ratchet.proxy.errors import Forbidden, WrongKey
+from ratchet.proxy.errors import Forbidden, InvalidApiKey
 from ratchet.proxy.wire.asgi import CALLER, KEY_ID, header, headers_of
 from ratchet.store.access.ownership import UNCHECKED
 
@@ -35,23 +35,23 @@ _FEEDBACK_ROUTE = ("POST", "/api/feedback")  # an agent's key opens this as well
 class Authentication:
     """Refuses unknown API keys and puts the caller into the scope. Keys are never kept, only hashes."""
 
-    def __init__(self, app: ASGIApp, ring: KeyCache, allowed_origins: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, key_cache: KeyCache, allowed_origins: Collection[str]) -> None:
         self._app = app
-        self._ring = ring
+        self._key_cache = key_cache
         self._pages = frozenset(origin for origin in allowed_origins if _is_ours(origin))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
-        caller = NOBODY
+        caller = ANONYMOUS
         if not path.startswith(_OPEN_PATHS) and path != _FRONT:
-            needed = self._ring.needed
+            needed = self._key_cache.key_needed
             if not needed:
                 _check_web_origin(scope, self._pages)
             key = _key_of(scope)
-            if key.startswith(PREFIX) and (needed or self._ring.has_operators):
+            if key.startswith(PREFIX) and (needed or self._key_cache.has_operators):
                 await self._refresh_keys_for(key)
             if self._is_operator_request(scope, path, key):
-                if not self._ring.operator_key_needed and not _is_own(scope):
+                if not self._key_cache.operator_key_needed and not _is_own(scope):
                     raise _other_page(scope)
                 self._check_operator(key)
                 caller = OPERATOR
@@ -66,23 +66,27 @@ class Authentication:
 
     async def _refresh_keys_for(self, key: str) -> None:
         """Have a key that nobody knows looked for: it may have been made a moment ago."""
-        if not self._ring.knows(_hash(key)) and not self._ring.knows(_hash(key.partition(":")[0])):
-            await self._ring.refresh_keys()
+        if not self._key_cache.is_known_key(_hash(key)) and not self._key_cache.is_known_key(
+            _hash(key.partition(":")[0])
+        ):
+            await self._key_cache.refresh_keys()
 
     def _is_operator_request(self, scope: Scope, path: str, key: str) -> bool:
         """Return whether a request is to be let in as an operator's, or not at all."""
         if (scope["method"], path) == _FEEDBACK_ROUTE:  # what another page says of an answer is not the operator's word
-            return self._ring.is_operator_key(_hash(key)) or (not self._ring.operator_key_needed and _is_own(scope))
+            return self._key_cache.is_operator_key(_hash(key)) or (
+                not self._key_cache.operator_key_needed and _is_own(scope)
+            )
         return path == _OPERATOR_PATH or path.startswith(_OPERATOR_PATH + "/")
 
     def _agent(self, key: str) -> Caller:
-        """Return whose key it is, with the trajectory of its suffix. Raises WrongKey."""
-        if caller := self._ring.agent(_hash(key)):
+        """Return whose key it is, with the trajectory of its suffix. Raises InvalidApiKey."""
+        if caller := self._key_cache.caller_of(_hash(key)):
             return caller
         bare, colon, trajectory = key.partition(":")
-        if colon and (caller := self._ring.agent(_hash(bare))):
+        if colon and (caller := self._key_cache.caller_of(_hash(bare))):
             return Caller(caller.key_id, trajectory or None, caller.meter)
-        if self._ring.is_operator_key(_hash(key)):
+        if self._key_cache.is_operator_key(_hash(key)):
             raise Forbidden(
                 f"an operator's key opens {_OPERATOR_PATH} alone: send an agent's key (`ratchet keys create`, or "
                 f"{KEYS_VARIABLE})"
@@ -92,20 +96,20 @@ class Authentication:
     def _anyone(self, key: str) -> Caller:
         """Return a caller who needs no key; the one that was sent tells agents apart, and no more."""
         if not key:
-            return self._ring.anyone
+            return self._key_cache.anyone
         bare, _, trajectory = key.partition(":") if key.startswith(PREFIX) else (key, "", "")
-        return Caller(UNCHECKED + _hash(bare)[:16], trajectory or None, self._ring.anyone.meter)
+        return Caller(UNCHECKED + _hash(bare)[:16], trajectory or None, self._key_cache.anyone.meter)
 
     def _check_operator(self, key: str) -> None:
         hashed = _hash(key)
-        if self._ring.is_operator_key(hashed) or not self._ring.operator_key_needed:
+        if self._key_cache.is_operator_key(hashed) or not self._key_cache.operator_key_needed:
             return
-        if self._ring.agent(hashed) is None:
+        if self._key_cache.caller_of(hashed) is None:
             raise _unknown_key()
         remedy = f"send an operator's key (`ratchet keys create --scope operator`, or {OPERATOR_KEYS_VARIABLE}"
         raise Forbidden(
             f"an agent's key does not open {_OPERATOR_PATH}: {remedy}"
-            + (")" if self._ring.has_operators else ", which is not set; set it where the proxy is started)")
+            + (")" if self._key_cache.has_operators else ", which is not set; set it where the proxy is started)")
         )
 
 
@@ -119,8 +123,8 @@ def _key_of(scope: Scope) -> str:
     return given[7:].strip() if given[:7].lower() == "bearer " else header(scope, b"x-api-key") or ""
 
 
-def _unknown_key() -> WrongKey:
-    return WrongKey("the API key is missing or not known here: send it as `Authorization: Bearer KEY`")
+def _unknown_key() -> InvalidApiKey:
+    return InvalidApiKey("the API key is missing or not known here: send it as `Authorization: Bearer KEY`")
 
 
 def _check_web_origin(scope: Scope, named: Collection[str]) -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ratchet.proxy.errors import NotReady, TooManyBytes
+from ratchet.proxy.errors import NotReady, RateLimited
 from ratchet.proxy.wire.asgi import KEY_ID, headers_of
 from ratchet.store.access.ownership import owner
 
@@ -30,7 +30,7 @@ class BodyReservation:
         self._held = 0
 
     def take(self, size: int) -> None:
-        """Hold so many bytes more. Raises TooManyBytes, NotReady."""
+        """Hold so many bytes more. Raises RateLimited, NotReady."""
         self._bodies.take(self._key, size)
         self._held += size
 
@@ -68,13 +68,14 @@ class BodyMemory:
             held.give_back()
 
     def take(self, key: str, size: int) -> None:
-        """Hold so many bytes more of a key's. Raises TooManyBytes, NotReady."""
+        """Hold so many bytes more of a key's. Raises RateLimited, NotReady."""
         if self._by_key[key] + size > self._most_per_key:
-            raise TooManyBytes(
+            raise RateLimited(
                 f"the key's requests under way hold {self._by_key[key]} bytes, this one adds {size}, and at most "
                 f"{self._most_per_key} are taken (the proxy's setting max_inflight_request_bytes_per_key): try "
                 "again when "
-                "others have ended"
+                "others have ended",
+                code="too_many_bytes",
             )
         if self.bytes + size > self._most:
             raise NotReady(

@@ -8,7 +8,8 @@ answer holds it for
 connections a new
 one is told 503 and closed. A refusal on this level closes the connection. The cost per request is a few comparisons:
 one task looks at the open connections every second, there is no timer per request. An answer of known length goes out
-in one write, head and body. An answer whose client has left is not taken for sent: its last message raises ClientLeft.
+in one write, head and body. An answer whose client has left is not taken for sent: its last message raises
+ClientDisconnected.
 
 Does not bound bodies (`asgi.read_body`) or how long an answer takes (`request_timeout_seconds`).
 """
@@ -29,7 +30,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from ratchet.proxy.errors import ClientLeft, openai_error
+from ratchet.proxy.errors import ClientDisconnected, openai_error
 from ratchet.proxy.wire.asgi import CLIENT_LEFT
 
 log = logging.getLogger("ratchet.proxy")
@@ -265,14 +266,14 @@ class _OneWrite:
             self._start = message
             return
         if self._cycle.disconnected and message["type"] == "http.response.body" and not message.get("more_body"):
-            raise ClientLeft
+            raise ClientDisconnected
         await self._cycle.send(message)  # type: ignore[arg-type]
 
     def _write(self, head: bytes, body: bytes) -> None:
         """Send a whole answer; what follows it is as in uvicorn's `send`."""
         cycle = self._cycle
         if cycle.disconnected:
-            raise ClientLeft
+            raise ClientDisconnected
         cycle.response_started = cycle.response_complete = True
         cycle.waiting_for_100_continue = False
         cycle.transport.writelines((head, body))

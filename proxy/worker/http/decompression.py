@@ -10,7 +10,7 @@ import zlib
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ratchet.proxy.errors import BadRequest, BodyTooLarge, UnknownEncoding
+from ratchet.proxy.errors import BadRequest, BodyTooLarge
 from ratchet.proxy.runtime.thread_pools import run_parsing
 from ratchet.proxy.wire.asgi import HEADERS_BY_NAME, header, read_body, replay_body
 from ratchet.proxy.worker.http.body_memory import BODY
@@ -34,8 +34,10 @@ class Decompression:
             await self._app(scope, receive, send)
             return
         if encoding.lower() not in _KNOWN:
-            raise UnknownEncoding(
-                f"the body's content-encoding {encoding[:40]!r} cannot be read here: send it as gzip, or uncompressed"
+            raise BadRequest(
+                f"the body's content-encoding {encoding[:40]!r} cannot be read here: send it as gzip, or uncompressed",
+                code="unsupported_content_encoding",
+                status=415,
             )
         packed = await read_body(receive, self._body_limit)
         body = await run_parsing(decompressed_body, packed, self._body_limit)

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from starlette.types import Receive
 
-from ratchet.proxy.errors import ClientLeft
+from ratchet.proxy.errors import ClientDisconnected
 
 _SOON = 0.02  # seconds
 
@@ -45,9 +45,9 @@ class DisconnectWatch:
         self.stop()
 
     def check(self) -> None:
-        """Raise ClientLeft where the client has left, although nobody has listened for it."""
+        """Raise ClientDisconnected where the client has left, although nobody has listened for it."""
         if self._gone_already is not None and self._gone_already():
-            raise ClientLeft
+            raise ClientDisconnected
 
     def stop(self) -> None:
         """From here on the client may leave unnoticed: the rest is ours to finish."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ratchet.proxy.errors import ClientLeft, ProxyError
+from ratchet.proxy.errors import ClientDisconnected, ProxyError
 from ratchet.proxy.wire.asgi import JSON, Headers, headers_of, send_bytes
 from ratchet.proxy.wire.error_shapes import error_shape_of
 from ratchet.proxy.worker.http import request_identity
@@ -33,7 +33,7 @@ class ErrorMiddleware:
 
         try:
             await self._app(scope, receive, watched)
-        except ClientLeft:
+        except ClientDisconnected:
             log.info("event=client_disconnected path=%r", scope["path"])
         except ProxyError as error:
             self._count(error)

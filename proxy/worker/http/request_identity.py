@@ -8,9 +8,9 @@ from hashlib import blake2b
 
 from starlette.types import Scope
 
-from ratchet.proxy.coordinator.rollouts.rollout_plans import Plan
+from ratchet.proxy.coordinator.rollouts.rollout_plans import RolloutPlan
 from ratchet.proxy.errors import BadRequest
-from ratchet.proxy.messages.link_records import Attempt, Evidence
+from ratchet.proxy.messages.link_records import AttemptKey, Evidence
 from ratchet.proxy.wire.asgi import CALLER, TRAJECTORY
 from ratchet.proxy.wire.request_body import ChatRequest
 
@@ -28,11 +28,11 @@ def evidence(
     request: ChatRequest,
     keys: tuple[str, ...],
     asked: tuple[str, int | None],
-    attempt: Attempt,
+    attempt: AttemptKey,
     now: float,
     named: Named,
     other: bool = False,
-    plan: Plan | None = None,
+    plan: RolloutPlan | None = None,
 ) -> Evidence:
     """Return what the request says about where it belongs, and what the plan of its rollout says, if it is of one."""
     explicit, by = named
@@ -49,10 +49,10 @@ def evidence(
         explicit_by=by,
         follows=request.follows[1] if request.follows else None,
         attempt=attempt,
-        again=headers.get(RETRY, b"0") not in (b"0", b""),
+        is_retry=headers.get(RETRY, b"0") not in (b"0", b""),
         arrived_at=now,
-        other=other,
-        planned=plan.purpose if plan else None,
+        is_other_model=other,
+        planned_purpose=plan.purpose if plan else None,
     )
 
 

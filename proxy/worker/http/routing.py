@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ratchet.proxy.errors import MethodNotAllowed, NotFound, ProxyError
+from ratchet.proxy.errors import NotFound, ProxyError, method_not_allowed
 from ratchet.proxy.wire.asgi import PATH, TRAJECTORY, unknown_route_error
 
 log = logging.getLogger("ratchet.proxy")
@@ -85,7 +85,7 @@ class _OtherMethods:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "OPTIONS":
-            raise MethodNotAllowed(f"{scope['path'][:200]} takes {self._allow}, not {scope['method']}", self._allow)
+            raise method_not_allowed(f"{scope['path'][:200]} takes {self._allow}, not {scope['method']}", self._allow)
         await send({"type": "http.response.start", "status": 204, "headers": [(b"allow", self._allow.encode())]})
         await send({"type": "http.response.body", "body": b""})
 

@@ -62,7 +62,9 @@ class LinkingScore:
 def score_kinds(
     truths: Sequence[TrueCall], stored: Mapping[str, StoredCall], alike: Iterable[str] = ()
 ) -> list[LinkingScore]:
-    """Return the score of each kind, in order of their first call; `alike` names the kinds whose trajectories are exchangeable."""
+    """Return the score of each kind, in order of their first call; `alike` names the kinds whose trajectories are
+    exchangeable.
+    """
     kinds: dict[str, list[TrueCall]] = defaultdict(list)
     for truth in truths:
         if truth.label in stored or not truth.abandoned:

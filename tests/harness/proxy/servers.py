@@ -86,7 +86,8 @@ class ProxyProcess:
     def __init__(self, folder: Path, errors: Any = None, **settings: Any) -> None:
         """`errors` is the file that it logs to, in place of `proxy.log` in its folder."""
         program = (
-            "import json, sys; from ratchet.proxy.server import serve; from ratchet.proxy.settings import ProxySettings; "
+            "import json, sys; from ratchet.proxy.server import serve; "
+            "from ratchet.proxy.settings import ProxySettings; "
             "from ratchet.proxy.telemetry import logs; "
             "settings = ProxySettings.read({}, **json.loads(sys.argv[1])); "
             "logs.configure_logging(settings.log_format, settings.log_level); "
