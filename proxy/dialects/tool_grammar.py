@@ -26,7 +26,7 @@ def noted(asked: ParsedRequest, level: Level) -> ParsedRequest:
     mark: dict[str, Any] = {TOOL_GRAMMAR: True}
     request = msgspec.structs.replace(asked.request, sampling={**asked.request.sampling, **mark})
     kept = asked.storable and msgspec.structs.replace(asked.storable, sampling={**asked.storable.sampling, **mark})
-    return msgspec.structs.replace(asked, request=request, kept=kept)
+    return msgspec.structs.replace(asked, request=request, storable=kept)
 
 
 def _holds(request: ChatRequest, level: Level) -> bool:

@@ -1,4 +1,4 @@
-"""Plug-ins: a package of its own is installed, listed and loaded; Ratchet's optional features are loaded the same way."""
+"""Plug-ins: an installed package of its own is listed and loaded; the optional features are loaded the same way."""
 
 from __future__ import annotations
 

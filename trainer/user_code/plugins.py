@@ -41,7 +41,8 @@ def load_plugin(group: str, name: str) -> Any:
         return point.load()
     except (Exception, SystemExit) as error:  # a plug-in's import may fail in any way
         raise PluginError(
-            f"plug-in {name!r} of the group {group} ({point.value.partition('[')[0].strip()}, from {_distribution(point)}) cannot be imported: "
+            f"plug-in {name!r} of the group {group} ({point.value.partition('[')[0].strip()}, from "
+            f"{_distribution(point)}) cannot be imported: "
             f"{type(error).__name__}: {error}; {_remedy(point, error)}"
         ) from error
 
