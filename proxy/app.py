@@ -36,7 +36,6 @@ from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import Metrics
-from ratchet.proxy.telemetry.policy_info import PolicyInfo
 from ratchet.proxy.upstreams.circuit_breaker import CircuitBreaker
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.replica_probes import ReplicaProbes
@@ -137,7 +136,7 @@ def create_app(
     metrics.trajectories.set_function(lambda: len(linker))
     metrics.journal_bytes.set_function(lambda: journal.bytes)
     metrics.unshipped.set_function(lambda: shipper.backlog)
-    metrics.registry.register(PolicyInfo(policies.list_versions))
+    metrics.watch_policies(policies.list_versions)
     spans = make_spans(settings.otlp_endpoint, os.environ)
     observer = CallObserver(metrics, spans, logs_calls=settings.log_calls)
     direct = VllmForwarder(policies, upstream, pool, metrics)
@@ -190,10 +189,10 @@ def create_app(
     key_cache = KeyCache(settings, store, critical_tasks)
     inflate = Decompression(routes, settings.max_body_bytes)
     bodies = BodyMemory(inflate, settings.max_inflight_request_bytes, settings.max_inflight_request_bytes_per_key)
-    app: ASGIApp = ErrorMiddleware(Authentication(bodies, key_cache, settings.allowed_origins), count=metrics.refused)
-    metrics.set_held_bytes("linking", lambda: linker.bytes)
-    metrics.set_held_bytes("responses", lambda: conversations.size)
-    metrics.set_held_bytes("requests", lambda: bodies.bytes)
+    app: ASGIApp = ErrorMiddleware(Authentication(bodies, key_cache, settings.allowed_origins), count=metrics.count_error)
+    metrics.watch_memory("linking", lambda: linker.bytes)
+    metrics.watch_memory("responses", lambda: conversations.size)
+    metrics.watch_memory("requests", lambda: bodies.bytes)
     if settings.allowed_origins:
         from starlette.middleware.cors import CORSMiddleware
 

@@ -1,10 +1,13 @@
-"""The next segment, made before it is needed: its blocks hold zeros, so that a sync of records writes no metadata.
+"""Pre-allocates the next journal segment, so that a sync of records writes no file metadata.
 
-Promises: what `take` gives was on this disk, to its last zero and with its first name, before; nothing here fails a
-call or keeps one waiting: where the disk is short or broken there is no blank, and the journal's segments grow as they
-are written. At most one blank waits beside the current segment; `max_journal_bytes` counts no zeros. The name that a
-blank gets when it is taken is not synced: after a power cut its records may stand under the first one, for
-`adopt_segment` to find.
+Promises:
+- A pre-allocated segment is durable under its temporary name, filled with zeros, before `take_segment` returns it.
+- Nothing here fails or delays a call. If the disk is short of space or broken, there is no spare segment and the
+  journal's segments grow as they are written.
+- At most one spare segment exists. `max_journal_bytes` does not count its zeros.
+
+The rename in `take_segment` is not synced: after a power cut the records may be in the file with the temporary name.
+`adopt_segment` finds them there.
 """
 
 from __future__ import annotations
@@ -22,93 +25,95 @@ log = logging.getLogger("ratchet.proxy")
 
 _NAME = "next.blank"
 _CHUNK = bytes(2**18)
-_SPARE = 8  # there is no blank where less is free on the disk than so many of them
+_MIN_FREE_SEGMENTS = 8  # no spare segment if the disk has less free space than this many segments
 
 
 def adopt_segment(folder: Path, segment: Path) -> None:
-    """Make a segment of the blank that an earlier process left, if it has records. Raises OSError."""
-    left = folder / _NAME
-    if left.is_file() and records_end(left) > len(MAGIC):
-        left.rename(segment)
+    """Rename the spare file of an earlier process to `segment` if it holds records. Raises OSError."""
+    spare = folder / _NAME
+    if spare.is_file() and records_end(spare) > len(MAGIC):
+        spare.rename(segment)
 
 
 class SegmentPreallocator:
-    """Makes blanks, and cuts used ones to what they hold, in a thread of its own."""
+    """Creates spare segments, and truncates used ones to their records, in its own thread."""
 
     def __init__(self, folder: Path, size: int, critical_tasks: CriticalTasks) -> None:
         self._folder = folder
         self._size = size
-        self._ready: queue.SimpleQueue[int] = queue.SimpleQueue()  # the descriptor of the blank that waits
-        self._asked: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
-        self._wanted = threading.Event()  # set from the wish for a blank to its end
-        self._settled = threading.Event()  # set when the latest wish was met, or could not be
-        self._thread = critical_tasks.make_thread(self._run, "journal-blanks")
+        self._spare: queue.SimpleQueue[int] = queue.SimpleQueue()  # the descriptor of the spare segment
+        self._jobs: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._requested = threading.Event()  # set while a spare segment is being created
+        self._attempted = threading.Event()  # set when the latest request succeeded or failed
+        self._thread = critical_tasks.make_thread(self._run, "journal-preallocation")
 
     @property
     def _path(self) -> Path:
         return self._folder / _NAME
 
-    def start(self, most_seconds: float) -> None:
-        """Make the first one; waits for it so long at most."""
+    def start(self, timeout_seconds: float) -> None:
+        """Create the first spare segment; wait for it up to `timeout_seconds`."""
         self._thread.start()
-        self.want()
-        self._settled.wait(most_seconds)
+        self.request_segment()
+        self._attempted.wait(timeout_seconds)
 
     def stop(self) -> None:
-        """Finish, and leave no blank behind."""
-        self._asked.put(None)
+        """Finish the queued jobs and delete the spare segment."""
+        self._jobs.put(None)
         self._thread.join()
-        self._drop()
+        self._delete_spare()
 
-    def want(self) -> None:
-        """Have a blank made, if none waits. Never blocks."""
-        if self._ready.empty() and not self._wanted.is_set():
-            self._wanted.set()
-            self._settled.clear()
-            self._asked.put((-1, 0))
+    def request_segment(self) -> None:
+        """Request a spare segment if there is none. Never blocks."""
+        if self._spare.empty() and not self._requested.is_set():
+            self._requested.set()
+            self._attempted.clear()
+            self._jobs.put((-1, 0))
 
-    def take(self, path: Path) -> int | None:
-        """Give the blank this path; return its open file, which begins with the magic. None where there is none."""
+    def take_segment(self, path: Path) -> int | None:
+        """Rename the spare segment to `path`; return its open file, which begins with the magic, or None."""
         try:
-            file = self._ready.get_nowait()
+            file = self._spare.get_nowait()
         except queue.Empty:
             return None
         try:
             if path.exists():
-                raise FileExistsError(f"{path} is there already")
+                raise FileExistsError(f"{path} already exists")
             self._path.rename(path)
         except OSError as error:
             os.close(file)
-            log.warning("event=blank_not_used reason=%r", str(error))
+            log.warning("event=spare_segment_not_used reason=%r", str(error))
             return None
         return file
 
-    def cut(self, file: int, size: int) -> None:
-        """Cut a segment to what it holds and close it, behind the caller's back."""
-        self._asked.put((file, size))
+    def truncate_segment(self, file: int, size: int) -> None:
+        """Truncate a segment to its records and close it, in the background."""
+        self._jobs.put((file, size))
 
     # --- the thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            file, size = asked
+        while (job := self._jobs.get()) is not None:
+            file, size = job
             if file >= 0:
-                _cut(file, size)
+                _truncate(file, size)
                 continue
             try:
-                self._ready.put(self._make())
+                self._spare.put(self._create())
             except OSError as error:
-                log.warning("event=no_blank_segment reason=%r", str(error))
+                log.warning("event=segment_not_preallocated reason=%r", str(error))
             finally:
-                self._wanted.clear()
-                self._settled.set()
+                self._requested.clear()
+                self._attempted.set()
 
-    def _make(self) -> int:
-        """Return a blank's open file. Raises OSError."""
+    def _create(self) -> int:
+        """Return the open file of a new spare segment. Raises OSError."""
         self._path.unlink(missing_ok=True)
         free = os.statvfs(self._folder)
-        if free.f_bavail * free.f_frsize < _SPARE * self._size:
-            raise OSError(f"less than {_SPARE * self._size} bytes are free: segments grow as they are written")
+        if free.f_bavail * free.f_frsize < _MIN_FREE_SEGMENTS * self._size:
+            raise OSError(
+                f"less than {_MIN_FREE_SEGMENTS * self._size} bytes are free: segments grow as they are written"
+            )
         file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             write_all(file, MAGIC, 0)
@@ -122,18 +127,18 @@ class SegmentPreallocator:
             raise
         return file
 
-    def _drop(self) -> None:
+    def _delete_spare(self) -> None:
         try:
-            os.close(self._ready.get_nowait())
+            os.close(self._spare.get_nowait())
             self._path.unlink(missing_ok=True)
         except (queue.Empty, OSError) as error:
-            log.debug("event=no_blank_to_drop reason=%r", str(error))
+            log.debug("event=spare_segment_not_deleted reason=%r", str(error))
 
 
-def _cut(file: int, size: int) -> None:
+def _truncate(file: int, size: int) -> None:
     try:
         os.ftruncate(file, size)
     except OSError as error:
-        log.warning("event=segment_not_cut reason=%r", str(error))
+        log.warning("event=segment_not_truncated reason=%r", str(error))
     finally:
         os.close(file)

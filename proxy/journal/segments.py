@@ -1,9 +1,9 @@
-"""The journal's files: framed records in numbered segments, and the reading of them.
+"""The journal's file format: framed records in numbered segments.
 
-A frame is length (u32), CRC-32 of the payload (u32), payload (MessagePack of a `store.records.Shipment`). A segment
-begins with a magic that names the format. Zeros in the place of a frame end it: blocks written beforehand hold them,
-and no payload is empty. A crash may leave a torn frame at a segment's end: reading stops there and says so; everything
-before it is whole.
+A frame is the payload's length (u32), its CRC-32 (u32) and the payload (MessagePack of a `store.records.Shipment`). A
+segment begins with a magic that names the format. Zeros in place of a frame end the segment: pre-allocated blocks hold
+zeros, and no payload is empty. A crash may leave a torn frame at a segment's end. Reading stops there and reports it;
+everything before it is complete.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ratchet.store.records import Shipment
 
 MAGIC = b"RATCHET1"
 _HEAD = struct.Struct("<II")
-_MOST_FRAME = 2**30
+_MAX_FRAME_BYTES = 2**30
 _CHUNK = 2**20
 
 _PAYLOAD = re.compile(rb"(?s)(?:[\x80-\x8f]|\xde..)\xa4type(?:\xa5begun|\xa5ended|\xa8feedback)")
@@ -31,7 +31,7 @@ _decode = msgspec.msgpack.Decoder(Shipment).decode
 
 
 class Position(msgspec.Struct, frozen=True):
-    """How far the store has the journal. `open` names the calls that have begun before it and not ended."""
+    """How far the journal has been shipped. `open` lists the calls that began before it and have not ended."""
 
     segment: int = 0
     offset: int = 0
@@ -39,7 +39,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 def read_position(folder: Path) -> Position:
-    """Return how far the folder's journal has been shipped; without a readable position, not at all."""
+    """Return how far the folder's journal has been shipped; the start if there is no readable position."""
     try:
         return msgspec.json.decode((folder / "position").read_bytes(), type=Position)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -47,10 +47,10 @@ def read_position(folder: Path) -> Position:
 
 
 def write_position(folder: Path, position: Position) -> None:
-    """Keep the position. Not synced: after a power cut some records are shipped again. Raises OSError."""
-    aside = folder / "position.new"
-    aside.write_bytes(msgspec.json.encode(position))
-    os.replace(aside, folder / "position")
+    """Write the position. Not synced: after a power cut some records are shipped again. Raises OSError."""
+    temporary = folder / "position.new"
+    temporary.write_bytes(msgspec.json.encode(position))
+    os.replace(temporary, folder / "position")
 
 
 def frame(record: Shipment) -> bytes:
@@ -70,7 +70,7 @@ def segment_numbers(folder: Path) -> list[int]:
 
 
 def write_all(file: int, data: bytes, at: int) -> None:
-    """Write bytes from offset `at` on. Raises OSError."""
+    """Write bytes at offset `at`. Raises OSError."""
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, at)
@@ -78,7 +78,7 @@ def write_all(file: int, data: bytes, at: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable. Raises OSError."""
+    """Sync a folder, so that the names in it are durable. Raises OSError."""
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -87,11 +87,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def records_end(path: Path) -> int:
-    """Return the bytes of a segment without the zeros that were written beforehand. Raises OSError."""
+    """Return where a segment's records end and its pre-allocated zeros begin. Raises OSError."""
     size = path.stat().st_size
     with path.open("rb") as file:
         file.seek(max(0, size - _HEAD.size))
-        if any(file.read()):  # no zeros, or so few that they may be a record's own
+        if any(file.read()):  # no zeros, or so few that they may belong to a record
             return size
         at = len(MAGIC)
         while at < size:
@@ -105,10 +105,10 @@ def records_end(path: Path) -> int:
 
 @dataclass(slots=True, frozen=True)
 class SegmentRead:
-    """What a read of a segment gave: records, the offset behind the last one, and what stands there.
+    """The result of reading a segment: records, the offset after the last one, and what follows there.
 
-    `end`: "more" (read on), "end" (nothing follows but zeros), "torn" (an unfinished frame, as a crash leaves it, and
-    nothing behind it but zeros), "damaged" (a whole frame with a wrong checksum, or bytes that are no frame).
+    `end`: "more" (more records may follow), "end" (only zeros follow), "torn" (an incomplete frame, as a crash leaves
+    it, followed only by zeros), "damaged" (a complete frame with a wrong checksum, or bytes that are no frame).
     """
 
     records: list[Shipment]
@@ -119,7 +119,7 @@ class SegmentRead:
 def read_segment(path: Path, offset: int, max_bytes: int, until: int | None = None) -> SegmentRead:
     """Read records from `offset`, about `max_bytes` of them. Raises OSError.
 
-    `until` is where the records end, if that is known: nothing behind it is read, and zeros before it are damage.
+    `until` is where the records end, if known: nothing after it is read, and zeros before it are damage.
     """
     with path.open("rb") as file:
         if offset == 0:
@@ -128,26 +128,26 @@ def read_segment(path: Path, offset: int, max_bytes: int, until: int | None = No
                 return SegmentRead([], 0, "torn" if MAGIC.startswith(magic) else "damaged")
             offset = len(MAGIC)
         file.seek(offset)
-        room = None if until is None else max(0, until - offset)
-        data = file.read(max_bytes if room is None else min(max_bytes, room))
+        remaining = None if until is None else max(0, until - offset)
+        data = file.read(max_bytes if remaining is None else min(max_bytes, remaining))
         records, used, end = _frames(data)
         if end == "torn" and not records:  # one record larger than `max_bytes`
             length = _length(data)
-            data += file.read(length if room is None else min(length, room - len(data)))
+            data += file.read(length if remaining is None else min(length, remaining - len(data)))
             records, used, end = _frames(data)
-        if end in ("blank", "damaged"):
-            end = _behind(data[used:], file) if until is None else "damaged"
-        at_end = not file.read(1) if room is None else len(data) >= room
+        if end in ("zeros", "damaged"):
+            end = _classify_rest(data[used:], file) if until is None else "damaged"
+        at_end = not file.read(1) if remaining is None else len(data) >= remaining
     if not at_end and end in ("end", "torn"):
         end = "more"
     return SegmentRead(records, offset + used, end)
 
 
 def next_frame(path: Path, offset: int) -> int | None:
-    """Return where the first whole record at or behind `offset` begins, whatever stands before it. Raises OSError.
+    """Return where the first complete record at or after `offset` begins, whatever precedes it. Raises OSError.
 
-    The beginnings of payloads are looked for, where a record names its kind: bytes that no text within a record can
-    hold, since they are no UTF-8.
+    Searches for the beginning of a payload, where a record states its type. These bytes are not valid UTF-8, so no
+    text within a record contains them.
     """
     data = path.read_bytes()
     offset = max(offset, len(MAGIC))
@@ -161,10 +161,10 @@ def _is_frame(data: bytes, at: int) -> bool:
     return bool(0 < length <= len(data) - start) and zlib.crc32(memoryview(data)[start : start + length]) == checksum
 
 
-def _behind(data: bytes, file: BinaryIO) -> str:
-    """Return what stands where no record does: "end" or "torn" if there are zeros to the file's end, else "damaged".
+def _classify_rest(data: bytes, file: BinaryIO) -> str:
+    """Return what follows the last record: "end" or "torn" if zeros reach to the file's end, else "damaged".
 
-    Behind the last record are the zeros that were written beforehand; a frame that ends in them was torn by a crash.
+    Pre-allocated zeros follow the last record; a frame that ends in them was torn by a crash.
     """
     last = data.rstrip(b"\0")
     if len(last) >= _length(data) and last:
@@ -176,15 +176,15 @@ def _behind(data: bytes, file: BinaryIO) -> str:
 
 
 def _length(data: bytes) -> int:
-    """Return how many bytes the frame at the head of `data` takes at most."""
+    """Return the maximum number of bytes of the frame at the start of `data`."""
     if len(data) < _HEAD.size:
-        return _MOST_FRAME
+        return _MAX_FRAME_BYTES
     length: int = _HEAD.unpack_from(data)[0]
-    return min(length, _MOST_FRAME) + _HEAD.size
+    return min(length, _MAX_FRAME_BYTES) + _HEAD.size
 
 
 def _frames(data: bytes) -> tuple[list[Shipment], int, str]:
-    """Return the whole records at the head of `data`, the bytes they take, and what follows ("blank": zeros)."""
+    """Return the complete records at the start of `data`, their bytes, and what follows."""
     records: list[Shipment] = []
     at = 0
     while at < len(data):
@@ -192,8 +192,8 @@ def _frames(data: bytes) -> tuple[list[Shipment], int, str]:
             return records, at, "torn"
         length, checksum = _HEAD.unpack_from(data, at)
         if not length and not checksum:
-            return records, at, "blank"
-        if length > _MOST_FRAME:
+            return records, at, "zeros"
+        if length > _MAX_FRAME_BYTES:
             return records, at, "damaged"
         start = at + _HEAD.size
         if len(data) - start < length:

@@ -1,1 +1,1 @@
-"""proxy/runtime."""
+"""Building blocks without domain knowledge: threads, background tasks, byte quotas."""

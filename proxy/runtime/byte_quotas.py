@@ -1,9 +1,9 @@
-"""How many bytes each key holds in a memory, what of its own it used longest ago, and who gives up something.
+"""Memory quotas per API key, with least-recently-used eviction.
 
-Promises: where a key holds more than a key may, it gives up its own; where all hold too much, the key gives up that
-holds most. So nobody loses anything to a key that holds more than they do. Keys that nobody checked are one.
+Promises: a key above its own limit evicts its own entries. If the total is above the limit, the key that holds the
+most evicts. So no key loses entries to a key that holds more. All unverified keys count as one.
 
-Sizes are estimates that whoever holds something makes. All calls come from one thread, or under one lock.
+Sizes are the caller's estimates. Call from one thread, or under one lock.
 """
 
 from __future__ import annotations
@@ -19,57 +19,57 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(slots=True)
-class _Held(Generic[Name]):
+class _KeyUsage(Generic[Name]):
     bytes: int = 0
-    names: OrderedDict[Name, None] = field(default_factory=OrderedDict)
+    names: OrderedDict[Name, None] = field(default_factory=OrderedDict)  # least recently used first
 
 
 class ByteQuotas(Generic[Name]):
-    """Bytes by key and by name, within `most` in all and `max_bytes_per_key` of a key."""
+    """Bytes by key and name: at most `max_bytes` in total and `max_bytes_per_key` per key."""
 
-    def __init__(self, most: int, max_bytes_per_key: int) -> None:
-        self._most = most
-        self._most_per_key = max_bytes_per_key
-        self._least = min(most, max_bytes_per_key)  # up to which nobody can hold too much
-        self._held: dict[str, _Held[Name]] = {}
+    def __init__(self, max_bytes: int, max_bytes_per_key: int) -> None:
+        self._max_bytes = max_bytes
+        self._max_bytes_per_key = max_bytes_per_key
+        self._always_within = min(max_bytes, max_bytes_per_key)  # at or below this total no limit can be exceeded
+        self._usage: dict[str, _KeyUsage[Name]] = {}
         self.bytes = 0
 
     def bytes_of(self, key_id: str | None) -> int:
         """Return the bytes that a key holds."""
-        held = self._held.get(owner(key_id))
-        return held.bytes if held else 0
+        usage = self._usage.get(owner(key_id))
+        return usage.bytes if usage else 0
 
     def add_use(self, key_id: str | None, name: Name, more: int = 0) -> None:
-        """Something of a key's was used, and takes so many bytes more or, below 0, less."""
-        key = key_id if key_id in self._held else owner(key_id)
-        held = self._held.get(key)
-        if held is None:
-            held = self._held[key] = _Held()
-        held.names[name] = None
-        held.names.move_to_end(name)
-        held.bytes += more
+        """Mark an entry as used now; it grows by `more` bytes (or shrinks, if negative)."""
+        key = key_id if key_id in self._usage else owner(key_id)
+        usage = self._usage.get(key)
+        if usage is None:
+            usage = self._usage[key] = _KeyUsage()
+        usage.names[name] = None
+        usage.names.move_to_end(name)
+        usage.bytes += more
         self.bytes += more
 
-    def remove(self, key_id: str | None, name: Name, bytes_: int) -> None:
-        """Something of a key's is held no more, which took so many bytes."""
+    def remove(self, key_id: str | None, name: Name, size: int) -> None:
+        """Remove an entry of `size` bytes."""
         key = owner(key_id)
-        held = self._held.get(key)
-        if held is None or name not in held.names:
+        usage = self._usage.get(key)
+        if usage is None or name not in usage.names:
             return
-        del held.names[name]
-        held.bytes -= bytes_
-        self.bytes -= bytes_
-        if not held.names:
-            self.bytes -= held.bytes
-            del self._held[key]
+        del usage.names[name]
+        usage.bytes -= size
+        self.bytes -= size
+        if not usage.names:
+            self.bytes -= usage.bytes
+            del self._usage[key]
 
     def next_to_evict(self, key_id: str | None) -> Name | None:
-        """Return what has to be given up after a key took more: what its holder used longest ago; None for nothing."""
-        if self.bytes <= self._least:
+        """Return the entry to evict after this key grew; None if every limit is met."""
+        if self.bytes <= self._always_within:
             return None
-        held = self._held.get(owner(key_id))
-        if held is not None and held.bytes > self._most_per_key:
-            return next(iter(held.names))
-        if self.bytes <= self._most or not self._held:
+        usage = self._usage.get(owner(key_id))
+        if usage is not None and usage.bytes > self._max_bytes_per_key:
+            return next(iter(usage.names))
+        if self.bytes <= self._max_bytes or not self._usage:
             return None
-        return next(iter(max(self._held.values(), key=lambda one: one.bytes).names))
+        return next(iter(max(self._usage.values(), key=lambda one: one.bytes).names))

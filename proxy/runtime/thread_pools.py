@@ -1,6 +1,6 @@
-"""Threads by purpose, so that nothing that is slow holds up what is not: each purpose has few, and a queue of its own.
+"""Thread pools by purpose, each small and with its own queue, so that slow work of one kind delays no other.
 
-The event loop's default threads are for the start and the stop alone. The keys, policies and rollouts have their own.
+The event loop's default executor is for start and stop only. Keys, policies and rollouts have their own threads.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 _parsing = ThreadPoolExecutor(4, "parsing")
-_calls = ThreadPoolExecutor(4, "calls-look-up")
-_others = ThreadPoolExecutor(4, "look-up")
+_call_lookups = ThreadPoolExecutor(4, "call-lookup")
+_lookups = ThreadPoolExecutor(4, "lookup")
 
 
-async def run_parsing(work: Callable[..., _T], *values: object) -> _T:
-    """Return what reading something large gives. Raises what `work` raises."""
-    return await asyncio.get_running_loop().run_in_executor(_parsing, work, *values)
+async def run_parsing(function: Callable[..., _T], *values: object) -> _T:
+    """Run the parsing of a large body. Raises what `function` raises."""
+    return await asyncio.get_running_loop().run_in_executor(_parsing, function, *values)
 
 
-async def run_call_lookup(look: Callable[..., _T], *values: object) -> _T:
-    """Return what the store says, for a call to a model that goes on from it. Raises what `look` raises."""
-    return await asyncio.get_running_loop().run_in_executor(_calls, look, *values)
+async def run_call_lookup(function: Callable[..., _T], *values: object) -> _T:
+    """Run a store lookup that a captured call waits for. Raises what `function` raises."""
+    return await asyncio.get_running_loop().run_in_executor(_call_lookups, function, *values)
 
 
-async def run_lookup(look: Callable[..., _T], *values: object) -> _T:
-    """Return what the store says, for any other request. Raises what `look` raises."""
-    return await asyncio.get_running_loop().run_in_executor(_others, look, *values)
+async def run_lookup(function: Callable[..., _T], *values: object) -> _T:
+    """Run a store lookup for any other request. Raises what `function` raises."""
+    return await asyncio.get_running_loop().run_in_executor(_lookups, function, *values)

@@ -1,6 +1,6 @@
-"""Alarms from threads that must not wait for the store: rung here, raised in the store by the shipper.
+"""Passes alarms from threads that must not wait for the store to the shipper, which writes them.
 
-An alarm that cannot be raised now waits; the latest reason of a name wins. Memory is one entry per name.
+If the store is unavailable, alarms wait; the latest reason of a name wins. Memory is one entry per name.
 """
 
 from __future__ import annotations
@@ -14,46 +14,46 @@ log = logging.getLogger("ratchet.proxy")
 
 
 class AlarmQueue:
-    """Alarms on their way to the store."""
+    """Alarms that are not in the store yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rung: dict[str, str] = {}  # not raised in the store yet
-        self._over: set[str] = set()  # to be cleared there, after that
-        self._standing: set[str] = set()
+        self._to_raise: dict[str, str] = {}  # name to reason
+        self._to_clear: set[str] = set()  # after the alarms to raise
+        self._active: set[str] = set()
 
     def raise_alarm(self, name: str, reason: str) -> None:
         """Raise an alarm soon."""
         with self._lock:
-            if name not in self._standing:
+            if name not in self._active:
                 log.error("event=alarm name=%s reason=%r", name, reason)
-            self._rung[name] = reason
-            self._over.discard(name)
-            self._standing.add(name)
+            self._to_raise[name] = reason
+            self._to_clear.discard(name)
+            self._active.add(name)
 
     def clear_alarm(self, name: str) -> None:
-        """Clear an alarm soon, if it was rung here."""
+        """Clear an alarm soon, if this queue raised it."""
         with self._lock:
-            if name in self._standing:
-                self._standing.discard(name)
-                self._over.add(name)
+            if name in self._active:
+                self._active.discard(name)
+                self._to_clear.add(name)
 
     def deliver_alarms(self, store: Store) -> None:
-        """Write the alarms that wait; what the store does not take waits on. Raises nothing."""
+        """Write the queued alarms to the store; keep those that it does not accept. Never raises."""
         with self._lock:
-            rung, self._rung = self._rung, {}
-            over, self._over = self._over, set()
+            to_raise, self._to_raise = self._to_raise, {}
+            to_clear, self._to_clear = self._to_clear, set()
         try:
-            while rung:
-                name = next(iter(rung))
-                store.alarms.raise_(name, rung[name])
-                del rung[name]
-            while over:
-                name = next(iter(over))
+            while to_raise:
+                name = next(iter(to_raise))
+                store.alarms.raise_(name, to_raise[name])
+                del to_raise[name]
+            while to_clear:
+                name = next(iter(to_clear))
                 store.alarms.clear(name)
-                over.discard(name)
-        except Exception as error:  # noqa: BLE001 -- whatever ails the store, the alarms wait for it
-            log.warning("event=alarms_wait count=%d reason=%r", len(rung) + len(over), str(error))
+                to_clear.discard(name)
+        except Exception as error:  # noqa: BLE001 -- whatever is wrong with the store, the alarms wait for it
+            log.warning("event=alarms_not_delivered count=%d reason=%r", len(to_raise) + len(to_clear), str(error))
             with self._lock:
-                self._rung = rung | self._rung
-                self._over |= over
+                self._to_raise = to_raise | self._to_raise
+                self._to_clear |= to_clear

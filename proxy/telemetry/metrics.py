@@ -1,166 +1,167 @@
-"""What the proxy counts, for Prometheus. Every name is documented in docs/metrics.md; labels are few and bounded.
+"""The proxy's Prometheus metrics. docs/metrics.md documents every name; labels are few and bounded.
 
-What is counted of each call's end is in `call_counts.py`. Values that something else knows already (the backlog, the
-versions) are read when Prometheus asks.
+`call_telemetry.py` counts the end of each call. Gauges over state that exists anyway (the backlog, the versions) are
+read when Prometheus scrapes.
 """
 
 from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.telemetry import logs
-from ratchet.proxy.telemetry.store_health import StoreStatus
 from ratchet.proxy.wire.asgi import send_bytes
+from ratchet.store.records import Policy
+from ratchet.store.states import PolicyState
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, of when it was made
+disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the samples of every counter
 
 _CALL_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
-_QUICK_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1)
+_SHORT_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1)
 _WORD_BORDER = re.compile(r"(?<=[a-z])(?=[A-Z])")
+_IN_USE = (PolicyState.CANDIDATE, PolicyState.CANARY, PolicyState.LIVE)
+
+INTERNAL_ERROR = "internal_error"  # error label of a bug in the proxy
 
 
 class Metrics:
-    """The proxy's metrics in a registry of their own, so that several proxies can live in one process."""
+    """The metrics, in a registry of their own, so that one process can run several proxies."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.calls = Counter(
-            "ratchet_calls", "Captured calls by their end", ["alias", "dialect", "state", "purpose"], registry=registry
+        self.registry = CollectorRegistry()
+        self.open_calls = 0  # a plain number, since every call changes it twice
+        self._add_call_metrics()
+        self._add_token_metrics()
+        self._add_upstream_metrics()
+        self._add_version_metrics()
+        self._add_journal_metrics()
+        self._add_process_metrics()
+
+    def _add_call_metrics(self) -> None:
+        self.calls = self._counter(
+            "ratchet_calls", "Captured calls by their end", "alias", "dialect", "state", "purpose"
         )
-        self.errors = Counter("ratchet_errors", "Failed requests by class of error", ["class"], registry=registry)
-        self.under_way = 0  # captured calls; a plain number, since every call changes it twice
-        Gauge("ratchet_calls_in_flight", "Captured calls that have not ended", registry=registry).set_function(
-            lambda: self.under_way
+        self.errors = self._counter("ratchet_errors", "Failed requests by class of error", "class")
+        in_flight = self._gauge("ratchet_calls_in_flight", "Captured calls that have not ended")
+        in_flight.set_function(lambda: self.open_calls)
+        self.call_seconds = self._histogram(
+            "ratchet_call_duration_seconds", "From request to last byte", _CALL_BUCKETS, "alias"
         )
-        self.call_seconds = Histogram(
-            "ratchet_call_duration_seconds", "From request to last byte", ["alias"], buckets=_CALL_BUCKETS,
-            registry=registry,
-        )  # fmt: skip
-        self.first_token_seconds = Histogram(
-            "ratchet_time_to_first_token_seconds", "From request to the first token of a streamed answer", ["alias"],
-            buckets=_CALL_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self.inter_token_seconds = Histogram(
-            "ratchet_inter_token_latency_seconds", "Mean time between the tokens of a streamed call", ["alias"],
-            buckets=_TOKEN_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self.overhead_seconds = Histogram(
-            "ratchet_overhead_seconds", "Time per call that is the proxy's, not the upstream's",
-            buckets=_QUICK_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self.tokens = Counter(
-            "ratchet_tokens", "Tokens of captured calls", ["alias", "kind", "purpose"], registry=registry
+        self.first_token_seconds = self._histogram(
+            "ratchet_time_to_first_token_seconds", "From request to first token, streamed calls", _CALL_BUCKETS, "alias"
         )
-        self.context_tokens = Counter(
-            "ratchet_context_tokens", "Completion tokens by how their context is known", ["context"], registry=registry
+        self.inter_token_seconds = self._histogram(
+            "ratchet_inter_token_latency_seconds", "Mean time between tokens, streamed calls", _TOKEN_BUCKETS, "alias"
         )
-        self.untrainable = Counter(
-            "ratchet_untrainable_calls", "Calls whose tokens may not be trained", ["reason"], registry=registry
+        self.overhead_seconds = self._histogram(
+            "ratchet_overhead_seconds", "Time per call spent in the proxy, not in the upstream", _SHORT_BUCKETS
         )
-        self.feedback = Counter("ratchet_feedback", "Feedback that was taken", ["state"], registry=registry)
-        self.links = Counter(
-            "ratchet_links", "Calls by how their trajectory was found", ["linked_by"], registry=registry
+        self.links = self._counter("ratchet_links", "Calls by how their trajectory was found", "linked_by")
+        self.trajectories = self._gauge("ratchet_trajectories_open", "Trajectories in the memory of linking")
+        self.feedback = self._counter("ratchet_feedback", "Feedback that was accepted", "state")
+        self.tool_calls = self._counter(
+            "ratchet_tool_calls", "Sampled tool calls, checked against the schemas of their request", "tool", "outcome"
         )
-        self.trajectories = Gauge("ratchet_trajectories_open", "Trajectories remembered for linking", registry=registry)
-        self._held = Gauge("ratchet_memory_bytes", "Bytes that are held, estimated", ["what"], registry=registry)
-        self.live_version = Gauge("ratchet_policy_version", "Version of new trajectories", ["alias"], registry=registry)
-        self.upstream_errors = Counter(
-            "ratchet_upstream_errors", "Upstream failures that the proxy saw", ["kind"], registry=registry
-        )
-        self.upstream_retries = Counter(
-            "ratchet_upstream_retries", "Calls offered to another replica", ["reason"], registry=registry
-        )
-        self.upstream_up = Gauge(
-            "ratchet_upstream_up", "1 when calls go there, else 0", ["upstream"], registry=registry
-        )
-        self.upstream_in_flight = Gauge(
-            "ratchet_upstream_in_flight", "Calls whose answers have not ended", ["upstream"], registry=registry
-        )
-        self.canary_share = Gauge(
-            "ratchet_canary_ratio", "Share of new trajectories for the canary", ["alias"], registry=registry
-        )
-        self.canary_trajectories = Counter(
-            "ratchet_canary_trajectories",
-            "New trajectories while there is a canary",
-            ["alias", "policy"],
-            registry=registry,
-        )
-        self.adapter_loads = Counter(
-            "ratchet_adapter_loads",
-            "Adapters loaded because a replica did not know them",
-            ["outcome"],
-            registry=registry,
-        )
-        self.store = StoreStatus(
-            Gauge("ratchet_store_up", "1 when the store was read and written last time, else 0", registry=registry)
-        )
-        self.journal_bytes = Gauge("ratchet_journal_bytes", "Bytes of records in the journal", registry=registry)
-        self.unshipped = Gauge(
-            "ratchet_journal_unshipped_records", "Records that are not in the store yet", registry=registry
-        )
-        self.commit_seconds = Histogram(
-            "ratchet_journal_commit_seconds", "Time of one group commit", buckets=_QUICK_BUCKETS, registry=registry
-        )
-        self.journal_errors = Counter("ratchet_journal_errors", "Failed writes to the journal", registry=registry)
-        self.lost = Counter(
-            "ratchet_journal_lost_records",
-            "Records given up: no room, or a segment deleted or damaged",
-            registry=registry,
-        )
-        self.shipped = Counter("ratchet_shipped_records", "Records written to the store", registry=registry)
-        self.ship_failures = Counter("ratchet_ship_failures", "Batches that the store did not take", registry=registry)
-        self.dead_letters = Counter(
-            "ratchet_dead_letters", "Records that the store refuses, put aside", registry=registry
+        self.tool_results = self._counter(
+            "ratchet_tool_results", "Outcomes of tool calls, from the request that follows", "tool", "result"
         )
 
-        self.tool_calls = Counter(
-            "ratchet_tool_calls", "Tool calls, held against their request's schemas", ["tool", "outcome"],
-            registry=registry,
-        )  # fmt: skip
-        self.tool_results = Counter(
-            "ratchet_tool_results", "What the next request says came of tool calls", ["tool", "result"],
-            registry=registry,
-        )  # fmt: skip
-        registry.register(_LogLines())
-        self.exact_splices = Counter(
-            "ratchet_exact_splices", "Continuations by what exact_context made of them", ["outcome"], registry=registry
+    def _add_token_metrics(self) -> None:
+        self.tokens = self._counter("ratchet_tokens", "Tokens of captured calls", "alias", "kind", "purpose")
+        self.context_tokens = self._counter(
+            "ratchet_context_tokens", "Completion tokens by how their context is known", "context"
         )
-        self.exact_fallbacks = Counter(
-            "ratchet_exact_fallbacks", "Calls answered by plain chat because exact_context failed", ["reason"],
-            registry=registry,
-        )  # fmt: skip
-        self.exact_lag_seconds = Histogram(
-            "ratchet_exact_lag_seconds", "From the arrival of streamed ids to their words", buckets=_TOKEN_BUCKETS,
-            registry=registry,
-        )  # fmt: skip
-        self.lag_seconds = Gauge(
-            "ratchet_journal_lag_seconds", "Age of the oldest record that is not in the store yet", registry=registry
+        self.untrainable = self._counter("ratchet_untrainable_calls", "Calls whose tokens cannot be trained", "reason")
+        self.exact_splices = self._counter(
+            "ratchet_exact_splices", "Continuations by the outcome of exact_context", "outcome"
         )
-        build = Gauge("ratchet_build_info", "1, with what is running", ["version", "python"], registry=registry)
+        self.exact_fallbacks = self._counter(
+            "ratchet_exact_fallbacks", "Calls answered by plain chat because exact_context failed", "reason"
+        )
+        self.exact_lag_seconds = self._histogram(
+            "ratchet_exact_lag_seconds", "From the arrival of streamed ids to their text", _TOKEN_BUCKETS
+        )
+
+    def _add_upstream_metrics(self) -> None:
+        self.upstream_errors = self._counter("ratchet_upstream_errors", "Upstream failures", "kind")
+        self.upstream_retries = self._counter("ratchet_upstream_retries", "Calls sent to another replica", "reason")
+        self.upstream_up = self._gauge("ratchet_upstream_up", "1 if the replica receives calls, else 0", "upstream")
+        self.upstream_in_flight = self._gauge(
+            "ratchet_upstream_in_flight", "Calls whose responses have not ended", "upstream"
+        )
+        self.adapter_loads = self._counter(
+            "ratchet_adapter_loads", "Adapters loaded because a replica did not have them", "outcome"
+        )
+
+    def _add_version_metrics(self) -> None:
+        self.live_version = self._gauge("ratchet_policy_version", "Version of new trajectories", "alias")
+        self.canary_share = self._gauge(
+            "ratchet_canary_ratio", "Share of new trajectories that start on the canary", "alias"
+        )
+        self.canary_trajectories = self._counter(
+            "ratchet_canary_trajectories", "New trajectories while there is a canary", "alias", "policy"
+        )
+
+    def _add_journal_metrics(self) -> None:
+        self.store = StoreStatus(
+            self._gauge("ratchet_store_up", "1 if the last read and the last write of the store succeeded, else 0")
+        )
+        self.journal_bytes = self._gauge("ratchet_journal_bytes", "Bytes of records in the journal")
+        self.unshipped = self._gauge("ratchet_journal_unshipped_records", "Records that are not in the store yet")
+        self.lag_seconds = self._gauge(
+            "ratchet_journal_lag_seconds", "Age of the oldest record that is not in the store yet"
+        )
+        self.commit_seconds = self._histogram(
+            "ratchet_journal_commit_seconds", "Duration of a group commit", _SHORT_BUCKETS
+        )
+        self.journal_errors = self._counter("ratchet_journal_errors", "Failed writes to the journal")
+        self.lost = self._counter(
+            "ratchet_journal_lost_records", "Records lost: no space, or a segment deleted or damaged"
+        )
+        self.shipped = self._counter("ratchet_shipped_records", "Records written to the store")
+        self.ship_failures = self._counter("ratchet_ship_failures", "Batches that could not be written to the store")
+        self.dead_letters = self._counter("ratchet_dead_letters", "Records that the store rejects")
+
+    def _add_process_metrics(self) -> None:
+        self._memory_bytes = self._gauge("ratchet_memory_bytes", "Bytes held in memory, estimated", "component")
+        self.registry.register(_DroppedLogLines())
+        build = self._gauge("ratchet_build_info", "Always 1; the labels name the build", "version", "python")
         build.labels(_version(), platform.python_version()).set(1)
 
-    def refused(self, error: ProxyError | None) -> None:
-        """Count a request that ended before it was a call; None is a defect of ours."""
-        self.errors.labels("defect" if error is None else error_label(error)).inc()
+    def _counter(self, name: str, description: str, *labels: str) -> Counter:
+        return Counter(name, description, labels, registry=self.registry)
 
-    def set_held_bytes(self, what: str, size: Callable[[], int]) -> None:
-        """Show how many bytes something holds."""
-        self._held.labels(what).set_function(size)
+    def _gauge(self, name: str, description: str, *labels: str) -> Gauge:
+        return Gauge(name, description, labels, registry=self.registry)
+
+    def _histogram(self, name: str, description: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(name, description, labels, buckets=buckets, registry=self.registry)
+
+    def count_error(self, error: ProxyError | None) -> None:
+        """Count a request that failed before its call began; None for a bug in the proxy."""
+        self.errors.labels(INTERNAL_ERROR if error is None else error_label(error)).inc()
+
+    def watch_memory(self, component: str, size: Callable[[], int]) -> None:
+        """Expose the bytes that a component holds."""
+        self._memory_bytes.labels(component).set_function(size)
 
     def watch_upstream(self, url: str, up: Callable[[], bool], in_flight: Callable[[], int]) -> None:
-        """Read an upstream's gauges where they are kept."""
+        """Expose the state of an upstream."""
         self.upstream_up.labels(url).set_function(up)
         self.upstream_in_flight.labels(url).set_function(in_flight)
+
+    def watch_policies(self, list_versions: Callable[[], Iterable[Policy]]) -> None:
+        """Expose the versions in use as `ratchet_policy_info`."""
+        self.registry.register(_PolicyInfo(list_versions))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /metrics."""
@@ -169,18 +170,49 @@ class Metrics:
         )
 
 
-class _LogLines(Collector):
-    """What the log of this process has dropped; it is one for all proxies in it."""
+class StoreStatus:
+    """The last outcome of each kind of use of the store; `ratchet_store_up` is 1 if none failed.
+
+    Each kind counts by itself: a store on a full disk still answers reads. Any thread may report.
+    """
+
+    def __init__(self, gauge: Gauge) -> None:
+        self._failing: dict[str, None] = {"reading": None}  # until the first read
+        gauge.set_function(lambda: float(not self._failing))
+
+    def report(self, use: str, *, ok: bool) -> None:
+        """Record the outcome of a use of the store."""
+        if ok:
+            self._failing.pop(use, None)
+        else:
+            self._failing[use] = None
+
+
+class _PolicyInfo(Collector):
+    """One series per version in use. Retired and rejected versions are left out: their number only grows."""
+
+    def __init__(self, list_versions: Callable[[], Iterable[Policy]]) -> None:
+        self._list_versions = list_versions
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the one family."""
+        family = GaugeMetricFamily("ratchet_policy_info", "1 per version in use", labels=["alias", "version", "state"])
+        for policy in self._list_versions():
+            if policy.state in _IN_USE:
+                family.add_metric([policy.alias, str(policy.version), str(policy.state)], 1)
+        yield family
+
+
+class _DroppedLogLines(Collector):
+    """The log lines that this process has dropped, counted once for all proxies in it."""
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """Yield the one counter."""
-        yield CounterMetricFamily(
-            "ratchet_log_lines_dropped", "Lines of the log not written", value=logs.dropped_lines()
-        )
+        yield CounterMetricFamily("ratchet_log_lines_dropped", "Log lines not written", value=logs.dropped_lines())
 
 
 def error_label(error: ProxyError) -> str:
-    """Return the class of an error as a label: `upstream_timeout` of UpstreamTimeout."""
+    """Return the class of an error as a label: `upstream_timeout` for UpstreamTimeout."""
     return _WORD_BORDER.sub("_", type(error).__name__).lower()
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ratchet.proxy.telemetry.call_log import log_call, logfmt
-from ratchet.proxy.telemetry.call_timing import CallTiming
+from ratchet.proxy.telemetry.call_telemetry import CallTiming, log_call, logfmt
 from ratchet.proxy.telemetry.logs import JsonFormatter
 from tests.harness.proxy.servers import ProxyProcess, eventually
 from tests.harness.records import begun, ended

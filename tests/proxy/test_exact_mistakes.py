@@ -23,7 +23,7 @@ def test_a_defect_before_the_first_words_is_counted_and_leaves_nothing_running(
     said = converse(proxy, streamed, CALL, "#delay=0.02 #say=a.long.enough.answer.that.something.is.left")
     assert said[-1]["content"] == "a long enough answer that something is left"
     assert [(call.context, str(call.state)) for call in calls_of(proxy)] == [("root", "answered"), ("fork", "answered")]
-    assert counted(proxy, "exact_fallbacks_total") == {"defect": 1.0}
+    assert counted(proxy, "exact_fallbacks_total") == {"internal_error": 1.0}
     assert set(counted(proxy, "upstream_in_flight").values()) == {0.0}
     if streamed:
         eventually(lambda: vllm.aborted == 1)

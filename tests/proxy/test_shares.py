@@ -168,7 +168,7 @@ def test_bodies_under_way_are_bounded_per_key_and_in_all(start: Start) -> None:
     )  # fmt: skip
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(ask, proxy.url, key, 480_000, "#wait=3") for key in ("a", "b")]
-        metric = 'ratchet_memory_bytes{what="requests"}'
+        metric = 'ratchet_memory_bytes{component="requests"}'
         eventually(lambda: float(_sample(proxy.url, metric)) > 960_000)
         own, others = ask(proxy.url, "a", 300_000), ask(proxy.url, "c", 500_000)
         assert (own.status_code, own.json()["error"]["code"], own.headers["retry-after"]) == (

@@ -48,7 +48,7 @@ sys.exit(serve(ProxySettings.read({}, **json.loads(sys.argv[1])), on_listening))
 """
 
 
-@pytest.mark.parametrize("part", ["policies", "keys", "watch over connections", "shipper", "journal-blanks"])
+@pytest.mark.parametrize("part", ["policies", "keys", "watch over connections", "shipper", "journal-preallocation"])
 def test_a_part_that_dies_ends_the_process_loudly_and_live_says_so_meanwhile(
     part: str, tmp_path: Path, vllm_url: str
 ) -> None:
@@ -74,11 +74,11 @@ def test_a_part_that_dies_ends_the_process_loudly_and_live_says_so_meanwhile(
                 json={"model": "agent", "messages": [{"role": "user", "content": f"{number}" * 1000}]},
             )
         live = eventually(lambda: (told := client.get("/health/live")).status_code == 503 and told)
-        assert f"part {part!r} died" in live.json()["reason"]
+        assert f"task {part!r} died" in live.json()["reason"]
         assert client.get("/health/ready").status_code == 503
     _, log = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert f"event=part_died part={part}" in log
+    assert f"event=task_died task={part}" in log
     assert "event=failed" in log
 
 
@@ -103,7 +103,7 @@ async def test_where_the_journals_writer_died_nothing_counts_as_recorded(tmp_pat
     with pytest.raises(NotReady, match="writer died"):
         await journal.commit(records.begun("call_3", "t"))
     await asyncio.to_thread(eventually, lambda: deaths)
-    assert deaths == ["its part 'journal' died: RuntimeError: the alarm_queue broke"]
+    assert deaths == ["its task 'journal' died: RuntimeError: the alarm_queue broke"]
     await journal.stop()
 
 

@@ -182,7 +182,7 @@ class Shipper:
         """Ship one batch; return whether there may be more. Raises StoreError, OSError; then nothing has moved."""
         self._look_for_deletions()
         at = self._position
-        written = self._journal.written()
+        written = self._journal.segments()
         self._count_lost_segments(written)
         numbers = [n for n in segment_numbers(self._journal.folder) if n >= max(at.segment, 1) and n in written]
         if not numbers:
@@ -209,8 +209,8 @@ class Shipper:
             return True
         if ours and self._journal.is_current_segment(number):
             return False  # what came meanwhile has rung `fresh`, and waits until it is a batch
-        if not ours or self._journal.written()[number].bytes == carried.offset:
-            self._journal.remove(number)
+        if not ours or self._journal.segments()[number].bytes == carried.offset:
+            self._journal.remove_segment(number)
         return True
 
     def _look_for_deletions(self) -> None:
@@ -277,7 +277,7 @@ class Shipper:
                     f"damaged before the store had them; the runs that they belong to are not complete",
                 )
             if not self._journal.is_current_segment(number):
-                self._journal.forget(number)
+                self._journal.forget_segment(number)
 
     def _finish_replay(self) -> None:
         """The earlier processes' segments are shipped: what they began and never ended was interrupted."""
@@ -294,10 +294,10 @@ class Shipper:
         try:
             carried = self._store_writer.carry(piece)
         except (StoreUnavailable, SchemaMismatch):
-            self._metrics.store.told("shipping", well=False)
+            self._metrics.store.report("shipping", ok=False)
             raise
         if carried.records:
-            self._metrics.store.told("shipping", well=True)
+            self._metrics.store.report("shipping", ok=True)
             self._metrics.shipped.inc(carried.records)
         self._tools.count(carried.tools)
         for letter in carried.dead:

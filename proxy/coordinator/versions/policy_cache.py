@@ -208,7 +208,7 @@ class PolicyCache:
             try:
                 await self._look()
             except Exception as error:  # noqa: BLE001 -- whatever ails the store, the last copy stays in use
-                self._metrics.store.told("reading", well=False)
+                self._metrics.store.report("reading", ok=False)
                 log.warning("event=policies_not_read reason=%r", str(error))
 
     async def _look(self) -> None:
@@ -218,7 +218,7 @@ class PolicyCache:
         if not all(map(self._is_unchanged, found)) or time.monotonic() - self._all_at > _ALL_EVERY:
             await self._refresh_all()
         self.heard_at = time.monotonic()
-        self._metrics.store.told("reading", well=True)
+        self._metrics.store.report("reading", ok=True)
         self._replace_canaries(policy for policy in found if policy.state == PolicyState.CANARY)
         if live != self._live:
             log.info("event=live_versions %s", " ".join(f"{alias}={version}" for alias, version in live.items()))
@@ -312,9 +312,9 @@ class PolicyCache:
             )
             try:
                 await self._ask(1, partial(self._store.doors.beat, door))
-                self._metrics.store.told("writing", well=True)
+                self._metrics.store.report("writing", ok=True)
             except Exception as error:  # noqa: BLE001 -- as above; the next beat says it all again
-                self._metrics.store.told("writing", well=False)
+                self._metrics.store.report("writing", ok=False)
                 log.warning("event=beat_failed reason=%r", str(error))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), self._heartbeat_seconds)

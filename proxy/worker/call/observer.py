@@ -9,9 +9,7 @@ import logging
 import time
 from collections.abc import Mapping
 
-from ratchet.proxy.telemetry import call_log
-from ratchet.proxy.telemetry.call_counts import CallCounters
-from ratchet.proxy.telemetry.call_timing import CallTiming
+from ratchet.proxy.telemetry.call_telemetry import CallCounters, CallTiming, log_call
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.worker.call.active_call import ActiveCall
 from ratchet.proxy.worker.call.tracing import CallSpans
@@ -53,6 +51,6 @@ class CallObserver:
             timing = CallTiming.of(record, time.perf_counter() - exchange.arrived, exchange.spent)
             self._counts.count(record, timing, exchange.failure)
             if self._logs_calls:
-                call_log.log_call(record, timing, exchange.failure)
+                log_call(record, timing, exchange.failure)
         if self._spans is not None:
             self._spans.end(exchange, record, timing)

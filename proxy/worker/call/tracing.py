@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ratchet.proxy.errors import StartError
-from ratchet.proxy.telemetry.call_timing import CallTiming
+from ratchet.proxy.telemetry.call_telemetry import CallTiming
 from ratchet.proxy.worker.http import request_identity
 from ratchet.store.records import OTHER, CallEnded
 

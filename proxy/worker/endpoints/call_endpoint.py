@@ -106,7 +106,7 @@ class CallEndpoint:
         if "@" in model:
             await self._policies.refresh_if_unknown(model)
         exchange = self._open(scope, headers, asked, named, plan, model, arrived)
-        self._metrics.under_way += 1
+        self._metrics.open_calls += 1
         with DisconnectWatch(receive, scope.get(CLIENT_LEFT)) as watch:
             try:
                 await self._serve(exchange, self._observer.begun(exchange, headers), send, watch)
@@ -122,9 +122,9 @@ class CallEndpoint:
                 watch.forgive()
             finally:
                 if not exchange.over:  # a defect of ours; the run must not stay under way for ever
-                    exchange.failure = "defect"
+                    exchange.failure = "internal_error"
                     self._end(exchange, CallState.FAILED, 500, "the proxy failed")
-                self._metrics.under_way -= 1
+                self._metrics.open_calls -= 1
                 self._observer.ended(exchange)
                 if hold is not None:
                     hold.use(exchange.capture.tokens(), left=watch.left)
@@ -328,7 +328,7 @@ class CallEndpoint:
         if exchange.over:  # recorded as answered, but the answer did not go out
             self._linker.add_unanswered(exchange.opened.link, exchange.attempt, time.time())
         else:
-            exchange.failure = "client_disconnected" if left else "stopped"
+            exchange.failure = "client_disconnected" if left else "shutting_down"
             status, reason = (499, "the client left") if left else (503, "the proxy was stopped")
             self._end(exchange, CallState.ABORTED, status, reason)
 

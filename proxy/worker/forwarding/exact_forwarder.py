@@ -102,7 +102,7 @@ class ExactForwarder:
             except UpstreamError as error:
                 self._fell_back(exchange, error)
             except Exception as error:  # a defect here, or an answer of an odd form: plain chat knows nothing of it
-                self._metrics.exact_fallbacks.labels("defect").inc()
+                self._metrics.exact_fallbacks.labels("internal_error").inc()
                 log.exception("event=exact_context_defect call=%s reason=%r", exchange.opened.begun.call_id, str(error))
             else:
                 self._metrics.exact_splices.labels("undrifted" if answer is None else "spliced").inc()
