@@ -82,18 +82,18 @@ def test_a_part_that_dies_ends_the_process_loudly_and_live_says_so_meanwhile(
     assert "event=failed" in log
 
 
-class _Mute(AlarmQueue):
-    """A alarm_queue that breaks when it is rung."""
+class _BrokenAlarmQueue(AlarmQueue):
+    """An alarm queue that raises when an alarm is added."""
 
-    def ring(self, name: str, reason: str) -> None:
-        raise RuntimeError("the alarm_queue broke")
+    def raise_alarm(self, name: str, reason: str) -> None:
+        raise RuntimeError("the alarm queue broke")
 
 
 async def test_where_the_journals_writer_died_nothing_counts_as_recorded(tmp_path: Path) -> None:
     deaths: list[str] = []
     critical_tasks = CriticalTasks()
     critical_tasks.on_failure = lambda: deaths.append(str(critical_tasks.failure))
-    journal = Journal(tmp_path / "journal", 2**20, 2**16, Metrics(), _Mute(), critical_tasks)
+    journal = Journal(tmp_path / "journal", 2**20, 2**16, Metrics(), _BrokenAlarmQueue(), critical_tasks)
     await journal.start()
     assert await journal.commit(records.begun("call_1", "t"))
     shutil.rmtree(journal.folder)
@@ -103,7 +103,7 @@ async def test_where_the_journals_writer_died_nothing_counts_as_recorded(tmp_pat
     with pytest.raises(NotReady, match="writer died"):
         await journal.commit(records.begun("call_3", "t"))
     await asyncio.to_thread(eventually, lambda: deaths)
-    assert deaths == ["its task 'journal' died: RuntimeError: the alarm_queue broke"]
+    assert deaths == ["its task 'journal' died: RuntimeError: the alarm queue broke"]
     await journal.stop()
 
 
