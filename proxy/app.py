@@ -189,7 +189,9 @@ def create_app(
     key_cache = KeyCache(settings, store, critical_tasks)
     inflate = Decompression(routes, settings.max_body_bytes)
     bodies = BodyMemory(inflate, settings.max_inflight_request_bytes, settings.max_inflight_request_bytes_per_key)
-    app: ASGIApp = ErrorMiddleware(Authentication(bodies, key_cache, settings.allowed_origins), count=metrics.count_error)
+    app: ASGIApp = ErrorMiddleware(
+        Authentication(bodies, key_cache, settings.allowed_origins), count=metrics.count_error
+    )
     metrics.watch_memory("linking", lambda: linker.bytes)
     metrics.watch_memory("responses", lambda: conversations.size)
     metrics.watch_memory("requests", lambda: bodies.bytes)
