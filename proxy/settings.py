@@ -1,6 +1,6 @@
-"""What the proxy can be told. Read once at the door; passed on as values; unknown keys are errors.
+"""The proxy's settings: read once at start, passed on as values; unknown keys are errors.
 
-API keys come from the environment only and are kept as SHA-256: a settings dump shows no secret.
+API keys come from environment variables only and are stored as SHA-256: a dump of the settings shows no secret.
 """
 
 from __future__ import annotations
@@ -21,71 +21,194 @@ UPSTREAM_KEY_VARIABLE = "RATCHET_UPSTREAM_API_KEY"
 
 
 class ProxySettings(BaseModel):
-    """The settings of one proxy process. Sizes are bytes, times are seconds."""
+    """The settings of one proxy process. Sizes are in bytes, times in seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    upstreams: tuple[str, ...] = Field(min_length=1, repr=False)  # base URLs of the vLLM replicas, without /v1
-    model: str = Field(min_length=1, max_length=100)  # the alias that agents ask for
-    store: str  # database URL or SQLite path
-    journal: Path  # folder of the journal; one proxy per folder
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535)  # 0 takes any free port
-    capture: Literal["strict", "relaxed"] = "strict"
-    exact_context: Literal["off", "on", "auto"] = "auto"  # continue on the sampled ids; auto: where vLLM offers it
-    max_exact_context_bytes: int = Field(default=16 * 2**20, ge=2**16)  # ids of open answers kept in memory
-    key_hashes: frozenset[str] = frozenset()  # SHA-256 hex of agents' keys, beside those in the store
-    operator_hashes: frozenset[str] = frozenset()  # those that open /api, beside those in the store
-    requests_per_minute: int | None = Field(default=None, ge=1)  # of a key without a limit of its own
-    tokens_per_minute: int | None = Field(default=None, ge=1)  # of a key without a limit of its own
-    allowed_origins: tuple[str, ...] = ()  # of web pages whose scripts may call, with a key; "*": any
-    console: bool = True  # the operator's pages under /ui
-    redact: tuple[str, ...] = ()  # names of built-in patterns
-    redact_patterns: dict[str, str] = Field(default_factory=dict)  # further ones: name -> pattern of RE2
-    tool_strict_level: Literal["off", "auto", "function", "parameter"] = "auto"  # of the replicas
-    upstream_key: SecretStr | None = None  # sent to vLLM as bearer token
-    model_list: tuple[ModelEntry, ...] = ()  # other models by name
-    model_keys: dict[str, SecretStr] = Field(default_factory=dict)  # theirs, by variable
+    upstreams: tuple[str, ...] = Field(
+        min_length=1, repr=False, description="base URLs of the vLLM replicas, without `/v1`"
+    )
+    model: str = Field(min_length=1, max_length=100, description="the alias that agents send as `model`")
+    store: str = Field(description="database URL or SQLite path of the store")
+    journal: Path = Field(description="folder of the journal; one proxy per folder")
+    host: str = Field("127.0.0.1", description="address to listen on; any address but loopback requires API keys")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free port")
+    capture: Literal["strict", "relaxed"] = Field(
+        "strict",
+        description="`strict`: a call is on disk before the last byte of its response is sent; `relaxed`: soon after",
+    )
+    exact_context: Literal["off", "on", "auto"] = Field(
+        "auto",
+        description="continue a conversation on its sampled token ids instead of its re-tokenized text: `off`, "
+        "`on`, or "
+        "`auto` if vLLM offers the endpoints (see [exact-context.md](exact-context.md))",
+    )
+    max_exact_context_bytes: int = Field(
+        16 * 2**20,
+        ge=2**16,
+        description="memory for token ids of open answers, bytes; older ids are read from the store",
+    )
+    key_hashes: frozenset[str] = Field(
+        frozenset(), description="SHA-256 (hex) of agents' API keys, in addition to those in the store"
+    )
+    operator_hashes: frozenset[str] = Field(
+        frozenset(), description="SHA-256 (hex) of operator keys for `/api`, in addition to those in the store"
+    )
+    requests_per_minute: int | None = Field(
+        None, ge=1, description="request limit of an agent's key without a limit of its own, per proxy; null: no limit"
+    )
+    tokens_per_minute: int | None = Field(
+        None,
+        ge=1,
+        description="token limit (prompt and completion) of an agent's key without a limit of its own, per proxy; "
+        "null: no limit",
+    )
+    allowed_origins: tuple[str, ...] = Field(
+        (),
+        description="origins of web pages that may send requests from a browser (`https://app.example.com`, or "
+        "`*`); they "
+        "need an API key; without keys, listed pages of this machine may call models",
+    )
+    console: bool = Field(True, description="serve the operator's console at `/ui` ([console.md](console.md))")
+    redact: tuple[str, ...] = Field(
+        (),
+        description="built-in patterns to redact before anything is written: `secret`, `email`, `iban`, `card`, "
+        "`phone`; "
+        "see [security](security.md)",
+    )
+    redact_patterns: dict[str, str] = Field(
+        default_factory=dict, description="further patterns to redact, by name, in RE2 syntax"
+    )
+    tool_strict_level: Literal["off", "auto", "function", "parameter"] = Field(
+        "auto",
+        description="when the replicas constrain tool calls by a grammar, whose tokens are not trained: vLLM's "
+        "`--tool-strict-level` (`auto`: if a tool is `strict` or `parallel_tool_calls` is false; `function`, "
+        "`parameter`: "
+        "with any tool), or `off` with `VLLM_ENFORCE_STRICT_TOOL_CALLING=0`; `ratchet up` sets it from "
+        "`vllm.enforce_strict_tool_calling`",
+    )
+    upstream_key: SecretStr | None = Field(None, description="bearer token for vLLM")
+    model_list: tuple[ModelEntry, ...] = Field((), description="other models by name, in LiteLLM's form")
+    model_keys: dict[str, SecretStr] = Field(
+        default_factory=dict, description="API keys of `model_list`, by environment variable"
+    )
     trajectory_idle_seconds: float = Field(
-        default=900.0, gt=0
-    )  # an open trajectory is forgotten after this much silence
-    version_pin_seconds: float = Field(default=30.0, gt=0)  # a trajectory holds its version for this long
-    max_linking_bytes: int = Field(default=256 * 2**20, ge=2**16)  # what linking remembers of open trajectories
-    max_linking_bytes_per_key: int = Field(default=128 * 2**20, ge=2**16)  # the same, of one key's
+        900.0, gt=0, description="an open trajectory without a call for this long is closed for linking, seconds"
+    )
+    version_pin_seconds: float = Field(
+        30.0, gt=0, description="a trajectory pins its policy version for this long after its last call, seconds"
+    )
+    max_linking_bytes: int = Field(
+        256 * 2**20,
+        ge=2**16,
+        description="memory for linking, bytes: about 2 KB for each answer of an open trajectory; if it is "
+        "full, the key "
+        "with the most bytes loses its least recently used trajectories",
+    )
+    max_linking_bytes_per_key: int = Field(
+        128 * 2**20,
+        ge=2**16,
+        description="the same for the trajectories of one key; without keys all belong to one key",
+    )
     max_conversation_bytes: int = Field(
-        default=256 * 2**20, ge=2**16
-    )  # conversations that previous_response_id stands for
-    max_conversation_bytes_per_key: int = Field(default=128 * 2**20, ge=2**16)  # the same, of one key's
-    max_inflight_request_bytes: int = Field(default=2**30, ge=2**16)  # bodies of the requests under way
-    max_inflight_request_bytes_per_key: int = Field(default=512 * 2**20, ge=2**16)  # the same, of one key's
-    max_connections: int = Field(default=4096, ge=1)
-    read_timeout_seconds: float = Field(default=30.0, gt=0)  # for a request to arrive; more for large ones
-    write_timeout_seconds: float = Field(default=60.0, gt=0)  # for a client to read on
-    max_body_bytes: int = Field(default=64 * 2**20, ge=1024)
-    max_messages: int = Field(default=10_000, ge=1)  # in one request
-    max_tools: int = Field(default=1_000, ge=1)
-    max_json_depth: int = Field(
-        default=100, ge=8, le=200
-    )  # levels of JSON; what reads it again has the stack for these
-    max_json_values: int = Field(default=2_000_000, ge=1000)  # of JSON
-    max_journal_bytes: int = Field(default=4 * 2**30, ge=2**16)  # all segments together
-    journal_segment_bytes: int = Field(default=8 * 2**20, ge=2**12)
-    request_timeout_seconds: float = Field(default=600.0, gt=0)  # for a whole answer; of a stream, for its beginning
-    stream_idle_timeout_seconds: float = Field(default=300.0, gt=0)  # of silence in a stream
-    max_upstream_response_bytes: int = Field(default=256 * 2**20, ge=1024)  # bytes of an answer that does not stream
-    connect_timeout_seconds: float = Field(default=5.0, gt=0)
-    max_lag_seconds: float = Field(default=300.0, gt=0)  # seconds that the store may be behind before an alarm
-    breaker_failure_threshold: int = Field(default=3, ge=1)  # in a row; then calls go to other replicas
-    breaker_reset_seconds: float = Field(default=5.0, gt=0)  # then the replica is probed
-    probe_interval_seconds: float = Field(default=5.0, gt=0)  # between looks at a replica
-    affinity_slack: int = Field(default=16, ge=1)  # more calls than the least busy replica: others take the rest
-    log_calls: bool = True  # one line per call, without content
-    log_format: Literal["text", "json"] = "text"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    otlp_endpoint: str | None = None  # base URL of the OpenTelemetry collector that gets a span per call
-    keep_alive_seconds: float = Field(default=15.0, ge=0)  # of silence in a stream before a comment; 0: none
-    drain_delay_seconds: float = Field(default=0.0, ge=0)  # at stop: not ready, but still serving
-    drain_timeout_seconds: float = Field(default=30.0, gt=0)  # at stop: for running calls to end
+        256 * 2**20,
+        ge=2**16,
+        description="memory for the conversations that `previous_response_id` continues, bytes; others are read "
+        "from the "
+        "store",
+    )
+    max_conversation_bytes_per_key: int = Field(
+        128 * 2**20, ge=2**16, description="the same for the conversations of one key"
+    )
+    max_inflight_request_bytes: int = Field(
+        2**30,
+        ge=2**16,
+        description="request bodies in flight, bytes; beyond it a request gets 503 with `retry-after`; at least "
+        "`max_body_bytes`",
+    )
+    max_inflight_request_bytes_per_key: int = Field(
+        512 * 2**20, ge=2**16, description="the same for one key; beyond it a request gets 429 with `retry-after`"
+    )
+    max_connections: int = Field(4096, ge=1, description="concurrent client connections; beyond it a client gets 503")
+    read_timeout_seconds: float = Field(
+        30.0, gt=0, description="time for a request to arrive, plus a second for each 10 kB, seconds; then it gets 408"
+    )
+    write_timeout_seconds: float = Field(
+        60.0, gt=0, description="a client that reads nothing for this long counts as disconnected, seconds"
+    )
+    max_body_bytes: int = Field(64 * 2**20, ge=1024, description="largest request body, bytes")
+    max_messages: int = Field(10_000, ge=1, description="messages (for Responses: input items) in one request, at most")
+    max_tools: int = Field(1_000, ge=1, description="tool definitions in one request, at most")
+    max_json_depth: int = Field(100, ge=8, le=200, description="nesting levels of a request's JSON, 8 to 200")
+    max_json_values: int = Field(2_000_000, ge=1000, description="JSON values in one request, token ids included")
+    max_journal_bytes: int = Field(
+        4 * 2**30,
+        ge=2**16,
+        description="all journal segments together, bytes; at least four segments. Up to two pre-allocated "
+        "segments come "
+        "on top; with less than eight segments nothing is pre-allocated",
+    )
+    journal_segment_bytes: int = Field(
+        8 * 2**20, ge=2**12, description="size at which a journal segment is closed, bytes"
+    )
+    request_timeout_seconds: float = Field(
+        600.0, gt=0, description="time for vLLM's complete response, seconds; for a stream, until it starts"
+    )
+    stream_idle_timeout_seconds: float = Field(
+        300.0,
+        gt=0,
+        description="longest silence within a stream, seconds (`request_timeout_seconds` if that is less); the "
+        "length of "
+        "a stream is not limited",
+    )
+    max_upstream_response_bytes: int = Field(
+        256 * 2**20, ge=1024, description="largest vLLM response that does not stream, bytes"
+    )
+    connect_timeout_seconds: float = Field(5.0, gt=0, description="time to connect to vLLM, seconds")
+    max_lag_seconds: float = Field(
+        300.0, gt=0, description="`/health/backlog` answers 503 if the store is this far behind the journal, seconds"
+    )
+    breaker_failure_threshold: int = Field(
+        3, ge=1, description="consecutive failures of a replica after which calls go to the others"
+    )
+    breaker_reset_seconds: float = Field(
+        5.0, gt=0, description="a failed replica is probed after this long, seconds, and gets calls again if it answers"
+    )
+    probe_interval_seconds: float = Field(5.0, gt=0, description="pause between two probes of a replica, seconds")
+    affinity_slack: int = Field(
+        16,
+        ge=1,
+        description="a trajectory's call leaves its replica if that has this many more calls than the least busy one",
+    )
+    log_calls: bool = Field(True, description="log one line per call when it ends, never its content")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="`text`: logfmt after time and level; `json`: one object per line"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info",
+        description="`debug`, `info`, `warning` or `error`; above `info` the lines of the calls are not written",
+    )
+    otlp_endpoint: str | None = Field(
+        None,
+        description="base URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span per call; null: "
+        "`OTEL_EXPORTER_OTLP_ENDPOINT`, see [tracing.md](tracing.md)",
+    )
+    keep_alive_seconds: float = Field(
+        15.0,
+        ge=0,
+        description="silence in a stream after which a comment (`: keep-alive`) is sent, with the response's "
+        "headers if "
+        "they are not sent yet, seconds; 0: never",
+    )
+    drain_delay_seconds: float = Field(
+        0.0,
+        ge=0,
+        description="on stop, `/health/ready` answers 503 for this long while calls are still accepted, so that a load "
+        "balancer can react, seconds; `ratchet up`: none",
+    )
+    drain_timeout_seconds: float = Field(
+        30.0, gt=0, description="on stop, time for running calls to finish, seconds; `ratchet up` gives at most 4"
+    )
 
     @field_validator("upstreams")
     @classmethod
@@ -98,12 +221,14 @@ class ProxySettings(BaseModel):
         for origin in origins:
             parts = urlsplit(origin)
             if origin != "*" and origin != f"{parts.scheme}://{parts.netloc}":
-                raise ValueError(f"{origin!r} is no origin; write it like https://app.example.com, or * for any page")
+                raise ValueError(
+                    f"{origin!r} is not an origin; write it like https://app.example.com, or * for any page"
+                )
         return origins
 
     @field_validator("exact_context", "tool_strict_level", mode="before")
     @classmethod
-    def _yaml_means_words(cls, value: Any) -> Any:
+    def _booleans_to_words(cls, value: Any) -> Any:
         """YAML reads a bare `on` and `off` as true and false."""
         return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
@@ -111,20 +236,21 @@ class ProxySettings(BaseModel):
     @classmethod
     def _bare_alias(cls, alias: str) -> str:
         if "@" in alias:
-            raise ValueError(f"model {alias!r} has an @, which separates alias and version; choose another alias")
+            raise ValueError(f"model {alias!r} contains @, which separates alias and version; choose another alias")
         return alias
 
     @model_validator(mode="after")
-    def _names_differ(self) -> Self:
+    def _model_names_differ(self) -> Self:
         if any(entry.model_name == self.model for entry in self.model_list):
             raise ValueError(
-                f"model_list: {self.model} is the alias that is trained here; choose another model_name, and give the "
-                "alias's own vLLM replicas as upstreams"
+                f"model_list: {self.model} is the alias that this proxy trains; choose another model_name, and "
+                f"list the "
+                "alias's vLLM replicas as upstreams"
             )
         return self
 
     @model_validator(mode="after")
-    def _patterns_can_be_used(self) -> Self:
+    def _patterns_compile(self) -> Self:
         if self.redacts:
             from ratchet.proxy.redaction.patterns import RedactionPatterns
 
@@ -133,7 +259,7 @@ class ProxySettings(BaseModel):
 
     @property
     def bounds(self) -> BodyBounds:
-        """What a request's JSON may hold."""
+        """The limits of a request's JSON."""
         return BodyBounds(
             self.max_body_bytes, self.max_messages, self.max_tools, self.max_json_depth, self.max_json_values
         )
@@ -144,8 +270,8 @@ class ProxySettings(BaseModel):
         return bool(self.redact or self.redact_patterns)
 
     @model_validator(mode="after")
-    def _journal_holds_segments(self) -> Self:
-        # Only whole segments can be given free: in a smaller journal the first one would fill it.
+    def _journal_fits_segments(self) -> Self:
+        # Space is freed by whole segments: in a smaller journal the first segment would fill it.
         if self.max_journal_bytes < 4 * self.journal_segment_bytes:
             raise ValueError(
                 f"max_journal_bytes {self.max_journal_bytes} is less than four segments of journal_segment_bytes "
@@ -154,13 +280,13 @@ class ProxySettings(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _a_body_fits(self) -> Self:
+    def _body_fits(self) -> Self:
         for name in ("max_inflight_request_bytes", "max_inflight_request_bytes_per_key"):
             if getattr(self, name) < self.max_body_bytes:
                 raise ValueError(
                     f"{name} {getattr(self, name)} is less than max_body_bytes {self.max_body_bytes}, so that a "
                     "body of that "
-                    f"size is never taken: raise {name} or lower max_body_bytes"
+                    f"size could never be accepted: raise {name} or lower max_body_bytes"
                 )
         return self
 

@@ -1,18 +1,20 @@
-"""A stored response and the responses before it: what `previous_response_id` continues."""
+"""Stored responses and the responses before them: what `previous_response_id` continues."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
 from ratchet.proxy.dialects.inner_request import Json
+from ratchet.store.records import CallBegun
 
-_OVERHEAD = 600  # bytes of a turn beside its messages: the record, its names, its place in the table
+_OVERHEAD = 600  # bytes of a turn beside its messages: the record, its names, its entry in the table
 
 
-_messages = msgspec.json.Decoder(list[Json])
+decode_messages = msgspec.json.Decoder(list[Json]).decode
 
 
 @dataclass(slots=True, frozen=True)
@@ -24,18 +26,21 @@ class ConversationTurn:
     trajectory_id: str
     call_id: str
     key_id: str | None
-    rebuilt: bool = False  # from the store; holds the whole conversation, its instructions too
+    rebuilt: bool = False  # read from the store: `added` is the whole conversation, instructions included
 
-    def conversation(self, *, instructed: bool) -> list[Json]:
-        """Return its messages; `instructed` says that the coming request has instructions of its own."""
+    def conversation(self, *, has_instructions: bool) -> list[Json]:
+        """Return the messages up to this turn.
+
+        `has_instructions` means that the next request has instructions of its own, which replace stored ones.
+        """
         chain = list(self.back())
-        messages = [message for one in reversed(chain) for message in _messages.decode(one.added)]
-        if chain[-1].rebuilt and instructed and messages and messages[0]["role"] == "system":
+        messages = [message for turn in reversed(chain) for message in decode_messages(turn.added)]
+        if chain[-1].rebuilt and has_instructions and messages and messages[0]["role"] == "system":
             return messages[1:]
         return messages
 
     def back(self) -> Iterator[ConversationTurn]:
-        """Yield this turn and those before it, the newest first."""
+        """Yield this turn and the turns before it, newest first."""
         turn: ConversationTurn | None = self
         while turn is not None:
             yield turn
@@ -43,5 +48,18 @@ class ConversationTurn:
 
     @property
     def size(self) -> int:
-        """Return the bytes that it takes by itself."""
+        """Return the bytes of this turn alone."""
         return len(self.added) + _OVERHEAD
+
+
+class Conversations(Protocol):
+    """The responses that a later request may continue or refer to."""
+
+    async def find_turn(self, name: str, key_id: str | None) -> ConversationTurn:
+        """Return the turn of a response id. Raises NotFound, NotReady."""
+
+    async def find_items(self, names: Iterable[str], key_id: str | None) -> dict[str, Json]:
+        """Return output items by id. Raises NotFound, NotReady."""
+
+    def add_response(self, begun: CallBegun, messages: Sequence[Json], previous: ConversationTurn | None) -> None:
+        """Store a response: the messages that it adds to `previous`, the answer included."""

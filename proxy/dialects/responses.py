@@ -1,14 +1,13 @@
-"""POST /v1/responses: OpenAI's dialect of items, around an inner chat call."""
+"""POST /v1/responses: OpenAI's item-based dialect, around an inner chat call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from ratchet.proxy.coordinator.conversations.conversation_cache import ConversationCache
 from ratchet.proxy.dialects import chat, inner_request, responses_request
 from ratchet.proxy.dialects.content_blocks import BlockEncoder
-from ratchet.proxy.dialects.conversation import ConversationTurn
+from ratchet.proxy.dialects.conversation import Conversations, ConversationTurn
 from ratchet.proxy.dialects.dialect import ParsedRequest, parsed_request, read_body_with
 from ratchet.proxy.dialects.inner_request import Json
 from ratchet.proxy.dialects.responses_renderer import ResponseRenderer
@@ -20,34 +19,34 @@ from ratchet.store.records import CallBegun
 
 
 class Responses:
-    """The dialect."""
+    """The Responses dialect."""
 
     name = "responses"
     path = chat.PATH
     shape = OPENAI
 
-    def __init__(self, memory: ConversationCache, bounds: BodyBounds) -> None:
-        self._memory = memory
+    def __init__(self, conversations: Conversations, bounds: BodyBounds) -> None:
+        self._conversations = conversations
         self._bounds = bounds
 
     async def read(self, body: bytes, key_id: str | None) -> ParsedRequest:
-        """Return what a request asks for. Raises BadRequest; NotFound for an unknown previous response."""
+        """Parse a request. Raises BadRequest; NotFound for an unknown previous response."""
         fields = await read_body_with(inner_request.decode, body)
         if isinstance(fields.get("input"), list) and b"item_reference" in body:
             fields["input"] = await self._with_items(fields["input"], key_id)
         name = fields.get("previous_response_id")
-        previous = await self._memory.find_turn(str(name), key_id) if name else None
+        previous = await self._conversations.find_turn(str(name), key_id) if name else None
         return await read_body_with(lambda _: self._read(fields, previous), body)
 
-    async def _with_items(self, given: list[Any], key_id: str | None) -> list[Any]:
-        """Return an input with the items in place of what refers to them. Raises NotFound, NotReady."""
-        names = [str(item.get("id")) if responses_request.is_reference(item) else None for item in given]
-        known = await self._memory.find_items([name for name in names if name], key_id)
-        return [known[name] if name else item for name, item in zip(names, given, strict=True)]
+    async def _with_items(self, items: list[Any], key_id: str | None) -> list[Any]:
+        """Replace item references by their items. Raises NotFound, NotReady."""
+        names = [str(item.get("id")) if responses_request.is_reference(item) else None for item in items]
+        known = await self._conversations.find_items([name for name in names if name], key_id)
+        return [known[name] if name else item for name, item in zip(names, items, strict=True)]
 
     def _read(self, body: Json, previous: ConversationTurn | None) -> ParsedRequest:
         added = responses_request.added_messages(body)
-        before = previous.conversation(instructed=bool(body.get("instructions"))) if previous else []
+        before = previous.conversation(has_instructions=bool(body.get("instructions"))) if previous else []
         self._bounds.check_messages(len(before) + len(added))
         wanted = responses_request.read(body, added, before)
         names = responses_request.custom_names(body), responses_request.namespaces(body)
@@ -56,33 +55,33 @@ class Responses:
 
         def voice(begun: CallBegun) -> BlockEncoder:
             capture = chat.make_capture(wanted, begun)
-            teller = ResponseRenderer(begun, body, *names)
+            renderer = ResponseRenderer(begun, body, *names)
             if lax_values.lax_bool(body.get("store")) is False:
-                return BlockEncoder(capture, teller)
+                return BlockEncoder(capture, renderer)
             return RememberingEncoder(
-                capture, teller, lambda answer: self._memory.add_response(begun, [*added, answer], previous)
+                capture, renderer, lambda answer: self._conversations.add_response(begun, [*added, answer], previous)
             )
 
         return parsed_request(wanted, voice)
 
 
 class RememberingEncoder(BlockEncoder):
-    """A voice whose good answer is remembered, so that `previous_response_id` finds it."""
+    """An encoder that stores a successful answer for `previous_response_id`."""
 
-    __slots__ = ("_keep",)
+    __slots__ = ("_add_response",)
 
-    def __init__(self, capture: Capture, teller: ResponseRenderer, keep: Callable[[Json], None]) -> None:
-        super().__init__(capture, teller)
-        self._keep = keep
+    def __init__(self, capture: Capture, renderer: ResponseRenderer, add_response: Callable[[Json], None]) -> None:
+        super().__init__(capture, renderer)
+        self._add_response = add_response
 
     def whole(self, body: bytes) -> bytes:
-        """Return the client's form of an answer that did not stream. Raises UpstreamDisconnected."""
-        told = super().whole(body)
-        self._keep(self.capture.choices[0].message())
-        return told
+        """Encode a response that did not stream. Raises UpstreamDisconnected."""
+        encoded = super().whole(body)
+        self._add_response(self.capture.choices[0].message())
+        return encoded
 
     def end(self) -> bytes:
-        """Return the events that end the stream: well, or with the upstream's own error."""
+        """Return the events that end the stream, after success or with the upstream's error."""
         if not self.capture.error and self.capture.choices:
-            self._keep(self.capture.choices[0].message())
+            self._add_response(self.capture.choices[0].message())
         return super().end()

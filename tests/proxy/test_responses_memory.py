@@ -71,7 +71,7 @@ def test_the_conversation_used_longest_ago_is_forgotten_and_others_stay_whole(st
     with pytest.raises(NotFound):
         asyncio.run(memory.find_turn(lasts[1], "k1"))
     for name in (lasts[0], lasts[2]):
-        assert len(asyncio.run(memory.find_turn(name, "k1")).conversation(instructed=False)) == 10
+        assert len(asyncio.run(memory.find_turn(name, "k1")).conversation(has_instructions=False)) == 10
 
 
 def test_a_conversation_that_was_read_back_is_counted_once(store: Store) -> None:

@@ -22,7 +22,7 @@ import msgspec
 
 from ratchet.proxy.coordinator.shipping.record_lookups import RecordLookups
 from ratchet.proxy.dialects.content_blocks import message_to_delta
-from ratchet.proxy.dialects.conversation import ConversationTurn, _messages
+from ratchet.proxy.dialects.conversation import ConversationTurn, decode_messages
 from ratchet.proxy.dialects.inner_request import Json
 from ratchet.proxy.dialects.responses_renderer import ResponseRenderer, response_id
 from ratchet.proxy.errors import NotFound, NotReady
@@ -133,7 +133,7 @@ def _output(turn: ConversationTurn) -> dict[str, Json]:
     call_id = turn.call_id
     begun = CallBegun(call_id, turn.trajectory_id, 0.0, "", 0, "responses", False, "", "")
     teller = ResponseRenderer(begun, {}, frozenset(), {})
-    teller.feed({"choices": [message_to_delta({"message": _messages.decode(turn.added)[-1], "finish_reason": "stop"})]})
+    teller.feed({"choices": [message_to_delta({"message": decode_messages(turn.added)[-1], "finish_reason": "stop"})]})
     teller.finish()
     return {item["id"].rpartition("_")[2]: item for item in teller.answer()["output"]}
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pydantic import SecretStr
-
 from ratchet.proxy.errors import UpstreamError
-from ratchet.proxy.model_list import ModelEntry, key_of
+from ratchet.proxy.model_list import ModelEntry, ModelKeys, key_of
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.upstreams.circuit_breaker import CircuitBreaker
@@ -31,13 +29,13 @@ class Deployment(Replica):
 
     __slots__ = ("_variable", "client", "headers", "served_name", "vllm")
 
-    def __init__(self, entry: ModelEntry, key: SecretStr | None, client: Upstream, breaker: CircuitBreaker) -> None:
+    def __init__(self, entry: ModelEntry, key: str | None, client: Upstream, breaker: CircuitBreaker) -> None:
         params = entry.litellm_params
         super().__init__(params.base, breaker, label=f"{entry.model_name} {params.base}")
         self.client = client
         self.served_name = params.served_name
         self.vllm = params.kind == "vllm"
-        self.headers = {"authorization": f"Bearer {key.get_secret_value()}"} if key else {}
+        self.headers = {"authorization": f"Bearer {key}"} if key else {}
         self._variable = params.variable
 
     async def send(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> HttpResponse:
@@ -59,7 +57,7 @@ class OtherModels:
     def __init__(
         self,
         entries: Sequence[ModelEntry],
-        keys: Mapping[str, SecretStr],
+        keys: ModelKeys,
         metrics: Metrics,
         *,
         request_timeout_seconds: float,
