@@ -17,8 +17,8 @@ _PATIENCE = 120.0  # seconds; a judge's own imports may be large
 _PROGRAM = """
 import json, os, sys
 from trainer.errors import TrainerError
-from ratchet.trainer.judges.make import make_judge
-from ratchet.trainer.judges.settings import read_spec
+from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.settings.judge_specs import read_spec
 try:
     make_judge(read_spec(json.load(sys.stdin)), os.environ).close()
 except TrainerError as error:
