@@ -61,8 +61,8 @@ def tuned(method: str, rollouts: int, held_out: int, seed: int, folder: Path) ->
         with ScriptedReflectionModel(Proposals()).running() as reflection:
             words = [
                 "tune", "prompt", "--tasks", str(folder / "mail"), "--workflow", f"{EXAMPLE}.workflow:workflow",
-                "--judge", f"{EXAMPLE}.judge:judge", "--method", method, "--rollouts", str(rollouts),
-                "--held-out", str(held_out), "--seed", str(seed), "--concurrency", "32",
+                "--judge", f"{EXAMPLE}.judge:judge", "--method", method, "--max-rollouts", str(rollouts),
+                "--held-out-tasks", str(held_out), "--seed", str(seed), "--concurrency", "32",
                 "--reflection-url", reflection.url, "--reflection-model", "scripted-reflection",
             ]  # fmt: skip
             python = mipro_python() if method == "mipro" else sys.executable

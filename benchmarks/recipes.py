@@ -51,7 +51,14 @@ def tuned(name: str, folder: Path, seed: int, rounds: int) -> Mapping[str, Any]:
         general = folder / "general.jsonl"
         write_general(general)
         own = ["--rounds", str(rounds - _COLLECTED), "--collect", str(_COLLECTED), "--warm-start", "policy"]
-        own += ["--sft", f"general={general}", "--sft", "learning_rate=1.0e-3", "--sft", "num_train_epochs=3"]
+        own += [
+            "--warm-start-setting",
+            f"general={general}",
+            "--warm-start-setting",
+            "learning_rate=1.0e-3",
+            "--warm-start-setting",
+            "num_train_epochs=3",
+        ]
     home = str(folder / "home")
     command = [sys.executable, "-m", "ratchet", "--config", CONFIG, "tune", "weights", "--project", f"{name}-{seed}"]
     command += ["--tasks", home, "--workflow", WORKFLOW, "--concurrency", "32", "--eval-attempts", "2"]

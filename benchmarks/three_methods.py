@@ -69,7 +69,7 @@ def measure(folder: Path, rounds: int, rollouts: int, seed: int, png: Path | Non
         run.ratchet("up", "--detach", seconds=400)
         with ScriptedReflectionModel(Proposals()).running() as reflection:
             run.tune(
-                "prompt", "--rollouts", str(rollouts),
+                "prompt", "--max-rollouts", str(rollouts),
                 "--reflection-url", reflection.url, "--reflection-model", "scripted stand-in",
             )  # fmt: skip
         run.tune(

@@ -112,7 +112,7 @@ class TuningKind(StrEnum):
     PROMPT = "prompt"  # a better system prompt
     WEIGHTS = "weights"  # better weights, by reinforcement learning
     EVAL = "eval"  # only to measure
-    REFLEXION = "reflexion"  # lessons from what failed
+    LESSONS = "lessons"  # lessons from what failed
     DOCTOR = "doctor"  # a look at a workflow: no run of a method
 
 

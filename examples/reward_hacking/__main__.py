@@ -56,9 +56,9 @@ def _play(chosen: argparse.Namespace) -> dict[str, Any]:
     imitating = (
         "--warm-start",
         "hedger",
-        "--sft",
+        "--warm-start-setting",
         "num_train_epochs=12",
-        "--sft",
+        "--warm-start-setting",
         "learning_rate=0.004",
         "--rounds",
         "0",

@@ -9,7 +9,7 @@ import click
 
 from ratchet import options
 
-CODES = {"better": 0, "tied": 3, "unsettled": 3, "worse": 4}
+CODES = {"better": 0, "tied": 3, "inconclusive": 3, "worse": 4}
 
 
 def versions(

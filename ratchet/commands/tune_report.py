@@ -10,7 +10,7 @@ from ratchet import options
 from ratchet.output.tables import strip_control_characters
 
 _MOST = 1000  # newest runs that are read
-KINDS = ("select-model", "prompt", "weights", "eval", "reflexion", "doctor")
+KINDS = ("select-model", "prompt", "weights", "eval", "lessons", "doctor")
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""`ratchet tune weights`: reinforcement learning on a task set, with a warm start before it where that is wanted."""
+"""`ratchet tune weights`: reinforcement learning on a task set, with an optional SFT warm start."""
 
 from __future__ import annotations
 
@@ -12,35 +12,46 @@ from ratchet.tuning import context as tuning
 
 _OWN = (
     "families", "rounds", "tasks_per_round", "eval_every", "eval_tasks", "validation_tasks", "eval_attempts",
-    "eval_workflow", "patience", "collect", "warm_start", "sft", "resume",
+    "eval_workflow", "patience", "collect", "warm_start", "warm_start_setting", "resume",
 )  # fmt: skip
 
 
 @click.command()
 @click.option(
-    "--tasks", "families", multiple=True, metavar="[NAME=]SOURCE[:WEIGHT]", help="Task set; several train together."
+    "--tasks",
+    "families",
+    multiple=True,
+    metavar="[NAME=]SOURCE[:WEIGHT]",
+    help="Task set. May be repeated: sets are trained together.",
 )
 @click.option("--rounds", type=click.IntRange(min=0), help="Rounds of training tasks.  [default: 20]")
 @click.option("--tasks-per-round", type=click.IntRange(min=1), help="Training tasks of a round.  [default: 16]")
 @click.option("--eval-every", type=click.IntRange(min=1), help="Rounds between two validations.  [default: 5]")
 @click.option("--eval-tasks", type=click.IntRange(min=2), help="Test tasks of each set.  [default: all]")
 @click.option("--validation-tasks", type=click.IntRange(min=1), help="Validation tasks of each set.  [default: 32]")
-@click.option("--eval-attempts", type=click.IntRange(min=1), help="Attempts at each of them.  [default: 1]")
-@click.option("--eval-workflow", metavar="SPEC", help="Agent while it is evaluated, such as one that samples greedily.")
-@click.option("--patience", type=click.IntRange(min=0), help="Validations without a gain that end it.  [default: 3]")
 @click.option(
-    "--collect", type=click.IntRange(min=0), help="Rounds that are only tried, for a warm start.  [default: 0]"
+    "--eval-attempts", type=click.IntRange(min=1), help="Rollouts per validation and test task.  [default: 1]"
+)
+@click.option("--eval-workflow", metavar="SPEC", help="Agent of the evaluations, such as a greedy one.")
+@click.option(
+    "--patience", type=click.IntRange(min=0), help="Stop after this many validations without a gain.  [default: 3]"
+)
+@click.option(
+    "--collect", type=click.IntRange(min=0), help="Rounds of rollouts for a warm start, not trained.  [default: 0]"
 )
 @click.option(
     "--warm-start",
     multiple=True,
     metavar="SOURCE",
-    help="Run SFT first on: policy, demonstrations, or a name of model_list; more.",
+    help="Run SFT first on: policy, demonstrations, or a `model_list` name. May be repeated.",
 )
 @click.option(
-    "--sft", multiple=True, metavar="KEY=VALUE", help="A setting of the warm start, such as general=chat.jsonl; more."
+    "--warm-start-setting",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A warm-start setting, such as general=chat.jsonl. May be repeated.",
 )
-@click.option("--resume", metavar="ID", help="Go on with a run that was stopped or killed.")
+@click.option("--resume", metavar="ID", help="Resume a run that was stopped or killed.")
 @click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the learning curve into this file.")
 @options.test_size
 @options.workflow
@@ -56,12 +67,11 @@ _OWN = (
 @options.as_json
 @click.pass_context
 def weights(context: click.Context, /, png: Path | None, as_json: bool, fail_unless_better: bool, **given: Any) -> int:
-    """Train the weights on a task set, keep the best version on validation tasks, measure it on the test split.
+    """Train the weights on a task set, keep the version that is best on validation tasks, measure it on the test split.
 
-    The rollouts go through the running project (`ratchet up`), whose trainer learns from them as from any traffic;
-    where nothing runs, vLLM, proxy and trainer are started and stopped again. Ends with 0 when it came to its end, with
-    1 on errors; with --fail-unless-better, with 3 where what serves now is not shown to be better than what served
-    before.
+    The rollouts go through the running project (`ratchet up`), whose trainer learns from them as from any traffic. If
+    no project is running, vLLM, proxy and trainer are started and stopped again. Exits with 0 on completion and 1 on
+    errors; with --fail-unless-better, with 3 unless the version served afterwards is shown to be better than before.
 
     \b
     Example:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from ratchet.tuner.settings.tuner_settings import TunerSettings
 
 _COMMAND = "ratchet tune prompt"
-_OF_PROMPT = ("method", "rollouts", "tokens", "mode", "train", "validation", "held_out")
+_OF_PROMPT = (
+    "method", "max_rollouts", "max_total_tokens", "mode", "train_tasks", "validation_tasks", "held_out_tasks",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Outcome:
         return [*told, *(f"  {line}" for line in self.prompt.splitlines())]
 
 
-def begun(context: click.Context, given: dict[str, Any]) -> Outcome:
+def start_run(context: click.Context, given: dict[str, Any]) -> Outcome:
     """Begin a run, and run it to its end. Raises TuningError, SettingsError, UsageError."""
     file: Path | None = given.pop("seed_prompt")
     settings = _without_retries(tuning.settings_of(context, _named(given)))
@@ -81,7 +83,7 @@ def begun(context: click.Context, given: dict[str, Any]) -> Outcome:
         return _ran(bench, bench.store.tunings.begin("prompt", settings.model, config).id)
 
 
-def resumed(context: click.Context, name: str, given: dict[str, Any]) -> Outcome:
+def resume_run(context: click.Context, name: str, given: dict[str, Any]) -> Outcome:
     """Go on with a run as it was asked; where proxy and store are, and how many at once, may be told anew."""
     free = ("proxy", "concurrency", "store", "project")
     fixed = [key for key, value in given.items() if value is not None and key not in free]
@@ -100,7 +102,7 @@ def resumed(context: click.Context, name: str, given: dict[str, Any]) -> Outcome
         return _ran(bench, name, resume=True)
 
 
-def candidate(store: Store, name: str, *, anyway: bool = False) -> str:
+def create_candidate(store: Store, name: str, *, force: bool = False) -> str:
     """Make a candidate of the prompt that a run found; return `alias@version`. Raises UsageError, StoreError."""
     run = store.tunings.get(name)
     details = (run.result or {}).get("details", {})
@@ -108,17 +110,17 @@ def candidate(store: Store, name: str, *, anyway: bool = False) -> str:
         raise click.UsageError(f"run {name} ({run.kind}, {run.state}) has no prompt to promote")
     if details["prompt_id"] is None:
         raise click.UsageError(f"run {name} found no other prompt than the one that it began from")
-    if details["verdict"] != "better" and not anyway:
+    if details["verdict"] != "better" and not force:
         raise click.UsageError(f"run {name}: {details['verdict']}, {details['why']}; --force promotes it all the same")
     evidence = {"tuning": name, "verdict": details["verdict"], "gain": (run.result or {}).get("gain")}
     policy = store.policies.with_prompt(run.alias, details["prompt_id"], evidence)
     return f"{policy.alias}@{policy.version}"
 
 
-def promoted(context: click.Context, found: Outcome, given: Mapping[str, Any]) -> str:
+def promote_result(context: click.Context, found: Outcome, given: Mapping[str, Any]) -> str:
     """Make a candidate version of what a run of this command found."""
     with options.open_project_store(context, store=given["store"], project=given["project"]) as store:
-        return candidate(store, found.run)
+        return create_candidate(store, found.run)
 
 
 def _named(given: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +134,7 @@ def _named(given: dict[str, Any]) -> dict[str, Any]:
 
 def _without_retries(settings: Settings) -> Settings:
     """Every rollout counts against the budget, and one that failed has failed."""
-    return settings.model_copy(update={"tuner": settings.tuner | {"retries": 0, "max_failures": None}})
+    return settings.model_copy(update={"tuner": settings.tuner | {"max_retries": 0, "max_failures": None}})
 
 
 def _as_asked(settings: Settings, run: Tuning) -> Settings:

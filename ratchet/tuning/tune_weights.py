@@ -136,7 +136,7 @@ def _warm_start(own: dict[str, Any]) -> dict[str, Any] | None:
 
     if not own["warm_start"]:
         return None
-    pairs = [text.partition("=") for text in own["sft"]]
+    pairs = [text.partition("=") for text in own["warm_start_setting"]]
     settings = {key.strip().replace("-", "_"): yaml.safe_load(value) for key, _, value in pairs}
     return settings | {"sources": own["warm_start"]}
 
@@ -145,10 +145,12 @@ def _check(settings: Settings, own: dict[str, Any]) -> None:
     """Refuse what cannot be meant or read, before anything is started. Raises UsageError, TuningError."""
     if own["resume"] is not None:
         return
-    if own["sft"] and not own["warm_start"]:
-        raise click.UsageError("--sft is about a warm start: give --warm-start own, shown or a model's name as well")
-    if broken := [text for text in own["sft"] if "=" not in text]:
-        raise click.UsageError(f"--sft {broken[0]}: write KEY=VALUE, such as epochs=3")
+    if own["warm_start_setting"] and not own["warm_start"]:
+        raise click.UsageError(
+            "--warm-start-setting is about a warm start: give --warm-start own, shown or a model's name as well"
+        )
+    if broken := [text for text in own["warm_start_setting"] if "=" not in text]:
+        raise click.UsageError(f"--warm-start-setting {broken[0]}: write KEY=VALUE, such as epochs=3")
     if not own["families"] and settings.tuner_settings().tasks is None:
         raise click.UsageError("no task set is named: give --tasks SOURCE, or set tuner.tasks")
     _check_readable(settings, _plan(settings, own))

@@ -53,7 +53,7 @@ READS: dict[str, tuple[str, ...]] = {
     "tasks list": (),
     "trajectories list": (),
     "trajectories show": ("a",),
-    "tune lessons": ("--reflection-url", "URL", "--reflection-model", "m", "--least", "1", "--dry-run"),
+    "tune lessons": ("--reflection-url", "URL", "--reflection-model", "m", "--min-failures", "1", "--dry-run"),
     "tune promote": ("RUN",),
     "tune report": (),
     "tune runs": (),

@@ -10,7 +10,7 @@ import pytest
 
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store, open_store
-from ratchet.tuning.tune_prompt import candidate
+from ratchet.tuning.tune_prompt import create_candidate
 
 
 @pytest.fixture
@@ -32,20 +32,20 @@ def ended(store: Store, verdict: str, prompt: str | None = "Be good.", state: st
 
 def test_a_better_prompt_becomes_a_candidate_with_its_evidence(store: Store) -> None:
     run = ended(store, "better")
-    assert candidate(store, run) == "agent@1"
+    assert create_candidate(store, run) == "agent@1"
     policy = store.policies.get("agent", 1)
     assert policy.state is PolicyState.CANDIDATE
     assert store.prompts.get(policy.prompt_id or "").text == "Be good."
     assert policy.evidence == {"tuning": run, "verdict": "better", "gain": {"low": 0.1}}
 
 
-@pytest.mark.parametrize("verdict", ["worse", "no better", "undecided"])
+@pytest.mark.parametrize("verdict", ["worse", "no better", "inconclusive"])
 def test_a_prompt_that_is_not_shown_to_be_better_is_promoted_by_force_alone(store: Store, verdict: str) -> None:
     run = ended(store, verdict)
     with pytest.raises(click.UsageError, match=f"{verdict}, so it was measured; --force"):
-        candidate(store, run)
+        create_candidate(store, run)
     assert [one.version for one in store.policies.all("agent")] == [0]
-    assert candidate(store, run, anyway=True) == "agent@1"
+    assert create_candidate(store, run, force=True) == "agent@1"
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_a_prompt_that_is_not_shown_to_be_better_is_promoted_by_force_alone(stor
 def test_a_run_without_a_prompt_is_refused(store: Store, prompt: str | None, state: str, told: str) -> None:
     run = ended(store, "better", prompt, state)
     with pytest.raises(click.UsageError, match=told):
-        candidate(store, run, anyway=True)
+        create_candidate(store, run, force=True)

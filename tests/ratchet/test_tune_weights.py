@@ -57,9 +57,9 @@ def test_it_starts_the_rooms_where_nothing_runs_and_leaves_a_result_and_no_proce
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--sft", "num_train_epochs=2"), "give --warm-start"),
-        (("--warm-start", "policy", "--sft", "num_train_epochs"), "KEY=VALUE"),
-        (("--warm-start", "policy", "--sft", "num_epochs=2"), "warm_start.num_epochs"),
+        (("--warm-start-setting", "num_train_epochs=2"), "give --warm-start"),
+        (("--warm-start", "policy", "--warm-start-setting", "num_train_epochs"), "KEY=VALUE"),
+        (("--warm-start", "policy", "--warm-start-setting", "num_epochs=2"), "warm_start.num_epochs"),
         (("--warm-start", "policy", "--warm-start", "policy"), "names one twice"),
         (("--resume", "tun_1", "--tasks", "x"), "leave them out"),
         (("--attempts", "1"), "num_generations"),

@@ -44,7 +44,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def run(store: Store) -> str:
-    return store.tunings.begin("reflexion", "policy", {}).id
+    return store.tunings.begin("lessons", "policy", {}).id
 
 
 def test_what_ended_a_run_is_written_down_and_raised_and_the_run_is_free(

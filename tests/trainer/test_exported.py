@@ -170,7 +170,7 @@ def test_what_was_imitated_and_what_was_evaluated_is_told(store: Store) -> None:
     )
     tuning = store.tunings.begin("eval", "agent", {})
     store.tunings.end(tuning.id, "done", plain(result))
-    lessons = store.tunings.begin("reflexion", "agent", {})  # it measures nothing itself: the gate does
+    lessons = store.tunings.begin("lessons", "agent", {})  # it measures nothing itself: the gate does
     store.tunings.end(lessons.id, "done", {"families": {}})
     doctor = store.tunings.begin("eval", "agent", {"doctor": "w"})  # nor does `ratchet doctor --workflow`
     store.tunings.end(doctor.id, "done", {"reasons": []})

@@ -23,8 +23,8 @@ from ratchet.trainer.release.publisher import Publisher
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.tasks.held_out import is_held_out
-from ratchet.tuner.prompts.lessons.reflexion import learn, on_trial
-from ratchet.tuner.settings.lesson_settings import LessonSettings
+from ratchet.tuner.prompts.lessons.reflexion import learn, start_canary
+from ratchet.tuner.settings.tuner_settings import LessonSettings
 from tests.harness.proxy.servers import eventually, served
 from tests.harness.records import judged_group
 from tests.harness.trainer.prompted_vllm import PromptedVllm
@@ -160,9 +160,9 @@ def test_lessons_are_measured_against_what_serves_and_stay_only_where_they_help(
     with ScriptedJudgeModel().running() as scripted:
         scripted.answers = [says({"diagnosis": "d", "lessons": ["Try to be better."]})]
         model = LanguageModel(ModelSpec(base_url=scripted.url, model="m"), None)
-        learned = learn(store, "agent", model, LessonSettings(below=0.6))
+        learned = learn(store, "agent", model, LessonSettings(failure_threshold=0.6))
         model.close()
-    trial = on_trial(store, "agent", learned, 0.5, "tun_1")
+    trial = start_canary(store, "agent", learned, 0.5, "tun_1")
     promoted = until(daemon, proxy, store, trial.version, PolicyState.CANARY)
     assert promoted.state is PolicyState.LIVE
     assert promoted.evidence["release"]["difference"]["low"] > -0.1

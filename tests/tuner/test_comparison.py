@@ -68,8 +68,8 @@ def test_no_winner_is_named_where_the_unjudged_could_change_it() -> None:
     better, worse = marks(*[1.0] * 8), marks(*[0.0] * 8)
     assert compare(better, worse).verdict is Verdict.BETTER
     some = marks(*[1.0] * 4, *[UNJUDGED] * 4)
-    unsettled = compare(some, worse)
-    assert (unsettled.verdict, unsettled.unjudged, unsettled.tasks) == (Verdict.UNSETTLED, 4, 4)
+    inconclusive = compare(some, worse)
+    assert (inconclusive.verdict, inconclusive.unjudged, inconclusive.tasks) == (Verdict.INCONCLUSIVE, 4, 4)
     assert rank({"better": some, "worse": worse}).winner is None
 
 

@@ -19,13 +19,13 @@ from ratchet.trainer.errors import LessonsRefused, ReflectionUnavailable
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.tuner.prompts.lessons.failing_families import failing
 from ratchet.tuner.prompts.lessons.lesson_text import HEADER, fit, lessons_of, quotable, with_lessons
-from ratchet.tuner.prompts.lessons.reflexion import LearnedLessons, learn, on_trial
-from ratchet.tuner.settings.lesson_settings import LessonSettings
+from ratchet.tuner.prompts.lessons.reflexion import LearnedLessons, learn, start_canary
+from ratchet.tuner.settings.tuner_settings import LessonSettings
 from tests.harness.cli.project import Project
 from tests.harness.records import begun, ended
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 
-SETTINGS = LessonSettings(least=2)
+SETTINGS = LessonSettings(min_failures=2)
 GOOD = says({"diagnosis": "It guesses.", "lessons": ["Search before you answer.", "Check the date."]})
 
 
@@ -80,10 +80,10 @@ def test_families_with_enough_failed_tasks_are_asked_about_with_the_worst_attemp
         score("math1", 1, 0.0), score("math1", 2, 0.4), score("math2", 3, 0.2), score("math3", 4, 0.9),
         score("mail1", 5, 0.1), score("mail1", 6, 1.0), score("mail2", 7, 0.0),
     ]  # fmt: skip
-    (found,) = failing(scores, below=0.5, least=2)
+    (found,) = failing(scores, threshold=0.5, min_failures=2)
     assert (found.family, found.tasks, round(found.mean, 3)) == ("math", 2, 0.2)
     assert [one.trajectory_id for one in found.worst] == ["math23", "math11"]
-    assert [one.family for one in failing(scores, below=0.5, least=1)] == ["mail", "math"]
+    assert [one.family for one in failing(scores, threshold=0.5, min_failures=1)] == ["mail", "math"]
 
 
 def test_lessons_are_put_on_trial_for_half_of_the_traffic_beside_what_serves(
@@ -99,7 +99,7 @@ def test_lessons_are_put_on_trial_for_half_of_the_traffic_beside_what_serves(
     data = asked_of(scripted)
     assert [attempt["score"] for attempt in data["attempts"]] == [0.0] * 3
     assert data["attempts"][0]["judge_said"] == "too vague"
-    policy = on_trial(store, "agent", learned, 0.5, "tun_1")
+    policy = start_canary(store, "agent", learned, 0.5, "tun_1")
     assert (policy.state, policy.share, policy.adapter) == (PolicyState.CANARY, 0.5, None)
     prompt = store.prompts.get(policy.prompt_id or "")
     assert prompt.mode is PromptMode.APPEND
@@ -120,7 +120,7 @@ def test_what_serves_now_stays_and_a_familys_older_lessons_go(
         for number in range(2):
             tried(store, f"{family}/{number}", 0.0, version=1)
     scripted.answers = [GOOD, says({"diagnosis": "d", "lessons": ["New."]})]
-    policy = on_trial(store, "agent", learn(store, "agent", model, SETTINGS), 0.3, "tun_1")
+    policy = start_canary(store, "agent", learn(store, "agent", model, SETTINGS), 0.3, "tun_1")
     assert [asked_of(scripted, number)["lessons"] for number in (0, 1)] == [[], ["Old."]]
     prompt = store.prompts.get(policy.prompt_id or "")
     assert (prompt.mode, prompt.text) == (PromptMode.REPLACE, "You answer mail.")
@@ -209,7 +209,7 @@ def test_a_model_that_is_down_is_told_and_nothing_is_put_on_trial(
 
 def test_no_lessons_and_too_many_are_no_answer() -> None:
     def check(answer: Any) -> list[str]:
-        return fit(answer, most=2, longest=50, quoted=quotable([]))
+        return fit(answer, max_lessons=2, max_chars=50, quoted=quotable([]))
 
     assert check({"lessons": [" a \n b ", "a b", ""]}) == ["a b"]
     wrong: list[Any] = [{}, {"lessons": "x"}, {"lessons": []}, {"lessons": ["a", "b", "c"]}, ["a"]]
@@ -245,13 +245,13 @@ def test_the_command_shows_lessons_and_tries_them(project: Project, scripted: Sc
     assert "task:mail: 3 tasks failed, mean score 0.000\n  - Search before you answer.\n" in shown.stdout
     assert len(store.policies.all("agent")) == 1
     scripted.answers = [GOOD]
-    done = project.run(*asked, *named, "--share", "0.25")
+    done = project.run(*asked, *named, "--canary-share", "0.25")
     assert "canary agent@1 at 25%" in done.stdout
     assert store.policies.get("agent", 1).share == 0.25
-    (run,) = store.tunings.page(kind="reflexion")
+    (run,) = store.tunings.page(kind="lessons")
     assert (run.state, (run.result or {})["promoted"]) == ("done", "agent@1")
     listed = project.run("tune", "runs", "--store", url)
-    assert (listed.returncode, "reflexion" in listed.stdout) == (0, True)
+    assert (listed.returncode, "lessons" in listed.stdout) == (0, True)
     assert project.run("tune", "report", "--store", url).returncode == 1  # nothing is measured on held-out tasks
     again = project.run(*asked, *named)
     assert again.returncode == 1

@@ -11,7 +11,7 @@ from ratchet.tuner.prompts.budget import Budget
 def test_no_rollout_begins_beyond_the_limit_and_a_set_is_not_begun_in_part() -> None:
     budget = Budget(10, reserved_rollouts=4)
     assert budget.allow(6) == 6
-    with pytest.raises(BudgetExceeded, match="--rollouts"):
+    with pytest.raises(BudgetExceeded, match="--max-rollouts"):
         budget.allow(7)
     for _ in range(6):
         budget.record_rollout(10)
@@ -28,7 +28,7 @@ def test_of_the_tokens_only_what_is_larger_than_all_before_can_go_over() -> None
         for _ in range(budget.allow(50)):
             budget.record_rollout(100)
     assert budget.begun == 10
-    with pytest.raises(BudgetExceeded, match="--tokens 1000"):
+    with pytest.raises(BudgetExceeded, match="--max-total-tokens 1000"):
         budget.allow(50)
 
 

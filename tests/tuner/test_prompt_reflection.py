@@ -49,7 +49,7 @@ def test_a_prompt_that_is_too_long_is_asked_again_with_the_reason_and_then_set_a
     server: ScriptedJudgeModel,
 ) -> None:
     server.answers = [proposes("x" * 101), proposes("x" * 100), proposes("x" * 101), proposes("")]
-    model = reflection(server, Budget(1), longest=100)
+    model = reflection(server, Budget(1), max_prompt_chars=100)
     assert model.propose("now", []) == "x" * 100
     assert "at most 100 are allowed" in server.asked[1]["messages"][-1]["content"]
     with pytest.raises(Unanswered):
@@ -109,7 +109,7 @@ def test_a_question_fits_into_the_models_context(server: ScriptedJudgeModel) -> 
     server.answers = [proposes("better")]
     spec = ModelSpec(base_url=server.url, model="thinker", context_tokens=2000)
     examples = [Example("t" * 2000, f"begin{'c' * 6000}end", 0.5, "f" * 1000)] * 4
-    ReflectionModel(LanguageModel(spec, None), Budget(1), longest=1000).propose("now", examples)
+    ReflectionModel(LanguageModel(spec, None), Budget(1), max_prompt_chars=1000).propose("now", examples)
     assert sum(len(message["content"]) for message in server.asked[0]["messages"]) < 3 * 2000
     shown = json.loads(server.asked[0]["messages"][1]["content"])["examples"]
     assert len(shown) == 4

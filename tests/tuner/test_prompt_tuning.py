@@ -133,7 +133,7 @@ def test_the_budget_of_rollouts_is_hard_and_what_was_found_is_kept_and_compared(
     world = World(store, reflection_server, rollouts=120)
     found = world.run()
     assert len(world.rollouts.made) <= 120
-    assert "--rollouts" in found.ended_by
+    assert "--max-rollouts" in found.ended_by
     assert found.gain is not None
     assert found.gain.tasks == 30
     assert 0.0 < (found.gain.mean or 0.0) < 1.0
@@ -145,20 +145,20 @@ def test_the_budget_of_tokens_is_hard_with_the_reflections_in_it(
     tokens = 100 * TOKENS + 3 * 550
     world = World(store, reflection_server, tokens=tokens)
     found = world.run()
-    assert "--tokens" in found.ended_by
+    assert "--max-total-tokens" in found.ended_by
     assert world.budget.tokens_spent <= tokens
     assert world.budget.reflection_tokens > 0
     assert found.gain is not None
     assert found.gain.tasks == 30
 
 
-def test_a_comparison_that_the_tokens_end_is_undecided(
+def test_a_comparison_that_the_tokens_end_is_inconclusive(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
     world = World(store, reflection_server, tokens=100 * TOKENS + 3 * 550)
     world.rollouts.tokens = lambda job: TOKENS * (20 if job.task.id in SETS.held_out[10:] else 1)
     found = world.run()
-    assert found.verdict == "undecided"
+    assert found.verdict == "inconclusive"
     assert "attempts are unjudged" in found.why
     assert any("cut short" in line for line in world.told)
 
@@ -295,14 +295,14 @@ def test_a_prompt_that_the_judge_fails_on_never_wins(store: Store, reflection_se
     assert "quib" not in found.prompt
 
 
-def test_unjudged_rollouts_on_held_out_tasks_leave_it_undecided_where_they_could_change_it(
+def test_unjudged_rollouts_on_held_out_tasks_leave_it_inconclusive_if_they_could_change_it(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
     def out(prompt: str, task: str) -> bool:
         return task in SETS.held_out[:25] and prompt != prompt_world.SEED
 
     found = World(store, reflection_server, unjudged=out).run()
-    assert found.verdict == "undecided"
+    assert found.verdict == "inconclusive"
     assert found.gain is not None
     assert found.gain.unjudged == 25
     assert "25 attempts are unjudged" in found.why

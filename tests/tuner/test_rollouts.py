@@ -139,7 +139,7 @@ class Flaky:
 def test_a_retry_is_a_rollout_of_its_own_and_the_last_one_counts(
     store: Store, tasks: list[Task], tuning: Tuning
 ) -> None:
-    runner = RolloutRunner(store, "http://nowhere", None, Flaky(failures=2), TunerSettings(retries=2))
+    runner = RolloutRunner(store, "http://nowhere", None, Flaky(failures=2), TunerSettings(max_retries=2))
     (ended,) = run(runner, jobs_of(tasks[:1]), tuning)
     assert (ended.state, ended.scenario) == (RolloutState.ENDED, {"retry": 2})
     tries = store.rollouts.of(tuning.id, responses=True)

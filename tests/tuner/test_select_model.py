@@ -118,7 +118,7 @@ async def test_a_judge_that_fails_on_some_names_no_winner_where_that_matters(ben
     assert found.chosen is None
     assert "could change the ranking" in found.reason
     pair = found.ranking.pair("right-95", "right-20")
-    assert (pair.verdict, pair.unjudged > 10) == (Verdict.UNSETTLED, True)
+    assert (pair.verdict, pair.unjudged > 10) == (Verdict.INCONCLUSIVE, True)
     failures = [one.judge_failure for one in bench.store.rollouts.of(bench.store.tunings.page()[0].id)]
     assert "ValueError: cannot count so far" in failures
 

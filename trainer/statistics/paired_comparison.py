@@ -5,7 +5,7 @@ wrong stays in: a failed rollout counts as the failure score, and never as more 
 judge failed on is unjudged, never a number. Where there are unjudged attempts, the interval and the p-value hold
 whatever they would have got: both are the wider ones of two fillings, all against the candidate and all in its favour.
 One candidate is better than another where its interval excludes zero and its p-value, corrected by Holm over all
-pairs, is small enough; else they are tied, or unsettled where unjudged attempts could change that.
+pairs, is small enough; else they are tied, or inconclusive where unjudged attempts could change that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Verdict(StrEnum):
     BETTER = "better"
     WORSE = "worse"
     TIED = "tied"  # nothing is shown either way
-    UNSETTLED = "unsettled"  # unjudged attempts could change it
+    INCONCLUSIVE = "inconclusive"  # unjudged attempts could change it
 
 
 class ScoreRange(msgspec.Struct, frozen=True):
@@ -70,13 +70,13 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """better or worse where that is shown; else tied, or unsettled."""
+        """better or worse where that is shown; else tied, or inconclusive."""
         shown = self.p_value < 1 - self.confidence
         if shown and self.low > 0:
             return Verdict.BETTER
         if shown and self.high < 0:
             return Verdict.WORSE
-        return Verdict.TIED if self.settled else Verdict.UNSETTLED
+        return Verdict.TIED if self.settled else Verdict.INCONCLUSIVE
 
     def told(self) -> str:
         """Return it in one clause."""

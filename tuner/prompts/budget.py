@@ -50,7 +50,7 @@ class Budget:
         """
         if wanted > self.left(held_out=held_out):
             raise BudgetExceeded(
-                f"{wanted} rollouts are more than the {self.left(held_out=held_out)} of --rollouts left"
+                f"{wanted} rollouts are more than the {self.left(held_out=held_out)} of --max-rollouts left"
             )
         if self.tokens is None:
             return wanted
@@ -58,14 +58,18 @@ class Budget:
             return 1
         room = self._tokens_left(held_out) // max(1, self._largest_rollout)
         if room < 1:
-            raise BudgetExceeded(f"{self.tokens_spent} tokens of --tokens {self.tokens} are spent or kept back")
+            raise BudgetExceeded(
+                f"{self.tokens_spent} tokens of --max-total-tokens {self.tokens} are spent or kept back"
+            )
         return min(wanted, room, self.concurrency)
 
     def allow_reflection(self, characters: int) -> None:
         """Allow one question of so many characters. Raises BudgetExceeded."""
         needed = max(self._largest_reflection, characters // _CHARACTERS_PER_TOKEN)
         if self.tokens is not None and self._tokens_left(False) < needed:
-            raise BudgetExceeded(f"{self.tokens_spent} tokens of --tokens {self.tokens} are spent or kept back")
+            raise BudgetExceeded(
+                f"{self.tokens_spent} tokens of --max-total-tokens {self.tokens} are spent or kept back"
+            )
 
     def record_rollout(self, tokens: int) -> None:
         """Count a rollout that began."""

@@ -61,7 +61,7 @@ class Search:
     seed: int
     rollouts: int  # that the search may begin
     reflection_minibatch_size: int = 3  # training tasks that one reflection is shown
-    longest: int = 20_000  # characters of a prompt
+    max_prompt_chars: int = 20_000  # characters of a prompt
 
 
 class PromptOptimizer(Protocol):

@@ -91,8 +91,8 @@ class _Run:
         self._answered: list[Answered] = list(progress.get("answered", ()))
         self._said: dict[str, str] = dict(progress.get("said", {}))
         prompt = self._settings.prompt
-        rollouts = prompt.rollouts or SEARCH_ROLLOUTS + self._plan.held_out_rollouts
-        self._budget = Budget(rollouts, prompt.tokens, concurrency=self._settings.concurrency)
+        rollouts = prompt.max_rollouts or SEARCH_ROLLOUTS + self._plan.held_out_rollouts
+        self._budget = Budget(rollouts, prompt.max_total_tokens, concurrency=self._settings.concurrency)
         self._work = tools.progress.begin(PROMPT_TUNING, rollouts)
 
     def run(self) -> TuningResult:
@@ -111,7 +111,7 @@ class _Run:
             tools.scorer.count_abandoned_tokens(self._tuning.id)
             trials = Trials(
                 tools.store, self._tuning.id, self._tasks, rolled, self._scored, self._budget,
-                longest=settings.prompt.longest, failure_score=settings.failure_score, model=self._model(),
+                max_prompt_chars=settings.prompt.max_prompt_chars, failure_score=settings.failure_score, model=self._model(),
                 said=self._said,
             )  # fmt: skip
             self._work.at(self._budget.begun, self._budget.rollouts)
@@ -150,7 +150,7 @@ class _Run:
             attempts=self._settings.attempts,
             seed=self._settings.seed,
             reflection_minibatch_size=prompt.reflection_minibatch_size,
-            longest=prompt.longest,
+            max_prompt_chars=prompt.max_prompt_chars,
             seed_prompt=serving(self._tools.store, self._tuning.alias, mode) if file is None else given(str(file)),
             mode=mode,
             failure_score=self._settings.failure_score,
@@ -163,10 +163,10 @@ class _Run:
 
     def _sets(self) -> Sets:
         prompt, splits = self._settings.prompt, self._tools.tasks.splits()
-        sizes = Sizes(prompt.train, prompt.validation, prompt.held_out)
+        sizes = Sizes(prompt.train_tasks, prompt.validation_tasks, prompt.held_out_tasks)
         train = TRAIN if TRAIN in splits else splits[0]
         checked = next((split for split in splits if split in VALIDATION and split != train), None)
-        test = self._read(TEST, prompt.held_out) if TEST in splits and train != TEST else []
+        test = self._read(TEST, prompt.held_out_tasks) if TEST in splits and train != TEST else []
         checking = self._read(checked) if checked else []
         sets = divide(self._read(train), test, sizes, self._settings.seed, checking)
         used = {*sets.train, *sets.validation, *sets.held_out}
@@ -185,7 +185,7 @@ class _Run:
             LanguageModel(spec, self._tools.reflection_key),
             self._budget,
             mode=seed.mode,
-            longest=self._settings.prompt.longest,
+            max_prompt_chars=self._settings.prompt.max_prompt_chars,
             answered=tuple(self._answered),
             keep=self._keep,
         )

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _SHOWN = 2_000  # characters of a prompt that was tried, as the record shows it
 _MOST_SHOWN = 200  # prompts
 
-Verdict = Literal["better", "no better", "worse", "undecided"]
+Verdict = Literal["better", "no better", "worse", "inconclusive"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Plan:
     attempts: int
     seed: int
     reflection_minibatch_size: int = 3
-    longest: int = 20_000
+    max_prompt_chars: int = 20_000
     seed_prompt: SeedPrompt | None = None
     mode: Mode | None = None
     failure_score: float = 0.0
@@ -100,7 +100,7 @@ class PromptTuning:
         plan = self._plan
         if self._budget.rollouts < plan.min_rollouts:
             raise BudgetTooSmall(
-                f"--rollouts {self._budget.rollouts} cannot come to a result: these tasks need at least "
+                f"--max-rollouts {self._budget.rollouts} cannot come to a result: these tasks need at least "
                 f"{plan.min_rollouts}, {plan.held_out_rollouts} of them for the comparison on held-out tasks"
             )
         self._budget.reserved_rollouts = plan.held_out_rollouts - self._trials.known(plan.sets.held_out)
@@ -141,7 +141,7 @@ class PromptTuning:
             seed=plan.seed,
             rollouts=self._budget.rollouts - plan.held_out_rollouts,
             reflection_minibatch_size=plan.reflection_minibatch_size,
-            longest=plan.longest,
+            max_prompt_chars=plan.max_prompt_chars,
         )
         try:
             self._trials.scores(seed.text, plan.sets.validation)
@@ -207,11 +207,11 @@ def judged(gain: Compared) -> tuple[Verdict, str]:
             "worse",
             "the interval on the held-out tasks lies below zero: what was found fits the search's tasks only",
         )
-    if gain.verdict is Shown.UNSETTLED or gain.difference is None:
-        return "undecided", f"{gain.unjudged} attempts are unjudged and could change it"
+    if gain.verdict is Shown.INCONCLUSIVE or gain.difference is None:
+        return "inconclusive", f"{gain.unjudged} attempts are unjudged and could change it"
     if gain.difference <= 0:
         return "no better", "on the held-out tasks it scores no higher than the seed"
-    return "undecided", "the interval on the held-out tasks holds zero: more tasks or attempts could tell"
+    return "inconclusive", "the interval on the held-out tasks holds zero: more tasks or attempts could tell"
 
 
 def details(found: Found, plan: Plan, budget: Budget, about: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,14 +64,14 @@ class ReflectionModel:
         budget: Budget,
         *,
         mode: str = "replace",
-        longest: int = 20_000,
+        max_prompt_chars: int = 20_000,
         answered: Sequence[Answered] = (),
         keep: Callable[[Answered, Sequence[Exchange]], None] = lambda answered, exchanges: None,
     ) -> None:
         self._model = model
         self._budget = budget
         self._mode = mode
-        self._longest = longest
+        self._max_prompt_chars = max_prompt_chars
         self._keep = keep
         self._known: dict[tuple[str, int], str | None] = {}  # by question, and how often it was asked before
         self._asked: Counter[str] = Counter()
@@ -86,11 +86,11 @@ class ReflectionModel:
     def propose(self, prompt: str, examples: Sequence[Example]) -> str:
         """Return a better prompt than this one. Raises Unanswered, ReflectionUnavailable, BudgetExceeded."""
         part, what = _PARTS[self._mode]
-        taken = len(_INSTRUCTIONS) + len(prompt) + self._longest
+        taken = len(_INSTRUCTIONS) + len(prompt) + self._max_prompt_chars
         room = max(_LEAST_ROOM, _CHARACTERS_PER_TOKEN * self._model.spec.context_tokens - taken)
         shown = fitted([_plain(example) for example in examples], room)
         question = [
-            {"role": "system", "content": _INSTRUCTIONS.format(part=part, what=what, longest=self._longest)},
+            {"role": "system", "content": _INSTRUCTIONS.format(part=part, what=what, longest=self._max_prompt_chars)},
             {"role": "user", "content": f'{{"prompt": {json.dumps(prompt)}, "examples": {shown}}}'},
         ]
 
@@ -140,8 +140,8 @@ class ReflectionModel:
         prompt = answer.get("prompt") if isinstance(answer, dict) else None
         if not isinstance(prompt, str) or not prompt.strip():
             raise ValueError('"prompt" is no text')
-        if len(prompt) > self._longest:
-            raise ValueError(f'"prompt" has {len(prompt)} characters, at most {self._longest} are allowed')
+        if len(prompt) > self._max_prompt_chars:
+            raise ValueError(f'"prompt" has {len(prompt)} characters, at most {self._max_prompt_chars} are allowed')
         return fit(prompt)
 
 

@@ -59,7 +59,7 @@ class Trials:
         budget: Budget,
         *,
         mode: str = "replace",
-        longest: int = 20_000,
+        max_prompt_chars: int = 20_000,
         failure_score: float = 0.0,
         model: str | None = None,
         said: Mapping[str, str] = MappingProxyType({}),
@@ -70,7 +70,7 @@ class Trials:
         self._judge = judge
         self._budget = budget
         self._mode = mode
-        self._longest = longest
+        self._max_prompt_chars = max_prompt_chars
         self._failure_score = failure_score
         self._model = model
         self._said = said  # rollout -> the judge's words on it; grows while rollouts are judged
@@ -129,8 +129,10 @@ class Trials:
     def candidate(self, prompt: str) -> str:
         """Return the name of a prompt, which is written down. Raises PromptRefused."""
         if prompt not in self._names:
-            if not prompt.strip() or len(prompt) > self._longest:
-                raise PromptRefused(f"a proposed prompt has {len(prompt)} characters, not 1 to {self._longest}")
+            if not prompt.strip() or len(prompt) > self._max_prompt_chars:
+                raise PromptRefused(
+                    f"a proposed prompt has {len(prompt)} characters, not 1 to {self._max_prompt_chars}"
+                )
             name = self._store.prompts.remember(prompt, self._mode, "ratchet tune prompt").id
             self._names[prompt] = name
             self._prompts[name] = prompt

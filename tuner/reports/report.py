@@ -206,7 +206,7 @@ def effect(gain: Compared) -> Effect:
         Verdict.BETTER: "better",
         Verdict.WORSE: "worse",
         Verdict.TIED: "no difference shown",
-        Verdict.UNSETTLED: "unsettled: attempts that were not judged could change it",
+        Verdict.INCONCLUSIVE: "inconclusive: attempts that were not judged could change it",
     }
     return Effect(
         verdict=gain.verdict, before=gain.against_mean, after=gain.mean, difference=gain.difference, low=gain.low,

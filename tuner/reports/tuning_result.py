@@ -15,7 +15,7 @@ import msgspec
 from ratchet.trainer.statistics.paired_comparison import Compared
 from ratchet.tuner.rollouts.prices import RolloutCost
 
-Method = Literal["select-model", "prompt", "weights", "eval", "reflexion"]
+Method = Literal["select-model", "prompt", "weights", "eval", "lessons"]
 
 
 class TaskSetUsed(msgspec.Struct, frozen=True, kw_only=True):

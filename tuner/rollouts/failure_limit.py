@@ -37,7 +37,7 @@ class Failures:
         most = self._settings.max_failures
         if most is None:
             self._beginning.check(self._tuning_id)
-        elif self._settings.too_many(failed := self._failed.total(), self._jobs):
+        elif self._settings.exceeds_max_failures(failed := self._failed.total(), self._jobs):
             raise TooManyFailures(
                 f"stopped: {failed} of {self._over} rollouts failed (max_failures {most}), {_told(self._failed)}; what "
                 f"ran is kept in tuning {self._tuning_id}"

@@ -124,13 +124,13 @@ class RolloutRunner:
             self._check()
             number, rollout = planned
             job = course.jobs[number]
-            failed = await self._once(course, number, rollout, last=not self._settings.retries)
-            for again in range(1, self._settings.retries + 1):
+            failed = await self._once(course, number, rollout, last=not self._settings.max_retries)
+            for again in range(1, self._settings.max_retries + 1):
                 if not failed:
                     break
                 rollout = plan_rollout(job, course.tuning_id, scenario={**job.scenario, "retry": again})
                 await course.write(self._store.rollouts.plan, [rollout])
-                failed = await self._once(course, number, rollout, last=again == self._settings.retries)
+                failed = await self._once(course, number, rollout, last=again == self._settings.max_retries)
             course.failures.check()
 
     async def _once(self, course: _Course, number: int, rollout: Rollout, last: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The tuner's settings, section `tuner` of ratchet.yaml: parsed once at the door, passed on as values. No torch."""
+"""The tuner's settings: section `tuner` of ratchet.yaml, parsed once at the entry point. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,59 +6,72 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.trainer.settings.urls import PlainUrl
-from ratchet.tuner.settings.lesson_settings import LessonSettings
 from ratchet.tuner.settings.prompt_settings import PromptSettings
 
 
+class LessonSettings(BaseModel):
+    """Which failures are read, how many lessons are written, and on how much traffic they are tried."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    failure_threshold: float = Field(0.5, description="a task failed if its mean score is below this")
+    min_failures: int = Field(3, ge=1, description="failed tasks that a task family needs to get lessons")
+    max_scores: int = Field(2000, ge=1, description="number of newest scores that are read")
+    max_examples: int = Field(6, ge=1, le=50, description="failed rollouts of a family that the model reads")
+    max_lessons: int = Field(5, ge=1, le=20, description="maximum number of lessons of a family")
+    max_lesson_chars: int = Field(300, ge=20, le=2000, description="maximum length of a lesson, in characters")
+    canary_share: float = Field(0.5, gt=0, lt=1, description="share of new trajectories that get the lessons on trial")
+
+
 class TunerSettings(BaseModel):
-    """What every method of the tuner needs to know."""
+    """Settings of all tuning methods."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     workflow: str | None = Field(
-        None, description="agent that is tuned: module:function, or a command line such as 'python my_agent.py'"
+        None, description="agent to tune: module:function, or a command line such as 'python my_agent.py'"
     )
     tasks: str | None = Field(
-        None, description="task set: an imported name, a folder, a file, or a name of the Hugging Face hub"
+        None, description="task set: an imported name, a folder, a file, or a name on the Hugging Face hub"
     )
     test_size: float | None = Field(
         None, gt=0, lt=1, description="share of a task set with one split that is held out as test; null: it has both"
     )
     proxy_url: PlainUrl | None = Field(
-        None, description="proxy that the rollouts go through, without /v1; null: the running project's"
+        None, description="proxy that the rollouts use, without /v1; null: the running project's"
     )
-    attempts: int = Field(1, ge=1, description="rollouts of each task and candidate")
-    concurrency: int = Field(8, ge=1, le=1024, description="rollouts at the same time")
-    timeout_seconds: float = Field(600.0, gt=0, description="a rollout that takes longer has failed")
-    retries: int = Field(0, ge=0, le=10, description="further tries of a rollout that failed; the last one counts")
+    attempts: int = Field(1, ge=1, description="rollouts per task and candidate")
+    concurrency: int = Field(8, ge=1, le=1024, description="rollouts that run at the same time")
+    timeout_seconds: float = Field(600.0, gt=0, description="time limit of a rollout; a longer one has failed")
+    max_retries: int = Field(0, ge=0, le=10, description="retries of a failed rollout; the last try counts")
     max_failures: int | float | None = Field(
         None,
         ge=0,
-        description="stop early: more failures than this number, or than this share below 1; null: where the "
-        "first 16 rollouts all failed",
+        description="stop after more failures than this number, or, below 1, than this share of the rollouts; null: "
+        "stop if the first 16 rollouts all fail",
     )
     failure_score: float = Field(
-        0.0, description="score of a failed rollout; never more than the lowest judged score beside it"
+        0.0, description="score of a failed rollout; never higher than the lowest judged score in the comparison"
     )
     judge_wait_seconds: float = Field(
-        60.0, gt=0, description="longest wait for the calls of a rollout to be in the store before it is judged"
+        60.0, gt=0, description="maximum wait until the calls of a rollout are in the store and can be judged"
     )
     prices: dict[str, dict[str, float]] = Field(
         default_factory=dict,
-        description="input_cost_per_token and output_cost_per_token by alias, for the models that are served here",
+        description="input_cost_per_token and output_cost_per_token by alias, for the models served by vLLM",
     )
     reflection: ModelSpec | None = Field(
-        None, description="language model that reads rollouts and proposes prompts; its base_url and model at least"
+        None, description="language model that reads rollouts and proposes prompts; needs base_url and model"
     )
     prompt: PromptSettings = Field(default_factory=PromptSettings, description="how a system prompt is searched for")
     lessons: LessonSettings = Field(
-        default_factory=LessonSettings, description="how lessons are learnt from failed attempts, and tried"
+        default_factory=LessonSettings, description="how lessons are derived from failed rollouts and tried"
     )
-    seed: int = Field(0, ge=0, description="seed of whatever is drawn: splits, samples, orders")
+    seed: int = Field(0, ge=0, description="random seed of splits, samples and orders")
 
-    def too_many(self, failures: int, jobs: int) -> bool:
-        """Whether so many failures, of so many jobs in all, are more than is allowed."""
+    def exceeds_max_failures(self, failures: int, jobs: int) -> bool:
+        """Return whether this number of failures among `jobs` rollouts is over the limit."""
         if self.max_failures is None:
             return False
-        most = self.max_failures * jobs if 0 < self.max_failures < 1 else self.max_failures
-        return failures > most
+        limit = self.max_failures * jobs if 0 < self.max_failures < 1 else self.max_failures
+        return failures > limit

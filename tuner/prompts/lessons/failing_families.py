@@ -19,7 +19,7 @@ class Failing:
     worst: tuple[PastScore, ...]
 
 
-def failing(scores: Sequence[PastScore], *, below: float, least: int) -> list[Failing]:
+def failing(scores: Sequence[PastScore], *, threshold: float, min_failures: int) -> list[Failing]:
     """Return the families of which at least so many tasks have a mean score below `below`, by name.
 
     `scores` come oldest first, one per trajectory.
@@ -29,9 +29,9 @@ def failing(scores: Sequence[PastScore], *, below: float, least: int) -> list[Fa
         attempts.setdefault(scored.cohort, []).append(scored)
     failed: dict[str, list[list[PastScore]]] = {}
     for tried in attempts.values():
-        if _mean(tried) < below:
+        if _mean(tried) < threshold:
             failed.setdefault(tried[0].family, []).append(tried)
-    return [_family(name, tasks) for name, tasks in sorted(failed.items()) if len(tasks) >= least]
+    return [_family(name, tasks) for name, tasks in sorted(failed.items()) if len(tasks) >= min_failures]
 
 
 def _family(name: str, tasks: Sequence[Sequence[PastScore]]) -> Failing:

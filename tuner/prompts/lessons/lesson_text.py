@@ -21,23 +21,23 @@ _MARKUP = re.compile(r"<\||\|>|\[/?INST\]|</?s>|<\w+_of_\w+>|</?think>|<tool_cal
 _WORD = re.compile(r"\w+")
 
 
-def fit(answer: Any, *, most: int, longest: int, quoted: frozenset[tuple[str, ...]]) -> list[str]:
+def fit(answer: Any, *, max_lessons: int, max_chars: int, quoted: frozenset[tuple[str, ...]]) -> list[str]:
     """Return the lessons of a model's answer. Raises ValueError with what is wrong with it."""
     lessons = answer.get("lessons") if isinstance(answer, dict) else None
     if not isinstance(lessons, list) or not all(isinstance(one, str) for one in lessons):
         raise ValueError('it needs "lessons", a list of texts')
     said = list(dict.fromkeys(" ".join(one.split()) for one in lessons if one.strip()))
-    if not 0 < len(said) <= most:
-        raise ValueError(f"it has {len(said)} lessons, not 1 to {most}")
+    if not 0 < len(said) <= max_lessons:
+        raise ValueError(f"it has {len(said)} lessons, not 1 to {max_lessons}")
     for lesson in said:
-        _check(lesson, longest, quoted)
+        _check(lesson, max_chars, quoted)
     return said
 
 
-def _check(lesson: str, longest: int, quoted: frozenset[tuple[str, ...]]) -> None:
+def _check(lesson: str, max_chars: int, quoted: frozenset[tuple[str, ...]]) -> None:
     named = f"the lesson {lesson[:60]!r}"
-    if len(lesson) > longest:
-        raise ValueError(f"{named} has {len(lesson)} characters, at most {longest} are allowed")
+    if len(lesson) > max_chars:
+        raise ValueError(f"{named} has {len(lesson)} characters, at most {max_chars} are allowed")
     if not lesson.isprintable():
         raise ValueError(f"{named} holds a control character")
     if _ADDRESS.search(lesson):

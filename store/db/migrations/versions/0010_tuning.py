@@ -9,7 +9,7 @@ revision = "0010"
 down_revision = "0009"
 
 _RULE = "(version = 0) = (adapter IS NULL AND prompt_id IS NULL)"
-_KINDS = "'select-model', 'prompt', 'weights', 'eval', 'reflexion'"
+_KINDS = "'select-model', 'prompt', 'weights', 'eval', 'lessons'"
 
 
 def upgrade() -> None:

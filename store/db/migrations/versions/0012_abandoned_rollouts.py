@@ -8,7 +8,7 @@ from alembic import op
 revision = "0012"
 down_revision = "0011"
 
-_KINDS = "'select-model', 'prompt', 'weights', 'eval', 'reflexion', 'doctor'"
+_KINDS = "'select-model', 'prompt', 'weights', 'eval', 'lessons', 'doctor'"
 _STATES = "'planned', 'ended', 'failed', 'abandoned'"
 
 
