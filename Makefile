@@ -1,44 +1,59 @@
-# Every target sets up what it needs. `make demo` and `make test` are the two that a newcomer wants.
+# Every target sets up what it needs. Start with `make demo` and `make test`.
 PYTHON ?= python3
 SEED ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
-TESTS_AT_ONCE ?= 4
+TEST_WORKERS ?= 4# most tests wait for servers, so more than the cores
+PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
+PARALLEL = -n $(TEST_WORKERS) --dist worksteal
+# The tests of `make test`; the marks are described in pyproject.toml.
+QUICK = not (alone or browser or clients or e2e or postgres or slow)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv clients demo test check e2e bench docs clean
+.PHONY: help venv clients demo test test-rest test-all check e2e bench docs clean
 
 help: ## list the targets
-	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
 
 venv: ## set up .venv (once; again when pyproject.toml changes)
 	@sh deploy/venv.sh "$(PYTHON)" "$(VENV)"
 
-clients: venv ## set up the real clients that the tests run, in environments of their own, and a browser (once)
+clients: venv ## set up the real clients and the browser that `make test-all` runs, each in an environment of its own (once)
 	@sh deploy/clients.sh "$(VENV)"
 	@sh deploy/browser.sh "$(VENV)"
 
 demo: venv ## an unmodified agent gets better, on real vLLM; SEED=2 changes the seed
 	@$(BIN)/ratchet demo --seed $(SEED) $(DEMO_ARGS)
 
-test: clients ## every test: most side by side (they mostly wait), then those that measure time and the real vLLM's by themselves
-	@TESTS_AT_ONCE=$(TESTS_AT_ONCE) $(BIN)/python -m tests.suite
+test: venv ## every component and one short end-to-end run on the real vLLM: about 5 minutes on 2 idle cores
+	@$(PYTEST) -m "$(QUICK)" $(PARALLEL)
+	@$(PYTEST) -m circle
 
-check: venv ## lint, format, types, import contracts
+test-rest: clients ## what `make test` leaves out: real clients, Chromium, PostgreSQL, kills, timing, all end-to-end tests
+	@$(PYTEST) -m "not ($(QUICK) or alone or e2e)" $(PARALLEL)
+	@$(PYTEST) -m "(alone or e2e) and not circle"
+
+test-all: ## every test: about 40 minutes on 2 idle cores
+	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-rest
+
+check: venv ## lint, format, types, import contracts, words, documentation
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(PYTEST) -q tests/test_house.py tests/test_documents.py tests/test_words.py
+	@$(BIN)/mkdocs build --strict --quiet
 
-e2e: clients ## only the tests on the real vLLM
+e2e: clients ## only the end-to-end tests on the real vLLM
 	@$(BIN)/python -m pytest -m e2e
 
-bench: venv ## measure the proxy beside a floor and LiteLLM's proxy, and how well calls are linked
+bench: venv ## compare the proxy with a bare proxy and LiteLLM, and measure linking
 	@$(BIN)/python -m benchmarks.proxy_overhead
 	@$(BIN)/python -m benchmarks.linking
 
-docs: venv ## rewrite what is made from code: docs/commands.md
+docs: venv ## rewrite the pages that are generated from code
 	@$(BIN)/python -m tests.house
 
 clean: ## remove the environment, caches and the demo's state

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.cli.project import ROOT, Project
+from tests.harness.clients.program import mipro_python
 from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
-from tests.tuner.test_prompt_mipro import mipro_python
 
 EXAMPLE = "ratchet.demo.email_search"
 PROPOSALS = (

@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 
 from benchmarks.real_questions import QUESTIONS, answer_to
-from tests.clients.test_compatcanary import scan
+from tests.harness.clients.program import compatcanary_report
 from tests.harness.proxy.servers import ProxyProcess, eventually
 from tests.harness.vllm.engine import vllm
 
@@ -81,7 +81,7 @@ def canary(profile: str) -> Callable[[str, str], Mapping[str, str]]:
     """CompatCanary with a profile."""
 
     def run(url: str, model: str) -> Mapping[str, str]:
-        report = scan(url, model, profile)
+        report = compatcanary_report(url, model, profile)
         return {
             one["id"]: "" if one["status"] == "pass" else f"{one['status']}: {one.get('summary', '')}"
             for one in report["results"]

@@ -1,9 +1,9 @@
 #!/bin/sh
-# Set up the Chromium in which the tests look at the console: deploy/browser.sh VENV. Does nothing when it is up to date.
+# Set up Chromium for the tests of the console: deploy/browser.sh VENV. Does nothing if it is up to date.
 #
-# It stands in VENV/clients/browser, comes from npm as tests/clients/browser says, and needs no root. Where it cannot be
-# had (no npm, another kind of machine, CHROMIUM names another one) nothing fails: the tests that need it say what is
-# missing and are left out. npm's own settings apply.
+# Installed in VENV/clients/browser from npm (tests/clients/browser), without root. If it cannot be installed (no npm,
+# another platform, CHROMIUM is set), nothing fails: the tests that need it are skipped with the reason.
+# npm's own settings apply.
 set -eu
 
 here=tests/clients/browser
@@ -22,5 +22,5 @@ if (cd "$home" && npm ci --silent --no-audit --no-fund && TMPDIR=$PWD/unpacked n
     rm -rf "$home/node_modules"
     touch "$stamp"
 else
-    echo "make: no Chromium could be set up; the tests of the console that need one are left out" >&2
+    echo "make: Chromium could not be set up; the browser tests of the console are skipped" >&2
 fi

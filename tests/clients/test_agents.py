@@ -14,6 +14,8 @@ from tests.harness.clients.scenario import ANSWER, LOOP, SYSTEM
 from tests.harness.clients.table import CLIENTS, Client
 from tests.harness.proxy.scripted_vllm import END, logprob, render
 
+pytestmark = pytest.mark.clients
+
 RUNS = [pytest.param(c, s, id=c.marker(s)[1:-1].replace(" ", "-")) for c in CLIENTS for s in c.modes]
 every_run = pytest.mark.parametrize(("client", "streamed"), RUNS)
 

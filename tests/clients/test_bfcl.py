@@ -21,6 +21,8 @@ from tests.harness.proxy.scripted_vllm import Json, ScriptedVllm, tool_text
 from tests.harness.proxy.servers import served
 from tests.proxy.conftest import Proxy, running
 
+pytestmark = pytest.mark.clients
+
 ENVIRONMENT = HOME / "bfcl"
 BROKEN = "simple_python_0"
 

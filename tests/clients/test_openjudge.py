@@ -20,6 +20,8 @@ from tests.harness.clients.program import HOME, SKIP
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.trainer.test_ruler import member
 
+pytestmark = pytest.mark.clients
+
 OWN = "tests.harness.clients.own_graders"
 STRINGS = "openjudge.graders.text.string_match:StringMatchGrader"
 _made: list[Judge] = []

@@ -9,6 +9,8 @@ import pytest
 from tests.harness.durability.campaign import DurabilityOutcome, run
 from tests.harness.postgres import postgres_server
 
+pytestmark = pytest.mark.slow
+
 
 def _kept(outcome: DurabilityOutcome) -> None:
     assert outcome.violations == []

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.harness.hostile.campaign import run
+
+pytestmark = pytest.mark.slow
 
 
 def test_hostile_requests_get_no_5xx_no_words_of_another_key_and_lose_no_record(tmp_path: Path) -> None:

@@ -18,13 +18,13 @@ from ratchet.store.states import PolicyState
 from ratchet.store.store import Store, open_store
 from ratchet.tuner.reports.tuning_result import read
 from tests.harness.cli.project import Project
+from tests.harness.clients.program import mipro_python
 from tests.harness.metadata import write_metadata
 from tests.harness.proxy.servers import eventually, served
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.prompted_vllm import PromptedVllm
 from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
 from tests.proxy.conftest import Proxy, running
-from tests.tuner.test_prompt_mipro import mipro_python
 
 ROOT = Path(__file__).parents[2]
 AGENT = "tests.harness.tuner.world_agent"
@@ -162,6 +162,7 @@ def test_what_is_missing_is_named(circle: Circle, given: dict[str, str], told: s
     assert circle.store.tunings.page() == []  # what cannot begin leaves no run
 
 
+@pytest.mark.clients
 def test_mipro_finds_it_too_through_the_same_command(circle: Circle, tmp_path_factory: pytest.TempPathFactory) -> None:
     metadata = write_metadata(tmp_path_factory.mktemp("metadata"))
     command = [str(mipro_python()), "-m", "ratchet", "tune", "prompt", *circle.arguments(method="mipro"), "--json"]

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 
 from ratchet.store.store import Store, open_store
 
+DATABASES = ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]
 _names = itertools.count()
 
 
@@ -37,7 +38,7 @@ def migrated_postgres(postgres: sa.URL) -> str:
     return str(sa.make_url(url).database)
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=DATABASES)
 def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of a database without any table, once of each kind."""
     if request.param == "sqlite":
@@ -45,7 +46,7 @@ def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return _database(request.getfixturevalue("postgres"))
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=DATABASES)
 def store_url(request: pytest.FixtureRequest) -> str:
     """The URL of an empty store, once of each kind."""
     if request.param == "sqlite":

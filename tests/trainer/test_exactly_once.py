@@ -10,6 +10,8 @@ from tests.harness.exactly_once.campaign import run
 from tests.harness.exactly_once.processes import AGENTS
 from tests.harness.postgres import postgres_server
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.filterwarnings("ignore:XDG_RUNTIME_DIR")
 def test_kills_of_everything_train_nothing_twice_and_lose_nothing(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import pytest
 
 from ratchet.store.records import RESAMPLE
 from ratchet.store.states import ResampleState, TrajectoryState
@@ -20,6 +21,8 @@ from tests.harness.exactly_once.processes import RestartableProcess
 from tests.harness.ports import free_port
 from tests.harness.proxy.servers import ProxyProcess, eventually
 from tests.harness.trainer.scripted_learner import read_weights
+
+pytestmark = pytest.mark.slow
 
 SINGLES, SAMPLES, KILLS = 10, 2, 5
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.harness.swaps.campaign import run
+
+pytestmark = pytest.mark.slow
 
 
 def test_swaps_under_load_fail_no_call_and_mix_no_versions(tmp_path: Path) -> None:

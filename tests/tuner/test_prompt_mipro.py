@@ -10,21 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.harness.clients.program import HOME, SKIP
+from tests.harness.clients.program import mipro_python
 from tests.harness.metadata import write_metadata
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
 
+pytestmark = pytest.mark.clients
+
 ROOT = Path(__file__).parents[2]
-
-
-def mipro_python() -> Path:
-    """Return the interpreter that has DSPy. Fails, with the remedy, where it is not set up."""
-    if os.environ.get(SKIP):
-        pytest.skip(f"{SKIP} is set")
-    python = HOME / "mipro" / "bin" / "python"
-    assert python.exists(), f"{python} is missing: make clients"
-    return python
 
 
 @pytest.fixture(scope="module")
