@@ -23,8 +23,12 @@ from ratchet.trainer.controller.sentinel.sentinel import Sentinel
 from ratchet.trainer.observability.metrics import Metrics
 from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.release.canary import CanaryController
-from ratchet.trainer.release.evaluation_runner import Evaluations, MakeWorkflowEvaluator
-from ratchet.trainer.release.make_evaluations import make_evaluations, make_second_judge
+from ratchet.trainer.release.evaluation_runner import (
+    EvaluationRunner,
+    MakeWorkflowEvaluator,
+    make_evaluation_runner,
+    make_second_judge,
+)
 from ratchet.trainer.release.publisher import Publisher
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
@@ -45,9 +49,9 @@ class ReleaseComponents:
     """Who makes a version live, and who may doubt it."""
 
     sentinel: Sentinel
-    evaluations: Evaluations | None
+    evaluations: EvaluationRunner | None
     publisher: Publisher
-    gate: CanaryController
+    canary: CanaryController
 
 
 def make_judging_components(settings: TrainerSettings, store: Store, progress: Progress) -> JudgingComponents:
@@ -95,8 +99,8 @@ def make_release_components(
     make_workflow_evaluator: MakeWorkflowEvaluator | None,
 ) -> ReleaseComponents:
     """Return who releases the versions of an alias."""
-    gate, alias = settings.release, settings.model
-    evaluations = make_evaluations(settings, store, replicas[0], make_workflow_evaluator)
+    release, alias = settings.release, settings.model
+    evaluations = make_evaluation_runner(settings, store, replicas[0], make_workflow_evaluator)
     sentinel = Sentinel(settings.sentinel, store, alias, metrics, judging.second)
     publisher = Publisher(
         store,
@@ -104,14 +108,14 @@ def make_release_components(
         alias=alias,
         tolerance=settings.proof_tolerance,
         keep_loaded_adapters=settings.keep_loaded_adapters,
-        share=gate.canary_share if gate.canary else None,
+        canary_share=release.canary_share if release.canary else None,
         evaluations=evaluations,
-        max_gain=gate.max_gain,
-        doubts=sentinel.doubts,
+        max_gain=release.max_gain,
+        blocking_findings=sentinel.doubts,
     )
     second = make_second_judge(settings)
-    gatekeeper = CanaryController(store, alias, gate, judging.judge.version, second, sentinel.doubts, metrics)
-    return ReleaseComponents(sentinel, evaluations, publisher, gatekeeper)
+    canary = CanaryController(store, alias, release, judging.judge.version, second, sentinel.doubts, metrics)
+    return ReleaseComponents(sentinel, evaluations, publisher, canary)
 
 
 def _second_judge(settings: TrainerSettings, store: Store, first: Judge) -> SecondJudge | None:

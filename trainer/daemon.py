@@ -57,8 +57,8 @@ from ratchet.trainer.observability.progress import GATHERING, Progress, on_this_
 from ratchet.trainer.observability.stored_progress import StoredProgress
 from ratchet.trainer.release.candidates import next_candidate
 from ratchet.trainer.release.evaluation_runner import MakeWorkflowEvaluator
-from ratchet.trainer.release.retention import best_first, retained
-from ratchet.trainer.release.versions_in_use import versions_in_use
+from ratchet.trainer.release.publisher import PublishResult
+from ratchet.trainer.release.retention import best_first, retained, versions_in_use
 from ratchet.trainer.rows.roles import Roles
 from ratchet.trainer.settings.judge_specs import gives_only_ranks
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
@@ -121,7 +121,7 @@ class Daemon:
             settings, store, self._replicas, judging, self.metrics, make_workflow_evaluator
         )
         self._sentinel, self._evaluations = releasing.sentinel, releasing.evaluations
-        self._publisher, self._gate = releasing.publisher, releasing.gate
+        self._publisher, self._canary = releasing.publisher, releasing.canary
         self._warm_starts = WarmStarts(store, settings)
         checkpoint.sweep(settings.checkpoints)
         self._version, resume_from = self._round_runner.newest()
@@ -140,7 +140,7 @@ class Daemon:
     @property
     def _undecided(self) -> bool:
         """Whether there is a version that the next one cannot be built on or beside yet."""
-        return self._gate.pending or self._publisher.waits or self._candidate_waits
+        return self._canary.undecided or self._candidate_waits
 
     def _made(self, resume_from: Path | None) -> LearnerProtocol:
         pupil = self._learner_factory(self.settings, resume_from)
@@ -152,7 +152,7 @@ class Daemon:
         """Close the connections to vLLM and to the judge."""
         self._collector.close()
         self._judge_runner.close()
-        self._gate.close()
+        self._canary.close()
         if self._evaluations is not None:
             self._evaluations.close()
         for replica in self._replicas:
@@ -189,7 +189,7 @@ class Daemon:
         self._sentinel.look(now)
         if self._base.objection(now) is not None:  # what vLLM answers now is another model's
             return False
-        decided = self._gate.turn(now)
+        decided = self._canary.check(now)
         grouped = self._collector.turn(now, shipped)
         scored = self._score(now)
         trained = self._warm_start(now) or self._train(now)
@@ -266,24 +266,24 @@ class Daemon:
 
     def _publish(self) -> bool:
         """Publish the candidate whose turn it is; one that is being tried is published when that is over."""
-        if self._gate.pending or (self._evaluations is not None and self._evaluations.busy):
+        if self._canary.undecided or (self._evaluations is not None and self._evaluations.is_running):
             return False
         try:
             candidate = next_candidate(self._store, self.settings.model)
             self._candidate_waits = False
             if candidate is None:
-                self._publisher.waits = False
                 return False
             if self._base.objection(time.time(), fresh=True) is not None:
                 self._candidate_waits = True
                 return False
             self._renew()  # after a warm start, or a round that came to nothing
-            self._publisher.publish(candidate, self._round_runner.probes(candidate), self.learner)
+            result = self._publisher.publish(candidate, self._round_runner.probes(candidate), self.learner)
+            self._candidate_waits = result is PublishResult.EVALUATING
         except InvalidTransition as overtaken:  # a person decided meanwhile
             log.info("event=publish_overtaken reason=%r", str(overtaken))
         self._prune_pending = True
-        self.metrics.evaluating(self._publisher.waits)
-        return not self._publisher.waits
+        self.metrics.evaluating(self._candidate_waits)
+        return not self._candidate_waits
 
     def _best(self) -> list[int]:
         """Return the versions worth a look back, the best first; none where scores do not compare versions."""

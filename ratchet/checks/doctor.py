@@ -224,7 +224,7 @@ def _swap(
     from ratchet.trainer.adapters.vllm_api import Replica
     from ratchet.trainer.errors import TrainerError
     from ratchet.trainer.release.proof import Outcome
-    from ratchet.trainer.release.publisher import prove_served
+    from ratchet.trainer.release.served_proof import prove_served
 
     probes = _probes(captured)
     tolerance = float(settings.trainer.get("proof_tolerance", _TOLERANCE))

@@ -123,7 +123,7 @@ async def test_a_policy_that_learnt_to_list_every_answer_is_held_before_it_is_pr
     assert waiting is not None
     assert SECOND in waiting["reason"]
     alarms = {alarm["name"]: alarm["reason"] for alarm in alarms_of(proxy)}
-    assert "agent@1 waits for a person" in alarms["held:agent"]
+    assert "agent@1 needs approval" in alarms["approval_required:agent"]
     store.policies.roll_back_manually("agent", None, by="anna", reason="it lists every answer")
     assert store.policies.get("agent", 1).state is PolicyState.REJECTED
 

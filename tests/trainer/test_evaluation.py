@@ -10,7 +10,7 @@ import pytest
 from ratchet.store.states import PolicyState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.daemon import Daemon
-from ratchet.trainer.release.prompt_evaluation import summary
+from ratchet.trainer.release.evaluation import summarize_pairs
 from ratchet.trainer.tasks.held_out import is_held_out
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.agents import agents_work
@@ -45,7 +45,7 @@ def decided(store: Store) -> bool:
     )
 
 
-def test_a_candidate_that_answers_worse_is_turned_down_before_it_serves(
+def test_a_candidate_that_answers_worse_is_rejected_before_it_serves(
     store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
 ) -> None:
     held = ready_to_train(store)
@@ -104,10 +104,10 @@ def test_trained_tasks_are_never_held_out(store: Store, make_daemon: Callable[..
     ("gains", "worse"), [([-0.5, -0.4, -0.6, -0.5, -0.3], True), ([-0.5, 0.5, 0.1, -0.2, 0.0], False)]
 )
 def test_only_what_is_shown_to_be_worse_is_worse(gains: list[float], worse: bool) -> None:
-    found = summary([(0.5 + gain, 0.5) for gain in gains], unjudged=0)
+    found = summarize_pairs([(0.5 + gain, 0.5) for gain in gains], unjudged=0)
     assert found is not None
     assert found.worse is worse
-    assert summary([(0.0, 1.0)] * 4, unjudged=0) is None
+    assert summarize_pairs([(0.0, 1.0)] * 4, unjudged=0) is None
 
 
 def asked_prompts(store: Store) -> list[str]:

@@ -13,15 +13,15 @@ from ratchet.store.states import PolicyAction, PolicyState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.daemon import Daemon
 from ratchet.trainer.errors import TuningError
-from ratchet.trainer.release.evaluation_runner import KIND, Evaluations
-from ratchet.trainer.release.prompt_evaluation import Evaluated, Evaluation
+from ratchet.trainer.release.evaluation import EvaluationResult, PairedEvaluation
+from ratchet.trainer.release.evaluation_runner import KIND, EvaluationRunner
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.turns import until
 from tests.trainer.test_evaluation import GATE, answering, ready_to_train, tasks
 
 UNMOVED = {"kind": "function", "function": "tests.harness.trainer.judge_samples:unmoved"}
-EVALUATED = Evaluated(Evaluation(10, 0, 0.6, 0.5, 0.1, 0.05, 0.15))
+EVALUATED = EvaluationResult(PairedEvaluation(10, 0, 0.6, 0.5, 0.1, 0.05, 0.15))
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_an_evaluation_that_fails_is_an_alarm_and_passes_nobody(store: Store) ->
     class Failing:
         tried = 0
 
-        def evaluate(self, candidate: Any, live: Any, check: Callable[[], None]) -> Evaluated:
+        def evaluate(self, candidate: Any, live: Any, check: Callable[[], None]) -> EvaluationResult:
             self.tried += 1
             if self.tried < 3:
                 raise TuningError("every rollout failed")
@@ -108,21 +108,21 @@ def test_an_evaluation_that_fails_is_an_alarm_and_passes_nobody(store: Store) ->
             pass
 
     failing = Failing()
-    evaluations = Evaluations(store, "agent", failing, clock=lambda: clock[0])
+    evaluations = EvaluationRunner(store, "agent", failing, clock=lambda: clock[0])
     store.rounds.commit(store.rounds.start("agent", 0).id, version=1, checkpoint="/c/1", groups=[], metrics={})
     candidate, live = store.policies.get("agent", 1), store.policies.get("agent", 0)
     for again in (1, 2):
-        assert evaluations.of(candidate, live) is None
-        eventually(lambda: not evaluations.busy)
-        assert evaluations.of(candidate, live) is None
+        assert evaluations.result_for(candidate, live) is None
+        eventually(lambda: not evaluations.is_running)
+        assert evaluations.result_for(candidate, live) is None
         assert failing.tried == again
-        assert evaluations.busy, "it is left alone for a while"
+        assert evaluations.is_running, "it is left alone for a while"
         (alarm,) = store.alarms.standing()
         assert "every rollout failed" in alarm.reason
         clock[0] += 61.0
-    assert evaluations.of(candidate, live) is None
-    eventually(lambda: not evaluations.busy)
-    assert evaluations.of(candidate, live) == EVALUATED
+    assert evaluations.result_for(candidate, live) is None
+    eventually(lambda: not evaluations.is_running)
+    assert evaluations.result_for(candidate, live) == EVALUATED
     assert store.alarms.standing() == []
     evaluations.close()
 
@@ -136,7 +136,7 @@ def test_a_jump_on_held_out_tasks_waits_for_a_person_before_it_serves_anybody(
     until(daemon, time.time(), lambda: store.policies.held("agent") is not None)
     told = store.decisions.of("agent", 1)[0]
     assert (told.action, told.by) == (PolicyAction.HOLD, "evaluation")
-    assert "too good to be promoted unseen" in told.reason
+    assert "the gain exceeds max_gain" in told.reason
     assert [policy.version for policy in store.policies.serving()] == [0]
 
 
@@ -161,7 +161,7 @@ def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 def test_a_judge_that_is_down_shows_nothing_either_way() -> None:
-    assert Evaluated(None).objection(0.5) is None
-    assert Evaluated(EVALUATED.first).objection(0.5) is None
-    failed = Evaluated(EVALUATED.first, None, "second").objection(None)
+    assert EvaluationResult(None).objection(0.5) is None
+    assert EvaluationResult(EVALUATED.first).objection(0.5) is None
+    failed = EvaluationResult(EVALUATED.first, None, "second").objection(None)
     assert failed == "second judge second failed on too many of the answers"

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ratchet.trainer.release.decision import Action, decide
+from ratchet.trainer.release.decision import ReleaseAction, decide
 from ratchet.trainer.settings.release_settings import ReleaseRules
 from ratchet.trainer.statistics.sequential_test import boundary, difference
 
@@ -29,35 +29,38 @@ def test_a_worse_version_is_rolled_back_and_a_better_one_promoted() -> None:
     rules = ReleaseRules(margin=0.05)
     worse = decide(stream(0.3, 200, 1), stream(0.7, 800, 2), rules)
     better = decide(stream(0.8, 200, 3), stream(0.5, 800, 4), rules)
-    assert (worse.action, better.action) == (Action.ROLLBACK, Action.PROMOTE)
-    assert worse.found is not None
-    assert worse.found.high < 0
+    assert (worse.action, better.action) == (ReleaseAction.ROLLBACK, ReleaseAction.PROMOTE)
+    assert worse.difference is not None
+    assert worse.difference.high < 0
     assert worse.evidence()["release"]["difference"]["new_count"] == 200
 
 
 def test_too_little_evidence_waits() -> None:
-    assert decide([1.0] * 5, [0.0] * 500, ReleaseRules()).action is Action.WAIT
-    assert decide(stream(0.5, 30, 1), stream(0.5, 100, 2), ReleaseRules()).action is Action.WAIT
+    assert decide([1.0] * 5, [0.0] * 500, ReleaseRules()).action is ReleaseAction.WAIT
+    assert decide(stream(0.5, 30, 1), stream(0.5, 100, 2), ReleaseRules()).action is ReleaseAction.WAIT
 
 
 def test_equal_scores_prove_little() -> None:
-    assert decide([1.0] * 20, [1.0] * 20, ReleaseRules(margin=0.02)).action is Action.WAIT
+    assert decide([1.0] * 20, [1.0] * 20, ReleaseRules(margin=0.02)).action is ReleaseAction.WAIT
 
 
 def test_no_harm_in_many_scores_is_enough_in_the_end() -> None:
-    rules = ReleaseRules(margin=0.02, most=400)
-    assert decide(stream(0.6, 399, 5), stream(0.58, 2000, 6), rules).action is Action.WAIT
-    assert decide(stream(0.6, 400, 5), stream(0.58, 2000, 6), rules).action is Action.PROMOTE
+    rules = ReleaseRules(margin=0.02, max_samples=400)
+    assert decide(stream(0.6, 399, 5), stream(0.58, 2000, 6), rules).action is ReleaseAction.WAIT
+    assert decide(stream(0.6, 400, 5), stream(0.58, 2000, 6), rules).action is ReleaseAction.PROMOTE
 
 
 def test_not_shown_to_be_as_good_in_many_scores_goes_back() -> None:
-    assert decide(stream(0.45, 100, 7), stream(0.55, 1000, 8), ReleaseRules(most=100)).action is Action.ROLLBACK
+    assert (
+        decide(stream(0.45, 100, 7), stream(0.55, 1000, 8), ReleaseRules(max_samples=100)).action
+        is ReleaseAction.ROLLBACK
+    )
 
 
 def test_a_jump_that_is_too_good_is_held_for_a_person() -> None:
     decision = decide(stream(0.95, 300, 9), stream(0.3, 1000, 10), ReleaseRules(max_gain=0.4))
-    assert decision.action is Action.HOLD
-    assert "too good" in decision.reason
+    assert decision.action is ReleaseAction.HOLD
+    assert "exceeds max_gain" in decision.reason
 
 
 def test_the_boundary_shrinks_with_evidence_and_is_wider_than_one_look() -> None:

@@ -86,12 +86,12 @@ def test_a_jump_waits_for_a_person_with_an_alarm_and_an_order_by_hand_ends_it(
     assert traffic(store, daemon, now, canary=1.0, live=0.2, most=30) == 30
     assert store.decisions.of("agent", 1)[0].action is PolicyAction.HOLD
     assert len(store.decisions.of("agent", 1)) == 2  # the canary and one hold, however often it was looked at
-    (alarm,) = [alarm for alarm in store.alarms.standing() if alarm.name == "held:agent"]
-    assert "too good" in alarm.reason
+    (alarm,) = [alarm for alarm in store.alarms.standing() if alarm.name == "approval_required:agent"]
+    assert "exceeds max_gain" in alarm.reason
     assert len(store.rounds.page("agent")) == 1
     store.policies.promote("agent", 1, {}, by="anna", reason="read fifty answers")
     daemon.turn(now + 300.0)
-    assert "held:agent" not in {alarm.name for alarm in store.alarms.standing()}
+    assert "approval_required:agent" not in {alarm.name for alarm in store.alarms.standing()}
     assert len(store.rounds.page("agent")) == 2
 
 
@@ -125,7 +125,7 @@ def test_a_second_judge_that_sees_it_too_lets_it_pass(store: Store, make_daemon:
     assert store.decisions.of("agent", 1)[0].evidence["second_judge"]["low"] > 0
 
 
-def test_a_canary_without_traffic_goes_back_when_its_time_is_over(
+def test_a_canary_without_traffic_goes_back_when_its_deadline_is_over(
     store: Store, make_daemon: Callable[..., Daemon]
 ) -> None:
     daemon = make_daemon(release=GATE | {"deadline_seconds": 50.0})
@@ -134,7 +134,7 @@ def test_a_canary_without_traffic_goes_back_when_its_time_is_over(
     assert store.policies.get("agent", 1).state is PolicyState.CANARY
     daemon.turn(now + 60.0)
     assert store.policies.get("agent", 1).state is PolicyState.REJECTED
-    assert "its time is over" in store.decisions.of("agent", 1)[0].reason
+    assert "its deadline is over" in store.decisions.of("agent", 1)[0].reason
 
 
 def test_a_restarted_trainer_goes_on_with_the_canary(store: Store, make_daemon: Callable[..., Daemon]) -> None:

@@ -51,7 +51,7 @@ def test_without_a_gate_a_proven_version_waits_for_a_person_while_the_judges_dis
     (doubt,) = told.evidence["sentinel"]
     assert (doubt["check"], doubt["value"]) == ("second_judge", -1.0)
     assert told.evidence["proof"]
-    assert "agent@1 waits for a person" in standing(store)["held:agent"]
+    assert "agent@1 needs approval" in standing(store)["approval_required:agent"]
     for number in range(24):
         agents_work(store, f"later-{number}", [0.0, 1.0], at=now)
     for later in range(5):
@@ -80,7 +80,7 @@ def test_a_person_takes_back_what_is_held_and_training_goes_on_from_the_live_ver
     rejected = store.policies.roll_back_manually("agent", None, by="anna", reason="it flatters")
     assert [policy.version for policy in rejected] == [1]
     daemon.turn(now + 1.0)
-    assert "held:agent" not in standing(store)
+    assert "approval_required:agent" not in standing(store)
     for number in range(24):
         agents_work(store, f"later-{number}", [0.0, 1.0], at=now)
     until(daemon, now + 2.0, lambda: len(store.rounds.page("agent")) == 2, most=200)
@@ -95,10 +95,10 @@ def test_what_is_held_is_held_after_a_restart_too(store: Store, make_daemon: Cal
     for later in range(3):
         daemon.turn(now + later)
     assert store.policies.live()["agent"].version == 0
-    assert "held:agent" in standing(store)
+    assert "approval_required:agent" in standing(store)
     store.policies.roll_back_manually("agent", None, by="anna", reason="it flatters")
     make_daemon(groups_per_round=24).turn(now + 10.0)
-    assert "held:agent" not in standing(store), "decided while no trainer ran"
+    assert "approval_required:agent" not in standing(store), "decided while no trainer ran"
 
 
 def test_a_canary_that_its_own_second_judge_likes_is_held_by_the_sentinels(
@@ -136,7 +136,7 @@ def test_the_sentinels_second_judge_is_asked_about_a_canary_where_the_gate_has_n
     canary_does_better(store)
     until(daemon, now + 100.0, lambda: store.policies.held("agent") is not None, most=200)
     told = store.decisions.of("agent", 1)[0]
-    assert "too good to be promoted unseen" in told.reason
+    assert "the gain exceeds max_gain" in told.reason
     assert "does not see the gain" in told.reason, "a person is told what the second judge says of a jump"
     assert store.policies.get("agent", 1).state is PolicyState.CANARY
 

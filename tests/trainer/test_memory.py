@@ -59,7 +59,7 @@ def make_cramped(store: Store, engine: ScriptedEngine, tmp_path: Path) -> Iterat
         settings = TrainerSettings(**(values | changes))
         daemon = Daemon(settings, store, threading.Event(), learner_factory=lambda given, folder: pupil)
         made.append(daemon)
-        daemon._gate.turn(0.0)
+        daemon._canary.check(0.0)
         return daemon
 
     yield make

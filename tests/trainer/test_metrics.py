@@ -64,7 +64,7 @@ def test_what_the_gate_sees_and_decides_is_told(store: Store) -> None:
     store.policies.canary("agent", 2, 0.5)
     store.policies.hold("agent", 2, {}, by="release", reason="too good")
     metrics = Metrics("agent", store)
-    metrics.gate(20, 30, Difference(0.5, 0.25, 0.75, 20, 30))
+    metrics.canary(20, 30, Difference(0.5, 0.25, 0.75, 20, 30))
     metrics.evaluating(True)
     found = told(metrics)
     assert (found["ratchet_live_version", "agent"], found["ratchet_release_pending_approval", "agent"]) == (1, 1)
@@ -73,7 +73,7 @@ def test_what_the_gate_sees_and_decides_is_told(store: Store) -> None:
     assert found["ratchet_release_scores", "agent", "canary"] == 20
     assert found["ratchet_release_difference", "agent", "low"] == 0.25
     assert found["ratchet_evaluation_running", "agent"] == 1
-    metrics.gate()
+    metrics.canary()
     assert not [name for name, *_ in told(metrics) if name == "ratchet_release_difference"]
 
 

@@ -14,8 +14,8 @@ from ratchet.trainer.controller.judges.kinds.composite import CompositeJudge, Pa
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.kinds.ruler import RulerJudge
 from ratchet.trainer.controller.judges.language_model import LanguageModel
-from ratchet.trainer.release.prompt_evaluation import compared_by
-from ratchet.trainer.release.second_opinion import ask
+from ratchet.trainer.release.evaluation import compare_with_judge
+from ratchet.trainer.release.second_opinion import judge_pairs
 from ratchet.trainer.settings.judge_specs import RulerSpec
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.trainer.test_ruler import member, shown
@@ -94,10 +94,10 @@ def test_a_judge_that_favours_a_place_decides_nothing_about_a_version(
     model.answers = [favours_the_first] * (4 * TASKS)
     members = {run.trajectory.id: run for task in range(TASKS) for run in pair(task)}
     pairs = [(pair(task)[0].trajectory.id, pair(task)[1].trajectory.id) for task in range(TASKS)]
-    opinion = ask(ruler, pairs, members.__getitem__)
+    opinion = judge_pairs(ruler, pairs, members.__getitem__)
     assert (opinion.pairs, opinion.failures) == (TASKS, 0)
     assert (opinion.mean, opinion.low, opinion.high) == pytest.approx((0.0, 0.0, 0.0))
-    found = compared_by(ruler, [([pair(task)[0]], [pair(task)[1]]) for task in range(TASKS)])
+    found = compare_with_judge(ruler, [([pair(task)[0]], [pair(task)[1]]) for task in range(TASKS)])
     assert found is not None
     assert (found.difference, found.candidate) == pytest.approx((0.0, 0.6))
     assert first_shown(model).count("candidate") == 2 * TASKS  # of twice both orders

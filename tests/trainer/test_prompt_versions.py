@@ -134,7 +134,7 @@ def _is(store: Store, version: int, state: PolicyState) -> bool:
     return store.policies.get("agent", version).state is state
 
 
-def test_a_worse_prompt_is_turned_down_on_held_out_prompts_before_it_serves(
+def test_a_worse_prompt_is_rejected_on_held_out_prompts_before_it_serves(
     proxy: Proxy, store: Store, make: Callable[..., Daemon], vllm: tuple[PromptedVllm, str]
 ) -> None:
     daemon = make(enabled=True, held_out=0.3, evaluation_samples=1)
@@ -234,7 +234,7 @@ def test_an_adapter_stays_loaded_while_any_version_that_shares_it_is_needed(
     assert publisher.drain(time.time()) == ["agent@1"]
 
 
-def test_a_prompt_that_is_turned_down_leaves_its_adapter_loaded(
+def test_a_prompt_that_is_rejected_leaves_its_adapter_loaded(
     local: Store, publisher: Publisher, engine: ScriptedEngine
 ) -> None:
     publish(publisher, candidate(local, 1))
@@ -261,7 +261,7 @@ def test_what_was_learnt_comes_before_prompts_and_a_prompt_follows_on_the_new_ad
     assert (anew.version, anew.served_name, anew.prompt_id) == (4, "agent@3", newer.prompt_id)
     states = [local.policies.get("agent", one.version).state for one in (older, newer)]
     assert states == [PolicyState.REJECTED, PolicyState.REJECTED]
-    assert "made anew as agent@4" in local.decisions.of("agent", newer.version)[0].reason
+    assert "recreated as agent@4" in local.decisions.of("agent", newer.version)[0].reason
 
 
 def test_what_was_learnt_takes_the_prompt_that_became_live_meanwhile(local: Store) -> None:
@@ -286,7 +286,7 @@ def test_a_candidate_that_is_older_than_what_a_person_made_live_is_put_aside_and
     local.rounds.commit(held.id, version=3, checkpoint="/c/3", groups=[group.id], metrics={})
     local.policies.promote("agent", prompted(local, "Third.").version, {}, by="me", reason="by hand")
     assert next_candidate(local, "agent") is None
-    lost = "; it serves base, and what agent@3 learnt is lost"
+    lost = "; it serves base, and the training of agent@3 is lost"
     for version, live, more in ((1, 2, ""), (3, 4, lost)):
         assert local.policies.get("agent", version).state is PolicyState.REJECTED
         reason = local.decisions.of("agent", version)[0].reason

@@ -11,7 +11,7 @@ import numpy
 import pytest
 from numpy.typing import NDArray
 
-from ratchet.trainer.release.proof import Answer, Outcome, Proof, prove
+from ratchet.trainer.release.proof import Outcome, Proof, VersionLogprobs, prove
 
 CONTEXTS, TOKENS = 48, 3  # what the publisher asks for
 TRIALS = 80
@@ -53,10 +53,10 @@ class World:
         def by_trainer(version: Numbers) -> list[float]:
             return [float(value) for value in -2.0 + version + self.rounding(self.own)]
 
-        known = {"agent@1": Answer(by_engine(old), by_trainer(old))}
+        known = {"agent@1": VersionLogprobs(by_engine(old), by_trainer(old))}
         if base is not None:
-            known["agent@0"] = Answer(by_engine(base), by_trainer(base))
-        return prove(PLACES, Answer(by_engine(served), by_trainer(new)), known, tolerance=0.1)
+            known["agent@0"] = VersionLogprobs(by_engine(base), by_trainer(base))
+        return prove(PLACES, VersionLogprobs(by_engine(served), by_trainer(new)), known, tolerance=0.1)
 
 
 def outcomes(
@@ -155,12 +155,12 @@ def test_a_change_that_grows_beyond_rounding_is_told_in_the_end() -> None:
 
 
 def test_what_cannot_be_compared_is_unproven_and_says_why() -> None:
-    new, old = Answer([-1.0] * 3, [-1.0] * 3), Answer([None] * 3, [-9.0] * 3)
-    assert "no probe" in str(prove([], Answer([], []), {}, tolerance=0.1).reason)
+    new, old = VersionLogprobs([-1.0] * 3, [-1.0] * 3), VersionLogprobs([None] * 3, [-9.0] * 3)
+    assert "no probe" in str(prove([], VersionLogprobs([], []), {}, tolerance=0.1).reason)
     found = prove([0, 1, 2], new, {"agent@1": old}, tolerance=0.1)
     assert (found.outcome, found.reason) == (
         Outcome.UNPROVEN,
-        "agent@1 holds every probe token too unlikely to compare",
+        "agent@1 gives every probe token too low a probability to compare",
     )
-    few = prove([0, 0, 0], new, {"agent@1": Answer([-1.1] * 3, [-1.1] * 3)}, tolerance=0.1)
+    few = prove([0, 0, 0], new, {"agent@1": VersionLogprobs([-1.1] * 3, [-1.1] * 3)}, tolerance=0.1)
     assert (few.outcome, "too few contexts (1.0)" in str(few.reason)) == (Outcome.UNPROVEN, True)

@@ -17,7 +17,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import Replica
 from ratchet.trainer.adapters.vllm_load import Load, load_of
 from ratchet.trainer.errors import AdapterRefused, EngineUnreachable
-from ratchet.trainer.release.publisher import Publisher
+from ratchet.trainer.release.publisher import Publisher, PublishResult
 from tests.harness.records import judged_group
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 
@@ -65,7 +65,8 @@ class Trainer:
 
 
 def publish(publisher: Publisher, policy: Policy, logprob: Callable[[str, Sequence[int]], float] = honest) -> bool:
-    return publisher.publish(policy, PROBES, Trainer(policy.served_name, logprob))
+    result = publisher.publish(policy, PROBES, Trainer(policy.served_name, logprob))
+    return result is PublishResult.RELEASED
 
 
 def steps_of(size: float, rounding: float = 0.0) -> Callable[[str, Sequence[int]], float]:

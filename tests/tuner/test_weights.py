@@ -308,7 +308,7 @@ def test_a_warm_start_whose_version_waits_for_a_person_is_measured_and_told(stan
     stand.trainer.turn = and_imitate  # type: ignore[method-assign]
     result = stand.run(tuning)
     assert [(one["version"], one["mean"]) for one in result.details["curve"]] == [(0, 0.3), (1, 0.8)]
-    assert any("waits for a person" in note for note in result.notes)
+    assert any("needs approval" in note for note in result.notes)
     assert result.promoted is None
     assert stand.store.policies.live()[ALIAS].version == 0
 

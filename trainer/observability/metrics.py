@@ -130,13 +130,13 @@ class Metrics:
             if committed is not None and key in committed.metrics:
                 self._round[name].labels(self._alias).set(committed.metrics[key])
 
-    def gate(self, canary: int = 0, live: int = 0, found: Difference | None = None) -> None:
-        """Show how many scores the gate has of either side and what they tell; nothing where there is no canary."""
+    def canary(self, canary: int = 0, live: int = 0, difference: Difference | None = None) -> None:
+        """Show the number of scores of the canary and of the live version, and their difference; no canary: zeros."""
         self._difference.clear()
         for side, count in (("canary", canary), ("live", live)):
             self._scores.labels(self._alias, side).set(count)
-        if found is not None:
-            for bound, value in (("value", found.value), ("low", found.low), ("high", found.high)):
+        if difference is not None:
+            for bound, value in (("value", difference.value), ("low", difference.low), ("high", difference.high)):
                 self._difference.labels(self._alias, bound).set(value)
 
     def evaluating(self, running: bool) -> None:

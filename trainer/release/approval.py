@@ -1,6 +1,6 @@
-"""Holding: a version waits for a person, with the evidence on record and an alarm that says how to decide.
+"""Approval: a version waits for a person, with the evidence in the store and an alarm that names the commands.
 
-What is held is a canary, or a candidate where the gate is off; its state stays as it is. While one is held nothing is
+The version is a canary or, without canaries, a candidate; its state does not change. While one waits, nothing is
 trained and nothing else is published.
 """
 
@@ -14,38 +14,44 @@ from typing import Any
 from ratchet.store.records import Policy
 from ratchet.store.store import Store
 from ratchet.trainer.observability.finding import Finding
-from ratchet.trainer.release.candidates import name_of
+from ratchet.trainer.release.candidates import version_name
 
 log = logging.getLogger(__name__)
 
-GetBlockingFindings = Callable[[], Sequence[Finding]]  # what the sentinel says against promoting anything now
+GetBlockingFindings = Callable[[], Sequence[Finding]]  # the sentinel's findings that block a promotion now
 
 
 def no_blocking_findings() -> Sequence[Finding]:
-    """Where nobody watches."""
+    """Return nothing: the default without a sentinel."""
     return ()
 
 
-def hold(store: Store, policy: Policy, reason: str, evidence: Mapping[str, Any], *, by: str) -> None:
-    """Write down that only a person promotes this version, and raise the alarm."""
+def require_approval(store: Store, policy: Policy, reason: str, evidence: Mapping[str, Any], *, by: str) -> None:
+    """Record that only a person may promote this version, and raise the alarm."""
     store.policies.hold(policy.alias, policy.version, evidence, by=by, reason=reason)
-    take_back = f"`ratchet policies rollback {policy.alias} --reason WHY`"
-    remedy = f"`ratchet policies promote {name_of(policy)} --reason WHY` or {take_back}"
-    store.alarms.raise_(f"held:{policy.alias}", f"{name_of(policy)} waits for a person: {reason}; {remedy}")
-    log.warning("event=policy_held policy=%s reason=%r", name_of(policy), reason)
+    name = version_name(policy)
+    remedy = (
+        f"`ratchet policies promote {name} --reason WHY` or `ratchet policies rollback {policy.alias} --reason WHY`"
+    )
+    store.alarms.raise_(_alarm(policy.alias), f"{name} needs approval: {reason}; {remedy}")
+    log.warning("event=approval_required policy=%s reason=%r", name, reason)
 
 
-def release(store: Store, alias: str) -> None:
-    """Clear the alarm: nothing is held any more."""
-    store.alarms.clear(f"held:{alias}")
+def clear_approval_alarm(store: Store, alias: str) -> None:
+    """Clear the alarm: no version waits for approval any more."""
+    store.alarms.clear(_alarm(alias))
 
 
-def objection(doubts: Sequence[Finding]) -> str | None:
-    """Return why nothing is promoted now; None where the sentinel has no doubts."""
-    told = "; ".join(found.reason for found in doubts if found.reason)
-    return f"the sentinel doubts the judge: {told}" if told else None
+def blocking_reason(findings: Sequence[Finding]) -> str | None:
+    """Return why nothing may be promoted now; None if no finding gives a reason."""
+    reasons = "; ".join(finding.reason for finding in findings if finding.reason)
+    return f"the sentinel found that the judges disagree: {reasons}" if reasons else None
 
 
-def findings_evidence(doubts: Sequence[Finding]) -> dict[str, Any]:
-    """Return doubts as a decision keeps them."""
-    return {"sentinel": [asdict(found) for found in doubts]} if doubts else {}
+def findings_evidence(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return findings in the form of a decision's evidence."""
+    return {"sentinel": [asdict(finding) for finding in findings]} if findings else {}
+
+
+def _alarm(alias: str) -> str:
+    return f"approval_required:{alias}"

@@ -1,8 +1,8 @@
-"""Which candidate is published next, where several wait: what was learnt comes before prompts, the newest of each.
+"""Select the candidate to publish next: trained versions before prompt changes, the newest of each.
 
-A version that was learnt stands for a round that trained, so it is never put aside for a prompt that waits. A prompt
-serves on whatever adapter is live when its turn comes: where that is another one than it was made for, it is made anew
-on it. What else is older than the live version, which only a person brings about, can never be live: it is rejected.
+A trained version is never rejected in favour of a prompt that waits. A prompt change uses the adapter that is live when
+it is published; if that is another adapter than the one it was made for, it is recreated on the live one. Any other
+candidate older than the live version can no longer become live, and is rejected.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ log = logging.getLogger(__name__)
 
 
 def next_candidate(store: Store, alias: str) -> Policy | None:
-    """Return the candidate whose turn it is; what it overtakes is rejected. Raises InvalidTransition,
-    RecordNotFound.
+    """Return the candidate to publish next, and reject those that it replaces.
+
+    Raises InvalidTransition, RecordNotFound.
     """
     live = store.policies.live().get(alias)
     waiting = [policy for policy in store.policies.all(alias) if policy.state is PolicyState.CANDIDATE]
     if live is not None:
-        waiting = [policy for policy in waiting if not _put_aside(store, policy, live)]
-    chosen = _first(waiting)
+        waiting = [policy for policy in waiting if not _reject_if_overtaken(store, policy, live)]
+    chosen = _newest(waiting)
     if chosen is None or live is None:
         return chosen
     for older in waiting:
@@ -38,40 +39,43 @@ def next_candidate(store: Store, alias: str) -> Policy | None:
 
 
 def is_trained(policy: Policy) -> bool:
-    """Return whether a round made the version; else it is another one's adapter with another prompt."""
+    """Return whether a round made the version. Otherwise it is another version's adapter with another prompt."""
     return policy.round_id is not None
 
 
-def name_of(policy: Policy) -> str:
-    """Return what people call a version; vLLM's name of it may be another one's."""
+def version_name(policy: Policy) -> str:
+    """Return `alias@version`. vLLM may serve the version under another version's name (`served_name`)."""
     return f"{policy.alias}@{policy.version}"
 
 
-def _put_aside(store: Store, policy: Policy, live: Policy) -> bool:
-    """Reject what was overtaken by what is live, and say so; a prompt for another adapter is made anew instead."""
-    late = policy.version < live.version and (is_trained(policy) or policy.served_name == live.served_name)
-    if late:
-        reason = f"{name_of(live)}, which is newer, became live first"
+def _reject_if_overtaken(store: Store, policy: Policy, live: Policy) -> bool:
+    """Reject a candidate that is older than the live version; return whether it was.
+
+    A prompt for another adapter stays, because it can be recreated on the live one.
+    """
+    overtaken = policy.version < live.version and (is_trained(policy) or policy.served_name == live.served_name)
+    if overtaken:
+        reason = f"{version_name(live)}, which is newer, became live first"
         if is_trained(policy) and not is_trained(live):
-            reason += f"; it serves {live.served_name}, and what {name_of(policy)} learnt is lost"
-            log.warning("event=learning_lost policy=%s reason=%r", name_of(policy), reason)
+            reason += f"; it serves {live.served_name}, and the training of {version_name(policy)} is lost"
+            log.warning("event=training_lost policy=%s reason=%r", version_name(policy), reason)
         store.policies.reject(policy.alias, policy.version, {}, reason=reason)
-    return late
+    return overtaken
 
 
-def _first(waiting: Sequence[Policy]) -> Policy | None:
-    learnt = [policy for policy in waiting if is_trained(policy)]
-    return next(iter((learnt or list(waiting))[-1:]), None)
+def _newest(waiting: Sequence[Policy]) -> Policy | None:
+    trained = [policy for policy in waiting if is_trained(policy)]
+    return next(iter((trained or list(waiting))[-1:]), None)
 
 
 def _rebase_prompt(store: Store, chosen: Policy, live: Policy) -> Policy | None:
-    """Return the same prompt on the adapter that is live; None where it is live there already."""
-    made = None
-    reason = f"its prompt is live already, in {live.alias}@{live.version}"
+    """Return the same prompt on the live adapter; None if that adapter already serves the prompt."""
+    rebased = None
+    reason = f"its prompt is live already, in {version_name(live)}"
     try:
-        made = store.policies.with_prompt(chosen.alias, chosen.prompt_id, chosen.evidence)
-        reason = f"made anew as {made.alias}@{made.version}: {live.served_name} came first"
+        rebased = store.policies.with_prompt(chosen.alias, chosen.prompt_id, chosen.evidence)
+        reason = f"recreated as {version_name(rebased)}: {live.served_name} came first"
     except InvalidTransition as refused:
-        log.info("event=prompt_not_made_anew policy=%s@%d reason=%r", chosen.alias, chosen.version, str(refused))
+        log.info("event=prompt_not_rebased policy=%s reason=%r", version_name(chosen), str(refused))
     store.policies.reject(chosen.alias, chosen.version, {}, reason=reason)
-    return made
+    return rebased

@@ -1,15 +1,15 @@
-"""The gate: whether a candidate that serves a share of new trajectories becomes live, is rolled back, or waits. Pure.
+"""Decide whether a canary is promoted, rolled back, or waits for a person. Pure.
 
-    rollback  it is proven to be worse than the live version, by more than nothing; or `most` scores passed, or its time
-              is over, and it is not shown to be as good
-    promote   it is proven to be worse by less than `margin` at most, or better; or `most` scores passed without proof
-              either way and its mean is not below the live version's by more than the margin
-    hold      it would be promoted, but the jump is larger than `max_gain`: a person looks first (reward hacking looks
-              like this)
-    wait      there is too little to tell
+    rollback  it is proven to be worse than the live version; or it has `max_samples` scores or its deadline is over,
+              and it is not shown to be as good
+    promote   it is proven to be at most `margin` worse, or better; or it has `max_samples` scores without proof either
+              way, and its mean is at most `margin` below the live version's
+    hold      it would be promoted, but its gain exceeds `max_gain`: a person looks first, because reward hacking looks
+              like this
+    wait      there are too few scores
 
-The scores are those of real traffic under both versions since the canary began; the test may be looked at after every
-score (`sequential.py`).
+The scores are those of real traffic of both versions since the canary began. The test may be repeated after every score
+(`ratchet.trainer.statistics.sequential_test`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ratchet.trainer.settings.release_settings import ReleaseRules
 from ratchet.trainer.statistics.sequential_test import Difference, difference
 
 
-class Action(StrEnum):
+class ReleaseAction(StrEnum):
     """What to do with the canary."""
 
     WAIT = "wait"
@@ -33,37 +33,43 @@ class Action(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """What to do, why, and the numbers behind it."""
+class ReleaseDecision:
+    """An action, its reason, and the difference of the mean scores behind it."""
 
-    action: Action
+    action: ReleaseAction
     reason: str
-    found: Difference | None = None
+    difference: Difference | None = None
 
     def evidence(self) -> dict[str, Any]:
-        """Return the decision as the policy's row keeps it."""
-        numbers = asdict(self.found) if self.found else None
+        """Return the decision in the form of a policy's evidence."""
+        numbers = asdict(self.difference) if self.difference else None
         return {"release": {"action": str(self.action), "reason": self.reason, "difference": numbers}}
 
 
-def decide(canary: Sequence[float], live: Sequence[float], rules: ReleaseRules, late: bool = False) -> Decision:
-    """Return what to do with a canary, given the scores of both versions' traffic; `late`: its time is over."""
-    if len(canary) < rules.least or len(live) < rules.least:
-        few = f"{len(canary)} canary and {len(live)} live scores; each side needs {rules.least}"
-        return Decision(Action.ROLLBACK, f"its time is over: {few}") if late else Decision(Action.WAIT, few)
-    found = difference(canary, live, rules.alpha)
-    told = f"difference {found.value:+.3f} ({found.low:+.3f} to {found.high:+.3f}, at all times {1 - rules.alpha:.0%})"
-    if found.high < 0:
-        return Decision(Action.ROLLBACK, f"it is worse: {told}", found)
-    sound = found.low > -rules.margin
-    over = late or len(canary) >= rules.most
-    spent = over and found.value >= -rules.margin
-    if over and not sound and not spent:
-        return Decision(Action.ROLLBACK, f"after {len(canary)} scores it is not shown to be as good: {told}", found)
-    if not sound and not spent:
-        return Decision(Action.WAIT, told, found)
-    if rules.max_gain is not None and found.value > rules.max_gain:
-        return Decision(
-            Action.HOLD, f"too good to be promoted unseen (gain over max_gain {rules.max_gain:g}): {told}", found
-        )
-    return Decision(Action.PROMOTE, told if sound else f"no harm in {len(canary)} scores: {told}", found)
+def decide(
+    canary: Sequence[float], live: Sequence[float], rules: ReleaseRules, overdue: bool = False
+) -> ReleaseDecision:
+    """Return what to do with a canary, given the scores of both versions; `overdue`: its deadline is over."""
+    if len(canary) < rules.min_samples or len(live) < rules.min_samples:
+        few = f"{len(canary)} canary and {len(live)} live scores; each side needs {rules.min_samples}"
+        if overdue:
+            return ReleaseDecision(ReleaseAction.ROLLBACK, f"its deadline is over: {few}")
+        return ReleaseDecision(ReleaseAction.WAIT, few)
+    gain = difference(canary, live, rules.alpha)
+    described = (
+        f"difference {gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}, at all times {1 - rules.alpha:.0%})"
+    )
+    if gain.high < 0:
+        return ReleaseDecision(ReleaseAction.ROLLBACK, f"it is worse: {described}", gain)
+    proven = gain.low > -rules.margin
+    last_look = overdue or len(canary) >= rules.max_samples
+    if not proven and not last_look:
+        return ReleaseDecision(ReleaseAction.WAIT, described, gain)
+    if not proven and gain.value < -rules.margin:
+        reason = f"after {len(canary)} scores it is not shown to be as good: {described}"
+        return ReleaseDecision(ReleaseAction.ROLLBACK, reason, gain)
+    if rules.max_gain is not None and gain.value > rules.max_gain:
+        reason = f"the gain exceeds max_gain {rules.max_gain:g}: {described}"
+        return ReleaseDecision(ReleaseAction.HOLD, reason, gain)
+    reason = described if proven else f"no loss shown in {len(canary)} scores: {described}"
+    return ReleaseDecision(ReleaseAction.PROMOTE, reason, gain)

@@ -1,13 +1,14 @@
-"""Evaluations in the background: a candidate is tried while trajectories go on being grouped, judged and collected.
+"""Evaluations in the background: a candidate is evaluated while the trainer collects, groups and judges.
 
-One at a time, in a thread of its own. Promises: what was found is in the store before anybody decides on it, so that a
-trainer that is killed goes on from there, or tries the candidate again, and no evaluation is decided on twice; an
-evaluation that fails is an alarm and is tried again, it never counts as passed. Decides nothing.
+One evaluation at a time, in its own thread. Promises: a result is in the store before anybody decides on it, so a
+trainer that is killed continues from there or evaluates again, and no result is used twice; an evaluation that fails
+raises an alarm and is repeated, and never counts as passed. Decides nothing.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,69 +18,80 @@ import msgspec
 
 from ratchet.store.records import Policy
 from ratchet.store.store import Store
+from ratchet.trainer.adapters.vllm_api import Replica
 from ratchet.trainer.controller.judges import Judge
-from ratchet.trainer.errors import EngineError, EngineUnreachable, EvaluationStopped, TuningError
-from ratchet.trainer.release.candidates import name_of
-from ratchet.trainer.release.prompt_evaluation import Evaluated
+from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.errors import EngineError, EngineUnreachable, EvaluationStopped, SettingError, TuningError
+from ratchet.trainer.release.candidates import version_name
+from ratchet.trainer.release.evaluation import EvaluationResult
+from ratchet.trainer.release.prompt_evaluation import PromptEvaluator
 from ratchet.trainer.settings.release_settings import ReleaseSettings
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 
-KIND = "evaluation"  # of the observations that hold what was found
-_AGAIN = 60.0  # seconds after a failure
+KIND = "evaluation"  # of the observations that hold the results
+_RETRY_SECONDS = 60.0  # after a failure
 
 
 class Evaluator(Protocol):
-    """Something that compares a candidate with the live version; takes as long as it takes."""
+    """Compares a candidate with the live version. Blocks."""
 
-    def evaluate(self, candidate: Policy, live: Policy, check: Callable[[], None]) -> Evaluated:
-        """Return what was found; calls `check` now and then, which raises where it has to end.
+    def evaluate(self, candidate: Policy, live: Policy, check: Callable[[], None]) -> EvaluationResult:
+        """Return the result; call `check` regularly, which raises if the evaluation has to stop.
 
         Raises EngineError, TuningError, EvaluationStopped, StoreError.
         """
 
     def close(self) -> None:
-        """Let go of judges."""
+        """Close the judges."""
 
 
-# The store, the alias, the settings, the judge and the second judge; the tuner's evaluator, which this component
-# cannot import.
+# Arguments: the store, the alias, the settings, the judge and the second judge. The tuner's evaluator is passed in
+# because the trainer cannot import the tuner.
 MakeWorkflowEvaluator = Callable[[Store, str, ReleaseSettings, Judge, Judge | None], Evaluator]
 
 
-class _Work:
-    """One evaluation under way."""
+def make_evaluation_runner(
+    settings: TrainerSettings,
+    store: Store,
+    replica: Replica,
+    make_workflow_evaluator: MakeWorkflowEvaluator | None = None,
+) -> EvaluationRunner | None:
+    """Return the runner that the settings name: a workflow, recorded prompts, or None if nothing is held out.
 
-    def __init__(self, subject: str, run: Callable[[Callable[[], None]], Evaluated]) -> None:
-        self.subject = subject
-        self.found: Evaluated | None = None
-        self.error: BaseException | None = None
-        self._run = run
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="evaluation", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_over(self) -> bool:
-        return not self._thread.is_alive()
-
-    def stop(self) -> None:
-        """Have it end soon; nobody waits for it."""
-        self._stop.set()
-
-    def _work(self) -> None:
-        try:
-            self.found = self._run(self._check)
-        except BaseException as error:  # noqa: BLE001  the daemon's own thread is told
-            self.error = error
-
-    def _check(self) -> None:
-        if self._stop.is_set():
-            raise EvaluationStopped("the trainer ends")
+    Raises WorkflowError, TaskSetError, JudgeError; SettingError if the settings name a workflow and the program that
+    starts the trainer passes no evaluator for workflows.
+    """
+    release = settings.release
+    if release.workflow is None and not release.held_out_share:
+        return None
+    judge, second = make_judge(settings.judge, os.environ), make_second_judge(settings)
+    if release.workflow is not None:
+        if make_workflow_evaluator is None:
+            raise SettingError("trainer.release.workflow needs the tuner: start the trainer with `ratchet trainer`")
+        evaluator = make_workflow_evaluator(store, settings.model, release, judge, second)
+        return EvaluationRunner(store, settings.model, evaluator)
+    prompts = PromptEvaluator(
+        store,
+        replica,
+        judge,
+        second,
+        alias=settings.model,
+        prompts=release.evaluation_prompts,
+        samples=release.evaluation_samples,
+    )
+    return EvaluationRunner(store, settings.model, prompts)
 
 
-class Evaluations:
-    """The evaluations of one alias."""
+def make_second_judge(settings: TrainerSettings) -> Judge | None:
+    """Return the second judge of releases, else of the sentinel; None if the settings name neither."""
+    spec = settings.release.second_judge or settings.sentinel.second_judge
+    return make_judge(spec, os.environ) if spec else None
+
+
+class EvaluationRunner:
+    """Runs the evaluations of one alias."""
 
     def __init__(
         self, store: Store, alias: str, evaluator: Evaluator, clock: Callable[[], float] = time.monotonic
@@ -88,56 +100,86 @@ class Evaluations:
         self._alias = alias
         self._evaluator = evaluator
         self._clock = clock
-        self._work: _Work | None = None
-        self._again_at = 0.0
+        self._job: _EvaluationJob | None = None
+        self._retry_at = 0.0
 
     @property
-    def busy(self) -> bool:
-        """Whether asking would only be told to wait."""
-        return (self._work is not None and not self._work.is_over) or self._clock() < self._again_at
+    def is_running(self) -> bool:
+        """Whether `result_for` would return None: an evaluation runs, or waits to be repeated."""
+        return (self._job is not None and not self._job.is_over) or self._clock() < self._retry_at
 
-    def of(self, candidate: Policy, live: Policy) -> Evaluated | None:
-        """Return what was found of a candidate beside the live version; None while it is being tried.
+    def result_for(self, candidate: Policy, live: Policy) -> EvaluationResult | None:
+        """Return the result of a candidate beside the live version; None while it is evaluated.
 
-        Raises EngineUnreachable, and what the store raises: asking again is safe.
+        Raises EngineUnreachable, and what the store raises; calling again is safe.
         """
-        subject = f"{name_of(candidate)} against {name_of(live)}"
-        if self.busy:
+        subject = f"{version_name(candidate)} against {version_name(live)}"
+        if self.is_running:
             return None
-        work, self._work = self._work, None
-        if work is not None and work.subject == subject and work.error is not None:
-            self._failed(work.error, subject)
+        job, self._job = self._job, None
+        if job is not None and job.subject == subject and job.error is not None:
+            self._handle_failure(job.error, subject)
             return None
         known = self._store.observations.latest(self._alias, KIND).get(subject)
         if known is not None:
             self._store.alarms.clear(self._alarm)
-            return msgspec.convert(known.content, Evaluated)
-        self._work = _Work(subject, lambda check: self._evaluate(candidate, live, subject, check))
-        log.info("event=evaluation_began policy=%s against=%s", name_of(candidate), name_of(live))
+            return msgspec.convert(known.content, EvaluationResult)
+        self._job = _EvaluationJob(subject, lambda check: self._evaluate(candidate, live, subject, check))
+        log.info("event=evaluation_started policy=%s against=%s", version_name(candidate), version_name(live))
         return None
 
     def close(self) -> None:
-        """End what is under way; it is tried again after the next start."""
-        if self._work is not None:
-            self._work.stop()
+        """Stop the running evaluation; it is repeated after the next start."""
+        if self._job is not None:
+            self._job.stop()
         self._evaluator.close()
 
-    def _evaluate(self, candidate: Policy, live: Policy, subject: str, check: Callable[[], None]) -> Evaluated:
-        found = self._evaluator.evaluate(candidate, live, check)
-        self._store.observations.note(self._alias, KIND, subject, msgspec.to_builtins(found))
-        told = found.first.told() if found.first is not None else "too little to compare on"
-        log.info("event=evaluation_done policy=%s told=%r", name_of(candidate), told)
-        return found
+    def _evaluate(self, candidate: Policy, live: Policy, subject: str, check: Callable[[], None]) -> EvaluationResult:
+        result = self._evaluator.evaluate(candidate, live, check)
+        self._store.observations.note(self._alias, KIND, subject, msgspec.to_builtins(result))
+        described = result.first.describe() if result.first is not None else "too little to compare"
+        log.info("event=evaluation_done policy=%s result=%r", version_name(candidate), described)
+        return result
 
-    def _failed(self, error: BaseException, subject: str) -> None:
-        """Say that it failed and when it is tried again. Raises what is no failure of the evaluation."""
+    def _handle_failure(self, error: BaseException, subject: str) -> None:
+        """Raise an alarm and schedule a retry. Raises `error` if it is not a failure of the evaluation."""
         if isinstance(error, EngineUnreachable) or not isinstance(error, EngineError | TuningError):
             raise error
-        self._again_at = self._clock() + _AGAIN
-        reason = f"evaluation of {subject} failed: {error}; it is tried again in {_AGAIN:g} s, nothing is promoted"
+        self._retry_at = self._clock() + _RETRY_SECONDS
+        reason = f"evaluation of {subject} failed: {error}; next try in {_RETRY_SECONDS:g} s, nothing is promoted"
         self._store.alarms.raise_(self._alarm, reason)
         log.warning("event=evaluation_failed reason=%r", reason)
 
     @property
     def _alarm(self) -> str:
         return f"evaluation:{self._alias}"
+
+
+class _EvaluationJob:
+    """One running evaluation."""
+
+    def __init__(self, subject: str, evaluate: Callable[[Callable[[], None]], EvaluationResult]) -> None:
+        self.subject = subject
+        self.error: BaseException | None = None
+        self._evaluate = evaluate
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="evaluation", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Request the end; does not wait for it."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        try:
+            self._evaluate(self._check)
+        except BaseException as error:  # noqa: BLE001  raised again in the daemon's thread
+            self.error = error
+
+    def _check(self) -> None:
+        if self._stop.is_set():
+            raise EvaluationStopped("the trainer is stopping")

@@ -1,30 +1,29 @@
 """The proof of a swap: is the version that vLLM serves the one that the trainer made? A pure function of logprobs.
 
-Of every probe token four logprobs are known: under the new version and under an old one, each as vLLM serves it and as
-the trainer computes it. Differences are taken on each side first, because what the two sides round differently in both
-versions falls out of them:
+Four logprobs of every probe token are known: under the new version and under an old one, each as vLLM serves it and as
+the trainer computes it. Differences are taken on each side first, because rounding that is the same in both versions
+cancels:
 
     x = trained new - trained old     what the adapter should change; (T,) in nats
     y = served new - served old       what vLLM changed
 
-A few contexts that change by far the most must not decide alone: each counts at most as much as the mean one, by a
-weight that depends on x alone. The swap is proven where the relative error e = |y - x| / |x| (norms over all tokens) is
-at most 1/2 and chance could hardly be the reason. An adapter that was never applied has y = noise, so e >= 1 but for
-chance. By geometry the angle between y and x is at most arcsin(e): another adapter passes only if what it changes
-correlates by sqrt(1 - e^2) >= 0.87 with what the right one changes, and noise, whose direction is random, falls into
-that cap with a probability of at most
+A few contexts that change by far the most must not decide alone: each context counts at most as much as the mean one,
+by a weight that depends on x alone. The swap is proven if the relative error e = |y - x| / |x| (norms over all tokens)
+is at most 1/2 and chance is very unlikely to be the reason. An adapter that was never applied has y = noise, so e >= 1
+except by chance. Geometrically, the angle between y and x is at most arcsin(e): another adapter passes only if its
+change correlates by sqrt(1 - e^2) >= 0.87 with the right one, and noise, whose direction is random, falls into that cap
+with a probability of at most
 
     e ** (n - 1) / 2                  n dimensions
 
 (the cap of half-angle t on the sphere measures I((n - 1) / 2, 1 / 2; sin^2 t) / 2, and I(a, b; z) <= z^a for b <= 1.)
 Tokens of one context share their noise and large changes outweigh small ones, so n is the number of contexts that the
-change is spread over: (sum X)^2 / sum X^2 with X the weighted sum of x^2 in a context. It must hold against every old
-version that is given: the one in service and the base model, which is what an engine that lost the adapter answers
-with.
+change is spread over: (sum X)^2 / sum X^2 with X the weighted sum of x^2 in a context. This must hold against every old
+version that is given: the one in service, and the base model, which an engine that lost the adapter answers with.
 
-Where it does not hold, the error decides. Rounding moves the served logprobs by about as much as they lie from the
-trainer's under the old version, of which a proof is on record; an error of several times that is none of rounding, and
-the version is wrong. A smaller one leaves it undecided: unproven.
+Otherwise the size of the error decides. Rounding changes the served logprobs by about as much as they differ from the
+trainer's under the old version, which a proof has recorded. A much larger error is not rounding, and the version is
+wrong. A smaller one leaves the swap undecided: unproven.
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ from enum import StrEnum
 from math import inf, sqrt
 from statistics import fmean
 
-_MOST_ERROR = 0.5  # of the change; "far below the distance"
-_MOST_CHANCE = 1e-4
-_ROUNDING = 3.0  # times the old version's distance between engine and trainer; beyond it an error is none of rounding
-_FLOOR = 1e-5  # nats that float32 may be off by where a logprob is far from 0
-_LEAST_CONTEXTS = 12  # that an error beyond rounding must be seen on
+_MAX_ERROR = 0.5  # relative to the change
+_MAX_CHANCE = 1e-4
+_ROUNDING = 3.0  # times the old version's distance between engine and trainer; a larger error is not rounding
+_FLOOR = 1e-5  # nats; the error of float32 for a logprob far from 0
+_MIN_CONTEXTS = 12  # with an error beyond rounding
 
 
 class Outcome(StrEnum):
-    """What a proof came to."""
+    """The outcome of a proof."""
 
     PROVEN = "proven"
-    UNPROVEN = "unproven"  # what changed is lost in rounding
-    WRONG = "wrong"  # what is served is something else
+    UNPROVEN = "unproven"  # the change is lost in rounding
+    WRONG = "wrong"  # vLLM serves something else
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Logprobs (T,) of the probe tokens under one version; a served one is None where vLLM did not give it."""
+class VersionLogprobs:
+    """Logprobs (T,) of the probe tokens under one version; a served one is None if vLLM did not return it."""
 
     served: Sequence[float | None]
     trained: Sequence[float]
@@ -61,13 +60,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What the probes showed; `reason` says why the swap is not proven, None where it is. All but counts in nats.
+    """The result of a proof; `reason` says why the swap is not proven, None if it is. All but counts are in nats.
 
     served_vs_trainer, _worst   mean and largest |served new - trained new|
     served_change               mean |served new - served old|, `against` the old version
     trained_change              mean |trained new - trained old|
-    error                       |served change - trained change| over |trained change|; no unit
-    contexts                    those that the trained change is spread over
+    error                       |served change - trained change| / |trained change|, without unit
+    contexts                    number that the trained change is spread over
     """
 
     outcome: Outcome
@@ -87,28 +86,31 @@ class Proof:
         return self.outcome is Outcome.PROVEN
 
 
-def prove(places: Sequence[int], new: Answer, old: Mapping[str, Answer], *, tolerance: float) -> Proof:
-    """Decide whether the new version is served as it was trained, against each old version by name.
+def prove(
+    places: Sequence[int], new: VersionLogprobs, old: Mapping[str, VersionLogprobs], *, tolerance: float
+) -> Proof:
+    """Return whether the new version is served as it was trained, compared with each old version by name.
 
-    `places` (T,) numbers the context of each token. More than `tolerance` nats between engine and trainer on average
-    is wrong whatever else is seen.
+    `places` (T,) is the number of each token's context. A mean distance of more than `tolerance` nats between engine
+    and trainer is always wrong.
     """
-    near = [abs(s - t) for s, t in zip(new.served, new.trained, strict=True) if s is not None]
-    if not near or not old:
+    distances = [abs(s - t) for s, t in zip(new.served, new.trained, strict=True) if s is not None]
+    if not distances or not old:
         return Proof(Outcome.UNPROVEN, "there was no probe to compare", 0, 0.0, 0.0)
-    found = [_Change.between(places, new, answer, name) for name, answer in old.items()]
-    rounding = max(change.mismatch for change in found)
-    outcomes = [change.outcome(rounding) for change in found]
+    changes = [_Change.between(places, new, answer, name) for name, answer in old.items()]
+    rounding = max(change.mismatch for change in changes)
+    outcomes = [change.outcome(rounding) for change in changes]
     outcome = next(one for one in (Outcome.WRONG, Outcome.UNPROVEN, Outcome.PROVEN) if one in outcomes)
-    worst = max((c for c, o in zip(found, outcomes, strict=True) if o is outcome), key=lambda change: change.error)
+    worst = max((c for c, o in zip(changes, outcomes, strict=True) if o is outcome), key=lambda change: change.error)
     reason = worst.reason(outcome)
-    if fmean(near) > tolerance:
+    if fmean(distances) > tolerance:
         outcome = Outcome.WRONG
         reason = (
-            f"served logprobs lie {fmean(near):.4f} nats from the trainer's, more than the tolerance of {tolerance}"
+            f"served logprobs differ by {fmean(distances):.4f} nats from the trainer's, more than the tolerance of "
+            f"{tolerance}"
         )
     return Proof(
-        outcome, reason, len(near), fmean(near), max(near),
+        outcome, reason, len(distances), fmean(distances), max(distances),
         served_change=worst.served, trained_change=worst.trained, error=worst.error, contexts=worst.contexts,
         against=worst.name,
     )  # fmt: skip
@@ -120,7 +122,7 @@ class _Change:
 
     name: str
     tokens: int
-    seen_on: int  # contexts
+    contexts_compared: int  # contexts
     served: float  # mean |y|
     trained: float  # mean |x|
     error: float  # |y - x| / |x|, weighted
@@ -129,7 +131,7 @@ class _Change:
     contexts: float  # that x is spread over
 
     @staticmethod
-    def between(places: Sequence[int], new: Answer, old: Answer, name: str) -> _Change:
+    def between(places: Sequence[int], new: VersionLogprobs, old: VersionLogprobs, name: str) -> _Change:
         columns = zip(places, new.served, old.served, new.trained, old.trained, strict=True)
         known = [(c, sn - so, tn - to, so - to) for c, sn, so, tn, to in columns if sn is not None and so is not None]
         if not known:
@@ -139,8 +141,8 @@ class _Change:
             by_context[context] += x * x
         mean = fmean(by_context.values())
         counts = {context: min(1.0, mean / own) if own else 1.0 for context, own in by_context.items()}
-        weighed = [counts[context] * own for context, own in by_context.items()]
-        size = sum(weighed)
+        weighted = [counts[context] * own for context, own in by_context.items()]
+        size = sum(weighted)
         error = sum(counts[context] * (y - x) ** 2 for context, y, x, _ in known)
         return _Change(
             name,
@@ -151,30 +153,32 @@ class _Change:
             error=sqrt(error / size) if size else inf,
             gap=sqrt(fmean((y - x) ** 2 for _, y, x, _ in known)),
             mismatch=sqrt(fmean(off * off for *_, off in known)),
-            contexts=size * size / sum(own * own for own in weighed) if size else 0.0,
+            contexts=size * size / sum(own * own for own in weighted) if size else 0.0,
         )
 
     @property
-    def _by_chance(self) -> float:
-        """Return how likely noise alone is at most so far from the trained change."""
+    def _chance(self) -> float:
+        """Return a bound on the probability that noise alone is this close to the trained change."""
         return min(1.0, 0.5 * self.error ** max(self.contexts - 1.0, 0.0)) if self.error <= 1.0 else 1.0
 
     def outcome(self, rounding: float) -> Outcome:
-        if self.error <= _MOST_ERROR and self._by_chance <= _MOST_CHANCE:
+        if self.error <= _MAX_ERROR and self._chance <= _MAX_CHANCE:
             return Outcome.PROVEN
-        beyond = self.gap > _ROUNDING * rounding + _FLOOR and self.seen_on >= _LEAST_CONTEXTS
-        return Outcome.WRONG if beyond and self.error > _MOST_ERROR else Outcome.UNPROVEN
+        beyond = self.gap > _ROUNDING * rounding + _FLOOR and self.contexts_compared >= _MIN_CONTEXTS
+        return Outcome.WRONG if beyond and self.error > _MAX_ERROR else Outcome.UNPROVEN
 
     def reason(self, outcome: Outcome) -> str | None:
-        moved = f"since {self.name} the trainer's logprobs moved by {self.trained:.2g} nats, the served ones by "
+        moved = f"since {self.name} the trainer's logprobs changed by {self.trained:.2g} nats, the served ones by "
         if outcome is Outcome.WRONG:
-            still = self.served < 0.5 * self.trained
-            what = f"the adapter is not applied, vLLM answers as {self.name}" if still else "vLLM serves another one"
+            not_applied = self.served < 0.5 * self.trained
+            what = (
+                f"the adapter is not applied, vLLM answers as {self.name}" if not_applied else "vLLM serves another one"
+            )
             return f"{what}: {moved}{self.served:.2g}"
         if outcome is Outcome.PROVEN:
             return None
         if not self.tokens:
-            return f"{self.name} holds every probe token too unlikely to compare"
-        if self.error <= _MOST_ERROR:
+            return f"{self.name} gives every probe token too low a probability to compare"
+        if self.error <= _MAX_ERROR:
             return f"{moved}{self.served:.2g}, on too few contexts ({self.contexts:.1f}) to exclude chance"
-        return f"{moved}{self.served:.2g}: the two differ by {self.error:.2g} times that change, which rounding may do"
+        return f"{moved}{self.served:.2g}: the two differ by {self.error:.2g} times that change, which may be rounding"

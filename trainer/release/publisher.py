@@ -1,11 +1,11 @@
-"""Publishing: from a candidate on disk to the live version or the canary on every replica, and old versions out again.
+"""The publisher: from a candidate on disk to the live version or the canary on every replica, and old versions out
+again.
 
-Order: load everywhere under a new name, prove everywhere, flip in the store, wait for the doors, drain, unload.
-Promises: no version becomes live that a replica does not serve as the trainer made it; one whose proof cannot decide is
-left `unproven`, and the next one is proven against what is in service, so that the distance grows; no version is
-unloaded while a trajectory is pinned to it. Does not train. Does not wait for an evaluation: it is asked again when
-that is over, and proves the candidate anew. Of the decision whether a version is better it makes the first part, on
-held-out tasks.
+Order: load everywhere under a new name, prove everywhere, evaluate, change the state in the store, wait for the
+proxies, drain, unload. Promises: no version becomes live that a replica does not serve as the trainer made it. A
+version whose proof is undecided is left `unproven`, and the next one is proven against what is in service, so the
+distance grows. No version is unloaded while a trajectory is pinned to it. Does not train, and does not wait for an
+evaluation: the caller publishes the candidate again when the evaluation is over, and the proof is repeated.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence, Set
+from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
 
 from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
 from ratchet.store.records import BASE_VERSION, Policy
@@ -24,19 +24,18 @@ from ratchet.trainer.adapters.vllm_api import Replica
 from ratchet.trainer.errors import AdapterRefused
 from ratchet.trainer.release.approval import (
     GetBlockingFindings,
+    blocking_reason,
     findings_evidence,
-    hold,
     no_blocking_findings,
-    objection,
+    require_approval,
 )
-from ratchet.trainer.release.candidates import is_trained, name_of
-from ratchet.trainer.release.evaluation_runner import Evaluations
-from ratchet.trainer.release.proof import Answer, Outcome, Proof, prove
+from ratchet.trainer.release.candidates import is_trained, version_name
+from ratchet.trainer.release.evaluation_runner import EvaluationRunner
+from ratchet.trainer.release.proof import Outcome, Proof
+from ratchet.trainer.release.served_proof import ProofFailed, Scorer, prove_served
 
 log = logging.getLogger(__name__)
 
-_TOKENS = 3  # likeliest next tokens compared after each probe
-_ASKED = 20  # of every version, so that those are among them; vLLM gives no more by default
 UNPROVEN = "swap_unproven"  # the alarm
 REMEDY = (
     "If this lasts: raise trainer.learner.target_kl or learning_rate, train larger rounds (groups_per_round), or serve "
@@ -44,18 +43,21 @@ REMEDY = (
 )
 
 
-class Scorer(Protocol):
-    """Who computes logprobs of every id of a sequence as the trainer does; `trainer.learner.Learner` is one."""
+class PublishResult(StrEnum):
+    """What became of a candidate."""
 
-    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | Path = True) -> list[tuple[float, ...]]:
-        """Under the newest version, under the base model with False, or under the adapter in a folder."""
-        ...
+    RELEASED = "released"  # live, or the canary
+    EVALUATING = "evaluating"  # still a candidate: publish it again when its evaluation is over
+    APPROVAL_REQUIRED = "approval_required"  # still a candidate: a person decides
+    UNPROVEN = "unproven"  # it changes too little to be proven
+    REJECTED = "rejected"
 
 
 class Publisher:
-    """Moves the newest candidate of one alias to live, or rejects it with the reason.
+    """Publishes the candidates of one alias.
 
-    With a `share` it becomes a canary, and the gate decides further; without one, the sentinel's doubts hold it.
+    With a `canary_share` a candidate becomes a canary; without one it becomes live, unless `blocking_findings` returns
+    a finding of the sentinel.
     """
 
     def __init__(
@@ -66,85 +68,77 @@ class Publisher:
         alias: str,
         tolerance: float,
         keep_loaded_adapters: int,
-        share: float | None = None,
-        evaluations: Evaluations | None = None,
+        canary_share: float | None = None,
+        evaluations: EvaluationRunner | None = None,
         max_gain: float | None = None,
-        doubts: GetBlockingFindings = no_blocking_findings,
+        blocking_findings: GetBlockingFindings = no_blocking_findings,
     ) -> None:
         self._store = store
         self._replicas = replicas
         self._alias = alias
         self._tolerance = tolerance
         self._keep_loaded = keep_loaded_adapters
-        self._share = share
+        self._canary_share = canary_share
         self._evaluations = evaluations
         self._max_gain = max_gain
-        self.waits = False  # a candidate is being tried
-        self._blocking_findings = doubts
+        self._blocking_findings = blocking_findings
 
-    def publish(self, candidate: Policy, probes: Sequence[Sequence[int]], scorer: Scorer) -> bool:
-        """Load, prove, evaluate and release a candidate; return whether it serves now. `waits` says that it is tried.
+    def publish(self, candidate: Policy, probes: Sequence[Sequence[int]], scorer: Scorer) -> PublishResult:
+        """Load, prove, evaluate and release a candidate.
 
-        `probes` are id sequences; the scorer stands where the candidate was made. Raises EngineUnreachable when a
-        replica does not answer: the candidate stays one, and publishing it again is safe.
+        `probes` are sequences of token ids; the scorer holds the candidate's weights. Raises AdapterRefused if the
+        alias has no base version, and EngineUnreachable if a replica does not answer: publishing again is safe.
         """
-        self.waits = False
         live = self._store.policies.live().get(self._alias)
         if live is None:
             raise AdapterRefused(f"alias {self._alias} has no base version in the store: start `ratchet proxy` first")
         try:
             proofs = self._serve_everywhere(candidate, live, probes, scorer)
-        except ProofFailed as refusal:
-            settle = self._reject if refusal.outcome is Outcome.WRONG else self._leave_unproven
-            return settle(candidate, str(refusal), refusal.proofs)
-        reason = _shown(candidate, live, proofs)
+        except ProofFailed as failure:
+            if failure.outcome is Outcome.WRONG:
+                return self._reject_as_wrong(candidate, str(failure), failure.proofs)
+            return self._mark_unproven(candidate, str(failure), failure.proofs)
+        reason = _describe_proofs(candidate, live, proofs)
         evidence = _evidence(proofs)
         if self._evaluations is not None:
-            found = self._evaluations.of(candidate, live)
-            if found is None:
-                self.waits = True
-                return False
-            evidence |= found.evidence()
-            if found.first is not None and found.first.worse:
-                return self._reject_as_worse(candidate, found.told(), evidence)
-            if told := found.objection(self._max_gain):
-                hold(
-                    self._store,
-                    candidate,
-                    told,
-                    evidence | findings_evidence(self._blocking_findings()),
-                    by="evaluation",
-                )
-                return False
-            reason = f"{reason}; {found.told()}" if found.first is not None else reason
+            result = self._evaluations.result_for(candidate, live)
+            if result is None:
+                return PublishResult.EVALUATING
+            evidence |= result.evidence()
+            if result.first is not None and result.first.worse:
+                return self._reject_as_worse(candidate, result.describe(), evidence)
+            if objection := result.objection(self._max_gain):
+                evidence |= findings_evidence(self._blocking_findings())
+                require_approval(self._store, candidate, objection, evidence, by="evaluation")
+                return PublishResult.APPROVAL_REQUIRED
+            reason = f"{reason}; {result.describe()}" if result.first is not None else reason
         return self._release(candidate, live, evidence, reason)
 
-    def _release(self, candidate: Policy, live: Policy, evidence: dict[str, object], reason: str) -> bool:
-        """Let a proven version serve all or, where there is a gate, a share; return whether it does."""
-        if self._share is None:
-            doubts = self._blocking_findings()
-            if told := objection(doubts):
-                hold(self._store, candidate, told, evidence | findings_evidence(doubts), by="sentinel")
-                return False
+    def _release(self, candidate: Policy, live: Policy, evidence: dict[str, object], reason: str) -> PublishResult:
+        """Make a proven version live or, with a canary share, the canary."""
+        if self._canary_share is None:
+            findings = self._blocking_findings()
+            if blocked := blocking_reason(findings):
+                evidence |= findings_evidence(findings)
+                require_approval(self._store, candidate, blocked, evidence, by="sentinel")
+                return PublishResult.APPROVAL_REQUIRED
             self._store.policies.promote(
                 self._alias, candidate.version, evidence, only_from=PolicyState.CANDIDATE, reason=reason
             )
         else:
             self._store.policies.canary(
-                self._alias, candidate.version, self._share, evidence, by="proof", reason=reason
+                self._alias, candidate.version, self._canary_share, evidence, by="proof", reason=reason
             )
         self._store.alarms.clear(f"swap_refused:{self._alias}")
         self._store.alarms.clear(f"{UNPROVEN}:{self._alias}")
-        event = "policy_live" if self._share is None else "policy_canary"
-        log.info(
-            "event=%s policy=%s@%d beside=%d reason=%r", event, self._alias, candidate.version, live.version, reason
-        )
-        return True
+        event = "policy_live" if self._canary_share is None else "policy_canary"
+        log.info("event=%s policy=%s beside=%d reason=%r", event, version_name(candidate), live.version, reason)
+        return PublishResult.RELEASED
 
     def _serve_everywhere(
         self, candidate: Policy, live: Policy, probes: Sequence[Sequence[int]], scorer: Scorer
     ) -> dict[str, Proof]:
-        """Load both versions on every replica and prove the new one; one that is served already needs no proof.
+        """Load both versions on every replica and prove the new one, unless its adapter is served already.
 
         Raises ProofFailed, EngineUnreachable.
         """
@@ -172,55 +166,58 @@ class Publisher:
     def drain(self, now: float) -> list[str]:
         """Unload old versions that nobody needs any more; return their names.
 
-        A version goes when every open door serves a newer one, none has a trajectory pinned to it, and it is not among
-        the newest `keep_loaded_adapters` old ones; no version goes whose adapter another one needs.
+        A version is unloaded when every open proxy serves a newer one, none has a trajectory pinned to it, and it is
+        not among the newest `keep_loaded_adapters` old ones. An adapter that another version needs stays.
         """
         policies = self._store.policies.all(self._alias)
-        if not self._store.policies.unproven(self._alias):  # also where they were rolled back
+        if not self._store.policies.unproven(self._alias):  # also if they were rolled back
             self._store.alarms.clear(f"{UNPROVEN}:{self._alias}")
-        doors = self._store.doors.open(self._alias, now - PROXY_TIMEOUT_SECONDS)
+        proxies = self._store.doors.open(self._alias, now - PROXY_TIMEOUT_SECONDS)
         live = next((policy.version for policy in policies if policy.state is PolicyState.LIVE), BASE_VERSION)
-        if any(door.live.get(self._alias) != live for door in doors):
+        if any(proxy.live.get(self._alias) != live for proxy in proxies):
             return []
-        pinned = {name for door in doors for name, count in door.pins.items() if count}
-        spare = _spare(policies, pinned, self._keep_loaded)
+        pinned = {name for proxy in proxies for name, count in proxy.pins.items() if count}
+        unneeded = _unneeded_adapters(policies, pinned, self._keep_loaded)
         unloaded: list[str] = []
-        for replica in self._replicas if spare else ():
-            for name in sorted(spare & set(replica.models())):
+        for replica in self._replicas if unneeded else ():
+            for name in sorted(unneeded & set(replica.models())):
                 replica.unload(name)
                 unloaded.append(name)
                 log.info("event=policy_unloaded policy=%s replica=%s", name, replica.url)
         return unloaded
 
-    def _reject(self, candidate: Policy, reason: str, proofs: dict[str, Proof]) -> bool:
-        told = _evidence(proofs) | {"reason": reason}
-        self._store.policies.reject(self._alias, candidate.version, told, reason=reason)
-        self._store.alarms.raise_(f"swap_refused:{self._alias}", f"{name_of(candidate)} was not made live: {reason}")
-        log.error("event=policy_rejected policy=%s reason=%r", name_of(candidate), reason)
+    def _reject_as_wrong(self, candidate: Policy, reason: str, proofs: dict[str, Proof]) -> PublishResult:
+        """Reject a candidate that a replica refuses, or serves other than the trainer made it."""
+        name = version_name(candidate)
+        evidence = _evidence(proofs) | {"reason": reason}
+        self._store.policies.reject(self._alias, candidate.version, evidence, reason=reason)
+        self._store.alarms.raise_(f"swap_refused:{self._alias}", f"{name} was not made live: {reason}")
+        log.error("event=policy_rejected policy=%s reason=%r", name, reason)
         self._unload(candidate)
-        return False
+        return PublishResult.REJECTED
 
-    def _leave_unproven(self, candidate: Policy, reason: str, proofs: dict[str, Proof]) -> bool:
-        """Put a candidate aside that changes too little to be proven; what is trained next is built on it."""
-        told = _evidence(proofs) | {"reason": reason}
-        self._store.policies.mark_unproven(self._alias, candidate.version, told, reason=reason)
-        waiting = self._store.policies.unproven(self._alias)
+    def _mark_unproven(self, candidate: Policy, reason: str, proofs: dict[str, Proof]) -> PublishResult:
+        """Mark a candidate that changes too little to be proven; training continues from it."""
+        name = version_name(candidate)
+        evidence = _evidence(proofs) | {"reason": reason}
+        self._store.policies.mark_unproven(self._alias, candidate.version, evidence, reason=reason)
+        unproven = self._store.policies.unproven(self._alias)
         self._store.alarms.raise_(
             f"{UNPROVEN}:{self._alias}",
-            f"{name_of(candidate)} serves nobody, nor do {len(waiting) - 1} before it: {reason}; training goes on, and "
+            f"{name} serves nobody, nor do {len(unproven) - 1} before it: {reason}; training goes on, and "
             f"the next version is measured against what is in service. {REMEDY}",
         )
-        log.warning("event=policy_unproven policy=%s reason=%r", name_of(candidate), reason)
+        log.warning("event=policy_unproven policy=%s reason=%r", name, reason)
         self._unload(candidate)
-        return False
+        return PublishResult.UNPROVEN
 
-    def _reject_as_worse(self, candidate: Policy, reason: str, evidence: dict[str, object]) -> bool:
-        """Reject a candidate that is worse; that is no fault, so there is no alarm."""
+    def _reject_as_worse(self, candidate: Policy, reason: str, evidence: dict[str, object]) -> PublishResult:
+        """Reject a candidate that is worse. This is no failure, so there is no alarm."""
         self._store.policies.reject(self._alias, candidate.version, evidence, by="evaluation", reason=reason)
         self._store.alarms.clear(f"swap_refused:{self._alias}")
-        log.warning("event=policy_turned_down policy=%s reason=%r", name_of(candidate), reason)
+        log.warning("event=policy_rejected_as_worse policy=%s reason=%r", version_name(candidate), reason)
         self._unload(candidate)
-        return False
+        return PublishResult.REJECTED
 
     def _unload(self, candidate: Policy) -> None:
         if not is_trained(candidate):  # the adapter is another version's
@@ -230,74 +227,24 @@ class Publisher:
                 replica.unload(candidate.served_name)
 
 
-def prove_served(
-    replica: Replica,
-    name: str,
-    old: Mapping[str, Path | None],
-    probes: Sequence[Sequence[int]],
-    scorer: Scorer,
-    *,
-    tolerance: float,
-) -> Proof:
-    """Compare the next-token logprobs after each probe (ids) under `name` and under older names that a replica serves.
-
-    `old` gives the folder of each older name's adapter, None for the base model; the scorer stands at the new one.
-    """
-    served = replica.next_logprobs(name, probes, _ASKED)
-    before = {other: replica.next_logprobs(other, probes, _ASKED) for other in old}
-    asked = [
-        (place, token)
-        for place, likeliest in enumerate(served)
-        for token in _common(likeliest, [answers[place] for answers in before.values()])
-    ]
-    sequences = [(*probes[place], token) for place, token in asked]
-
-    def trained(adapter: bool | Path) -> list[float]:
-        return [logprobs[-1] for logprobs in scorer.score(sequences, adapter=adapter)]
-
-    return prove(
-        [place for place, _ in asked],
-        Answer([served[place][token] for place, token in asked], trained(adapter=True)),
-        {
-            other: Answer([before[other][place].get(token) for place, token in asked], trained(folder or False))
-            for other, folder in old.items()
-        },
-        tolerance=tolerance,
-    )
-
-
-def _common(likeliest: Mapping[int, float], others: Sequence[Mapping[int, float]]) -> list[int]:
-    """Return the likeliest tokens of which all versions gave the logprob; where there are too few, others too."""
-    known = sorted(likeliest, key=lambda token: (sum(token not in other for other in others), -likeliest[token]))
-    return known[:_TOKENS]
-
-
-class ProofFailed(Exception):
-    """No replica serves the candidate as the trainer made it, or none can say so; `proofs` are those made so far."""
-
-    def __init__(self, reason: str, outcome: Outcome, proofs: dict[str, Proof]) -> None:
-        super().__init__(reason)
-        self.outcome = outcome
-        self.proofs = proofs
-
-
-def _shown(candidate: Policy, live: Policy, proofs: dict[str, Proof]) -> str:
-    """Return what is known of how a candidate is served."""
+def _describe_proofs(candidate: Policy, live: Policy, proofs: Mapping[str, Proof]) -> str:
     if candidate.served_name == live.served_name:
         prompt = f"prompt {candidate.prompt_id}" if candidate.prompt_id else "no prompt"
         return f"{live.served_name} is served already; with {prompt}"
     worst = max((proof.served_vs_trainer for proof in proofs.values()), default=0.0)
-    return f"its served logprobs lie {worst:.5f} nats from the trainer's"
+    return f"its served logprobs differ by {worst:.5f} nats from the trainer's"
 
 
-def _spare(policies: Sequence[Policy], pinned: Set[str], keep: int) -> set[str]:
-    """Return the names of the old adapters that nobody needs, but for the newest `keep` old ones."""
+def _unneeded_adapters(policies: Sequence[Policy], pinned: Set[str], keep: int) -> set[str]:
+    """Return the served names of the old adapters that no version or trajectory needs, without the newest `keep`."""
     old = (PolicyState.RETIRED, PolicyState.REJECTED, PolicyState.UNPROVEN)
-    serving = {p.served_name for p in policies if p.state not in old}
-    held = {p.served_name for p in policies if name_of(p) in pinned}
-    names = list(dict.fromkeys(p.served_name for p in policies if p.adapter and p.served_name not in serving))
-    return set(names[: max(0, len(names) - keep)]) - held
+    serving = {policy.served_name for policy in policies if policy.state not in old}
+    in_use = {policy.served_name for policy in policies if version_name(policy) in pinned}
+    names = list(
+        dict.fromkeys(policy.served_name for policy in policies if policy.adapter and policy.served_name not in serving)
+    )
+    return set(names[: max(0, len(names) - keep)]) - in_use
 
 
-def _evidence(proofs: dict[str, Proof]) -> dict[str, object]:
+def _evidence(proofs: Mapping[str, Proof]) -> dict[str, object]:
     return {"proof": {url: dataclasses.asdict(proof) for url, proof in proofs.items()}}

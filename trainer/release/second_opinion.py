@@ -1,8 +1,8 @@
-"""A second judge's opinion of a canary that the first judge likes: does it see the gain too?
+"""A second judge's opinion on a canary that the first judge prefers: does it see the gain too?
 
-A judge that is being fooled likes what fools it; another one does not. Pairs of a canary's and a live trajectory, of
-the same task where there are such, are judged together, so that relative judges will do. A judge that takes its time
-holds nobody up. Writes nothing down.
+A judge that is being fooled prefers what fools it; another judge does not. Pairs of a canary's and a live trajectory,
+of the same task if possible, are judged together, so relative judges work as well. Runs in its own thread and writes
+nothing to the store.
 """
 
 from __future__ import annotations
@@ -37,73 +37,76 @@ class SecondOpinion:
     high: float
 
     def evidence(self) -> dict[str, Any]:
-        """Return it as a decision keeps it."""
+        """Return it in the form of a decision's evidence."""
         return {"second_judge": asdict(self)}
 
     def objection(self, first: Difference) -> str | None:
-        """Return why the promotion has to wait; None where the second judge agrees."""
-        told = f"second judge {self.judge}: difference {self.mean:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
+        """Return why the promotion needs approval; None if the second judge agrees with `first`."""
+        described = f"second judge {self.judge}: difference {self.mean:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
         if self.pairs < 2 or self.failures > self.pairs:
             return f"second judge {self.judge} failed on {self.failures} of {self.failures + self.pairs} pairs"
         if self.high < 0:
-            return f"{told}: it finds the canary worse"
+            return f"{described}: it finds the canary worse"
         if first.low > 0 and self.mean <= 0:
-            return f"{told}: it does not see the gain of {first.value:+.3f}"
+            return f"{described}: it does not see the gain of {first.value:+.3f}"
         return None
 
 
-class SecondOpinions:
-    """Forms an opinion of one canary after the other, in a thread of its own."""
+class SecondOpinionRunner:
+    """Asks the second judge about one canary after the other, in its own thread."""
 
-    def __init__(self, judge: Judge, most: int, read: Callable[[str], Transcript]) -> None:
+    def __init__(self, judge: Judge, max_pairs: int, read_transcript: Callable[[str], Transcript]) -> None:
         self._judge = judge
-        self._most = most
-        self._read = read
+        self._max_pairs = max_pairs
+        self._read_transcript = read_transcript
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="second_opinion")
-        self._asked: tuple[int, Future[SecondOpinion]] | None = None
+        self._pending: tuple[int, Future[SecondOpinion]] | None = None
 
-    def of(self, version: int, canary: Sequence[PastScore], live: Sequence[PastScore]) -> SecondOpinion | None:
-        """Return the opinion of a version once it is formed; None until then. Raises what reading the store raises."""
-        if self._asked is None or self._asked[0] != version:
-            pairs = pair_up(canary, live, self._most)
-            self._asked = version, self._thread.submit(ask, self._judge, pairs, self._read)
-        _, answer = self._asked
-        if not answer.done():
+    def opinion_on(self, version: int, canary: Sequence[PastScore], live: Sequence[PastScore]) -> SecondOpinion | None:
+        """Return the opinion on a version; None until it is known. Raises what reading the store raises."""
+        if self._pending is None or self._pending[0] != version:
+            pairs = pair_up(canary, live, self._max_pairs)
+            self._pending = version, self._thread.submit(judge_pairs, self._judge, pairs, self._read_transcript)
+        _, opinion = self._pending
+        if not opinion.done():
             return None
-        self._asked = None
-        return answer.result()
+        self._pending = None
+        return opinion.result()
 
     def close(self) -> None:
-        """Ask no more, and let go of the judge."""
+        """Stop asking, and close the judge."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._judge.close()
 
 
-def pair_up(canary: Sequence[PastScore], live: Sequence[PastScore], most: int) -> list[Pair]:
-    """Return at most `most` pairs of (canary, live) trajectories, the newest first, of the same cohort if possible."""
+def pair_up(canary: Sequence[PastScore], live: Sequence[PastScore], max_pairs: int) -> list[Pair]:
+    """Return at most `max_pairs` (canary, live) trajectory ids, newest first, of the same cohort if possible."""
     free: dict[str, list[PastScore]] = {}
     for scored in live:
         free.setdefault(scored.cohort, []).append(scored)
     newest = list(reversed(canary))
     pairs = [(one.trajectory_id, free[one.cohort].pop().trajectory_id) for one in newest if free.get(one.cohort)]
-    if len(pairs) < most:
-        paired = {name for name, _ in pairs}
-        left = [scored.trajectory_id for rest in free.values() for scored in rest]
-        pairs += list(zip([o.trajectory_id for o in newest if o.trajectory_id not in paired], left, strict=False))
-    return pairs[:most]
+    if len(pairs) < max_pairs:
+        paired = {trajectory_id for trajectory_id, _ in pairs}
+        unpaired = [one.trajectory_id for one in newest if one.trajectory_id not in paired]
+        others = [scored.trajectory_id for rest in free.values() for scored in rest]
+        pairs += list(zip(unpaired, others, strict=False))
+    return pairs[:max_pairs]
 
 
-def ask(judge: Judge, pairs: Sequence[Pair], read: Callable[[str], Transcript]) -> SecondOpinion:
-    """Have every pair judged; takes as long as the judge takes."""
+def judge_pairs(judge: Judge, pairs: Sequence[Pair], read_transcript: Callable[[str], Transcript]) -> SecondOpinion:
+    """Return the judge's opinion on all pairs. Blocks until every pair is judged."""
     with ThreadPoolExecutor(judge.concurrency, thread_name_prefix="second_judge") as threads:
         judged = list(
-            threads.map(lambda pair: judge_in_both_orders(judge, [read(name) for name in pair]).verdicts, pairs)
+            threads.map(
+                lambda pair: judge_in_both_orders(judge, [read_transcript(name) for name in pair]).verdicts, pairs
+            )
         )
-    found = list(_differences([[verdict.score for verdict in verdicts] for verdicts in judged]))
-    mean = statistics.fmean(found) if found else 0.0
-    reach = _Z * statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 0.0
-    failures = len(judged) - len(found)
-    return SecondOpinion(judge.name, judge.version, len(found), failures, mean, mean - reach, mean + reach)
+    differences = list(_differences([[verdict.score for verdict in verdicts] for verdicts in judged]))
+    mean = statistics.fmean(differences) if differences else 0.0
+    reach = _Z * statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+    failures = len(judged) - len(differences)
+    return SecondOpinion(judge.name, judge.version, len(differences), failures, mean, mean - reach, mean + reach)
 
 
 def _differences(scores: Sequence[Sequence[float | None]]) -> Iterator[float]:

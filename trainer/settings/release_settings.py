@@ -21,9 +21,7 @@ class ReleaseSettings(BaseModel):
     max_samples: int = Field(200, ge=2, description="scores of the canary after which its mean decides")
     alpha: float = Field(0.05, gt=0, lt=0.5, description="chance of a false alarm, however often one looks")
     margin: float = Field(0.02, ge=0, description="mean score that a canary may be worse by and still be promoted")
-    max_gain: float | None = Field(
-        0.5, gt=0, description="a larger gain is too good and waits for a person; null: none is"
-    )
+    max_gain: float | None = Field(0.5, gt=0, description="a larger gain needs a person's approval; null: no limit")
     deadline_seconds: float = Field(86400.0, gt=0, description="a canary that is not promoted by then is rolled back")
     held_out_share: float = Field(0.0, ge=0, le=0.5, description="share of tasks that are set aside for evaluation")
     evaluation_prompts: int = Field(32, ge=5, description="held-out prompts or tasks that a candidate is tried with")
@@ -71,5 +69,5 @@ class ReleaseRules:
     alpha: float = 0.05
     margin: float = 0.02
     max_gain: float | None = None
-    least: int = 20
-    most: int = 500
+    min_samples: int = 20
+    max_samples: int = 500

@@ -22,8 +22,8 @@ from ratchet.store.states import RolloutState, TuningState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.errors import TuningError
-from ratchet.trainer.release.candidates import name_of
-from ratchet.trainer.release.prompt_evaluation import Evaluated, Evaluation, Sides, compared_by
+from ratchet.trainer.release.candidates import version_name
+from ratchet.trainer.release.evaluation import EvaluationResult, PairedEvaluation, Sides, compare_with_judge
 from ratchet.trainer.settings.release_settings import ReleaseSettings
 from ratchet.trainer.statistics.paired_comparison import Compared
 from ratchet.trainer.tasks.task_set import Task, TaskSet
@@ -60,7 +60,7 @@ class WorkflowEvaluator:
         if self._second is not None:
             self._second.close()
 
-    def evaluate(self, candidate: Policy, live: Policy, check: Callable[[], None]) -> Evaluated:
+    def evaluate(self, candidate: Policy, live: Policy, check: Callable[[], None]) -> EvaluationResult:
         """Return the paired comparison. Raises TuningError where nothing could be measured."""
         request = self._request(candidate, live)
         run = self._run_of(request)
@@ -77,14 +77,14 @@ class WorkflowEvaluator:
         self._check_measured(request, made)
         first = _evaluation(found.ranking.pair(request.candidates[1], request.candidates[0]))
         if first is None or self._second is None:
-            return Evaluated(first, run=run.id)
-        second = compared_by(self._second, self._sides(request, made), "tasks")
-        return Evaluated(first, second, self._second.name, run.id)
+            return EvaluationResult(first, run=run.id)
+        second = compare_with_judge(self._second, self._sides(request, made), "tasks")
+        return EvaluationResult(first, second, self._second.name, run.id)
 
     def _request(self, candidate: Policy, live: Policy) -> Request:
         settings = self._settings
         return Request(
-            kind="eval", alias=self._alias, candidates=(name_of(live), name_of(candidate)), tasks=str(settings.tasks),
+            kind="eval", alias=self._alias, candidates=(version_name(live), version_name(candidate)), tasks=str(settings.tasks),
             split=settings.split, workflow=str(settings.workflow), judge=self._scorer.name,
             limit=settings.evaluation_prompts, attempts=settings.evaluation_samples,
         )  # fmt: skip
@@ -130,10 +130,10 @@ class WorkflowEvaluator:
         return [(side[candidate], side[live]) for side in sides.values() if side[candidate] and side[live]]
 
 
-def _evaluation(pair: Compared) -> Evaluation | None:
+def _evaluation(pair: Compared) -> PairedEvaluation | None:
     if pair.mean is None or pair.against_mean is None or pair.difference is None:
         return None
-    return Evaluation(
+    return PairedEvaluation(
         pair.tasks, pair.unjudged, pair.mean, pair.against_mean, pair.difference, pair.low, pair.high, what="tasks"
     )
 

@@ -23,7 +23,7 @@ import httpx
 
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.adapters.vllm_api import Replica
-from ratchet.trainer.release.publisher import Publisher
+from ratchet.trainer.release.publisher import Publisher, PublishResult
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.proxy.servers import ProxyProcess, eventually, scripted_process
 from tests.harness.trainer.scripted_learner import ScriptedLearner
@@ -154,7 +154,7 @@ def swap(store: Store, publisher: Publisher, maker: VersionMaker, folder: Path) 
     round_ = store.rounds.start(ALIAS, version - 1)
     path = str(folder / f"{version:04d}")
     candidate = store.rounds.commit(round_.id, version=version, checkpoint=path, groups=[], metrics={})
-    assert publisher.publish(candidate, _PROBES, maker), "the swap was refused"
+    assert publisher.publish(candidate, _PROBES, maker) is PublishResult.RELEASED, "the swap was refused"
     publisher.drain(time.time())
 
 
