@@ -146,5 +146,7 @@ def _lines(found: TuningResult, ranked: Ranking) -> list[str]:
         right = f"{row['right']} of {row['entries']} right{broken}"
         text.append(f"    {row['version']} {row['category']}: {right}" + (f"; wrong: {errors}" if errors else ""))
     if found.gain is not None:
-        text.append(f"{found.gain.candidate} against {found.gain.against}: {found.gain.told()}: {found.gain.verdict}")
+        text.append(
+            f"{found.gain.candidate} against {found.gain.against}: {found.gain.describe()}: {found.gain.verdict}"
+        )
     return text

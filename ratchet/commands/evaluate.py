@@ -1,4 +1,4 @@
-"""The group `ratchet eval`: measure without training anything; each kind of evaluation in a file of its own."""
+"""The group `ratchet eval`: measure models without training. Evaluations on public benchmarks are plug-ins."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import click
 
 from ratchet import options
-from ratchet.commands.eval_versions import versions
 from ratchet.errors import CliError
 from ratchet.tuning.context import add_rollout_options
+
+_EXIT_CODES = {"better": 0, "tied": 3, "inconclusive": 3, "worse": 4}
 
 
 class EvaluationGroup(click.Group):
@@ -45,12 +46,14 @@ def _unavailable(name: str, reason: str) -> click.Command:
 
 
 @click.group("eval", cls=EvaluationGroup, invoke_without_command=True)
-@click.option("--model", metavar="NAME", help="What is measured: a version such as policy@4, or a model of model_list.")
-@click.option("--against", metavar="NAME", help="What it is compared with.  [default: the live version]")
-@click.option("--split", default="test", show_default=True, help="Split of the task set that is asked.")
-@click.option("--limit", type=click.IntRange(1), help="Only the first so many tasks of the split.")
-@click.option("--score-range", type=(float, float), metavar="LOW HIGH", help="What the judge can give.  [default: 0 1]")
-@click.option("--resume", metavar="ID", help="Go on with a run that was stopped; what ended is not run again.")
+@click.option("--model", metavar="NAME", help="Model to measure: a version such as policy@4, or a `model_list` name.")
+@click.option("--against", metavar="NAME", help="Model to compare with.  [default: the live version]")
+@click.option("--split", default="test", show_default=True, help="Split of the task set.")
+@click.option("--limit", type=click.IntRange(1), help="Use only the first N tasks of the split.")
+@click.option(
+    "--score-range", type=(float, float), metavar="LOW HIGH", help="Range of the judge's scores.  [default: 0 1]"
+)
+@click.option("--resume", metavar="ID", help="Resume a stopped run; finished rollouts are kept.")
 @click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the comparison into this file.")
 @add_rollout_options
 @options.as_json
@@ -58,11 +61,10 @@ def _unavailable(name: str, reason: str) -> click.Command:
 def evaluate(
     context: click.Context, /, model: str | None, against: str | None, png: Path | None, as_json: bool, **given: Any
 ) -> int:
-    """Measure a model or a version on a task set, beside another: the same tasks for both, compared task by task.
+    """Compare a model or version with another one on a task set, task by task.
 
-    Nothing is trained. Ends with 0 where it is shown to be better, 3 where no difference is shown, 4 where it is shown
-    to be worse, 1 on errors and where no rollout at all could be scored. The commands below measure on public
-    benchmarks.
+    Nothing is trained. Exits with 0 if the model is better, 3 if no difference is shown, 4 if it is worse, and 1 on
+    errors or if no rollout could be scored. The commands below run public benchmarks.
 
     \b
     Example:
@@ -71,5 +73,35 @@ def evaluate(
     if context.invoked_subcommand is not None:
         return 0
     if model is None and given["resume"] is None:
-        raise click.UsageError("say what is measured: --model policy@4, or one of the commands that --help shows")
-    return versions(context, model, against, png, as_json, given)
+        raise click.UsageError("name a model (--model policy@4) or one of the commands that --help lists")
+    return _compare(context, model, against, png, as_json, given)
+
+
+def _compare(
+    context: click.Context,
+    model: str | None,
+    against: str | None,
+    png: Path | None,
+    as_json: bool,
+    given: dict[str, Any],
+) -> int:
+    """Compare two models, print the result and return the exit code. Raises UsageError."""
+    from ratchet.tuning import compare_models, reports
+    from ratchet.tuning import context as tuning
+
+    own = {name: given.pop(name) for name in ("split", "limit", "score_range", "resume")}
+    settings = tuning.settings_of(context, given)
+    candidates = (against or settings.model, model or "")  # a resumed run has its own
+    request, found = compare_models.compare(settings, compare_models.ComparisonOptions("eval", candidates, **own))
+    pair = found.ranking.pair(request.candidates[1], request.candidates[0])
+    if as_json:
+        import msgspec
+
+        options.emit(compare_models.plain(found) | {"pair": msgspec.to_builtins(pair), "verdict": str(pair.verdict)})
+    else:
+        reports.show_selection(found, with_choice=False)
+        click.echo(f"{pair.candidate} against {pair.against}: {pair.verdict}: {pair.describe()}")
+    if png is not None:
+        reports.draw_selection(found, png)
+        click.echo(f"drawn: {png}", err=True)
+    return _EXIT_CODES[str(pair.verdict)] if found.measured else 1

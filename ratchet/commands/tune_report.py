@@ -1,22 +1,30 @@
-"""`ratchet tune report` and `ratchet tune runs`: what the tuner's runs found, side by side, and which there were."""
+"""`ratchet tune report` and `ratchet tune runs`: compare the results of tuning runs, and list the runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ratchet import options
-from ratchet.output.tables import strip_control_characters
+from ratchet.output.tables import format_time, strip_control_characters
 
-_MOST = 1000  # newest runs that are read
+if TYPE_CHECKING:
+    from ratchet.store.records.tuning import Tuning
+
+_MAX_RUNS = 1000  # newest runs that are read
 KINDS = ("select-model", "prompt", "weights", "eval", "lessons", "doctor")
 
 
 @click.command()
 @click.option("--model", metavar="ALIAS", help="Only runs for this alias.  [default: that of the newest run]")
-@click.option("--tasks", metavar="SOURCE", help="Only runs on this task set, as it was named.  [default: the newest's]")
-@click.option("--judged-by", metavar="JUDGE", help="Only runs with this judge, by its name.  [default: the newest's]")
+@click.option(
+    "--tasks", metavar="SOURCE", help="Only runs on this task set, by its source.  [default: the newest run's]"
+)
+@click.option(
+    "--judged-by", metavar="JUDGE", help="Only runs with this judge, by its name.  [default: the newest run's]"
+)
 @click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the gains into this file.")
 @click.option("--markdown", is_flag=True, help="Print the table as Markdown.")
 @options.as_json
@@ -37,38 +45,42 @@ def report(
 ) -> int:
     """Show what each method gained on the same held-out tasks, with an interval, and what it cost.
 
-    The newest finished run of each method stands in it. Runs of other tasks, another judge or another alias are not
-    mixed in: they are named with the reason. Ends with 1 where no run has finished.
+    It compares the newest finished run of each method. Runs with other tasks, another judge or another alias are listed
+    with the reason why they are not compared. Exits with 1 if no run has finished.
 
     \b
     Example:
       ratchet tune report --png gains.png
     """
+    import msgspec
+
     from ratchet.trainer.errors import TuningError
     from ratchet.tuner.reports.report import missing
     from ratchet.tuner.reports.report import report as made
-    from ratchet.tuning import tuning_report
+    from ratchet.tuning import reports
 
     with options.open_project_store(context, store=store, project=project) as opened:
-        live, newest = opened.policies.live(), opened.tunings.page(limit=_MOST)
-    if told := missing(newest, model, tasks, judged_by):
-        raise TuningError(told)
+        live, newest = opened.policies.live(), opened.tunings.page(limit=_MAX_RUNS)
+    if reason := missing(newest, model, tasks, judged_by):
+        raise TuningError(reason)
     found = made(newest, live=live, alias=model, tasks=tasks, judge=judged_by)
     if as_json:
-        options.emit(tuning_report.plain(found))
+        options.emit(msgspec.to_builtins(found))
     elif markdown:
-        click.echo(tuning_report.markdown(found), nl=False)
+        click.echo(reports.markdown(found), nl=False)
     else:
-        tuning_report.show(found)
+        reports.show_report(found)
     if png is not None:
-        tuning_report.draw(found, png)
+        reports.draw_report(found, png)
         click.echo(f"drawn: {png}", err=True)
     return 0 if found.task_set is not None else 1
 
 
 @click.command()
 @click.option("--method", type=click.Choice(KINDS), help="Only runs of this method.")
-@click.option("--limit", type=click.IntRange(1, _MOST), default=20, show_default=True, help="How many, newest first.")
+@click.option(
+    "--limit", type=click.IntRange(1, _MAX_RUNS), default=20, show_default=True, help="Maximum number of runs."
+)
 @options.as_json
 @options.store_url
 @options.project
@@ -76,9 +88,9 @@ def report(
 def runs(
     context: click.Context, method: str | None, limit: int, as_json: bool, store: str | None, project: str | None
 ) -> None:
-    """List the runs of the tuner, newest first: id, method, state, alias, when, how long.
+    """List the runs of the tuner, newest first: id, method, state, alias, start and duration.
 
-    What `ratchet doctor --workflow` tried is listed with --method doctor alone.
+    Rollouts of `ratchet doctor --workflow` are listed only with --method doctor.
 
     \b
     Example:
@@ -86,7 +98,6 @@ def runs(
     """
     import msgspec
 
-    from ratchet.tuning import tuning_report
     from ratchet.tuning.run_lease import LEASES
 
     with options.open_project_store(context, store=store, project=project) as opened:
@@ -96,6 +107,18 @@ def runs(
         options.emit([msgspec.to_builtins(one) for one in found])
         return
     for one in found:
-        click.echo(strip_control_characters(tuning_report.run_line(one, at_work=one.id in held)))
+        click.echo(strip_control_characters(_run_line(one, is_active=one.id in held)))
     if not found:
-        click.echo("no runs yet: `ratchet tune --help` shows the methods")
+        click.echo("no runs yet: `ratchet tune --help` lists the methods")
+
+
+def _run_line(tuning: Tuning, *, is_active: bool) -> str:
+    """Return a line of the list of runs; `is_active`: a process holds its lease."""
+    from ratchet.tuning.reports import duration
+
+    running = "running" if is_active else "interrupted: no process runs it"
+    elapsed = duration(tuning.ended_at - tuning.started_at) if tuning.ended_at else running
+    line = (
+        f"{tuning.id}  {tuning.kind:<12} {tuning.state:<7} {tuning.alias}  {format_time(tuning.started_at)}  {elapsed}"
+    )
+    return f"{line}  {tuning.error}" if tuning.error else line

@@ -78,15 +78,16 @@ def weights(context: click.Context, /, png: Path | None, as_json: bool, fail_unl
       ratchet tune weights --tasks ./tasks --workflow my_agent:run --rounds 20
       ratchet tune weights --tasks mail=./mail:3 --tasks math=./math --warm-start policy --collect 4
     """
-    from ratchet.tuning import tune_weights, weights_report
+    from ratchet.tuner.reports.tuning_result import plain
+    from ratchet.tuning import reports, tune_weights
 
     own = {name: given.pop(name) for name in _OWN}
-    result = tune_weights.weigh(tune_weights.settings_of(context, given), own, quiet=as_json)
+    result = tune_weights.run_weight_tuning(tune_weights.settings_of(context, given), own, quiet=as_json)
     if as_json:
-        options.emit(tune_weights.plain(result))
+        options.emit(plain(result))
     else:
-        weights_report.show(result)
+        reports.show_weights(result)
     if png is not None:
-        weights_report.draw(result, png)
+        reports.draw_weights(result, png)
         click.echo(f"drawn: {png}", err=True)
     return tuning.EXIT_NOT_BETTER if fail_unless_better and result.best is None else 0

@@ -1,10 +1,10 @@
-"""Begin, resume and run a comparison of models: what `ratchet tune select-model` and `ratchet eval` share."""
+"""Start or resume a comparison of models, for `ratchet tune select-model` and `ratchet eval`."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -21,34 +21,34 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a command was given of its own, beside the options of everything that makes rollouts."""
+class ComparisonOptions:
+    """Options of the two commands, besides those of all commands that run rollouts."""
 
     kind: Literal["select-model", "eval"]
     candidates: Sequence[str]
     split: str
     limit: int | None
     score_range: tuple[float, float] | None
-    resume: str | None  # the id of the run that goes on
+    resume: str | None  # id of the run to resume
     policy: Literal["best", "cheapest"] = "best"
     within: float | None = None
 
     @property
     def command(self) -> str:
-        """What goes on with a run of this kind."""
+        """The command that resumes a run of this kind."""
         return "ratchet eval" if self.kind == "eval" else f"ratchet tune {self.kind}"
 
 
-def compare(settings: Settings, asked: Asked) -> tuple[Request, Selection]:
-    """Run a comparison, from its beginning or from where it was stopped; return what it was to be, and what was found.
+def compare(settings: Settings, given: ComparisonOptions) -> tuple[Request, Selection]:
+    """Run or resume a comparison; return its request and its result.
 
-    Raises TuningError, UsageError, and what `context.opened` raises.
+    Raises TuningError, UsageError, and the errors of `context.opened`.
     """
-    with context.opened(context.with_run_settings(settings, asked.resume)) as bench:
+    with context.opened(context.with_run_settings(settings, given.resume)) as bench:
         from ratchet.tuner.selection.model_selection import ModelSelector
 
-        request, run = _resumed(bench, asked.resume, asked.kind) if asked.resume else _begun(bench, asked)
-        with bench.hold.on(run.id, asked.command, resume=asked.resume is not None) as run:
+        request, run = _resume(bench, given.resume, given.kind) if given.resume else _start(bench, given)
+        with bench.hold.on(run.id, given.command, resume=given.resume is not None) as run:
             tasks = bench.tasks(request.tasks, request.split, request.limit)
             rollouts = len(tasks) * request.attempts * len(request.candidates)
             click.echo(
@@ -59,41 +59,51 @@ def compare(settings: Settings, asked: Asked) -> tuple[Request, Selection]:
             return request, asyncio.run(selector.run(request, tasks, run))
 
 
-def _begun(bench: Bench, asked: Asked) -> tuple[Request, Tuning]:
-    """Check what is asked for, and begin a run."""
+def _start(bench: Bench, given: ComparisonOptions) -> tuple[Request, Tuning]:
+    """Check the options and start a run. Raises UsageError, TuningError."""
     import msgspec
 
     from ratchet.trainer.statistics.paired_comparison import ScoreRange
     from ratchet.tuner.selection.model_selection import Request, check_prices, known_models, resolved
 
     source = bench.source()
-    candidates = resolved(bench.store, asked.candidates, known_models(bench.proxy_url, bench.api_key))
-    check_prices(candidates, bench.prices, asked.policy)
-    bench.tasks(source, asked.split, 1)  # a task set that cannot be read is told before a run begins
+    candidates = resolved(bench.store, given.candidates, known_models(bench.proxy_url, bench.api_key))
+    check_prices(candidates, bench.prices, given.policy)
+    bench.tasks(source, given.split, 1)  # fail before the run starts if the task set cannot be read
     request = Request(
-        kind=asked.kind, alias=bench.settings.model, candidates=candidates, tasks=source, split=asked.split,
-        limit=asked.limit, workflow=str(bench.tuner.workflow), judge=bench.scorer.name,
+        kind=given.kind, alias=bench.settings.model, candidates=candidates, tasks=source, split=given.split,
+        limit=given.limit, workflow=str(bench.tuner.workflow), judge=bench.scorer.name,
         judge_given=bench.settings.trainer.get("judge"), attempts=bench.tuner.attempts,
-        seed=bench.tuner.seed, policy=asked.policy, within=asked.within, failure_score=bench.tuner.failure_score,
-        score_range=ScoreRange(*asked.score_range) if asked.score_range else None,
+        seed=bench.tuner.seed, policy=given.policy, within=given.within, failure_score=bench.tuner.failure_score,
+        score_range=ScoreRange(*given.score_range) if given.score_range else None,
     )  # fmt: skip
     return request, bench.store.tunings.begin(request.kind, request.alias, msgspec.to_builtins(request))
 
 
-def _resumed(bench: Bench, name: str, kind: str) -> tuple[Request, Tuning]:
-    """Return what a run was asked for, and the run, which can go on. Raises UsageError where that is not possible."""
+def _resume(bench: Bench, name: str, kind: str) -> tuple[Request, Tuning]:
+    """Return the request of a stopped run, and the run. Raises UsageError if it cannot be resumed with these options."""
     import msgspec
 
     from ratchet.tuner.selection.model_selection import Request
 
     run = bench.store.tunings.get(name)
     if run.kind != kind:
-        raise click.UsageError(f"--resume {name}: that run is of another kind, {run.kind}")
+        raise click.UsageError(f"--resume {name}: that run is a {run.kind} run")
     request = msgspec.convert(run.config, Request)
     for what, now in {"workflow": str(bench.tuner.workflow), "judge": bench.scorer.name}.items():
         if getattr(request, what) != now:
             raise click.UsageError(
-                f"--resume {name}: its {what} was {getattr(request, what)}, now it is {now}; half of a comparison "
-                f"cannot be made with another {what}"
+                f"--resume {name}: the run used the {what} {getattr(request, what)}, now it is {now}; use the same "
+                f"{what} for the whole comparison"
             )
     return request, run
+
+
+def plain(selection: Selection) -> dict[str, Any]:
+    """Return a selection as JSON values, with the verdict of every pair."""
+    import msgspec
+
+    content: dict[str, Any] = msgspec.to_builtins(selection)
+    for pair, values in zip(selection.ranking.pairs, content["ranking"]["pairs"], strict=True):
+        values["verdict"] = str(pair.verdict)
+    return content

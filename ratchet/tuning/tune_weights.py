@@ -1,4 +1,4 @@
-"""Begin, resume and run a tuning of weights, in the rooms that run or in its own: what `ratchet tune weights` does."""
+"""Start or resume weight tuning, in the running project or in services started for it."""
 
 from __future__ import annotations
 
@@ -36,36 +36,30 @@ def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
     names |= {"judge": "trainer.judge", "attempts": "trainer.num_generations"}
     settings = options.project_settings_of(context, {names.get(name, name): value for name, value in given.items()})
     if not settings.has_judge:
-        raise click.UsageError("no judge is named: give --judge, or set trainer.judge in ratchet.yaml")
+        raise click.UsageError("no judge is set: give --judge, or set trainer.judge in ratchet.yaml")
     if settings.base_model is None:
-        raise click.UsageError("no base model is named: give --base-model, or set base_model in ratchet.yaml")
+        raise click.UsageError("no base model is set: give --base-model, or set base_model in ratchet.yaml")
     return settings
 
 
-def weigh(settings: Settings, own: dict[str, Any], *, quiet: bool = False) -> TuningResult:
-    """Run to the end; `own` are the command's own options. Raises TuningError, UsageError, and what the rooms raise."""
+def run_weight_tuning(settings: Settings, own: dict[str, Any], *, quiet: bool = False) -> TuningResult:
+    """Run to completion. `own`: the options that are not settings. Raises TuningError, UsageError, CliError."""
     if own["resume"] is not None and (own["families"] or own["warm_start"]):
-        raise click.UsageError("--resume goes on with the tasks and the warm start of that run: leave them out")
+        raise click.UsageError("--resume uses the tasks and the warm start of that run: leave these options out")
     settings = tuning.with_run_settings(settings, own["resume"])
     _check(settings, own)
     _check_group_size(settings)
     say = partial(click.echo, file=sys.stderr) if quiet else click.echo
-    with attached(settings, say=say) as rooms, tuning.opened(settings) as bench:
-        name = _known(bench.store, own["resume"]) if own["resume"] else _begun(bench, own).id
+    with attached(settings, say=say) as services, tuning.opened(settings) as bench:
+        name = _check_kind(bench.store, own["resume"]) if own["resume"] else _start(bench, own).id
         with bench.hold.on(name, "ratchet tune weights", resume=own["resume"] is not None) as run:
-            click.echo(f"{run.id} on {rooms.base_url}", err=True)
-            return _run(bench, run, rooms.check)
-
-
-def plain(result: TuningResult) -> dict[str, Any]:
-    """Return a result as JSON can hold it."""
-    from ratchet.tuner.reports import tuning_result
-
-    return tuning_result.plain(result)
+            click.echo(f"{run.id} on {services.base_url}", err=True)
+            return _run(bench, run, services.check)
 
 
 def _run(bench: Bench, run: Tuning, check: Any) -> TuningResult:
     from ratchet.trainer.observability.progress import say
+    from ratchet.tuner.reports.tuning_result import plain
     from ratchet.tuner.rollouts.runner import RolloutRunner
     from ratchet.tuner.rollouts.workflow import load_workflow
     from ratchet.tuner.tasks.task_mix import parse_families
@@ -97,15 +91,15 @@ def _run(bench: Bench, run: Tuning, check: Any) -> TuningResult:
     return result
 
 
-def _begun(bench: Bench, own: dict[str, Any]) -> Tuning:
+def _start(bench: Bench, own: dict[str, Any]) -> Tuning:
     from ratchet.tuner.weights.weights_plan import config_of
 
     plan = _plan(bench.settings, own)
     return bench.store.tunings.begin("weights", bench.settings.model, config_of(plan))
 
 
-def _known(store: Store, name: str) -> str:
-    """Return the id of a run that can go on. Raises TuningError where it is of another method."""
+def _check_kind(store: Store, name: str) -> str:
+    """Return the id. Raises TuningError if the run is of another method."""
     from ratchet.tuner.weights.weights_plan import plan_of
 
     plan_of(store.tunings.get(name))
@@ -113,7 +107,7 @@ def _known(store: Store, name: str) -> str:
 
 
 def _plan(settings: Settings, own: dict[str, Any]) -> WeightsPlan:
-    """Return the plan of the options. Raises UsageError, which names what is wrong."""
+    """Return the plan. Raises UsageError, which names the wrong option."""
     from pydantic import ValidationError
 
     from ratchet.tuner.weights.weights_plan import WeightsPlan
@@ -131,7 +125,7 @@ def _plan(settings: Settings, own: dict[str, Any]) -> WeightsPlan:
 
 
 def _warm_start(own: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the settings of the warm start; None where none is asked for."""
+    """Return the settings of the warm start; None without --warm-start."""
     import yaml
 
     if not own["warm_start"]:
@@ -142,22 +136,20 @@ def _warm_start(own: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _check(settings: Settings, own: dict[str, Any]) -> None:
-    """Refuse what cannot be meant or read, before anything is started. Raises UsageError, TuningError."""
+    """Check the options before services are started. Raises UsageError, TuningError."""
     if own["resume"] is not None:
         return
     if own["warm_start_setting"] and not own["warm_start"]:
-        raise click.UsageError(
-            "--warm-start-setting is about a warm start: give --warm-start own, shown or a model's name as well"
-        )
+        raise click.UsageError("--warm-start-setting needs --warm-start policy, demonstrations or a model's name")
     if broken := [text for text in own["warm_start_setting"] if "=" not in text]:
-        raise click.UsageError(f"--warm-start-setting {broken[0]}: write KEY=VALUE, such as epochs=3")
+        raise click.UsageError(f"--warm-start-setting {broken[0]}: write KEY=VALUE, such as num_train_epochs=3")
     if not own["families"] and settings.tuner_settings().tasks is None:
-        raise click.UsageError("no task set is named: give --tasks SOURCE, or set tuner.tasks")
+        raise click.UsageError("no task set is set: give --tasks SOURCE, or set tuner.tasks")
     _check_readable(settings, _plan(settings, own))
 
 
 def _check_readable(settings: Settings, plan: WeightsPlan) -> None:
-    """Read what the plan names, before rooms are started for it. Raises TaskSetError, WorkflowError."""
+    """Read the task sets and load the workflows. Raises TaskSetError, WorkflowError."""
     from ratchet.tuner.rollouts.workflow import load_workflow
     from ratchet.tuner.tasks.task_mix import parse_families
 
@@ -167,17 +159,16 @@ def _check_readable(settings: Settings, plan: WeightsPlan) -> None:
 
 
 def _check_group_size(settings: Settings) -> None:
-    """Refuse attempts that the running trainer would wait for more of. Raises UsageError."""
+    """Raise UsageError if the running trainer expects another group size."""
     from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
     if not read_run_state(settings.state):
         return
-    usual = TrainerSettings.model_fields["num_generations"].default
-    running = (last_run.read(settings).get("trainer") or {}).get("num_generations", usual)
-    asked = settings.trainer_settings(base_model=settings.base_model).num_generations
-    if asked != running:
+    default = TrainerSettings.model_fields["num_generations"].default
+    running = (last_run.read(settings).get("trainer") or {}).get("num_generations", default)
+    wanted = settings.trainer_settings(base_model=settings.base_model).num_generations
+    if wanted != running:
         raise click.UsageError(
-            f"--attempts {asked}: the trainer that runs compares {running} attempts at a task "
-            "(trainer.num_generations): "
-            f"give --attempts {running}, or stop the project, and the rooms are started for this run"
+            f"--attempts {wanted}: the running trainer uses {running} rollouts per task (trainer.num_generations): "
+            f"give --attempts {running}, or stop the project so that services are started for this run"
         )

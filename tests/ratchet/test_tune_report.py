@@ -55,7 +55,7 @@ def test_json_and_markdown_say_the_same(tuned: Project) -> None:
     told = json.loads(tuned.run("tune", "report", "--json").stdout)
     weights = told["rows"][2]
     assert (weights["effect"]["difference"], weights["spent"]["money"]["known"]) == (1.0, False)
-    assert [one["why"] for one in told["left_out"]] == ["it has not ended"]
+    assert [one["why"] for one in told["excluded"]] == ["it has not ended"]
     lines = tuned.run("tune", "report", "--markdown").stdout.splitlines()
     assert lines[2].startswith("| method | technique |")
     assert {line.replace("\\|", "").count("|") for line in lines[2:7]} == {lines[2].count("|")}

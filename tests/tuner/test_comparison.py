@@ -97,7 +97,7 @@ def test_nothing_judged_shows_nothing() -> None:
     found = compare(marks(UNJUDGED, UNJUDGED), marks(1.0, 1.0), score_range=ScoreRange(-1.0, 1.0))
     assert (found.difference, found.low, found.high, found.p_value) == (None, -2.0, 2.0, 1.0)
     assert found.verdict is not Verdict.WORSE
-    assert "2 attempts are unjudged" in found.told()
+    assert "2 attempts are unjudged" in found.describe()
 
 
 def test_many_equal_candidates_give_a_winner_in_no_more_than_one_of_twenty() -> None:

@@ -59,11 +59,11 @@ def test_a_pool_costs_its_dearest_member_and_is_unknown_where_one_is() -> None:
 def test_an_unknown_price_is_unknown_and_a_partly_known_one_a_lower_bound() -> None:
     prices = prices_of([entry("large", PRICED)])
     assert prices.money("nobody", 10, 10) == UNKNOWN
-    assert UNKNOWN.told() == "unknown"
+    assert UNKNOWN.describe() == "unknown"
     mixed = prices.money("large", 1000, 0) + UNKNOWN
-    assert (mixed.known, mixed.told()) == (False, "at least 0.002")
+    assert (mixed.known, mixed.describe()) == (False, "at least 0.002")
     assert prices.money("nobody", 0, 0) == FREE
-    assert prices.money("large", 1000, 0).told() == "0.002"
+    assert prices.money("large", 1000, 0).describe() == "0.002"
 
 
 def test_what_was_spent_adds_up() -> None:

@@ -13,7 +13,7 @@ from ratchet.trainer.statistics.paired_comparison import Compared, Missing, Verd
 from ratchet.tuner.reports.report import Report, report
 from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set
 from ratchet.tuner.rollouts.prices import UNKNOWN, Money, RolloutCost
-from ratchet.tuning.tuning_report import effect_cells
+from ratchet.tuning.reports import effect_cells
 
 TASKS = [f"task{number}" for number in range(10)]
 
@@ -64,7 +64,7 @@ def test_the_newest_finished_run_of_each_method_stands_side_by_side() -> None:
     verdicts = [row.effect.verdict for row in found.rows if row.effect]
     assert verdicts == [Verdict.TIED, Verdict.BETTER, Verdict.BETTER]
     assert found.rows[2].promoted == "policy@3"
-    assert [(one.tuning_id, one.why) for one in found.left_out] == [(older, "a later run of this method stands here")]
+    assert [(one.tuning_id, one.why) for one in found.excluded] == [(older, "a later run of this method stands here")]
 
 
 def test_a_run_of_another_workflow_stands_there_and_says_so() -> None:
@@ -85,7 +85,7 @@ def test_runs_of_other_tasks_judges_and_aliases_are_left_out_with_the_reason() -
     runs.add("weights")
     found = runs.report()
     assert [row.tuning_id for row in found.rows] == [None, None, "tun_3"]
-    assert [one.why for one in found.left_out] == [
+    assert [one.why for one in found.excluded] == [
         "it tuned mail, not policy", "another judge: judges:kind:3c4d",
         "other held-out tasks: 4 of other/ (test), not the 10 of tasks/ (test)",
     ]  # fmt: skip
@@ -105,7 +105,7 @@ def test_runs_that_did_not_finish_are_named_and_claim_nothing() -> None:
     ))  # fmt: skip
     found = runs.report()
     assert (found.task_set, [row.tuning_id for row in found.rows]) == (None, [None] * 3)
-    reasons = {one.tuning_id: one.why for one in found.left_out}
+    reasons = {one.tuning_id: one.why for one in found.excluded}
     assert reasons["tun_0"] == "it failed: vLLM is gone"
     assert (reasons["tun_1"], reasons["tun_2"]) == ("it has not ended", "it stopped")
     assert "cannot be read" in reasons["tun_odd"]
@@ -118,7 +118,7 @@ def test_a_run_of_which_every_rollout_failed_does_not_take_the_place_of_a_sound_
     empty = runs.add("weights", best=None, gain=compare(broken, broken, names=("new", "old")))
     found = runs.report()
     assert found.rows[2].tuning_id == sound
-    assert [(one.tuning_id, one.why) for one in found.left_out] == [(empty, "none of its held-out rollouts was scored")]
+    assert [(one.tuning_id, one.why) for one in found.excluded] == [(empty, "none of its held-out rollouts was scored")]
     half = runs.add("weights", gain=compare(broken, dict.fromkeys(TASKS, (1.0,)), names=("new", "old")))
     assert runs.report().rows[2].tuning_id == half
 
@@ -146,7 +146,7 @@ def test_evaluations_are_no_method() -> None:
     runs = Runs([])
     runs.add("eval")
     found = runs.report()
-    assert (found.task_set, found.left_out) == (None, ())
+    assert (found.task_set, found.excluded) == (None, ())
 
 
 def test_a_run_that_found_nothing_says_so_instead_of_not_measured() -> None:

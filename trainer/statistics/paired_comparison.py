@@ -78,7 +78,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
             return Verdict.WORSE
         return Verdict.TIED if self.settled else Verdict.INCONCLUSIVE
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return it in one clause."""
         if self.difference is None:
             return f"no task was judged for both; {self.unjudged} attempts are unjudged"

@@ -77,7 +77,7 @@ def _gain(found: Evidence) -> Iterator[str]:
         if one.gain is not None:
             tasks = f"{one.task_set.tasks} tasks of {_one_line(one.task_set.source)}, judged by {_one_line(one.judge)}"
             sides = f"{_one_line(one.gain.candidate)} against {_one_line(one.gain.against)}"
-            yield f"- {_one_line(one.technique)} ({tasks}): {sides}: {one.gain.told()}: {one.gain.verdict}"
+            yield f"- {_one_line(one.technique)} ({tasks}): {sides}: {one.gain.describe()}: {one.gain.verdict}"
 
 
 def _prompt(prompt: Prompt) -> Iterator[str]:

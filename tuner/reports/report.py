@@ -35,7 +35,7 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
     low: float
     high: float
     tasks: int
-    told: str
+    description: str
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     task_set: TaskSetUsed | None
     judge: str | None
     rows: tuple[Row, ...]
-    left_out: tuple[ExcludedTuning, ...]
+    excluded: tuple[ExcludedTuning, ...]
 
 
 def report(
@@ -88,13 +88,13 @@ def report(
     `alias`, `tasks` (a set's source or fingerprint) and `judge` (its name or name:version) choose what is compared.
     """
     finished: list[tuple[Tuning, TuningResult]] = []
-    left_out = []
+    excluded = []
     for tuning in tunings:
         if tuning.kind not in METHODS:
             continue
         found = _finished(tuning)
         if isinstance(found, str):
-            left_out.append(ExcludedTuning(tuning_id=tuning.id, method=tuning.kind, why=found))
+            excluded.append(ExcludedTuning(tuning_id=tuning.id, method=tuning.kind, why=found))
         else:
             finished.append((tuning, found))
     asked = [one for _, one in finished if _is_asked(one, alias, tasks, judge)]
@@ -105,13 +105,13 @@ def report(
         if why is None:
             taken[tuning.kind] = (tuning, result)
         else:
-            left_out.append(ExcludedTuning(tuning_id=tuning.id, method=tuning.kind, why=why))
+            excluded.append(ExcludedTuning(tuning_id=tuning.id, method=tuning.kind, why=why))
     return Report(
         alias=reference.alias if reference else alias,
         task_set=reference.task_set if reference else None,
         judge=reference.judge if reference else None,
         rows=tuple(_row(method, taken.get(method), live or {}, reference) for method in METHODS),
-        left_out=tuple(sorted(left_out, key=lambda one: one.tuning_id, reverse=True)),
+        excluded=tuple(sorted(excluded, key=lambda one: one.tuning_id, reverse=True)),
     )
 
 
@@ -210,5 +210,5 @@ def effect(gain: Compared) -> Effect:
     }
     return Effect(
         verdict=gain.verdict, before=gain.against_mean, after=gain.mean, difference=gain.difference, low=gain.low,
-        high=gain.high, tasks=gain.tasks, told=said[gain.verdict],
+        high=gain.high, tasks=gain.tasks, description=said[gain.verdict],
     )  # fmt: skip

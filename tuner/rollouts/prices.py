@@ -35,7 +35,7 @@ class Money(msgspec.Struct, frozen=True):
     def __add__(self, other: Money) -> Money:
         return Money(self.amount + other.amount, self.known and other.known)
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return 0.0123, at least 0.0123, or unknown."""
         if self.known:
             return f"{self.amount:.4g}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -177,11 +177,3 @@ def commonest(reasons: Iterable[str | None]) -> str | None:
         return None
     ((reason, times),) = counted.most_common(1)
     return f"{reason} ({times} of {counted.total()})"
-
-
-def by_candidate(rollouts: Iterable[Rollout]) -> Mapping[str, list[Rollout]]:
-    """Return rollouts by candidate, in the order in which candidates first come."""
-    found: dict[str, list[Rollout]] = {}
-    for rollout in rollouts:
-        found.setdefault(rollout.candidate, []).append(rollout)
-    return found

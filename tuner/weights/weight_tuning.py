@@ -232,7 +232,7 @@ class WeightsTuning:
             against_baseline=None if version == baseline else self.compared(version, baseline, split=split),
         )
         self._note(evaluations=(*self._so_far.evaluations, found))
-        self._tell(f"after {found.round} rounds, {self._name(version)} on the {split} tasks: {found.told()}")
+        self._tell(f"after {found.round} rounds, {self._name(version)} on the {split} tasks: {found.describe()}")
 
     def _family_mean(self, marks: Mapping[str, Any], family: str) -> float | None:
         own = {task: mark for task, mark in marks.items() if _family_of(task) == family}
@@ -268,15 +268,15 @@ class WeightsTuning:
         if found.verdict is not Verdict.WORSE:
             return
         reason = (
-            f"tuning {self._tuning.id}: on the validation tasks it is worse than {self._name(best)}: {found.told()}"
+            f"tuning {self._tuning.id}: on the validation tasks it is worse than {self._name(best)}: {found.describe()}"
         )
         try:
             self._store.policies.roll_back(
                 self._alias, best, {"tuning": msgspec.to_builtins(found)}, by="tuner", reason=reason
             )
-            told = f"rolled back from {self._name(live)} to {self._name(best)}: {found.told()}"
+            told = f"rolled back from {self._name(live)} to {self._name(best)}: {found.describe()}"
         except InvalidTransition as refusal:  # its folder was pruned, or a person was quicker
-            told = f"{self._name(live)} is worse than {self._name(best)} ({found.told()}), but stays: {refusal}"
+            told = f"{self._name(live)} is worse than {self._name(best)} ({found.describe()}), but stays: {refusal}"
         self._note(notes=(*self._so_far.notes, told))
 
     async def _rollouts(self, runner: RolloutRunner, jobs: Sequence[RolloutJob]) -> list[Rollout]:

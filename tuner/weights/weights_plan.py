@@ -57,10 +57,10 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     families: Mapping[str, float | None]  # mean by family
     against_baseline: Compared | None = None  # None of the baseline itself
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return it in one clause."""
         mean = "no score" if self.mean is None else f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
-        against = "" if self.against_baseline is None else f"; against the baseline {self.against_baseline.told()}"
+        against = "" if self.against_baseline is None else f"; against the baseline {self.against_baseline.describe()}"
         return mean + against
 
 

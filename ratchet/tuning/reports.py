@@ -1,0 +1,330 @@
+"""Results of the tuner's commands as text, Markdown and pictures: the report, a model selection, a learning curve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ratchet.output.plots import pyplot
+from ratchet.output.tables import printed, strip_control_characters
+
+if TYPE_CHECKING:
+    from ratchet.trainer.statistics.paired_comparison import Standing
+    from ratchet.tuner.reports.report import Report, Row
+    from ratchet.tuner.reports.tuning_result import TuningResult
+    from ratchet.tuner.rollouts.prices import RolloutCost
+    from ratchet.tuner.selection.choice import Figures, Selection
+
+COLUMNS = ("method", "technique", "score", "gain, 95% interval", "effect", "tokens", "time", "money", "serves now?")
+_SELECTION_COLUMNS = (
+    "candidate", "score, 95% interval", "against the first, p", "failed", "unjudged", "s p50", "s p95", "tokens each",
+    "money each",
+)  # fmt: skip
+_CURVE = ("round", "split", "version", "rollouts", "mean", "95% interval", "against the baseline", "failed", "unjudged")
+
+
+def _report_cells(row: Row) -> tuple[str, ...]:
+    """Return a method's row of the table."""
+    if row.tuning_id is None:
+        return (row.label, "not run", *[""] * (len(COLUMNS) - 2))
+    return (
+        row.label,
+        row.technique or "",
+        *effect_cells(row),
+        *cost_cells(row.spent, row.wall_seconds),
+        _serves(row),
+    )
+
+
+def _serves(row: Row) -> str:
+    if row.serves is not None:
+        return row.serves
+    return f"no longer {row.promoted}" if row.promoted else "not this"
+
+
+def effect_cells(row: Row) -> tuple[str, str, str]:
+    """Return the scores, the gain and its meaning."""
+    found = row.effect
+    if found is None:
+        return "", "", _without_effect(row)
+    gain = "" if found.difference is None else f"{found.difference:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+    return f"{number(found.before)} to {number(found.after)}", gain, f"{found.description} (n={found.tasks})"
+
+
+def _without_effect(row: Row) -> str:
+    """Return the result of a run that compared nothing on held-out tasks."""
+    if row.best is not None and row.best == row.baseline:
+        return "unchanged"
+    if row.method == "prompt":
+        return "nothing better found on validation"
+    return "not measured" if row.promoted else "nothing better found"
+
+
+def cost_cells(spent: RolloutCost | None, wall_seconds: float | None) -> tuple[str, str, str]:
+    """Return tokens, time and money."""
+    if spent is None:
+        return "", "", ""
+    tokens = f"{spent.prompt_tokens + spent.completion_tokens:,}"
+    return tokens, duration(wall_seconds), spent.money.describe()
+
+
+def number(value: float | None) -> str:
+    """Return a score with three digits; nothing of None."""
+    return "" if value is None else f"{value:.3f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a duration with its unit."""
+    if seconds is None:
+        return ""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def heading(report: Report) -> str:
+    """Return the title: alias, tasks and judge."""
+    if report.task_set is None:
+        return "no tuning run has finished yet"
+    used = report.task_set
+    return f"{report.alias} on {used.tasks} tasks of {used.source} ({used.split}), judged by {report.judge}"
+
+
+def footnotes(report: Report) -> list[str]:
+    """Return the notes below the table."""
+    lines = [f"{row.label}: run `{row.command}`" for row in report.rows if row.tuning_id is None]
+    lines += [f"{row.label}: {note}" for row in report.rows for note in row.notes]
+    return lines + [f"not compared: {one.tuning_id} ({one.method}): {one.why}" for one in report.excluded]
+
+
+def markdown(report: Report) -> str:
+    """Return the report as Markdown."""
+    lines = [strip_control_characters(heading(report)), "", _piped(COLUMNS), _piped(["---"] * len(COLUMNS))]
+    lines += [_piped(_report_cells(row)) for row in report.rows]
+    notes = [f"- {strip_control_characters(note)}" for note in footnotes(report)]
+    return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
+
+
+def _piped(texts: Any) -> str:
+    return (
+        "| " + " | ".join(" ".join(strip_control_characters(text).replace("|", "\\|").split()) for text in texts) + " |"
+    )
+
+
+def draw_report(report: Report, path: Path) -> None:
+    """Draw each method's gain with its interval. Raises CliError."""
+    plots = pyplot()
+    figure, axes = plots.subplots(figsize=(8, 3.2), dpi=120)
+    rows = list(reversed(report.rows))
+    for place, row in enumerate(rows):
+        if row.effect is not None and row.effect.difference is not None:
+            gain = row.effect
+            bars = [[max(0.0, row.effect.difference - gain.low)], [max(0.0, gain.high - row.effect.difference)]]
+            axes.errorbar([row.effect.difference], [place], xerr=bars, fmt="o", capsize=4, color="tab:blue")
+        else:
+            axes.text(0.0, place, " not measured", va="center", color="gray")
+    axes.axvline(0.0, color="gray", linewidth=1)
+    axes.set_yticks(range(len(rows)), [row.label for row in rows])
+    axes.set_ylim(-0.5, len(rows) - 0.5)
+    axes.set(xlabel="gain on held-out tasks, 95% interval", title=heading(report)[:110])
+    axes.title.set_fontsize(9)
+    axes.grid(alpha=0.3, axis="x")
+    figure.tight_layout()
+    figure.savefig(path)
+    plots.close(figure)
+
+
+def _report_table(report: Report) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(title=Text(strip_control_characters(heading(report))), title_justify="left")
+    for column in COLUMNS:
+        drawn.add_column(column, overflow="fold")
+    for row in report.rows:
+        drawn.add_row(*(Text(strip_control_characters(cell)) for cell in _report_cells(row)))
+    return drawn
+
+
+def show_report(report: Report) -> None:
+    """Print the table and its notes."""
+    printed(_report_table(report), footnotes(report))
+
+
+def show_selection(selection: Selection, with_choice: bool = True) -> None:
+    """Print the candidates side by side, their commonest failures, and the choice."""
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table()
+    for column in _SELECTION_COLUMNS:
+        drawn.add_column(column, justify="left" if column == "candidate" else "right", overflow="fold")
+    for standing, figures in zip(selection.ranking.standings, selection.figures, strict=True):
+        drawn.add_row(
+            *(Text(strip_control_characters(cell)) for cell in _selection_cells(selection, standing, figures))
+        )
+    printed(drawn, [*_selection_failures(selection), *([_choice(selection)] if with_choice else [])])
+
+
+def _selection_failures(selection: Selection) -> list[str]:
+    """Return the commonest failures; candidates of which every rollout failed come first."""
+    all_failed = [one for one in selection.figures if one.spent.rollouts and not one.ended]
+    lines = [f"EVERY ROLLOUT OF {one.candidate} FAILED: {one.commonest_failure}" for one in all_failed]
+    for one in selection.figures:
+        if one.ended and one.commonest_failure:
+            lines.append(f"{one.candidate} failed most often with {one.commonest_failure}")
+        if one.commonest_judge_failure:
+            lines.append(f"{one.candidate}: the judge failed most often with {one.commonest_judge_failure}")
+    return lines
+
+
+def _choice(selection: Selection) -> str:
+    chosen = f"chosen: {selection.chosen}" if selection.chosen else "none chosen"
+    return f"{chosen}: {selection.reason}"
+
+
+def draw_selection(selection: Selection, path: Path) -> None:
+    """Draw each candidate's score with its interval and the cost of a rollout, in money or tokens. Raises CliError."""
+    plots = pyplot()
+    priced = any(one.cost_per_rollout is not None for one in selection.figures)
+    figure, (left, right) = plots.subplots(1, 2, figsize=(9, 1.6 + 0.5 * len(selection.figures)), dpi=120, sharey=True)
+    names = []
+    for row, (standing, figures) in enumerate(zip(selection.ranking.standings, selection.figures, strict=True)):
+        names.append(standing.candidate + (" (chosen)" if standing.candidate == selection.chosen else ""))
+        if standing.mean is not None:
+            bars = [[max(0.0, standing.mean - standing.low)], [max(0.0, standing.high - standing.mean)]]
+            left.errorbar([standing.mean], [row], xerr=bars, fmt="o", capsize=4, color="tab:blue")
+        cost = figures.cost_per_rollout if priced else figures.tokens_per_rollout
+        if cost is not None:
+            right.barh([row], [cost], color="tab:gray", height=0.5)
+        else:
+            right.text(0.0, row, " price unknown", va="center", color="gray")
+    left.set_yticks(range(len(names)), names)
+    left.set_ylim(len(names) - 0.5, -0.5)
+    left.set(xlabel="score, 95% interval")
+    right.set(xlabel="money for a rollout" if priced else "tokens of a rollout")
+    left.grid(alpha=0.3, axis="x")
+    figure.tight_layout()
+    figure.savefig(path)
+    plots.close(figure)
+
+
+def _selection_cells(selection: Selection, standing: Standing, figures: Figures) -> tuple[str, ...]:
+    interval = f"({standing.low:.3f} to {standing.high:.3f})"
+    money, tokens = figures.cost_per_rollout, figures.tokens_per_rollout
+    return (
+        f"{standing.candidate} *" if standing.candidate == selection.chosen else standing.candidate,
+        "not judged" if standing.mean is None else f"{standing.mean:.3f} {interval}",
+        _against_first(selection, standing.candidate),
+        str(standing.failed), str(standing.unjudged), _seconds(figures.seconds_p50), _seconds(figures.seconds_p95),
+        "" if tokens is None else f"{tokens:,.0f}", "unknown" if money is None else f"{money:.3g}",
+    )  # fmt: skip
+
+
+def _against_first(selection: Selection, candidate: str) -> str:
+    first = selection.ranking.standings[0].candidate
+    if candidate == first:
+        return ""
+    pair = selection.ranking.pair(candidate, first)
+    if pair.difference is None:
+        return str(pair.verdict)
+    return f"{pair.difference:+.3f} ({pair.low:+.3f} to {pair.high:+.3f}), {pair.p_value:.3g}: {pair.verdict}"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def show_weights(result: TuningResult) -> None:
+    """Print the learning curve, the gain by task family and the verdict."""
+    from rich.table import Table
+
+    families = list(result.details["curve"][0]["families"]) if result.details["curve"] else []
+    several = families if len(families) > 1 else []
+    title = f"Validation and test tasks ({result.task_set.tasks}), {result.attempts} attempts each"
+    drawn = Table(title=title, title_justify="left")
+    for column in (*_CURVE, *several):
+        drawn.add_column(strip_control_characters(column))
+    curve, tested = result.details["curve"], result.details.get("test", [])  # equal in runs without a validation split
+    for one in curve if curve == tested else [*curve, *tested]:
+        means = [number(one["families"].get(name)) for name in several]
+        drawn.add_row(*_curve_cells(result.alias, one), *means)
+    printed(drawn, _weights_lines(result))
+
+
+def _weights_lines(result: TuningResult) -> list[str]:
+    """Return the notes, the gains and the verdict, one per line."""
+    lines = [f"note: {strip_control_characters(note)}" for note in result.notes]
+    if (figures := result.details["warm_start"]) is not None:
+        lines += _warm_start_lines(figures)
+    for name, gain in result.details["families"].items() if len(result.details["families"]) > 1 else ():
+        lines.append(f"{strip_control_characters(name)}: {_interval(gain)}")
+    if result.gain is None:
+        return [*lines, f"no gain: {result.baseline} still serves"]
+    verdict = "better" if result.best is not None else "not shown to be better"
+    return [*lines, f"{result.promoted} against {result.baseline}: {result.gain.describe()}: {verdict}"]
+
+
+def _warm_start_lines(figures: Mapping[str, Any]) -> list[str]:
+    sources = ", ".join(f"{name} {count}" for name, count in figures["by_source"].items())
+    losses = " -> ".join(f"{loss:.4f}" for loss in figures["loss_by_epoch"])
+    lines = [
+        f"warm start: {figures['trajectories']} trajectories ({sources}) and {figures['general_rows']} general "
+        f"conversations, loss {losses}"
+    ]
+    if figures["general_loss_before"] is not None:
+        lines.append(
+            f"general ability: loss {figures['general_loss_before']:.4f} -> {figures['general_loss_after']:.4f} nats a "
+            f"token on {figures['general_held_out']} held-out rows"
+        )
+    if figures["left_out"]:
+        lines.append(
+            "skipped: "
+            + ", ".join(f"{strip_control_characters(why)}: {count}" for why, count in figures["left_out"].items())
+        )
+    return lines
+
+
+def draw_weights(result: TuningResult, path: Path) -> None:
+    """Draw the mean of validation and test tasks with intervals, and the training reward. Raises CliError."""
+    plots = pyplot()
+    figure, axes = plots.subplots(figsize=(8, 4.5), dpi=120)
+    for name, points in _training_points(result.details["training"]).items():
+        axes.plot([x + 1 for x, _ in points], [y for _, y in points], alpha=0.5, label=f"training tasks: {name}")
+    for name, form, color, label in (("curve", "o-", "tab:red", "validation"), ("test", "s", "tab:blue", "test")):
+        measured = [one for one in result.details.get(name, []) if one["mean"] is not None]
+        bars = [[one["mean"] - one["low"] for one in measured], [one["high"] - one["mean"] for one in measured]]
+        axes.errorbar(
+            [one["round"] for one in measured], [one["mean"] for one in measured], yerr=bars, fmt=form, color=color,
+            capsize=4, label=f"{label} tasks, 95% interval",
+        )  # fmt: skip
+    axes.set(xlabel="rounds of training tasks", ylabel="score", title=f"{result.alias}: {result.technique}"[:110])
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best")
+    figure.tight_layout()
+    figure.savefig(path)
+    plots.close(figure)
+
+
+def _training_points(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Return the points (round, mean reward) by family."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        found.setdefault(row["family"], []).append((row["round"], row["reward"]))
+    return found
+
+
+def _curve_cells(alias: str, one: Mapping[str, Any]) -> tuple[str, ...]:
+    gain = one.get("against_baseline")
+    return (
+        str(one["round"]), str(one.get("split", "test")), f"{alias}@{one['version']}", str(one["rollouts"]),
+        number(one["mean"]), f"{one['low']:.3f} to {one['high']:.3f}", "" if gain is None else _interval(gain),
+        str(one["failed"]), str(one["unjudged"]),
+    )  # fmt: skip
+
+
+def _interval(gain: Mapping[str, Any]) -> str:
+    if gain["difference"] is None:
+        return "not judged"
+    return f"{gain['difference']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f})"
