@@ -51,11 +51,11 @@ def opening(calls: int, seed: int = 1) -> Iterator[list[Shipment]]:
             version=0, dialect="chat", streamed=False, linked_by="root", prompt_node=asked.hash, key_id="key_1",
             sampling={"temperature": 1.0, "max_tokens": 256}, nodes=(system, asked) if number == 0 else (asked,),
         )  # fmt: skip
-        choice = Choice(index=0, finish_reason="stop", ids=sampled, logprobs=logprobs, reply_node=reply.hash)
+        choice = Choice(index=0, finish_reason="stop", token_ids=sampled, logprobs=logprobs, reply_node=reply.hash)
         yield [begun, CallEnded(
             begun=begun, state=CallState.ANSWERED, ended_at=begun.started_at + 0.02, status=200, prompt_ids=prompt,
             prompt_tokens=380, completion_tokens=32, choices=(choice,), nodes=(reply,),
-            answer_id=f"chatcmpl-{chance.getrandbits(128):032x}",
+            response_id=f"chatcmpl-{chance.getrandbits(128):032x}",
         )]  # fmt: skip
 
 

@@ -130,7 +130,7 @@ def trajectory(writer: Writer, turns: int, forks: bool, at: float) -> Iterator[l
         answer = node(nodes[-1].hash, reply)
         sampled = writer.tokens(json.dumps(reply))
         choice = Choice(
-            index=0, finish_reason="tool_calls", ids=pack_ids(sampled),
+            index=0, finish_reason="tool_calls", token_ids=pack_ids(sampled),
             logprobs=pack_logprobs(writer.logprobs(len(sampled))), reply_node=answer.hash,
             link_key=link_key(keys[-1], reply), tool_call_ids=tool_call_ids(reply),
         )  # fmt: skip
@@ -171,7 +171,7 @@ def measure(url: str, trajectories: int, turns: int, forks: bool) -> Size:
             end = records[-1]
             assert isinstance(end, CallEnded)
             context = len(end.prompt_ids) + (context if end.context == "exact" else 0)
-            ids += sum(len(choice.ids) for choice in end.choices)
+            ids += sum(len(choice.token_ids) for choice in end.choices)
             logprobs += sum(len(choice.logprobs) for choice in end.choices)
             transcript += sum(len(one.body) for one in (*end.begun.nodes, *end.nodes))
         ids += context

@@ -12,7 +12,7 @@ from ratchet.store.calls.resume_state import ResumeState
 from ratchet.store.calls.tool_call_outcomes import Tools
 from ratchet.store.calls.trajectories import Trajectories
 from ratchet.store.coordination.alarms import Alarms
-from ratchet.store.coordination.job_progress import Works
+from ratchet.store.coordination.job_progress import JobProgressVerbs
 from ratchet.store.coordination.leases import Leases
 from ratchet.store.coordination.proxies import ProxyInstances
 from ratchet.store.db.engine import connect, ensure_schema, missing_file
@@ -52,11 +52,11 @@ class Store:
         self.rollouts = Rollouts(engine)
         self.resamples = Resamples(engine)
         self.leases = Leases(engine)
-        self.doors = ProxyInstances(engine)
+        self.proxy_instances = ProxyInstances(engine)
         self.alarms = Alarms(engine)
         self.tools = Tools(engine)
         self.observations = Observations(engine)
-        self.works = Works(engine)
+        self.job_progress = JobProgressVerbs(engine)
         self.keys = Keys(engine)
         self.deletions = Deletions(engine)
 

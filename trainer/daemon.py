@@ -14,8 +14,8 @@
                                        rejected
     evaluate     a proven candidate    figures; in its own thread     vLLM or a workflow, the judges
     gate         the canary's scores   live, rolled back, or held     scores; nothing is trained meanwhile
-    prune        old versions' folders space on the disk              a publication, the doors
-    drain        old versions          free adapter slots             the doors
+    prune        old versions' folders space on the disk              a publication, proxy instances
+    drain        old versions          free adapter slots             proxy instances
 
 Each step is a state change in the store: a crash at any point resumes there. If a step fails for a reason that
 waiting cannot mend, the daemon stops loudly with a non-zero exit, and a restart goes on from the last commit.
@@ -183,7 +183,7 @@ class Daemon:
         """Do everything that is due once; return whether there was anything."""
         # Stillness is counted in what the proxies have shipped, not in what the clock says: a record may be on its way.
         alias = self.settings.model
-        shipped = self._store.doors.shipped_until(alias, now, since=now - PROXY_TIMEOUT_SECONDS)
+        shipped = self._store.proxy_instances.shipped_until(alias, now, since=now - PROXY_TIMEOUT_SECONDS)
         self._store.trajectories.seal_rollouts(alias, shipped)
         self._store.trajectories.seal_idle_trajectories(alias, shipped, self.settings.seal_after_idle_seconds)
         self._sentinel.look(now)

@@ -145,7 +145,7 @@ class Capture:
         self.prompt_ids: bytes = b""
         self.prompt_tokens = 0
         self.completion_tokens = 0
-        self.answer_id: str | None = None  # what the engine calls this answer
+        self.response_id: str | None = None  # what the engine calls this answer
         self.error: str | None = None  # an error event inside the stream
         self.unread: str | None = None  # what of the stream could not be read
 
@@ -236,8 +236,8 @@ class Capture:
     def _head(self, top: dict[str, Raw]) -> None:
         if "model" in top:
             top["model"] = self._model
-        if self.answer_id is None and "id" in top:
-            self.answer_id = _text.decode(top["id"])
+        if self.response_id is None and "id" in top:
+            self.response_id = _text.decode(top["id"])
         if "prompt_token_ids" in top:
             self._prompt(top)
         if "usage" in top and (usage := _read_usage(top["usage"])):

@@ -80,7 +80,7 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
         found = store.groups.get(group)
         members = [store.trajectories.get(name) for name in found.members]
         rollouts = store.rollouts.among(found.members)
-        verdicts, exchanges = store.groups.history(group), store.groups.exchanges(group)
+        verdicts, judge_requests = store.groups.history(group), store.groups.judge_requests(group)
         trained = store.lineage.of(found.members)
         said = [one for name in found.members for one in reversed(store.feedback.page(trajectory=name))]
     if as_json:
@@ -90,7 +90,7 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
                 "members": [_plain(member) for member in members],
                 "rollouts": [_plain(rollout) for rollout in rollouts.values()],
                 "verdicts": [_plain(verdict) for verdict in verdicts],
-                "exchanges": [_readable(exchange) for exchange in exchanges],
+                "judge_requests": [_readable(exchange) for exchange in judge_requests],
                 "feedback": [_plain(one) for one in said],
                 "trained": trained,
             }
@@ -105,13 +105,13 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
         click.echo(f"feedback  {feedback_line(one, trained.get(one.trajectory_id or '', ()))}")
     for policies in sorted(set(trained.values())):
         click.echo(f"trained {', '.join(policies)}")
-    for exchange in exchanges:
+    for exchange in judge_requests:
         told = _readable(exchange)
         click.echo(f"\n{told['id']}: {told['url']} status {told['status']}, {told['latency']:.1f} s")
         for message in told["request"].get("messages", ()):
             click.echo(f"[{message.get('role')}] {strip_control_characters(message.get('content'))}")
         click.echo(f"[answer] {strip_control_characters(told['answer'])}")
-        if told["problem"]:
+        if told["error"]:
             click.echo(f"[not used] {strip_control_characters(told['problem'])}")
 
 
@@ -320,12 +320,12 @@ def _plain(record: Any) -> dict[str, Any]:
     return plain
 
 
-def _readable(exchange: Any) -> dict[str, Any]:
-    """Return an exchange with its JSON opened."""
+def _readable(judge_request: Any) -> dict[str, Any]:
+    """Return a judge request with its request parsed and its response decoded."""
     import msgspec
 
-    answer = exchange.answer.decode("utf-8", "replace")
-    return _plain(exchange) | {"request": msgspec.json.decode(exchange.request), "answer": answer}
+    response = judge_request.response.decode("utf-8", "replace")
+    return _plain(judge_request) | {"request": msgspec.json.decode(judge_request.request), "response": response}
 
 
 def _rollout(rollout: Rollout | None) -> str:

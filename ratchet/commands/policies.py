@@ -183,7 +183,7 @@ def _named(alias: str, version: int | None) -> tuple[str, int | None]:
 
 
 def _line(policy: Policy) -> str:
-    share = f" {policy.share:.0%}" if policy.share else ""
+    share = f" {policy.canary_share:.0%}" if policy.canary_share else ""
     where = "pruned" if policy.pruned_at else policy.adapter or "base model"
     where = f"{where}  prompt {policy.prompt_id}" if policy.prompt_id else where
     return f"{policy.alias}@{policy.version}  {f'{policy.state}{share}':<11}  {_when(policy.created_at)}  {where}"
@@ -200,7 +200,7 @@ def _prompt_lines(prompt: Prompt, name: str) -> Iterator[str]:
 
 
 def _decided(decision: Decision) -> str:
-    return f"{decision.action} by {decision.by}, {_when(decision.decided_at)}: {decision.reason}"
+    return f"{decision.action} by {decision.decided_by}, {_when(decision.decided_at)}: {decision.reason}"
 
 
 def _when(moment: float) -> str:

@@ -228,9 +228,9 @@ def _tell_plan(count: int, policies: list[AffectedVersion], as_json: bool) -> No
 
 
 def _tell(done: list[Deletion]) -> None:
-    deleted = sum(one.trajectories for one in done)
+    deleted = sum(one.trajectory_count for one in done)
     click.echo(
-        f"{deleted} trajectories deleted, with {sum(one.calls for one in done)} calls and "
+        f"{deleted} trajectories deleted, with {sum(one.call_count for one in done)} calls and "
         f"{sum(one.messages for one in done)} messages and tool lists that nothing else names"
     )
     if dropped := sum(one.groups_dropped for one in done):

@@ -86,7 +86,7 @@ def _schema(arrow: Any) -> Any:
     row = struct(
         input_ids=ids, mask=arrow.list_(arrow.int8()), logprobs=logprobs, temperature=number, importance=arrow.bool_()
     )
-    answer = struct(index=whole, finish_reason=text, ids=ids, logprobs=logprobs)
+    answer = struct(index=whole, finish_reason=text, token_ids=ids, logprobs=logprobs)
     call = struct(
         id=text, state=text, dialect=text, linked_by=text, parent_call=text, parent_choice=whole, context=text,
         sampling=text, untrainable=text, started_at=number, ended_at=number, prompt_ids=ids,

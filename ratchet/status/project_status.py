@@ -113,12 +113,18 @@ def _store(settings: Settings) -> dict[str, Any] | None:
         "next_round": next_round(store, settings),
         "moved": _moved(store, settings.model),
         "live": {"model": settings.model, "version": live.version} if live else None,
-        "base_model": {"name": base.name, "files": dict(base.files)} if base else None,
+        "base_model": {"name": base.name, "files": dict(base.file_digests)} if base else None,
         "proxies": _other_proxies(settings, store),
         "canary": read_canary_scores(store, settings.model),
         "held": held(store, settings.model),
         "decisions": [
-            {"version": one.version, "action": one.action, "by": one.by, "reason": one.reason, "at": one.decided_at}
+            {
+                "version": one.version,
+                "action": one.action,
+                "by": one.decided_by,
+                "reason": one.reason,
+                "at": one.decided_at,
+            }
             for one in store.decisions.of(settings.model, limit=_DECISIONS)
         ],
         "alarms": [{"name": a.name, "reason": a.reason, "count": a.count} for a in store.alarms.standing()],
@@ -129,8 +135,8 @@ def _store(settings: Settings) -> dict[str, Any] | None:
 
 def _other_proxies(settings: Settings, store: Store) -> list[str]:
     """Return where proxies of the store were heard of that this project did not start; its own may be dead."""
-    doors = store.doors.open(settings.model, time.time() - _DOOR_SILENCE)
-    return sorted({door.url for door in doors} - {last_proxy_url(settings.state)})
+    instances = store.proxy_instances.running(settings.model, time.time() - _DOOR_SILENCE)
+    return sorted({instance.url for instance in instances} - {last_proxy_url(settings.state)})
 
 
 def _left_out(rounds: Sequence[Round]) -> dict[str, int]:

@@ -41,7 +41,7 @@ def check(settings: Settings, store: Store, note: Callable[[str], None], *, serv
         note(f"base model: {model} takes the place of {known.name}, on which nothing has run yet")
         known = None
     rests = known is None and _rests(settings, store)
-    store.base_models.register_base_model(settings.model, model, files=files)
+    store.base_models.register_base_model(settings.model, model, file_digests=files)
     if not serves:  # how vLLM answers with the same files may change with its options: the proxy takes it up anew
         store.base_models.forget(settings.model, served_only=True)
     if rests:
@@ -58,7 +58,7 @@ def refusal(
     newest = max((policy.version for policy in store.policies.all(alias)), default=0)
     versions = f"{alias}@0" if newest == 0 else f"{alias}@0 to {alias}@{newest}"
     serves = f", {alias}@{live.version} live," if live and newest else ""
-    shown = ", ".join(f"{part} {known.files[part][:_SHOWN]}, now {files[part][:_SHOWN]}" for part in parts)
+    shown = ", ".join(f"{part} {known.file_digests[part][:_SHOWN]}, now {files[part][:_SHOWN]}" for part in parts)
     if settings.store is None:
         remedy = (
             "give the new one a project of its own (--project NAME), or start this one anew: `ratchet down` and move "

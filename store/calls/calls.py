@@ -21,7 +21,7 @@ from ratchet.store.records import Call, Choice, Feedback, Shipment
 from ratchet.store.states import CallState
 
 _PAGE_MOST = 1000
-_PACKED = ("prompt_blocks", "prompt_ids", "ids", "logprobs")  # columns that hold tokens
+_PACKED = ("prompt_blocks", "prompt_ids", "token_ids", "logprobs")  # columns that hold tokens
 
 
 class Calls:
@@ -126,7 +126,7 @@ def _choice(row: Any) -> Choice:
     return Choice(
         index=row.choice,
         finish_reason=row.finish_reason,
-        ids=row.ids,
+        token_ids=row.token_ids,
         logprobs=row.logprobs,
         reply_node=row.reply_node,
         link_key=row.link_key,

@@ -35,7 +35,7 @@ _LOCK = 0x52414D46  # advisory lock: shared by those who ship calls, held alone 
 Place = tuple[str, str | None]  # trajectory, call
 
 UNAPPLIED = (
-    schema.feedback.c.heard_at.is_(None),
+    schema.feedback.c.applied_at.is_(None),
     schema.feedback.c.value.is_not(None),
 )  # as the index of these says it
 
@@ -92,7 +92,7 @@ class FeedbackVerbs:
         with write(self._engine) as connection:
             for start in range(0, len(names), MAX_IN_VALUES):
                 chosen = table.c.id.in_(names[start : start + MAX_IN_VALUES])
-                connection.execute(sa.update(table).where(chosen, table.c.heard_at.is_(None)).values(heard_at=now))
+                connection.execute(sa.update(table).where(chosen, table.c.applied_at.is_(None)).values(applied_at=now))
 
     def late(self, alias: str, limit: int = 100) -> list[str]:
         """Return an alias's trajectories that were judged or put aside before somebody gave a value for them."""
@@ -166,8 +166,8 @@ def delete_pending_feedback_of(connection: sa.Connection, trajectory_ids: Sequen
     Another key said it. What was placed goes with its trajectory.
     """
     calls = schema.calls
-    own = sa.select(calls.c.id, calls.c.answer_id).where(calls.c.trajectory_id.in_(trajectory_ids))
-    names = {name for row in connection.execute(own) for name in _names_of(row.id, row.answer_id)}
+    own = sa.select(calls.c.id, calls.c.response_id).where(calls.c.trajectory_id.in_(trajectory_ids))
+    names = {name for row in connection.execute(own) for name in _names_of(row.id, row.response_id)}
     return _delete_waiting(connection, sorted(names | set(trajectory_ids)))
 
 
@@ -198,13 +198,13 @@ def feedback_of(connection: sa.Connection, trajectory_id: str) -> tuple[Feedback
 
 def _names(record: CallRecord) -> list[str]:
     """Return what feedback may call a call."""
-    begun, answer_id = (record.begun, record.answer_id) if isinstance(record, CallEnded) else (record, None)
-    return [begun.trajectory_id, *_names_of(begun.call_id, answer_id)]
+    begun, response_id = (record.begun, record.response_id) if isinstance(record, CallEnded) else (record, None)
+    return [begun.trajectory_id, *_names_of(begun.call_id, response_id)]
 
 
-def _names_of(call_id: str, answer_id: str | None) -> list[str]:
+def _names_of(call_id: str, response_id: str | None) -> list[str]:
     worded = [prefix + call_id.removeprefix(_CALL) for prefix in _WORDED]
-    return [call_id, *worded, *([answer_id] if answer_id else [])]
+    return [call_id, *worded, *([response_id] if response_id else [])]
 
 
 def _place(connection: sa.Connection, said: Feedback) -> Place | None:
@@ -219,7 +219,7 @@ def _place(connection: sa.Connection, said: Feedback) -> Place | None:
         return (one.trajectory_id, one.id) if _may_speak(said, one.key_id) else None
     if said.kind == CALL:
         return None
-    newest = query.where(calls.c.answer_id == said.target).order_by(calls.c.id.desc()).limit(_SAME_ID)
+    newest = query.where(calls.c.response_id == said.target).order_by(calls.c.id.desc()).limit(_SAME_ID)
     rows = [row for row in connection.execute(newest) if _may_speak(said, row.key_id)]
     return (rows[0].trajectory_id, rows[0].id) if rows else None
 

@@ -42,14 +42,14 @@ class Blocks:
 
     def __init__(self, connection: sa.Connection, rows: Iterable[Any]) -> None:
         wanted = {(row.trajectory_id, name) for row in rows for name in digests(row.prompt_blocks)}
-        table = schema.blocks
+        table = schema.prompt_blocks
         self._ids: dict[tuple[str, bytes], bytes] = {}
         runs = sorted({run for run, _ in wanted})
         for start in range(0, len(runs), 500):
             query = sa.select(table).where(table.c.trajectory_id.in_(runs[start : start + 500]))
             for row in connection.execute(query):
                 if (row.trajectory_id, row.digest) in wanted:
-                    self._ids[row.trajectory_id, row.digest] = row.ids
+                    self._ids[row.trajectory_id, row.digest] = row.token_ids
 
     def whole(self, row: Any) -> bytes:
         """Return the whole prompt of a call. Raises KeyError where a block is missing."""

@@ -18,7 +18,6 @@ from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.db.engine import read, write
-from ratchet.store.db.table_types import TIME, TRAJECTORY_ID, metadata, one_of
 from ratchet.store.db.text_limits import fitting
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
@@ -27,29 +26,6 @@ from ratchet.store.records.base import Record
 from ratchet.store.states import RESAMPLE_TRANSITIONS, ResampleState, TrajectoryState, origins
 
 PREFIX = "shad"  # of the ids; the proxy knows a shadow by it
-
-resamples = sa.Table(
-    "resamples",
-    metadata,
-    sa.Column("id", TRAJECTORY_ID, primary_key=True),
-    sa.Column("original_id", TRAJECTORY_ID, sa.ForeignKey("trajectories.id", ondelete="CASCADE"), nullable=False),
-    sa.Column("number", sa.Integer, nullable=False),
-    sa.Column("alias", sa.String(128), nullable=False),
-    sa.Column("version", sa.Integer, nullable=False),
-    sa.Column("tokens", sa.Integer, nullable=False),
-    sa.Column("planned_at", TIME, nullable=False),
-    sa.Column("asked_at", TIME),
-    sa.Column("ended_at", TIME),
-    sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("failure", sa.Text),
-    one_of("state", ResampleState),
-    # An original has one set of resamples: planning it twice is no second set.
-    sa.UniqueConstraint("original_id", "number"),
-    # What is over has an end; a failed one has a reason, no other has one.
-    sa.CheckConstraint("(state IN ('answered', 'failed')) = (ended_at IS NOT NULL)", name="end_is_known"),
-    sa.CheckConstraint("(state = 'failed') = (failure IS NOT NULL)", name="failure_has_reason"),
-    sa.Index(None, "alias", "asked_at"),
-)
 
 
 class Resample(Record, frozen=True):
@@ -61,7 +37,7 @@ class Resample(Record, frozen=True):
     version: int  # that is asked: the original's
     tokens: int  # of prompt and answer; until it is answered, the original's
     planned_at: float
-    asked_at: float | None = None
+    requested_at: float | None = None
     ended_at: float | None = None
     state: ResampleState = ResampleState.PLANNED
     failure: str | None = None
@@ -91,20 +67,20 @@ class Resamples:
         before.
         """
         values = {"original_id": original.id, "alias": original.alias, "version": original.version, "tokens": tokens}
-        planned = {"planned_at": now, "asked_at": None, "ended_at": None, "failure": None}
+        planned = {"planned_at": now, "requested_at": None, "ended_at": None, "failure": None}
         rows = [
             {"id": new_id(PREFIX), "number": number, "state": ResampleState.PLANNED, **values, **planned}
             for number in range(count)
         ]
         with write(self._engine) as connection:
-            known = sa.select(sa.func.count()).where(resamples.c.original_id == original.id)
+            known = sa.select(sa.func.count()).where(schema.resamples.c.original_id == original.id)
             if connection.scalar(known):
                 raise InvalidTransition(f"the resamples of trajectory {original.id} were planned before")
-            insert_or_ignore(connection, resamples, rows)
+            insert_or_ignore(connection, schema.resamples, rows)
 
     def ask(self, shadow_id: str, now: float) -> None:
         """Write down that a shadow is asked for now. Raises InvalidTransition where it is not planned any more."""
-        self._move(shadow_id, ResampleState.ASKED, asked_at=now)
+        self._move(shadow_id, ResampleState.ASKED, requested_at=now)
 
     def answer(self, shadow_id: str, now: float, tokens: int) -> None:
         """Write down that the proxy gave the whole answer. Raises InvalidTransition where its end is known."""
@@ -117,7 +93,9 @@ class Resamples:
     def get(self, shadow_id: str) -> Resample:
         """Return one. Raises RecordNotFound."""
         with read(self._engine) as connection:
-            row = connection.execute(sa.select(resamples).where(resamples.c.id == shadow_id)).one_or_none()
+            row = connection.execute(
+                sa.select(schema.resamples).where(schema.resamples.c.id == shadow_id)
+            ).one_or_none()
         if row is None:
             raise RecordNotFound(f"no shadow {shadow_id}")
         return _shadow(row)
@@ -128,34 +106,44 @@ class Resamples:
         Of all originals, which looks at every shadow of the alias, or of these alone.
         """
         runs = schema.trajectories
-        mine = resamples.c.alias == alias if originals is None else resamples.c.original_id.in_(list(originals))
+        mine = (
+            schema.resamples.c.alias == alias
+            if originals is None
+            else schema.resamples.c.original_id.in_(list(originals))
+        )
         query = (
-            sa.select(resamples)
-            .join(runs, runs.c.id == resamples.c.original_id)
+            sa.select(schema.resamples)
+            .join(runs, runs.c.id == schema.resamples.c.original_id)
             .where(mine, runs.c.state == TrajectoryState.SEALED)
-            .order_by(resamples.c.original_id, resamples.c.number)
+            .order_by(schema.resamples.c.original_id, schema.resamples.c.number)
         )
         with read(self._engine) as connection:
             return [_shadow(row) for row in connection.execute(query)]
 
     def originals(self, shadow_ids: Sequence[str]) -> dict[str, str]:
         """Return the original of each of these resamples; those that nobody planned, or any more, are left out."""
-        query = sa.select(resamples.c.id, resamples.c.original_id).where(resamples.c.id.in_(list(shadow_ids)))
+        query = sa.select(schema.resamples.c.id, schema.resamples.c.original_id).where(
+            schema.resamples.c.id.in_(list(shadow_ids))
+        )
         with read(self._engine) as connection:
             return {row.id: row.original_id for row in connection.execute(query)}
 
     def sealed(self, original_id: str) -> list[str]:
         """Return the resamples of an original whose trajectories are sealed: in the store, and whole."""
         runs = schema.trajectories
-        query = sa.select(runs.c.id).join(resamples, resamples.c.id == runs.c.id).order_by(resamples.c.number)
-        mine = sa.and_(resamples.c.original_id == original_id, runs.c.state == TrajectoryState.SEALED)
+        query = (
+            sa.select(runs.c.id)
+            .join(schema.resamples, schema.resamples.c.id == runs.c.id)
+            .order_by(schema.resamples.c.number)
+        )
+        mine = sa.and_(schema.resamples.c.original_id == original_id, runs.c.state == TrajectoryState.SEALED)
         with read(self._engine) as connection:
             return list(connection.scalars(query.where(mine)))
 
     def spent(self, alias: str, since: float) -> ResampleCount:
         """Return how many were asked for since then (Unix seconds), and the tokens that they took or may take."""
-        columns = (sa.func.count(), sa.func.coalesce(sa.func.sum(resamples.c.tokens), 0))
-        query = sa.select(*columns).where(resamples.c.alias == alias, resamples.c.asked_at > since)
+        columns = (sa.func.count(), sa.func.coalesce(sa.func.sum(schema.resamples.c.tokens), 0))
+        query = sa.select(*columns).where(schema.resamples.c.alias == alias, schema.resamples.c.requested_at > since)
         with read(self._engine) as connection:
             count, tokens = connection.execute(query).one()
         return ResampleCount(resamples=int(count), tokens=int(tokens))
@@ -169,15 +157,20 @@ class Resamples:
     def seal(self, alias: str, shipped_until: float) -> None:
         """Seal the trajectories of resamples that ended before `shipped_until`: every proxy has shipped them."""
         runs = schema.trajectories
-        over = sa.exists().where(resamples.c.id == runs.c.id, resamples.c.ended_at < shipped_until)
+        over = sa.exists().where(schema.resamples.c.id == runs.c.id, schema.resamples.c.ended_at < shipped_until)
         mine = sa.and_(runs.c.alias == alias, runs.c.state == TrajectoryState.OPEN, runs.c.purpose == RESAMPLE)
         values = {"state": TrajectoryState.SEALED, "sealed_at": shipped_until, "sealed_by": FINISH}
         with write(self._engine) as connection:
             connection.execute(sa.update(runs).where(mine, over).values(**values))
 
     def _count(self) -> dict[tuple[str, ResampleState], ResampleCount]:
-        columns = (resamples.c.alias, resamples.c.state, sa.func.count(), sa.func.sum(resamples.c.tokens))
-        query = sa.select(*columns).group_by(resamples.c.alias, resamples.c.state)
+        columns = (
+            schema.resamples.c.alias,
+            schema.resamples.c.state,
+            sa.func.count(),
+            sa.func.sum(schema.resamples.c.tokens),
+        )
+        query = sa.select(*columns).group_by(schema.resamples.c.alias, schema.resamples.c.state)
         with read(self._engine) as connection:
             return {
                 (alias, ResampleState(state)): ResampleCount(resamples=count, tokens=tokens)
@@ -185,10 +178,12 @@ class Resamples:
             }
 
     def _move(self, shadow_id: str, state: ResampleState, **values: Any) -> None:
-        mine = sa.and_(resamples.c.id == shadow_id, resamples.c.state.in_(origins(RESAMPLE_TRANSITIONS, state)))
+        mine = sa.and_(
+            schema.resamples.c.id == shadow_id, schema.resamples.c.state.in_(origins(RESAMPLE_TRANSITIONS, state))
+        )
         with write(self._engine) as connection:
             moved = connection.execute(
-                sa.update(resamples).where(mine).values(state=state, **fitting(resamples, values))
+                sa.update(schema.resamples).where(mine).values(state=state, **fitting(schema.resamples, values))
             )
         if not moved.rowcount:
             raise InvalidTransition(f"shadow {shadow_id} is {self.get(shadow_id).state} and cannot become {state}")

@@ -36,11 +36,11 @@ _BEGUN_COLUMNS = (
 )  # fmt: skip
 _ENDED_COLUMNS = (
     "state", "ended_at", "first_byte_at", "status", "context", "prompt_ids", "prompt_tokens", "completion_tokens",
-    "untrainable", "error", "upstream", "answer_id",
+    "untrainable", "error", "upstream", "response_id",
 )  # fmt: skip
 _NOT_ENDED = (CallState.BEGUN, None, None, None, "root", b"", 0, 0, None, None, None, None)
 _CHOICE_COLUMNS = (
-    "call_id", "choice", "finish_reason", "reply_node", "link_key", "tool_call_ids", "ids", "logprobs",
+    "call_id", "choice", "finish_reason", "reply_node", "link_key", "tool_call_ids", "token_ids", "logprobs",
 )  # fmt: skip
 _RUN_COLUMNS = (
     "id", "alias", "version", "purpose", "root_node", "tools_hash", "key_id", "opened_at",
@@ -177,8 +177,8 @@ def _cut_prompts(connection: sa.Connection, columns: dict[str, Sequence[Any]]) -
         stored |= {(run, name): piece for name, piece in zip(names, pieces, strict=True)}
         named.append(b"".join(names) or None)
         left.append(rest)
-    ordered = [{"trajectory_id": run, "digest": name, "ids": stored[run, name]} for run, name in sorted(stored)]
-    insert_or_ignore(connection, schema.blocks, ordered)
+    ordered = [{"trajectory_id": run, "digest": name, "token_ids": stored[run, name]} for run, name in sorted(stored)]
+    insert_or_ignore(connection, schema.prompt_blocks, ordered)
     return {**columns, "prompt_ids": left, "prompt_blocks": named}
 
 
@@ -192,7 +192,7 @@ def _add_tags(connection: sa.Connection, calls: Sequence[CallBegun], hosts: Mapp
     opened = {row.id: row.opened_at for row in found}
     pairs = sorted({(hosts[begun.call_id], tag) for begun in calls for tag in begun.tags})
     rows = [(tag, opened[name], name) for name, tag in pairs]
-    _insert(connection, schema.tags, ("tag", "opened_at", "trajectory_id"), rows, new_only=True)
+    _insert(connection, schema.trajectory_tags, ("tag", "opened_at", "trajectory_id"), rows, new_only=True)
 
 
 def _write_choices(connection: sa.Connection, ends: Collection[CallEnded]) -> None:

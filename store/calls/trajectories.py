@@ -26,7 +26,7 @@ from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.records import Call, Trajectory, Transcript
 from ratchet.store.states import TRAJECTORY_TRANSITIONS, CallState, RolloutState, TrajectoryState, origins
-from ratchet.store.tuning.rollouts import rollouts, workflow_result_of
+from ratchet.store.tuning.rollouts import workflow_result_of
 from ratchet.store.tuning.tasks import row_of
 from ratchet.store.tuning.tunings import at_work
 
@@ -74,8 +74,8 @@ class Trajectories:
         `seal_idle_trajectories`. An abandoned rollout's agent may call yet: its trajectory waits until it is still.
         """
         runs = schema.trajectories
-        ended = sa.and_(rollouts.c.state != RolloutState.ABANDONED, rollouts.c.ended_at < shipped_until)
-        over = sa.exists().where(rollouts.c.id == runs.c.id, ended)
+        ended = sa.and_(schema.rollouts.c.state != RolloutState.ABANDONED, schema.rollouts.c.ended_at < shipped_until)
+        over = sa.exists().where(schema.rollouts.c.id == runs.c.id, ended)
         mine = sa.and_(runs.c.alias == alias, runs.c.state == TrajectoryState.OPEN)
         with write(self._engine) as connection:
             return list(

@@ -12,7 +12,6 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ratchet.store.calls.resamples import resamples
 from ratchet.store.calls.shipping import short_task
 from ratchet.store.db import schema
 from ratchet.store.states import TrajectoryState
@@ -45,7 +44,7 @@ class TrajectoryFilter:
 
     def where(self) -> sa.ColumnElement[bool]:
         """Return the condition on the table of trajectories; a tag is a condition as well here."""
-        runs, tags = schema.trajectories, schema.tags
+        runs, tags = schema.trajectories, schema.trajectory_tags
         pairs: list[tuple[Any, Any]] = [
             (runs.c.state, self.state),
             (runs.c.alias, self.alias),
@@ -88,8 +87,8 @@ def ids_with_successors(chosen: sa.ColumnElement[bool]) -> sa.CompoundSelect[Any
     runs, later = schema.trajectories, schema.trajectories.alias("later")
     own = sa.select(runs.c.id).where(chosen)
     after = sa.select(later.c.id).join(runs, _succeeds(later, runs)).where(chosen, runs.c.successors > 0)
-    asked = sa.select(resamples.c.id).join(runs, runs.c.id == resamples.c.original_id)
-    shadow = asked.join(later, later.c.id == resamples.c.id).where(chosen)  # those that there are
+    asked = sa.select(schema.resamples.c.id).join(runs, runs.c.id == schema.resamples.c.original_id)
+    shadow = asked.join(later, later.c.id == schema.resamples.c.id).where(chosen)  # those that there are
     return own.union(after, shadow)
 
 
@@ -118,7 +117,7 @@ def select_page_ids(
 
     `by_tag` says to walk those of the tag, if there is one; else those that fit the rest are walked.
     """
-    runs, tags = schema.trajectories, schema.tags
+    runs, tags = schema.trajectories, schema.trajectory_tags
     if chosen.search:
         query = sa.select(runs.c.id).where(chosen.where()).order_by(runs.c.id.desc())
         return query.where(runs.c.id < before).limit(limit) if before else query.limit(limit)
@@ -139,7 +138,7 @@ def select_page_ids(
 
 def _tagged(chosen: TrajectoryFilter) -> sa.Select[str]:
     """Return the ids at a tag that fit; it knows their times itself."""
-    runs, tags = schema.trajectories, schema.tags
+    runs, tags = schema.trajectories, schema.trajectory_tags
     query = sa.select(tags.c.trajectory_id).where(tags.c.tag == (chosen.tag or "")[:128])
     if chosen.since is not None:
         query = query.where(tags.c.opened_at >= chosen.since)

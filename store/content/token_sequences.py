@@ -25,7 +25,7 @@ def sequences(calls: Iterable[Call]) -> dict[tuple[str, int], bytes]:
                 continue
             prompt = before + prompt
         for choice in call.choices:
-            whole[call.id, choice.index] = prompt + choice.ids
+            whole[call.id, choice.index] = prompt + choice.token_ids
     return whole
 
 
@@ -36,7 +36,7 @@ def sampled_spans(calls: Iterable[Call], answer: tuple[str, int]) -> tuple[tuple
     name, index = answer
     while name in known:
         call = known[name]
-        chain.append((call, next((choice.ids for choice in call.choices if choice.index == index), b"")))
+        chain.append((call, next((choice.token_ids for choice in call.choices if choice.index == index), b"")))
         if call.context != "exact":
             break
         name, index = call.parent_call or "", call.parent_choice

@@ -25,7 +25,7 @@ class Alarms:
             "name": name,
             "reason": reason,
             "raised_at": now,
-            "last_at": now,
+            "last_raised_at": now,
             "count": 0,
             "cleared_at": None,
         }
@@ -35,7 +35,7 @@ class Alarms:
             connection.execute(
                 sa.update(table)
                 .where(table.c.name == name)
-                .values(reason=reason, last_at=now, raised_at=again, count=table.c.count + 1, cleared_at=None)
+                .values(reason=reason, last_raised_at=now, raised_at=again, count=table.c.count + 1, cleared_at=None)
             )
 
     def clear(self, name: str) -> None:
@@ -56,5 +56,5 @@ class Alarms:
         """Return every alarm that was ever raised, the latest first."""
         table = schema.alarms
         with read(self._engine) as connection:
-            rows = connection.execute(sa.select(table).order_by(table.c.last_at.desc())).all()
+            rows = connection.execute(sa.select(table).order_by(table.c.last_raised_at.desc())).all()
         return [Alarm(**{name: getattr(row, name) for name in Alarm.__struct_fields__}) for row in rows]

@@ -20,7 +20,8 @@ from sqlalchemy.exc import DatabaseError, DataError, DBAPIError, OperationalErro
 from ratchet.store.db.sqlite_files import watch_files
 from ratchet.store.errors import RecordNotFound, SchemaMismatch, StoreError, StoreNotFound, StoreUnavailable
 
-HEAD = "0019"  # the newest migration; a test holds it equal to the migrations folder
+HEAD = "0001_initial"  # the newest migration; a test compares it with the migrations folder
+_MIGRATIONS = Path(__file__).parent / "migrations"  # versions/REVISION.py
 _WAL_SECONDS = 15.0
 _MIGRATION_LOCK = 0x52415443  # advisory lock: one process at a time makes the schema
 
@@ -199,27 +200,26 @@ def schema_version(engine: sa.Engine) -> str | None:
 
 
 def ensure_schema(engine: sa.Engine) -> None:
-    """Create the schema in an empty database; raise SchemaMismatch where another version of Ratchet made it."""
+    """Create the schema in an empty database. Raises SchemaMismatch if the database has another schema version."""
     version = schema_version(engine)
     if version is None:
         migrate(engine)
         version = schema_version(engine)
     if version != HEAD:
-        shown = engine.url.render_as_string()
-        typed = "URL" if engine.url.password else shown  # a password is never shown, so it cannot be typed from here
-        raise SchemaMismatch(
-            f"the store {shown} has schema {version}, this Ratchet needs {HEAD}: run `ratchet store migrate --store "
-            f"{typed}` (back it up first), or use the Ratchet that made it"
-        )
+        raise _mismatch(engine, version)
 
 
-def migrate(engine: sa.Engine, revision: str = "head") -> None:
-    """Bring the database to a revision with Alembic; safe when several processes start at once."""
+def migrate(engine: sa.Engine) -> None:
+    """Migrate the database to HEAD, in one transaction. Several processes may call it at once.
+
+    Raises SchemaMismatch if no migration leads from the database's schema to HEAD, StoreUnavailable.
+    """
     from alembic import command
     from alembic.config import Config
+    from alembic.util import CommandError
 
     config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    config.set_main_option("script_location", str(_MIGRATIONS))
     try:
         with engine.connect() as connection:
             if engine.dialect.name == "sqlite":
@@ -227,10 +227,25 @@ def migrate(engine: sa.Engine, revision: str = "head") -> None:
             else:
                 connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})")
             config.attributes["connection"] = connection
-            command.upgrade(config, revision)
+            command.upgrade(config, "head")
             connection.commit()
+    except CommandError as error:
+        raise _mismatch(engine, schema_version(engine)) from error
     except DBAPIError as error:
         raise StoreUnavailable(
-            f"the store {engine.url.render_as_string()} could not be migrated: {error.orig}; is its disk full, may it "
-            "be written, is another process migrating it?"
+            f"the store {engine.url.render_as_string()} could not be migrated: {error.orig}; check that its disk has "
+            "space, that this user may write to it, and that no other process is migrating it"
         ) from error
+
+
+def _mismatch(engine: sa.Engine, version: str | None) -> SchemaMismatch:
+    shown = engine.url.render_as_string()
+    if any(_MIGRATIONS.glob(f"versions/{version}.py")):
+        typed = "URL" if engine.url.password else shown  # the password is not shown, so the URL cannot be copied
+        remedy = f"back it up, then run `ratchet store migrate --store {typed}`"
+    else:
+        remedy = (
+            "use the version of Ratchet that created it, or name a new store (--store, RATCHET_STORE); schemas from "
+            "before the first release are not migrated"
+        )
+    return SchemaMismatch(f"the store {shown} has schema {version}, this version of Ratchet needs {HEAD}: {remedy}")

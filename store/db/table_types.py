@@ -25,9 +25,10 @@ TRAJECTORY_ID = sa.String(128).with_variant(sa.String(128, collation="C"), "post
 HASH = Hash
 TIME: sa.Double[float] = sa.Double()
 JSON = sa.JSON()
+TASK_ID = sa.String(256)
 
 
-def one_of(column: str, states: type[StrEnum]) -> sa.CheckConstraint:
+def enum_constraint(column: str, states: type[StrEnum]) -> sa.CheckConstraint:
     """Return the constraint that a column holds one of these states."""
     listed = ", ".join(f"'{state}'" for state in states)
     return sa.CheckConstraint(f"{column} IN ({listed})", name=f"{column}_known")

@@ -47,11 +47,11 @@ class Deletion(Record, frozen=True):
     """What one deletion did."""
 
     id: str
-    why: str
+    reason: str
     started_at: float
-    last_at: float
-    trajectories: int = 0
-    calls: int = 0
+    updated_at: float
+    trajectory_count: int = 0
+    call_count: int = 0
     messages: int = 0  # and tool lists; told once, not kept
     groups_dropped: int = 0  # that were not trained yet; likewise
     unswept_messages: int = 0  # messages that wait for a proxy; likewise
@@ -83,7 +83,7 @@ class Deletions:
 
     def trained_into(self, chosen: TrajectoryFilter) -> tuple[AffectedVersion, ...]:
         """Return the versions that hold something of the chosen trajectories, in order."""
-        runs, imitated = schema.trajectories, schema.imitated
+        runs, imitated = schema.trajectories, schema.sft_trajectories
         meant = sa.select(_meant(chosen).c.id)
         trained = sa.select(runs.c.round_id).where(runs.c.id.in_(meant), runs.c.round_id.is_not(None))
         shown = sa.select(imitated.c.round_id).where(imitated.c.trajectory_id.in_(meant))
@@ -98,7 +98,7 @@ class Deletions:
     def delete(
         self,
         chosen: TrajectoryFilter,
-        why: str,
+        reason: str,
         told: Callable[[int], None] = lambda count: None,
         patience: float = 30.0,
     ) -> Deletion:
@@ -106,7 +106,7 @@ class Deletions:
 
         Waits at most `patience` seconds for running proxies; what then remains is swept by the next deletion.
         """
-        deletion = Deletion(id=new_id("del"), why=why, started_at=time.time(), last_at=time.time())
+        deletion = Deletion(id=new_id("del"), reason=reason, started_at=time.time(), updated_at=time.time())
         rounds: set[str] = set()
         for names in self._batches(chosen):
             with write(self._engine) as connection:
@@ -121,7 +121,7 @@ class Deletions:
     def latest(self) -> float:
         """Return when something was deleted last (Unix seconds), 0 where nothing was: it changes with each deletion."""
         with read(self._engine) as connection:
-            return float(connection.scalar(sa.select(sa.func.max(schema.deletions.c.last_at))) or 0.0)
+            return float(connection.scalar(sa.select(sa.func.max(schema.deletions.c.updated_at))) or 0.0)
 
     def all(self, limit: int = 100) -> list[Deletion]:
         """Return the latest deletions, the last one first."""
@@ -164,11 +164,11 @@ class Deletions:
 
     def _proxies_know(self, since: float, until: float) -> bool:
         """Wait until every running proxy has shipped what it recorded before `since`; return whether all have."""
-        doors = schema.doors
-        query = sa.select(sa.func.min(doors.c.shipped_until))
+        instances = schema.proxy_instances
+        query = sa.select(sa.func.min(instances.c.shipped_until))
         while True:
             with read(self._engine) as connection:
-                oldest = connection.scalar(query.where(doors.c.heartbeat_at > time.time() - _SILENCE))
+                oldest = connection.scalar(query.where(instances.c.heartbeat_at > time.time() - _SILENCE))
             if oldest is None or oldest >= since:
                 return True
             if time.monotonic() > until:
@@ -193,7 +193,7 @@ def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Del
     locked = sa.select(runs.c.group_id, runs.c.round_id).where(runs.c.id.in_(names)).order_by(runs.c.id)
     found = connection.execute(locked.with_for_update()).all()
     groups = sorted({row.group_id for row in found if row.group_id})
-    shown = sa.select(schema.imitated.c.round_id).where(schema.imitated.c.trajectory_id.in_(names))
+    shown = sa.select(schema.sft_trajectories.c.round_id).where(schema.sft_trajectories.c.trajectory_id.in_(names))
     new = ({row.round_id for row in found if row.round_id} | set(connection.scalars(shown))) - rounds
     rounds |= new
     dropped = _drop_groups(connection, groups, names)
@@ -206,9 +206,9 @@ def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Del
     _delete_empty(connection, groups)
     deletion = msgspec.structs.replace(
         deletion,
-        last_at=max(time.time(), deletion.last_at + 1e-6),
-        trajectories=deletion.trajectories + gone,
-        calls=deletion.calls + count,
+        updated_at=max(time.time(), deletion.updated_at + 1e-6),
+        trajectory_count=deletion.trajectory_count + gone,
+        call_count=deletion.call_count + count,
         groups_dropped=deletion.groups_dropped + dropped,
         feedback=deletion.feedback + waited,
         policies=versions_trained_by(connection, rounds) if new else deletion.policies,
@@ -253,13 +253,15 @@ def _add_orphan_candidates(connection: sa.Connection, names: Sequence[str]) -> N
 
 def _delete_verdicts(connection: sa.Connection, names: Sequence[str], groups: Sequence[str]) -> None:
     """Delete what judges said of trajectories, what they asked of their groups, and explanations that may quote it."""
-    verdicts, exchanges = schema.verdicts, schema.exchanges
+    verdicts, judge_requests = schema.verdicts, schema.judge_requests
     own = verdicts.c.trajectory_id.in_(names)
     asked = sa.or_(
-        exchanges.c.group_id.in_(groups),
-        exchanges.c.id.in_(sa.select(verdicts.c.judge_request_id).where(own, verdicts.c.judge_request_id.is_not(None))),
+        judge_requests.c.group_id.in_(groups),
+        judge_requests.c.id.in_(
+            sa.select(verdicts.c.judge_request_id).where(own, verdicts.c.judge_request_id.is_not(None))
+        ),
     )
-    connection.execute(sa.delete(exchanges).where(asked))
+    connection.execute(sa.delete(judge_requests).where(asked))
     connection.execute(sa.delete(verdicts).where(own))
     connection.execute(
         sa.update(verdicts).where(verdicts.c.group_id.in_(groups)).values(explanation="", judge_request_id=None)

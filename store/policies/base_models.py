@@ -1,7 +1,7 @@
 """Base models: which one the versions of an alias belong to, as its files and as its server show it.
 
-    files    SHA-256 by part: config, weights, tokenizer, chat_template; empty where nobody could read them
-    served   how a server of it answers fixed questions (`fingerprints.py`); empty until one was asked
+    file_digests        SHA-256 by part: config, weights, tokenizer, chat_template; empty where nobody could read them
+    server_fingerprint  how a server of it answers fixed questions (`fingerprints.py`); empty until one was asked
 
 Promises: all versions of an alias belong to one base model; what is known of it is written once and changed only while
 the alias has nothing that rests on it. Reads no file and asks no server.
@@ -17,20 +17,10 @@ import sqlalchemy as sa
 
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read, write
-from ratchet.store.db.table_types import ID, JSON, TIME, metadata
 from ratchet.store.ids import new_id
 from ratchet.store.records import BASE_VERSION
 from ratchet.store.records.base import Record
 
-base_models = sa.Table(
-    "base_models",
-    metadata,
-    sa.Column("id", ID, primary_key=True),
-    sa.Column("name", sa.Text, nullable=False),
-    sa.Column("files", JSON, nullable=False),
-    sa.Column("served", JSON, nullable=False),
-    sa.Column("registered_at", TIME, nullable=False),
-)
 _PARTS = ("config", "weights", "tokenizer", "chat_template")
 
 
@@ -39,13 +29,17 @@ class BaseModel(Record, frozen=True):
 
     id: str
     name: str
-    files: Mapping[str, str]
-    served: Mapping[str, Any]
+    file_digests: Mapping[str, str]
+    server_fingerprint: Mapping[str, Any]
     registered_at: float
 
     def differing_parts(self, files: Mapping[str, str]) -> list[str]:
         """Return the parts whose digests are known on both sides and differ."""
-        return [part for part in _PARTS if part in self.files and part in files and self.files[part] != files[part]]
+        return [
+            part
+            for part in _PARTS
+            if part in self.file_digests and part in files and self.file_digests[part] != files[part]
+        ]
 
 
 class BaseModels:
@@ -58,31 +52,40 @@ class BaseModels:
         """Return the base model that a version belongs to; None where that is not known."""
         policies = schema.policies
         mine = sa.and_(policies.c.alias == alias, policies.c.version == version)
-        query = sa.select(base_models).join(policies, policies.c.base_id == base_models.c.id).where(mine)
+        query = (
+            sa.select(schema.base_models)
+            .join(policies, policies.c.base_model_id == schema.base_models.c.id)
+            .where(mine)
+        )
         with read(self._engine) as connection:
             row = connection.execute(query).one_or_none()
         return None if row is None else BaseModel(**{n: getattr(row, n) for n in BaseModel.__struct_fields__})
 
     def register_base_model(
-        self, alias: str, name: str, *, files: Mapping[str, str] | None = None, served: Mapping[str, Any] | None = None
+        self,
+        alias: str,
+        name: str,
+        *,
+        file_digests: Mapping[str, str] | None = None,
+        server_fingerprint: Mapping[str, Any] | None = None,
     ) -> BaseModel | None:
         """Write down what is not known yet of an alias's base model; what is known already stays.
 
         Returns what is known now; None where the alias has no version 0 yet.
         """
         policies = schema.policies
-        given = {"files": dict(files or {}), "served": dict(served or {})}
+        given = {"file_digests": dict(file_digests or {}), "server_fingerprint": dict(server_fingerprint or {})}
         base = sa.and_(policies.c.alias == alias, policies.c.version == BASE_VERSION)
         with write(self._engine) as connection:
-            row = connection.execute(sa.select(policies.c.base_id).where(base).with_for_update()).one_or_none()
+            row = connection.execute(sa.select(policies.c.base_model_id).where(base).with_for_update()).one_or_none()
             if row is None:
                 return None
-            known = row.base_id or new_id("base")
-            if row.base_id is None:
+            known = row.base_model_id or new_id("base")
+            if row.base_model_id is None:
                 fresh = {"id": known, "name": name, "registered_at": time.time(), **given}
-                connection.execute(sa.insert(base_models).values(**fresh))
-                unknown = sa.and_(policies.c.alias == alias, policies.c.base_id.is_(None))
-                connection.execute(sa.update(policies).where(unknown).values(base_id=known))
+                connection.execute(sa.insert(schema.base_models).values(**fresh))
+                unknown = sa.and_(policies.c.alias == alias, policies.c.base_model_id.is_(None))
+                connection.execute(sa.update(policies).where(unknown).values(base_model_id=known))
             else:
                 _complete(connection, known, name, given)
         return self.of(alias)
@@ -96,29 +99,31 @@ class BaseModels:
         mine = policies.c.alias == alias
         with write(self._engine) as connection:
             if served_only:
-                ids = sa.select(policies.c.base_id).where(mine, policies.c.base_id.is_not(None))
-                connection.execute(sa.update(base_models).where(base_models.c.id.in_(ids)).values(served={}))
+                ids = sa.select(policies.c.base_model_id).where(mine, policies.c.base_model_id.is_not(None))
+                connection.execute(
+                    sa.update(schema.base_models).where(schema.base_models.c.id.in_(ids)).values(server_fingerprint={})
+                )
                 return True
             later = sa.exists().where(mine, policies.c.version != BASE_VERSION)
             if connection.scalar(sa.select(sa.or_(later, sa.exists().where(runs.c.alias == alias)))):
                 return False
-            connection.execute(sa.update(policies).where(mine).values(base_id=None))
+            connection.execute(sa.update(policies).where(mine).values(base_model_id=None))
         return True
 
 
-def base_id_of(alias: str) -> sa.ScalarSelect[Any]:
+def base_model_id_of(alias: str) -> sa.ScalarSelect[Any]:
     """Select the base model of an alias, for a version that is being registered."""
     policies = schema.policies.alias("base_policies")
     mine = sa.and_(policies.c.alias == alias, policies.c.version == BASE_VERSION)
-    return sa.select(policies.c.base_id).where(mine).scalar_subquery()
+    return sa.select(policies.c.base_model_id).where(mine).scalar_subquery()
 
 
 def _complete(connection: sa.Connection, known: str, name: str, given: Mapping[str, Mapping[str, Any]]) -> None:
     """Write what is given and was not known; the files' name is the one that people know it by."""
-    one = base_models.c.id == known
-    row = connection.execute(sa.select(base_models).where(one)).one()
+    one = schema.base_models.c.id == known
+    row = connection.execute(sa.select(schema.base_models).where(one)).one()
     new = {key: value for key, value in given.items() if value and not getattr(row, key)}
-    if "files" in new:
+    if "file_digests" in new:
         new["name"] = name  # type: ignore[assignment]
     if new:
-        connection.execute(sa.update(base_models).where(one).values(**new))
+        connection.execute(sa.update(schema.base_models).where(one).values(**new))

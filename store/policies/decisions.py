@@ -12,29 +12,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from ratchet.store.db import schema
 from ratchet.store.db.engine import read
-from ratchet.store.db.schema import metadata
 from ratchet.store.records.base import Record
 from ratchet.store.states import PolicyAction
 
 _ACTIONS = ", ".join(f"'{action}'" for action in PolicyAction)
-
-# Decisions are only ever added; the newest one of a version counts.
-decisions = sa.Table(
-    "decisions",
-    metadata,
-    sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
-    sa.Column("alias", sa.String(128), nullable=False),
-    sa.Column("version", sa.Integer, nullable=False),
-    sa.Column("action", sa.String(16), nullable=False),
-    sa.Column("by", sa.Text, nullable=False),
-    sa.Column("reason", sa.Text, nullable=False),
-    sa.Column("evidence", sa.JSON, nullable=False),
-    sa.Column("decided_at", sa.Double, nullable=False),
-    sa.ForeignKeyConstraint(["alias", "version"], ["policies.alias", "policies.version"]),
-    sa.CheckConstraint(f"action IN ({_ACTIONS})", name="action_known"),
-    sa.Index(None, "alias", "version", "id"),
-)
 
 
 class Decision(Record, frozen=True):
@@ -44,7 +27,7 @@ class Decision(Record, frozen=True):
     alias: str
     version: int
     action: PolicyAction
-    by: str  # proof, gate, or who did it by hand
+    decided_by: str  # proof, gate, or who did it by hand
     reason: str
     evidence: Mapping[str, Any]
     decided_at: float
@@ -58,30 +41,36 @@ class Decisions:
 
     def of(self, alias: str, version: int | None = None, limit: int = 100) -> list[Decision]:
         """Return the decisions about an alias, or about one version of it, newest first."""
-        where = sa.and_(decisions.c.alias == alias, sa.true() if version is None else decisions.c.version == version)
-        query = sa.select(decisions).where(where).order_by(decisions.c.id.desc()).limit(limit)
+        where = sa.and_(
+            schema.decisions.c.alias == alias, sa.true() if version is None else schema.decisions.c.version == version
+        )
+        query = sa.select(schema.decisions).where(where).order_by(schema.decisions.c.id.desc()).limit(limit)
         with read(self._engine) as connection:
             return [_decision(row) for row in connection.execute(query)]
 
     def after(self, alias: str, decision_id: int, limit: int = 1000) -> list[Decision]:
         """Return the first decisions about an alias after one, oldest first; 0 is before all of them."""
-        where = sa.and_(decisions.c.alias == alias, decisions.c.id > decision_id)
+        where = sa.and_(schema.decisions.c.alias == alias, schema.decisions.c.id > decision_id)
         with read(self._engine) as connection:
-            found = connection.execute(sa.select(decisions).where(where).order_by(decisions.c.id).limit(limit))
+            found = connection.execute(
+                sa.select(schema.decisions).where(where).order_by(schema.decisions.c.id).limit(limit)
+            )
             return [_decision(row) for row in found]
 
     def counts(self, alias: str) -> dict[PolicyAction, int]:
         """Return how many decisions about an alias there were, by what was decided."""
-        query = sa.select(decisions.c.action, sa.func.count()).where(decisions.c.alias == alias)
+        query = sa.select(schema.decisions.c.action, sa.func.count()).where(schema.decisions.c.alias == alias)
         with read(self._engine) as connection:
-            return {PolicyAction(a): int(n) for a, n in connection.execute(query.group_by(decisions.c.action))}
+            return {PolicyAction(a): int(n) for a, n in connection.execute(query.group_by(schema.decisions.c.action))}
 
     def latest(self, alias: str | None = None) -> dict[tuple[str, int], Decision]:
         """Return the newest decision about each (alias, version) that has one."""
-        newest = sa.select(sa.func.max(decisions.c.id)).group_by(decisions.c.alias, decisions.c.version)
-        wanted = sa.and_(decisions.c.id.in_(newest), decisions.c.alias == alias if alias else sa.true())
+        newest = sa.select(sa.func.max(schema.decisions.c.id)).group_by(
+            schema.decisions.c.alias, schema.decisions.c.version
+        )
+        wanted = sa.and_(schema.decisions.c.id.in_(newest), schema.decisions.c.alias == alias if alias else sa.true())
         with read(self._engine) as connection:
-            rows = connection.execute(sa.select(decisions).where(wanted)).all()
+            rows = connection.execute(sa.select(schema.decisions).where(wanted)).all()
         return {(row.alias, row.version): _decision(row) for row in rows}
 
 
@@ -96,11 +85,11 @@ def record_decision(
 ) -> None:
     """Add a decision inside a transaction."""
     connection.execute(
-        sa.insert(decisions).values(
+        sa.insert(schema.decisions).values(
             alias=alias,
             version=version,
             action=action,
-            by=by,
+            decided_by=by,
             reason=reason,
             evidence=dict(evidence),
             decided_at=time.time(),

@@ -18,9 +18,8 @@ from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
-from ratchet.store.policies.base_models import base_id_of
-from ratchet.store.policies.decisions import decisions, record_decision
-from ratchet.store.policies.prompts import prompts
+from ratchet.store.policies.base_models import base_model_id_of
+from ratchet.store.policies.decisions import record_decision
 from ratchet.store.records import BASE_VERSION, Policy
 from ratchet.store.states import POLICY_TRANSITIONS, PolicyAction, PolicyState, check
 
@@ -79,13 +78,13 @@ class Policies:
             row = {
                 "alias": alias,
                 "state": PolicyState.CANDIDATE if share is None else PolicyState.CANARY,
-                "share": share,
+                "canary_share": share,
                 "served_name": live.served_name,
                 "adapter": live.adapter,
                 "prompt_id": prompt_id,
                 "created_at": time.time(),
                 "evidence": dict(evidence),
-                "base_id": base_id_of(alias),
+                "base_model_id": base_model_id_of(alias),
             }
             newest = connection.scalar(sa.select(sa.func.max(table.c.version)).where(table.c.alias == alias))
             version = int(newest or 0) + 1
@@ -133,9 +132,15 @@ class Policies:
 
     def held(self, alias: str) -> Policy | None:
         """Return the candidate or canary that only a person promotes: the newest decision about it is a hold."""
-        told = schema.policies.c.version == decisions.c.version
-        newest = sa.select(sa.func.max(decisions.c.id)).where(decisions.c.alias == alias).group_by(decisions.c.version)
-        held = sa.exists().where(told, decisions.c.id.in_(newest), decisions.c.action == PolicyAction.HOLD)
+        told = schema.policies.c.version == schema.decisions.c.version
+        newest = (
+            sa.select(sa.func.max(schema.decisions.c.id))
+            .where(schema.decisions.c.alias == alias)
+            .group_by(schema.decisions.c.version)
+        )
+        held = sa.exists().where(
+            told, schema.decisions.c.id.in_(newest), schema.decisions.c.action == PolicyAction.HOLD
+        )
         undecided = schema.policies.c.state.in_((PolicyState.CANDIDATE, PolicyState.CANARY))
         found = self._select(sa.and_(schema.policies.c.alias == alias, undecided, held))
         return found[-1] if found else None
@@ -289,13 +294,15 @@ class Policies:
         return self.promote(alias, version, {}, by=by, reason=reason)
 
     def _why_rejected(self, alias: str, version: int) -> str:
-        table = decisions
+        table = schema.decisions
         mine = sa.and_(table.c.alias == alias, table.c.version == version)
         rejecting = table.c.action.in_((PolicyAction.REJECT, PolicyAction.ROLLBACK))
-        query = sa.select(table.c.by, table.c.reason).where(mine, rejecting).order_by(table.c.id.desc()).limit(1)
+        query = (
+            sa.select(table.c.decided_by, table.c.reason).where(mine, rejecting).order_by(table.c.id.desc()).limit(1)
+        )
         with read(self._engine) as connection:
             row = connection.execute(query).one_or_none()
-        return "" if row is None else f" by {row.by} ({row.reason})"
+        return "" if row is None else f" by {row.decided_by} ({row.reason})"
 
     def roll_back_manually(self, alias: str, version: int | None, *, by: str, reason: str) -> list[Policy]:
         """Go back to the version that is named; else take back a canary or what is held; else to what was before.
@@ -368,7 +375,7 @@ def _check_prompt(connection: sa.Connection, alias: str, live: Any, prompt_id: s
         raise InvalidTransition(f"{alias}@{live.version} is live and has prompt {prompt_id or '(none)'} already")
     if prompt_id is None and live.adapter is None:
         raise InvalidTransition(f"{alias} without a prompt is the base model: roll back to {alias}@{BASE_VERSION}")
-    known = sa.select(prompts.c.id).where(prompts.c.id == prompt_id)
+    known = sa.select(schema.prompts.c.id).where(schema.prompts.c.id == prompt_id)
     if prompt_id is not None and connection.scalar(known) is None:
         raise RecordNotFound(f"no prompt {prompt_id}")
 
@@ -391,7 +398,9 @@ def _settle(
     table = schema.policies
     one = sa.and_(table.c.alias == policy.alias, table.c.version == policy.version, table.c.state == policy.state)
     settled = connection.execute(
-        sa.update(table).where(one).values(state=state, evidence=dict(policy.evidence) | dict(evidence), share=share)
+        sa.update(table)
+        .where(one)
+        .values(state=state, evidence=dict(policy.evidence) | dict(evidence), canary_share=share)
     )
     if not settled.rowcount:
         raise InvalidTransition(f"policy {policy.alias}@{policy.version} was changed by another process")

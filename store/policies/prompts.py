@@ -13,27 +13,14 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
+from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
-from ratchet.store.db.table_types import ID, JSON, TIME, metadata, one_of
 from ratchet.store.errors import InvalidRecord, RecordNotFound
 from ratchet.store.records.tuning import Prompt
 from ratchet.store.states import PromptMode
 
 MOST = 200_000  # characters of all texts of a prompt
-
-prompts = sa.Table(
-    "prompts",
-    metadata,
-    sa.Column("id", ID, primary_key=True),
-    sa.Column("mode", sa.String(16), nullable=False),
-    sa.Column("text", sa.Text, nullable=False),
-    sa.Column("families", JSON, nullable=False),
-    sa.Column("origin", sa.Text, nullable=False),
-    sa.Column("created_at", TIME, nullable=False),
-    one_of("mode", PromptMode),
-    sa.Index(None, "created_at", "id"),
-)
 
 
 class Prompts:
@@ -61,24 +48,28 @@ class Prompts:
         )
         row = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
         with write(self._engine) as connection:
-            insert_or_ignore(connection, prompts, [row])
+            insert_or_ignore(connection, schema.prompts, [row])
         return self.get(prompt.id)
 
     def get(self, prompt_id: str) -> Prompt:
         """Return one prompt. Raises RecordNotFound."""
         with read(self._engine) as connection:
-            row = connection.execute(sa.select(prompts).where(prompts.c.id == prompt_id)).one_or_none()
+            row = connection.execute(sa.select(schema.prompts).where(schema.prompts.c.id == prompt_id)).one_or_none()
         if row is None:
             raise RecordNotFound(f"no prompt {prompt_id}")
         return _prompt(row)
 
     def page(self, limit: int = 100, before: str | None = None) -> list[Prompt]:
-        """Return at most `limit` prompts, newest first, older than the one with the id `before`."""
-        query = sa.select(prompts).order_by(prompts.c.created_at.desc(), prompts.c.id.desc()).limit(min(limit, 1000))
+        """Return at most `limit` schema.prompts, newest first, older than the one with the id `before`."""
+        query = (
+            sa.select(schema.prompts)
+            .order_by(schema.prompts.c.created_at.desc(), schema.prompts.c.id.desc())
+            .limit(min(limit, 1000))
+        )
         if before is not None:
             last = self.get(before)
             key = sa.tuple_(sa.literal(last.created_at), sa.literal(last.id))
-            query = query.where(sa.tuple_(prompts.c.created_at, prompts.c.id) < key)
+            query = query.where(sa.tuple_(schema.prompts.c.created_at, schema.prompts.c.id) < key)
         with read(self._engine) as connection:
             return [_prompt(row) for row in connection.execute(query)]
 

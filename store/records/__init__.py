@@ -74,11 +74,11 @@ class CallBegun(Record, frozen=True, tag="begun"):
 
 
 class Choice(Record, frozen=True):
-    """One sampled answer: `ids` (n int32) and `logprobs` (n float32) are the engine's own, in order."""
+    """One sampled answer: `token_ids` (n int32) and `logprobs` (n float32) are the engine's own, in order."""
 
     index: int
     finish_reason: str | None
-    ids: bytes
+    token_ids: bytes
     logprobs: bytes
     reply_node: str = ""
     link_key: str = ""
@@ -106,7 +106,7 @@ class CallEnded(Record, frozen=True, tag="ended"):
     error: str | None = None
     upstream: str | None = None
     nodes: tuple[MessageNode, ...] = ()  # the answers
-    answer_id: str | None = None  # what the client knows the answer by, where that does not follow from the call's id
+    response_id: str | None = None  # what the client knows the answer by, where that does not follow from the call's id
 
 
 class Feedback(Record, frozen=True, tag="feedback"):
@@ -127,7 +127,7 @@ class Feedback(Record, frozen=True, tag="feedback"):
     demonstration: str | None = None  # the answer that would have been right
     trajectory_id: str | None = None
     call_id: str | None = None  # None where it is said of the whole trajectory
-    heard_at: float | None = None  # when a verdict first took it into account
+    applied_at: float | None = None  # when a verdict first took it into account
 
 
 CallRecord = CallBegun | CallEnded
@@ -177,8 +177,8 @@ class ProxyInstance(Record, frozen=True):
 
     id: str
     url: str
-    live: Mapping[str, int]  # alias -> version that new trajectories begin on
-    pins: Mapping[str, int]  # "alias@version" -> open trajectories pinned to it
+    live_versions: Mapping[str, int]  # alias -> version that new trajectories begin on
+    pinned_trajectories: Mapping[str, int]  # "alias@version" -> open trajectories pinned to it
     shipped_until: float  # everything that it recorded before this moment is in the store
     heartbeat_at: float
 
@@ -214,7 +214,7 @@ class Call(Record, frozen=True):
     untrainable: str | None
     error: str | None
     choices: tuple[Choice, ...]
-    answer_id: str | None = None
+    response_id: str | None = None
 
 
 def cohort_of(task: str | None, root_node: str, tools_hash: str) -> str:
@@ -310,7 +310,7 @@ class PastScore(Record, frozen=True):
     judged_at: float
 
 
-class Exchange(Record, frozen=True):
+class JudgeRequest(Record, frozen=True):
     """One question of a judge to a language model and what came back, word for word, without keys."""
 
     id: str
@@ -318,14 +318,14 @@ class Exchange(Record, frozen=True):
     judge: str
     url: str
     request: bytes  # JSON
-    answer: bytes  # what came back, cut at a million bytes
+    response: bytes  # what came back, cut at a million bytes
     status: int  # 0 where nothing answered
-    problem: str | None  # why it could not be used
+    error: str | None  # why it could not be used
     prompt_tokens: int
     completion_tokens: int
     cost: float | None  # money, where the price is known
     latency: float  # seconds
-    asked_at: float
+    requested_at: float
 
 
 class Group(Record, frozen=True):
@@ -353,7 +353,7 @@ class Policy(Record, frozen=True):
     created_at: float
     round_id: str | None = None
     evidence: Mapping[str, Any] = {}
-    share: float | None = None  # of new trajectories, where it is a canary
+    canary_share: float | None = None  # of new trajectories, where it is a canary
     pruned_at: float | None = None  # when its folder was deleted; it can serve no more
     prompt_id: str | None = None  # of the prompt that is swapped in
 
@@ -393,7 +393,7 @@ class Alarm(Record, frozen=True):
     name: str
     reason: str
     raised_at: float
-    last_at: float
+    last_raised_at: float
     count: int
     cleared_at: float | None = None
 

@@ -28,9 +28,9 @@ class TaskRow(Record, frozen=True):
     """One task of a set, as the set's file has it. `id` is the task key of its rollouts."""
 
     id: str
-    set: str
+    task_set: str
     split: str
-    row: Mapping[str, Any]
+    content: Mapping[str, Any]
 
 
 class Tuning(Record, frozen=True):

@@ -21,7 +21,7 @@ def record_judge_scale(store: Store, alias: str, version: str, *, relative: bool
     """Write down whether the scores of a judge's version are relative, once."""
     known = store.observations.latest(alias, _KIND).get(version)
     if known is None or bool(known.content.get("relative")) is not relative:
-        store.observations.note(alias, _KIND, version, {"relative": relative})
+        store.observations.add(alias, _KIND, version, {"relative": relative})
 
 
 def is_relative(store: Store, alias: str, version: str | None) -> bool:

@@ -20,7 +20,7 @@ def read_canary_scores(store: Store, alias: str) -> dict[str, Any] | None:
     since = min((one.decided_at for one in told if one.action is PolicyAction.CANARY), default=canary.created_at)
     judge = store.groups.newest_judge_version(alias) or ""
     sides = {"canary": (canary.version, 0.0), "live": (live.version, since)}
-    content: dict[str, Any] = {"version": canary.version, "share": canary.share}
+    content: dict[str, Any] = {"version": canary.version, "share": canary.canary_share}
     content["held"] = bool(told) and told[0].action is PolicyAction.HOLD
     for side, (version, after) in sides.items():
         scores = [one.score for one in store.groups.rewards(alias, judge, version, after)]
@@ -38,6 +38,6 @@ def held(store: Store, alias: str) -> dict[str, Any] | None:
         "model": alias,
         "version": policy.version,
         "state": str(policy.state),
-        "by": newest.by,
+        "by": newest.decided_by,
         "reason": newest.reason,
     }

@@ -18,7 +18,7 @@ from ratchet.store.db.engine import read, write
 from ratchet.store.db.text_limits import fitting
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
-from ratchet.store.records import RESAMPLE, Exchange, Group, PastScore, Tally, Verdict, cohort_of, family_of
+from ratchet.store.records import RESAMPLE, Group, JudgeRequest, PastScore, Tally, Verdict, cohort_of, family_of
 from ratchet.store.states import GROUP_TRANSITIONS, GroupState, TrajectoryState, check
 from ratchet.store.statistics import Sums
 from ratchet.store.training.group_drops import GroupDrops
@@ -68,7 +68,7 @@ class Groups(GroupDrops):
         self,
         group_id: str,
         verdicts: Sequence[Verdict],
-        exchanges: Sequence[Exchange] = (),
+        judge_requests: Sequence[JudgeRequest] = (),
         drop_reason: str | None = None,
         aside: Mapping[str, str] | None = None,
     ) -> None:
@@ -92,10 +92,10 @@ class Groups(GroupDrops):
                 )
             for name, reason in (aside or {}).items():
                 drop_trajectories(connection, [name], reason)
-            _add_verdicts(connection, verdicts, exchanges)
+            _add_verdicts(connection, verdicts, judge_requests)
 
     def fail(
-        self, group_id: str, verdicts: Sequence[Verdict], retry_at: float, exchanges: Sequence[Exchange] = ()
+        self, group_id: str, verdicts: Sequence[Verdict], retry_at: float, judge_requests: Sequence[JudgeRequest] = ()
     ) -> None:
         """Add what the judge managed, failures included; the group stays ready and is tried again at `retry_at`.
 
@@ -110,18 +110,18 @@ class Groups(GroupDrops):
             )
             if not waits.rowcount:
                 raise InvalidTransition(f"group {group_id} does not wait for a judge")
-            _add_verdicts(connection, verdicts, exchanges)
+            _add_verdicts(connection, verdicts, judge_requests)
 
-    def rescore(self, verdicts: Sequence[Verdict], exchanges: Sequence[Exchange] = ()) -> None:
+    def rescore(self, verdicts: Sequence[Verdict], judge_requests: Sequence[JudgeRequest] = ()) -> None:
         """Add what a judge says of trajectories that were judged or put aside before; their states stay."""
         with write(self._engine) as connection:
-            _add_verdicts(connection, verdicts, exchanges)
+            _add_verdicts(connection, verdicts, judge_requests)
 
-    def keep(self, exchanges: Sequence[Exchange]) -> None:
-        """Keep exchanges of a judge whose verdicts do not count."""
-        if exchanges:
+    def record_judge_requests(self, judge_requests: Sequence[JudgeRequest]) -> None:
+        """Keep judge_requests of a judge whose verdicts do not count."""
+        if judge_requests:
             with write(self._engine) as connection:
-                _add_verdicts(connection, [], exchanges)
+                _add_verdicts(connection, [], judge_requests)
 
     def drop(self, group_id: str, reason: str) -> None:
         """Put a group and its members aside with the reason."""
@@ -183,13 +183,13 @@ class Groups(GroupDrops):
         with read(self._engine) as connection:
             return [_verdict(row) for row in connection.execute(query)]
 
-    def exchanges(self, group_id: str) -> list[Exchange]:
+    def judge_requests(self, group_id: str) -> list[JudgeRequest]:
         """Return what judges asked about a group and what came back, oldest first."""
-        table = schema.exchanges
+        table = schema.judge_requests
         query = sa.select(table).where(table.c.group_id == group_id).order_by(table.c.id)
         with read(self._engine) as connection:
             return [
-                Exchange(**{name: getattr(row, name) for name in Exchange.__struct_fields__})
+                JudgeRequest(**{name: getattr(row, name) for name in JudgeRequest.__struct_fields__})
                 for row in connection.execute(query)
             ]
 
@@ -335,10 +335,12 @@ def _move(connection: sa.Connection, group: Group, state: GroupState, **values: 
         raise InvalidTransition(f"group {group.id} was moved by another process")
 
 
-def _add_verdicts(connection: sa.Connection, verdicts: Sequence[Verdict], exchanges: Sequence[Exchange]) -> None:
-    if exchanges:
-        asked = [fitting(schema.exchanges, msgspec.structs.asdict(one)) for one in exchanges]
-        connection.execute(sa.insert(schema.exchanges), asked)
+def _add_verdicts(
+    connection: sa.Connection, verdicts: Sequence[Verdict], judge_requests: Sequence[JudgeRequest]
+) -> None:
+    if judge_requests:
+        asked = [fitting(schema.judge_requests, msgspec.structs.asdict(one)) for one in judge_requests]
+        connection.execute(sa.insert(schema.judge_requests), asked)
     rows: list[dict[str, Any]] = [
         fitting(schema.verdicts, msgspec.structs.asdict(verdict)) | {"components": dict(verdict.components)}
         for verdict in verdicts

@@ -67,7 +67,7 @@ class Lineage:
 
         A version that differs from another one by its prompt alone has the other's weights.
         """
-        rounds, runs, verdicts, imitated = schema.rounds, schema.trajectories, schema.verdicts, schema.imitated
+        rounds, runs, verdicts, imitated = schema.rounds, schema.trajectories, schema.verdicts, schema.sft_trajectories
         mine = sa.and_(rounds.c.alias == policy.alias, rounds.c.state == RoundState.COMMITTED)
         with read(self._engine) as connection:
             found = connection.execute(sa.select(rounds).where(mine, rounds.c.to_version <= policy.version)).all()
@@ -119,7 +119,7 @@ def descendants(steps: Sequence[tuple[int, int]], version: int) -> list[int]:
 
 def _held_by(trajectory_ids: Sequence[str]) -> sa.CompoundSelect[tuple[str, str]]:
     """Select (trajectory id, round_id) of the rounds that learned from trajectories."""
-    runs, imitated = schema.trajectories, schema.imitated
+    runs, imitated = schema.trajectories, schema.sft_trajectories
     trained = sa.select(runs.c.id, runs.c.round_id).where(runs.c.id.in_(trajectory_ids), runs.c.round_id.is_not(None))
     shown = sa.select(imitated.c.trajectory_id.label("id"), imitated.c.round_id)
     return trained.union_all(shown.where(imitated.c.trajectory_id.in_(trajectory_ids)))

@@ -12,22 +12,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from ratchet.store.db import schema
 from ratchet.store.db.engine import read, write
-from ratchet.store.db.table_types import JSON, TIME, metadata
 from ratchet.store.records.base import Record
-
-# Observations are only ever added; the newest one of a kind and a subject counts.
-observations = sa.Table(
-    "observations",
-    metadata,
-    sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
-    sa.Column("alias", sa.String(128), nullable=False),
-    sa.Column("kind", sa.String(32), nullable=False),
-    sa.Column("subject", sa.Text, nullable=False),
-    sa.Column("content", JSON, nullable=False),
-    sa.Column("noted_at", TIME, nullable=False),
-    sa.Index(None, "alias", "kind", "id"),
-)
 
 
 class Observation(Record, frozen=True):
@@ -38,7 +25,7 @@ class Observation(Record, frozen=True):
     kind: str
     subject: str
     content: Mapping[str, Any]
-    noted_at: float
+    recorded_at: float
 
 
 class Observations:
@@ -47,16 +34,16 @@ class Observations:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    def note(self, alias: str, kind: str, subject: str, content: Mapping[str, Any]) -> None:
+    def add(self, alias: str, kind: str, subject: str, content: Mapping[str, Any]) -> None:
         """Add one."""
-        row = {"alias": alias, "kind": kind, "subject": subject, "content": dict(content), "noted_at": time.time()}
+        row = {"alias": alias, "kind": kind, "subject": subject, "content": dict(content), "recorded_at": time.time()}
         with write(self._engine) as connection:
-            connection.execute(sa.insert(observations).values(**row))
+            connection.execute(sa.insert(schema.observations).values(**row))
 
     def newest(self, alias: str, kind: str, limit: int) -> list[Observation]:
         """Return the newest `limit` of a kind, oldest first."""
-        mine = sa.and_(observations.c.alias == alias, observations.c.kind == kind)
-        query = sa.select(observations).where(mine).order_by(observations.c.id.desc()).limit(limit)
+        mine = sa.and_(schema.observations.c.alias == alias, schema.observations.c.kind == kind)
+        query = sa.select(schema.observations).where(mine).order_by(schema.observations.c.id.desc()).limit(limit)
         with read(self._engine) as connection:
             rows = connection.execute(query).all()
         names = Observation.__struct_fields__

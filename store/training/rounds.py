@@ -19,7 +19,7 @@ from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
-from ratchet.store.policies.base_models import base_id_of
+from ratchet.store.policies.base_models import base_model_id_of
 from ratchet.store.records import BASE_VERSION, Policy, Round
 from ratchet.store.states import ROUND_TRANSITIONS, GroupState, PolicyState, RoundState, TrajectoryState, check
 
@@ -202,7 +202,7 @@ def _register(connection: sa.Connection, policy: Policy) -> None:
     """Write a new version down. Raises InvalidTransition where its number is taken."""
     row = {name: getattr(policy, name) for name in Policy.__struct_fields__}
     try:
-        connection.execute(sa.insert(schema.policies).values(**row, base_id=base_id_of(policy.alias)))
+        connection.execute(sa.insert(schema.policies).values(**row, base_model_id=base_model_id_of(policy.alias)))
     except IntegrityError as taken:  # a prompt was registered while the round was under way
         raise InvalidTransition(f"{policy.served_name} was made by another process meanwhile") from taken
 
@@ -235,4 +235,4 @@ def _record_demonstrations(connection: sa.Connection, round_id: str, shown: Sequ
         there = sa.select(runs.c.id).where(runs.c.id.in_(shown[start : start + MAX_IN_VALUES]))
         rows = [{"round_id": round_id, "trajectory_id": name} for name in connection.scalars(there)]
         if rows:
-            connection.execute(sa.insert(schema.imitated), rows)
+            connection.execute(sa.insert(schema.sft_trajectories), rows)

@@ -17,61 +17,17 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES, insert_or_ignore
 from ratchet.store.db.engine import read, write
-from ratchet.store.db.table_types import ID, JSON, TIME, TRAJECTORY_ID, metadata, one_of
 from ratchet.store.db.text_limits import fitting
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.records import WorkflowResult
 from ratchet.store.records.tuning import Rollout
 from ratchet.store.states import ROLLOUT_TRANSITIONS, RolloutState, check
-from ratchet.store.tuning.tasks import TASK_ID
 
 # What its end tells of a rollout.
 _ENDS = (
     "state", "started_at", "ended_at", "failure", "response", "reward", "metrics", "prompt_tokens", "completion_tokens",
 )  # fmt: skip
 FORGOTTEN = "forgotten"  # in place of words that may quote a deleted trajectory
-
-rollouts = sa.Table(
-    "rollouts",
-    metadata,
-    sa.Column("id", TRAJECTORY_ID, primary_key=True),
-    sa.Column("tuning_id", ID, sa.ForeignKey("tunings.id"), nullable=False),
-    sa.Column("task_id", TASK_ID, nullable=False),
-    sa.Column("split", sa.Text, nullable=False),
-    sa.Column("attempt", sa.Integer, nullable=False),
-    sa.Column("candidate", sa.String(256), nullable=False),
-    sa.Column("model", sa.String(128)),
-    sa.Column("purpose", sa.String(16), nullable=False),
-    sa.Column("prompt_id", ID, sa.ForeignKey("prompts.id")),
-    sa.Column("key_id", sa.String(64)),
-    sa.Column("scenario", JSON, nullable=False),
-    sa.Column("step", sa.Integer, nullable=False),
-    sa.Column("planned_at", TIME, nullable=False),
-    sa.Column("started_at", TIME),
-    sa.Column("ended_at", TIME),
-    sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("failure", sa.Text),
-    sa.Column("response", sa.Text),
-    sa.Column("reward", sa.Double),
-    sa.Column("metrics", JSON, nullable=False),
-    sa.Column("prompt_tokens", sa.Integer, nullable=False),
-    sa.Column("completion_tokens", sa.Integer, nullable=False),
-    sa.Column("score", sa.Double),
-    sa.Column("judge", sa.Text),
-    sa.Column("judge_failure", sa.Text),
-    one_of("state", RolloutState),
-    # Live trajectories may be trained, those of an evaluation never.
-    sa.CheckConstraint("purpose IN ('live', 'eval')", name="purpose_known"),
-    # What is planned has no end, everything else has one.
-    sa.CheckConstraint("(state = 'planned') = (ended_at IS NULL)", name="end_is_known"),
-    # A failed rollout has a reason, no other has one.
-    sa.CheckConstraint("(state = 'failed') = (failure IS NOT NULL)", name="failure_has_reason"),
-    # A judge failure is a state, never a number; both have a judge.
-    sa.CheckConstraint("score IS NULL OR judge_failure IS NULL", name="score_or_failure"),
-    sa.CheckConstraint("(judge IS NULL) = (score IS NULL AND judge_failure IS NULL)", name="score_has_judge"),
-    sa.Index(None, "tuning_id", "candidate"),
-    sa.Index(None, "prompt_id"),
-)
 
 
 class Rollouts:
@@ -85,7 +41,7 @@ class Rollouts:
         rows = [_fitting(_row(rollout)) for rollout in planned]
         for start in range(0, len(rows), MAX_IN_VALUES):
             with write(self._engine) as connection:
-                insert_or_ignore(connection, rollouts, rows[start : start + MAX_IN_VALUES])
+                insert_or_ignore(connection, schema.rollouts, rows[start : start + MAX_IN_VALUES])
 
     def end(
         self,
@@ -128,27 +84,27 @@ class Rollouts:
             raise InvalidTransition(f"rollout {rollout_id}: a judge gives a score or a failure, not both, not neither")
         values = _fitting({"score": score, "judge": judge, "judge_failure": judge_failure})
         with write(self._engine) as connection:
-            connection.execute(sa.update(rollouts).where(rollouts.c.id == rollout_id).values(**values))
+            connection.execute(sa.update(schema.rollouts).where(schema.rollouts.c.id == rollout_id).values(**values))
         return self.get(rollout_id)
 
     def count_tokens(self, rollout_ids: Sequence[str]) -> None:
         """Write down how many tokens the calls of these rollouts took that have been shipped by now."""
         took = {name: _summed(schema.calls.c[name]) for name in ("prompt_tokens", "completion_tokens")}
         for start in range(0, len(rollout_ids), MAX_IN_VALUES):
-            mine = rollouts.c.id.in_(rollout_ids[start : start + MAX_IN_VALUES])
+            mine = schema.rollouts.c.id.in_(rollout_ids[start : start + MAX_IN_VALUES])
             with write(self._engine) as connection:
-                connection.execute(sa.update(rollouts).where(mine).values(**took))
+                connection.execute(sa.update(schema.rollouts).where(mine).values(**took))
 
     def get(self, rollout_id: str) -> Rollout:
         """Return one. Raises RecordNotFound."""
-        found = self._select(rollouts.c.id == rollout_id)
+        found = self._select(schema.rollouts.c.id == rollout_id)
         if not found:
             raise RecordNotFound(f"no rollout {rollout_id}")
         return found[0]
 
     def among(self, trajectory_ids: Sequence[str]) -> dict[str, Rollout]:
-        """Return those of these trajectories that are rollouts, by id."""
-        return {found.id: found for found in self._select(rollouts.c.id.in_(trajectory_ids))}
+        """Return those of these trajectories that are schema.rollouts, by id."""
+        return {found.id: found for found in self._select(schema.rollouts.c.id.in_(trajectory_ids))}
 
     def abandoned(self, trajectory_ids: Sequence[str]) -> set[str]:
         """Return those of these trajectories that are of an abandoned rollout: its own, and successors of that."""
@@ -156,25 +112,27 @@ class Rollouts:
         named = sorted(set(origins.values()))
         found: set[str] = set()
         for start in range(0, len(named), MAX_IN_VALUES):
-            some = rollouts.c.id.in_(named[start : start + MAX_IN_VALUES])
-            query = sa.select(rollouts.c.id).where(some, rollouts.c.state == RolloutState.ABANDONED)
+            some = schema.rollouts.c.id.in_(named[start : start + MAX_IN_VALUES])
+            query = sa.select(schema.rollouts.c.id).where(some, schema.rollouts.c.state == RolloutState.ABANDONED)
             with read(self._engine) as connection:
                 found |= set(connection.scalars(query))
         return {name for name, origin in origins.items() if origin in found}
 
     def of(self, tuning_id: str, candidate: str | None = None, *, responses: bool = False) -> list[Rollout]:
-        """Return a tuning's rollouts, or those of one of its candidates, in the order in which they were planned.
+        """Return a tuning's schema.rollouts, or those of one of its candidates, in the order in which they were planned.
 
         What their workflows returned, megabytes each, is left out unless `responses` are asked for.
         """
-        mine = rollouts.c.tuning_id == tuning_id
-        return self._select(mine if candidate is None else sa.and_(mine, rollouts.c.candidate == candidate), responses)
+        mine = schema.rollouts.c.tuning_id == tuning_id
+        return self._select(
+            mine if candidate is None else sa.and_(mine, schema.rollouts.c.candidate == candidate), responses
+        )
 
     def awaited(self, alias: str, since: float) -> set[int]:
         """Return the versions of an alias that rollouts planned since a moment are still to be made on."""
-        name = rollouts.c.model
+        name = schema.rollouts.c.model
         query = sa.select(name).distinct()
-        query = query.where(rollouts.c.state == RolloutState.PLANNED, rollouts.c.planned_at > since)
+        query = query.where(schema.rollouts.c.state == RolloutState.PLANNED, schema.rollouts.c.planned_at > since)
         with read(self._engine) as connection:
             found = [str(model).rpartition("@") for model in connection.scalars(query.where(name.is_not(None)))]
         return {int(version) for asked, _, version in found if asked == alias and version.isdecimal()}
@@ -186,9 +144,9 @@ class Rollouts:
         """
         with write(self._engine) as connection:
             for rollout in over:
-                mine = sa.and_(rollouts.c.id == rollout.id, rollouts.c.state == RolloutState.PLANNED)
+                mine = sa.and_(schema.rollouts.c.id == rollout.id, schema.rollouts.c.state == RolloutState.PLANNED)
                 values = _fitting({name: _row(rollout)[name] for name in _ENDS})
-                if not connection.execute(sa.update(rollouts).where(mine).values(**values)).rowcount:
+                if not connection.execute(sa.update(schema.rollouts).where(mine).values(**values)).rowcount:
                     raise InvalidTransition(f"rollout {rollout.id} is unknown, or was ended by another process")
 
     def _end(self, rollout_id: str, state: RolloutState, values: dict[str, Any]) -> Rollout:
@@ -198,23 +156,31 @@ class Rollouts:
         return self.get(rollout_id)
 
     def _select(self, where: sa.ColumnElement[bool], responses: bool = True) -> list[Rollout]:
-        columns = [sa.null().label(c.name) if c is rollouts.c.response and not responses else c for c in rollouts.c]
-        query = sa.select(*columns).where(where).order_by(rollouts.c.planned_at, rollouts.c.id)
+        columns = [
+            sa.null().label(c.name) if c is schema.rollouts.c.response and not responses else c
+            for c in schema.rollouts.c
+        ]
+        query = sa.select(*columns).where(where).order_by(schema.rollouts.c.planned_at, schema.rollouts.c.id)
         with read(self._engine) as connection:
             return [_rollout(row) for row in connection.execute(query)]
 
 
 def abandon(connection: sa.Connection, tuning_id: str) -> None:
     """Give up what a run planned and never ended."""
-    planned = sa.and_(rollouts.c.tuning_id == tuning_id, rollouts.c.state == RolloutState.PLANNED)
+    planned = sa.and_(schema.rollouts.c.tuning_id == tuning_id, schema.rollouts.c.state == RolloutState.PLANNED)
     gone = {"state": RolloutState.ABANDONED, "ended_at": time.time()}
-    connection.execute(sa.update(rollouts).where(planned).values(**gone))
+    connection.execute(sa.update(schema.rollouts).where(planned).values(**gone))
 
 
 def workflow_result_of(connection: sa.Connection, trajectory_id: str) -> tuple[str | None, WorkflowResult | None]:
     """Return the task of a trajectory's rollout and what its workflow came to; None where it is no rollout."""
-    columns = (rollouts.c.task_id, rollouts.c.response, rollouts.c.reward, rollouts.c.failure)
-    row = connection.execute(sa.select(*columns).where(rollouts.c.id == trajectory_id)).one_or_none()
+    columns = (
+        schema.rollouts.c.task_id,
+        schema.rollouts.c.response,
+        schema.rollouts.c.reward,
+        schema.rollouts.c.failure,
+    )
+    row = connection.execute(sa.select(*columns).where(schema.rollouts.c.id == trajectory_id)).one_or_none()
     if row is None:
         return None, None
     return row.task_id, WorkflowResult(response=row.response, reward=row.reward, failure=row.failure)
@@ -226,19 +192,22 @@ def _fitting(values: dict[str, Any]) -> dict[str, Any]:
         name: value.encode("utf-8", "replace").decode() if type(value) is str and not value.isascii() else value
         for name, value in values.items()
     }
-    return fitting(rollouts, whole)
+    return fitting(schema.rollouts, whole)
 
 
 def _summed(column: sa.ColumnElement[Any]) -> sa.ScalarSelect[Any]:
-    mine = schema.calls.c.trajectory_id == rollouts.c.id
+    mine = schema.calls.c.trajectory_id == schema.rollouts.c.id
     return sa.select(sa.func.coalesce(sa.func.sum(column), 0)).where(mine).scalar_subquery()
 
 
 def forget(connection: sa.Connection, trajectory_ids: Sequence[str]) -> None:
     """Empty what rollouts hold of trajectories that are deleted; that they were, and their scores, stays."""
-    words = {"failure": _unless_null(rollouts.c.failure), "judge_failure": _unless_null(rollouts.c.judge_failure)}
-    mine = rollouts.c.id.in_(trajectory_ids)
-    connection.execute(sa.update(rollouts).where(mine).values(response=None, **words))
+    words = {
+        "failure": _unless_null(schema.rollouts.c.failure),
+        "judge_failure": _unless_null(schema.rollouts.c.judge_failure),
+    }
+    mine = schema.rollouts.c.id.in_(trajectory_ids)
+    connection.execute(sa.update(schema.rollouts).where(mine).values(response=None, **words))
 
 
 def _unless_null(column: sa.Column[Any]) -> sa.ColumnElement[Any]:

@@ -11,22 +11,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES, insert_or_ignore
 from ratchet.store.db.engine import read, write
-from ratchet.store.db.table_types import JSON, metadata
 from ratchet.store.errors import InvalidRecord
 from ratchet.store.records.tuning import TaskRow
 
 TASK_ID = sa.String(256)
-
-tasks = sa.Table(
-    "tasks",
-    metadata,
-    sa.Column("id", TASK_ID, primary_key=True),
-    sa.Column("set", sa.Text, nullable=False),
-    sa.Column("split", sa.Text, nullable=False),
-    sa.Column("row", JSON, nullable=False),
-)
 
 
 class Tasks:
@@ -40,12 +31,12 @@ class Tasks:
         waiting = iter(rows)
         while some := [_checked(row) for row in islice(waiting, MAX_IN_VALUES)]:
             with write(self._engine) as connection:
-                insert_or_ignore(connection, tasks, some)
+                insert_or_ignore(connection, schema.tasks, some)
 
     def get(self, task_id: str) -> TaskRow | None:
         """Return one task's row; None where it is not known."""
         with read(self._engine) as connection:
-            row = connection.execute(sa.select(tasks).where(tasks.c.id == task_id)).one_or_none()
+            row = connection.execute(sa.select(schema.tasks).where(schema.tasks.c.id == task_id)).one_or_none()
         return None if row is None else _task(row)
 
 
@@ -53,14 +44,16 @@ def row_of(connection: sa.Connection, task_id: str | None) -> Mapping[str, Any] 
     """Return the row that a task key names; None where it names none."""
     if task_id is None:
         return None
-    row: Mapping[str, Any] | None = connection.scalar(sa.select(tasks.c.row).where(tasks.c.id == task_id))
+    row: Mapping[str, Any] | None = connection.scalar(
+        sa.select(schema.tasks.c.content).where(schema.tasks.c.id == task_id)
+    )
     return row
 
 
 def _checked(task: TaskRow) -> dict[str, Any]:
     if not 0 < len(task.id) <= 256:
         raise InvalidRecord(f"the task id {task.id[:40]!r}... has {len(task.id)} characters: use 1 to 256")
-    return {"id": task.id, "set": task.set, "split": task.split, "row": dict(task.row)}
+    return {"id": task.id, "task_set": task.task_set, "split": task.split, "content": dict(task.content)}
 
 
 def _task(row: Any) -> TaskRow:

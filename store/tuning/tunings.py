@@ -8,36 +8,15 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from ratchet.store.db import schema
 from ratchet.store.db.engine import read, write
-from ratchet.store.db.table_types import ID, JSON, TIME, metadata, one_of
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import TUNING_TRANSITIONS, RolloutState, TuningKind, TuningState, check
-from ratchet.store.tuning.rollouts import abandon, rollouts
+from ratchet.store.tuning.rollouts import abandon
 
 _NO_TUNING = "no tuning {}; `ratchet tune runs` shows the ids"
-
-tunings = sa.Table(
-    "tunings",
-    metadata,
-    sa.Column("id", ID, primary_key=True),
-    sa.Column("kind", sa.String(16), nullable=False),
-    sa.Column("alias", sa.String(128), nullable=False),
-    sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("config", JSON, nullable=False),
-    sa.Column("result", sa.JSON(none_as_null=True)),
-    sa.Column("error", sa.Text),
-    sa.Column("started_at", TIME, nullable=False),
-    sa.Column("ended_at", TIME),
-    one_of("kind", TuningKind),
-    one_of("state", TuningState),
-    # What runs has no end, everything else has one.
-    sa.CheckConstraint("(state = 'running') = (ended_at IS NULL)", name="end_is_known"),
-    # A failed run has a reason.
-    sa.CheckConstraint("state <> 'failed' OR error IS NOT NULL", name="failure_has_reason"),
-    sa.Index(None, "kind", "started_at"),
-)
 
 
 class Tunings:
@@ -58,7 +37,7 @@ class Tunings:
         )
         row = {name: getattr(tuning, name) for name in Tuning.__struct_fields__}
         with write(self._engine) as connection:
-            connection.execute(sa.insert(tunings).values(**row))
+            connection.execute(sa.insert(schema.tunings).values(**row))
         return tuning
 
     def update(self, tuning_id: str, result: Mapping[str, Any]) -> None:
@@ -102,7 +81,7 @@ class Tunings:
 
     def get(self, tuning_id: str) -> Tuning:
         """Return one. Raises RecordNotFound."""
-        found = self._select(tunings.c.id == tuning_id, 1)
+        found = self._select(schema.tunings.c.id == tuning_id, 1)
         if not found:
             raise RecordNotFound(_NO_TUNING.format(tuning_id))
         return found[0]
@@ -111,22 +90,22 @@ class Tunings:
         self, kind: str | None = None, limit: int = 100, before: str | None = None, state: str | None = None
     ) -> list[Tuning]:
         """Return at most `limit`, newest first, older than the id `before`; what a doctor tried, only where asked."""
-        where = [tunings.c.kind == kind if kind else tunings.c.kind != TuningKind.DOCTOR]
-        where += [tunings.c.state == state] if state else []
-        where += [tunings.c.id < before] if before else []
+        where = [schema.tunings.c.kind == kind if kind else schema.tunings.c.kind != TuningKind.DOCTOR]
+        where += [schema.tunings.c.state == state] if state else []
+        where += [schema.tunings.c.id < before] if before else []
         return self._select(sa.and_(sa.true(), *where), min(limit, 1000))
 
     def _change(self, connection: sa.Connection, tuning_id: str, old: TuningState, **values: Any) -> None:
-        mine = sa.and_(tunings.c.id == tuning_id, tunings.c.state == old)
-        if connection.execute(sa.update(tunings).where(mine).values(**values)).rowcount:
+        mine = sa.and_(schema.tunings.c.id == tuning_id, schema.tunings.c.state == old)
+        if connection.execute(sa.update(schema.tunings).where(mine).values(**values)).rowcount:
             return
-        state = connection.scalar(sa.select(tunings.c.state).where(tunings.c.id == tuning_id))
+        state = connection.scalar(sa.select(schema.tunings.c.state).where(schema.tunings.c.id == tuning_id))
         if state is None:
             raise RecordNotFound(_NO_TUNING.format(tuning_id))
         raise InvalidTransition(f"tuning {tuning_id} is {state} by now, not {old}")
 
     def _select(self, where: sa.ColumnElement[bool], limit: int) -> list[Tuning]:
-        query = sa.select(tunings).where(where).order_by(tunings.c.id.desc()).limit(limit)
+        query = sa.select(schema.tunings).where(where).order_by(schema.tunings.c.id.desc()).limit(limit)
         with read(self._engine) as connection:
             return [_tuning(row) for row in connection.execute(query)]
 
@@ -134,10 +113,10 @@ class Tunings:
 def at_work(trajectory_id: sa.ColumnElement[str]) -> sa.ColumnElement[bool]:
     """Return whether a trajectory is a rollout whose workflow has not returned, of a run that goes on."""
     return sa.exists().where(
-        rollouts.c.id == trajectory_id,
-        rollouts.c.state == RolloutState.PLANNED,
-        tunings.c.id == rollouts.c.tuning_id,
-        tunings.c.state == TuningState.RUNNING,
+        schema.rollouts.c.id == trajectory_id,
+        schema.rollouts.c.state == RolloutState.PLANNED,
+        schema.tunings.c.id == schema.rollouts.c.tuning_id,
+        schema.tunings.c.state == TuningState.RUNNING,
     )
 
 

@@ -11,11 +11,8 @@ from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 
-from ratchet.store.calls.resamples import resamples
 from ratchet.store.db import schema
 from ratchet.store.db.engine import connect, ensure_schema, read
-from ratchet.store.policies.prompts import prompts
-from ratchet.store.tuning.rollouts import rollouts
 from ratchet.store.verify import check_calls, check_messages, check_training, check_tuning
 from ratchet.store.verify.finding import Finding, Page
 
@@ -31,9 +28,9 @@ _WALKS: tuple[tuple[sa.Table, str, int, Callable[[sa.Connection, Page], Iterator
     (schema.groups, "id", 200, check_training.check_groups),
     (schema.verdicts, "id", 500, check_training.check_verdicts),
     (schema.rounds, "id", 500, check_training.check_rounds),
-    (prompts, "id", 200, check_tuning.check_prompts),
-    (rollouts, "id", 500, check_tuning.check_rollouts),
-    (resamples, "id", 500, check_tuning.check_shadows),
+    (schema.prompts, "id", 200, check_tuning.check_prompts),
+    (schema.rollouts, "id", 500, check_tuning.check_rollouts),
+    (schema.resamples, "id", 500, check_tuning.check_shadows),
 )
 
 

@@ -84,7 +84,7 @@ def _context(connection: sa.Connection, name: str, row: Any, parents: Mapping[st
 
 
 def _answer(name: str, row: Any, one: Any, messages: set[str]) -> Iterator[Finding]:
-    size = _size(one.ids)
+    size = _size(one.token_ids)
     if size is None:
         yield Finding(row=name, problem="its token ids are damaged", remedy=_UNTRAINED)
     elif len(one.logprobs) % 4 or (size and one.logprobs and size != len(one.logprobs) // 4 and not row.untrainable):
@@ -139,9 +139,9 @@ def _parents(connection: sa.Connection, page: Page) -> dict[str, Any]:
 
 def _blocks(connection: sa.Connection, page: Page) -> dict[tuple[str, bytes], int]:
     """Return how many token ids each block of these calls' trajectories holds; those that are damaged are left out."""
-    table = schema.blocks
+    table = schema.prompt_blocks
     runs = sorted({row.trajectory_id for row in page if row.prompt_blocks})
-    packed = sa.type_coerce(table.c.ids, sa.LargeBinary).label("ids")
+    packed = sa.type_coerce(table.c.token_ids, sa.LargeBinary).label("token_ids")
     query = sa.select(table.c.trajectory_id, table.c.digest, packed).where(table.c.trajectory_id.in_(runs))
-    sizes = ((row, _size(row.ids)) for row in connection.execute(query))
+    sizes = ((row, _size(row.token_ids)) for row in connection.execute(query))
     return {(row.trajectory_id, bytes(row.digest)): size for row, size in sizes if size is not None}

@@ -74,11 +74,11 @@ def check_groups(connection: sa.Connection, page: Page) -> Iterator[Finding]:
 
 def check_verdicts(connection: sa.Connection, page: Page) -> Iterator[Finding]:
     """Each verdict is of a trajectory and a group that are there and belong together."""
-    runs, exchanges = schema.trajectories, schema.exchanges
+    runs, judge_requests = schema.trajectories, schema.judge_requests
     wanted = sorted({row.trajectory_id for row in page})
     query = sa.select(runs.c.id, runs.c.group_id).where(runs.c.id.in_(wanted))
     groups = {row.id: row.group_id for row in connection.execute(query)}
-    asked = known(connection, exchanges.c.id, {row.judge_request_id for row in page if row.judge_request_id})
+    asked = known(connection, judge_requests.c.id, {row.judge_request_id for row in page if row.judge_request_id})
     remedy = "delete the verdict, or restore what it names from a backup"
     for row in page:
         name = f"verdict {row.id}"

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import sqlalchemy as sa
 
-from ratchet.store.calls.resamples import resamples
 from ratchet.store.db import schema
 from ratchet.store.policies.prompts import prompt_id
 from ratchet.store.states import TrajectoryState
@@ -35,10 +34,10 @@ def check_shadows(connection: sa.Connection, page: Page) -> Iterator[Finding]:
     """A shadow that was trained was compared with its original, in one group."""
     runs, originals = schema.trajectories, schema.trajectories.alias("original")
     query = (
-        sa.select(resamples.c.id)
-        .join(runs, runs.c.id == resamples.c.id)
-        .join(originals, originals.c.id == resamples.c.original_id)
-        .where(resamples.c.id.in_([row.id for row in page]), runs.c.state == TrajectoryState.TRAINED)
+        sa.select(schema.resamples.c.id)
+        .join(runs, runs.c.id == schema.resamples.c.id)
+        .join(originals, originals.c.id == schema.resamples.c.original_id)
+        .where(schema.resamples.c.id.in_([row.id for row in page]), runs.c.state == TrajectoryState.TRAINED)
         .where(sa.func.coalesce(originals.c.group_id, "") != runs.c.group_id)
     )
     for name in connection.scalars(query):

@@ -50,7 +50,7 @@ def test_every_token_is_the_engines(bench: Bench, client: Client, streamed: bool
         assert (call.state, call.status, call.untrainable) == (CallState.ANSWERED, 200, None)
         (choice,) = call.choices
         sampled = (*words.encode(), END)
-        assert unpack_ids(choice.ids) == sampled
+        assert unpack_ids(choice.token_ids) == sampled
         assert unpack_logprobs(choice.logprobs) == pytest.approx([logprob(k) for k in range(len(sampled))])
         prompt = (context if call.context == "exact" else ()) + unpack_ids(call.prompt_ids)
         assert prompt == tuple(render(body["messages"]))

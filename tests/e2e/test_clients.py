@@ -83,6 +83,6 @@ def test_a_loop_with_tools_is_one_exact_trajectory(
         assert [call.context for call in calls] == ["root"] + ["exact"] * (len(calls) - 1)
         assert {call.untrainable for call in calls} == {None}
         sampled = [choice for call in calls for choice in call.choices]
-        assert all(len(one.ids) == len(one.logprobs) > 0 for one in sampled)
+        assert all(len(one.token_ids) == len(one.logprobs) > 0 for one in sampled)
         assert sum(bool(one.tool_call_ids) for one in sampled) >= 2
     store.close()

@@ -106,7 +106,7 @@ def assert_one_sequence(calls: list[Call]) -> None:
     assert [call.untrainable for call in calls] == [None] * len(calls)
     last = (calls[-1].id, 0)
     whole, spans = sequences(calls)[last], sampled_spans(calls, last)
-    assert [whole[4 * a : 4 * b] for a, b in spans] == [call.choices[0].ids for call in calls]
+    assert [whole[4 * a : 4 * b] for a, b in spans] == [call.choices[0].token_ids for call in calls]
 
 
 @pytest.mark.e2e
@@ -128,7 +128,11 @@ def test_with_an_adapter_too(engine: tuple[str, Model]) -> None:
         begun = proxy.store.rounds.start("agent", 0)
         proxy.store.rounds.commit(begun.id, version=1, checkpoint=str(model.adapter), groups=[], metrics={})
         proxy.store.policies.promote("agent", 1, {})
-        eventually(lambda: any(d.live.get("agent") == 1 for d in proxy.store.doors.open("agent", time.time() - 2)))
+        eventually(
+            lambda: any(
+                d.live_versions.get("agent") == 1 for d in proxy.store.proxy_instances.running("agent", time.time() - 2)
+            )
+        )
         for streamed in (False, True):
             converse(proxy.agent(), model, streamed=streamed, thinks=True, keeps=True)
         calls = recorded(proxy)
@@ -146,7 +150,11 @@ def test_under_a_prompt_that_is_swapped_in_too(engine: tuple[str, Model], mode: 
         prompt = proxy.store.prompts.remember("Search the inbox first.", mode)
         made = proxy.store.policies.with_prompt("agent", prompt.id, {})
         proxy.store.policies.promote("agent", made.version, {})
-        eventually(lambda: any(d.live.get("agent") == 1 for d in proxy.store.doors.open("agent", time.time() - 2)))
+        eventually(
+            lambda: any(
+                d.live_versions.get("agent") == 1 for d in proxy.store.proxy_instances.running("agent", time.time() - 2)
+            )
+        )
         converse(proxy.agent(), model, streamed=streamed, thinks=True, keeps=False)
         calls = recorded(proxy)
         assert {call.version for call in calls} == {1}

@@ -47,6 +47,6 @@ def test_a_single_call_with_tools_is_asked_again_token_for_token(project: Projec
         assert {one.trajectory.state for one in told} == {TrajectoryState.GROUPED}
         assert sorted(one.trajectory.purpose for one in told) == ["live", "resample", "resample"]
         assert len({one.calls[0].prompt_ids for one in told}) == 1
-        assert all(choice.ids and choice.logprobs for one in told for choice in one.calls[0].choices)
+        assert all(choice.token_ids and choice.logprobs for one in told for choice in one.calls[0].choices)
         assert store.resamples.counts("agent")[ResampleState.ANSWERED].resamples == len(runs(store)) == 2
     assert 'ratchet_calls_total{alias="agent",dialect="chat",purpose="resample",state="answered"} 2.0' in counted

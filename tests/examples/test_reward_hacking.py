@@ -114,7 +114,7 @@ async def test_a_policy_that_learnt_to_list_every_answer_is_held_before_it_is_pr
     finally:
         daemon.close()
     told = store.decisions.of("agent", 1)[0]
-    assert (told.action, told.by) == (PolicyAction.HOLD, "release")
+    assert (told.action, told.decided_by) == (PolicyAction.HOLD, "release")
     assert told.evidence["release"]["difference"]["low"] > 0, "the first judge is sure of the gain"
     assert told.evidence["second_judge"]["mean"] <= 0
     assert store.policies.get("agent", 1).state is PolicyState.CANARY

@@ -70,7 +70,7 @@ def ended(
     choice = Choice(
         index=0,
         finish_reason="stop",
-        ids=pack_ids(ids),
+        token_ids=pack_ids(ids),
         logprobs=pack_logprobs([-6.25] * len(ids)),  # as a random model of 512 tokens would: the trainer compares
         reply_node=answer.hash,
         link_key=link_keys([*messages, reply])[-1],

@@ -85,8 +85,8 @@ def test_the_upstream_is_let_go_within_a_tenth_of_a_second(proxy: Proxy, vllm: S
         for call in calls:
             (choice,) = call.choices
             assert choice.finish_reason is None
-            assert 0 < len(choice.ids) == len(choice.logprobs) == 4 * call.completion_tokens
-            assert set(unpack_ids(choice.ids)) == {ord("x")}
+            assert 0 < len(choice.token_ids) == len(choice.logprobs) == 4 * call.completion_tokens
+            assert set(unpack_ids(choice.token_ids)) == {ord("x")}
 
 
 def test_a_client_that_leaves_a_quick_call_has_no_answer_and_its_retry_goes_on_in_the_same_trajectory(

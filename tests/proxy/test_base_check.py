@@ -35,7 +35,7 @@ def other() -> ScriptedVllm:
 @contextmanager
 def started(store: Store, folder: Path, *urls: str) -> Iterator[Proxy]:
     with running(urls[0], store, folder, upstreams=urls, **QUICK) as proxy:
-        eventually(lambda: (known := store.base_models.of("agent")) and known.served)
+        eventually(lambda: (known := store.base_models.of("agent")) and known.server_fingerprint)
         yield proxy
 
 

@@ -47,7 +47,7 @@ def last_call(proxy: Proxy) -> Call:
 
 
 def tokens(call: Call, choice: int = 0) -> tuple[int, ...]:
-    return unpack_ids(call.choices[choice].ids)
+    return unpack_ids(call.choices[choice].token_ids)
 
 
 def test_a_plain_call_is_answered_and_recorded_with_the_engines_tokens(proxy: Proxy) -> None:
@@ -141,7 +141,7 @@ def test_every_choice_of_n_is_recorded(proxy: Proxy, streamed: bool) -> None:
     assert proxy.http.post("/v1/chat/completions", json=body).status_code == 200
     call = last_call(proxy)
     assert [choice.index for choice in call.choices] == [0, 1, 2]
-    assert len({choice.ids for choice in call.choices}) == 3
+    assert len({choice.token_ids for choice in call.choices}) == 3
     assert call.untrainable is None
 
 
@@ -161,7 +161,7 @@ def test_what_is_not_exact_is_marked_and_never_padded(proxy: Proxy, text: str, e
     call = last_call(proxy)
     assert call.untrainable == reason
     if reason != "echo":
-        assert (call.choices[0].ids, call.choices[0].logprobs) == (b"", b"")
+        assert (call.choices[0].token_ids, call.choices[0].logprobs) == (b"", b"")
 
 
 def test_images_are_recorded_and_marked(proxy: Proxy) -> None:
@@ -286,7 +286,7 @@ def test_a_client_that_leaves_stops_the_upstream_and_is_recorded(
     eventually(lambda: vllm.aborted == 1, 10)  # of the 20 seconds that the answer takes
     eventually(lambda: last_call(proxy).state == CallState.ABORTED)
     call = last_call(proxy)
-    assert [set(unpack_ids(choice.ids)) for choice in call.choices] == ([{120}] if streamed else [])
+    assert [set(unpack_ids(choice.token_ids)) for choice in call.choices] == ([{120}] if streamed else [])
     assert proxy.agent().chat.completions.create(model="agent", messages=ask("#say=still.here")).choices
 
 

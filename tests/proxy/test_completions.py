@@ -38,7 +38,7 @@ def test_a_completion_is_answered_and_recorded(proxy: Proxy, streamed: bool, as_
         None,
     )
     assert unpack_ids(call.prompt_ids) == tuple(text.encode())
-    assert unpack_ids(call.choices[0].ids) == (*b"upon a time", END)
+    assert unpack_ids(call.choices[0].token_ids) == (*b"upon a time", END)
     assert unpack_logprobs(call.choices[0].logprobs) == pytest.approx([logprob(k) for k in range(12)])
     found = proxy.store.trajectories.read(call.trajectory_id)
     assert list(found.messages) == [
@@ -52,7 +52,7 @@ def test_every_choice_of_n_is_recorded(proxy: Proxy, streamed: bool) -> None:
     body = {"model": "agent", "prompt": "hi", "n": 3, "stream": streamed}
     assert proxy.http.post("/v1/completions", json=body).status_code == 200
     call = last_call(proxy)
-    assert len({choice.ids for choice in call.choices}) == 3
+    assert len({choice.token_ids for choice in call.choices}) == 3
     assert call.untrainable is None
 
 

@@ -96,7 +96,7 @@ def test_the_overview_reports_what_status_reports(start: Start, store: Store) ->
     whole = alias["learning"]["families"][0]
     assert (alias["live"]["version"], alias["canary"]["version"], whole["gain"]["verdict"]) == (4, 5, "better")
     assert "before: @0 alone, the oldest, has the 30 scores that a side needs" in alias["learning"]["notes"]
-    (work,) = alias["works"]
+    (work,) = alias["progress"]
     assert (work["done"], work["total"], work["seconds_per_item"], work["eta_seconds"]) == (3, 8, 4.0, 20.0)
     assert work["means"] == {"tokens": 42.67, "reward": 0.5}
     assert sum(overview["trajectories"].values()) == 202

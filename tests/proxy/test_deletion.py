@@ -43,7 +43,7 @@ def test_what_was_deleted_and_is_sent_again_is_stored_again(vllm_url: str, tmp_p
             eventually(lambda: http.get("/health/backlog").json()["unshipped_records"] == 0)
             eventually(lambda: store.trajectories.page())
             done = store.deletions.delete(TrajectoryFilter(inactive_since=4e9), "prune")
-            assert (done.trajectories, done.unswept_messages, store.calls.message_count()) == (1, 0, 0)
+            assert (done.trajectory_count, done.unswept_messages, store.calls.message_count()) == (1, 0, 0)
             name = _say(http)
             eventually(lambda: store.calls.page(trajectory=name, state="answered"))
             _is_whole(store, name)
@@ -82,7 +82,7 @@ def test_an_operator_deletes_a_trajectory_and_reads_what_learnt_from_it(proxy: P
     assert (answer.status_code, answer.json()["trajectories"], answer.json()["policies"]) == (200, 1, [])
     assert proxy.http.get("/api/trajectories/job").status_code == 404
     assert proxy.http.delete("/api/trajectories/job").status_code == 404
-    assert [one["why"] for one in proxy.http.get("/api/deletions").json()["data"]] == ["operator"]
+    assert [one["reason"] for one in proxy.http.get("/api/deletions").json()["data"]] == ["operator"]
     assert proxy.store.calls.message_count() == 0
     assert _say(proxy.http, "/t/job") == "job"
     proxy.settled()

@@ -71,7 +71,7 @@ def test_every_dialect_records_the_same_tokens(proxy: Proxy, ask: Ask, text: str
     assert (f"by_{call.dialect}", call.streamed) == (ask.__name__, streamed)
     assert (call.state, call.untrainable, call.linked_by) == (CallState.ANSWERED, None, "root")
     sampled = (*WORDS[text].encode(), END)
-    assert unpack_ids(call.choices[0].ids) == sampled
+    assert unpack_ids(call.choices[0].token_ids) == sampled
     assert unpack_logprobs(call.choices[0].logprobs) == pytest.approx([logprob(k) for k in range(len(sampled))])
     prompt = text.encode() if ask is by_completions else render([{"role": "user", "content": text}])
     assert unpack_ids(call.prompt_ids) == tuple(prompt)
@@ -96,7 +96,7 @@ def test_a_client_that_leaves_stops_the_upstream_and_is_recorded(
             pass
     eventually(lambda: vllm.aborted == 1, 10)
     eventually(lambda: last_call(proxy).state == CallState.ABORTED)
-    assert set(unpack_ids(last_call(proxy).choices[0].ids)) == {120}
+    assert set(unpack_ids(last_call(proxy).choices[0].token_ids)) == {120}
     assert (last_call(proxy).trajectory_id == "run-7") == path.startswith("/t/")
 
 

@@ -102,7 +102,7 @@ def test_a_stop_lets_running_calls_end_and_ships_them(
         assert process.stop(number) == 0
         assert call.result().text.endswith("data: [DONE]\n\n")
     assert [c.state for c in store.calls.page(9)] == [CallState.ANSWERED]
-    assert store.doors.open("agent", time.time() - 60) == []
+    assert store.proxy_instances.running("agent", time.time() - 60) == []
 
 
 def test_a_drain_is_unready_then_refuses_while_running_streams_end(vllm_url: str, tmp_path: Path, store: Store) -> None:

@@ -281,7 +281,7 @@ async def test_few_ids_are_remembered_as_long_as_nobody_asks_for_any(store: Stor
         contexts.add_answers(ended(f"call_{number}", 10_000))
     assert contexts.bytes <= 2**20
     record = ended("call_99", 10_000)
-    ids = record.prompt_ids + record.choices[0].ids
+    ids = record.prompt_ids + record.choices[0].token_ids
     leaf = Leaf("t", "call_99", 0, 0, "", (), None, TokenFingerprint.of(ids), 0.0)
     assert await contexts.find_context(leaf) == Context(ids, ((10, 10_000),)), "the latest are among them"
     for number in range(100, 200):
@@ -307,7 +307,7 @@ def ended(name: str, ids: int) -> CallEnded:
     """Return the record of a call with so many ids."""
     begun = CallBegun(call_id=name, trajectory_id="t", started_at=0.0, alias="a", version=0, dialect="chat",
                       streamed=False, linked_by="root", prompt_node="")  # fmt: skip
-    choice = Choice(index=0, finish_reason="stop", ids=pack_ids(range(ids - 10)), logprobs=b"")
+    choice = Choice(index=0, finish_reason="stop", token_ids=pack_ids(range(ids - 10)), logprobs=b"")
     return CallEnded(begun=begun, state=CallState.ANSWERED, ended_at=0.0, status=200, prompt_ids=pack_ids(range(10)),
                      choices=(choice,))  # fmt: skip
 

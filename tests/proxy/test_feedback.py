@@ -40,7 +40,7 @@ def heard(proxy: Proxy, **chosen: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("dialect", ["chat", "completions", "responses", "messages"])
 def test_the_id_of_an_answer_names_it_in_every_dialect(proxy: Proxy, dialect: str, streamed: bool) -> None:
-    name = answer_id(proxy, dialect, streamed)
+    name = answered_id(proxy, dialect, streamed)
     told = say(proxy, response_id=name, value="up")
     (row,) = heard(proxy)
     call = proxy.http.get(f"/api/calls/{told['call_id']}").json()
@@ -48,7 +48,7 @@ def test_the_id_of_an_answer_names_it_in_every_dialect(proxy: Proxy, dialect: st
     assert (row["value"], row["target"], row["call_id"]) == (1.0, name, call["id"])
 
 
-def answer_id(proxy: Proxy, dialect: str, streamed: bool) -> str:
+def answered_id(proxy: Proxy, dialect: str, streamed: bool) -> str:
     client = proxy.agent()
     said: Any
     if dialect == "messages":
@@ -181,7 +181,7 @@ def test_feedback_on_a_call_that_is_not_in_the_store_yet_waits_and_finds_it(prox
 
 def test_an_id_that_neither_of_two_proxies_knows_is_a_404(start: Start, tmp_path: Path) -> None:
     one, other = start(), start(journal=tmp_path / "other")
-    eventually(lambda: len(one.store.doors.open(None, 0.0)) == 2)
+    eventually(lambda: len(one.store.proxy_instances.running(None, 0.0)) == 2)
     say(one, 404, response_id="chatcmpl-nobody", value="up")
     name = other.agent().chat.completions.create(**BODY).id
     other.settled()
@@ -189,8 +189,15 @@ def test_an_id_that_neither_of_two_proxies_knows_is_a_404(start: Start, tmp_path
 
 
 def test_where_another_proxy_has_not_shipped_the_answer_says_that_the_id_is_not_known_yet(proxy: Proxy) -> None:
-    proxy.store.doors.beat(
-        ProxyInstance(id="d", url="u", live={"another": 0}, pins={}, shipped_until=0.0, heartbeat_at=time.time())
+    proxy.store.proxy_instances.heartbeat(
+        ProxyInstance(
+            id="d",
+            url="u",
+            live_versions={"another": 0},
+            pinned_trajectories={},
+            shipped_until=0.0,
+            heartbeat_at=time.time(),
+        )
     )
     told = say(proxy, 202, response_id="chatcmpl-elsewhere", value="up")
     assert told["state"] == "waiting"

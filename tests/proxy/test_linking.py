@@ -286,8 +286,8 @@ def test_a_run_of_many_turns_is_one_trajectory_and_stores_each_token_once(proxy:
     assert len({call.trajectory_id for call in calls}) == 1
     assert [call.context for call in calls] == ["root", "exact", "exact", "exact", "exact"]
     assert [call.linked_by for call in calls] == ["root", "graph", "graph", "graph", "graph"]
-    stored = sum((unpack_ids(call.prompt_ids) + unpack_ids(call.choices[0].ids) for call in calls), ())
-    assert stored == tuple(render(messages[:-2])) + unpack_ids(calls[-1].choices[0].ids)
+    stored = sum((unpack_ids(call.prompt_ids) + unpack_ids(call.choices[0].token_ids) for call in calls), ())
+    assert stored == tuple(render(messages[:-2])) + unpack_ids(calls[-1].choices[0].token_ids)
 
 
 def test_a_context_that_drifted_is_a_fork_and_keeps_its_own_prompt(proxy: Proxy) -> None:

@@ -27,7 +27,7 @@ def shipped(store: Store, count: int, run: str = "", **end: Any) -> list[str]:
 def told(call: Any) -> bool:
     """Whether a call in a response has its tokens: ids and logprobs are both there, or neither."""
     choice = call["choices"][0]
-    there = {part is not None for part in (call["prompt_ids"], choice["ids"], choice["logprobs"])}
+    there = {part is not None for part in (call["prompt_ids"], choice["token_ids"], choice["logprobs"])}
     assert len(there) == 1
     return there.pop()
 
@@ -36,7 +36,7 @@ def test_a_list_of_calls_has_no_tokens_unless_they_are_asked_for(proxy: Proxy) -
     shipped(proxy.store, 3)
     bare, whole = (proxy.http.get(f"/api/calls{query}").json()["data"] for query in ("", "?tokens=true"))
     assert [told(call) for call in bare + whole] == [False] * 3 + [True] * 3
-    assert (whole[0]["prompt_ids"], whole[0]["choices"][0]["ids"]) == ([1, 2, 3], [4, 5])
+    assert (whole[0]["prompt_ids"], whole[0]["choices"][0]["token_ids"]) == ([1, 2, 3], [4, 5])
     assert [call["completion_tokens"] for call in bare] == [2] * 3
 
 

@@ -43,7 +43,7 @@ def test_an_answer_is_told_in_anthropics_words_and_recorded_with_its_ids(
     assert (answer.stop_reason, answer.model, answer.type) == ("end_turn", "agent@0", "message")
     call = last_call(proxy)
     assert (call.dialect, call.state, call.untrainable) == ("messages", CallState.ANSWERED, None)
-    assert unpack_ids(call.choices[0].ids) == (*b"<think>let me see</think>hello there", END)
+    assert unpack_ids(call.choices[0].token_ids) == (*b"<think>let me see</think>hello there", END)
     assert (answer.usage.input_tokens, answer.usage.output_tokens) == (call.prompt_tokens, call.completion_tokens)
     assert (call.sampling["temperature"], call.sampling["max_tokens"]) == (0.5, 300)
     found = proxy.store.trajectories.read(call.trajectory_id)
@@ -61,7 +61,7 @@ def test_a_stream_comes_in_blocks_and_says_the_same(proxy: Proxy, client: anthro
     assert final.content[1].text == "hello there"  # type: ignore[union-attr]
     call = last_call(proxy)
     assert final.usage.output_tokens == call.completion_tokens
-    assert unpack_ids(call.choices[0].ids) == (*b"<think>hm</think>hello there", END)
+    assert unpack_ids(call.choices[0].token_ids) == (*b"<think>hm</think>hello there", END)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -141,7 +141,7 @@ def test_a_failure_in_mid_stream_is_told_and_recorded(proxy: Proxy, client: anth
             seen += text
     assert seen == "abc"
     call = last_call(proxy)
-    assert (call.state, unpack_ids(call.choices[0].ids)) == (CallState.FAILED, tuple(b"abc"))
+    assert (call.state, unpack_ids(call.choices[0].token_ids)) == (CallState.FAILED, tuple(b"abc"))
 
 
 def test_errors_have_anthropics_shape(proxy: Proxy) -> None:

@@ -23,7 +23,7 @@ def test_calls_and_trajectories_are_read_back_page_by_page(proxy: Proxy) -> None
             seen += [row["id"] for row in page]
         assert len(seen) == len(set(seen)) == 5
     call = proxy.http.get(f"/api/calls/{proxy.http.get('/api/calls').json()['data'][0]['id']}").json()
-    assert len(call["choices"][0]["ids"]) == len(call["choices"][0]["logprobs"]) > 0
+    assert len(call["choices"][0]["token_ids"]) == len(call["choices"][0]["logprobs"]) > 0
     found = proxy.http.get(f"/api/trajectories/{call['trajectory_id']}").json()
     assert [message["role"] for message in found["messages"]] == ["user", "assistant"]
     assert found["calls"][0]["id"] == call["id"]
@@ -127,8 +127,8 @@ def test_a_trajectory_is_read_with_its_verdicts_and_without_its_tokens_where_ask
     whole = proxy.http.get("/api/trajectories/a").json()
     bare = proxy.http.get("/api/trajectories/a?tokens=false").json()
     assert [(one["score"], one["failure"]) for one in bare["verdicts"]] == [(0.25, None), (None, "it was away")]
-    assert (whole["calls"][0]["prompt_ids"], whole["calls"][0]["choices"][0]["ids"]) == ([1, 2, 3], [4, 5])
-    assert (bare["calls"][0]["prompt_ids"], bare["calls"][0]["choices"][0]["ids"]) == (None, None)
+    assert (whole["calls"][0]["prompt_ids"], whole["calls"][0]["choices"][0]["token_ids"]) == ([1, 2, 3], [4, 5])
+    assert (bare["calls"][0]["prompt_ids"], bare["calls"][0]["choices"][0]["token_ids"]) == (None, None)
 
 
 def test_rounds_page_by_key_and_a_judges_exchanges_are_read_word_for_word(proxy: Proxy) -> None:
@@ -142,5 +142,5 @@ def test_rounds_page_by_key_and_a_judges_exchanges_are_read_word_for_word(proxy:
     assert [one["to_version"] for page in (first, second) for one in page["rounds"]] == [3, 2, 1]
     assert second["next"] is None
     group = judged_group(store, ["a", "b"], [0.0, 1.0])
-    assert proxy.http.get(f"/api/groups/{group.id}/exchanges").json()["data"] == []
-    assert proxy.http.get("/api/groups/none/exchanges").status_code == 404
+    assert proxy.http.get(f"/api/groups/{group.id}/judge-requests").json()["data"] == []
+    assert proxy.http.get("/api/groups/none/judge-requests").status_code == 404

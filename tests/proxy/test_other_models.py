@@ -131,7 +131,12 @@ def test_another_model_answers_in_every_dialect_under_its_own_name_and_key(
     assert "our-vllm" not in str(server.headers)
     assert "the-clients-own" not in str(server.headers)
     call = only(proxy)
-    assert (call.alias, call.state, call.untrainable, call.choices[0].ids) == ("judge", "answered", "other_model", b"")
+    assert (call.alias, call.state, call.untrainable, call.choices[0].token_ids) == (
+        "judge",
+        "answered",
+        "other_model",
+        b"",
+    )
     assert (call.prompt_tokens > 0, call.completion_tokens > 0) == (True, True)
     assert proxy.store.trajectories.read(call.trajectory_id).trajectory.purpose == "other_model"
 
@@ -144,7 +149,7 @@ def test_a_vllm_elsewhere_is_asked_for_token_ids(start: Start, plain: tuple[Plai
         assert (given.json()["model"], given.headers["x-ratchet-policy"]) == ("teacher", "teacher")
         assert teacher.calls[0]["model"] == "org/teacher"
     call = only(proxy)
-    assert (call.untrainable, len(call.choices[0].ids) > 0) == (None, True)
+    assert (call.untrainable, len(call.choices[0].token_ids) > 0) == (None, True)
 
 
 def test_it_is_listed_and_unknown_models_name_it(proxy: Proxy) -> None:

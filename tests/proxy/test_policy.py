@@ -26,7 +26,12 @@ def promote(proxy: Proxy, version: int) -> None:
     """Register a version and make it live, as the trainer does; wait until the proxy knows."""
     candidate(proxy, version)
     proxy.store.policies.promote("agent", version, {})
-    eventually(lambda: any(d.live.get("agent") == version for d in proxy.store.doors.open("agent", time.time() - 2)))
+    eventually(
+        lambda: any(
+            d.live_versions.get("agent") == version
+            for d in proxy.store.proxy_instances.running("agent", time.time() - 2)
+        )
+    )
 
 
 def test_a_trajectory_finishes_on_the_version_it_began_with(proxy: Proxy, vllm: ScriptedVllm) -> None:
@@ -150,10 +155,18 @@ def test_the_trainer_sees_when_a_version_has_drained(start: Start) -> None:
     proxy = start(version_pin_seconds=2)
     proxy.agent().chat.completions.create(model="agent", messages=[{"role": "user", "content": "hi"}])
     door = eventually(
-        lambda: [d for d in proxy.store.doors.open("agent", time.time() - 2) if d.pins == {"agent@0": 1}]
+        lambda: [
+            d
+            for d in proxy.store.proxy_instances.running("agent", time.time() - 2)
+            if d.pinned_trajectories == {"agent@0": 1}
+        ]
     )[0]
     assert (door.live, door.url) == ({"agent": 0}, "http://test")
-    drained = eventually(lambda: [d for d in proxy.store.doors.open("agent", time.time() - 2) if d.pins == {}])[0]
+    drained = eventually(
+        lambda: [
+            d for d in proxy.store.proxy_instances.running("agent", time.time() - 2) if d.pinned_trajectories == {}
+        ]
+    )[0]
     assert drained.shipped_until == drained.heartbeat_at
 
 

@@ -35,7 +35,12 @@ def give(proxy: Proxy, text: str = PROMPT, mode: str = "replace", **families: st
 
 
 def known(proxy: Proxy, version: int) -> None:
-    eventually(lambda: any(d.live.get("agent") == version for d in proxy.store.doors.open("agent", time.time() - 2)))
+    eventually(
+        lambda: any(
+            d.live_versions.get("agent") == version
+            for d in proxy.store.proxy_instances.running("agent", time.time() - 2)
+        )
+    )
 
 
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -114,7 +114,7 @@ def test_a_message_is_nowhere_on_the_disk_and_reaches_the_engine(
     calls = store.calls.page()
     assert {call.dialect for call in calls} == {"chat", "completions", "responses", "messages"}
     for call in calls:
-        assert (call.untrainable, call.prompt_ids, call.choices[0].ids, call.choices[0].logprobs) == (
+        assert (call.untrainable, call.prompt_ids, call.choices[0].token_ids, call.choices[0].logprobs) == (
             ("redacted", b"", b"", b"")
         )
         assert call.prompt_tokens > 0
@@ -136,7 +136,9 @@ def test_an_answer_is_cleaned_for_the_record_and_not_for_the_client(
         assert "[code]" not in answer.text
     proxy.settled()
     assert b"SESAME" not in on_disk(tmp_path)
-    marks = sorted((call.dialect, call.untrainable or "", bool(call.choices[0].ids)) for call in store.calls.page())
+    marks = sorted(
+        (call.dialect, call.untrainable or "", bool(call.choices[0].token_ids)) for call in store.calls.page()
+    )
     for dialect in ("chat", "completions", "messages", "responses"):
         assert (dialect, "redacted", False) in marks
         assert (dialect, "", True) in marks
@@ -171,7 +173,7 @@ def test_a_label_alone_costs_no_tokens(start: Start, store: Store) -> None:
     proxy.http.post("/v1/chat/completions", json=body, headers={"x-ratchet-tags": MAIL})
     proxy.settled()
     (call,) = store.calls.page()
-    assert (call.untrainable, bool(call.choices[0].ids)) == (None, True)
+    assert (call.untrainable, bool(call.choices[0].token_ids)) == (None, True)
 
 
 def test_errors_are_cleaned(start: Start, store: Store, tmp_path: Path) -> None:

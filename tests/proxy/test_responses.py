@@ -42,7 +42,7 @@ def test_an_answer_is_told_in_items_and_recorded_with_its_ids(proxy: Proxy, vllm
     assert (answer.output_text, answer.status, answer.model) == ("hello there", "completed", "agent@0")
     call = last_call(proxy)
     assert (call.dialect, call.state, call.untrainable) == ("responses", CallState.ANSWERED, None)
-    assert unpack_ids(call.choices[0].ids) == (*b"<think>let me see</think>hello there", END)
+    assert unpack_ids(call.choices[0].token_ids) == (*b"<think>let me see</think>hello there", END)
     assert (answer.usage.input_tokens, answer.usage.output_tokens) == (call.prompt_tokens, call.completion_tokens)
     assert (call.sampling["temperature"], call.sampling["max_tokens"]) == (0.5, 300)
     assert [m["role"] for m in vllm.calls[-1]["messages"]] == ["system", "user"]
@@ -152,7 +152,7 @@ def test_a_previous_response_of_another_proxy_is_found_as_soon_as_it_is_there(
         running(vllm_url, store, tmp_path / "one") as one,
         running(vllm_url, store, tmp_path / "other") as other,
     ):
-        eventually(lambda: len(store.doors.open(None, 0.0)) == 2)
+        eventually(lambda: len(store.proxy_instances.running(None, 0.0)) == 2)
         asked: Any = {"model": "agent"}
         for turn in range(6):  # each right after the one before, at the proxy that did not make it
             proxy = (one, other)[turn % 2]
@@ -215,7 +215,7 @@ def test_a_failure_in_mid_stream_is_told_and_recorded(proxy: Proxy, how: str) ->
     assert events[-1].type == "response.failed"
     assert events[-1].response.error.message
     call = last_call(proxy)
-    assert (call.state, unpack_ids(call.choices[0].ids)) == (CallState.FAILED, tuple(b"abc"))
+    assert (call.state, unpack_ids(call.choices[0].token_ids)) == (CallState.FAILED, tuple(b"abc"))
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_status_without_a_run_names_the_projects_that_there_are(project: Project
 def test_status_names_the_proxies_that_run_elsewhere_on_the_same_store(project: Project) -> None:
     url = str(project.folder / "store.db")
     with contextlib.closing(open_store(url)) as store:
-        store.doors.beat(ProxyInstance("d", "http://proxy:8000", {"mail": 0}, {}, 0.0, time.time()))
+        store.proxy_instances.heartbeat(ProxyInstance("d", "http://proxy:8000", {"mail": 0}, {}, 0.0, time.time()))
     said = project.run("status", "--store", url, "--model", "mail").stdout
     assert "proxies   of this store, started elsewhere: http://proxy:8000" in said
 

@@ -55,7 +55,7 @@ def _is_exact(record: dict[str, Any], url: str) -> None:
     for call, told in zip(calls, record["calls"], strict=True):
         assert tuple(told["prompt_ids"]) == unpack_ids(call.prompt_ids)
         (answer,) = told["answers"]
-        assert tuple(answer["ids"]) == unpack_ids(call.choices[0].ids)
+        assert tuple(answer["token_ids"]) == unpack_ids(call.choices[0].token_ids)
         assert tuple(answer["logprobs"]) == unpack_logprobs(call.choices[0].logprobs)
 
 

@@ -78,7 +78,7 @@ def test_a_dead_proxy_of_the_project_itself_was_not_started_elsewhere(project: P
     (project.state / "run").mkdir(parents=True)
     store = open_store(f"sqlite:///{project.state / 'store.db'}")
     for name, url in (("door_1", "http://127.0.0.1:8000"), ("door_2", "http://far:8000")):
-        store.doors.beat(ProxyInstance(name, url, {"policy": 0}, {}, time.time(), time.time()))
+        store.proxy_instances.heartbeat(ProxyInstance(name, url, {"policy": 0}, {}, time.time(), time.time()))
     store.close()
     left = {"pid": 1, "proxy_url": "http://127.0.0.1:8000"}
     (project.state / "run" / "running.json").write_text(json.dumps(left))  # as kill -9 leaves it

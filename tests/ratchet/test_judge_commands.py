@@ -87,7 +87,7 @@ def test_show_prints_what_was_asked_and_heard_and_cannot_steer_the_terminal(proj
         judge = make_judge(read_spec(spec | {"base_url": model.url}), {})
         judgement = judge.judge(group.id, [store.trajectories.read(name) for name in group.members])
         judge.close()
-    store.groups.record(group.id, judgement.verdicts, judgement.exchanges)
+    store.groups.record(group.id, judgement.verdicts, judgement.judge_requests)
     shown = project.run("judge", "show", group.id, "--store", "judged.db")
     assert shown.returncode == 0, shown.stdout
     assert "You compare several attempts" in shown.stdout

@@ -15,11 +15,11 @@ SERVED: dict[str, Any] = {"tokens": [1, 2], "rendered": [3, 4], "likeliest": [{"
 
 
 def test_every_version_belongs_to_the_base_model_of_version_0(store: Store) -> None:
-    assert store.base_models.register_base_model("agent", "/m", files=FILES) is None  # nothing is registered yet
+    assert store.base_models.register_base_model("agent", "/m", file_digests=FILES) is None  # nothing is registered yet
     store.policies.register_base("agent", "base")
-    known = store.base_models.register_base_model("agent", "/m", files=FILES)
+    known = store.base_models.register_base_model("agent", "/m", file_digests=FILES)
     assert known is not None
-    assert (known.name, known.files, known.served) == ("/m", FILES, {})
+    assert (known.name, known.file_digests, known.server_fingerprint) == ("/m", FILES, {})
     round_ = store.rounds.start("agent", BASE_VERSION)
     store.rounds.commit(round_.id, version=1, checkpoint="/c/1", groups=[], metrics={})
     store.policies.with_prompt("agent", store.prompts.remember("Be brief.").id, {})
@@ -33,7 +33,7 @@ def test_versions_of_before_are_given_the_base_model_that_is_taken_up_first(stor
     round_ = store.rounds.start("agent", BASE_VERSION)
     store.rounds.commit(round_.id, version=1, checkpoint="/c/1", groups=[], metrics={})
     assert store.base_models.of("agent", 1) is None
-    store.base_models.register_base_model("agent", "/m", files=FILES)
+    store.base_models.register_base_model("agent", "/m", file_digests=FILES)
     found = store.base_models.of("agent", 1)
     assert found is not None
     assert found.differing_parts(FILES) == []
@@ -43,26 +43,26 @@ def test_versions_of_before_are_given_the_base_model_that_is_taken_up_first(stor
 
 def test_what_is_known_of_a_base_model_is_completed_and_never_replaced(store: Store) -> None:
     store.policies.register_base("agent", "base")
-    store.base_models.register_base_model("agent", "http://far", served=SERVED)
-    found = store.base_models.register_base_model("agent", "/m", files=FILES, served={"tokens": [9]})
+    store.base_models.register_base_model("agent", "http://far", server_fingerprint=SERVED)
+    found = store.base_models.register_base_model("agent", "/m", file_digests=FILES, server_fingerprint={"tokens": [9]})
     assert found is not None
-    assert (found.name, found.files, found.served) == ("/m", FILES, SERVED)
-    again = store.base_models.register_base_model("agent", "/other", files={"weights": "other"})
+    assert (found.name, found.file_digests, found.server_fingerprint) == ("/m", FILES, SERVED)
+    again = store.base_models.register_base_model("agent", "/other", file_digests={"weights": "other"})
     assert again == found
 
 
 def test_a_base_model_is_forgotten_only_while_nothing_rests_on_it(store: Store) -> None:
     store.policies.register_base("agent", "base")
-    store.base_models.register_base_model("agent", "/m", files=FILES, served=SERVED)
+    store.base_models.register_base_model("agent", "/m", file_digests=FILES, server_fingerprint=SERVED)
     assert store.base_models.forget("agent")
     assert store.base_models.of("agent") is None
-    store.base_models.register_base_model("agent", "/n", files=FILES, served=SERVED)
+    store.base_models.register_base_model("agent", "/n", file_digests=FILES, server_fingerprint=SERVED)
     store.calls.ship([ended(begun("call_1", "t1"), {"role": "assistant", "content": "hello"})])
     assert not store.base_models.forget("agent")
     assert store.base_models.forget("agent", served_only=True)
     found = store.base_models.of("agent")
     assert found is not None
-    assert (found.name, found.files, found.served) == ("/n", FILES, {})
+    assert (found.name, found.file_digests, found.server_fingerprint) == ("/n", FILES, {})
 
 
 def _tops(seed: int, noise: float = 0.0, noise_seed: int = 0) -> list[dict[str, float]]:

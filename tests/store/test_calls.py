@@ -22,7 +22,7 @@ def test_a_call_is_read_back_as_it_was_shipped(store: Store) -> None:
     call = store.calls.read("call_1")
     assert call.state is CallState.ANSWERED
     assert unpack_ids(call.prompt_ids) == (7, 8)
-    assert unpack_ids(call.choices[0].ids) == (9, 10, 11)
+    assert unpack_ids(call.choices[0].token_ids) == (9, 10, 11)
     assert unpack_logprobs(call.choices[0].logprobs) == (-6.25, -6.25, -6.25)
     assert call.choices[0].tool_call_ids == ("c1",)
     transcript = store.trajectories.read("t1")

@@ -10,7 +10,7 @@ from ratchet.store.db import schema
 from ratchet.store.db.engine import connect
 from ratchet.store.deletion.affected_versions import reject_affected
 from ratchet.store.errors import InvalidTransition, RecordNotFound
-from ratchet.store.records import Exchange, Feedback, ProxyInstance, Verdict
+from ratchet.store.records import Feedback, JudgeRequest, ProxyInstance, Verdict
 from ratchet.store.states import GroupState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.store.verify import verify
@@ -46,10 +46,10 @@ def test_a_deleted_trajectory_leaves_no_row_and_others_keep_what_they_share(stor
     _secretive(store, "goes")
     store.calls.ship([begun("call_later", "goes", at=2.0)])
     done = store.deletions.delete(TrajectoryFilter(id="goes"), "asked")
-    assert (done.trajectories, done.calls, done.messages, done.unswept_messages) == (1, 2, 2, 0)
+    assert (done.trajectory_count, done.call_count, done.messages, done.unswept_messages) == (1, 2, 2, 0)
     assert _rows(store_url) == before
     assert store.trajectories.read("stays") == content
-    assert [(one.why, one.trajectories) for one in store.deletions.all()] == [("asked", 1)]
+    assert [(one.reason, one.trajectory_count) for one in store.deletions.all()] == [("asked", 1)]
     store.deletions.delete(TrajectoryFilter(), "all")
     assert _rows(store_url) == {}
 
@@ -87,7 +87,7 @@ def test_successors_go_with_the_trajectory_that_they_continue(store: Store) -> N
     store.calls.ship([begun("call_2", "t1", at=3.0)])
     answered_trajectory(store, "t10")
     assert store.deletions.count(TrajectoryFilter(id="t1")) == 2
-    assert store.deletions.delete(TrajectoryFilter(id="t1"), "asked").trajectories == 2
+    assert store.deletions.delete(TrajectoryFilter(id="t1"), "asked").trajectory_count == 2
     assert [run.id for run in store.trajectories.page()] == ["t10"]
 
 
@@ -97,9 +97,9 @@ def test_pruning_keeps_what_a_younger_successor_goes_on_from(store: Store) -> No
     store.trajectories.seal("t1", now=2.0)
     store.calls.ship([begun("call_2", "t1", at=50.0)])
     old = TrajectoryFilter(inactive_since=10.0)
-    assert store.deletions.delete(old, "old").trajectories == 1
+    assert store.deletions.delete(old, "old").trajectory_count == 1
     assert {run.id for run in store.trajectories.page()} == {"t1", "t1~1"}
-    assert store.deletions.delete(TrajectoryFilter(inactive_since=60.0), "old").trajectories == 2
+    assert store.deletions.delete(TrajectoryFilter(inactive_since=60.0), "old").trajectory_count == 2
 
 
 def test_a_group_that_loses_a_member_before_it_is_trained_is_dropped_and_its_round_cannot_commit(store: Store) -> None:
@@ -122,9 +122,9 @@ def test_what_a_judge_asked_and_said_of_the_group_goes_and_other_scores_stay(sto
         answered_trajectory(store, name)
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     group = store.groups.form("k", "agent", ["a", "b"], now=101.0)
-    asked = Exchange(
-        id="exc_1", group_id=group.id, judge="j", url="u", request=SECRET.encode(), answer=b"", status=200,
-        problem=None, prompt_tokens=1, completion_tokens=1, cost=None, latency=0.1, asked_at=1.0,
+    asked = JudgeRequest(
+        id="exc_1", group_id=group.id, judge="j", url="u", request=SECRET.encode(), response=b"", status=200,
+        error=None, prompt_tokens=1, completion_tokens=1, cost=None, latency=0.1, requested_at=1.0,
     )  # fmt: skip
     said = [
         Verdict(trajectory_id=name, group_id=group.id, judge="j", judge_version="1", score=score, explanation=SECRET,
@@ -133,7 +133,7 @@ def test_what_a_judge_asked_and_said_of_the_group_goes_and_other_scores_stay(sto
     ]  # fmt: skip
     store.groups.record(group.id, said, [asked])
     store.deletions.delete(TrajectoryFilter(id="a"), "asked")
-    assert store.groups.exchanges(group.id) == []
+    assert store.groups.judge_requests(group.id) == []
     (left,) = store.groups.history(group.id)
     assert (left.trajectory_id, left.score, left.explanation, left.judge_request_id) == ("b", 1.0, "", None)
 
@@ -148,7 +148,7 @@ def test_the_policies_that_learnt_from_it_are_named_with_those_that_went_on_from
     assert [(one.version, one.directly, one.adapter) for one in told] == [(2, True, "/c/2"), (3, False, "/c/3")]
     done = store.deletions.delete(TrajectoryFilter(id="mine"), "asked")
     assert done.policies == told == store.deletions.all()[0].policies
-    assert store.deletions.delete(TrajectoryFilter(trained=False), "kept").trajectories == 0
+    assert store.deletions.delete(TrajectoryFilter(trained=False), "kept").trajectory_count == 0
     assert len(store.trajectories.page()) == 5
 
 
@@ -199,7 +199,7 @@ def _said(name: str, target: str, key: str, at: float = 5.0) -> Feedback:
 
 def test_feedback_that_was_never_placed_goes_with_what_it_names(store: Store) -> None:
     start = begun("call_1", "goes", key_id="k1")
-    store.calls.ship([start, ended(start, tool_call(), answer_id="chatcmpl-9")])
+    store.calls.ship([start, ended(start, tool_call(), response_id="chatcmpl-9")])
     targets = ["call_1", "resp_1", "msg_1", "chatcmpl-9", "goes", "call_2"]
     store.calls.ship([_said(f"fb_{n}", target, "another") for n, target in enumerate(targets)])
     assert store.deletions.delete(TrajectoryFilter(id="goes"), "asked").feedback == 5
@@ -228,13 +228,17 @@ def test_feedback_that_was_never_placed_goes_by_key_and_age(
 
 def test_the_sweep_waits_for_a_proxy_that_may_leave_messages_out(store: Store, store_url: str) -> None:
     _secretive(store, "goes")
-    store.doors.beat(ProxyInstance(id="d", url="u", live={}, pins={}, shipped_until=0.0, heartbeat_at=4e9))
+    store.proxy_instances.heartbeat(
+        ProxyInstance(id="d", url="u", live_versions={}, pinned_trajectories={}, shipped_until=0.0, heartbeat_at=4e9)
+    )
     first = store.deletions.delete(TrajectoryFilter(id="goes"), "asked", patience=0.3)
-    assert (first.trajectories, first.messages) == (1, 0)
+    assert (first.trajectory_count, first.messages) == (1, 0)
     assert first.unswept_messages == 3
-    store.doors.beat(ProxyInstance(id="d", url="u", live={}, pins={}, shipped_until=4e9, heartbeat_at=4e9))
+    store.proxy_instances.heartbeat(
+        ProxyInstance(id="d", url="u", live_versions={}, pinned_trajectories={}, shipped_until=4e9, heartbeat_at=4e9)
+    )
     again = store.deletions.delete(TrajectoryFilter(id="goes"), "asked")
-    assert (again.trajectories, again.messages, again.unswept_messages) == (0, 5, 0)
+    assert (again.trajectory_count, again.messages, again.unswept_messages) == (0, 5, 0)
     assert store.calls.message_count() == 0
     assert verify(store_url).sound
 
@@ -253,7 +257,7 @@ def test_many_are_deleted_in_batches_and_the_newest_stay(store: Store) -> None:
         answered_trajectory(store, f"t{number:03}", f"answer {number}", at=float(number))
     told: list[int] = []
     done = store.deletions.delete(TrajectoryFilter(until=220.0), "old", told.append)
-    assert (done.trajectories, sum(told), len(told)) == (220, 220, 3)
+    assert (done.trajectory_count, sum(told), len(told)) == (220, 220, 3)
     assert len(store.trajectories.page()) == 10
     assert store.calls.message_count() == len(QUESTION) + 10
 
@@ -275,5 +279,5 @@ def test_what_a_round_imitated_names_its_versions_and_is_forgotten_with_the_traj
     done = store.deletions.delete(TrajectoryFilter(id="shown"), "asked")
     assert [(one.version, one.directly) for one in done.policies] == [(1, True), (2, False)]
     assert store.lineage.of(["shown"]) == {}
-    assert _rows(store_url)["imitated"] == 1
+    assert _rows(store_url)["sft_trajectories"] == 1
     assert verify(store_url).sound

@@ -38,7 +38,7 @@ TARGETS = [
 @pytest.mark.parametrize(("kind", "target"), TARGETS)
 @pytest.mark.parametrize("order", ["call first", "feedback first", "together"])
 def test_feedback_finds_its_trajectory_whichever_comes_first(store: Store, kind: str, target: str, order: str) -> None:
-    call, word = answered(answer_id="chatcmpl-9"), said("fb_1", kind, target)
+    call, word = answered(response_id="chatcmpl-9"), said("fb_1", kind, target)
     together = [word, call] if order == "together" else [call]
     if order == "feedback first":
         store.calls.ship([word])
@@ -79,7 +79,7 @@ def test_a_beginning_places_what_was_said_of_its_call(store: Store) -> None:
 
 @pytest.mark.parametrize(("kind", "target"), TARGETS)
 def test_a_key_never_speaks_of_anothers_trajectory(store: Store, kind: str, target: str) -> None:
-    store.calls.ship([said("fb_early", kind, target, key_id="k2"), answered(answer_id="chatcmpl-9")])
+    store.calls.ship([said("fb_early", kind, target, key_id="k2"), answered(response_id="chatcmpl-9")])
     store.calls.ship([said("fb_late", kind, target, key_id="k2")])
     store.calls.ship([said("fb_open", kind, target, key_id="open:1"), said("fb_nobody", kind, target, key_id=None)])
     assert store.trajectories.read("t1").feedback == ()
@@ -89,7 +89,7 @@ def test_a_key_never_speaks_of_anothers_trajectory(store: Store, kind: str, targ
 
 def test_an_id_that_an_engine_gave_twice_means_the_newest_call_of_the_speaker(store: Store) -> None:
     for name, run, key in (("call_1", "t1", "k1"), ("call_2", "t2", "k1"), ("call_3", "t3", "k2")):
-        store.calls.ship([ended(begun(name, run, key_id=key), REPLY, answer_id="chatcmpl-9")])
+        store.calls.ship([ended(begun(name, run, key_id=key), REPLY, response_id="chatcmpl-9")])
     store.calls.ship([said("fb_1", "response", "chatcmpl-9")])
     assert [one.id for one in store.trajectories.read("t2").feedback] == ["fb_1"]
 

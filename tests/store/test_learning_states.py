@@ -52,9 +52,13 @@ def test_aliases_share_a_store_without_meeting(store: Store) -> None:
     answered_trajectory(store, "other", alias="other")
     assert store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0) == ["mine"]
     assert [run.id for run in store.trajectories.sealed("agent")] == ["mine"]
-    store.doors.beat(ProxyInstance(id="d", url="u", live={"other": 3}, pins={}, shipped_until=1.0, heartbeat_at=50.0))
-    assert store.doors.open("agent", since=0.0) == []
-    assert store.doors.shipped_until("agent", now=60.0, since=0.0) == 60.0
+    store.proxy_instances.heartbeat(
+        ProxyInstance(
+            id="d", url="u", live_versions={"other": 3}, pinned_trajectories={}, shipped_until=1.0, heartbeat_at=50.0
+        )
+    )
+    assert store.proxy_instances.running("agent", since=0.0) == []
+    assert store.proxy_instances.shipped_until("agent", now=60.0, since=0.0) == 60.0
 
 
 def test_a_trajectory_joins_one_group_only(store: Store) -> None:
@@ -168,7 +172,8 @@ def test_one_version_is_live_and_the_old_one_stays_addressable(store: Store) -> 
     assert (rejected.version, rejected.state, store.policies.live()["agent"].version) == (1, PolicyState.REJECTED, 0)
     assert store.rounds.newest_committed("agent") is None  # training goes on from the base
     told = [
-        (decision.version, decision.action, decision.by, decision.reason) for decision in store.decisions.of("agent")
+        (decision.version, decision.action, decision.decided_by, decision.reason)
+        for decision in store.decisions.of("agent")
     ]
     assert told == [
         (0, "promote", "anna", "rolled back to, from 1: rude"),
@@ -189,7 +194,7 @@ def test_training_goes_on_on_top_of_an_unproven_version_and_nothing_is_served_by
     assert (left.state, left.evidence) == (PolicyState.UNPROVEN, {"error": 0.9})
     assert [policy.version for policy in store.policies.serving()] == [0]
     (decision,) = store.decisions.of("agent", 1)
-    assert (decision.action, decision.by, decision.reason) == ("unproven", "proof", "lost in rounding")
+    assert (decision.action, decision.decided_by, decision.reason) == ("unproven", "proof", "lost in rounding")
     with pytest.raises(InvalidTransition, match="unproven and cannot become canary"):
         store.policies.canary("agent", 1, 0.5)
     held = store.rounds.start("agent", 1)  # it was not rejected
@@ -205,19 +210,22 @@ def test_one_candidate_is_a_canary_until_it_is_promoted_or_rejected(store: Store
     for version in (1, 2):
         held = store.rounds.start("agent", version - 1)
         store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
-    assert store.policies.canary("agent", 1, 0.05, {"why": "release"}).share == 0.05
+    assert store.policies.canary("agent", 1, 0.05, {"why": "release"}).canary_share == 0.05
     assert store.policies.canary("agent", 1, 0.5).evidence == {"why": "release"}
-    assert [(p.version, p.state, p.share) for p in store.policies.serving()] == [(0, "live", None), (1, "canary", 0.5)]
+    assert [(p.version, p.state, p.canary_share) for p in store.policies.serving()] == [
+        (0, "live", None),
+        (1, "canary", 0.5),
+    ]
     with pytest.raises(InvalidTransition, match="agent@1 is a canary already: promote or reject it"):
         store.policies.canary("agent", 2, 0.1)
     for share in (0.0, 1.0, -1.0, float("nan")):
         with pytest.raises(InvalidTransition, match="between 0 and 1"):
             store.policies.canary("agent", 1, share)
-    assert store.policies.promote("agent", 1, {}).share is None
+    assert store.policies.promote("agent", 1, {}).canary_share is None
     with pytest.raises(InvalidTransition, match="live and cannot become canary"):
         store.policies.canary("agent", 1, 0.1)
     store.policies.canary("agent", 2, 0.1)
-    assert store.policies.reject("agent", 2, {}).share is None
+    assert store.policies.reject("agent", 2, {}).canary_share is None
     assert [policy.version for policy in store.policies.serving()] == [1]
 
 
@@ -306,18 +314,30 @@ def test_an_alarm_counts_up_and_stays_readable_after_it_is_cleared(store: Store)
 
 
 def test_doors_tell_what_they_hold_until_they_close(store: Store) -> None:
-    store.doors.beat(
+    store.proxy_instances.heartbeat(
         ProxyInstance(
-            id="d1", url="http://x", live={"agent": 1}, pins={"agent@0": 2}, shipped_until=1.0, heartbeat_at=10.0
+            id="d1",
+            url="http://x",
+            live_versions={"agent": 1},
+            pinned_trajectories={"agent@0": 2},
+            shipped_until=1.0,
+            heartbeat_at=10.0,
         )
     )
-    store.doors.beat(
-        ProxyInstance(id="d1", url="http://x", live={"agent": 2}, pins={}, shipped_until=1.0, heartbeat_at=11.0)
+    store.proxy_instances.heartbeat(
+        ProxyInstance(
+            id="d1",
+            url="http://x",
+            live_versions={"agent": 2},
+            pinned_trajectories={},
+            shipped_until=1.0,
+            heartbeat_at=11.0,
+        )
     )
-    (door,) = store.doors.open("agent", since=10.5)
-    assert (door.live, door.pins) == ({"agent": 2}, {})
-    store.doors.close("d1")
-    assert store.doors.open("agent", since=0.0) == []
+    (instance,) = store.proxy_instances.running("agent", since=10.5)
+    assert (instance.live_versions, instance.pinned_trajectories) == ({"agent": 2}, {})
+    store.proxy_instances.remove("d1")
+    assert store.proxy_instances.running("agent", since=0.0) == []
 
 
 def test_unknown_records_are_named(store: Store) -> None:

@@ -98,7 +98,7 @@ def test_every_deletion_of_an_original_takes_its_shadows(store: Store, chosen: T
     shadow, _ = planned(store)
     answered_trajectory(store, shadow, purpose=RESAMPLE, key_id="key_of_the_trainer")
     assert store.deletions.count(chosen) == 2
-    assert store.deletions.delete(chosen, "asked for").trajectories == 2
+    assert store.deletions.delete(chosen, "asked for").trajectory_count == 2
     assert store.resamples.counts("agent") == {}
 
 

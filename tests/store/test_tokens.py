@@ -9,7 +9,7 @@ from ratchet.store.states import CallState
 
 def call(name: str, context: str, prompt: list[int], *answers: list[int], parent: tuple[str, int] = ("", 0)) -> Call:
     choices = tuple(
-        Choice(index=k, finish_reason="stop", ids=pack_ids(ids), logprobs=b"") for k, ids in enumerate(answers)
+        Choice(index=k, finish_reason="stop", token_ids=pack_ids(ids), logprobs=b"") for k, ids in enumerate(answers)
     )
     return Call(
         id=name, trajectory_id="t", state=CallState.ANSWERED, alias="a", version=0, dialect="chat", streamed=False,

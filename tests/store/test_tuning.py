@@ -13,12 +13,10 @@ from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.db import schema
 from ratchet.store.db.engine import connect, write
 from ratchet.store.errors import InvalidRecord, InvalidTransition, RecordNotFound
-from ratchet.store.policies.prompts import prompts
 from ratchet.store.records import Policy
 from ratchet.store.records.tuning import Rollout, TaskRow
 from ratchet.store.states import PolicyState, PromptMode, RolloutState, TuningState
 from ratchet.store.store import Store
-from ratchet.store.tuning.rollouts import rollouts
 from ratchet.store.verify import verify
 from tests.harness.records import answered_trajectory, begun, judged_group
 
@@ -60,13 +58,15 @@ def test_a_text_that_cannot_be_served_is_refused_with_the_reason(store: Store, t
 
 
 def test_a_task_row_is_found_by_its_id_and_stays_as_it_was(store: Store) -> None:
-    rows = [TaskRow(id=f"{n:016x}", set="math", split="train", row={"n": n, "text": "a\0ü"}) for n in range(1200)]
+    rows = [
+        TaskRow(id=f"{n:016x}", task_set="math", split="train", content={"n": n, "text": "a\0ü"}) for n in range(1200)
+    ]
     store.tasks.remember(iter(rows))
-    store.tasks.remember([TaskRow(id=rows[7].id, set="other", split="test", row={})])
+    store.tasks.remember([TaskRow(id=rows[7].id, task_set="other", split="test", content={})])
     assert store.tasks.get(rows[7].id) == rows[7]
     assert store.tasks.get("nothing") is None
     with pytest.raises(InvalidRecord, match="task id"):
-        store.tasks.remember([TaskRow(id="", set="s", split="train", row={})])
+        store.tasks.remember([TaskRow(id="", task_set="s", split="train", content={})])
 
 
 def test_a_tuning_goes_on_where_it_was_and_ends_once(store: Store) -> None:
@@ -277,10 +277,10 @@ def test_the_database_refuses_what_the_rules_exclude(store: Store, store_url: st
     _planned(store, "roll_1")
     store.policies.register_base("agent", "base")
     engine = connect(store_url)
-    mine = rollouts.c.id == "roll_1"
+    mine = schema.rollouts.c.id == "roll_1"
     for values in ({"state": "ended"}, {"failure": "x"}, {"score": 1.0}, {"purpose": "other"}):
         with pytest.raises(IntegrityError), engine.begin() as connection:
-            connection.execute(sa.update(rollouts).where(mine).values(**values))
+            connection.execute(sa.update(schema.rollouts).where(mine).values(**values))
     bare: dict[str, Any] = {"alias": "agent", "version": 1, "state": "candidate", "served_name": "s", "evidence": {}}
     with pytest.raises(IntegrityError), engine.begin() as connection:
         connection.execute(sa.insert(schema.policies).values(created_at=1.0, **bare))
@@ -297,7 +297,7 @@ def test_verification_tells_a_changed_prompt_a_trained_evaluation_and_a_shared_n
     store.policies.with_prompt("agent", store.prompts.remember("Be brief.").id, {})
     engine = connect(store_url)
     with engine.begin() as connection:
-        connection.execute(sa.update(prompts).values(text="Send me the keys."))
+        connection.execute(sa.update(schema.prompts).values(text="Send me the keys."))
         last = schema.policies.c.version == 2
         connection.execute(sa.update(schema.policies).where(last).values(adapter="/elsewhere"))
     engine.dispose()

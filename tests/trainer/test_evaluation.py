@@ -54,7 +54,7 @@ def test_a_candidate_that_answers_worse_is_rejected_before_it_serves(
     assert store.policies.get("agent", 1).state is PolicyState.REJECTED
     assert "agent@1" not in engine.loaded
     decision = store.decisions.of("agent", 1)[0]
-    assert (decision.action, decision.by) == ("reject", "evaluation")
+    assert (decision.action, decision.decided_by) == ("reject", "evaluation")
     assert "on 5 held-out prompts 0.200 against 0.900" in decision.reason
     assert decision.evidence["evaluation"]["high"] < 0
     assert {store.trajectories.get(name).drop_reason for name in held} == {"held_out"}

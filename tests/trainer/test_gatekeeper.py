@@ -48,7 +48,7 @@ def test_a_worse_version_is_rolled_back_and_what_it_sampled_is_not_trained(
     assert traffic(store, daemon, now, canary=0.1, live=0.9) < 40
     assert [p.version for p in store.policies.serving()] == [0]
     newest = store.decisions.of("agent", 1)[0]
-    assert (newest.action, newest.by) == (PolicyAction.ROLLBACK, "release")
+    assert (newest.action, newest.decided_by) == (PolicyAction.ROLLBACK, "release")
     assert newest.evidence["release"]["difference"]["high"] < 0
     assert store.trajectories.drop_counts()["rolled_back"] > 0
     agents_work(store, "mixed", [0.0, 1.0], at=time.time())
@@ -71,7 +71,7 @@ def test_a_better_version_is_promoted_and_nothing_is_trained_meanwhile(
     assert batches < 40
     assert store.policies.live()["agent"].version == 1
     newest = store.decisions.of("agent", 1)[0]
-    assert (newest.action, newest.by) == (PolicyAction.PROMOTE, "release")
+    assert (newest.action, newest.decided_by) == (PolicyAction.PROMOTE, "release")
     assert newest.evidence["release"]["difference"]["low"] > -0.1
     first, *_ = reversed(store.rounds.page("agent"))
     begun_after = [held.started_at for held in store.rounds.page("agent") if held.id != first.id]

@@ -47,7 +47,7 @@ def test_without_a_gate_a_proven_version_waits_for_a_person_while_the_judges_dis
     assert (held.version, held.state) == (1, PolicyState.CANDIDATE)
     assert store.policies.live()["agent"].version == 0
     told = store.decisions.of("agent", 1)[0]
-    assert (told.action, told.by) == (PolicyAction.HOLD, "sentinel")
+    assert (told.action, told.decided_by) == (PolicyAction.HOLD, "sentinel")
     (doubt,) = told.evidence["sentinel"]
     assert (doubt["check"], doubt["value"]) == ("second_judge", -1.0)
     assert told.evidence["proof"]

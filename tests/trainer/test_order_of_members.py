@@ -109,9 +109,9 @@ def test_both_orders_are_paid_for_and_kept_and_a_failure_in_one_is_a_failure(
     model.answers = [favours_the_first, favours_the_first]
     one, whole = pair(1), judge_in_both_orders(ruler, pair(1))
     assert [verdict.trajectory_id for verdict in whole.verdicts] == [run.trajectory.id for run in one]
-    assert len(whole.exchanges) == 2
+    assert len(whole.judge_requests) == 2
     assert sum(verdict.cost or 0.0 for verdict in whole.verdicts) == pytest.approx(
-        sum(exchange.cost or 0.0 for exchange in whole.exchanges)
+        sum(exchange.cost or 0.0 for exchange in whole.judge_requests)
     )
     model.answers = [favours_the_first, says("nothing")]
     assert [verdict.score for verdict in judge_in_both_orders(ruler, pair(2)).verdicts] == [None, None]

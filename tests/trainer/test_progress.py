@@ -145,11 +145,11 @@ def test_the_same_numbers_stand_in_the_store_and_are_written_seldom(store: Store
     for tokens in (35.0, 42.0, 51.0):
         clock.now += 1.5
         work.add(tokens=tokens)
-    (told,) = store.works.all("agent")
+    (told,) = store.job_progress.all("agent")
     assert (told.done, told.total, told.means["tokens"]) == (2, 8, 38.5)  # the third came too soon after the second
     assert (told.seconds_per_item, told.eta_seconds) == (1.5, 9.0)
     work.end()
-    (told,) = store.works.all()
+    (told,) = store.job_progress.all()
     assert (told.done, told.ended, round(told.means["tokens"], 2)) == (3, True, 42.67)
 
 
@@ -157,7 +157,7 @@ def test_a_store_that_is_away_does_not_end_the_work(tmp_path: Path) -> None:
     away = open_store(str(tmp_path / "store.db"))
     progress = Progress(StoredProgress(away, "agent"))
     with connect(str(tmp_path / "store.db")).begin() as connection:
-        connection.exec_driver_sql("DROP TABLE works")
+        connection.exec_driver_sql("DROP TABLE job_progress")
     work = progress.begin("training", 2)
     work.add()
     work.end()

@@ -116,7 +116,7 @@ def test_a_better_prompt_is_promoted_by_live_traffic_and_a_worse_one_goes_back(
     better = store.policies.with_prompt("agent", store.prompts.remember("Be better.").id, {"gain": 0.5})
     daemon.turn(time.time())
     canary = store.policies.get("agent", better.version)
-    assert (canary.state, canary.share) == (PolicyState.CANARY, 0.5)
+    assert (canary.state, canary.canary_share) == (PolicyState.CANARY, 0.5)
     assert "is served already" in store.decisions.of("agent", 1)[0].reason
     promoted = until(daemon, proxy, store, 1, PolicyState.CANARY)
     assert promoted.state is PolicyState.LIVE
@@ -145,7 +145,7 @@ def test_a_worse_prompt_is_rejected_on_held_out_prompts_before_it_serves(
     made = store.policies.with_prompt("agent", store.prompts.remember("Be worse.", "append").id, {})
     eventually(lambda: bool(daemon.turn(time.time())) and _is(store, made.version, PolicyState.REJECTED))
     decision = store.decisions.of("agent", made.version)[0]
-    assert (decision.by, decision.evidence["evaluation"]["candidate"]) == ("evaluation", 0.0)
+    assert (decision.decided_by, decision.evidence["evaluation"]["candidate"]) == ("evaluation", 0.0)
     asked = [call["messages"][0]["content"] for call in vllm[0].calls]
     assert sorted(set(asked)) == ["Be nice.", "Be nice.\n\nBe worse."]
     assert vllm[0].loads == []

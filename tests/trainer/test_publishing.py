@@ -82,8 +82,15 @@ def steps_of(size: float, rounding: float = 0.0) -> Callable[[str, Sequence[int]
 
 def beat(store: Store, live: int, **pins: int) -> None:
     named = {f"agent@{name[1:]}": count for name, count in pins.items()}
-    store.doors.beat(
-        ProxyInstance(id="d", url="u", live={"agent": live}, pins=named, shipped_until=1.0, heartbeat_at=time.time())
+    store.proxy_instances.heartbeat(
+        ProxyInstance(
+            id="d",
+            url="u",
+            live_versions={"agent": live},
+            pinned_trajectories=named,
+            shipped_until=1.0,
+            heartbeat_at=time.time(),
+        )
     )
 
 

@@ -53,7 +53,7 @@ def test_the_trained_tokens_are_those_that_the_chosen_roles_sampled_each_once(
     built = build_rows("t", calls, 1.0, roles)
     trained = [token for row in built.rows for token, mark in zip(row.ids, row.mask, strict=True) if mark]
     of_them = [one for one in calls if not chosen or one.role in chosen]
-    assert sorted(trained) == sorted(token for one in of_them for token in unpack_ids(one.choices[0].ids))
+    assert sorted(trained) == sorted(token for one in of_them for token in unpack_ids(one.choices[0].token_ids))
     assert sum(built.untrained.values()) == 2 * (len(calls) - len(of_them))
     assert set(built.untrained) <= {UNTRAINED_ROLE}
     for row in built.rows:  # what is context has no logprob of another role either

@@ -14,7 +14,7 @@ from ratchet.trainer.rows.build_rows import build_rows
 
 def choice(ids: tuple[int, ...], index: int = 0, logprobs: tuple[float, ...] | None = None) -> Choice:
     sampled = logprobs if logprobs is not None else tuple(-0.5 for _ in ids)
-    return Choice(index=index, finish_reason="stop", ids=pack_ids(ids), logprobs=pack_logprobs(sampled))
+    return Choice(index=index, finish_reason="stop", token_ids=pack_ids(ids), logprobs=pack_logprobs(sampled))
 
 
 def call(name: str, prompt: tuple[int, ...], *answers: Choice, **changes: Any) -> Call:

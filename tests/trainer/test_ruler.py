@@ -167,7 +167,7 @@ def test_an_unusable_answer_is_told_why_and_asked_for_again(model: ScriptedJudge
     judgement = judge(model).judge("g", two())
     assert scores(judgement) == [1.0, 0.0]
     assert wrong in model.asked[1]["messages"][-1]["content"]
-    assert [one.problem is None for one in judgement.exchanges] == [False, True]
+    assert [one.error is None for one in judgement.judge_requests] == [False, True]
 
 
 def test_a_judge_that_never_answers_well_is_a_failure_and_no_number(model: ScriptedJudgeModel) -> None:
@@ -199,14 +199,14 @@ def test_an_endpoint_that_knows_no_schemas_is_asked_in_plainer_words(model: Scri
 def test_the_whole_exchange_is_kept_with_its_price_and_without_the_key(model: ScriptedJudgeModel) -> None:
     model.answers = [by_content({"Oslo": 1.0, "Rome": 0.0})]
     judgement = judge(model).judge("g", two())
-    (exchange,) = judgement.exchanges
+    (exchange,) = judgement.judge_requests
     assert json.loads(exchange.request) == model.asked[0]
-    assert b"because" in exchange.answer
+    assert b"because" in exchange.response
     assert exchange.cost == pytest.approx((1000 * 2.0 + 100 * 10.0) / 1e6)
     assert sum(verdict.cost or 0 for verdict in judgement.verdicts) == pytest.approx(exchange.cost)
     assert {verdict.judge_request_id for verdict in judgement.verdicts} == {exchange.id}
     assert model.headers[0]["authorization"] == "Bearer sk-judge-secret"
-    assert b"sk-judge-secret" not in exchange.request + exchange.answer
+    assert b"sk-judge-secret" not in exchange.request + exchange.response
 
 
 def test_an_unknown_price_is_unknown(model: ScriptedJudgeModel) -> None:

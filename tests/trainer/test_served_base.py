@@ -46,7 +46,9 @@ def engine() -> Any:
 def candidate(store: Store, tmp_path: Path, make_daemon: Callable[..., Daemon]) -> Daemon:
     """A daemon with a candidate that could be published: a prompt on the base model."""
     top = {"token_id:5": -0.2, "token_id:6": -2.0}
-    store.base_models.register_base_model("agent", "/m", served={"tokens": [1, 2, 3], "likeliest": [top] * 8})
+    store.base_models.register_base_model(
+        "agent", "/m", server_fingerprint={"tokens": [1, 2, 3], "likeliest": [top] * 8}
+    )
     store.policies.with_prompt("agent", store.prompts.remember("Be brief.").id, {})
     return make_daemon()
 

@@ -79,7 +79,7 @@ class Line:
 
     def turn(self) -> None:
         now = time.time()
-        shipped = self._store.doors.shipped_until("agent", now, since=now - 60)
+        shipped = self._store.proxy_instances.shipped_until("agent", now, since=now - 60)
         self._store.trajectories.seal_idle_trajectories("agent", shipped, self._settings.seal_after_idle_seconds)
         self.assembly.turn(now, shipped)
 
@@ -255,7 +255,7 @@ def test_deleting_an_original_deletes_its_shadows(store: Store, tmp_path: Path, 
     with door(store, tmp_path) as (proxy, _):
         name = ask(proxy)
         line(proxy).until(lambda: store.trajectories.get(name).state is TrajectoryState.GROUPED)
-        assert store.deletions.delete(TrajectoryFilter(id=name), "asked for").trajectories == 3
+        assert store.deletions.delete(TrajectoryFilter(id=name), "asked for").trajectory_count == 3
         assert store.trajectories.page() == []
         assert store.resamples.counts("agent") == {}
 

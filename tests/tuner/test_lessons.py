@@ -100,13 +100,17 @@ def test_lessons_are_put_on_trial_for_half_of_the_traffic_beside_what_serves(
     assert [attempt["score"] for attempt in data["attempts"]] == [0.0] * 3
     assert data["attempts"][0]["judge_said"] == "too vague"
     policy = start_canary(store, "agent", learned, 0.5, "tun_1")
-    assert (policy.state, policy.share, policy.adapter) == (PolicyState.CANARY, 0.5, None)
+    assert (policy.state, policy.canary_share, policy.adapter) == (PolicyState.CANARY, 0.5, None)
     prompt = store.prompts.get(policy.prompt_id or "")
     assert prompt.mode is PromptMode.APPEND
     assert prompt.text_for("task:mail") == f"{HEADER}\n- Search before you answer.\n- Check the date."
     assert prompt.text_for("task:math") == ""
     (decision,) = store.decisions.of("agent", policy.version)
-    assert (decision.by, decision.evidence["lessons"]["run"], decision.evidence["share"]) == ("lessons", "tun_1", 0.5)
+    assert (decision.decided_by, decision.evidence["lessons"]["run"], decision.evidence["share"]) == (
+        "lessons",
+        "tun_1",
+        0.5,
+    )
     with pytest.raises(LessonsRefused, match="is a canary"):
         learn(store, "agent", model, SETTINGS)
 
@@ -247,7 +251,7 @@ def test_the_command_shows_lessons_and_tries_them(project: Project, scripted: Sc
     scripted.answers = [GOOD]
     done = project.run(*asked, *named, "--canary-share", "0.25")
     assert "canary agent@1 at 25%" in done.stdout
-    assert store.policies.get("agent", 1).share == 0.25
+    assert store.policies.get("agent", 1).canary_share == 0.25
     (run,) = store.tunings.page(kind="lessons")
     assert (run.state, (run.result or {})["promoted"]) == ("done", "agent@1")
     listed = project.run("tune", "runs", "--store", url)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.store.records import Exchange
+from ratchet.store.records import JudgeRequest
 from ratchet.tuner.rollouts.prices import FREE, UNKNOWN, Money, RolloutCost, judging_cost, prices_of
 
 PRICED = {"input_cost_per_token": 2e-6, "output_cost_per_token": 8e-6}
@@ -75,9 +75,9 @@ def test_what_was_spent_adds_up() -> None:
 @pytest.mark.parametrize(("costs", "money"), [((0.1, 0.2), Money(0.3)), ((0.1, None), Money(0.1, known=False))])
 def test_what_a_judge_asked_a_model_is_spent_too(costs: tuple[float | None, ...], money: Money) -> None:
     asked = [
-        Exchange(
-            id="x", group_id=None, judge="ruler", url="u", request=b"{}", answer=b"", status=200, problem=None,
-            prompt_tokens=100, completion_tokens=10, cost=cost, latency=0.5, asked_at=1.0,
+        JudgeRequest(
+            id="x", group_id=None, judge="ruler", url="u", request=b"{}", response=b"", status=200, error=None,
+            prompt_tokens=100, completion_tokens=10, cost=cost, latency=0.5, requested_at=1.0,
         )
         for cost in costs
     ]  # fmt: skip

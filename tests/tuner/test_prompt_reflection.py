@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.store.records import Exchange
+from ratchet.store.records import JudgeRequest
 from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.errors import BudgetExceeded, ReflectionUnavailable, Unanswered
 from ratchet.trainer.settings.judge_specs import ModelSpec
@@ -57,10 +57,10 @@ def test_a_prompt_that_is_too_long_is_asked_again_with_the_reason_and_then_set_a
 
 
 def test_every_try_is_counted_and_kept_word_for_word_without_the_key(server: ScriptedJudgeModel) -> None:
-    kept: list[Exchange] = []
+    kept: list[JudgeRequest] = []
     budget = Budget(1, tokens=100_000)
     server.answers = [(503, "busy"), proposes("better"), says("no json"), says("no json")]
-    model = reflection(server, budget, keep=lambda answered, exchanges: kept.extend(exchanges))
+    model = reflection(server, budget, keep=lambda answered, judge_requests: kept.extend(judge_requests))
     model.propose("now", [])
     with pytest.raises(Unanswered):
         model.propose("other", [])
@@ -72,7 +72,7 @@ def test_every_try_is_counted_and_kept_word_for_word_without_the_key(server: Scr
 def test_what_was_answered_once_is_not_asked_again_by_a_run_that_goes_on(server: ScriptedJudgeModel) -> None:
     kept: list[dict[str, Any]] = []
     server.answers = [proposes("one"), proposes("two"), says("no json"), says("no json"), says("words")]
-    first = reflection(server, Budget(1), keep=lambda answered, exchanges: kept.append(dict(answered)))
+    first = reflection(server, Budget(1), keep=lambda answered, judge_requests: kept.append(dict(answered)))
     assert [first.propose("now", []), first.propose("now", [])] == ["one", "two"]  # a model may answer anew
     with pytest.raises(Unanswered):
         first.propose("other", [])

@@ -76,7 +76,7 @@ class World:
             self.told.append,
         ).run()
 
-    def _keep(self, answered: Any, exchanges: Sequence[Any]) -> None:
+    def _keep(self, answered: Any, judge_requests: Sequence[Any]) -> None:
         self.answered.append(json.loads(json.dumps(answered)))
 
     def prompts_on(self, ids: Sequence[str]) -> set[str]:

@@ -113,13 +113,15 @@ def test_what_a_proxy_has_not_shipped_is_unjudged_and_never_judged_on_a_part(
 ) -> None:
     made = rollouts_of(runner(), tasks[:2], tuning)
     proxy.settled()
-    behind = ProxyInstance(id="d", url="u", live={ALIAS: 0}, pins={}, shipped_until=1.0, heartbeat_at=time.time())
-    store.doors.beat(behind)
+    behind = ProxyInstance(
+        id="d", url="u", live_versions={ALIAS: 0}, pinned_trajectories={}, shipped_until=1.0, heartbeat_at=time.time()
+    )
+    store.proxy_instances.heartbeat(behind)
     judge = judge_of(f"{__name__}:by_row")
     scored = Scorer(store, judge, alias=ALIAS, patience=0.3).score(made)
     assert [one.score for one in scored] == [None, None]
     assert all("not all in the store after 0.3 s" in str(one.judge_failure) for one in scored)
-    store.doors.close("d")
+    store.proxy_instances.remove("d")
     assert [one.score for one in Scorer(store, judge, alias=ALIAS).score(scored)] == [0, 1]
 
 

@@ -200,7 +200,7 @@ def test_a_version_that_is_shown_to_be_worse_than_the_best_is_taken_back(stand: 
     assert stand.store.policies.live()[ALIAS].version == 1
     assert stand.store.policies.get(ALIAS, 2).state is PolicyState.REJECTED
     (decision, *_) = stand.store.decisions.of(ALIAS, 2)
-    assert (decision.by, "worse than agent@1" in decision.reason) == ("tuner", True)
+    assert (decision.decided_by, "worse than agent@1" in decision.reason) == ("tuner", True)
     assert (result.best, result.promoted) == ("agent@1", "agent@1")
     assert "rolled back from agent@2 to agent@1" in result.notes[0]
 

@@ -80,8 +80,8 @@ def check_files(store: Store, alias: str, model: str, cache: Path) -> None:
             f"base_model {model} is not {known.name}, which the versions of {alias} belong to: its {', '.join(parts)} "
             "differ; name that one, or train the new one under an alias or in a project of its own"
         )
-    if (known is None or not known.files) and store.base_models.register_base_model(
-        alias, model, files=files
+    if (known is None or not known.file_digests) and store.base_models.register_base_model(
+        alias, model, file_digests=files
     ) is not None:
         log.info("event=base_model_taken_up alias=%s name=%s weights=%s", alias, model, files["weights"][:12])
 

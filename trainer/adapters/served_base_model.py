@@ -48,11 +48,11 @@ class ServedBaseModel:
 
     def _look(self) -> str | None:
         known = self._store.base_models.of(self._alias)
-        if known is None or not known.served:
+        if known is None or not known.server_fingerprint:
             return None
         for replica in self._replicas:
             try:
-                difference = fingerprints.difference(known.served, replica.fingerprint())
+                difference = fingerprints.difference(known.server_fingerprint, replica.fingerprint())
             except EngineError:  # whoever needs it next says so
                 continue
             if difference is not None:

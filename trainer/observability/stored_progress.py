@@ -38,7 +38,7 @@ class StoredProgress:
             return
         self._due[standing.work] = 0.0 if standing.ended else now + self._every
         try:
-            self._store.works.note(
+            self._store.job_progress.update(
                 self._alias, standing.work, done=standing.done, total=standing.total, seconds=standing.seconds,
                 means=standing.means, ended=standing.ended,
             )  # fmt: skip

@@ -112,9 +112,9 @@ def why_untrainable(call: Call, choice: Choice, *, imitated: bool = False) -> st
         return str(call.state)
     if call.untrainable:
         return call.untrainable
-    if not choice.ids:
+    if not choice.token_ids:
         return "no_token_ids"
-    if len(choice.ids) != len(choice.logprobs):
+    if len(choice.token_ids) != len(choice.logprobs):
         return "length_mismatch"
     return None if imitated else _why_odd_sampling(call.sampling)
 
@@ -177,7 +177,7 @@ def _prompt(call: Call) -> tuple[str | None, int, str]:
 
 
 def _size(choice: Choice) -> int:
-    return len(choice.ids) // 4
+    return len(choice.token_ids) // 4
 
 
 class _Span:
@@ -188,7 +188,7 @@ class _Span:
         self.parent = parent
         self.more = more  # that its own turn earned
         self.prompt = unpack_ids(call.prompt_ids)
-        self.ids = unpack_ids(choice.ids)
+        self.token_ids = unpack_ids(choice.token_ids)
         self.logprobs = unpack_logprobs(choice.logprobs)
         neutral = all(call.sampling.get(name) in values for name, values in _NEUTRAL.items())
         self.kind = (_temperature(call.sampling) or 1.0, neutral, advantage)  # what is one for a whole row
@@ -229,11 +229,11 @@ def _row(trajectory_id: str, chain: Sequence[_Span], trained: set[_Key], kind: t
     logprobs: list[float] = []
     more: list[float] = []
     for span in chain:
-        ids += span.prompt + span.ids
+        ids += span.prompt + span.token_ids
         carries = span.key in trained
-        mask += [0] * len(span.prompt) + [int(carries)] * len(span.ids)
-        logprobs += [0.0] * len(span.prompt) + (list(span.logprobs) if carries else [0.0] * len(span.ids))
-        more += [0.0] * len(span.prompt) + [span.more if carries else 0.0] * len(span.ids)
+        mask += [0] * len(span.prompt) + [int(carries)] * len(span.token_ids)
+        logprobs += [0.0] * len(span.prompt) + (list(span.logprobs) if carries else [0.0] * len(span.token_ids))
+        more += [0.0] * len(span.prompt) + [span.more if carries else 0.0] * len(span.token_ids)
     temperature, neutral, advantage = kind
     return TokenRow(
         trajectory_id=trajectory_id,

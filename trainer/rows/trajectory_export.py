@@ -162,7 +162,7 @@ def _answer(choice: Choice) -> dict[str, Any]:
     return {
         "index": choice.index,
         "finish_reason": choice.finish_reason or "",
-        "ids": list(unpack_ids(choice.ids)),
+        "token_ids": list(unpack_ids(choice.token_ids)),
         "logprobs": list(unpack_logprobs(choice.logprobs)),
     }
 

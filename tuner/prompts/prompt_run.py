@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ratchet.store.records import Exchange, Verdict
+from ratchet.store.records import JudgeRequest, Verdict
 from ratchet.store.records.tuning import Rollout, Tuning
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.language_model import LanguageModel
@@ -190,10 +190,10 @@ class _Run:
             keep=self._keep,
         )
 
-    def _keep(self, answered: Answered, exchanges: Sequence[Exchange]) -> None:
+    def _keep(self, answered: Answered, judge_requests: Sequence[JudgeRequest]) -> None:
         self._answered.append(answered)
         self._write_progress()
-        self._tools.store.groups.keep(exchanges)
+        self._tools.store.groups.record_judge_requests(judge_requests)
 
     def _write_progress(self) -> None:
         self._tools.store.tunings.update(self._tuning.id, {"answered": self._answered, "said": self._said})

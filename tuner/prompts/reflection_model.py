@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ratchet.store.records import Exchange
+from ratchet.store.records import JudgeRequest
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel, extract_json
 from ratchet.trainer.controller.judges.truncation import fitted
 from ratchet.trainer.errors import JudgeUnavailable, ReflectionUnavailable, Unanswered
@@ -66,7 +66,7 @@ class ReflectionModel:
         mode: str = "replace",
         max_prompt_chars: int = 20_000,
         answered: Sequence[Answered] = (),
-        keep: Callable[[Answered, Sequence[Exchange]], None] = lambda answered, exchanges: None,
+        keep: Callable[[Answered, Sequence[JudgeRequest]], None] = lambda answered, judge_requests: None,
     ) -> None:
         self._model = model
         self._budget = budget
@@ -127,11 +127,11 @@ class ReflectionModel:
                 raise ReflectionUnavailable(f"the reflection model (tuner.reflection) is of no use: {error}") from error
             raise Unanswered(str(error)) from error
         finally:
-            tokens = sum(one.prompt_tokens + one.completion_tokens for one in interview.exchanges)
+            tokens = sum(one.prompt_tokens + one.completion_tokens for one in interview.judge_requests)
             self._budget.record_reflection(tokens, interview.cost)
-            seconds = sum(one.latency for one in interview.exchanges)
+            seconds = sum(one.latency for one in interview.judge_requests)
             told = {"question": digest, "answer": answer, "tokens": tokens, "cost": interview.cost, "seconds": seconds}
-            self._keep(told, interview.exchanges)
+            self._keep(told, interview.judge_requests)
         self._failed = 0
         return answer
 

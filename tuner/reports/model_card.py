@@ -100,7 +100,7 @@ def _decisions(found: Evidence) -> Iterator[str]:
         yield f"Nothing yet: its state is {found.policy.state}."
         return
     for one in found.decisions:
-        yield f"- {_when(one.decided_at)}: {one.action} by {_one_line(one.by)}: {_one_line(one.reason)}"
+        yield f"- {_when(one.decided_at)}: {one.action} by {_one_line(one.decided_by)}: {_one_line(one.reason)}"
         for path, value in list(_leaves(one.evidence))[:_MOST_ROWS]:
             yield f"  - {_one_line(path)}: {_one_line(value)}"
 

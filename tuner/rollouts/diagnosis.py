@@ -84,7 +84,7 @@ def _of_runs(transcripts: Sequence[Transcript], task_id: str, alias: str) -> Ite
 
 
 def _sampled(transcript: Transcript) -> tuple[bytes, ...]:
-    return tuple(choice.ids for call in transcript.calls for choice in call.choices)
+    return tuple(choice.token_ids for call in transcript.calls for choice in call.choices)
 
 
 def of_judge(judge: Judge | None, transcript: Transcript | None) -> Iterator[Reason]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ratchet.store.records import Exchange
+from ratchet.store.records import JudgeRequest
 
 _NAMES = ("input_cost_per_token", "output_cost_per_token")
 
@@ -65,7 +65,7 @@ class RolloutCost(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def judging_cost(exchanges: Iterable[Exchange]) -> RolloutCost:
+def judging_cost(exchanges: Iterable[JudgeRequest]) -> RolloutCost:
     """Return what a judge's questions to a language model took."""
     return sum(
         (

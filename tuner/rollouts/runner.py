@@ -117,7 +117,9 @@ class RolloutRunner:
 
     def _remember(self, jobs: Sequence[RolloutJob]) -> None:
         tasks = {job.task.id: job.task for job in jobs}.values()
-        self._store.tasks.remember(TaskRow(id=one.id, set=one.set, split=one.split, row=one.row) for one in tasks)
+        self._store.tasks.remember(
+            TaskRow(id=one.id, task_set=one.set, split=one.split, content=one.row) for one in tasks
+        )
 
     async def _work(self, course: _Course) -> None:
         while (planned := await course.next()) is not None:

@@ -99,7 +99,7 @@ class Scorer:
         until = self._clock() + self._patience
         while True:
             now = self._clock()
-            shipped = self._store.doors.shipped_until(self._alias, now, since=now - PROXY_TIMEOUT_SECONDS)
+            shipped = self._store.proxy_instances.shipped_until(self._alias, now, since=now - PROXY_TIMEOUT_SECONDS)
             if shipped > moment or now >= until:
                 return shipped
             time.sleep(_LOOK_EVERY)
@@ -133,7 +133,7 @@ class Scorer:
                 self._heard(asked.popleft().result(), work, on_verdict)
 
     def _heard(self, judgement: Judgement, work: Work, on_verdict: Callable[[Verdict], object]) -> None:
-        self.spent += judging_cost(judgement.exchanges)
+        self.spent += judging_cost(judgement.judge_requests)
         for verdict in judgement.verdicts:
             self._take(verdict, work)
             on_verdict(verdict)

@@ -100,10 +100,10 @@ class WorkflowEvaluator:
     def _proxy_url(self) -> str:
         if self._settings.proxy_url is not None:
             return self._settings.proxy_url
-        doors = self._store.doors.open(self._alias, time.time() - PROXY_TIMEOUT_SECONDS)
-        if not doors:
+        instances = self._store.proxy_instances.running(self._alias, time.time() - PROXY_TIMEOUT_SECONDS)
+        if not instances:
             raise TuningError(f"no proxy serves {self._alias}: the workflow has nothing to call; start `ratchet proxy`")
-        return max(doors, key=lambda door: door.heartbeat_at).url
+        return max(instances, key=lambda instance: instance.heartbeat_at).url
 
     def _tuner(self) -> TunerSettings:
         settings = self._settings

@@ -54,7 +54,7 @@ class TokenContexts:
             before = parent
             self._held.move_to_end((begun.parent_call or "", begun.parent_choice), last=False)
         for choice in record.choices:
-            self._put((begun.call_id, choice.index), before.followed(record.prompt_ids, choice.ids))
+            self._put((begun.call_id, choice.index), before.followed(record.prompt_ids, choice.token_ids))
 
     async def find_context(self, leaf: Leaf) -> Context | None:
         """Return the context of an answer, or None where nobody knows it any more."""

@@ -49,10 +49,10 @@ class Overview:
         """Return everything that the page shows, of all aliases."""
         store = self._store
         serving = store.policies.serving()
-        versions, works = store.policies.counts(), store.works.all()
+        versions, progress = store.policies.counts(), store.job_progress.all()
         return {
             "at": time.time(),
-            "aliases": [self._alias(name, serving, versions[name], works) for name in sorted(versions)],
+            "aliases": [self._alias(name, serving, versions[name], progress) for name in sorted(versions)],
             "trajectories": store.trajectories.counts(),
             "dropped": [
                 {"reason": reason, "count": count, "meaning": drop_meaning(reason)}
@@ -63,7 +63,7 @@ class Overview:
         }
 
     def _alias(
-        self, alias: str, serving: list[Policy], versions: dict[str, int], works: list[JobProgress]
+        self, alias: str, serving: list[Policy], versions: dict[str, int], progress: list[JobProgress]
     ) -> dict[str, Any]:
         live = _version(alias, PolicyState.LIVE, serving)
         told = self._store.decisions.of(alias, limit=_DECISIONS)
@@ -72,10 +72,16 @@ class Overview:
             "versions": versions,
             "live": live,
             "decisions": [
-                {"version": one.version, "action": one.action, "by": one.by, "reason": one.reason, "at": one.decided_at}
+                {
+                    "version": one.version,
+                    "action": one.action,
+                    "by": one.decided_by,
+                    "reason": one.reason,
+                    "at": one.decided_at,
+                }
                 for one in told
             ],
-            "works": [_work(work) for work in works if work.alias == alias],
+            "progress": [_progress(job) for job in progress if job.alias == alias],
             **self._report(alias),
         }
 
@@ -104,9 +110,9 @@ def _version(alias: str, state: PolicyState, serving: list[Policy]) -> dict[str,
     return {"version": found.version, "created_at": found.created_at} if found else None
 
 
-def _work(work: JobProgress) -> dict[str, Any]:
-    pace = {"seconds_per_item": work.seconds_per_item, "eta_seconds": work.eta_seconds}
-    return msgspec.structs.asdict(work) | pace
+def _progress(job: JobProgress) -> dict[str, Any]:
+    pace = {"seconds_per_item": job.seconds_per_item, "eta_seconds": job.eta_seconds}
+    return msgspec.structs.asdict(job) | pace
 
 
 def _round(one: Round) -> dict[str, Any]:

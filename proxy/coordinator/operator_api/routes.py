@@ -32,7 +32,7 @@ from ratchet.proxy.errors import BadRequest, ProxyError, openai_error, to_openai
 from ratchet.proxy.wire.asgi import CALLER, read_body
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.errors import InvalidTransition, RecordNotFound, StoreError, StoreUnavailable
-from ratchet.store.records import Call, Choice, Exchange, unpack_ids, unpack_logprobs
+from ratchet.store.records import Call, Choice, JudgeRequest, unpack_ids, unpack_logprobs
 from ratchet.store.records.base import Record
 from ratchet.store.store import Store
 
@@ -155,10 +155,10 @@ def _add_calls(api: FastAPI, store: Store) -> None:
         verdicts = store.groups.verdicts(found.members)
         return _json(_plain(found) | {"verdicts": {name: _plain(verdict) for name, verdict in verdicts.items()}})
 
-    @api.get("/groups/{group_id}/exchanges")
-    def exchanges(group_id: str) -> Response:
+    @api.get("/groups/{group_id}/judge-requests")
+    def judge_requests(group_id: str) -> Response:
         """What judges asked about a group and what came back, word for word, oldest first."""
-        return _page([_exchange(one) for one in store.groups.exchanges(store.groups.get(group_id).id)])
+        return _page([_judge_request(one) for one in store.groups.judge_requests(store.groups.get(group_id).id)])
 
 
 def _add_endings(api: FastAPI, store: Store, shipper: Shipper, linker: TrajectoryLinker) -> None:
@@ -183,7 +183,7 @@ def _add_endings(api: FastAPI, store: Store, shipper: Shipper, linker: Trajector
             raise InvalidTransition(f"a call of trajectory {trajectory_id} is under way: delete it when it has ended")
         linker.forget_trajectory(trajectory_id)
         done = await run_in_threadpool(store.deletions.delete, chosen, "operator")
-        if not done.trajectories:
+        if not done.trajectory_count:
             raise RecordNotFound(f"no trajectory {trajectory_id}")
         return _json(_plain(done))
 
@@ -344,19 +344,19 @@ def _plain(record: Record) -> dict[str, Any]:
     return msgspec.structs.asdict(record)
 
 
-def _exchange(one: Exchange) -> dict[str, Any]:
+def _judge_request(one: JudgeRequest) -> dict[str, Any]:
     return _plain(one) | {
         "request": one.request.decode("utf-8", "replace"),
-        "answer": one.answer.decode("utf-8", "replace"),
+        "response": one.response.decode("utf-8", "replace"),
     }
 
 
 def _call(call: Call, tokens: bool = True) -> dict[str, Any]:
     """Return a call as JSON can hold it; its ids and logprobs where `tokens` says so."""
-    shown = [_tokens(choice) if tokens else {"ids": None, "logprobs": None} for choice in call.choices]
+    shown = [_tokens(choice) if tokens else {"token_ids": None, "logprobs": None} for choice in call.choices]
     choices = [_plain(choice) | told for choice, told in zip(call.choices, shown, strict=True)]
     return _plain(call) | {"prompt_ids": unpack_ids(call.prompt_ids) if tokens else None, "choices": choices}
 
 
 def _tokens(choice: Choice) -> dict[str, Any]:
-    return {"ids": unpack_ids(choice.ids), "logprobs": unpack_logprobs(choice.logprobs)}
+    return {"token_ids": unpack_ids(choice.token_ids), "logprobs": unpack_logprobs(choice.logprobs)}

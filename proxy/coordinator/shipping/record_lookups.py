@@ -3,7 +3,7 @@
 Promises: what is there is told at once; what nobody recorded costs one look, and another where records from before the
 question were still on their way; nobody who waits holds a thread, and each key has at most `MOST_WAITING` who do (429;
 `_MOST_IN_ALL` of all keys: 503). What other proxies may hold is waited for with growing pauses: each of them says once
-a second in the store's doors up to which moment it has shipped what it recorded. With one proxy alone there is nothing
+a second in the store's instances up to which moment it has shipped what it recorded. With one proxy alone there is nothing
 of others to wait for; a proxy that has stopped talking counts for a minute.
 """
 
@@ -25,7 +25,7 @@ from ratchet.store.store import Store
 MOST_WAITING = 64  # requests of one key
 _MOST_IN_ALL = 1024
 _DOOR_SILENCE = 60.0  # seconds after which another proxy is not counted
-_INSTANCES_CACHE_SECONDS = 0.1  # seconds that those who wait share one look at the doors
+_INSTANCES_CACHE_SECONDS = 0.1  # seconds that those who wait share one look at the instances
 _FIRST_PAUSE = 0.1  # seconds; each pause is twice the one before
 
 _Found = TypeVar("_Found")
@@ -82,15 +82,15 @@ class RecordLookups:
 
     async def _others_have_shipped(self, before: float) -> bool:
         """Return whether every other proxy has shipped what it recorded before that moment."""
-        doors = await self._read_instances()
-        return len(doors) <= 1 or min(door.shipped_until for door in doors) >= before
+        instances = await self._read_instances()
+        return len(instances) <= 1 or min(instance.shipped_until for instance in instances) >= before
 
     async def _read_instances(self) -> list[ProxyInstance]:
         """Return the proxies that run; those who ask within `_INSTANCES_CACHE_SECONDS` share a look."""
         if self._doors is None or time.monotonic() - self._doors_at > _INSTANCES_CACHE_SECONDS:
             self._doors_at = time.monotonic()
             self._doors = asyncio.create_task(
-                thread_pools.run_lookup(self._store.doors.open, None, time.time() - _DOOR_SILENCE)
+                thread_pools.run_lookup(self._store.proxy_instances.running, None, time.time() - _DOOR_SILENCE)
             )
         return await asyncio.shield(self._doors)
 

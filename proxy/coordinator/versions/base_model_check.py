@@ -120,7 +120,7 @@ class BaseModelCheck:
         known = await self._ask(partial(self._store.base_models.of, self._alias))
         if known is None or not known.served:
             taken = await self._ask(
-                partial(self._store.base_models.register_base_model, self._alias, named, served=seen)
+                partial(self._store.base_models.register_base_model, self._alias, named, server_fingerprint=seen)
             )
             if taken is None:  # version 0 is not registered yet
                 self._due_at[replica.url] = time.monotonic() + _AGAIN

@@ -44,7 +44,7 @@ _ALL_EVERY = 2.0  # seconds between looks at all versions; the live ones are loo
 
 
 class PolicyCache:
-    """The versions of each alias, and the beat of this door.
+    """The versions of each alias, and the beat of this instance.
 
     At a given time `pins` says how many trajectories hold each version, and `shipped_until` before which moment
     everything recorded is in the store.
@@ -70,7 +70,7 @@ class PolicyCache:
         self._store = store
         self._upstream = upstream
         self._metrics = metrics
-        self._instance_id = new_id("door")
+        self._instance_id = new_id("proxy")
         self._url = url
         self._pins = pins
         self._shipped_until = shipped_until
@@ -131,7 +131,7 @@ class PolicyCache:
         canary = self._canaries.get(alias)
         if canary is None or alias in self.other_models:
             return self.live_version(alias)
-        chosen = canary.version if _place(canary, trajectory_id) < (canary.share or 0.0) else self.live_version(alias)
+        chosen = canary.version if _place(canary, trajectory_id) < (canary.canary_share or 0.0) else self.live_version(alias)
         self._metrics.canary_trajectories.labels(alias, "canary" if chosen == canary.version else "live").inc()
         return chosen
 
@@ -193,10 +193,10 @@ class PolicyCache:
         ]
 
     async def stop(self) -> None:
-        """End the tasks and tell the store that this door is closed."""
+        """End the tasks and tell the store that this instance is closed."""
         await self._critical_tasks.stop_tasks(*self._tasks)
         try:
-            await asyncio.wait_for(self._ask(1, lambda: self._store.doors.close(self._instance_id)), 2.0)
+            await asyncio.wait_for(self._ask(1, lambda: self._store.proxy_instances.remove(self._instance_id)), 2.0)
         except (StoreError, TimeoutError) as error:
             log.warning("event=door_not_closed reason=%r", str(error))
         for thread in self._threads:
@@ -258,9 +258,9 @@ class PolicyCache:
         canaries = {policy.alias: policy for policy in found if policy.alias in self.aliases}
         for alias in self.aliases:
             policy, before = canaries.get(alias), self._canaries.get(alias)
-            if (policy and (policy.version, policy.share)) == (before and (before.version, before.share)):
+            if (policy and (policy.version, policy.canary_share)) == (before and (before.version, before.canary_share)):
                 continue
-            share = (policy.share if policy else None) or 0.0
+            share = (policy.canary_share if policy else None) or 0.0
             version = policy.version if policy else None
             log.info("event=canary alias=%s version=%s share=%g", alias, version, share)
             self._metrics.canary_share.labels(alias).set(share)
@@ -302,16 +302,16 @@ class PolicyCache:
         while True:
             self._changed.clear()
             now = time.time()
-            door = ProxyInstance(
+            instance = ProxyInstance(
                 id=self._instance_id,
                 url=self._url,
-                live=dict(self._live),
-                pins=self._pins(now),
+                live_versions=dict(self._live),
+                pinned_trajectories=self._pins(now),
                 shipped_until=self._shipped_until(now),
                 heartbeat_at=now,
             )
             try:
-                await self._ask(1, partial(self._store.doors.beat, door))
+                await self._ask(1, partial(self._store.proxy_instances.heartbeat, instance))
                 self._metrics.store.report("writing", ok=True)
             except Exception as error:  # noqa: BLE001 -- as above; the next beat says it all again
                 self._metrics.store.report("writing", ok=False)

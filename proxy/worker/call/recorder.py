@@ -146,7 +146,7 @@ def assemble(opened: OpenCall, capture: Capture, end: CallOutcome) -> tuple[Call
         choice = Choice(
             index=answered.index,
             finish_reason=answered.finish_reason,
-            ids=ids,
+            token_ids=ids,
             logprobs=logprobs,
             reply_node=node.hash,
             link_key=keys[0],
@@ -176,7 +176,7 @@ def assemble(opened: OpenCall, capture: Capture, end: CallOutcome) -> tuple[Call
         error=end.error,
         upstream=end.upstream,
         nodes=tuple(nodes),
-        answer_id=capture.answer_id if begun.dialect in _ENGINE_NAMED else None,
+        response_id=capture.response_id if begun.dialect in _ENGINE_NAMED else None,
     )
     return record, leaves
 
@@ -190,7 +190,7 @@ def _parent_keys(opened: OpenCall) -> list[str]:
 
 
 def _leaf(begun: CallBegun, choice: Choice, prompt: bytes, now: float, seen: TextFingerprints) -> Leaf:
-    whole = prompt + choice.ids if prompt and choice.ids else b""
+    whole = prompt + choice.token_ids if prompt and choice.token_ids else b""
     return Leaf(
         trajectory_id=begun.trajectory_id,
         call_id=begun.call_id,

@@ -104,7 +104,7 @@ class CallSpans:
             return
         exchange.span = None
         if span.is_recording() and record is not None and timing is not None:
-            span.set_attributes(_told(record, timing, exchange.capture.answer_id))
+            span.set_attributes(_told(record, timing, exchange.capture.response_id))
         if exchange.failure:
             span.set_attribute("error.type", exchange.failure)
             span.set_status(_failed())
@@ -157,7 +157,7 @@ def _failed() -> Any:
     return StatusCode.ERROR
 
 
-def _told(record: CallEnded, timing: CallTiming, answer_id: str | None) -> _Attributes:
+def _told(record: CallEnded, timing: CallTiming, response_id: str | None) -> _Attributes:
     begun = record.begun
     told: _Attributes = {
         "gen_ai.conversation.id": begun.trajectory_id,
@@ -174,8 +174,8 @@ def _told(record: CallEnded, timing: CallTiming, answer_id: str | None) -> _Attr
     told |= _numbers(begun.sampling.items())
     if reasons := [choice.finish_reason for choice in record.choices if choice.finish_reason]:
         told["gen_ai.response.finish_reasons"] = reasons
-    if answer_id:
-        told["gen_ai.response.id"] = answer_id
+    if response_id:
+        told["gen_ai.response.id"] = response_id
     if begun.streamed:
         told["gen_ai.request.stream"] = True
         if timing.first_byte is not None:

@@ -1,4 +1,4 @@
-"""Alembic's entry: runs inside the connection and transaction that `store.database.migrate` opened."""
+"""Alembic's entry point. Runs in the connection and transaction that `engine.migrate` opened."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ context.configure(
     connection=context.config.attributes["connection"],
     target_metadata=metadata,
     render_as_batch=True,
-    transactional_ddl=False,  # the caller holds the one transaction around everything
+    transactional_ddl=False,  # the caller holds one transaction around all migrations
 )
 context.run_migrations()

@@ -134,7 +134,7 @@ class DurabilityCampaign:
                 text = expected.pop(call.id, None)
                 if text is not None and call.state is not CallState.ANSWERED:
                     yield f"{call.id} was answered and is stored as {call.state}"
-                elif text is not None and bytes(unpack_ids(call.choices[0].ids)[:-1]).decode() != text:
+                elif text is not None and bytes(unpack_ids(call.choices[0].token_ids)[:-1]).decode() != text:
                     yield f"{call.id} is stored with tokens other than those its client received"
                 elif call.id in self.load.abandoned and call.state is CallState.FAILED:
                     yield f"{call.id} was abandoned by its client and is stored as failed"

@@ -112,7 +112,7 @@ def _share(part: int, whole: int) -> float:
 
 
 def _permuted(calls: Sequence[TrueCall], stored: Mapping[str, StoredCall]) -> list[TrueCall]:
-    """Exchange equal calls of a turn among trajectories with equal histories, to fit what is stored best."""
+    """JudgeRequest equal calls of a turn among trajectories with equal histories, to fit what is stored best."""
     past: dict[str, tuple[str, ...]] = defaultdict(tuple)  # trajectory -> bodies so far
     last: dict[str, TrueCall] = {}  # trajectory -> its previous call, after the exchange
     settled: list[TrueCall] = []

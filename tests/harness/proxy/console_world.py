@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from ratchet.store.ids import new_id
-from ratchet.store.records import Exchange, Feedback, Verdict
+from ratchet.store.records import Feedback, JudgeRequest, Verdict
 from ratchet.store.store import Store
 from tests.harness.records import answered_trajectory, begun, ended, tool_call
 
@@ -51,7 +51,7 @@ def fill(store: Store) -> None:
         _train(store, version, group.id, sum(scores) / len(scores))
     store.policies.canary(ALIAS, 5, 0.2, {"low": 0.02})
     store.alarms.raise_("no_signal", "last 5 groups: no variance, judge rule gave 0.0 to all 20: take harder tasks")
-    store.works.note(
+    store.job_progress.update(
         ALIAS, "gathering", done=3, total=8, seconds=12.0, means={"tokens": 42.67, "reward": 0.5}
     )  # 4 s each, 20 s left
 
@@ -90,10 +90,10 @@ def hostile(store: Store) -> None:
     answered_trajectory(store, "beside", HOSTILE, task="evil/2", at=2.5)
     store.trajectories.seal_idle_trajectories(ALIAS, now=100.0, idle_seconds=1.0)
     group = store.groups.form("task:evil", ALIAS, ["hostile", "beside"], now=101.0)
-    asking = Exchange(
+    asking = JudgeRequest(
         id=new_id("exg"), group_id=group.id, judge="ruler", url="http://judge.example/v1", request=b'{"messages": []}',
-        answer=HOSTILE.encode(), status=200, problem=None, prompt_tokens=9, completion_tokens=3, cost=None,
-        latency=0.5, asked_at=101.0,
+        response=HOSTILE.encode(), status=200, error=None, prompt_tokens=9, completion_tokens=3, cost=None,
+        latency=0.5, requested_at=101.0,
     )  # fmt: skip
     verdicts = [
         Verdict(

@@ -30,7 +30,9 @@ def run(
     spec = ModelSpec(base_url=url, model="scripted-reflection", max_attempts=2)
     budget = Budget(1000, tokens)
     model = LanguageModel(spec, None, sleep=lambda seconds: None)
-    reflection = ReflectionModel(model, budget, answered=answered, keep=lambda one, exchanges: told.append(dict(one)))
+    reflection = ReflectionModel(
+        model, budget, answered=answered, keep=lambda one, judge_requests: told.append(dict(one))
+    )
     error = None
     try:
         load_optimizer("mipro").optimize(prompt_world.SEED, evaluate, reflection, search())

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ratchet.store.records import Exchange, Transcript, Verdict
+from ratchet.store.records import JudgeRequest, Transcript, Verdict
 
 __all__ = ["Judge", "Judgement"]
 
@@ -19,7 +19,7 @@ class Judgement:
     """What a judge said of a group: one verdict per member, in order, and what it exchanged with others for them."""
 
     verdicts: tuple[Verdict, ...]
-    exchanges: tuple[Exchange, ...] = ()
+    judge_requests: tuple[JudgeRequest, ...] = ()
 
 
 class Judge(Protocol):

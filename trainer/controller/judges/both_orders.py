@@ -40,7 +40,7 @@ def judge_in_both_orders(judge: Judge, members: Sequence[Transcript]) -> Judgeme
         return first
     second = judge.judge(None, members[::-1])
     verdicts = map(_mean, first.verdicts, second.verdicts[::-1])
-    return Judgement(tuple(verdicts), (*first.exchanges, *second.exchanges))
+    return Judgement(tuple(verdicts), (*first.judge_requests, *second.judge_requests))
 
 
 def _mean(one: Verdict, other: Verdict) -> Verdict:

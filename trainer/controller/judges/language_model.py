@@ -17,7 +17,7 @@ import httpx
 import msgspec
 
 from ratchet.store.ids import new_id
-from ratchet.store.records import Exchange
+from ratchet.store.records import JudgeRequest
 from ratchet.trainer.errors import JudgeUnavailable
 from ratchet.trainer.settings.judge_specs import ModelSpec
 
@@ -34,18 +34,18 @@ class JudgeModelSession:
 
     judge: str
     group_id: str | None
-    exchanges: list[Exchange] = field(default_factory=list)
+    judge_requests: list[JudgeRequest] = field(default_factory=list)
 
     @property
     def cost(self) -> float | None:
         """The price of all tries; None where it is unknown."""
-        costs = [one.cost for one in self.exchanges]
+        costs = [one.cost for one in self.judge_requests]
         return None if None in costs else sum(cost or 0.0 for cost in costs)
 
     @property
     def last(self) -> str | None:
         """The id of the newest exchange."""
-        return self.exchanges[-1].id if self.exchanges else None
+        return self.judge_requests[-1].id if self.judge_requests else None
 
 
 class LanguageModel:
@@ -90,7 +90,7 @@ class LanguageModel:
                 return read(extract_json(text))
             except ValueError as wrong:
                 problem = f"its answer is unusable: {wrong}"
-                interview.exchanges[-1] = msgspec.structs.replace(interview.exchanges[-1], problem=problem)
+                interview.judge_requests[-1] = msgspec.structs.replace(interview.judge_requests[-1], problem=problem)
                 messages = [
                     *question,
                     {"role": "assistant", "content": text[:20_000]},
@@ -138,12 +138,12 @@ class LanguageModel:
             began = time.perf_counter()
             status, answer, pause = self._post(asked)
             exchange = self._exchange(interview, asked, status, answer, time.perf_counter() - began)
-            interview.exchanges.append(exchange)
+            interview.judge_requests.append(exchange)
             if status == 400 and len(self._forms) > 1 and "response_format" in asked:
                 self._forms.remove(form)  # the endpoint does not know this form of answer
                 continue
             if status != 200:
-                raise _Unavailable(exchange.problem or f"status {status}", pause, hopeless=status not in _BUSY)
+                raise _Unavailable(exchange.error or f"status {status}", pause, hopeless=status not in _BUSY)
             return _content(answer)
 
     def _post(self, body: Mapping[str, Any]) -> tuple[int, str, float | None]:
@@ -161,27 +161,27 @@ class LanguageModel:
 
     def _exchange(
         self, interview: JudgeModelSession, body: Mapping[str, Any], status: int, answer: str, seconds: float
-    ) -> Exchange:
+    ) -> JudgeRequest:
         usage = _usage(answer) if status == 200 else {}
         taken, given = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
         spec = self.spec
         priced = spec.input_cost_per_million is not None and spec.output_cost_per_million is not None
-        return Exchange(
+        return JudgeRequest(
             id=new_id("exch"),
             group_id=interview.group_id,
             judge=interview.judge,
             url=self._urls[0],
             request=msgspec.json.encode(body),
-            answer=answer.encode()[:1_000_000],
+            response=answer.encode()[:1_000_000],
             status=status,
-            problem=None if status == 200 else f"status {status}: {answer[:500]}" if status else answer[:500],
+            error=None if status == 200 else f"status {status}: {answer[:500]}" if status else answer[:500],
             prompt_tokens=taken,
             completion_tokens=given,
             cost=(taken * (spec.input_cost_per_million or 0.0) + given * (spec.output_cost_per_million or 0.0)) / 1e6
             if priced
             else None,
             latency=seconds,
-            asked_at=self._clock(),
+            requested_at=self._clock(),
         )
 
     def close(self) -> None:

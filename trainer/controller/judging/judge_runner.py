@@ -137,10 +137,10 @@ class JudgeRunner:
         ]
         last = group.failures + 1 >= self._attempts
         if failed and last and len(left) < self._least:
-            self._store.groups.fail(group.id, judgement.verdicts, now, judgement.exchanges)
+            self._store.groups.fail(group.id, judgement.verdicts, now, judgement.judge_requests)
             self._store.groups.drop(group.id, DropReason.JUDGE_FAILED)
         elif failed and not last:
-            self._store.groups.fail(group.id, judgement.verdicts, now + self._pause(group), judgement.exchanges)
+            self._store.groups.fail(group.id, judgement.verdicts, now + self._pause(group), judgement.judge_requests)
         else:
             self._settle(group, judgement, [run for run, _ in left], [said for _, said in left], list(failed))
             if heard:
@@ -163,7 +163,11 @@ class JudgeRunner:
         said = {verdict.trajectory_id: verdict for verdict in judgement.verdicts}
         said |= {verdict.trajectory_id: verdict for verdict in verdicts}
         self._store.groups.record(
-            group.id, list(said.values()), judgement.exchanges, useless, dict.fromkeys(failed, DropReason.JUDGE_FAILED)
+            group.id,
+            list(said.values()),
+            judgement.judge_requests,
+            useless,
+            dict.fromkeys(failed, DropReason.JUDGE_FAILED),
         )
         self._credit.remember(members, verdicts)
         if not failed:

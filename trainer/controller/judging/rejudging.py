@@ -87,7 +87,7 @@ class Rejudger:
         if failed:
             log.warning("event=rejudging_failed of=%s failures=%d reason=%r", key, len(failed), failed[0].failure)
         news = self._news(hearing.members, judgement.verdicts)
-        self._store.groups.rescore([verdict for _, verdict in news], judgement.exchanges)
+        self._store.groups.rescore([verdict for _, verdict in news], judgement.judge_requests)
         self._store.feedback.heard(hearing.heard, now)
         self._credit.remember([run for run, _ in news], [verdict for _, verdict in news])
         del self._pending[key]

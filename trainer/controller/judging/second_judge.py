@@ -1,6 +1,6 @@
 """The second judge: asked about a sample of the groups, beside the first and never instead of it.
 
-Promises that what it says never counts as a score: its verdicts are compared and only their figures kept, its exchanges
+Promises that what it says never counts as a score: its verdicts are compared and only their figures kept, its judge_requests
 with a language model are kept for `ratchet judge show`. It holds nobody up: it works in a thread of its own, and a
 group that comes while it has enough to do is passed over. Which groups are in the sample depends on their ids alone. A
 restart forgets nothing of what it said.
@@ -59,12 +59,12 @@ class SecondJudge:
             self._first[group_id] = scores
 
     def heard(self) -> tuple[PairedJudgements, ...]:
-        """Return what both said of the newest groups, oldest first; keeps the exchanges of those that are new."""
+        """Return what both said of the newest groups, oldest first; keeps the judge_requests of those that are new."""
         for group_id in [name for name in self._first if self._asked[name].done()]:
             judgement = self._asked.pop(group_id).result()
-            self._store.groups.keep(judgement.exchanges)
+            self._store.groups.record_judge_requests(judgement.judge_requests)
             heard = PairedJudgements(group_id, self._first.pop(group_id), _scores(judgement.verdicts))
-            self._store.observations.note(self._alias, KIND, group_id, {**self._versions, **_figures(heard)})
+            self._store.observations.add(self._alias, KIND, group_id, {**self._versions, **_figures(heard)})
             self._heard.append(heard)
         return tuple(self._heard)
 

@@ -104,7 +104,7 @@ class Sentinel:
         self._pasts = {tool: past for tool, past in pasts.items() if tool in sick}
         for tool in sorted(known.keys() ^ self._pasts.keys()):
             past = self._pasts.get(tool)
-            self._store.observations.note(self._alias, TOOL_PAST, tool, asdict(past) if past else {})
+            self._store.observations.add(self._alias, TOOL_PAST, tool, asdict(past) if past else {})
         return findings
 
     def _load_tool_history(self) -> dict[str, ToolHistory]:

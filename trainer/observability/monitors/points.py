@@ -54,7 +54,7 @@ def _round(one: Round) -> Point:
 
 
 def _decision(one: Decision) -> Point:
-    note = f"{one.alias}@{one.version}: {one.action} by {one.by}: {one.reason}"
+    note = f"{one.alias}@{one.version}: {one.action} by {one.decided_by}: {one.reason}"
     return Point(one.version, one.decided_at, dict(numbers(one.evidence, "decision")), note)
 
 

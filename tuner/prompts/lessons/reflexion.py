@@ -113,7 +113,7 @@ def learn(
             problems[family] = str(error)
     if not lessons:
         raise ReflectionUnavailable(f"no family got lessons: {next(iter(problems.values()))}")
-    tokens = sum(one.prompt_tokens + one.completion_tokens for one in interview.exchanges)
+    tokens = sum(one.prompt_tokens + one.completion_tokens for one in interview.judge_requests)
     return LearnedLessons(lessons, found, problems, tokens, interview.cost)
 
 

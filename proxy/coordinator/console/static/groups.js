@@ -33,9 +33,9 @@ export function group(place, { path }) {
   const name = encodeURIComponent(path[0]);
   return {
     refresh: async () => {
-      const [found, asked] = await Promise.all([get(`groups/${name}`), get(`groups/${name}/exchanges`)]);
+      const [found, asked] = await Promise.all([get(`groups/${name}`), get(`groups/${name}/judge-requests`)]);
       const read = found.members.slice(0, MOST).map((id) => get(`trajectories/${encodeURIComponent(id)}`, { tokens: false }).catch(() => null));
-      slot.show([found, asked.data, await Promise.all(read)], ([one, exchanges, members]) => [head(one), side(one, members), exchanges.length ? judged(exchanges) : null]);
+      slot.show([found, asked.data, await Promise.all(read)], ([one, judge_requests, members]) => [head(one), side(one, members), judge_requests.length ? judged(judge_requests) : null]);
     },
   };
 }
@@ -74,9 +74,9 @@ function side(one, members) {
   }));
 }
 
-function judged(exchanges) {
-  return h("section", { class: "card" }, h("h2", {}, "What the judge was asked"), exchanges.map((one) => h("details", {},
+function judged(judge_requests) {
+  return h("section", { class: "card" }, h("h2", {}, "What the judge was asked"), judge_requests.map((one) => h("details", {},
     h("summary", {}, h("span", { class: "mono" }, one.id), ` ${one.judge} · status ${one.status} · ${count(one.prompt_tokens)} + ${count(one.completion_tokens)} tokens · ${seconds(one.latency)}`),
-    one.problem ? prose(one.problem, "bad") : null,
-    h("small", { class: "dim" }, `Asked ${one.url}`), json(one.request), h("small", { class: "dim" }, "Answered"), json(one.answer))));
+    one.error ? prose(one.error, "bad") : null,
+    h("small", { class: "dim" }, `Asked ${one.url}`), json(one.request), h("small", { class: "dim" }, "Answered"), json(one.response))));
 }

@@ -22,7 +22,7 @@ export function overview(place) {
     refresh: async () => {
       const [told, proxy] = await Promise.all([get("overview"), traffic.read()]);
       slots.alarms.show(told.alarms, alarms);
-      slots.aliases.show(told.aliases.map((one) => ({ ...one, works: one.works.map((work) => ({ ...work, silent: !work.ended && told.at - work.noted_at > STALE })) })), (found) => found.map(alias));
+      slots.aliases.show(told.aliases.map((one) => ({ ...one, progress: one.progress.map((job) => ({ ...job, silent: !job.ended && told.at - job.updated_at > STALE })) })), (found) => found.map(alias));
       slots.states.show([told.trajectories, told.dropped], ([states, dropped]) => trajectories(states, dropped));
       slots.rounds.show({ found: told.rounds, relative: told.aliases.filter((one) => one.relative).map((one) => one.alias) }, rounds);
       slots.proxy.show(proxy, ofProxy);
@@ -55,7 +55,7 @@ function alias(one) {
     whole ? comparison(one.learning.families) : null,
     one.learning.notes.length ? h("ul", { class: "dim" }, one.learning.notes.map((note) => h("li", {}, note))) : null,
     one.learning.versions.length > 1 ? h("details", {}, h("summary", { "data-focus": `table ${one.alias}` }, "The curve as a table"), table(one.learning.versions)) : null,
-    one.works.length ? h("div", { class: "works" }, one.works.map(work)) : null,
+    one.progress.length ? h("div", { class: "works" }, one.progress.map(jobProgress)) : null,
     one.decisions.length ? h("ol", { class: "decisions" }, one.decisions.map(decision)) : null);
 }
 
@@ -96,14 +96,14 @@ function table(versions) {
       h("td", { class: "num" }, `${score(v.low)} to ${score(v.high)}`), h("td", { class: "num" }, count(v.count)))))));
 }
 
-function work(one) {
+function jobProgress(one) {
   const share = one.total ? Math.min(1, one.done / one.total) : 0;
   const state = one.ended ? "done" : one.silent ? "silent" : "";
   return h("div", { class: `work ${state}` },
-    h("div", { class: "work-head" }, h("b", {}, one.work), h("span", {}, `${figure(one.done)} / ${figure(one.total)}`),
-      h("span", { class: "dim" }, one.ended ? ["ended ", ago(one.noted_at)] : one.silent ? ["silent, told ", ago(one.noted_at)]
+    h("div", { class: "work-head" }, h("b", {}, one.phase), h("span", {}, `${figure(one.done)} / ${figure(one.total)}`),
+      h("span", { class: "dim" }, one.ended ? ["ended ", ago(one.updated_at)] : one.silent ? ["silent, told ", ago(one.updated_at)]
         : `${one.seconds_per_item === null ? NONE : seconds(one.seconds_per_item)} each · ${one.eta_seconds === null ? "no estimate yet" : `${seconds(one.eta_seconds)} left`}`)),
-    h("div", { class: "track", role: "progressbar", "aria-label": one.work, "aria-valuemin": 0, "aria-valuemax": one.total, "aria-valuenow": one.done },
+    h("div", { class: "track", role: "progressbar", "aria-label": one.phase, "aria-valuemin": 0, "aria-valuemax": one.total, "aria-valuenow": one.done },
       h("i", { style: { width: `${100 * share}%` } })),
     Object.keys(one.means).length ? h("dl", { class: "means" }, Object.entries(one.means).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, figure(value))))) : null);
 }

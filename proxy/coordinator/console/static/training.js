@@ -39,7 +39,7 @@ export function alarms(place) {
     every: true,
     refresh: async () => slot.show((await get("alarms")).data, (found) => (found.length ? found.map((one) =>
       h("section", { class: one.cleared_at ? "alarm cleared" : "alarm" }, h("b", {}, one.name.replaceAll("_", " ")), h("span", {}, one.reason),
-        h("small", {}, one.count === 1 ? "once, " : `${count(one.count)} times, since `, ago(one.raised_at), one.cleared_at ? [" · cleared ", ago(one.cleared_at)] : ` · last `, one.cleared_at ? null : ago(one.last_at))))
+        h("small", {}, one.count === 1 ? "once, " : `${count(one.count)} times, since `, ago(one.raised_at), one.cleared_at ? [" · cleared ", ago(one.cleared_at)] : ` · last `, one.cleared_at ? null : ago(one.last_raised_at))))
       : h("p", { class: "empty card" }, "Nothing was ever wrong here, as far as anybody looked."))),
   };
 }

@@ -91,7 +91,7 @@ function people(one) {
   return h("section", { class: "card" }, h("h2", {}, "Feedback"),
     one.feedback.length ? one.feedback.toReversed().map((said) => h("article", { class: "verdict-card" },
       h("div", { class: "who" }, said.value === null ? null : h("b", { class: "big" }, said.value === 1 ? "↑ up" : said.value === 0 || said.value === -1 ? "↓ down" : figure(said.value)),
-        h("span", {}, said.source), h("small", { class: "dim" }, ago(said.given_at), said.heard_at ? " · heard by a judge" : "")),
+        h("span", {}, said.source), h("small", { class: "dim" }, ago(said.given_at), said.applied_at ? " · applied by a judge" : "")),
       said.comment ? prose(said.comment) : null, said.demonstration ? [h("small", { class: "dim" }, "It should have been"), prose(said.demonstration)] : null))
       : h("p", { class: "empty" }, "Nobody has said anything of it."));
 }
@@ -120,10 +120,10 @@ async function tokens(id, shown) {
     shown.replaceChildren(
       h("p", { class: "dim small" }, call.context === "exact" ? `${count(call.prompt_ids.length)} ids of the prompt are new after its parent.` : `${count(call.prompt_ids.length)} ids of the prompt.`,
         " Sampled ids, darker the less likely they were:"),
-      ...call.choices.map((choice) => h("div", { class: "tokens" }, choice.ids.slice(0, MOST_TOKENS).map((one, at) => {
+      ...call.choices.map((choice) => h("div", { class: "tokens" }, choice.token_ids.slice(0, MOST_TOKENS).map((one, at) => {
         const logprob = choice.logprobs[at];
         return h("span", { style: { "--doubt": String(Math.round(Math.min(1, -(logprob ?? 0) / 4) * 80)) }, title: logprob === undefined ? "no logprob" : `logprob ${logprob.toFixed(4)}, p ${Math.exp(logprob).toFixed(3)}` }, String(one));
-      }), choice.ids.length > MOST_TOKENS ? `and ${count(choice.ids.length - MOST_TOKENS)} more` : null)));
+      }), choice.token_ids.length > MOST_TOKENS ? `and ${count(choice.token_ids.length - MOST_TOKENS)} more` : null)));
   } catch (error) { shown.replaceChildren(error.message); }
 }
 

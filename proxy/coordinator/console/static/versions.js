@@ -23,8 +23,8 @@ function row(one) {
   return h("tr", {},
     h("td", {}, h("a", { href: `#/versions/${encodeURIComponent(one.alias)}/${one.version}` }, `@${one.version}`)),
     h("td", {}, h("span", { class: `tag ${one.state}` }, one.state), one.trained_on_deleted ? h("small", { class: "bad" }, "learnt what was deleted") : null),
-    h("td", { class: "num" }, one.share ? percent(one.share, 0) : NONE), h("td", {}, ago(one.created_at)),
-    h("td", { class: "wrap" }, told ? [h("span", { class: `tag ${told.action}` }, told.action), ` ${told.reason} `, h("span", { class: "dim" }, told.by)] : NONE));
+    h("td", { class: "num" }, one.canary_share ? percent(one.canary_share, 0) : NONE), h("td", {}, ago(one.created_at)),
+    h("td", { class: "wrap" }, told ? [h("span", { class: `tag ${told.action}` }, told.action), ` ${told.reason} `, h("span", { class: "dim" }, told.decided_by)] : NONE));
 }
 
 export function version(place, { path }) {
@@ -51,7 +51,7 @@ function head(one, live, refresh) {
       h("div", { class: "actions" }, one.state === "live" ? null : newer
         ? h("button", { type: "button", class: "primary", on: { click: () => decide(one, "promote", live, refresh) } }, "Promote …")
         : h("button", { type: "button", class: "danger", on: { click: () => decide(one, "rollback", live, refresh) } }, "Go back to it …"))),
-    h("dl", { class: "facts" }, fact("state", h("span", { class: `tag ${one.state}` }, one.state)), one.share ? fact("share of new trajectories", percent(one.share, 0)) : null,
+    h("dl", { class: "facts" }, fact("state", h("span", { class: `tag ${one.state}` }, one.state)), one.canary_share ? fact("share of new trajectories", percent(one.canary_share, 0)) : null,
       fact("served as", h("code", {}, one.served_name)), fact("made", ago(one.created_at)), one.round_id ? fact("by round", h("code", {}, one.round_id)) : null,
       one.pruned_at ? fact("its folder was deleted", ago(one.pruned_at)) : null, one.trained_on_deleted ? fact("note", "learnt what was deleted since") : null));
 }
@@ -76,7 +76,7 @@ async function decide(one, verb, live, refresh) {
 
 function decided(decisions) {
   return h("section", { class: "card" }, h("h2", {}, "Decisions"), decisions.length ? decisions.map((one) => h("article", { class: "verdict-card" },
-    h("div", { class: "who" }, h("span", { class: `tag ${one.action}` }, one.action), h("span", {}, one.by), h("small", { class: "dim" }, ago(one.decided_at))),
+    h("div", { class: "who" }, h("span", { class: `tag ${one.action}` }, one.action), h("span", {}, one.decided_by), h("small", { class: "dim" }, ago(one.decided_at))),
     prose(one.reason), Object.keys(one.evidence).length ? h("details", {}, h("summary", {}, "Evidence"), json(one.evidence)) : null))
     : h("p", { class: "empty" }, "Nothing was decided about it yet."));
 }

@@ -103,8 +103,8 @@ class ResamplingClient:
     def _proxy(self, alias: str) -> str | None:
         if self._settings.proxy_url is not None:
             return self._settings.proxy_url
-        doors = self._store.doors.open(alias, time.time() - PROXY_TIMEOUT_SECONDS)
-        return next((door.url.rstrip("/") for door in doors if door.url), None)
+        instances = self._store.proxy_instances.running(alias, time.time() - PROXY_TIMEOUT_SECONDS)
+        return next((instance.url.rstrip("/") for instance in instances if instance.url), None)
 
 
 def _read(answer: httpx.Response, name: str) -> tuple[str | None, int]:

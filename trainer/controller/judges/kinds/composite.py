@@ -55,7 +55,7 @@ class CompositeJudge:
             self._verdict(group_id, member, [judgement.verdicts[place] for judgement in told], latency)
             for place, member in enumerate(members)
         ]
-        return Judgement(tuple(verdicts), tuple(one for judgement in told for one in judgement.exchanges))
+        return Judgement(tuple(verdicts), tuple(one for judgement in told for one in judgement.judge_requests))
 
     def close(self) -> None:
         """Close every part."""

@@ -56,7 +56,7 @@ class NextStateJudge:
         """Return one verdict per member, in order."""
         told = [self._verdict(group_id, member) for member in members]
         return Judgement(
-            tuple(verdict for verdict, _ in told), tuple(one for _, asked in told for one in asked.exchanges)
+            tuple(verdict for verdict, _ in told), tuple(one for _, asked in told for one in asked.judge_requests)
         )
 
     def _verdict(self, group_id: str | None, member: Transcript) -> tuple[Verdict, JudgeModelSession]:

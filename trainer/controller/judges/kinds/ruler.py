@@ -102,7 +102,7 @@ class RulerJudge:
             )
             for place, member in enumerate(members)
         ]
-        return Judgement(tuple(verdicts), tuple(interview.exchanges))
+        return Judgement(tuple(verdicts), tuple(interview.judge_requests))
 
 
 def _seed(members: Sequence[Transcript]) -> str:

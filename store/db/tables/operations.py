@@ -1,0 +1,73 @@
+"""Tables of operation: proxies, leases, alarms, API keys and deletions."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from ratchet.store.db.table_types import HASH, ID, JSON, TIME, enum_constraint, metadata
+from ratchet.store.states import KeyScope
+
+proxy_instances = sa.Table(
+    "proxy_instances",
+    metadata,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("url", sa.Text, nullable=False),
+    sa.Column("live_versions", JSON, nullable=False),
+    sa.Column("pinned_trajectories", JSON, nullable=False),
+    sa.Column("shipped_until", TIME, nullable=False),
+    sa.Column("heartbeat_at", TIME, nullable=False),
+)
+
+# A lease is held by one owner until it expires; the holder renews it.
+leases = sa.Table(
+    "leases",
+    metadata,
+    sa.Column("name", sa.String(128), primary_key=True),
+    sa.Column("owner", sa.String(128), nullable=False),
+    sa.Column("expires_at", TIME, nullable=False),
+)
+
+alarms = sa.Table(
+    "alarms",
+    metadata,
+    sa.Column("name", sa.String(128), primary_key=True),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("raised_at", TIME, nullable=False),
+    sa.Column("last_raised_at", TIME, nullable=False),
+    sa.Column("count", sa.Integer, nullable=False),
+    sa.Column("cleared_at", TIME),
+)
+
+# A key is known by its SHA-256; two rows with one hash would be two limits for one key.
+keys = sa.Table(
+    "keys",
+    metadata,
+    sa.Column("id", ID, primary_key=True),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("hash", sa.String(64), nullable=False, unique=True),
+    sa.Column("scope", sa.String(16), nullable=False),
+    sa.Column("created_at", TIME, nullable=False),
+    sa.Column("revoked_at", TIME),
+    sa.Column("last_used_at", TIME),
+    sa.Column("requests_per_minute", sa.Integer),
+    sa.Column("tokens_per_minute", sa.Integer),
+    enum_constraint("scope", KeyScope),
+    # A limit of nothing would be a revoked key under another name.
+    sa.CheckConstraint("requests_per_minute > 0 AND tokens_per_minute > 0", name="positive_limits"),
+)
+
+# What was deleted and when, without its content; proxies see by it that messages may have gone.
+deletions = sa.Table(
+    "deletions",
+    metadata,
+    sa.Column("id", ID, primary_key=True),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("started_at", TIME, nullable=False),
+    sa.Column("updated_at", TIME, nullable=False),
+    sa.Column("trajectory_count", sa.Integer, nullable=False),
+    sa.Column("call_count", sa.Integer, nullable=False),
+    sa.Column("policies", JSON, nullable=False),
+)
+
+# Messages and tool lists that a deleted call named: the sweep looks whether anybody else does.
+orphan_candidates = sa.Table("orphan_candidates", metadata, sa.Column("hash", HASH, primary_key=True))
