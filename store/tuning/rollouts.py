@@ -119,7 +119,7 @@ class Rollouts:
         return {name for name, origin in origins.items() if origin in found}
 
     def of(self, tuning_id: str, candidate: str | None = None, *, responses: bool = False) -> list[Rollout]:
-        """Return a tuning's schema.rollouts, or those of one of its candidates, in the order in which they were planned.
+        """Return a tuning's rollouts, or those of one of its candidates, in the order in which they were planned.
 
         What their workflows returned, megabytes each, is left out unless `responses` are asked for.
         """

@@ -78,7 +78,7 @@ def test_a_store_of_an_unknown_schema_is_refused_with_the_remedy(store_url: str)
     engine = database.connect(store_url)
     with database.write(engine) as connection:
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '0019'"))
-    with pytest.raises(SchemaMismatch, match="has schema 0019, .* name a new store"):
+    with pytest.raises(SchemaMismatch, match=r"has schema 0019, .* name a new store"):
         open_store(store_url)
     with pytest.raises(SchemaMismatch, match="name a new store"):
         database.migrate(engine)

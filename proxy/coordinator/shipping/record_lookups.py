@@ -3,8 +3,8 @@
 Promises: what is there is told at once; what nobody recorded costs one look, and another where records from before the
 question were still on their way; nobody who waits holds a thread, and each key has at most `MOST_WAITING` who do (429;
 `_MOST_IN_ALL` of all keys: 503). What other proxies may hold is waited for with growing pauses: each of them says once
-a second in the store's instances up to which moment it has shipped what it recorded. With one proxy alone there is nothing
-of others to wait for; a proxy that has stopped talking counts for a minute.
+a second in the store's instances up to which moment it has shipped what it recorded. With one proxy alone there is
+nothing of others to wait for; a proxy that has stopped talking counts for a minute.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The second judge: asked about a sample of the groups, beside the first and never instead of it.
 
-Promises that what it says never counts as a score: its verdicts are compared and only their figures kept, its judge_requests
+Promises that what it says never counts as a score: its verdicts are compared and only their figures kept, its
+judge_requests
 with a language model are kept for `ratchet judge show`. It holds nobody up: it works in a thread of its own, and a
 group that comes while it has enough to do is passed over. Which groups are in the sample depends on their ids alone. A
 restart forgets nothing of what it said.

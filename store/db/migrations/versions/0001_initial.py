@@ -646,7 +646,8 @@ def _tool_calls() -> None:
         sa.Column("result", sa.String(16)),
         sa.Column("detail", sa.Text),
         sa.CheckConstraint(
-            "outcome IN ('valid', 'unknown_tool', 'invalid_json', 'schema_violation', 'unexpected_argument', 'unchecked')",
+            "outcome IN ('valid', 'unknown_tool', 'invalid_json', 'schema_violation', 'unexpected_argument', "
+            "'unchecked')",
             name="ck_tool_calls_outcome_known",
         ),
         sa.CheckConstraint("result IN ('ok', 'error', 'timeout', 'empty')", name="ck_tool_calls_result_known"),
