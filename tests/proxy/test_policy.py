@@ -161,7 +161,7 @@ def test_the_trainer_sees_when_a_version_has_drained(start: Start) -> None:
             if d.pinned_trajectories == {"agent@0": 1}
         ]
     )[0]
-    assert (door.live, door.url) == ({"agent": 0}, "http://test")
+    assert (door.live_versions, door.url) == ({"agent": 0}, "http://test")
     drained = eventually(
         lambda: [
             d for d in proxy.store.proxy_instances.running("agent", time.time() - 2) if d.pinned_trajectories == {}

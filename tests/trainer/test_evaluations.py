@@ -135,7 +135,7 @@ def test_a_jump_on_held_out_tasks_waits_for_a_person_before_it_serves_anybody(
     daemon = make_daemon(release=GATE | {"canary": True, "max_gain": 0.5})
     until(daemon, time.time(), lambda: store.policies.held("agent") is not None)
     told = store.decisions.of("agent", 1)[0]
-    assert (told.action, told.by) == (PolicyAction.HOLD, "evaluation")
+    assert (told.action, told.decided_by) == (PolicyAction.HOLD, "evaluation")
     assert "the gain exceeds max_gain" in told.reason
     assert [policy.version for policy in store.policies.serving()] == [0]
 

@@ -136,7 +136,7 @@ class EvaluationRunner:
 
     def _evaluate(self, candidate: Policy, live: Policy, subject: str, check: Callable[[], None]) -> EvaluationResult:
         result = self._evaluator.evaluate(candidate, live, check)
-        self._store.observations.note(self._alias, KIND, subject, msgspec.to_builtins(result))
+        self._store.observations.add(self._alias, KIND, subject, msgspec.to_builtins(result))
         described = result.first.describe() if result.first is not None else "too little to compare"
         log.info("event=evaluation_done policy=%s result=%r", version_name(candidate), described)
         return result

@@ -172,7 +172,7 @@ class Publisher:
         policies = self._store.policies.all(self._alias)
         if not self._store.policies.unproven(self._alias):  # also if they were rolled back
             self._store.alarms.clear(f"{UNPROVEN}:{self._alias}")
-        proxies = self._store.doors.open(self._alias, now - PROXY_TIMEOUT_SECONDS)
+        proxies = self._store.proxy_instances.running(self._alias, now - PROXY_TIMEOUT_SECONDS)
         live = next((policy.version for policy in policies if policy.state is PolicyState.LIVE), BASE_VERSION)
         if any(proxy.live.get(self._alias) != live for proxy in proxies):
             return []
