@@ -174,9 +174,9 @@ class Publisher:
             self._store.alarms.clear(f"{UNPROVEN}:{self._alias}")
         proxies = self._store.proxy_instances.running(self._alias, now - PROXY_TIMEOUT_SECONDS)
         live = next((policy.version for policy in policies if policy.state is PolicyState.LIVE), BASE_VERSION)
-        if any(proxy.live.get(self._alias) != live for proxy in proxies):
+        if any(proxy.live_versions.get(self._alias) != live for proxy in proxies):
             return []
-        pinned = {name for proxy in proxies for name, count in proxy.pins.items() if count}
+        pinned = {name for proxy in proxies for name, count in proxy.pinned_trajectories.items() if count}
         unneeded = _unneeded_adapters(policies, pinned, self._keep_loaded)
         unloaded: list[str] = []
         for replica in self._replicas if unneeded else ():

@@ -32,7 +32,7 @@ class Retention:
 def versions_in_use(store: Store, alias: str, now: float) -> set[int]:
     """Return the versions that a proxy has trajectories pinned to, or that planned rollouts of the tuner need."""
     proxies = store.proxy_instances.running(alias, now - PROXY_TIMEOUT_SECONDS)
-    pins = [name.rpartition("@") for proxy in proxies for name, count in proxy.pins.items() if count]
+    pins = [name.rpartition("@") for proxy in proxies for name, count in proxy.pinned_trajectories.items() if count]
     pinned = {int(version) for name, _, version in pins if name == alias}
     return pinned | store.rollouts.awaited(alias, now - _ROLLOUT_TIMEOUT)
 
