@@ -131,7 +131,9 @@ class PolicyCache:
         canary = self._canaries.get(alias)
         if canary is None or alias in self.other_models:
             return self.live_version(alias)
-        chosen = canary.version if _place(canary, trajectory_id) < (canary.canary_share or 0.0) else self.live_version(alias)
+        chosen = (
+            canary.version if _place(canary, trajectory_id) < (canary.canary_share or 0.0) else self.live_version(alias)
+        )
         self._metrics.canary_trajectories.labels(alias, "canary" if chosen == canary.version else "live").inc()
         return chosen
 
